@@ -1,0 +1,1 @@
+"""The proof: trains patched and unpatched mini models and decides whether a patch is still the same mathematics."""

@@ -1,0 +1,57 @@
+"""Every number that judges, each derived from a unit roundoff, a count or a measured noise."""
+
+from __future__ import annotations
+
+import torch
+
+# A result computed in one dtype may lose at most this many times what PyTorch's own formula in that dtype loses against
+# float64: the customary factor of the three-way comparison. Two correct orders of summation differ by less.
+THREE_WAY_FACTOR = 2.0
+
+# Below this many units of roundoff (of the truth's size) nothing is judged: rounding the exact result to the dtype costs
+# up to half a unit in the last place, which is one unit of roundoff, for each of input, accumulation and output.
+FLOOR_ROUNDOFFS = 4.0
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Half the distance from 1 to the next larger number of ``dtype``: the relative error of one correct rounding."""
+    return torch.finfo(dtype).eps / 2
+
+
+def rms(x: torch.Tensor) -> float:
+    """Root mean square in float64; 0 for an empty tensor."""
+    return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
+
+
+def three_way(ours: torch.Tensor, torchs: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    """Assert that ``ours`` is as near to the float64 ``truth`` as PyTorch's own result in the same ``dtype``.
+
+    Both the root-mean-square and the largest error may be at most :data:`THREE_WAY_FACTOR` times PyTorch's plus
+    :data:`FLOOR_ROUNDOFFS` units of roundoff of the truth's size. A NaN or an infinity in ``ours`` that the truth
+    does not have fails, as does another shape.
+
+    Raises:
+        AssertionError: with the name, both errors, the bound and the coordinates of the worst element.
+    """
+    assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)} instead of {tuple(truth.shape)}"
+    assert torchs.shape == truth.shape, f"{name}: PyTorch's shape {tuple(torchs.shape)} is not {tuple(truth.shape)}"
+    if not truth.numel():
+        return
+    truth = truth.detach().double()
+    error_ours = (ours.detach().double() - truth).abs()
+    error_torch = (torchs.detach().double() - truth).abs()
+    assert bool(torch.isfinite(truth).all()), f"{name}: the truth itself is not finite"
+    finite = torch.isfinite(error_ours)
+    assert bool(finite.all()), f"{name}: {int((~finite).sum())} of {truth.numel()} elements are not finite"
+    floor = FLOOR_ROUNDOFFS * unit_roundoff(dtype)
+    for what, err, own, size in (
+        ("rms", rms(error_ours), rms(error_torch), rms(truth)),
+        ("largest", float(error_ours.max()), float(error_torch.max()), float(truth.abs().max())),
+    ):
+        bound = THREE_WAY_FACTOR * own + floor * size
+        worst = [int(i) for i in torch.unravel_index(error_ours.argmax(), error_ours.shape)]
+        assert err <= bound, (
+            f"{name} ({dtype}): {what} error {err:.3e} > {bound:.3e} "
+            f"(PyTorch's own {own:.3e}, size {size:.3e}); worst at {worst}: "
+            f"{float(ours[tuple(worst)])!r} instead of {float(truth[tuple(worst)])!r}"
+        )

@@ -1,0 +1,87 @@
+"""Where a kernel runs, how it is launched, and how launches are counted: one place for every op.
+
+Dispatch is by the tensor: CUDA, ROCm and XPU tensors run Triton; CPU tensors run the op's reference, or Triton's
+interpreter when ``TRITON_INTERPRET=1`` was set before this module was imported. float64 always runs the reference,
+because every kernel computes in float32.
+
+Triton is optional: without it the decorators below leave functions that cannot be launched, and every op runs its
+reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without Triton still imports, and runs the references
+
+    class _NoTriton:
+        """Accepts what a kernel file does at import time: decorators and annotations."""
+
+        def __getattr__(self, name: str) -> _NoTriton:
+            return self
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
+
+    triton = tl = _NoTriton()
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
+
+INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_launches: Counter[str] = Counter()
+
+
+def use_triton(x: torch.Tensor) -> bool:
+    """Whether an op over ``x`` runs its Triton kernel (else its reference)."""
+    if not HAS_TRITON or x.dtype not in _KERNEL_DTYPES:
+        return False
+    return x.device.type in ("cuda", "xpu") or (INTERPRET and x.device.type == "cpu")
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
+    """Launch ``kernel`` over ``grid`` on ``device`` and count it. An empty grid launches nothing.
+
+    Triton launches on the *current* device, whatever the tensors say, so the tensor's own device is made current.
+    """
+    if 0 in grid:
+        return
+    if torch.compiler.is_compiling():  # Dynamo records the launch itself; there is nothing to count or guard
+        kernel[grid](*args, **kwargs)
+        return
+    _launches[kernel.__name__] += 1
+    with _device_guard(device):
+        kernel[grid](*args, **kwargs)
+
+
+def _device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if device.type == "cuda" and device.index is not None and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    if device.type == "xpu" and device.index is not None and device.index != torch.xpu.current_device():
+        return torch.xpu.device(device)
+    return contextlib.nullcontext()
+
+
+def launches() -> dict[str, int]:
+    """How often each Triton kernel has been launched in this process, by kernel name (``_rms_norm_fwd_kernel``)."""
+    return dict(_launches)
+
+
+def reset_launches() -> None:
+    """Set every count of :func:`launches` back to zero."""
+    _launches.clear()
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n`` (1 for ``n`` of 0)."""
+    return 1 << max(n - 1, 0).bit_length()
