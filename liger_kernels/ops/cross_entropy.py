@@ -1,0 +1,770 @@
+r"""Cross entropy over logits, with every option of the loss, in one read of the logits forward and one backward.
+
+With raw logits x[row, c], z = softcap * tanh(logit_scale * x / softcap) (z = logit_scale * x without a cap),
+lse = log(sum_c exp(z_c)), log p_c = z_c - lse, class weights w, V classes and smoothing eps, a row with target y costs
+
+    loss = (1 - eps) * w_y * (-log p_y) + eps / V * sum_c w_c * (-log p_c) + z_loss * lse^2
+    dloss/dx_c = ((1 - eps) * w_y * (p_c - [c = y]) + eps / V * (W * p_c - w_c) + 2 * z_loss * lse * p_c) * dz_c/dx_c
+
+with W = sum_c w_c. "mean" divides by the sum of w_y over the rows that are not ignored, as
+``torch.nn.functional.cross_entropy`` does, whose label smoothing and class weights these are; the soft cap is Gemma 2's
+(arXiv:2408.00118), the z-loss PaLM's (arXiv:2204.02311).
+
+Two quantities would cancel if they were formed by subtraction when p_y is near 1: the true class's gradient p_y - 1 and
+the loss itself. Both are computed from the sum of the exponentials of the *other* classes, which each row keeps beside
+its maximum and its total: p_y - 1 = -others / total and -log p_y = log1p(others / exp(z_y - max)).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from liger_kernels.ops._runtime import INTERPRET, launch, next_power_of_2, tl, triton, use_triton
+
+REDUCTIONS = ("mean", "sum", "none")
+EXTRAS = ("token_accuracy", "predicted_tokens", "entropy", "log_probs")
+
+
+class CrossEntropyOutput(NamedTuple):
+    """The loss and what was asked for beside it; ``None`` for what was not. Only the loss is differentiable.
+
+    Attributes:
+        loss: float32, 0-d, or [tokens] for reduction "none".
+        token_accuracy: float32, 0-d: the share of the rows not ignored whose largest logit is the target's; 0 if
+            every row is ignored.
+        predicted_tokens: int64 [tokens]: the class of the largest logit, the first one of equals.
+        entropy: float32 [tokens]: -sum_c p_c log p_c, for ignored rows too.
+        log_probs: float32 [tokens]: log p of the target; 0 for ignored rows.
+    """
+
+    loss: torch.Tensor
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+
+
+class LossOptions(NamedTuple):
+    """The scalar options, checked by :func:`check_options`."""
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float | None
+    logit_scale: float
+    z_loss: float
+
+
+def cross_entropy_ref(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    class_weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    extras: tuple[str, ...] = (),
+) -> torch.Tensor | CrossEntropyOutput:
+    """What :func:`cross_entropy` computes, in plain torch: in float64 for float64 logits, else in float32."""
+    z = logits if logits.dtype == torch.float64 else logits.float()
+    z = z * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    targets = targets.long()
+    weights = None if class_weight is None else class_weight.to(z.dtype)
+    rows = F.cross_entropy(
+        z, targets, weights, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    )
+    counted = targets != ignore_index
+    if z_loss:
+        rows = rows + torch.where(counted, z_loss * torch.logsumexp(z, dim=-1).square(), 0.0)
+    # F.cross_entropy of zero rows is cut off from its input: this keeps the graph connected.
+    rows = rows + z[:, 0] * 0.0 if not len(rows) else rows
+    if reduction == "mean":
+        row_weight = counted.to(z.dtype)
+        if weights is not None:
+            row_weight = row_weight * weights[targets.where(counted, 0)]
+        total = row_weight.sum()
+        loss = rows.sum() / total.masked_fill(total == 0, math.inf)
+    else:
+        loss = rows.sum() if reduction == "sum" else rows
+    if not extras:
+        return loss
+    with torch.no_grad():
+        predicted = z.argmax(dim=-1)
+        accuracy = ((predicted == targets) & counted).sum() / counted.sum().clamp(min=1)
+        log_p = torch.log_softmax(z, dim=-1)
+        log_probs = log_p.gather(1, targets.where(counted, 0)[:, None])[:, 0].where(counted, 0.0)
+        entropy = torch.special.entr(log_p.exp()).sum(dim=-1)
+    return _select_extras(loss, extras, accuracy, predicted, entropy, log_probs)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) for 0 <= x <= 1 without cancellation (Kahan; Goldberg 1991, theorem 4)."""
+    u = 1.0 + x
+    d = u - 1.0
+    return tl.where(d == 0.0, x, tl.log(u) * (x / tl.where(d == 0.0, 1.0, d)))
+
+
+@triton.jit
+def _tanh(x):
+    """tanh to 2 ulp (Cephes tanhf): near zero an odd polynomial, because there the exponential form cancels."""
+    a = tl.abs(x)
+    s = x * x
+    p = -5.70498872745e-3 * s + 2.06390887954e-2
+    p = p * s - 5.37397155531e-2
+    p = p * s + 1.33314422036e-1
+    p = p * s - 3.33332819422e-1
+    e = tl.exp(-2.0 * a)
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(a < 0.625, p * s * x + x, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """z of the formula, from the raw logits in float32."""
+    if HAS_SOFTCAP:
+        z = softcap * _tanh(x * (logit_scale / softcap))
+    else:
+        z = x * logit_scale
+    return z
+
+
+@triton.jit
+def _scaled_logits_slope(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """dz/dx: logit_scale, times 1 - tanh^2 in a form that does not cancel where the cap saturates."""
+    if HAS_SOFTCAP:
+        e = tl.exp(-2.0 * tl.abs(x * (logit_scale / softcap)))
+        slope = logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
+    else:
+        slope = logit_scale
+    return slope
+
+
+@triton.jit
+def _load_target(targets_ptr, row, row_mask, ignore_index, vocab):
+    """The rows' targets (-1 where there is none), whether a row counts, and whether its target is out of range."""
+    target = tl.load(targets_ptr + row, mask=row_mask, other=ignore_index).to(tl.int64)
+    ignored = target == ignore_index
+    in_range = (target >= 0) & (target < vocab)
+    counts = in_range & (ignored == 0)
+    return tl.where(counts, target, -1).to(tl.int32), counts, (in_range == 0) & (ignored == 0)
+
+
+@triton.jit
+def _store_grad(
+    logits_rows,
+    grad_rows,
+    weight_ptr,
+    weight_sum,
+    row_mask,
+    target,
+    counts,
+    invalid,
+    upstream,
+    row_max,
+    total,
+    others,
+    vocab,
+    label_smoothing,
+    softcap,
+    logit_scale,
+    z_loss,
+    HAS_SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write upstream * dloss/dx for a tile of rows. The blocks run from last to first: after the forward's pass over
+    the same rows the last blocks are still in the cache. ``grad_rows`` may be ``logits_rows``."""
+    if weight_ptr is None:
+        true_weight = tl.full(target.shape, 1.0, tl.float32)
+    else:
+        true_weight = tl.load(weight_ptr + target, mask=counts, other=0.0)
+    true_weight = true_weight * (1.0 - label_smoothing)
+    total = tl.where(counts, total, 1.0)
+    inverse = 1.0 / total
+    # What multiplies p_c in every class; the true class's own part is kept apart because there p - 1 is formed.
+    common = 2.0 * z_loss * (row_max + tl.log(total))
+    if SMOOTHING:
+        smoothing = label_smoothing / vocab
+        common += smoothing * weight_sum
+    rest = tl.where(invalid, float("nan"), 0.0)
+    n_blocks = tl.cdiv(vocab, BLOCK)
+    for i in range(0, n_blocks):
+        cols = (n_blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
+        in_row = cols < vocab
+        mask = row_mask[:, None] & in_row[None, :]
+        x = tl.load(logits_rows[:, None] + cols[None, :], mask=mask & counts[:, None], other=0.0).to(tl.float32)
+        z = _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP)
+        p = tl.exp(z - row_max[:, None]) * inverse[:, None]
+        is_target = cols[None, :] == target[:, None]
+        grad = tl.where(is_target, -(others * inverse)[:, None], p) * true_weight[:, None] + common[:, None] * p
+        if SMOOTHING:
+            if weight_ptr is None:
+                grad -= smoothing
+            else:
+                grad -= smoothing * tl.load(weight_ptr + cols, mask=in_row, other=0.0)[None, :]
+        grad *= _scaled_logits_slope(x, logit_scale, softcap, HAS_SOFTCAP) * upstream[:, None]
+        grad = tl.where(counts[:, None], grad, rest[:, None])
+        tl.store(grad_rows[:, None] + cols[None, :], grad.to(grad_rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _cross_entropy_fwd_kernel(
+    logits_ptr,
+    logits_stride,
+    targets_ptr,
+    weight_ptr,
+    weight_sum_ptr,
+    loss_ptr,
+    stats_ptr,
+    stats_stride,
+    log_probs_ptr,
+    entropy_ptr,
+    predicted_ptr,
+    n_rows,
+    vocab,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    logit_scale,
+    z_loss,
+    HAS_SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    GRAD_IN_PLACE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    label_smoothing = tl.full((), label_smoothing, tl.float32)
+    softcap = tl.full((), softcap, tl.float32)
+    logit_scale = tl.full((), logit_scale, tl.float32)
+    z_loss = tl.full((), z_loss, tl.float32)
+
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_mask = row < n_rows
+    target, counts, invalid = _load_target(targets_ptr, row, row_mask, ignore_index, vocab)
+    logits_rows = logits_ptr + row * logits_stride
+    x_target = tl.load(logits_rows + target, mask=counts, other=0.0).to(tl.float32)
+    z_target = _scaled_logits(x_target, logit_scale, softcap, HAS_SOFTCAP)
+    finite_z_target = tl.where(z_target > float("-inf"), z_target, 0.0)
+
+    # Ignored rows are read only if something is reported about them.
+    read = row_mask
+    if entropy_ptr is None and predicted_ptr is None:
+        read = counts
+
+    # Sums stay one per lane and are reduced once, after the loop: inside it only the maximum crosses lanes.
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    others = tl.zeros((ROWS, BLOCK), tl.float32)
+    distance = tl.zeros((ROWS, BLOCK), tl.float32)  # sum of exp(z - max) * (z - max), for the entropy
+    smooth = tl.zeros((ROWS,), tl.float32)  # sum of w_c * (z_c - z_target), for label smoothing
+    predicted = tl.zeros((ROWS,), tl.int32)
+    for start in range(0, vocab, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        in_row = cols < vocab
+        mask = read[:, None] & in_row[None, :]
+        x = tl.load(logits_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        z = tl.where(mask, _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+        if predicted_ptr is None:
+            block_max = tl.max(z, 1)
+        else:
+            block_max, where_max = tl.max(z, 1, return_indices=True)
+            predicted = tl.where(block_max > row_max, start + where_max, predicted)
+        new_max = tl.maximum(row_max, block_max)
+        shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
+        decay = tl.exp(row_max - shift)
+        away = z - shift[:, None]
+        e = tl.where(cols[None, :] == target[:, None], 0.0, tl.exp(away))
+        if entropy_ptr is not None:
+            moved = tl.where(row_max > float("-inf"), row_max - shift, 0.0)
+            distance = (distance + moved[:, None] * others) * decay[:, None]
+            distance += e * tl.where(e > 0.0, away, 0.0)
+        others = others * decay[:, None] + e
+        if SMOOTHING:
+            lower = tl.where(mask, z - finite_z_target[:, None], 0.0)
+            if weight_ptr is not None:
+                lower *= tl.load(weight_ptr + cols, mask=in_row, other=0.0)[None, :]
+            smooth += tl.sum(lower, 1)
+        row_max = new_max
+
+    row_max = tl.where(row_max > float("-inf"), row_max, 0.0)
+    others = tl.sum(others, 1)
+    e_target = tl.where(counts, tl.exp(z_target - row_max), 0.0)
+    total = tl.where(read, others + e_target, 1.0)
+    log_total = tl.log(total)
+    confident = others <= e_target
+    ratio = tl.where(confident, others, 0.0) / tl.where(e_target > 0.0, e_target, 1.0)
+    nll = tl.where(confident & (e_target > 0.0), _log1p(ratio), row_max - z_target + log_total)
+    lse = row_max + log_total
+
+    loss = nll * (1.0 - label_smoothing)
+    if weight_ptr is not None:
+        loss *= tl.load(weight_ptr + target, mask=counts, other=0.0)
+    weight_sum = tl.full((), vocab, tl.float32)
+    if weight_sum_ptr is not None:
+        weight_sum = tl.load(weight_sum_ptr)
+    if SMOOTHING:
+        loss += label_smoothing / vocab * (weight_sum * nll - smooth)
+    loss += z_loss * lse * lse
+    tl.store(loss_ptr + row, tl.where(counts, loss, tl.where(invalid, float("nan"), 0.0)), mask=row_mask)
+    if stats_ptr is not None:
+        tl.store(stats_ptr + row, row_max, mask=row_mask)
+        tl.store(stats_ptr + stats_stride + row, total, mask=row_mask)
+        tl.store(stats_ptr + 2 * stats_stride + row, others, mask=row_mask)
+    if log_probs_ptr is not None:
+        log_prob = tl.where(counts, -nll, tl.where(invalid, float("nan"), 0.0))
+        tl.store(log_probs_ptr + row, log_prob, mask=row_mask)
+    if entropy_ptr is not None:
+        mean_distance = (tl.sum(distance, 1) + tl.where(e_target > 0.0, e_target * (z_target - row_max), 0.0)) / total
+        tl.store(entropy_ptr + row, log_total - mean_distance, mask=row_mask)
+    if predicted_ptr is not None:
+        tl.store(predicted_ptr + row, predicted.to(tl.int64), mask=row_mask)
+
+    if GRAD_IN_PLACE:
+        tl.debug_barrier()  # every lane has read its target's logit before any lane overwrites it
+        _store_grad(
+            logits_rows,
+            logits_rows,
+            weight_ptr,
+            weight_sum,
+            row_mask,
+            target,
+            counts,
+            invalid,
+            tl.full((ROWS,), 1.0, tl.float32),
+            row_max,
+            total,
+            others,
+            vocab,
+            label_smoothing,
+            softcap,
+            logit_scale,
+            z_loss,
+            HAS_SOFTCAP,
+            SMOOTHING,
+            BLOCK,
+        )
+
+
+@triton.jit
+def _cross_entropy_bwd_kernel(
+    logits_ptr,
+    logits_stride,
+    grad_ptr,
+    grad_stride,
+    targets_ptr,
+    weight_ptr,
+    weight_sum_ptr,
+    stats_ptr,
+    stats_stride,
+    upstream_ptr,
+    upstream_stride,
+    n_rows,
+    vocab,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    logit_scale,
+    z_loss,
+    HAS_SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    label_smoothing = tl.full((), label_smoothing, tl.float32)
+    softcap = tl.full((), softcap, tl.float32)
+    logit_scale = tl.full((), logit_scale, tl.float32)
+    z_loss = tl.full((), z_loss, tl.float32)
+
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_mask = row < n_rows
+    target, counts, invalid = _load_target(targets_ptr, row, row_mask, ignore_index, vocab)
+    weight_sum = tl.full((), vocab, tl.float32)
+    if weight_sum_ptr is not None:
+        weight_sum = tl.load(weight_sum_ptr)
+    _store_grad(
+        logits_ptr + row * logits_stride,
+        grad_ptr + row * grad_stride,
+        weight_ptr,
+        weight_sum,
+        row_mask,
+        target,
+        counts,
+        invalid,
+        tl.load(upstream_ptr + row * upstream_stride, mask=row_mask, other=0.0).to(tl.float32),
+        tl.load(stats_ptr + row, mask=row_mask, other=0.0),
+        tl.load(stats_ptr + stats_stride + row, mask=row_mask, other=1.0),
+        tl.load(stats_ptr + 2 * stats_stride + row, mask=row_mask, other=0.0),
+        vocab,
+        label_smoothing,
+        softcap,
+        logit_scale,
+        z_loss,
+        HAS_SOFTCAP,
+        SMOOTHING,
+        BLOCK,
+    )
+
+
+class Rows(NamedTuple):
+    """What the forward kernel writes per row; ``None`` is not computed."""
+
+    loss: torch.Tensor  # [tokens]
+    stats: torch.Tensor | None  # [3, tokens]: the maximum of z, the sum of exp(z - maximum), the same without y's
+    log_probs: torch.Tensor | None  # [tokens]
+    entropy: torch.Tensor | None  # [tokens]
+    predicted: torch.Tensor | None  # [tokens]
+
+    @classmethod
+    def empty(cls, tokens: int, device: torch.device, extras: tuple[str, ...], stats: bool) -> Rows:
+        def rows(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        predict = "token_accuracy" in extras or "predicted_tokens" in extras
+        return cls(
+            loss=rows(tokens),
+            stats=rows(3, tokens) if stats else None,
+            log_probs=rows(tokens) if "log_probs" in extras else None,
+            entropy=rows(tokens) if "entropy" in extras else None,
+            predicted=torch.empty(tokens, dtype=torch.int64, device=device) if predict else None,
+        )
+
+    def chunk(self, start: int, stop: int) -> Rows:
+        """Views of rows ``start`` to ``stop``."""
+        return Rows(*(None if t is None else t[..., start:stop] for t in self))  # type: ignore[arg-type]
+
+
+def _launch_shape(tokens: int, vocab: int) -> dict[str, int]:
+    """Launch choices: 16 elements a lane; several rows a program when a row is small; one row in a wide program when
+    it is large, so that few enough rows are in flight for the second pass to find them in the L2 cache."""
+    block = min(next_power_of_2(vocab), 8192)
+    if INTERPRET:  # every program costs about a millisecond, whatever its size
+        rows = min(65536 // block, next_power_of_2(tokens))
+    else:
+        rows = max(1, 4096 // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 512))}
+
+
+def _weight_sum(class_weight: torch.Tensor | None, options: LossOptions) -> torch.Tensor | None:
+    return class_weight.sum() if class_weight is not None and options.label_smoothing else None
+
+
+def forward_rows(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    options: LossOptions,
+    rows: Rows,
+    grad_in_place: bool = False,
+) -> None:
+    """Fill ``rows``; with ``grad_in_place`` also overwrite ``logits`` by each row's dloss/dlogits (upstream of 1)."""
+    tokens, vocab = logits.shape
+    shape = _launch_shape(tokens, vocab)
+    launch(
+        _cross_entropy_fwd_kernel,
+        (triton.cdiv(tokens, shape["ROWS"]),),
+        logits.device,
+        logits,
+        logits.stride(0),
+        targets,
+        class_weight,
+        _weight_sum(class_weight, options),
+        rows.loss,
+        rows.stats,
+        0 if rows.stats is None else rows.stats.stride(0),
+        rows.log_probs,
+        rows.entropy,
+        rows.predicted,
+        tokens,
+        vocab,
+        options.ignore_index,
+        options.label_smoothing,
+        options.softcap or 1.0,
+        options.logit_scale,
+        options.z_loss,
+        HAS_SOFTCAP=options.softcap is not None,
+        SMOOTHING=options.label_smoothing != 0.0,
+        GRAD_IN_PLACE=grad_in_place,
+        **shape,
+    )
+
+
+def backward_rows(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    options: LossOptions,
+    stats: torch.Tensor,
+    upstream: torch.Tensor,
+    grad: torch.Tensor,
+) -> None:
+    """Write upstream * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is 0-d or [tokens]."""
+    tokens, vocab = logits.shape
+    shape = _launch_shape(tokens, vocab)
+    launch(
+        _cross_entropy_bwd_kernel,
+        (triton.cdiv(tokens, shape["ROWS"]),),
+        logits.device,
+        logits,
+        logits.stride(0),
+        grad,
+        grad.stride(0),
+        targets,
+        class_weight,
+        _weight_sum(class_weight, options),
+        stats,
+        stats.stride(0),
+        upstream,
+        upstream.stride(0) if upstream.dim() else 0,
+        tokens,
+        vocab,
+        options.ignore_index,
+        options.label_smoothing,
+        options.softcap or 1.0,
+        options.logit_scale,
+        options.z_loss,
+        HAS_SOFTCAP=options.softcap is not None,
+        SMOOTHING=options.label_smoothing != 0.0,
+        **shape,
+    )
+
+
+def mean_denominator(
+    targets: torch.Tensor, class_weight: torch.Tensor | None, ignore_index: int, vocab: int
+) -> torch.Tensor:
+    """What "mean" divides by, 0-d float32; infinity instead of 0: a mean over nothing is then 0, and so is its gradient."""
+    counted = targets != ignore_index
+    if class_weight is None:
+        total = counted.sum().to(torch.float32)
+    else:
+        usable = counted & (targets >= 0) & (targets < vocab)
+        total = class_weight[targets.where(usable, 0)].where(usable, 0.0).sum()
+    return total.masked_fill(total == 0, math.inf)
+
+
+def token_accuracy(predicted: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """The share of right predictions among the rows not ignored, 0-d float32."""
+    counted = targets != ignore_index
+    return ((predicted == targets) & counted).sum().to(torch.float32) / counted.sum().clamp(min=1)
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    """Saves the caller's logits and three float32 numbers per row; the gradient is a new tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        class_weight: torch.Tensor | None,
+        ignore_index: int,
+        label_smoothing: float,
+        softcap: float | None,
+        logit_scale: float,
+        z_loss: float,
+        reduction: str,
+        extras: tuple[str, ...],
+    ) -> tuple[torch.Tensor | None, ...]:
+        options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()  # the kernels step through a row one element at a time
+        rows = Rows.empty(logits.shape[0], logits.device, extras, stats=ctx.needs_input_grad[0])
+        forward_rows(logits, targets, class_weight, options, rows)
+        denominator = None
+        if reduction == "mean":
+            denominator = mean_denominator(targets, class_weight, ignore_index, logits.shape[1])
+            loss = rows.loss.sum() / denominator
+        else:
+            loss = rows.loss.sum() if reduction == "sum" else rows.loss
+        ctx.save_for_backward(logits, targets, class_weight, rows.stats, denominator)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        beside = (rows.log_probs, rows.entropy, rows.predicted)
+        ctx.mark_non_differentiable(*(t for t in beside if t is not None))
+        return loss, *beside
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
+        if grad_loss is None:
+            return (None,) * 10
+        logits, targets, class_weight, stats, denominator = ctx.saved_tensors
+        upstream = grad_loss if denominator is None else grad_loss / denominator
+        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        backward_rows(logits, targets, class_weight, ctx.options, stats, upstream, grad)
+        return grad, *(None,) * 9
+
+
+def check_options(
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float,
+    z_loss: float,
+    reduction: str,
+    extras: tuple[str, ...],
+) -> LossOptions:
+    """The options as plain numbers, or the error that says which one is wrong and what is allowed."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; allowed are {', '.join(map(repr, REDUCTIONS))}")
+    if isinstance(extras, str) or any(extra not in EXTRAS for extra in extras):
+        raise ValueError(f"extras is {extras!r}; it must be a tuple of names from {', '.join(map(repr, EXTRAS))}")
+    for name, value in (
+        ("ignore_index", ignore_index),
+        ("label_smoothing", label_smoothing),
+        ("logit_scale", logit_scale),
+        ("z_loss", z_loss),
+        ("softcap", 1.0 if softcap is None else softcap),
+    ):
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"{name} is a {type(value).__name__}; it must be a Python number")
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value!r}; it must be finite")
+    if not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index is a {type(ignore_index).__name__}; it must be an int")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing is {label_smoothing!r}; it must be between 0 and 1")
+    if softcap is not None and softcap <= 0.0:
+        raise ValueError(f"softcap is {softcap!r}; it must be positive, or None for no cap")
+    if z_loss < 0.0:
+        raise ValueError(f"z_loss is {z_loss!r}; it must not be negative")
+    return LossOptions(
+        ignore_index,
+        float(label_smoothing),
+        None if softcap is None else float(softcap),
+        float(logit_scale),
+        float(z_loss),
+    )
+
+
+def check_targets(
+    targets: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    ignore_index: int,
+    tokens: int,
+    vocab: int,
+    device: torch.device,
+) -> None:
+    """Raise for targets or class weights that do not fit [tokens, vocab] logits on ``device``."""
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"targets are {targets.dtype}; they must be int64 or int32 class indices")
+    if targets.shape != (tokens,):
+        raise ValueError(f"targets have shape {tuple(targets.shape)}; for {tokens} rows they must be [{tokens}]")
+    if targets.device != device:
+        raise ValueError(f"targets are on {targets.device}, the rows on {device}; move the targets there")
+    if class_weight is not None:
+        if class_weight.shape != (vocab,) or not class_weight.is_floating_point():
+            raise ValueError(
+                f"class_weight is {class_weight.dtype} of shape {tuple(class_weight.shape)}; "
+                f"it must be floating point of shape [{vocab}], one weight per class"
+            )
+        if class_weight.device != device:
+            raise ValueError(f"class_weight is on {class_weight.device}, the rows on {device}; move it there")
+        if class_weight.requires_grad:
+            raise ValueError(
+                "class_weight requires a gradient, which the loss does not have; pass class_weight.detach()"
+            )
+    if device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere looking would stall the device
+        wrong = targets[((targets < 0) | (targets >= vocab)) & (targets != ignore_index)]
+        if len(wrong):
+            raise ValueError(
+                f"target {int(wrong[0])} is out of range: there are {vocab} classes, and ignore_index is {ignore_index}"
+            )
+
+
+def _select_extras(
+    loss: torch.Tensor,
+    extras: tuple[str, ...],
+    accuracy: torch.Tensor | None,
+    predicted: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    log_probs: torch.Tensor | None,
+) -> CrossEntropyOutput:
+    return CrossEntropyOutput(
+        loss,
+        accuracy if "token_accuracy" in extras else None,
+        predicted if "predicted_tokens" in extras else None,
+        entropy if "entropy" in extras else None,
+        log_probs if "log_probs" in extras else None,
+    )
+
+
+def with_extras(
+    loss: torch.Tensor,
+    extras: tuple[str, ...],
+    targets: torch.Tensor,
+    ignore_index: int,
+    log_probs: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    predicted: torch.Tensor | None,
+) -> torch.Tensor | CrossEntropyOutput:
+    """What the public functions return: the loss alone, or with what was asked for."""
+    if not extras:
+        return loss
+    accuracy = None
+    if "token_accuracy" in extras:
+        assert predicted is not None
+        accuracy = token_accuracy(predicted, targets, ignore_index)
+    return _select_extras(loss, extras, accuracy, predicted, entropy, log_probs)
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    class_weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    extras: tuple[str, ...] = (),
+) -> torch.Tensor | CrossEntropyOutput:
+    """Cross entropy of ``logits`` against class indices; the formula stands at the top of this file.
+
+    Args:
+        logits: [tokens, vocab], float16, bfloat16, float32, or float64 (which runs the reference). Never overwritten.
+        targets: [tokens], int64 or int32; rows whose target is ``ignore_index`` cost nothing and get zero gradient.
+        class_weight: [vocab], floating point, constant: the weight w of each class.
+        label_smoothing: eps, between 0 and 1.
+        softcap: the bound of the tanh cap, or None; ``logit_scale`` multiplies the logits before it.
+        z_loss: the factor of lse^2 (``lse_square_scale``).
+        reduction: "mean", "sum" or "none". A mean over no row (or a total weight of 0) is 0 with zero gradients,
+            where PyTorch returns NaN.
+        extras: names of further results from the same pass: "token_accuracy", "predicted_tokens", "entropy",
+            "log_probs". They carry no gradient.
+
+    Returns:
+        The loss in float32 (float64 for float64 logits), 0-d or [tokens] for "none"; with ``extras`` a
+        :class:`CrossEntropyOutput`.
+
+    Raises:
+        TypeError, ValueError: for an argument of a wrong type, shape, device or range. A target that is neither a class
+            nor ``ignore_index`` raises on a CPU; on a GPU, where looking at it would stall the device, its row's loss
+            and gradient are NaN.
+    """
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(
+            f"logits are {logits.dtype} of shape {tuple(logits.shape)}; they must be floating point "
+            "[tokens, vocab]: flatten the leading dimensions"
+        )
+    tokens, vocab = logits.shape
+    options = check_options(ignore_index, label_smoothing, softcap, logit_scale, z_loss, reduction, extras)
+    check_targets(targets, class_weight, ignore_index, tokens, vocab, logits.device)
+    if not use_triton(logits):
+        return cross_entropy_ref(
+            logits, targets, class_weight=class_weight, reduction=reduction, extras=extras, **options._asdict()
+        )
+    weights = None if class_weight is None else class_weight.to(torch.float32).contiguous()
+    targets = targets.contiguous()
+    loss, *beside = CrossEntropyFunction.apply(logits, targets, weights, *options, reduction, tuple(extras))
+    return with_extras(loss, extras, targets, ignore_index, *beside)
