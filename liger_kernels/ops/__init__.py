@@ -1,0 +1,30 @@
+"""The ops: each file holds one op's formula, its reference in plain torch, its Triton kernels and its public function.
+
+Every op takes CUDA, ROCm, XPU and CPU tensors; see :mod:`liger_kernels.ops._runtime` for which of them run a kernel.
+"""
+
+from liger_kernels.ops._runtime import launches, reset_launches
+from liger_kernels.ops.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_ref
+from liger_kernels.ops.glu import geglu, geglu_ref, swiglu, swiglu_ref
+from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref, observe_logits_grad
+from liger_kernels.ops.rms_norm import rms_norm, rms_norm_ref
+from liger_kernels.ops.rope import rope, rope_ref
+
+__all__ = [
+    "CrossEntropyOutput",
+    "cross_entropy",
+    "cross_entropy_ref",
+    "geglu",
+    "geglu_ref",
+    "launches",
+    "linear_cross_entropy",
+    "linear_cross_entropy_ref",
+    "observe_logits_grad",
+    "reset_launches",
+    "rms_norm",
+    "rms_norm_ref",
+    "rope",
+    "rope_ref",
+    "swiglu",
+    "swiglu_ref",
+]

@@ -1,0 +1,248 @@
+"""Gated linear units: an activation of one tensor times another, in one pass (Shazeer, arXiv:2002.05202).
+
+    swiglu(gate, up) = silu(gate) * up        silu(x) = x * sigmoid(x)
+    geglu(gate, up)  = gelu(gate) * up        gelu(x) = x * Phi(x), or with approximate="tanh"
+                                              x * (1 + tanh(u)) / 2 = x * sigmoid(2 u),
+                                              u = sqrt(2 / pi) * (x + 0.044715 x^3)
+
+The activation is rounded to gate's dtype before it is multiplied, as PyTorch's two separate operations do. The backward
+recomputes it, rounding included, from the two inputs, which are all that is saved:
+
+    dL/dup = dL/dy * act(gate)        dL/dgate = dL/dy * up * act'(gate)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from liger_kernels.ops._runtime import INTERPRET, launch, next_power_of_2, tl, triton, use_triton
+from liger_kernels.ops.rms_norm import as_rows
+
+
+def swiglu_ref(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """:func:`swiglu` in plain torch: the definition of correct, for any floating-point dtype."""
+    return F.silu(gate) * up
+
+
+def geglu_ref(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
+    """:func:`geglu` in plain torch: the definition of correct, for any floating-point dtype."""
+    return F.gelu(gate, approximate=approximate) * up
+
+
+# To the right of a tensor: the interpreter does not multiply a constant by one.
+_SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
+_CUBE = tl.constexpr(0.044715)
+_SQRT_1_OVER_2 = tl.constexpr(0.7071067811865476)
+_SQRT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    """act(x) and act'(x) in float32; what the caller does not use is not computed."""
+    if ACTIVATION == "silu":
+        s = tl.sigmoid(x)
+        y = x * s
+        slope = s + y * (1.0 - s)
+    elif ACTIVATION == "gelu_tanh":
+        # Beyond 12 the sigmoid is 0 or 1 to the last bit of float32; the cube of what lies far beyond would overflow,
+        # and infinity times that 0 is NaN.
+        t = tl.minimum(tl.maximum(x, -12.0), 12.0)
+        cube = t * t * _CUBE
+        s = tl.sigmoid(t * _SQRT_8_OVER_PI * (1.0 + cube))
+        y = x * s
+        slope = s + t * s * (1.0 - s) * _SQRT_8_OVER_PI * (1.0 + 3.0 * cube)
+    else:
+        s = 0.5 + 0.5 * tl.math.erf(x * _SQRT_1_OVER_2)
+        y = x * s
+        slope = s + x * _SQRT_1_OVER_2PI * tl.exp(-0.5 * x * x)
+    return y, slope
+
+
+@triton.jit
+def _glu_fwd_kernel(
+    gate_ptr,
+    gate_stride,
+    up_ptr,
+    up_stride,
+    y_ptr,
+    n_rows,
+    n_cols,
+    row_blocks,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = (program // row_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = (program % row_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = (row < n_rows) & (col < n_cols)
+    gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
+    y, _ = _activate(gate, ACTIVATION)
+    y = y.to(gate_ptr.dtype.element_ty).to(tl.float32) * up
+    tl.store(y_ptr + row * n_cols + col, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _glu_bwd_kernel(
+    dy_ptr,
+    dy_stride,
+    gate_ptr,
+    gate_stride,
+    up_ptr,
+    up_stride,
+    dgate_ptr,
+    dup_ptr,
+    n_rows,
+    n_cols,
+    row_blocks,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``dgate_ptr`` or ``dup_ptr`` may be None: not computed."""
+    program = tl.program_id(0)
+    row = (program // row_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = (program % row_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = (row < n_rows) & (col < n_cols)
+    dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
+    y, slope = _activate(gate, ACTIVATION)
+    if dup_ptr is not None:
+        dup = dy * y.to(gate_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(dup_ptr + row * n_cols + col, dup.to(dup_ptr.dtype.element_ty), mask=mask)
+    if dgate_ptr is not None:
+        up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
+        dgate = dy * up * slope
+        tl.store(dgate_ptr + row * n_cols + col, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+
+
+def _as_2d(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """One long row each where all are contiguous, else [rows, columns] with unit stride along a row."""
+    if all(t.is_contiguous() for t in tensors):
+        return tuple(t.view(1, -1) for t in tensors)
+    return tuple(as_rows(t) for t in tensors)
+
+
+def _launch_shape(n_rows: int, n_cols: int) -> tuple[tuple[int], int, dict[str, int]]:
+    """Grid, programs side by side in a row, and launch choices: 8 elements a lane, 16 bytes of a 16-bit dtype."""
+    tile = 65536 if INTERPRET else 1024  # in the interpreter a program costs about a millisecond, whatever its size
+    block = min(next_power_of_2(n_cols), tile)
+    rows = min(tile // block, next_power_of_2(n_rows))
+    row_blocks = triton.cdiv(n_cols, block)
+    return (triton.cdiv(n_rows, rows) * row_blocks,), row_blocks, {"ROWS": rows, "BLOCK": block, "num_warps": 4}
+
+
+class GLUFunction(torch.autograd.Function):
+    """Saves the caller's gate and up, nothing else; the gradients are new tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+        y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+        gate_rows, up_rows = _as_2d(gate, up)
+        n_rows, n_cols = gate_rows.shape
+        grid, row_blocks, shape = _launch_shape(n_rows, n_cols)
+        launch(
+            _glu_fwd_kernel,
+            grid,
+            gate.device,
+            gate_rows,
+            gate_rows.stride(0),
+            up_rows,
+            up_rows.stride(0),
+            y,
+            n_rows,
+            n_cols,
+            row_blocks,
+            ACTIVATION=activation,
+            **shape,
+        )
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if ctx.needs_input_grad[0] else None
+        dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if ctx.needs_input_grad[1] else None
+        dy_rows, gate_rows, up_rows = _as_2d(dy, gate, up)
+        n_rows, n_cols = gate_rows.shape
+        grid, row_blocks, shape = _launch_shape(n_rows, n_cols)
+        launch(
+            _glu_bwd_kernel,
+            grid,
+            gate.device,
+            dy_rows,
+            dy_rows.stride(0),
+            gate_rows,
+            gate_rows.stride(0),
+            up_rows,
+            up_rows.stride(0),
+            dgate,
+            dup,
+            n_rows,
+            n_cols,
+            row_blocks,
+            ACTIVATION=ctx.activation,
+            **shape,
+        )
+        return dgate, dup, None
+
+
+def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
+    if not gate.is_floating_point() or not up.is_floating_point():
+        raise TypeError(f"gate is {gate.dtype} and up {up.dtype}; both must be floating point")
+    if gate.shape != up.shape or gate.dim() == 0:
+        raise ValueError(
+            f"gate has shape {tuple(gate.shape)}, up {tuple(up.shape)}; both must be [..., features] of one shape"
+        )
+    if gate.device != up.device:
+        raise ValueError(f"gate is on {gate.device}, up on {up.device}; move one to the other")
+
+
+def _runs_kernel(gate: torch.Tensor, up: torch.Tensor) -> bool:
+    return use_triton(gate) and up.dtype != torch.float64 and gate.numel() > 0
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up; the formula stands at the top of this file.
+
+    Args:
+        gate, up: [..., features] of one shape, float16, bfloat16, float32, or float64 (which runs the reference). The
+            halves of one tensor, ``x.chunk(2, dim=-1)``, are read where they lie. Never overwritten.
+
+    Returns:
+        A new contiguous tensor of that shape, in the dtype that gate and up promote to.
+
+    Raises:
+        TypeError, ValueError: for an argument of a wrong dtype, shape or device.
+    """
+    _check(gate, up)
+    return GLUFunction.apply(gate, up, "silu") if _runs_kernel(gate, up) else swiglu_ref(gate, up)
+
+
+def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
+    """gelu(gate) * up; the formula stands at the top of this file.
+
+    Args:
+        gate, up: as for :func:`swiglu`.
+        approximate: "tanh" for the tanh form of gelu, "none" for the exact one.
+
+    Returns:
+        A new contiguous tensor of that shape, in the dtype that gate and up promote to.
+
+    Raises:
+        TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
+    """
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f"approximate is {approximate!r}; allowed are 'tanh' and 'none'")
+    _check(gate, up)
+    if not _runs_kernel(gate, up):
+        return geglu_ref(gate, up, approximate=approximate)
+    return GLUFunction.apply(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")

@@ -1,0 +1,269 @@
+"""RMSNorm: every row divided by its root mean square, times a weight (Zhang and Sennrich, arXiv:1910.07467).
+
+With x a row in float32 and norm = x * rsqrt(mean(x^2) + eps), three formulas occur in language models; they are the
+same function but round (and so promote) at different places:
+
+    cast_then_scale         weight * norm.to(x.dtype)                 Llama, Qwen, Mistral, T5
+    scale_then_cast         (weight.float() * norm).to(x.dtype)       OLMo 2
+    offset_scale_then_cast  ((1 + weight.float()) * norm).to(x.dtype) Gemma: the weight is stored as a distance from 1
+
+Without a weight all three are norm.to(x.dtype). With u = dL/dy * weight (or 1 + weight) and r = rsqrt(mean(x^2) + eps),
+
+    dL/dx = r * (u - norm * mean(u * norm))        dL/dweight = sum over rows of dL/dy * norm
+
+The backward kernel runs about as many programs as the device has multiprocessors. Each one walks over many rows with
+the next rows' loads in flight and keeps its part of dL/dweight in float32 registers; the parts are added afterwards, in
+a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from liger_kernels.ops._runtime import INTERPRET, launch, next_power_of_2, tl, triton, use_triton
+
+FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
+
+# A program holds whole rows in registers. Wider rows than this would spill most of them; they run the reference.
+MAX_HIDDEN = 65536
+
+
+def rms_norm_ref(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, formula: str = "cast_then_scale"
+) -> torch.Tensor:
+    """:func:`rms_norm` in plain torch: the definition of correct, for any floating-point dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = x.to(wide)
+    norm = norm * torch.rsqrt(norm.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return norm.to(x.dtype)
+    if formula == "cast_then_scale":
+        return weight * norm.to(x.dtype)
+    if formula == "scale_then_cast":
+        return (weight.to(wide) * norm).to(x.dtype)
+    return ((1.0 + weight.to(wide)) * norm).to(x.dtype)
+
+
+@triton.jit
+def _rms_norm_fwd_kernel(
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    y_ptr,
+    rstd_ptr,
+    n_rows,
+    hidden,
+    eps,
+    FORMULA: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    eps = tl.full((), eps, tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    mask = (row < n_rows)[:, None] & (col < hidden)[None, :]
+
+    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=row < n_rows)
+    y = x * rstd[:, None]
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + col, mask=col < hidden, other=0.0).to(tl.float32)
+        if FORMULA == "cast_then_scale":
+            y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+        if FORMULA == "offset_scale_then_cast":
+            weight += 1.0
+        y *= weight[None, :]
+    tl.store(y_ptr + row[:, None] * hidden + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_bwd_kernel(
+    dy_ptr,
+    dy_stride,
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dweight_ptr,
+    n_rows,
+    hidden,
+    FORMULA: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``dweight_ptr`` [programs, hidden] gets each program's own sum. It or ``dx_ptr`` may be None: not computed."""
+    program = tl.program_id(0)
+    col = tl.arange(0, BLOCK)
+    in_row = col < hidden
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + col, mask=in_row, other=0.0).to(tl.float32)
+        if FORMULA == "offset_scale_then_cast":
+            weight += 1.0
+    # One partial sum for each row of the tile: adding up rows inside the loop would be a shuffle per step.
+    dweight = tl.zeros((ROWS, BLOCK), tl.float32)
+
+    for start in tl.range(program * ROWS, n_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = start + tl.arange(0, ROWS).to(tl.int64)
+        mask = (row < n_rows)[:, None] & in_row[None, :]
+        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=row < n_rows, other=0.0)
+        norm = x * rstd[:, None]
+        if dweight_ptr is not None:
+            dweight += dy * norm
+        if dx_ptr is not None:
+            if weight_ptr is not None:
+                dy *= weight[None, :]
+            projection = tl.sum(dy * norm, axis=1) / hidden
+            dx = (dy - norm * projection[:, None]) * rstd[:, None]
+            tl.store(dx_ptr + row[:, None] * hidden + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + program.to(tl.int64) * hidden + col, tl.sum(dweight, axis=0), mask=in_row)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [..., columns] as [rows, columns] with unit stride along a row: a view wherever one exists."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _forward_shape(n_rows: int, hidden: int) -> dict[str, Any]:
+    """Launch choices: 16 elements a lane, several rows a program when a row is small."""
+    block = next_power_of_2(hidden)
+    # In the interpreter every program costs about a millisecond, whatever its size.
+    rows = min(max(1, (65536 if INTERPRET else 2048) // block), next_power_of_2(n_rows))
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 512))}
+
+
+def _backward_shape(n_rows: int, hidden: int) -> dict[str, Any]:
+    """Launch choices: a tile of 8 KiB elements at most, but one row at least; the tiles ahead wait in shared memory."""
+    block = next_power_of_2(hidden)
+    rows = min(max(1, (65536 if INTERPRET else 4096) // block), next_power_of_2(n_rows))
+    return {
+        "ROWS": rows,
+        "BLOCK": block,
+        "STAGES": 3 if block <= 8192 else 1,
+        "num_warps": min(16, max(1, rows * block // 512)),
+    }
+
+
+def _n_programs(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type == "xpu":
+        return torch.xpu.get_device_properties(device).gpu_subslice_count
+    return 2  # the interpreter: the fewest with which partial sums are still added up
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """Saves x, weight and one float32 number per row; the gradients are new tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float, formula: str) -> torch.Tensor:
+        rows = as_rows(x)
+        if weight is not None:
+            weight = weight.contiguous()
+        n_rows, hidden = rows.shape
+        dtype = x.dtype
+        if weight is not None and formula == "cast_then_scale":
+            dtype = torch.promote_types(dtype, weight.dtype)
+        y = torch.empty(x.shape, dtype=dtype, device=x.device)
+        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device) if needs_grad else None
+        shape = _forward_shape(n_rows, hidden)
+        launch(
+            _rms_norm_fwd_kernel,
+            (triton.cdiv(n_rows, shape["ROWS"]),),
+            x.device,
+            rows,
+            rows.stride(0),
+            weight,
+            y,
+            rstd,
+            n_rows,
+            hidden,
+            eps,
+            FORMULA=formula,
+            **shape,
+        )
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.formula = formula
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        rows, dy_rows = as_rows(x), as_rows(dy)
+        n_rows, hidden = rows.shape
+        shape = _backward_shape(n_rows, hidden)
+        n_programs = min(_n_programs(x.device), triton.cdiv(n_rows, shape["ROWS"]))
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[0] else None
+        parts = None
+        if ctx.needs_input_grad[1]:
+            parts = torch.empty((n_programs, hidden), dtype=torch.float32, device=x.device)
+        launch(
+            _rms_norm_bwd_kernel,
+            (n_programs,),
+            x.device,
+            dy_rows,
+            dy_rows.stride(0),
+            rows,
+            rows.stride(0),
+            weight,
+            rstd,
+            dx,
+            parts,
+            n_rows,
+            hidden,
+            FORMULA=ctx.formula,
+            **shape,
+        )
+        return dx, None if parts is None else parts.sum(0).to(weight.dtype), None, None
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, formula: str = "cast_then_scale"
+) -> torch.Tensor:
+    """RMSNorm over the last dimension; the formulas stand at the top of this file.
+
+    Args:
+        x: [..., hidden], float16, bfloat16, float32, or float64 (which runs the reference); any strides. Never
+            overwritten.
+        weight: [hidden], of any floating-point dtype, or None.
+        eps: added to the mean of the squares.
+        formula: "cast_then_scale", "scale_then_cast" or "offset_scale_then_cast".
+
+    Returns:
+        A new contiguous tensor of x's shape, in x's dtype, but for "cast_then_scale" in the dtype that x and weight
+        promote to (float32 weights make bfloat16 inputs float32).
+
+    Raises:
+        TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
+    """
+    if formula not in FORMULAS:
+        raise ValueError(f"formula is {formula!r}; allowed are {', '.join(map(repr, FORMULAS))}")
+    if not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype}; it must be floating point")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., hidden] with at least one column")
+    if weight is not None:
+        if weight.shape != x.shape[-1:]:
+            raise ValueError(
+                f"weight has shape {tuple(weight.shape)}; for x of shape {tuple(x.shape)} it must be [{x.shape[-1]}]"
+            )
+        if not weight.is_floating_point():
+            raise TypeError(f"weight is {weight.dtype}; it must be floating point")
+        if weight.device != x.device:
+            raise ValueError(f"weight is on {weight.device}, x on {x.device}; move it there")
+    if not use_triton(x) or x.shape[-1] > MAX_HIDDEN or (weight is not None and weight.dtype == torch.float64):
+        return rms_norm_ref(x, weight, eps, formula=formula)
+    return RMSNormFunction.apply(x, weight, eps, formula)

@@ -1,0 +1,405 @@
+"""Rotary position embedding of queries and keys (Su et al., arXiv:2104.09864), in one launch.
+
+Pairs (a, b) of a head's first rotary_dim elements are rotated; what follows them passes through (partial rotation):
+
+    a' = a * cos_a - b * sin_a        b' = b * cos_b + a * sin_b
+
+    pairing               a         b             angle of a, b in cos and sin
+    half                  x[i]      x[i + d/2]    i, i + d/2     Llama: x * cos + rotate_half(x) * sin
+    interleaved           x[2 i]    x[2 i + 1]    2 i, 2 i + 1   x * cos + rotate_every_two(x) * sin
+    interleaved_repeat    x[2 i]    x[2 i + 1]    i, i           GLM: cos[..., :d/2].repeat_interleave(2)
+
+with d = rotary_dim and i < d/2. cos and sin are taken as they come, also where a pair's two angles differ, so the
+gradient is the transposed map rather than the rotation by the negative angle (the same thing for equal angles):
+
+    da = da' * cos_a + db' * sin_b    db = db' * cos_b - da' * sin_a
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from liger_kernels.ops._runtime import INTERPRET, launch, next_power_of_2, tl, triton, use_triton
+
+PAIRINGS = ("half", "interleaved", "interleaved_repeat")
+
+
+def rope_ref(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, pairing: str = "half"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`rope` in plain torch: the definition of correct, for any floating-point dtype."""
+    rotary_dim = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # one for all heads
+    if pairing == "interleaved_repeat":
+        cos, sin = (angle[..., : rotary_dim // 2].repeat_interleave(2, dim=-1) for angle in (cos, sin))
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        head, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        if pairing == "half":
+            a, b = head.chunk(2, dim=-1)
+            turned = torch.cat((-b, a), dim=-1)
+        else:
+            turned = torch.stack((-head[..., 1::2], head[..., ::2]), dim=-1).flatten(-2)
+        y = head * cos + turned * sin
+        return torch.cat((y, rest), dim=-1) if rest.shape[-1] else y
+
+    return rotate(q), rotate(k)
+
+
+@triton.jit
+def _load_pairs(ptr, offset, mask, half, PAIRING: tl.constexpr, HALF: tl.constexpr):
+    """Both elements of ``half`` pairs, [..., HALF] each in float32; ``offset`` and ``mask`` end in a dimension of 1."""
+    col = tl.arange(0, HALF)
+    if PAIRING == "half":
+        mask = mask & (col < half)
+        a = tl.load(ptr + offset + col, mask=mask, other=0.0)
+        b = tl.load(ptr + offset + half + col, mask=mask, other=0.0)
+    else:
+        # One contiguous load, taken apart in registers: two loads with a stride of 2 would touch every byte twice.
+        col = tl.arange(0, 2 * HALF)
+        both = tl.load(ptr + offset + col, mask=mask & (col < 2 * half), other=0.0)
+        a, b = tl.split(tl.reshape(both, both.shape[:-1] + [HALF, 2]))
+    return a.to(tl.float32), b.to(tl.float32)
+
+
+@triton.jit
+def _store_pairs(ptr, offset, mask, a, b, half, PAIRING: tl.constexpr, HALF: tl.constexpr):
+    col = tl.arange(0, HALF)
+    dtype = ptr.dtype.element_ty
+    if PAIRING == "half":
+        mask = mask & (col < half)
+        tl.store(ptr + offset + col, a.to(dtype), mask=mask)
+        tl.store(ptr + offset + half + col, b.to(dtype), mask=mask)
+    else:
+        col = tl.arange(0, 2 * HALF)
+        both = tl.join(a.to(dtype), b.to(dtype))
+        both = tl.reshape(both, a.shape[:-1] + [2 * HALF])
+        tl.store(ptr + offset + col, both, mask=mask & (col < 2 * half))
+
+
+@triton.jit
+def _load_angles(ptr, offset, mask, half, PAIRING: tl.constexpr, HALF: tl.constexpr):
+    """The factors of both elements of each pair, [tokens, 1, HALF]."""
+    if PAIRING == "interleaved_repeat":
+        col = tl.arange(0, HALF)
+        a = tl.load(ptr + offset + col, mask=mask & (col < half), other=0.0).to(tl.float32)
+        b = a
+    else:
+        a, b = _load_pairs(ptr, offset, mask, half, PAIRING, HALF)
+    return a, b
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr,
+    x_batch_stride,
+    x_head_stride,
+    x_seq_stride,
+    y_ptr,
+    y_batch_stride,
+    y_head_stride,
+    y_seq_stride,
+    batch,
+    seq,
+    in_range,
+    n_heads,
+    cos_a,
+    cos_b,
+    sin_a,
+    sin_b,
+    half,
+    head_dim,
+    PAIRING: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Rotate every head of the tokens (batch, seq), [tokens, 1, 1] each, by [tokens, 1, HALF] factors."""
+    for start in range(0, n_heads, HEADS):
+        head = (start + tl.arange(0, HEADS)).to(tl.int64)[None, :, None]
+        mask = in_range & (head < n_heads)
+        x_offset = batch * x_batch_stride + head * x_head_stride + seq * x_seq_stride
+        y_offset = batch * y_batch_stride + head * y_head_stride + seq * y_seq_stride
+        a, b = _load_pairs(x_ptr, x_offset, mask, half, PAIRING, HALF)
+        if TRANSPOSED:
+            turned_a = a * cos_a + b * sin_b
+            turned_b = b * cos_b - a * sin_a
+        else:
+            turned_a = a * cos_a - b * sin_a
+            turned_b = b * cos_b + a * sin_b
+        _store_pairs(y_ptr, y_offset, mask, turned_a, turned_b, half, PAIRING, HALF)
+        if REST > 0:
+            col = 2 * half + tl.arange(0, REST)
+            rest_mask = mask & (col < head_dim)
+            rest = tl.load(x_ptr + x_offset + col, mask=rest_mask, other=0.0).to(tl.float32)
+            tl.store(y_ptr + y_offset + col, rest.to(y_ptr.dtype.element_ty), mask=rest_mask)
+
+
+@triton.jit
+def _rope_kernel(
+    q_ptr,
+    q_batch_stride,
+    q_head_stride,
+    q_seq_stride,
+    q_out_ptr,
+    q_out_batch_stride,
+    q_out_head_stride,
+    q_out_seq_stride,
+    k_ptr,
+    k_batch_stride,
+    k_head_stride,
+    k_seq_stride,
+    k_out_ptr,
+    k_out_batch_stride,
+    k_out_head_stride,
+    k_out_seq_stride,
+    cos_ptr,
+    cos_batch_stride,
+    cos_seq_stride,
+    sin_ptr,
+    sin_batch_stride,
+    sin_seq_stride,
+    n_tokens,
+    seq_len,
+    q_heads,
+    k_heads,
+    half,
+    head_dim,
+    PAIRING: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """``q_ptr`` or ``k_ptr`` may be None: not rotated. TRANSPOSED applies the transposed map."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    in_range = token < n_tokens
+    batch = token // seq_len
+    seq = token % seq_len
+    cos_offset = batch * cos_batch_stride + seq * cos_seq_stride
+    sin_offset = batch * sin_batch_stride + seq * sin_seq_stride
+    cos_a, cos_b = _load_angles(cos_ptr, cos_offset, in_range, half, PAIRING, HALF)
+    sin_a, sin_b = _load_angles(sin_ptr, sin_offset, in_range, half, PAIRING, HALF)
+    if q_ptr is not None:
+        _rotate_heads(
+            q_ptr,
+            q_batch_stride,
+            q_head_stride,
+            q_seq_stride,
+            q_out_ptr,
+            q_out_batch_stride,
+            q_out_head_stride,
+            q_out_seq_stride,
+            batch,
+            seq,
+            in_range,
+            q_heads,
+            cos_a,
+            cos_b,
+            sin_a,
+            sin_b,
+            half,
+            head_dim,
+            PAIRING,
+            TRANSPOSED,
+            Q_HEADS,
+            HALF,
+            REST,
+        )
+    if k_ptr is not None:
+        _rotate_heads(
+            k_ptr,
+            k_batch_stride,
+            k_head_stride,
+            k_seq_stride,
+            k_out_ptr,
+            k_out_batch_stride,
+            k_out_head_stride,
+            k_out_seq_stride,
+            batch,
+            seq,
+            in_range,
+            k_heads,
+            cos_a,
+            cos_b,
+            sin_a,
+            sin_b,
+            half,
+            head_dim,
+            PAIRING,
+            TRANSPOSED,
+            K_HEADS,
+            HALF,
+            REST,
+        )
+
+
+def _launch_shape(n_tokens: int, q_heads: int, k_heads: int, rotary_dim: int, head_dim: int) -> dict[str, int]:
+    """Launch choices: all heads of a token in one program (its angles are read once), several tokens if heads are few,
+    16 pairs a lane."""
+    half = next_power_of_2(rotary_dim // 2)
+    heads = max(1, 4096 // half)
+    q_block, k_block = min(next_power_of_2(q_heads), heads), min(next_power_of_2(k_heads), heads)
+    pairs = max(q_block, k_block) * half
+    # In the interpreter every program costs about a millisecond, whatever its size.
+    tokens = min(max(1, (65536 if INTERPRET else 1024) // pairs), next_power_of_2(n_tokens))
+    return {
+        "TOKENS": tokens,
+        "Q_HEADS": q_block,
+        "K_HEADS": k_block,
+        "HALF": half,
+        "REST": next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 0,
+        "num_warps": min(8, max(1, tokens * pairs // 512)),
+    }
+
+
+def _unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """``x``, copied only where its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _rotate(
+    q: torch.Tensor | None,
+    q_out: torch.Tensor | None,
+    k: torch.Tensor | None,
+    k_out: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pairing: str,
+    transposed: bool,
+) -> None:
+    """Write the rotated ``q`` into ``q_out``, ``k`` into ``k_out``; either pair may be None."""
+    some = q if q is not None else k
+    assert some is not None
+    batch, _, seq_len, head_dim = some.shape
+    rotary_dim = cos.shape[-1]
+    q, k = (None if x is None else _unit_stride(x) for x in (q, k))
+    q_heads, k_heads = (0 if x is None else x.shape[1] for x in (q, k))
+    strides = [(0, 0, 0) if x is None else x.stride()[:3] for x in (q, q_out, k, k_out)]
+    # A batch of 1 stands for every batch.
+    cos_strides, sin_strides = ((x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)) for x in (cos, sin))
+    n_tokens = batch * seq_len
+    shape = _launch_shape(n_tokens, q_heads, k_heads, rotary_dim, head_dim)
+    launch(
+        _rope_kernel,
+        (triton.cdiv(n_tokens, shape["TOKENS"]),),
+        cos.device,
+        q,
+        *strides[0],
+        q_out,
+        *strides[1],
+        k,
+        *strides[2],
+        k_out,
+        *strides[3],
+        cos,
+        *cos_strides,
+        sin,
+        *sin_strides,
+        n_tokens,
+        seq_len,
+        q_heads,
+        k_heads,
+        rotary_dim // 2,
+        head_dim,
+        PAIRING=pairing,
+        TRANSPOSED=transposed,
+        **shape,
+    )
+
+
+class RopeFunction(torch.autograd.Function):
+    """Saves cos and sin alone. Results and gradients lie in memory as q and k did."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = _unit_stride(cos), _unit_stride(sin)
+        angle_dtype = torch.promote_types(cos.dtype, sin.dtype)
+        q_out = torch.empty_like(q, dtype=torch.promote_types(q.dtype, angle_dtype))
+        k_out = torch.empty_like(k, dtype=torch.promote_types(k.dtype, angle_dtype))
+        _rotate(q, q_out, k, k_out, cos, sin, pairing, transposed=False)
+        ctx.save_for_backward(cos, sin)
+        ctx.pairing = pairing
+        ctx.layouts = (q.shape, q_out.stride(), q.dtype), (k.shape, k_out.stride(), k.dtype)
+        ctx.set_materialize_grads(False)
+        return q_out, k_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        grads = []
+        for d_out, needed, (shape, strides, dtype) in zip(
+            (dq_out, dk_out), ctx.needs_input_grad[:2], ctx.layouts, strict=True
+        ):
+            wanted = needed and d_out is not None
+            grads.append(torch.empty_strided(shape, strides, dtype=dtype, device=cos.device) if wanted else None)
+        dq, dk = grads
+        if dq is not None or dk is not None:
+            dq_out, dk_out = (None if dq is None else dq_out), (None if dk is None else dk_out)
+            _rotate(dq_out, dq, dk_out, dk, cos, sin, ctx.pairing, transposed=True)
+        return dq, dk, None, None, None
+
+
+def rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, pairing: str = "half"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary position embedding; the formulas stand at the top of this file.
+
+    Args:
+        q: [batch, heads, seq, head_dim], float16, bfloat16, float32, or float64 (which runs the reference). Any
+            strides: a transposed view of [batch, seq, heads, head_dim] is read where it lies. Never overwritten.
+        k: [batch, kv_heads, seq, head_dim], likewise.
+        cos, sin: [1 or batch, seq, rotary_dim] with an even rotary_dim of at most head_dim. If they require a gradient
+            the reference runs; the kernel has none for them.
+        pairing: "half", "interleaved" or "interleaved_repeat".
+
+    Returns:
+        The rotated q and k: new tensors in the same memory order, each in the dtype that it promotes to with cos and
+        sin.
+
+    Raises:
+        TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
+    """
+    if pairing not in PAIRINGS:
+        raise ValueError(f"pairing is {pairing!r}; allowed are {', '.join(map(repr, PAIRINGS))}")
+    _check(q, k, cos, sin)
+    if (
+        not use_triton(q)
+        or torch.float64 in (k.dtype, cos.dtype, sin.dtype)
+        or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
+    ):
+        return rope_ref(q, k, cos, sin, pairing=pairing)
+    return RopeFunction.apply(q, k, cos, sin, pairing)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
+        if not x.is_floating_point():
+            raise TypeError(f"{name} is {x.dtype}; it must be floating point")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, q on {q.device}; move it there")
+    if q.dim() != 4 or k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}; they must be [batch, heads, seq, head_dim] and "
+            "[batch, kv_heads, seq, head_dim]"
+        )
+    batch, _, seq_len, head_dim = q.shape
+    if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != seq_len:
+        raise ValueError(
+            f"cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}; for q of shape {tuple(q.shape)} both must be "
+            f"[1 or {batch}, {seq_len}, rotary_dim]"
+        )
+    rotary_dim = cos.shape[-1]
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(
+            f"cos and sin have {rotary_dim} columns; rotary_dim must be even and 2 to {head_dim} (head_dim)"
+        )

@@ -1,0 +1,27 @@
+"""What every op test gets: a device, and memory that is NaN until somebody writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The GPU where there is one; else the CPU, on which kernels run in Triton's interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty() -> Iterator[None]:
+    """``torch.empty`` returns NaN (the largest integer for integers), so that an element nobody writes is seen."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
