@@ -18,6 +18,7 @@ _WHERE = {
     "PatchReport": "liger_kernels.patching",
     "KERNELS": "liger_kernels.patching",
     "AutoLigerKernelForCausalLM": "liger_kernels.integrations",
+    "revert_liger_kernel": "liger_kernels.integrations",
     **{
         f"apply_liger_kernel_to_{family}": "liger_kernels.integrations"
         for family in ("llama", "gemma", "gemma2", "gemma3", "mistral", "mixtral", "qwen2", "qwen3", "phi3")
@@ -28,6 +29,7 @@ __all__ = ["__version__", *_WHERE]
 
 if TYPE_CHECKING:
     from liger_kernels.integrations import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
+    from liger_kernels.integrations import revert_liger_kernel as revert_liger_kernel
     from liger_kernels.patching import KERNELS as KERNELS
     from liger_kernels.patching import PatchReport as PatchReport
     from liger_kernels.patching import patch as patch

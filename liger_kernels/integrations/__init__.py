@@ -1,0 +1,184 @@
+"""The names that users of transformers know, each a thin door to :mod:`liger_kernels.patching`.
+
+``apply_liger_kernel_to_<family>()`` with a model patches that model. Without one it is called before the model exists:
+from then on every model of that family is patched as it is built, on the meta device, too, so that ``from_pretrained``
+loads its weights into the patched model. ``revert_liger_kernel()`` ends that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from liger_kernels.patching import KERNELS, PatchReport, patch
+
+__all__ = [
+    "AutoLigerKernelForCausalLM",
+    "apply_liger_kernel_to_gemma",
+    "apply_liger_kernel_to_gemma2",
+    "apply_liger_kernel_to_gemma3",
+    "apply_liger_kernel_to_llama",
+    "apply_liger_kernel_to_mistral",
+    "apply_liger_kernel_to_mixtral",
+    "apply_liger_kernel_to_phi3",
+    "apply_liger_kernel_to_qwen2",
+    "apply_liger_kernel_to_qwen3",
+    "revert_liger_kernel",
+]
+
+
+class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
+    """``AutoModelForCausalLM`` whose models come back patched.
+
+    ``from_pretrained`` and ``from_config`` take what upstream's take, and ``kernels=`` of :func:`liger_kernels.patch`.
+    """
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, kernels: Iterable[str] | None = None, **kwargs: Any) -> Any:
+        """``AutoModelForCausalLM.from_pretrained(*args, **kwargs)``, patched with ``kernels`` (all by default)."""
+        loaded = AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+        patch(loaded[0] if isinstance(loaded, tuple) else loaded, kernels)  # a tuple with output_loading_info=True
+        return loaded
+
+    @classmethod
+    def from_config(cls, *args: Any, kernels: Iterable[str] | None = None, **kwargs: Any) -> Any:
+        """``AutoModelForCausalLM.from_config(*args, **kwargs)``, patched with ``kernels`` (all by default)."""
+        model = AutoModelForCausalLM.from_config(*args, **kwargs)
+        patch(model, kernels)
+        return model
+
+
+class _Building(threading.local):
+    depth = 0
+
+
+_building = _Building()
+_originals: dict[type, Callable[..., None]] = {}
+
+
+def _patch_when_built(cls: type, kernels: list[str]) -> None:
+    """Let the constructor of ``cls`` patch what it has built. Called again, the last ``kernels`` count."""
+    original = _originals.setdefault(cls, cls.__init__)  # type: ignore[misc]
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        _building.depth += 1
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            _building.depth -= 1
+        if _building.depth == 0:  # the outermost model patches all of its parts
+            patch(self, kernels)
+
+    cls.__init__ = init  # type: ignore[misc]
+
+
+def revert_liger_kernel() -> None:
+    """End what ``apply_liger_kernel_to_<family>()`` without a model began. Models that were built stay patched."""
+    while _originals:
+        cls, original = _originals.popitem()
+        cls.__init__ = original  # type: ignore[misc]
+
+
+def _apply(family: str, model: nn.Module | None, **switches: bool) -> PatchReport | None:
+    if switches["cross_entropy"] and switches["linear_cross_entropy"]:
+        raise ValueError(
+            "cross_entropy and fused_linear_cross_entropy cannot both be True: the fused linear loss leaves no logits "
+            "for the other; choose one"
+        )
+    kernels = [name for name in KERNELS if switches.get(name)]
+    if model is not None:
+        return patch(model, kernels)
+    name = f"transformers.models.{family}.modeling_{family}"
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"the installed transformers has no {family} ({name}); install one that has") from error
+    for _, cls in inspect.getmembers(module, inspect.isclass):
+        if issubclass(cls, PreTrainedModel) and cls.__module__ == name and "__init__" in vars(cls):
+            _patch_when_built(cls, kernels)
+    return None
+
+
+_DOC = """Patch {family} models: ``model``, or with ``model=None`` every one that is built from now on.
+
+    Args:
+        rope, rms_norm, {activation}: whether to use these kernels.
+        cross_entropy: fuse the loss of the head's logits. Not together with ``fused_linear_cross_entropy``.
+        fused_linear_cross_entropy: compute the loss from hidden states, without logits.
+        model: the model to patch, in place.
+
+    Returns:
+        The :class:`liger_kernels.PatchReport` of ``model``; None without one.
+
+    Raises:
+        ValueError: both losses are asked for, or the installed transformers has no {family}.
+    """
+
+
+def _swiglu_door(family: str) -> Callable[..., PatchReport | None]:
+    def apply(
+        rope: bool = True,
+        cross_entropy: bool = False,
+        fused_linear_cross_entropy: bool = True,
+        rms_norm: bool = True,
+        swiglu: bool = True,
+        model: nn.Module | None = None,
+    ) -> PatchReport | None:
+        return _apply(
+            family,
+            model,
+            rope=rope,
+            cross_entropy=cross_entropy,
+            linear_cross_entropy=fused_linear_cross_entropy,
+            rms_norm=rms_norm,
+            swiglu=swiglu,
+        )
+
+    return _named(apply, family, "swiglu")
+
+
+def _geglu_door(family: str) -> Callable[..., PatchReport | None]:
+    def apply(
+        rope: bool = True,
+        cross_entropy: bool = False,
+        fused_linear_cross_entropy: bool = True,
+        rms_norm: bool = True,
+        geglu: bool = True,
+        model: nn.Module | None = None,
+    ) -> PatchReport | None:
+        return _apply(
+            family,
+            model,
+            rope=rope,
+            cross_entropy=cross_entropy,
+            linear_cross_entropy=fused_linear_cross_entropy,
+            rms_norm=rms_norm,
+            geglu=geglu,
+        )
+
+    return _named(apply, family, "geglu")
+
+
+def _named(function: Callable[..., Any], family: str, activation: str) -> Callable[..., Any]:
+    function.__name__ = function.__qualname__ = f"apply_liger_kernel_to_{family}"
+    function.__doc__ = _DOC.format(family=family, activation=activation)
+    return function
+
+
+apply_liger_kernel_to_llama = _swiglu_door("llama")
+apply_liger_kernel_to_mistral = _swiglu_door("mistral")
+apply_liger_kernel_to_mixtral = _swiglu_door("mixtral")
+apply_liger_kernel_to_qwen2 = _swiglu_door("qwen2")
+apply_liger_kernel_to_qwen3 = _swiglu_door("qwen3")
+apply_liger_kernel_to_phi3 = _swiglu_door("phi3")
+apply_liger_kernel_to_gemma = _geglu_door("gemma")
+apply_liger_kernel_to_gemma2 = _geglu_door("gemma2")
+apply_liger_kernel_to_gemma3 = _geglu_door("gemma3")

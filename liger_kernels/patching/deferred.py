@@ -1,0 +1,376 @@
+"""Logits that have not been computed yet.
+
+While a patched model's own forward runs in training with labels, its LM head answers with :class:`DeferredLogits`: an
+object that knows the hidden states, the head and the shape of the product, and has not multiplied. What models do to
+their logits on the way to the loss (a scale, a tanh soft-cap, a cast, a slice, a change of shape) is written down.
+``torch.nn.functional.cross_entropy`` then runs as one fused kernel over hidden states and weight, with whatever
+arguments upstream's own loss function gave it; **anything else that touches the object gets real logits**, computed at
+that moment by the head itself, with their gradient, so that no code can tell the difference but by the memory it takes.
+
+No loss function of upstream is copied or replaced: shifting, flattening, padding, dividing by ``num_items_in_batch``
+and the keyword arguments that are passed around stay upstream's, in every version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from liger_kernels.ops import cross_entropy, linear_cross_entropy
+
+_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+
+
+@dataclass
+class Product:
+    """The product of hidden states and an LM head, made when somebody needs it; shared by all views of it."""
+
+    hidden: torch.Tensor
+    head: nn.Module
+    features: int
+    fallbacks: Counter[str]  # of the model: why real logits had to be computed
+    logits: torch.Tensor | None = None
+    autocast: torch.dtype | None = None
+    grad: bool = True
+    versions: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        device = self.hidden.device.type
+        self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self.grad = torch.is_grad_enabled()
+        if not torch.compiler.is_compiling():
+            self.versions = self._versions()
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(t._version for t in (self.hidden, *self.head.parameters()) if not t.is_inference())
+
+    def unchanged(self) -> bool:
+        return self.versions is None or self.versions == self._versions()
+
+    def compute(self, reason: str) -> torch.Tensor:
+        """The real logits, by the head's own ``__call__``, under the modes of the forward that they belong to.
+
+        Raises:
+            RuntimeError: when the hidden states or the head's parameters have changed since.
+        """
+        if self.logits is None:
+            if not torch.compiler.is_compiling():
+                self.fallbacks[reason] += 1
+            if not self.unchanged():
+                raise RuntimeError(
+                    "these logits were never computed, and the LM head's weights (or the hidden states) have been "
+                    "changed in place since the forward pass that they belong to, by an optimizer step for example; "
+                    "computing them now would give other logits. Read `outputs.logits` before the change."
+                )
+            with self.modes():
+                self.logits = self.head.real_logits(self.hidden)  # type: ignore[operator]
+        return self.logits
+
+    @contextlib.contextmanager
+    def modes(self) -> Any:
+        device = self.hidden.device.type
+        with (
+            torch.set_grad_enabled(self.grad),
+            torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None),
+        ):
+            yield
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Version counters start anew in a copy. What was stale stays stale.
+        return {**self.__dict__, "versions": None if self.unchanged() else ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.versions is None:
+            self.versions = self._versions()
+
+
+@dataclass
+class Request:
+    """What the fused loss of a head needs to know; the head's forward turns it into the loss."""
+
+    views: tuple[tuple[Any, ...], ...]  # how the rows are taken from the hidden states
+    vocabulary: int | None  # only so many classes from the first
+    targets: torch.Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def loss(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.vocabulary is not None:
+            weight = weight[: self.vocabulary]
+            bias = bias[: self.vocabulary] if bias is not None else None
+        return linear_cross_entropy(rows(hidden, self.views), weight, self.targets, bias, **self.options)
+
+    def loss_of_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = rows(logits, self.views)
+        return cross_entropy(logits[..., : self.vocabulary], self.targets, **self.options)
+
+
+def rows(x: torch.Tensor, views: tuple[tuple[Any, ...], ...]) -> torch.Tensor:
+    """``x`` [..., features] after the recorded slices of its leading dimensions (``()`` flattens them)."""
+    for view in views:
+        x = x[view] if view else x.reshape(-1, x.shape[-1])
+    return x
+
+
+class DeferredLogits:
+    """Stands for ``head(hidden)`` [..., vocabulary] after some recorded operations; see the module's docstring."""
+
+    def __init__(self, product: Product, shape: tuple[int, ...], dtype: torch.dtype):
+        self._product = product
+        self._shape = shape
+        self._dtype = dtype
+        # How to get here from the product, call by call: replayed on the real logits ...
+        self._trail: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+        # ... and the same for the fused loss: rows, classes, and cap * tanh(scale / cap * logits).
+        self._views: tuple[tuple[Any, ...], ...] = ()
+        self._vocabulary: int | None = None
+        self._scale = 1.0
+        self._cap: float | None = None
+        self._real: torch.Tensor | None = None
+
+    # What is known without multiplying.
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._product.hidden.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self._shape)
+
+    @property
+    def requires_grad(self) -> bool:
+        product = self._product
+        return product.grad and (
+            product.hidden.requires_grad or any(parameter.requires_grad for parameter in product.head.parameters())
+        )
+
+    @property
+    def is_leaf(self) -> bool:
+        return not self.requires_grad
+
+    def dim(self) -> int:
+        return len(self._shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self._shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __repr__(self) -> str:
+        return f"DeferredLogits(shape={self._shape}, dtype={self._dtype}, device='{self.device}')"
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    # What is written down.
+
+    def float(self) -> Any:
+        return self._then("float", (), dtype=torch.float32)
+
+    def contiguous(self) -> DeferredLogits:
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            if isinstance(args[0], torch.dtype):
+                return self._then("to", args, dtype=args[0])
+            if isinstance(args[0], (torch.device, str)) and torch.device(args[0]) == self.device:
+                return self
+        return self.materialize("Tensor.to").to(*args, **kwargs)
+
+    def type(self, dtype: Any = None) -> Any:
+        return self.to(dtype) if isinstance(dtype, torch.dtype) else self.materialize("Tensor.type").type(dtype)
+
+    def view(self, *shape: Any) -> Any:
+        return self._reshape("view", shape)
+
+    def reshape(self, *shape: Any) -> Any:
+        return self._reshape("reshape", shape)
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        if start_dim == 0 and end_dim % self.ndim == self.ndim - 2:
+            return self._reshape("reshape", (-1, self._shape[-1]))
+        return self.materialize("Tensor.flatten").flatten(start_dim, end_dim)
+
+    def tanh(self) -> Any:
+        if self._cap is not None:
+            return self.materialize("Tensor.tanh").tanh()
+        # tanh(a z) is cap * tanh(scale / cap * z) with cap 1 and scale a
+        return self._then("tanh", (), cap=1.0)
+
+    def __mul__(self, factor: Any) -> Any:
+        return self._scaled("__mul__", factor, factor)
+
+    __rmul__ = __mul__
+    mul = multiply = __mul__
+
+    def __truediv__(self, divisor: Any) -> Any:
+        return self._scaled("__truediv__", divisor, 1 / divisor if _is_number(divisor) and divisor else 0)
+
+    div = divide = true_divide = __truediv__
+
+    def __getitem__(self, index: Any) -> Any:
+        recorded = self._sliced(index)
+        return recorded if recorded is not None else self.materialize("Tensor.__getitem__")[index]
+
+    def _scaled(self, name: str, operand: Any, factor: Any) -> Any:
+        # After a tanh, only a positive factor is a soft-cap; the number is a value of the model, not a tensor.
+        if not _is_number(operand) or factor == 0 or (self._cap is not None and factor < 0):
+            return getattr(self.materialize(f"Tensor.{name}"), name)(operand)
+        cap = self._cap * factor if self._cap is not None else None
+        return self._then(name, (operand,), scale=self._scale * factor, cap=cap)
+
+    def _reshape(self, name: str, shape: tuple[Any, ...]) -> Any:
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        features = self._shape[-1]
+        count = 1
+        for size in self._shape[:-1]:
+            count = count * size
+        if len(sizes) == 2 and sizes[0] in (-1, count) and sizes[1] in (-1, features) and sizes != (-1, -1):
+            return self._then(name, shape, view=(), shape=(count, features))
+        return getattr(self.materialize(f"Tensor.{name}"), name)(*shape)
+
+    def _sliced(self, index: Any) -> Any:
+        """The recorded slice, or None where ``index`` is not plain slices of rows, or of the first classes."""
+        index = index if isinstance(index, tuple) else (index,)
+        if sum(1 for i in index if i is Ellipsis) > 1 or not all(i is Ellipsis or isinstance(i, slice) for i in index):
+            return None
+        if Ellipsis in index:
+            at = index.index(Ellipsis)
+            index = (*index[:at], *[slice(None)] * (self.ndim - len(index) + 1), *index[at + 1 :])
+        index = (*index, *[slice(None)] * (self.ndim - len(index)))
+        if len(index) != self.ndim or any(i.step is not None and i.step < 1 for i in index):
+            return None
+        shape = tuple(len(range(*i.indices(size))) for i, size in zip(index, self._shape, strict=True))
+        *leading, last = index
+        changes: dict[str, Any] = {"shape": shape}
+        if last != slice(None) and shape[-1] != self._shape[-1]:
+            if last.start not in (None, 0) or last.step not in (None, 1):
+                return None
+            changes["vocabulary"] = shape[-1]
+        if any(i != slice(None) for i in leading):
+            changes["view"] = tuple(leading)
+        return self._then("__getitem__", (index,), **changes)
+
+    def _then(self, name: str, args: tuple[Any, ...], **changes: Any) -> Any:
+        if self._real is not None:
+            return getattr(self._real, name)(*args)
+        new = DeferredLogits(self._product, changes.get("shape", self._shape), changes.get("dtype", self._dtype))
+        new._trail = (*self._trail, (name, args))
+        new._views = (*self._views, changes["view"]) if "view" in changes else self._views
+        new._vocabulary = changes.get("vocabulary", self._vocabulary)
+        new._scale = changes.get("scale", self._scale)
+        new._cap = changes.get("cap", self._cap)
+        return new
+
+    # What computes.
+
+    def materialize(self, reason: str) -> torch.Tensor:
+        """The real logits, computed once; ``reason`` is counted in the model's report."""
+        if self._real is None:
+            real = self._product.compute(reason)
+            with self._product.modes():
+                for name, args in self._trail:
+                    real = getattr(real, name)(*args)
+            self._real = real
+        return self._real
+
+    def cross_entropy(self, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
+        """The fused loss, or None where these logits or arguments are not what the kernels compute."""
+        product = self._product
+        if self._real is not None or self.ndim != 2 or not isinstance(target, torch.Tensor) or target.dim() != 1:
+            return None
+        if target.is_floating_point() or target.device != self.device or self._scale == 0:
+            return None
+        if options.pop("size_average") is not None or options.pop("reduce") is not None:
+            return None
+        options["class_weight"] = options.pop("weight")
+        options.update(logit_scale=self._scale, softcap=self._cap)
+        request = Request(self._views, self._vocabulary, target, options)
+        if product.logits is not None:
+            loss = request.loss_of_logits(product.logits)
+        else:
+            loss = product.head.fused_loss(product.hidden, request)  # type: ignore[operator]
+        return loss.to(self._dtype)  # PyTorch's loss has the dtype of its logits
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", str(function))
+        if function is F.cross_entropy:
+            bound = _CROSS_ENTROPY.bind(*args, **kwargs)
+            bound.apply_defaults()
+            options = dict(bound.arguments)
+            logits, target = options.pop("input"), options.pop("target")
+            if isinstance(logits, cls):
+                loss = logits.cross_entropy(target, options)
+                if loss is not None:
+                    return loss
+        elif function is torch.tanh and isinstance(args[0], cls):
+            return args[0].tanh()
+        return function(*_materialized(args, name), **_materialized(kwargs, name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_real", "_product"):  # protocols that a tensor offers differently
+            raise AttributeError(name)
+        return getattr(self.materialize(f"Tensor.{name}"), name)
+
+
+def _materialized(arguments: Any, reason: str) -> Any:
+    return tree_map(lambda x: x.materialize(reason) if isinstance(x, DeferredLogits) else x, arguments)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _forward_operator(name: str) -> Callable[..., Any]:
+    def operator(self: DeferredLogits, *args: Any) -> Any:
+        real = self.materialize(f"Tensor.{name}")
+        return getattr(real, name)(*_materialized(args, f"Tensor.{name}"))
+
+    operator.__name__ = name
+    return operator
+
+
+# Operators are looked up on the class, where __getattr__ does not reach.
+for _name in (
+    *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__imul__", "__itruediv__", "__rtruediv__"),
+    *(
+        "__floordiv__",
+        "__mod__",
+        "__pow__",
+        "__rpow__",
+        "__matmul__",
+        "__rmatmul__",
+        "__neg__",
+        "__abs__",
+        "__invert__",
+    ),
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__", "__xor__"),
+    *("__setitem__", "__iter__", "__bool__", "__float__", "__int__", "__index__", "__contains__", "__array__"),
+):
+    setattr(DeferredLogits, _name, _forward_operator(_name))
+DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]  # a tensor is hashed by identity, too

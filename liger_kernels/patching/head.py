@@ -1,0 +1,221 @@
+"""The LM head and the model around it: who answers with deferred logits, when, and what leaves the forward."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_kernels.patching.deferred import DeferredLogits, Product, Request
+from liger_kernels.patching.swap import recipe_of
+
+# Hooks of these packages gather, shard and move weights around a module's call and pass its output through. They want
+# to surround the fused loss. Any other forward hook on a head is somebody's who expects logits.
+_INFRASTRUCTURE = ("torch.distributed.", "deepspeed.", "accelerate.")
+
+
+@dataclass(frozen=True)
+class HeadRecipe:
+    """An LM head that, armed, answers with deferred logits.
+
+    With ``fused`` the product itself waits (a plain linear layer); without, the head computes its logits at once and
+    only the cross entropy over them is ours (an adapter, a quantised layer, or by the user's choice).
+    """
+
+    fused: bool
+
+    @property
+    def kernel(self) -> str:
+        return "linear_cross_entropy" if self.fused else "cross_entropy"
+
+    @property
+    def formula(self) -> str:
+        return "loss of hidden states and weight, no logits" if self.fused else "loss of the head's own logits"
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        fused = self.fused
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            fallbacks = self._liger_kernels_armed
+            if fallbacks is None or self._liger_kernels_request is not None or len(args) != 1 or kwargs:
+                return base.__call__(self, *args, **kwargs)  # type: ignore[operator]
+            hidden = args[0]
+            if fused and (obstacle := _obstacle(self)) is None:
+                product = Product(hidden, self, self.out_features, fallbacks)
+                dtype = product.autocast if product.autocast is not None else hidden.dtype
+            else:
+                logits = base.__call__(self, hidden)  # type: ignore[operator]
+                if fused:
+                    _count(fallbacks, obstacle)
+                product = Product(hidden, self, logits.shape[-1], fallbacks, logits)
+                dtype = logits.dtype
+            return DeferredLogits(product, (*hidden.shape[:-1], product.features), dtype)
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            request: Request | None = self._liger_kernels_request
+            if request is None:
+                return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return request.loss(args[0], self.weight, self.bias)
+
+        def fused_loss(self: Any, hidden: torch.Tensor, request: Request) -> torch.Tensor:
+            """The loss, by the head's own call, so that whatever gathers its weights does so around the kernel."""
+            self._liger_kernels_request = request
+            try:
+                return base.__call__(self, hidden)  # type: ignore[operator]
+            finally:
+                self._liger_kernels_request = None
+
+        def real_logits(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+            """The logits, by the head's own call, armed or not."""
+            armed = self._liger_kernels_armed
+            self._liger_kernels_armed = None
+            try:
+                return base.__call__(self, hidden)  # type: ignore[operator]
+            finally:
+                self._liger_kernels_armed = armed
+
+        return {
+            "_liger_kernels_armed": None,
+            "_liger_kernels_request": None,
+            "__call__": call,
+            "forward": forward,
+            "fused_loss": fused_loss,
+            "real_logits": real_logits,
+        }
+
+
+def _obstacle(head: Any) -> str | None:
+    """Why the head has to compute its logits itself right now."""
+    if "forward" in head.__dict__:
+        return "the head's forward was replaced on the instance (by a device map?): patch the model before"
+    for hook in head._forward_hooks.values():
+        owner = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+        if not owner.startswith(_INFRASTRUCTURE):
+            return "a forward hook on the head expects logits"
+    if type(head.weight) not in (nn.Parameter, torch.Tensor) and not head._forward_pre_hooks:
+        return f"the head's weight is a {type(head.weight).__name__}"  # sharded, and nothing gathers it
+    return None
+
+
+def _count(fallbacks: Counter[str], reason: str | None) -> None:
+    if not torch.compiler.is_compiling():
+        fallbacks[str(reason)] += 1
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    """A model that arms its head while its own forward runs in training with labels."""
+
+    kernel: str = "model"
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        upstream: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
+        names = list(inspect.signature(upstream).parameters)
+        position = names.index("labels") - 1 if "labels" in names else None  # without self
+
+        @functools.wraps(upstream)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            labels = kwargs.get("labels")
+            if labels is None and position is not None and len(args) > position:
+                labels = args[position]
+            # A user's own loss function, or one of another kind, gets real logits.
+            if labels is None or not self.training or self.loss_function is not ForCausalLMLoss:
+                return upstream(self, *args, **kwargs)
+            heads = patched_heads(self.get_output_embeddings())
+            for head in heads:
+                head._liger_kernels_armed = self._liger_kernels.fallbacks
+            try:
+                return _released(upstream(self, *args, **kwargs))
+            finally:
+                for head in heads:
+                    head._liger_kernels_armed = None
+
+        return {"forward": forward}
+
+
+def patched_heads(head: Any) -> list[Any]:
+    """The patched linear layers in what a model calls its output embeddings: itself, or inside an adapter's wrapper."""
+    if isinstance(recipe_of(head), HeadRecipe):
+        return [head]
+    modules: Iterator[nn.Module] = head.modules() if isinstance(head, nn.Module) else iter(())
+    return [module for module in modules if isinstance(recipe_of(module), HeadRecipe)]
+
+
+def _released(output: Any) -> Any:
+    """What leaves the forward: an output whose logits are computed when they are read; a tuple has real ones."""
+    if isinstance(output, tuple):
+        return tuple(_resolve(value, "a tuple output") for value in output)
+    if isinstance(output, OrderedDict) and is_dataclass(output):
+        names = tuple(name for name, value in output.items() if isinstance(value, DeferredLogits))
+        if names:
+            output.__class__ = lazy_output(type(output), names)
+    return output
+
+
+def _resolve(value: Any, reason: str) -> Any:
+    return value.materialize(reason) if isinstance(value, DeferredLogits) else value
+
+
+@functools.cache
+def lazy_output(base: type, names: tuple[str, ...]) -> type:
+    """The subclass of the output class ``base`` whose entries ``names`` may be deferred logits.
+
+    Reading such an entry by attribute, key or position computes it and stores it. Whoever walks over the values (DDP,
+    accelerate, pytree, pickle) finds an opaque object there, which is neither a tensor nor a container.
+    """
+
+    def read(self: Any, name: str) -> Any:
+        value = self.__dict__.get(name)
+        if isinstance(value, DeferredLogits) and not self.__dict__.get("_liger_kernels_filling"):
+            value = value.materialize(f"outputs.{name} was read")
+            self[name] = value
+        return value
+
+    def lazy_field(name: str) -> property:
+        def write(self: Any, value: Any) -> None:
+            self.__dict__[name] = value
+
+        return property(lambda self: read(self, name), write)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["_liger_kernels_filling"] = True  # upstream's checks read every field
+        try:
+            base.__init__(self, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            del self.__dict__["_liger_kernels_filling"]
+
+    def getitem(self: Any, key: Any) -> Any:
+        if isinstance(key, str):
+            return read(self, key) if key in names else base.__getitem__(self, key)  # type: ignore[attr-defined]
+        keys = tuple(self.keys())[key]
+        return self[keys] if isinstance(keys, str) else tuple(self[k] for k in keys)
+
+    def get(self: Any, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401  (this is what get means here)
+
+    def reduce(self: Any) -> Any:
+        return _load_output, (base, names, dict(OrderedDict.items(self)))
+
+    namespace = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__init__": init,
+        "__getitem__": getitem,
+        "get": get,
+        "__reduce__": reduce,
+        **{name: lazy_field(name) for name in names},
+    }
+    return type(base.__name__, (base,), namespace)
+
+
+def _load_output(base: type, names: tuple[str, ...], items: dict[str, Any]) -> Any:
+    return lazy_output(base, names)(**items)

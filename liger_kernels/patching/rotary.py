@@ -1,0 +1,223 @@
+"""Recognise the rotary function of a modeling module by what it computes, and let one model's attention call ours.
+
+Attention finds its rotary function as a global of the modeling module. Replacing that global would change every model
+of the family in the process, so it is never touched: the patched attention class holds a copy of upstream's own
+``forward`` (the same code object) whose globals are an overlay of the module's, in which only this name differs.
+Everything else is looked up in the module itself, at the moment of the call.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from liger_kernels.ops import rope, rope_ref
+from liger_kernels.patching.probe import SAME_FORMULA, describe, relative_difference
+
+PAIRINGS = ("half", "interleaved", "interleaved_repeat")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A module's global ``name`` is the rotation with this pairing."""
+
+    name: str
+    pairing: str
+    partial: bool  # cos and sin may be narrower than the head
+    casts_back: bool  # the result has the dtype of q and k even where cos and sin are wider
+
+
+@dataclass(frozen=True)
+class RopeRecipe:
+    """An attention whose forward finds our rotation under the names of upstream's."""
+
+    rotations: tuple[Rotation, ...]
+    kernel: str = "rope"
+
+    @property
+    def formula(self) -> str:
+        return ", ".join(f"{r.pairing}{' or partial' if r.partial else ''}" for r in self.rotations)
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        by_name = {rotation.name: rotation for rotation in self.rotations}
+
+        def replace(name: str, upstream: Callable[..., Any]) -> Callable[..., Any] | None:
+            return _rotary_function(upstream, by_name[name]) if name in by_name else None
+
+        return {
+            attribute: rebound
+            for attribute, function in _methods(base)
+            if (rebound := _rebind(function, replace)) is not function
+        }
+
+
+def rotary_names(cls: type) -> dict[str, Callable[..., Any]]:
+    """Globals that the methods of ``cls`` call and that take ``(q, k, cos, sin, ...)``: candidates for a rotation."""
+    found: dict[str, Callable[..., Any]] = {}
+
+    def collect(name: str, function: Callable[..., Any]) -> None:
+        if _first_parameters(function) == ["q", "k", "cos", "sin"]:
+            found[name] = function
+
+    for _, method in _methods(cls):
+        _rebind(method, collect)
+    return found
+
+
+def recognise_rotation(name: str, function: Callable[..., Any]) -> Rotation | str:
+    """Which rotation ``function`` is, or the reason why it is none of ours.
+
+    It runs in float64 on random q, k and random, independent cos and sin: no identity between angles hides a
+    difference.
+    """
+    parameters = inspect.signature(function).parameters
+    unknown = set(parameters) - {"q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"}
+    if unknown:
+        return f"its signature has {', '.join(sorted(unknown))}"
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+            torch.manual_seed(0)
+            for pairing in PAIRINGS:
+                if _matches(function, pairing, rotary_dim=8):
+                    partial = _matches(function, pairing, rotary_dim=4)
+                    q, k, cos, sin = _sample(8)
+                    rotated = function(q.to(torch.bfloat16), k.to(torch.bfloat16), cos.float(), sin.float())[0]
+                    return Rotation(name, pairing, partial, casts_back=rotated.dtype == torch.bfloat16)
+        return "it is none of the rotations that we know"
+    except Exception as error:  # whatever a stranger's function raises on the probe means that it is not ours
+        return f"it cannot be probed ({describe(error)})"
+
+
+def _sample(rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random q [2, 3, 5, 8], k [2, 1, 5, 8] and cos, sin [2, 5, rotary_dim] in float64."""
+    shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, rotary_dim), (2, 5, rotary_dim))
+    q, k, cos, sin = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    return q, k, cos, sin
+
+
+def _matches(function: Callable[..., Any], pairing: str, rotary_dim: int) -> bool:
+    q, k, cos, sin = _sample(rotary_dim)
+    try:
+        got = function(q, k, cos, sin)
+    except Exception:
+        if rotary_dim < q.shape[-1]:
+            return False  # most functions do not split off a part themselves
+        raise
+    expected = rope_ref(q, k, cos, sin, pairing=pairing)
+    return (
+        isinstance(got, tuple)
+        and len(got) == 2
+        and all(relative_difference(g, e) < SAME_FORMULA for g, e in zip(got, expected, strict=True))
+    )
+
+
+def _rotary_function(upstream: Callable[..., Any], rotation: Rotation) -> Callable[..., Any]:
+    """``upstream`` with our kernel where its arguments are those that were probed, itself where they are not."""
+    old_style = (
+        "position_ids" in inspect.signature(upstream).parameters
+    )  # (q, k, cos, sin, position_ids, unsqueeze_dim)
+
+    def apply_rotary(q: Any, k: Any, cos: Any, sin: Any, *rest: Any, unsqueeze_dim: int = 1, **kwargs: Any) -> Any:
+        if rest and not old_style:
+            unsqueeze_dim, *rest = rest
+        usual = (
+            not rest
+            and not kwargs
+            and unsqueeze_dim in (1, 2)
+            and q.dim() == k.dim() == 4
+            and cos.dim() == sin.dim() == 3
+            and (rotation.partial or cos.shape[-1] == q.shape[-1])
+        )
+        if not usual:
+            return upstream(q, k, cos, sin, *rest, unsqueeze_dim=unsqueeze_dim, **kwargs)
+        if unsqueeze_dim == 2:  # heads after the sequence: the kernel takes strides, so a transposed view costs nothing
+            q_out, k_out = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, pairing=rotation.pairing)
+            q_out, k_out = q_out.transpose(1, 2), k_out.transpose(1, 2)
+        else:
+            q_out, k_out = rope(q, k, cos, sin, pairing=rotation.pairing)
+        return (q_out.to(q.dtype), k_out.to(k.dtype)) if rotation.casts_back else (q_out, k_out)
+
+    return apply_rotary
+
+
+class _Overlay(dict):  # type: ignore[type-arg]
+    """Globals of a function: a few names of its own, every other one looked up in the live globals of a module."""
+
+    def __init__(self, live: dict[str, Any], own: dict[str, Any]):
+        super().__init__(own)
+        self.live = live
+        # The interpreter looks this one name up without asking __missing__.
+        self["__builtins__"] = live.get("__builtins__", __builtins__)
+
+    def __missing__(self, name: str) -> Any:
+        return self.live[name]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self.live
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401  (this is what get means here)
+
+
+def _rebind(
+    function: Any, replace: Callable[[str, Callable[..., Any]], Callable[..., Any] | None], outer: tuple[Any, ...] = ()
+) -> Any:
+    """``function`` with each global function for which ``replace(name, function)`` answers; itself if there is none.
+
+    Decorated functions are followed into their closures; ``outer`` are the functions on the way, so that one that
+    closes over itself ends.
+    """
+    if not isinstance(function, types.FunctionType) or function in outer:
+        return function
+    own: dict[str, Any] = {}
+    for name in _global_names(function.__code__):
+        value = function.__globals__.get(name)
+        if isinstance(value, types.FunctionType) and (new := replace(name, value)) is not None:
+            own[name] = new
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            inner = cell.cell_contents
+        except ValueError:  # an empty cell
+            inner = None
+        rebound = _rebind(inner, replace, (*outer, function))
+        cells.append(cell if rebound is inner else types.CellType(rebound))
+    if not own and all(new is old for new, old in zip(cells, function.__closure__ or (), strict=True)):
+        return function
+    scope = _Overlay(function.__globals__, own) if own else function.__globals__
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, tuple(cells) or None)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    copy.__annotations__ = function.__annotations__
+    copy.__doc__, copy.__module__, copy.__qualname__ = function.__doc__, function.__module__, function.__qualname__
+    return copy
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _global_names(constant)
+    return names
+
+
+def _first_parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)[:4]
+
+
+def _methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
+    """The methods that ``cls`` has beyond those of ``nn.Module``, each as attribute look-up would find it."""
+    seen: set[str] = set()
+    for ancestor in cls.__mro__:
+        if ancestor.__module__.startswith("torch.") or ancestor is object:
+            return
+        for attribute, value in vars(ancestor).items():
+            if attribute not in seen and isinstance(value, types.FunctionType) and attribute != "__init__":
+                seen.add(attribute)
+                yield attribute, value

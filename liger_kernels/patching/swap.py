@@ -1,0 +1,59 @@
+"""Changing what one object does by giving it a subclass of its own class.
+
+A patched module stays the very object it was: same parameters, hooks, ``state_dict`` keys and class name, and it is an
+instance of its old class; only its ``__class__`` is now a subclass made here. Giving the old class back undoes the
+patch completely, no other instance of the class is touched, a deep copy is a patched copy of its own, and nothing is
+bound to the module it was made from.
+
+What a subclass does is described by a :class:`Recipe`, a small value that can be compared and pickled, so that a
+patched model can be pickled: the subclass is made again from class and recipe when it is loaded.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Recipe(Protocol):
+    """What a patched class does differently. Hashable and picklable."""
+
+    kernel: str
+
+    def namespace(self, base: type) -> dict[str, Any]:
+        """The attributes that the subclass of ``base`` overrides."""
+
+
+@functools.cache
+def patched_class(base: type, recipe: Recipe) -> type:
+    """The subclass of ``base`` that follows ``recipe``: always the same class for the same two."""
+
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        reduced = super(cls, self).__reduce_ex__(protocol)
+        if reduced[0] is not copyreg.__newobj__ or reduced[1] != (cls,):  # type: ignore[attr-defined]
+            return reduced  # the class has its own way to be pickled
+        return (_new_patched, (base, recipe), *reduced[2:])
+
+    namespace = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": reduce_ex,
+        "_liger_kernels_recipe": recipe,
+        **recipe.namespace(base),
+    }
+    # The name stays: save_pretrained writes it into the configuration, and weight initialisation looks for "RMSNorm".
+    cls = type(base)(base.__name__, (base,), namespace)
+    return cls
+
+
+def recipe_of(obj: object) -> Recipe | None:
+    """The recipe that ``obj`` follows, or None when it is not patched."""
+    return getattr(type(obj), "_liger_kernels_recipe", None)
+
+
+def _new_patched(base: type, recipe: Recipe) -> Any:
+    cls = patched_class(base, recipe)
+    return cls.__new__(cls)

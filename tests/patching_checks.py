@@ -1,0 +1,114 @@
+"""What the patching tests share: tiny models of the core families, and the comparison with the unpatched model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import liger_kernels
+from convergence.tolerance import three_way
+
+VOCAB = 67
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CORE = ("llama", "gemma", "gemma2", "gemma3")
+
+
+def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A causal LM of ``family`` in training mode, with norm weights that are neither 0 nor 1."""
+    import transformers as tf
+
+    gemma = {**SIZES, "head_dim": 8}
+    config, cls = {
+        "llama": lambda: (tf.LlamaConfig(**{**SIZES, **changes}), tf.LlamaForCausalLM),
+        "gemma": lambda: (tf.GemmaConfig(**{**gemma, **changes}), tf.GemmaForCausalLM),
+        "gemma2": lambda: (
+            tf.Gemma2Config(**{**gemma, "attn_implementation": "eager", **changes}),
+            tf.Gemma2ForCausalLM,
+        ),
+        "gemma3": lambda: (tf.Gemma3TextConfig(**{**gemma, **changes}), tf.Gemma3ForCausalLM),
+    }[family]()
+    torch.manual_seed(seed)
+    model = cls(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            else:
+                parameter.mul_(2)  # logits that are not all alike
+    return model.train()
+
+
+def batch(seed: int = 0, rows: int = 2, length: int = 9) -> dict[str, torch.Tensor]:
+    """Token ids, and labels with ignored ones in the middle and at the end of a row."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
+    labels = ids.clone()
+    labels[0, 3] = labels[-1, -2:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The loss and every parameter's gradient, by name; the model's own gradients are cleared."""
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"loss": loss.detach().clone(), **found}
+
+
+def check_same(
+    model: nn.Module,
+    run: Callable[[Any], dict[str, torch.Tensor]],
+    kernels: list[str] | None = None,
+    patch: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Run ``run`` on the model in float64, in float32, and in float32 patched; compare the three. Returns the patched.
+
+    ``model`` itself stays as it is.
+    """
+    candidate = copy.deepcopy(model)
+    (patch or (lambda m: liger_kernels.patch(m, kernels)))(candidate)
+    truth = run(copy.deepcopy(model).double())
+    own = run(copy.deepcopy(model))
+    ours = run(candidate)
+    assert ours.keys() == own.keys() == truth.keys()
+    for name, value in truth.items():
+        three_way(ours[name], own[name], value, torch.float32, name)
+    return candidate
+
+
+def upstream_symbols(*models: nn.Module) -> dict[str, int]:
+    """The identity of everything that a patch could leave changed behind: modules, their classes, torch's functions."""
+    import sys
+
+    import torch.nn.functional as F
+
+    found: dict[str, int] = {}
+    modules = {type(part).__module__ for model in models for part in model.modules()}
+    for name in sorted(
+        modules | {"transformers.loss.loss_utils", "transformers.modeling_utils", "torch.nn.functional"}
+    ):
+        for symbol, value in vars(sys.modules[name]).items():
+            found[f"{name}.{symbol}"] = id(value)
+            if isinstance(value, type) and value.__module__ == name:
+                found.update({f"{name}.{symbol}.{key}": id(member) for key, member in vars(value).items()})
+            code = getattr(value, "__code__", None)
+            if code is not None:
+                found[f"{name}.{symbol}.__code__"] = id(code)
+    found["F.cross_entropy"] = id(F.cross_entropy)
+    return found

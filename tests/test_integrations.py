@@ -1,0 +1,99 @@
+"""The names that users know: doors to the same mechanism."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import liger_kernels
+from tests.patching_checks import batch, tiny, upstream_symbols
+
+FAMILIES = ("llama", "gemma", "gemma2", "gemma3", "mistral", "mixtral", "qwen2", "qwen3", "phi3")
+
+
+@pytest.fixture(autouse=True)
+def _reverted():
+    yield
+    liger_kernels.revert_liger_kernel()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_signature(family):
+    door = getattr(liger_kernels, f"apply_liger_kernel_to_{family}")
+    activation = "geglu" if family.startswith("gemma") else "swiglu"
+    names = ["rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", activation, "model"]
+    parameters = inspect.signature(door).parameters
+    assert list(parameters) == names
+    assert {n: p.default for n, p in parameters.items()} == {
+        **dict.fromkeys(names, True),
+        "cross_entropy": False,
+        "model": None,
+    }
+    assert door.__name__ == f"apply_liger_kernel_to_{family}"
+
+
+def test_a_door_patches_the_model_it_is_given_and_nothing_else():
+    model, other = tiny("gemma"), tiny("gemma")
+    before = upstream_symbols(model)
+    report = liger_kernels.apply_liger_kernel_to_gemma(rope=False, model=model)
+    assert set(report.counts()) == {"rms_norm", "geglu", "linear_cross_entropy"}
+    assert upstream_symbols(model) == before
+    assert liger_kernels.status(other) is None
+
+
+def test_both_losses_are_refused():
+    with pytest.raises(ValueError, match="cannot both be True"):
+        liger_kernels.apply_liger_kernel_to_llama(cross_entropy=True, model=tiny("llama"))
+    report = liger_kernels.apply_liger_kernel_to_llama(
+        cross_entropy=True, fused_linear_cross_entropy=False, model=tiny("llama")
+    )
+    assert "cross_entropy" in report.counts()
+
+
+def test_without_a_model_every_later_one_is_patched_as_it_is_built(tmp_path):
+    from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, LlamaModel
+
+    plain = tiny("llama")
+    plain.save_pretrained(tmp_path)
+    before = upstream_symbols(plain)
+    assert liger_kernels.apply_liger_kernel_to_llama() is None
+    built = tiny("llama")
+    assert liger_kernels.status(built).fuses_head
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    assert liger_kernels.status(loaded).fuses_head
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), loaded.parameters(), strict=True))
+    torch.testing.assert_close(loaded(**batch()).loss, plain(**batch()).loss)
+    assert liger_kernels.status(LlamaModel(plain.config)).counts() == {"rms_norm": 5, "rope": 2, "swiglu": 2}
+    assert liger_kernels.status(LlamaForSequenceClassification(plain.config).model).counts()["rms_norm"] == 5
+    with torch.device("meta"):
+        assert liger_kernels.status(tiny("llama")).fuses_head
+    assert liger_kernels.status(plain) is None
+    assert liger_kernels.status(tiny("gemma")) is None
+    liger_kernels.revert_liger_kernel()
+    assert upstream_symbols(plain) == before
+    assert liger_kernels.status(tiny("llama")) is None
+    assert liger_kernels.status(built).fuses_head
+
+
+def test_auto_class(tmp_path):
+    plain = tiny("gemma2")
+    plain.save_pretrained(tmp_path)
+    auto = liger_kernels.AutoLigerKernelForCausalLM
+    loaded = auto.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").train()
+    assert type(loaded).__name__ == "Gemma2ForCausalLM" and loaded.config._attn_implementation == "eager"
+    torch.testing.assert_close(loaded(**batch()).loss, plain(**batch()).loss)
+    assert liger_kernels.status(loaded).fuses_head
+    built = auto.from_config(plain.config, kernels=["rms_norm"])
+    assert set(liger_kernels.status(built).counts()) == {"rms_norm"}
+    model, info = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert liger_kernels.status(model).fuses_head and not info["missing_keys"]
+
+
+def test_a_family_that_the_installed_transformers_lacks(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "transformers.models.qwen3.modeling_qwen3", None)
+    with pytest.raises(ValueError, match="the installed transformers has no qwen3"):
+        liger_kernels.apply_liger_kernel_to_qwen3()

@@ -1,0 +1,104 @@
+"""Adapters on the head, and torch.compile of head and loss: the same loss and gradients, fused where it can be."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import liger_kernels
+from tests.patching_checks import batch, check_same, gradients, tiny
+
+peft = pytest.importorskip("peft")
+
+
+def run(model):
+    return gradients(model, model(**batch()).loss)
+
+
+def with_lora(model, **options):
+    torch.manual_seed(1)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.0, **options))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:  # zero at first, so that the adapter would not show
+                parameter.normal_(std=0.3)
+    return wrapped.train()
+
+
+ADAPTERS = {
+    "lora on the head": dict(target_modules=["q_proj", "lm_head"]),
+    "lora on the mlp": dict(target_modules=["gate_proj", "down_proj"]),
+    "head among modules_to_save": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+}
+
+
+@pytest.mark.parametrize("order", ["patch first", "adapter first"])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_adapters(adapter, order):
+    if order == "adapter first":
+        patched = check_same(with_lora(tiny("llama"), **ADAPTERS[adapter]), run)
+        report = liger_kernels.status(patched)
+        assert report.fuses_head == ("lora on the head" not in adapter)
+        assert dict(report.fallbacks) == {}
+        return
+    base = tiny("llama")
+    truth, own, ours = (copy.deepcopy(base) for _ in range(3))
+    liger_kernels.patch(ours)
+    from convergence.tolerance import three_way
+
+    results = [run(with_lora(m, **ADAPTERS[adapter])) for m in (truth.double(), own, ours)]
+    assert results[0].keys() == results[1].keys() == results[2].keys()
+    for name, value in results[0].items():
+        three_way(results[2][name], results[1][name], value, torch.float32, name)
+    fallbacks = dict(liger_kernels.status(ours).fallbacks)
+    assert bool(fallbacks) == (adapter == "lora on the head")
+
+
+def test_adapters_disabled_and_merged():
+    model = with_lora(tiny("llama"), target_modules=["lm_head"])
+    expected = run(copy.deepcopy(model))["loss"]
+    liger_kernels.patch(model)
+    with model.disable_adapter():
+        base = model(**batch()).loss.detach()
+    assert not torch.allclose(base, expected)
+    torch.testing.assert_close(run(model)["loss"], expected)
+    liger_kernels.unpatch(model)
+    merged = model.merge_and_unload()
+    assert liger_kernels.patch(merged).fuses_head
+    torch.testing.assert_close(merged(**batch()).loss, expected)  # nothing of it is trainable any more
+
+
+def test_head_and_loss_compile_without_a_graph_break():
+    from torch import nn
+
+    class HeadAndLoss(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, hidden, labels):
+            heads = [self.model.lm_head]
+            for head in heads:
+                head._liger_kernels_armed = self.model._liger_kernels.fallbacks
+            logits = self.model.lm_head(hidden)
+            loss = self.model.loss_function(logits=logits, labels=labels, vocab_size=self.model.config.vocab_size)
+            for head in heads:
+                head._liger_kernels_armed = None
+            return loss
+
+    for family in ("llama", "gemma2"):
+        model = tiny(family)
+        labels = batch()["labels"]
+        torch.manual_seed(0)
+        hidden = torch.randn(2, 9, 32, requires_grad=True)
+        expected = model.loss_function(logits=model.lm_head(hidden), labels=labels, vocab_size=67)
+        expected_gradient = torch.autograd.grad(expected, [hidden, model.lm_head.weight])
+        liger_kernels.patch(model)
+        compiled = torch.compile(HeadAndLoss(model), fullgraph=True, backend="aot_eager")
+        loss = compiled(hidden, labels)
+        torch.testing.assert_close(loss, expected)
+        for got, want in zip(torch.autograd.grad(loss, [hidden, model.lm_head.weight]), expected_gradient, strict=True):
+            torch.testing.assert_close(got, want)
+        assert torch._dynamo.utils.counters["graph_break"] == {}

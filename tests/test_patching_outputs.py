@@ -1,0 +1,267 @@
+"""Outputs with deferred logits: whoever walks over them neither computes the logits nor trips over them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+
+import liger_kernels
+from liger_kernels.patching.deferred import DeferredLogits
+from tests.patching_checks import VOCAB, batch, check_same, gradients, tiny
+
+
+@pytest.fixture
+def model():
+    model = tiny("llama")
+    liger_kernels.patch(model)
+    return model
+
+
+def untouched(model) -> bool:
+    return dict(liger_kernels.status(model).fallbacks) == {}
+
+
+def test_the_output_is_of_the_models_own_class(model):
+    out = model(**batch())
+    assert type(out).__name__ == "CausalLMOutputWithPast"
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    assert isinstance(out, CausalLMOutputWithPast)
+    assert list(out.keys()) == ["loss", "logits", "past_key_values"]
+    assert out["loss"] is out.loss is out[0]
+    assert "logits" in out and len(out) == 3
+    assert untouched(model)
+
+
+def test_pytree_keeps_the_logits_deferred(model):
+    out = model(**batch())
+    leaves, spec = pytree.tree_flatten(out)
+    twin = pytree.tree_unflatten(leaves, spec)
+    mapped = pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, out)
+    assert untouched(model)
+    assert twin.logits.shape == mapped.logits.shape == (2, 9, VOCAB)
+    torch.testing.assert_close(twin.logits, mapped.logits)
+
+
+def test_accelerates_conversion_to_float32():
+    operations = pytest.importorskip("accelerate.utils.operations")
+    model = tiny("llama").to(torch.bfloat16)
+    liger_kernels.patch(model)
+    out = model(**batch())
+    converted = operations.convert_to_fp32(out)
+    assert untouched(model)
+    assert isinstance(converted, type(out))
+    assert converted.logits.dtype == torch.float32
+    assert torch.equal(converted.logits, out.logits.float())
+
+
+def test_pickle_and_its_copy(model):
+    with torch.no_grad():
+        out = model(**batch())
+    twin = pickle.loads(pickle.dumps(out))
+    assert untouched(model)
+    assert type(twin) is type(out)
+    assert torch.equal(twin.logits, out.logits)
+
+
+def test_a_pickled_output_that_is_stale_stays_stale(model):
+    with torch.no_grad():
+        out = model(**batch())
+        model.lm_head.weight.mul_(2)
+    twin = pickle.loads(pickle.dumps(out))
+    with pytest.raises(RuntimeError, match="changed in place"):
+        _ = twin.logits
+
+
+def test_values_and_items_hand_out_an_object_that_behaves_like_the_logits(model):
+    out = model(**batch())
+    (logits,) = (value for key, value in out.items() if key == "logits")
+    assert isinstance(logits, DeferredLogits)
+    assert logits.shape == (2, 9, VOCAB) and logits.device.type == "cpu" and logits.requires_grad
+    assert untouched(model)
+    assert torch.equal(logits.argmax(-1), out.logits.argmax(-1))
+    assert torch.equal(torch.softmax(logits, -1), torch.softmax(out.logits, -1))
+
+
+def test_unpacking_and_tuples_get_real_logits(model):
+    out = model(**batch())
+    assert isinstance(dict(**out)["logits"], torch.Tensor)
+    assert [type(value) for value in out.to_tuple()[:2]] == [torch.Tensor, torch.Tensor]
+    assert isinstance(model(**batch(), return_dict=False)[1], torch.Tensor)
+
+
+def test_data_parallel_gathers_outputs(model):
+    from torch.nn.parallel.scatter_gather import gather  # noqa: F401  (its gather_map builds type(out)(pairs))
+
+    out = model(**batch())
+    rebuilt = type(out)((key, out[key]) for key in out)
+    assert torch.equal(rebuilt.logits, out.logits)
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import liger_kernels
+from tests.patching_checks import tiny, batch, gradients
+rank, world, mode = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[4]}", rank=rank, world_size=world)
+results = {}
+for patched in (False, True):
+    model = tiny("llama")
+    if patched:
+        liger_kernels.patch(model)
+    options = {"find_unused_parameters": {"find_unused_parameters": True}, "static_graph": {"static_graph": True}, "plain": {}}
+    wrapped = DistributedDataParallel(model, **options[mode])
+    for step in range(3):
+        model.zero_grad()
+        wrapped(**batch(seed=10 * step + rank)).loss.backward()
+    results[patched] = {n: p.grad.clone() for n, p in model.named_parameters()}
+    if patched:
+        assert dict(liger_kernels.status(model).fallbacks) == {}, liger_kernels.status(model).fallbacks
+for name, gradient in results[False].items():
+    torch.testing.assert_close(results[True][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+    parts = [torch.empty_like(gradient) for _ in range(world)]
+    dist.all_gather(parts, results[True][name])
+    assert torch.equal(parts[0], parts[1]), name
+print("rank", rank, "ok")
+"""
+
+
+@pytest.mark.parametrize("mode", ["plain", "find_unused_parameters", "static_graph"])
+def test_ddp_on_two_ranks(mode, tmp_path):
+    root = Path(__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), "2", mode, str(tmp_path / "store")],
+            env=env,
+            cwd=root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank, process in enumerate(ranks):
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output[-4000:]
+        assert f"rank {rank} ok" in output
+
+
+# What DeferredLogits writes down, and what makes it compute.
+
+
+RECORDED = {
+    "scale": lambda z: z * 0.5,
+    "scale from the left": lambda z: 0.5 * z,
+    "division": lambda z: z / 3.0,
+    "soft-cap": lambda z: 5.0 * torch.tanh(z / 5.0),
+    "soft-cap by method": lambda z: (z / 5.0).tanh() * 5.0,
+    "soft-cap after a scale": lambda z: torch.tanh(z * 0.25 / 5.0) * 5.0,
+    "cast": lambda z: z.to(torch.float32).float(),
+    "rows": lambda z: z[:, 2:, :],
+    "ellipsis": lambda z: z[..., :-1, :].contiguous(),
+    "first classes": lambda z: z[..., :50],
+    "both": lambda z: z[1:, ..., :50] / 2,
+}
+COMPUTED = {
+    "addition": lambda z: z + 1.0,
+    "in-place scale": lambda z: z.mul_(0.5),
+    "augmented": lambda z: z.__itruediv__(2.0),
+    "tensor scale": lambda z: z * torch.tensor(0.5, dtype=z.dtype),
+    "negative after tanh": lambda z: torch.tanh(z) * -1.0,
+    "two tanh": lambda z: torch.tanh(torch.tanh(z)),
+    "last classes": lambda z: z[..., 10:],
+    "every other class": lambda z: z[..., ::2],
+    "one row": lambda z: z[:, 0],
+    "permutation": lambda z: z.flip(1),
+    "where": lambda z: torch.where(z > 0, z, 0.1 * z),
+    "log softmax": lambda z: F.log_softmax(z, dim=-1),
+}
+
+
+def changed(model, change):
+    """``model`` with a forward, as an upstream model might have, that does something to its logits before the loss."""
+    from transformers import LlamaForCausalLM
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    def forward(self, input_ids=None, labels=None):
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        logits = change(self.lm_head(hidden))
+        targets = labels.reshape(-1)[: logits.shape[:-1].numel()]
+        targets = targets.masked_fill(targets >= logits.shape[-1], -100)
+        loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets, ignore_index=-100)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model.__class__ = type("Changed", (LlamaForCausalLM,), {"forward": forward})
+    return model
+
+
+@pytest.mark.parametrize("case", [*RECORDED, *COMPUTED])
+def test_what_a_model_does_to_its_logits(case):
+    change = {**RECORDED, **COMPUTED}[case]
+    model = changed(tiny("llama"), change)
+
+    def run(model):
+        out = model(**batch())
+        logits = out.logits.detach().clone()
+        return {"logits": logits, **gradients(model, out.loss)}
+
+    patched = copy.deepcopy(model)
+    liger_kernels.patch(patched)
+    patched(**batch())
+    reasons = list(liger_kernels.status(patched).fallbacks)
+    assert bool(reasons) == (case in COMPUTED), reasons
+    check_same(model, run)
+
+
+def test_an_in_place_mask_falls_back_and_is_seen_by_everybody():
+    def mask(logits):
+        logits[..., 5:9] = -30.0
+        return logits
+
+    model = changed(tiny("llama"), mask)
+
+    def run(model):
+        out = model(**batch())
+        return {"logits": out.logits.detach().clone(), **gradients(model, out.loss)}
+
+    check_same(model, run)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"label_smoothing": 0.1},
+        {"reduction": "sum"},
+        {"ignore_index": 7},
+        {"weight": torch.linspace(0.5, 2, VOCAB)},
+        {"reduction": "none"},
+    ],
+    ids=lambda options: next(iter(options)) + "=" + str(next(iter(options.values())))[:5],
+)
+def test_options_of_cross_entropy_reach_the_fused_loss(options):
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    def forward(self, input_ids=None, labels=None):
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+        cast = {k: v.to(logits.dtype) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        targets = labels.view(-1).masked_fill(labels.view(-1) < 0, options.get("ignore_index", -100))
+        losses = F.cross_entropy(logits.view(-1, VOCAB), targets, **cast)
+        loss = losses if losses.dim() == 0 else (losses * torch.linspace(0.1, 1, len(losses), dtype=losses.dtype)).sum()
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model = tiny("llama")
+    model.__class__ = type("Changed", (type(model),), {"forward": forward})
+    patched = check_same(model, lambda m: gradients(m, m(**batch()).loss))
+    assert untouched(patched)
