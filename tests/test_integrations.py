@@ -82,13 +82,15 @@ def test_auto_class(tmp_path):
     plain.save_pretrained(tmp_path)
     auto = liger_kernels.AutoLigerKernelForCausalLM
     loaded = auto.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").train()
-    assert type(loaded).__name__ == "Gemma2ForCausalLM" and loaded.config._attn_implementation == "eager"
+    assert type(loaded).__name__ == "Gemma2ForCausalLM"
+    assert loaded.config._attn_implementation == "eager"
     torch.testing.assert_close(loaded(**batch()).loss, plain(**batch()).loss)
     assert liger_kernels.status(loaded).fuses_head
     built = auto.from_config(plain.config, kernels=["rms_norm"])
     assert set(liger_kernels.status(built).counts()) == {"rms_norm"}
     model, info = auto.from_pretrained(tmp_path, output_loading_info=True)
-    assert liger_kernels.status(model).fuses_head and not info["missing_keys"]
+    assert liger_kernels.status(model).fuses_head
+    assert not info["missing_keys"]
 
 
 def test_a_family_that_the_installed_transformers_lacks(monkeypatch):

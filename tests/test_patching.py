@@ -118,7 +118,7 @@ def test_shift_labels(family):
 @pytest.mark.parametrize("family", CORE)
 def test_flash_attention_arguments_reach_no_kernel(family):
     lengths = torch.tensor([0, 9, 18], dtype=torch.int32)
-    extra = dict(cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, max_length_q=9, max_length_k=9)
+    extra = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 9, "max_length_k": 9}
     patched = check_same(tiny(family), step(**extra))
     assert dict(liger_kernels.status(patched).fallbacks) == {}
 
@@ -198,7 +198,8 @@ def test_no_grad_in_training_mode(model):
     def run(model):
         with torch.no_grad():
             out = model(**batch())
-        assert not out.loss.requires_grad and not out.logits.requires_grad
+        assert not out.loss.requires_grad
+        assert not out.logits.requires_grad
         return {"loss": out.loss, "logits": out.logits}
 
     check_same(model, run)
@@ -433,7 +434,9 @@ def test_the_report_prints_what_why_and_how_often():
         report = liger_kernels.patch(model)
     model(**batch())
     text = str(report)
-    assert "LlamaRMSNorm" in text and "cast_then_scale" in text and "model.layers.0.input_layernorm" in text
+    assert "LlamaRMSNorm" in text
+    assert "cast_then_scale" in text
+    assert "model.layers.0.input_layernorm" in text
     assert "1 x a forward hook on the head expects logits" in text
 
 

@@ -28,9 +28,9 @@ def with_lora(model, **options):
 
 
 ADAPTERS = {
-    "lora on the head": dict(target_modules=["q_proj", "lm_head"]),
-    "lora on the mlp": dict(target_modules=["gate_proj", "down_proj"]),
-    "head among modules_to_save": dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "lora on the head": {"target_modules": ["q_proj", "lm_head"]},
+    "lora on the mlp": {"target_modules": ["gate_proj", "down_proj"]},
+    "head among modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
 }
 
 

@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,8 @@ def test_the_output_is_of_the_models_own_class(model):
     assert isinstance(out, CausalLMOutputWithPast)
     assert list(out.keys()) == ["loss", "logits", "past_key_values"]
     assert out["loss"] is out.loss is out[0]
-    assert "logits" in out and len(out) == 3
+    assert "logits" in out
+    assert len(out) == 3
     assert untouched(model)
 
 
@@ -87,7 +87,9 @@ def test_values_and_items_hand_out_an_object_that_behaves_like_the_logits(model)
     out = model(**batch())
     (logits,) = (value for key, value in out.items() if key == "logits")
     assert isinstance(logits, DeferredLogits)
-    assert logits.shape == (2, 9, VOCAB) and logits.device.type == "cpu" and logits.requires_grad
+    assert logits.shape == (2, 9, VOCAB)
+    assert logits.device.type == "cpu"
+    assert logits.requires_grad
     assert untouched(model)
     assert torch.equal(logits.argmax(-1), out.logits.argmax(-1))
     assert torch.equal(torch.softmax(logits, -1), torch.softmax(out.logits, -1))

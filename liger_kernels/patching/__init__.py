@@ -259,11 +259,8 @@ def _has_own_forward(module: nn.Module) -> bool:
 
 
 def _replace(path: str, module: nn.Module, recipe: Recipe, state: _State, listed: bool = True) -> None:
-    base = type(module)
+    base: Any = type(module)
     module.__class__ = patched_class(base, recipe)
     state.undo.append((module, base, recipe))
     if listed:
-        formula = getattr(recipe, "formula", "")
-        if hasattr(recipe, "eps"):
-            formula = f"{formula}, eps={recipe.eps:g}"
-        state.report.replaced.append(Replacement(path, recipe.kernel, base.__name__, formula))
+        state.report.replaced.append(Replacement(path, recipe.kernel, base.__name__, recipe.detail))

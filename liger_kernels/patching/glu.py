@@ -16,6 +16,7 @@ from torch import nn
 
 from liger_kernels.ops import geglu, swiglu
 from liger_kernels.patching.probe import SAME_FORMULA, bare_copy, describe, relative_difference, takes_one_tensor
+from liger_kernels.patching.swap import Recipe
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -25,7 +26,7 @@ _ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
-class GluRecipe:
+class GluRecipe(Recipe):
     """An MLP whose forward is ``down(act(gate(x)) * up(x))``.
 
     ``up`` is None where one projection makes both halves; ``gate_first`` then says which half is the gate.
@@ -42,11 +43,11 @@ class GluRecipe:
         return "swiglu" if self.activation == "silu" else "geglu"
 
     @property
-    def formula(self) -> str:
+    def detail(self) -> str:
         halves = "" if self.up is not None else (", gate and up in one" if self.gate_first else ", up and gate in one")
         return f"down({self.activation}(gate) * up){halves}"
 
-    def namespace(self, base: type) -> dict[str, Any]:
+    def namespace(self, base: Any) -> dict[str, Any]:
         recipe = self
         fused = {
             "silu": swiglu,
@@ -115,9 +116,10 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
 
 def _roles(module: nn.Module) -> list[tuple[str, str | None, str]]:
     """Every (gate, up, down) that the sizes of the linear-like children allow; up is None for a joint projection."""
-    sizes = {
+    children: dict[str, Any] = dict(module._modules)
+    sizes: dict[str, tuple[int, int]] = {
         name: (child.in_features, child.out_features)
-        for name, child in module._modules.items()
+        for name, child in children.items()
         if isinstance(getattr(child, "in_features", None), int)
         and isinstance(getattr(child, "out_features", None), int)
     }

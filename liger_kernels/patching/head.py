@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from liger_kernels.patching.deferred import DeferredLogits, Product, Request
-from liger_kernels.patching.swap import recipe_of
+from liger_kernels.patching.swap import Recipe, recipe_of
 
 # Hooks of these packages gather, shard and move weights around a module's call and pass its output through. They want
 # to surround the fused loss. Any other forward hook on a head is somebody's who expects logits.
@@ -21,7 +21,7 @@ _INFRASTRUCTURE = ("torch.distributed.", "deepspeed.", "accelerate.")
 
 
 @dataclass(frozen=True)
-class HeadRecipe:
+class HeadRecipe(Recipe):
     """An LM head that, armed, answers with deferred logits.
 
     With ``fused`` the product itself waits (a plain linear layer); without, the head computes its logits at once and
@@ -35,22 +35,22 @@ class HeadRecipe:
         return "linear_cross_entropy" if self.fused else "cross_entropy"
 
     @property
-    def formula(self) -> str:
+    def detail(self) -> str:
         return "loss of hidden states and weight, no logits" if self.fused else "loss of the head's own logits"
 
-    def namespace(self, base: type) -> dict[str, Any]:
+    def namespace(self, base: Any) -> dict[str, Any]:
         fused = self.fused
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             fallbacks = self._liger_kernels_armed
             if fallbacks is None or self._liger_kernels_request is not None or len(args) != 1 or kwargs:
-                return base.__call__(self, *args, **kwargs)  # type: ignore[operator]
+                return base.__call__(self, *args, **kwargs)
             hidden = args[0]
             if fused and (obstacle := _obstacle(self)) is None:
                 product = Product(hidden, self, self.out_features, fallbacks)
                 dtype = product.autocast if product.autocast is not None else hidden.dtype
             else:
-                logits = base.__call__(self, hidden)  # type: ignore[operator]
+                logits = base.__call__(self, hidden)
                 if fused:
                     _count(fallbacks, obstacle)
                 product = Product(hidden, self, logits.shape[-1], fallbacks, logits)
@@ -60,14 +60,14 @@ class HeadRecipe:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             request: Request | None = self._liger_kernels_request
             if request is None:
-                return base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+                return base.forward(self, *args, **kwargs)
             return request.loss(args[0], self.weight, self.bias)
 
         def fused_loss(self: Any, hidden: torch.Tensor, request: Request) -> torch.Tensor:
             """The loss, by the head's own call, so that whatever gathers its weights does so around the kernel."""
             self._liger_kernels_request = request
             try:
-                return base.__call__(self, hidden)  # type: ignore[operator]
+                return base.__call__(self, hidden)
             finally:
                 self._liger_kernels_request = None
 
@@ -76,7 +76,7 @@ class HeadRecipe:
             armed = self._liger_kernels_armed
             self._liger_kernels_armed = None
             try:
-                return base.__call__(self, hidden)  # type: ignore[operator]
+                return base.__call__(self, hidden)
             finally:
                 self._liger_kernels_armed = armed
 
@@ -109,15 +109,13 @@ def _count(fallbacks: Counter[str], reason: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class ModelRecipe:
+class ModelRecipe(Recipe):
     """A model that arms its head while its own forward runs in training with labels."""
 
-    kernel: str = "model"
-
-    def namespace(self, base: type) -> dict[str, Any]:
+    def namespace(self, base: Any) -> dict[str, Any]:
         from transformers.loss.loss_utils import ForCausalLMLoss
 
-        upstream: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
+        upstream: Callable[..., Any] = base.forward
         names = list(inspect.signature(upstream).parameters)
         position = names.index("labels") - 1 if "labels" in names else None  # without self
 
@@ -165,7 +163,7 @@ def _resolve(value: Any, reason: str) -> Any:
 
 
 @functools.cache
-def lazy_output(base: type, names: tuple[str, ...]) -> type:
+def lazy_output(base: Any, names: tuple[str, ...]) -> type:
     """The subclass of the output class ``base`` whose entries ``names`` may be deferred logits.
 
     Reading such an entry by attribute, key or position computes it and stores it. Whoever walks over the values (DDP,
@@ -188,13 +186,13 @@ def lazy_output(base: type, names: tuple[str, ...]) -> type:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         self.__dict__["_liger_kernels_filling"] = True  # upstream's checks read every field
         try:
-            base.__init__(self, *args, **kwargs)  # type: ignore[misc]
+            base.__init__(self, *args, **kwargs)
         finally:
             del self.__dict__["_liger_kernels_filling"]
 
     def getitem(self: Any, key: Any) -> Any:
         if isinstance(key, str):
-            return read(self, key) if key in names else base.__getitem__(self, key)  # type: ignore[attr-defined]
+            return read(self, key) if key in names else base.__getitem__(self, key)
         keys = tuple(self.keys())[key]
         return self[keys] if isinstance(keys, str) else tuple(self[k] for k in keys)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from liger_kernels.ops import rms_norm, rms_norm_ref
 from liger_kernels.patching.probe import SAME_FORMULA, bare_copy, describe, relative_difference, takes_one_tensor
+from liger_kernels.patching.swap import Recipe
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
 
@@ -21,15 +22,22 @@ AGREEING_FRACTION = 0.99
 
 
 @dataclass(frozen=True)
-class NormRecipe:
+class NormRecipe(Recipe):
     """A norm whose forward is ``rms_norm(x, weight, eps, formula=formula)``."""
 
     formula: str
     eps: float
     weight: str | None  # the name of the weight parameter
-    kernel: str = "rms_norm"
 
-    def namespace(self, base: type) -> dict[str, Any]:
+    @property
+    def kernel(self) -> str:
+        return "rms_norm"
+
+    @property
+    def detail(self) -> str:
+        return f"{self.formula}, eps={self.eps:g}"
+
+    def namespace(self, base: Any) -> dict[str, Any]:
         formula, eps, weight_name = self.formula, self.eps, self.weight
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
@@ -79,34 +87,36 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str:
 def _match(module: nn.Module, name: str | None, weight: torch.Tensor | None, size: int, eps: float) -> NormRecipe | str:
     rows = torch.tensor([0.0, 1e-2 * eps**0.5, eps**0.5, 1e-2, 1.0, 1.0, 30.0, 3e3])
     x = torch.randn(len(rows), size) * rows[:, None]
-    best = "it is not an RMS norm"
+    departures = []
     for formula in FORMULAS if weight is not None else FORMULAS[:1]:
-        difference = relative_difference(*_both(module, name, x[-5:], weight, eps, formula))
-        difference = max(difference, relative_difference(*_both(module, name, x[1:3], weight, eps, formula)))
-        if difference > SAME_FORMULA:
-            continue
-        reason = _differs(module, name, x, weight, eps, formula)
-        if reason is None:
-            return NormRecipe(formula, eps, name)
-        best = reason
-    return best
+        difference = max(
+            relative_difference(*_both(module, name, part, weight, eps, formula)) for part in (x[-5:], x[1:3])
+        )
+        if difference <= SAME_FORMULA:
+            departure = _departure(module, name, x, weight, eps, formula)
+            if departure is None:
+                return NormRecipe(formula, eps, name)
+            departures.append(departure)
+    # The formula that it follows furthest says most about why it is refused.
+    return max(departures)[1] if departures else "it is not an RMS norm"
 
 
-def _differs(
+def _departure(
     module: nn.Module, name: str | None, x: torch.Tensor, weight: torch.Tensor | None, eps: float, formula: str
-) -> str | None:
-    """Where a module whose float32 values match the formula still departs from it; None if nowhere."""
-    for dtype, weight_dtype in (
+) -> tuple[int, str] | None:
+    """How far a module whose float32 values match follows the formula, and where it departs; None if nowhere."""
+    combinations = (
         (torch.bfloat16, torch.bfloat16),
         (torch.float16, torch.float16),
         (torch.bfloat16, torch.float32),
-    ):
+    )
+    for stage, (dtype, weight_dtype) in enumerate(combinations):
         cast = weight.to(weight_dtype) if weight is not None else None
         got, expected = _both(module, name, x.clamp(-6e4, 6e4).to(dtype), cast, eps, formula)
         if got.dtype != expected.dtype:
-            return f"for {dtype} inputs and {weight_dtype} weights it returns {got.dtype}, not {expected.dtype}"
+            return stage, f"for {dtype} inputs and {weight_dtype} weights it returns {got.dtype}, not {expected.dtype}"
         if float((got == expected).double().mean()) < AGREEING_FRACTION:
-            return f"in {dtype} it rounds at other places than our formulas do"
+            return stage, f"in {dtype} it rounds at other places than our formulas do"
     gradients = []
     for function in (lambda x, w: _run(module, name, x, w), lambda x, w: rms_norm_ref(x, w, eps, formula=formula)):
         leaf = x[3:].clone().requires_grad_()
@@ -117,7 +127,7 @@ def _differs(
     for got, expected in zip(*gradients, strict=True):
         # ten times the forward's bound: the gradient sums over rows and over columns
         if relative_difference(got, expected) > 10 * SAME_FORMULA:
-            return "its gradient is not that of its formula"
+            return len(combinations), "its gradient is not that of its formula"
     return None
 
 

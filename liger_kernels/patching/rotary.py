@@ -19,6 +19,7 @@ import torch
 
 from liger_kernels.ops import rope, rope_ref
 from liger_kernels.patching.probe import SAME_FORMULA, describe, relative_difference
+from liger_kernels.patching.swap import Recipe
 
 PAIRINGS = ("half", "interleaved", "interleaved_repeat")
 
@@ -34,17 +35,20 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class RopeRecipe:
+class RopeRecipe(Recipe):
     """An attention whose forward finds our rotation under the names of upstream's."""
 
     rotations: tuple[Rotation, ...]
-    kernel: str = "rope"
 
     @property
-    def formula(self) -> str:
+    def kernel(self) -> str:
+        return "rope"
+
+    @property
+    def detail(self) -> str:
         return ", ".join(f"{r.pairing}{' or partial' if r.partial else ''}" for r in self.rotations)
 
-    def namespace(self, base: type) -> dict[str, Any]:
+    def namespace(self, base: Any) -> dict[str, Any]:
         by_name = {rotation.name: rotation for rotation in self.rotations}
 
         def replace(name: str, upstream: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -146,7 +150,7 @@ def _rotary_function(upstream: Callable[..., Any], rotation: Rotation) -> Callab
     return apply_rotary
 
 
-class _Overlay(dict):  # type: ignore[type-arg]
+class _Overlay(dict):
     """Globals of a function: a few names of its own, every other one looked up in the live globals of a module."""
 
     def __init__(self, live: dict[str, Any], own: dict[str, Any]):

@@ -13,21 +13,29 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 
-@runtime_checkable
-class Recipe(Protocol):
-    """What a patched class does differently. Hashable and picklable."""
+class Recipe:
+    """What a patched class does differently. A subclass is a frozen dataclass: it can be hashed and pickled."""
 
-    kernel: str
+    @property
+    def kernel(self) -> str:
+        """The kernel that runs there, one of ``KERNELS``."""
+        raise NotImplementedError
 
-    def namespace(self, base: type) -> dict[str, Any]:
+    @property
+    def detail(self) -> str:
+        """What was recognised, for the report."""
+        raise NotImplementedError
+
+    def namespace(self, base: Any) -> dict[str, Any]:
         """The attributes that the subclass of ``base`` overrides."""
+        raise NotImplementedError
 
 
 @functools.cache
-def patched_class(base: type, recipe: Recipe) -> type:
+def patched_class(base: Any, recipe: Any) -> Any:
     """The subclass of ``base`` that follows ``recipe``: always the same class for the same two."""
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
