@@ -135,6 +135,14 @@ def _chunks(tokens: int, chunk_size: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + chunk_size, tokens)
 
 
+def _logits_buffer(hidden: Tensor, weight: Tensor, chunk_size: int) -> Tensor:
+    """What one chunk's logits are written to, for every chunk anew. Tensor cores want rows that begin at multiples of
+    16 bytes, which the rows of an odd vocabulary do only with some padding."""
+    rows, vocab = min(chunk_size, len(hidden)), len(weight)
+    padded = -(-vocab // 8) * 8
+    return torch.empty((rows, padded), dtype=hidden.dtype, device=hidden.device)[:, :vocab]
+
+
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     if bias is None:
         return torch.mm(hidden, weight.t(), out=out)
@@ -205,7 +213,7 @@ def _forward_op(
     needs = (needs_hidden, needs_weight, needs_bias)
     grad_in_forward = any(needs) and reduction != "none"
     rows = Rows.empty(tokens, device, tuple(extras.split()), stats=any(needs) and not grad_in_forward)
-    buffer = torch.empty((min(chunk_size, tokens), vocab), dtype=hidden.dtype, device=device)
+    buffer = _logits_buffer(hidden, weight, chunk_size)
     sums = _GradientSums(hidden, weight, needs if grad_in_forward else (False, False, False))
     keep_logits = observed and grad_in_forward
     d_logits = torch.empty((tokens, vocab) if keep_logits else (0,), dtype=hidden.dtype, device=device)
@@ -354,13 +362,13 @@ def _recompute_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward of "none"."""
     options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
-    tokens, vocab = len(hidden), len(weight)
+    tokens = len(hidden)
     # The upstream gradient's size stays out of the 16-bit logits' gradient here too.
     grad_loss = grad_loss.to(torch.float32)
     scale = grad_loss.abs().amax() if tokens else torch.ones((), dtype=torch.float32, device=hidden.device)
     scale = scale.masked_fill(scale == 0, 1.0)
     upstream = grad_loss / scale
-    buffer = torch.empty((min(chunk_size, tokens), vocab), dtype=hidden.dtype, device=hidden.device)
+    buffer = _logits_buffer(hidden, weight, chunk_size)
     sums = _GradientSums(hidden, weight, (needs_hidden, needs_weight, needs_bias))
     with torch.autocast(hidden.device.type, enabled=False):
         for start, stop in _chunks(tokens, chunk_size):
@@ -484,7 +492,9 @@ def linear_cross_entropy(
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{vocab}], one number per row of weight")
     options = check_options(ignore_index, label_smoothing, softcap, logit_scale, z_loss, reduction, extras)
     check_targets(targets, class_weight, ignore_index, tokens, vocab, hidden.device)
-    hidden, weight, bias = (_as_autocast(t) for t in (hidden, weight, bias))
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = _autocast(hidden, dtype), _autocast(weight, dtype), _autocast(bias, dtype)
     parameters = [weight] if bias is None else [weight, bias]
     if any(p.dtype != hidden.dtype or p.device != hidden.device for p in parameters):
         given = ", ".join(f"{t.dtype} on {t.device}" for t in (hidden, *parameters))
@@ -522,8 +532,6 @@ def linear_cross_entropy(
     return with_extras(loss, extras, targets, ignore_index, log_probs.detach(), entropy.detach(), predicted)
 
 
-def _as_autocast(t: Tensor | None) -> Any:
-    """``t`` as ``F.linear`` would see it under autocast, by a cast that is differentiable."""
-    if t is None or not torch.is_autocast_enabled(t.device.type) or t.dtype == torch.float64:
-        return t
-    return t.to(torch.get_autocast_dtype(t.device.type))
+def _autocast(t: Any, dtype: torch.dtype) -> Any:
+    """As ``F.linear`` casts it under autocast: differentiably, and float64 not at all."""
+    return t if t is None or t.dtype == torch.float64 else t.to(dtype)

@@ -1,0 +1,442 @@
+"""``cross_entropy`` against float64 by the three-way rule, and at the edges where such kernels have been wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from convergence.tolerance import three_way, unit_roundoff
+from liger_kernels.ops._runtime import launches, reset_launches
+from liger_kernels.ops.cross_entropy import (
+    EXTRAS,
+    CrossEntropyOutput,
+    LossOptions,
+    Rows,
+    backward_rows,
+    cross_entropy,
+    cross_entropy_ref,
+    forward_rows,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REDUCTIONS = ("mean", "sum", "none")
+BLOCK = 8192  # the largest tile of the kernels: a longer row takes several
+
+ALONE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "softcap": {"softcap": 4.0},
+    "logit_scale": {"logit_scale": 0.35},
+    "negative_logit_scale": {"logit_scale": -1.5},
+    "z_loss": {"z_loss": 0.01},
+    "class_weight": {"class_weight": True},
+    "smoothed_class_weight": {"class_weight": True, "label_smoothing": 0.3},
+    "ignore_a_class": {"ignore_index": 3},
+    "all": {
+        "label_smoothing": 0.2,
+        "softcap": 5.0,
+        "logit_scale": 1.7,
+        "z_loss": 0.02,
+        "class_weight": True,
+        "ignore_index": 0,
+    },
+}
+
+
+def make_inputs(tokens, vocab, dtype, device, options, spread=3.0, seed=0):
+    """Logits, targets with ignored rows in the middle and at the end, and the options with a drawn class weight."""
+    rng = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(tokens, vocab, generator=rng) * spread).to(dtype).to(device).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), generator=rng)
+    targets[tokens // 3 : tokens // 3 + 1] = targets[tokens - 1 :] = options.get("ignore_index", -100)
+    options = dict(options)
+    if options.pop("class_weight", False):
+        options["class_weight"] = (torch.rand(vocab, generator=rng) + 0.25).to(device)
+    return logits, targets.to(device), options
+
+
+def run(function, logits, targets, upstream=None, **options):
+    """The loss, or named tuple, and the logits' gradient under an upstream gradient that is not 1."""
+    logits = logits.detach().clone().requires_grad_()
+    out = function(logits, targets, **options)
+    loss = out.loss if isinstance(out, CrossEntropyOutput) else out
+    if upstream is None:
+        upstream = torch.randn(loss.shape, generator=torch.Generator().manual_seed(1)) - 0.3
+    loss.backward(upstream.to(loss))
+    return out, logits.grad
+
+
+def assert_right(logits, targets, **options):
+    """Ours against float64, with PyTorch's formula in the logits' dtype as the measure; every extra too."""
+    options["extras"] = EXTRAS
+    ours, grad = run(cross_entropy, logits, targets, **options)
+    torchs, torch_grad = run(cross_entropy_ref, logits, targets, **options)
+    truth, true_grad = run(cross_entropy_ref, logits.double(), targets, **options)
+    assert ours.loss.dtype == torch.float32
+    assert grad.dtype == logits.dtype
+    assert ours.loss.isfinite().all()
+    three_way(ours.loss, torchs.loss, truth.loss, torch.float32, "loss")
+    three_way(grad, torch_grad, true_grad, logits.dtype, "gradient")
+    three_way(ours.entropy, torchs.entropy, truth.entropy, torch.float32, "entropy")
+    three_way(ours.log_probs, torchs.log_probs, truth.log_probs, torch.float32, "log_probs")
+    # In float32 the soft cap can make two logits equal that are not in float64: compare where float32 agrees.
+    assert torch.equal(ours.predicted_tokens, torchs.predicted_tokens)
+    assert ours.token_accuracy == torchs.token_accuracy.float()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_option(dtype, options, reduction, device):
+    assert_right_on(11, 67, dtype, device, options, reduction)
+
+
+def assert_right_on(tokens, vocab, dtype, device, options, reduction, **how):
+    logits, targets, options = make_inputs(tokens, vocab, dtype, device, options, **how)
+    assert_right(logits, targets, reduction=reduction, **options)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.integers(0, 40),
+    vocab=st.integers(1, 300),
+    dtype=st.sampled_from(DTYPES),
+    reduction=st.sampled_from(REDUCTIONS),
+    label_smoothing=st.sampled_from([0.0, 0.1, 1.0]),
+    softcap=st.sampled_from([None, 3.0, 30.0]),
+    logit_scale=st.sampled_from([1.0, 0.1, 2.5]),
+    z_loss=st.sampled_from([0.0, 1e-3]),
+    class_weight=st.booleans(),
+    ignore_index=st.sampled_from([-100, 0, 5]),
+    spread=st.sampled_from([0.1, 1.0, 10.0]),
+    seed=st.integers(0, 1000),
+)
+def test_options_together(device, tokens, vocab, dtype, reduction, spread, seed, **options):
+    assert_right_on(tokens, vocab, dtype, device, options, reduction, spread=spread, seed=seed)
+
+
+@pytest.mark.parametrize("vocab", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
+@pytest.mark.parametrize("options", [ALONE["plain"], ALONE["all"]], ids=["plain", "all"])
+def test_vocabulary_of_several_blocks(vocab, options, device):
+    logits, targets, options = make_inputs(4, vocab, torch.bfloat16, device, options)
+    targets[0], targets[2] = vocab - 1, vocab // 2
+    logits.data[0, vocab - 1] = 12.0  # the prediction is in the last block
+    assert_right(logits, targets, reduction="none", **options)
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
+def test_several_programs_of_several_rows(tokens, device):
+    assert_right_on(tokens, 300, torch.float32, device, ALONE["all"], "none")
+
+
+def test_running_maximum_may_rise_and_fall_between_blocks(device):
+    logits = torch.zeros(3, 3 * BLOCK, device=device)
+    for row, block in enumerate((0, 1, 2)):
+        logits[row, block * BLOCK + 7] = 30.0 + row
+    logits += torch.arange(3 * BLOCK, device=device) % 13 / 8
+    assert_right(logits, torch.tensor([7, 5, 2 * BLOCK + 7], device=device), reduction="none", label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gap", [4.0, 9.0, 13.0])
+def test_true_class_gradient_and_loss_are_exact_when_p_goes_to_1(dtype, gap, device):
+    """Formed by subtraction, p_y - 1 has no correct bit left here in 16 bits, and few in float32."""
+    logits = torch.zeros(5, 9, dtype=dtype, device=device)
+    targets = torch.arange(5, device=device) + 1
+    logits[torch.arange(5), targets] = gap + torch.arange(5, dtype=dtype, device=device)
+    # Upstream 256 keeps 1 - p above float16's subnormals, whose spacing would be the error.
+    loss, grad = run(cross_entropy, logits, targets, torch.full((5,), 256.0), reduction="none")
+    truth, true_grad = run(cross_entropy_ref, logits.double(), targets, torch.full((5,), 256.0), reduction="none")
+    at_target = grad.double().gather(1, targets[:, None]) / true_grad.gather(1, targets[:, None])
+    # One rounding to the dtype, and a handful of float32 operations before it.
+    bound = unit_roundoff(dtype) + 8 * unit_roundoff(torch.float32)
+    assert (at_target - 1).abs().max() <= bound
+    assert (loss.double() / truth - 1).abs().max() <= 8 * unit_roundoff(torch.float32)
+
+
+def test_saturated_softcap_keeps_its_slope(device):
+    """1 - tanh^2 by subtraction is 0 in float32 from tanh's argument 9 on; the true slope is 4 exp(-2 * 9)."""
+    logits = torch.tensor([[11.0, -9.5, 0.5, 10.0]], device=device)
+    _, grad = run(cross_entropy, logits, torch.tensor([2], device=device), torch.tensor(1.0), softcap=1.0)
+    _, truth = run(cross_entropy_ref, logits.double(), torch.tensor([2], device=device), torch.tensor(1.0), softcap=1.0)
+    assert (grad.double() / truth - 1).abs().max() <= 64 * unit_roundoff(torch.float32)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", [ALONE["plain"], ALONE["all"]], ids=["plain", "all"])
+def test_all_rows_ignored_is_zero_with_zero_gradients(reduction, options, device):
+    logits, targets, options = make_inputs(6, 20, torch.float32, device, options)
+    targets.fill_(options.get("ignore_index", -100))
+    logits.data[2] = math.nan  # nothing of an ignored row may reach anything
+    for function in (cross_entropy, cross_entropy_ref):
+        loss, grad = run(function, logits if function is cross_entropy else logits.nan_to_num(), targets,
+                         reduction=reduction, **options)  # fmt: skip
+        assert torch.equal(loss, torch.zeros_like(loss))
+        assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("function", [cross_entropy, cross_entropy_ref])
+def test_zero_rows(reduction, function, device):
+    logits = torch.zeros(0, 7, device=device)
+    out, grad = run(
+        function, logits, torch.zeros(0, dtype=torch.long, device=device), reduction=reduction, extras=EXTRAS
+    )
+    assert torch.equal(out.loss, torch.zeros_like(out.loss))
+    assert out.loss.shape == ((0,) if reduction == "none" else ())
+    assert grad.shape == (0, 7)
+    assert out.token_accuracy == 0
+    assert out.predicted_tokens.shape == out.entropy.shape == out.log_probs.shape == (0,)
+
+
+def test_mean_of_zero_class_weight_is_zero(device):
+    logits = torch.randn(3, 4, device=device)
+    weight = torch.tensor([0.0, 1.0, 1.0, 1.0], device=device)
+    loss, grad = run(cross_entropy, logits, torch.zeros(3, dtype=torch.long, device=device), class_weight=weight)
+    assert loss == 0
+    assert torch.equal(grad, torch.zeros_like(grad))
+
+
+def test_masked_classes_and_huge_logits(device):
+    logits = torch.randn(4, 50, device=device) * 2e4
+    logits[:, ::3] = -math.inf
+    logits[3] = -math.inf
+    logits[3, 7] = 2.0
+    assert_right(logits, torch.tensor([1, 2, 4, 7], device=device), reduction="none")
+
+
+def test_impossible_target_costs_infinity_and_nan_spreads(device):
+    logits = torch.zeros(3, 5, device=device)
+    logits[0, 2] = -math.inf
+    logits[1, 4] = math.nan
+    loss, grad = run(cross_entropy, logits, torch.tensor([2, 2, 2], device=device), torch.ones(3), reduction="none")
+    assert loss[0] == math.inf
+    assert grad[0, 2] == -1.0
+    assert loss[1].isnan()
+    assert grad[1].isnan().all()
+    assert loss[2].isfinite()
+
+
+def test_nothing_the_caller_sees_is_overwritten_and_backward_runs_twice(device):
+    logits, targets, options = make_inputs(9, 40, torch.bfloat16, device, ALONE["all"])
+    before = logits.detach().clone(), targets.clone(), options["class_weight"].clone()
+    loss = cross_entropy(logits, targets, **options)
+    (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    kept = first.clone()
+    (second,) = torch.autograd.grad(loss, logits)
+    assert torch.equal(first, second)
+    assert torch.equal(first, kept)
+    assert first.data_ptr() != second.data_ptr()
+    assert torch.equal(logits, before[0])
+    assert torch.equal(targets, before[1])
+    assert torch.equal(options["class_weight"], before[2])
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.split(30, dim=1)[1],
+        lambda x: x[::2],
+        lambda x: x[:1].expand(12, -1),
+        lambda x: x.t(),
+        lambda x: x[:, ::2],
+    ],
+    ids=["columns", "every_other_row", "expanded_row", "transposed", "every_other_column"],
+)
+def test_non_contiguous_logits_and_targets(view, device):
+    base = torch.randn(12, 60, device=device, requires_grad=True)
+    reference = base.detach().clone().requires_grad_()
+    logits = view(base)
+    targets = torch.randint(0, logits.shape[1], (2 * len(logits),), device=device)[::2]
+    loss = cross_entropy(logits, targets, reduction="sum")
+    loss.backward()
+    truth = cross_entropy_ref(view(reference), targets, reduction="sum")
+    truth.backward()
+    torch.testing.assert_close(loss, truth)
+    torch.testing.assert_close(base.grad, reference.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_target_dtypes(dtype, device):
+    logits, targets, _ = make_inputs(9, 40, torch.float32, device, {})
+    assert torch.equal(cross_entropy(logits, targets.to(dtype)), cross_entropy(logits, targets))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the sparse memory this needs is the CPU's")
+def test_rows_beyond_two_to_the_31_elements():
+    stride = 2**30 + 8  # row 2 begins past 2^31, though neither factor does; untouched pages cost nothing
+    memory = torch.from_numpy(np.zeros(2 * stride + 16, dtype=np.float16))
+    logits = memory.as_strided((3, 16), (stride, 1))
+    logits.copy_(torch.randn(3, 16))
+    targets = torch.tensor([1, 2, 3])
+    options = LossOptions(-100, 0.0, None, 1.0, 0.0)
+    rows = Rows.empty(3, logits.device, (), stats=True)
+    truth = F.cross_entropy(logits.double(), targets, reduction="none")
+    expected = torch.softmax(logits.float(), -1) - F.one_hot(targets, 16)
+    forward_rows(logits, targets, None, options, rows)
+    torch.testing.assert_close(rows.loss.double(), truth, rtol=1e-6, atol=1e-6)
+    assert rows.stats is not None
+    backward_rows(logits, targets, None, options, rows.stats, torch.ones(3), logits)
+    torch.testing.assert_close(logits.float(), expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("target", [-1, 5, 2**32 + 1])
+def test_target_out_of_range(target, device):
+    """Raises on a CPU. The kernels themselves read nothing there and make the row NaN, and only that row."""
+    targets = torch.tensor([1, target, 2], device=device)
+    logits = torch.randn(3, 5, device=device)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=rf"target {target} is out of range: there are 5 classes"):
+            cross_entropy(logits, targets)
+    options = LossOptions(-100, 0.1, None, 1.0, 0.0)
+    rows = Rows.empty(3, logits.device, EXTRAS, stats=True)
+    grad = torch.empty_like(logits)
+    forward_rows(logits, targets, torch.ones(5, device=device), options, rows)
+    backward_rows(
+        logits, targets, torch.ones(5, device=device), options, rows.stats, torch.ones(3, device=device), grad
+    )
+    for rowwise in (rows.loss, rows.log_probs, grad):
+        assert rowwise[1].isnan().all()
+        assert rowwise[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'; allowed are 'mean', 'sum', 'none'"),
+        ({"extras": ("accuracy",)}, ValueError, "names from 'token_accuracy'"),
+        ({"extras": "entropy"}, ValueError, "must be a tuple of names"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5; it must be between 0 and 1"),
+        ({"softcap": 0.0}, ValueError, "softcap is 0.0; it must be positive, or None"),
+        ({"z_loss": -1.0}, ValueError, "z_loss is -1.0; it must not be negative"),
+        ({"logit_scale": math.inf}, ValueError, "logit_scale is inf; it must be finite"),
+        ({"logit_scale": torch.tensor(2.0)}, TypeError, "logit_scale is a Tensor; it must be a Python number"),
+        ({"ignore_index": 1.5}, TypeError, "ignore_index is a float; it must be an int"),
+        ({"class_weight": torch.ones(4)}, ValueError, r"class_weight is torch.float32 of shape \(4,\)"),
+        ({"class_weight": torch.ones(5, dtype=torch.long)}, ValueError, "class_weight is torch.int64"),
+        ({"class_weight": torch.ones(5, requires_grad=True)}, ValueError, "class_weight requires a gradient"),
+        ({"targets": torch.zeros(3)}, TypeError, "targets are torch.float32; they must be int64 or int32"),
+        ({"targets": torch.zeros(2, dtype=torch.long)}, ValueError, r"for 3 rows they must be \[3\]"),
+        ({"targets": torch.zeros(3, dtype=torch.long, device="meta")}, ValueError, "targets are on meta"),
+        ({"logits": torch.zeros(3, 2, 5)}, ValueError, "flatten the leading dimensions"),
+        ({"logits": torch.zeros(3, 5, dtype=torch.long)}, ValueError, "logits are torch.int64"),
+    ],
+)
+def test_bad_arguments_are_named(options, error, message):
+    arguments = {"logits": torch.zeros(3, 5), "targets": torch.zeros(3, dtype=torch.long), **options}
+    with pytest.raises(error, match=message):
+        cross_entropy(**arguments)
+
+
+def test_extras_only_on_request_and_without_gradient(device):
+    logits, targets, _ = make_inputs(9, 40, torch.float32, device, {})
+    assert isinstance(cross_entropy(logits, targets), torch.Tensor)
+    for extra in EXTRAS:
+        out = cross_entropy(logits, targets, extras=(extra,))
+        assert [name for name in EXTRAS if getattr(out, name) is not None] == [extra]
+        assert not getattr(out, extra).requires_grad
+        assert out.loss.requires_grad
+        assert torch.equal(out.loss, cross_entropy(logits, targets))
+    out = cross_entropy(logits, targets, extras=EXTRAS)
+    assert out.predicted_tokens.dtype == torch.int64
+    counted = targets != -100
+    assert out.token_accuracy == (logits.argmax(-1) == targets)[counted].float().mean()
+    assert torch.equal(out.log_probs[~counted], torch.zeros_like(out.log_probs[~counted]))
+
+
+def test_the_first_of_equal_logits_is_predicted(device):
+    logits = torch.zeros(2, 2 * BLOCK, device=device)
+    logits[1, [5, 9, BLOCK + 1]] = 1.0
+    out = cross_entropy(logits, torch.tensor([0, 9], device=device), extras=("predicted_tokens", "token_accuracy"))
+    assert out.predicted_tokens.tolist() == [0, 5]
+    assert out.token_accuracy == 0.5
+
+
+def test_one_launch_forward_one_backward_none_without_gradient(device):
+    logits, targets, _ = make_inputs(9, 40, torch.float32, device, {})
+    reset_launches()
+    loss = cross_entropy(logits, targets)
+    assert launches() == {"_cross_entropy_fwd_kernel": 1}
+    loss.backward()
+    assert launches() == {"_cross_entropy_fwd_kernel": 1, "_cross_entropy_bwd_kernel": 1}
+    with torch.no_grad():
+        assert torch.equal(cross_entropy(logits, targets), loss)
+    assert not cross_entropy(logits.detach(), targets).requires_grad
+
+
+def test_the_same_bits_every_time(device):
+    logits, targets, options = make_inputs(130, 300, torch.bfloat16, device, ALONE["all"])
+    first, second = (run(cross_entropy, logits, targets, **options) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
+def test_float64_runs_the_reference(device):
+    logits, targets, options = make_inputs(9, 40, torch.float64, device, ALONE["all"])
+    reset_launches()
+    ours, truth = (run(f, logits, targets, **options) for f in (cross_entropy, cross_entropy_ref))
+    assert launches() == {}
+    assert ours[0].dtype == torch.float64
+    assert torch.equal(ours[0], truth[0])
+    assert torch.equal(ours[1], truth[1])
+
+
+def test_second_derivatives_are_refused(device):
+    logits, targets, _ = make_inputs(9, 40, torch.float32, device, {})
+    upstream = torch.ones((), device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(cross_entropy(logits, targets), logits, upstream, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_reference_is_the_formula(reduction):
+    """Written out once more, element by element, from the formula at the top of the op's file."""
+    logits, targets, options = make_inputs(7, 5, torch.float64, torch.device("cpu"), ALONE["all"])
+    w = options["class_weight"] = options["class_weight"].double()
+    eps, cap, scale = options["label_smoothing"], options["softcap"], options["logit_scale"]
+    out = cross_entropy_ref(logits, targets, reduction=reduction, extras=EXTRAS, **options)
+    losses, weights, hits = [], [], []
+    for row, y in enumerate(targets.tolist()):
+        z = [cap * math.tanh(scale * x / cap) for x in logits[row].tolist()]
+        lse = math.log(sum(math.exp(v) for v in z))
+        log_p = [v - lse for v in z]
+        assert out.entropy[row].item() == pytest.approx(-sum(math.exp(v) * v for v in log_p))
+        assert out.predicted_tokens[row] == z.index(max(z))
+        if y == options["ignore_index"]:
+            losses.append(0.0)
+            assert out.log_probs[row] == 0
+            continue
+        smooth = sum(w[c].item() * -log_p[c] for c in range(5))
+        losses.append((1 - eps) * w[y].item() * -log_p[y] + eps / 5 * smooth + options["z_loss"] * lse**2)
+        weights.append(w[y].item())
+        hits.append(z.index(max(z)) == y)
+        assert out.log_probs[row].item() == pytest.approx(log_p[y])
+    expected = {"none": losses, "sum": sum(losses), "mean": sum(losses) / sum(weights)}[reduction]
+    assert out.loss.tolist() == pytest.approx(expected)
+    assert out.token_accuracy.item() == pytest.approx(sum(hits) / len(hits))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
+def test_reference_gradient(options, reduction):
+    logits, targets, options = make_inputs(5, 7, torch.float64, torch.device("cpu"), options)
+    assert torch.autograd.gradcheck(lambda x: cross_entropy_ref(x, targets, reduction=reduction, **options), logits)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}, {"class_weight": True, "label_smoothing": 0.3}])
+def test_reference_is_torchs_where_torch_has_the_option(options, reduction):
+    logits, targets, options = make_inputs(5, 7, torch.float64, torch.device("cpu"), options)
+    weight = options.pop("class_weight", None)
+    weight = None if weight is None else weight.double()
+    expected = F.cross_entropy(logits, targets, weight, reduction=reduction, **options)
+    torch.testing.assert_close(cross_entropy_ref(logits, targets, class_weight=weight, reduction=reduction, **options),
+                               expected)  # fmt: skip

@@ -1,0 +1,599 @@
+"""``linear_cross_entropy`` against float64 by the three-way rule: options, chunks, frozen parts, autocast, compile."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from convergence.tolerance import three_way, unit_roundoff
+from liger_kernels.ops import linear_cross_entropy as linear_cross_entropy_of_package
+from liger_kernels.ops._runtime import launches, reset_launches
+from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput, cross_entropy_ref
+from liger_kernels.ops.linear_cross_entropy import (
+    _default_chunk_size,
+    _forward_op,
+    _recompute_op,
+    _scale_op,
+    linear_cross_entropy,
+    linear_cross_entropy_chunk_size,
+    linear_cross_entropy_ref,
+    observe_logits_grad,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REDUCTIONS = ("mean", "sum", "none")
+TOKENS, HIDDEN, VOCAB, CHUNK = 23, 12, 67, 5  # five chunks, the last one partial
+
+ALL: dict[str, Any] = {
+    "label_smoothing": 0.2,
+    "softcap": 5.0,
+    "logit_scale": 1.7,
+    "z_loss": 0.02,
+    "class_weight": True,
+    "ignore_index": 0,
+}
+ALONE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    **{name: {name: value} for name, value in ALL.items()},
+    "all": ALL,
+}
+
+
+class Case:
+    """Inputs of one call, and its results in any dtype under an upstream gradient that is not 1."""
+
+    def __init__(self, device, dtype=torch.float32, *, tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, bias=True, seed=0,
+                 needs=(True, True, True), **options):  # fmt: skip
+        rng = torch.Generator().manual_seed(seed)
+        draw = lambda *shape: torch.randn(shape, generator=rng).to(dtype).to(device)  # noqa: E731
+        self.tensors = [draw(tokens, hidden), draw(vocab, hidden), draw(vocab) if bias else None]
+        self.needs = needs
+        targets = torch.randint(0, vocab, (tokens,), generator=rng)
+        ignored = options.get("ignore_index", -100)
+        targets[tokens // 3 : tokens // 3 + 1] = targets[tokens - 1 :] = ignored
+        self.targets = targets.to(device)
+        if options.pop("class_weight", False):
+            options["class_weight"] = (torch.rand(vocab, generator=rng) + 0.25).to(device)
+        self.options = options
+        rows = (tokens,) if options.get("reduction") == "none" else ()
+        self.upstream = (torch.randn(rows, generator=rng) - 0.3).to(device)
+
+    def leaves(self, dtype=None):
+        return [
+            None if t is None else t.detach().clone().to(dtype or t.dtype).requires_grad_(needed)
+            for t, needed in zip(self.tensors, self.needs, strict=True)
+        ]
+
+    def run(self, function=linear_cross_entropy, dtype=None, **options):
+        """The loss or named tuple, and the gradients of hidden, weight and bias."""
+        leaves = self.leaves(dtype)
+        out = function(leaves[0], leaves[1], self.targets, leaves[2], **self.options, **options)
+        loss = out.loss if isinstance(out, CrossEntropyOutput) else out
+        if any(leaf is not None and leaf.requires_grad for leaf in leaves):
+            loss.backward(self.upstream.to(loss.dtype))
+        return out, [None if leaf is None else leaf.grad for leaf in leaves]
+
+    def assert_right(self, **options):
+        ours, grads = self.run(extras=EXTRAS, **options)
+        torchs, torch_grads = self.run(linear_cross_entropy_ref, extras=EXTRAS)
+        truth, true_grads = self.run(linear_cross_entropy_ref, torch.float64, extras=EXTRAS)
+        dtype = self.tensors[0].dtype
+        assert ours.loss.dtype == torch.float32
+        # The logits are rounded to the dtype in both, so that is where the loss's digits end.
+        for name in ("loss", "entropy", "log_probs"):
+            three_way(getattr(ours, name), getattr(torchs, name), getattr(truth, name), dtype, name)
+        for name, *three in zip(("hidden", "weight", "bias"), grads, torch_grads, true_grads, strict=True):
+            if three[2] is None:
+                assert three[0] is None, f"a gradient of {name} that nobody asked for"
+                continue
+            assert three[0].dtype == dtype
+            three_way(*three, dtype, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_option(dtype, options, reduction, device):
+    Case(device, dtype, reduction=reduction, **options).assert_right(chunk_size=CHUNK)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.integers(0, 40),
+    hidden=st.integers(1, 20),
+    vocab=st.integers(1, 150),
+    chunk_size=st.integers(1, 50),
+    bias=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    reduction=st.sampled_from(REDUCTIONS),
+    label_smoothing=st.sampled_from([0.0, 0.1, 1.0]),
+    softcap=st.sampled_from([None, 3.0, 30.0]),
+    logit_scale=st.sampled_from([1.0, 0.1, 2.5]),
+    z_loss=st.sampled_from([0.0, 1e-3]),
+    class_weight=st.booleans(),
+    ignore_index=st.sampled_from([-100, 0, 5]),
+    seed=st.integers(0, 1000),
+)
+def test_options_together(device, chunk_size, **case):
+    Case(device, **case).assert_right(chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
+def test_frozen_parts(needs, bias, reduction, device):
+    Case(device, torch.bfloat16, bias=bias, needs=needs, reduction=reduction).assert_right(chunk_size=CHUNK)
+
+
+class Spy:
+    """Counts the GEMMs and records the shapes allocated while a function of torch is called by the op."""
+
+    def __init__(self, monkeypatch):
+        self.gemms, self.allocated = 0, []
+        for name in ("mm", "addmm"):
+            monkeypatch.setattr(torch, name, self._counting(getattr(torch, name)))
+        for name in ("empty", "zeros"):
+            monkeypatch.setattr(torch, name, self._recording(getattr(torch, name)))
+
+    def _counting(self, function):
+        def counted(*args, **kwargs):
+            self.gemms += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    def _recording(self, function):
+        def recorded(*args, **kwargs):
+            out = function(*args, **kwargs)
+            self.allocated.append((tuple(out.shape), out.dtype))
+            return out
+
+        return recorded
+
+    def allocated_like(self, *shape):
+        return [dtype for seen, dtype in self.allocated if seen == shape]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
+def test_what_is_frozen_costs_no_gemm_and_no_buffer(needs, reduction, device, monkeypatch):
+    case = Case(device, torch.bfloat16, needs=needs, reduction=reduction, vocab=64)
+    spy = Spy(monkeypatch)
+    reset_launches()
+    case.run(chunk_size=CHUNK)
+    chunks = math.ceil(TOKENS / CHUNK)
+    recomputed = chunks if reduction == "none" and any(needs) else 0
+    assert spy.gemms == chunks + recomputed + chunks * (needs[0] + needs[1])
+    assert launches().get("_cross_entropy_fwd_kernel", 0) == chunks
+    assert launches().get("_cross_entropy_bwd_kernel", 0) == recomputed
+    # Of each gradient: its sum over the chunks, and the result in the parameter's dtype.
+    assert spy.allocated_like(TOKENS, HIDDEN) == [torch.bfloat16] * 2 * needs[0]
+    assert spy.allocated_like(64, HIDDEN) == [torch.float32, torch.bfloat16] * needs[1]
+    assert spy.allocated_like(64) == [torch.float32, torch.bfloat16] * needs[2]
+    assert spy.allocated_like(CHUNK, 64) == [torch.bfloat16] * (2 if recomputed else 1)
+    assert max(math.prod(shape) for shape, _ in spy.allocated) < TOKENS * 64, "tokens x vocab was held"
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_only_the_loss_is_computed(mode, reduction, device, monkeypatch):
+    case = Case(device, torch.bfloat16, reduction=reduction, vocab=64, **ALL)
+    expected, _ = case.run(chunk_size=CHUNK)
+    leaves = case.leaves()
+    spy = Spy(monkeypatch)
+    with mode():
+        loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], chunk_size=CHUNK, **case.options)
+    assert torch.equal(loss, expected)
+    assert not loss.requires_grad
+    assert spy.gemms == math.ceil(TOKENS / CHUNK)
+    assert spy.allocated_like(64, HIDDEN) == spy.allocated_like(TOKENS, HIDDEN) == []
+
+
+def test_default_chunks_depend_on_the_shape_only(device, monkeypatch):
+    assert (_default_chunk_size(2047), _default_chunk_size(2048), _default_chunk_size(8192)) == (4096, 2048, 2048)
+    case = Case(device, tokens=4097, hidden=2, vocab=3)
+    spy = Spy(monkeypatch)
+    case.run()
+    assert spy.gemms == 2 * 3
+    assert spy.allocated_like(4096, 8) == [torch.float32]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_result_does_not_depend_on_the_chunks(reduction, device):
+    """A sum of the chunks' means, or a denominator of one chunk, would be off by a factor."""
+    case = Case(device, reduction=reduction, **ALL)
+    whole, whole_grads = case.run(chunk_size=TOKENS)
+    for chunk_size in (1, 2, 7, TOKENS - 1, TOKENS + 1):
+        loss, grads = case.run(chunk_size=chunk_size)
+        torch.testing.assert_close(loss, whole)
+        torch.testing.assert_close(grads, whole_grads)
+
+
+def test_weight_gradient_is_summed_in_float32(device):
+    """64 chunks: summed in bfloat16, the error is several times that of one product."""
+    case = Case(device, torch.bfloat16, tokens=256, vocab=20, reduction="sum")
+    case.assert_right(chunk_size=4)
+    case = Case(device, torch.bfloat16, tokens=256, vocab=20, reduction="none")
+    case.assert_right(chunk_size=4)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_whole_chunks_ignored(reduction, device):
+    for ignored in (slice(0, CHUNK), slice(CHUNK, 3 * CHUNK), slice(TOKENS - TOKENS % CHUNK, TOKENS)):
+        case = Case(device, reduction=reduction)
+        case.targets[ignored] = -100
+        case.assert_right(chunk_size=CHUNK)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("tokens", [0, TOKENS])
+@pytest.mark.parametrize("function", [linear_cross_entropy, linear_cross_entropy_ref])
+def test_nothing_to_learn_from_is_zero_with_zero_gradients(function, tokens, reduction, device):
+    case = Case(device, tokens=tokens, reduction=reduction, label_smoothing=0.1)
+    case.targets.fill_(-100)
+    loss, grads = case.run(function)
+    assert torch.equal(loss, torch.zeros_like(loss))
+    for grad, tensor in zip(grads, case.tensors, strict=True):
+        assert torch.equal(grad, torch.zeros_like(tensor))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_float16_keeps_small_gradients(reduction, device):
+    """8192 tokens and a gradient scaler's 65536: with 1 / 8192 in the float16 logits' gradient, the classes that are
+    never a target would lose theirs, about 3e-4 / 8192, to underflow; with 65536 in it, others would overflow."""
+    case = Case(device, torch.float16, tokens=8192, vocab=64, hidden=16, reduction=reduction)
+    case.tensors[0] *= 0.25
+    case.tensors[2][32:] = -5.0
+    case.targets %= 32
+    case.upstream = torch.full_like(case.upstream, 65536.0 / (1 if reduction == "mean" else 8192))
+    _, grads = case.run(chunk_size=2048)
+    _, truth = case.run(linear_cross_entropy_ref, torch.float64)
+    for grad, true in zip(grads[1:], truth[1:], strict=True):
+        # No PyTorch arm: its own float16 gradient has underflowed. The measure is one rounding of the truth.
+        three_way(grad[32:], true[32:].half(), true[32:], torch.float16, "gradient of the classes that are no target")
+    three_way(grads[0], truth[0].half(), truth[0], torch.float16, "gradient of hidden")
+
+
+def test_float16_keeps_small_gradients_of_a_mean_taken_outside(device):
+    """The same for per-token losses whose mean the user takes: the upstream gradient is then 1 / 8192."""
+    case = Case(device, torch.float16, tokens=8192, vocab=64, hidden=16, reduction="none")
+    case.tensors[2][32:] = -5.0
+    case.targets %= 32
+    case.upstream = torch.full_like(case.upstream, 1.0 / 8192)
+    unscaled = case.run(chunk_size=2048)[1][1]
+    case.upstream *= 2.0**14  # a power of two changes no digit, unless something underflowed
+    scaled = case.run(chunk_size=2048)[1][1]
+    normal = unscaled.abs() >= torch.finfo(torch.float16).tiny
+    assert normal.any()
+    assert torch.equal(unscaled[normal].float() * 2.0**14, scaled[normal].float())
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_true_class_gradient_when_p_goes_to_1(dtype, reduction, device):
+    """hidden is the identity and weight 12 times it: each row's target has p = 1 - 7 exp(-12)."""
+    hidden = torch.eye(8, dtype=dtype, device=device).requires_grad_()
+    weight = (12 * torch.eye(8, dtype=dtype, device=device)).requires_grad_()
+    seen = []
+    with observe_logits_grad(lambda start, grad: seen.append(grad)):
+        loss = linear_cross_entropy(hidden, weight, torch.arange(8, device=device), chunk_size=3, reduction=reduction)
+        loss.backward(torch.ones_like(loss))
+    q = 7 * math.exp(-12) / (1 + 7 * math.exp(-12))
+    grad = torch.cat(seen).diagonal().double() * (8 if reduction == "mean" else 1)
+    assert (grad / -q - 1).abs().max() <= unit_roundoff(dtype) + 8 * unit_roundoff(torch.float32)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_backward_twice_and_nothing_overwritten(reduction, device):
+    case = Case(device, torch.bfloat16, reduction=reduction, **ALL)
+    leaves = case.leaves()
+    targets = case.targets.clone()
+    loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], chunk_size=CHUNK, **case.options)
+    kept = loss.detach().clone()
+    first = torch.autograd.grad(loss, leaves, case.upstream, retain_graph=True)
+    copies = [grad.clone() for grad in first]
+    second = torch.autograd.grad(loss, leaves, case.upstream)
+    for one, copy, two in zip(first, copies, second, strict=True):
+        assert torch.equal(one, copy)
+        assert torch.equal(one, two)
+    assert torch.equal(loss, kept)
+    assert torch.equal(case.targets, targets)
+    for leaf, tensor in zip(leaves, case.tensors, strict=True):
+        assert torch.equal(leaf, tensor)
+
+
+def test_the_same_bits_every_time(device):
+    case = Case(device, torch.bfloat16, **ALL)
+    (loss, grads), (again, grads_again) = (case.run(chunk_size=CHUNK) for _ in range(2))
+    assert torch.equal(loss, again)
+    for one, other in zip(grads, grads_again, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_non_contiguous_inputs(device):
+    case = Case(device)
+    hidden, weight, bias = case.tensors
+    expected = case.run(chunk_size=CHUNK)
+    case.tensors = [
+        torch.stack([hidden, hidden.neg()], 1)[:, 0],
+        weight.t().contiguous().t(),
+        torch.stack([bias, bias], 1)[:, 1],
+    ]
+    case.leaves = lambda dtype=None: [t.detach().requires_grad_() for t in case.tensors]
+    case.targets = torch.stack([case.targets, case.targets], 1)[:, 1]
+    assert not any(t.is_contiguous() for t in (*case.tensors, case.targets))
+    torch.testing.assert_close(case.run(chunk_size=CHUNK), expected)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_of_float32_masters(dtype, reduction, device):
+    case = Case(device, reduction=reduction)
+
+    def under_autocast(function):
+        leaves = case.leaves()
+        with torch.autocast(device.type, dtype):
+            loss = function(*leaves[:2], case.targets, leaves[2], **case.options)
+            assert loss.dtype == torch.float32
+            loss.backward(case.upstream)  # inside, which must not turn float32 sums into 16 bits
+        return loss, [leaf.grad for leaf in leaves]
+
+    with linear_cross_entropy_chunk_size(CHUNK):
+        loss, grads = under_autocast(linear_cross_entropy)
+    torchs, torch_grads = under_autocast(linear_cross_entropy_ref)
+    truth, true_grads = case.run(linear_cross_entropy_ref, torch.float64)
+    three_way(loss, torchs, truth, dtype, "loss")
+    for grad, torch_grad, true_grad in zip(grads, torch_grads, true_grads, strict=True):
+        assert grad.dtype == torch.float32
+        three_way(grad, torch_grad, true_grad, dtype, "gradient")
+
+
+def test_autocast_leaves_float64_alone_as_linear_does(device):
+    case = Case(device, torch.float64)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert F.linear(*case.tensors).dtype == torch.float64
+        assert linear_cross_entropy(*case.tensors[:2], case.targets, case.tensors[2]).dtype == torch.float64
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_observer_sees_the_gradient_of_the_raw_logits(dtype, reduction, device):
+    """float64 goes through the reference, in one piece."""
+    case = Case(device, dtype, reduction=reduction, **ALL)
+
+    def logits_gradient(dtype):
+        hidden, weight, bias = case.leaves(dtype)
+        logits = F.linear(hidden, weight, bias)
+        logits.retain_grad()
+        loss = cross_entropy_ref(logits, case.targets, **case.options)
+        loss.backward(case.upstream.to(loss.dtype))
+        return logits.grad
+
+    seen = []
+    expected = case.run(chunk_size=CHUNK)
+    reset_launches()
+    case.run(chunk_size=CHUNK)
+    schedule = launches()
+    reset_launches()
+    with observe_logits_grad(lambda start, grad: seen.append((start, grad))):
+        observed = case.run(chunk_size=CHUNK)
+    assert launches() == schedule
+    assert torch.equal(observed[0], expected[0])
+    for one, other in zip(observed[1], expected[1], strict=True):
+        assert torch.equal(one, other)
+    whole = dtype == torch.float64
+    assert [start for start, _ in seen] == ([0] if whole else list(range(0, TOKENS, CHUNK)))
+    assert {grad.dtype for _, grad in seen} == {torch.float64 if whole else torch.float32}
+    three_way(
+        torch.cat([grad for _, grad in seen]), logits_gradient(dtype), logits_gradient(torch.float64), dtype, "logits"
+    )
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_observer_is_called_by_every_backward_and_may_write(reduction, device):
+    case = Case(device, reduction=reduction)
+    expected = case.run(chunk_size=CHUNK)
+    leaves = case.leaves()
+    calls = []
+    with observe_logits_grad(lambda start, grad: (calls.append(start), grad.zero_())):
+        loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], chunk_size=CHUNK, **case.options)
+        assert calls == []
+        grads = torch.autograd.grad(loss, leaves, case.upstream, retain_graph=True)
+        torch.autograd.grad(loss, leaves, case.upstream, retain_graph=True)
+    torch.autograd.grad(loss, leaves, case.upstream)
+    assert calls == 2 * list(range(0, TOKENS, CHUNK))
+    for one, other in zip(grads, expected[1], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_observers_and_chunk_sizes_nest_and_end(device, monkeypatch):
+    case = Case(device)
+    spy = Spy(monkeypatch)
+    outer, inner = [], []
+    with observe_logits_grad(lambda start, grad: outer.append(start)), linear_cross_entropy_chunk_size(12):
+        with observe_logits_grad(lambda start, grad: inner.append(start)), linear_cross_entropy_chunk_size(8):
+            case.run()
+            case.run(chunk_size=20)  # what the call says counts
+        case.run()
+    assert inner == [0, 8, 16, 0, 20]
+    assert outer == [0, 12]
+    with pytest.raises(ZeroDivisionError), observe_logits_grad(print), linear_cross_entropy_chunk_size(8):
+        raise ZeroDivisionError
+    spy.gemms = 0
+    case.run()
+    assert spy.gemms == 3
+    assert (inner, outer) == ([0, 8, 16, 0, 20], [0, 12])
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_chunk_size_must_be_positive(size, device):
+    with pytest.raises(ValueError, match="must be at least 1 token"), linear_cross_entropy_chunk_size(size):
+        pass
+    with pytest.raises(ValueError, match="must be at least 1 token"):
+        Case(device).run(chunk_size=size)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"hidden": torch.zeros(1, 3, 4)}, ValueError, "flatten hidden's leading dimensions"),
+        ({"hidden": torch.zeros(3, 5)}, ValueError, r"hidden has shape \(3, 5\) and weight \(6, 4\)"),
+        ({"bias": torch.zeros(4)}, ValueError, r"bias has shape \(4,\); it must be \[6\]"),
+        ({"weight": torch.zeros(6, 4).bfloat16()}, ValueError, "must have one dtype and device: cast or move"),
+        ({"bias": torch.zeros(6).half()}, ValueError, "must have one dtype and device: cast or move"),
+        ({"weight": torch.zeros(6, 4, device="meta")}, ValueError, "must have one dtype and device: cast or move"),
+        ({"targets": torch.zeros(4, dtype=torch.long)}, ValueError, r"targets have shape \(4,\)"),
+        ({"targets": torch.tensor([0, 6, 1])}, ValueError, "target 6 is out of range: there are 6 classes"),
+        ({"reduction": "avg"}, ValueError, "reduction is 'avg'"),
+        ({"chunk_size": 2.0}, TypeError, "the chunk size is a float"),
+    ],
+)
+def test_bad_arguments_are_named(change, error, message):
+    arguments = {
+        "hidden": torch.zeros(3, 4),
+        "weight": torch.zeros(6, 4),
+        "targets": torch.zeros(3, dtype=torch.long),
+        **change,
+    }
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(**arguments)
+
+
+def test_extras_only_on_request_and_without_gradient(device):
+    case = Case(device)
+    plain, _ = case.run()
+    assert isinstance(plain, torch.Tensor)
+    leaves = case.leaves()
+    for extra in EXTRAS:
+        out = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], extras=(extra,), chunk_size=CHUNK)
+        assert [name for name in EXTRAS if getattr(out, name) is not None] == [extra]
+        assert not getattr(out, extra).requires_grad
+    out = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], extras=EXTRAS, chunk_size=CHUNK)
+    logits = F.linear(*leaves)
+    counted = case.targets != -100
+    assert torch.equal(out.predicted_tokens, logits.argmax(-1))
+    assert out.token_accuracy == (logits.argmax(-1) == case.targets)[counted].float().mean()
+    assert torch.equal(out.log_probs != 0, counted)
+
+
+def test_float64_and_the_reference_path_agree(device, monkeypatch):
+    """What a CPU without the interpreter runs: the same public function, without one launch."""
+    case = Case(device, **ALL)
+    truth = case.run(linear_cross_entropy_ref)
+    reset_launches()
+    case.run(dtype=torch.float64)
+    monkeypatch.setitem(linear_cross_entropy.__globals__, "use_triton", lambda x: False)
+    loss, grads = case.run(chunk_size=CHUNK)
+    assert launches() == {}
+    assert torch.equal(loss, truth[0])
+    for one, other in zip(grads, truth[1], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_weight_changed_before_the_backward_of_none_is_refused(device):
+    """It computes the logits again, and would do so with the wrong weight."""
+    case = Case(device, reduction="none")
+    hidden, weight, bias = case.leaves()
+    loss = linear_cross_entropy(hidden, weight, case.targets, bias, reduction="none")
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+
+
+class Head(torch.nn.Module):
+    def __init__(self, function, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(HIDDEN, VOCAB)
+        self.function, self.options = function, options
+
+    def forward(self, hidden, targets):
+        out = self.function(
+            hidden * 2, self.linear.weight, targets, self.linear.bias, extras=("log_probs", "token_accuracy"),
+            **self.options,
+        )  # fmt: skip
+        return out.loss * 0.25, out.log_probs, out.token_accuracy
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiles_without_a_graph_break(reduction, backend, device):
+    torch._dynamo.reset()
+    head = Head(linear_cross_entropy, reduction=reduction, softcap=5.0, label_smoothing=0.1).to(device)
+    compiled = torch.compile(head, fullgraph=True, backend=backend)
+    for tokens in (TOKENS, TOKENS + 4):  # the second makes the number of tokens symbolic
+        case = Case(device, tokens=tokens)
+        results = []
+        for module in (head, compiled):
+            module.zero_grad()
+            hidden = case.tensors[0].clone().requires_grad_()
+            with linear_cross_entropy_chunk_size(CHUNK):
+                loss, *extras = module(hidden, case.targets)
+            loss.sum().backward()
+            results.append([loss, *extras, hidden.grad, head.linear.weight.grad, head.linear.bias.grad])
+        for eager, traced in zip(*results, strict=True):
+            torch.testing.assert_close(traced, eager)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiles_under_autocast_and_without_gradients(reduction, device):
+    torch._dynamo.reset()
+    head = Head(linear_cross_entropy, reduction=reduction).to(device)
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
+    case = Case(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        torch.testing.assert_close(compiled(case.tensors[0], case.targets), head(case.tensors[0], case.targets))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(case.tensors[0], case.targets), head(case.tensors[0], case.targets))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_op_is_registered_as_torch_wants_it(reduction, device):
+    """Schema, autograd registration, and fake outputs equal to the real ones in shape, dtype and stride."""
+    case = Case(device, torch.bfloat16, **ALL)
+    hidden, weight, bias = case.leaves()
+    options = (0, 0.2, 5.0, 1.7, 0.02)
+    observed = reduction != "none"
+    arguments = (hidden, weight, bias, case.targets, case.options["class_weight"], *options, reduction,
+                 " ".join(EXTRAS), CHUNK, True, True, True, observed)  # fmt: skip
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(_forward_op, arguments, test_utils=checks)
+    out = [t.detach() for t in _forward_op(*arguments)]
+    upstream = torch.ones_like(out[0])
+    if reduction == "none":
+        tensors = [t.detach() for t in (out[5], hidden, weight, bias)]
+        backward = (*tensors, case.targets, case.options["class_weight"], *options, CHUNK, True, True, True)
+        torch.library.opcheck(_recompute_op, (upstream, *backward), test_utils=checks)
+    else:
+        dtypes = torch.bfloat16, torch.bfloat16
+        torch.library.opcheck(_scale_op, (upstream, out[4], *out[6:], *dtypes, CHUNK), test_utils=checks)
+
+
+def test_is_the_packages_own():
+    assert linear_cross_entropy_of_package is linear_cross_entropy
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
+def test_reference_gradient(options, reduction):
+    case = Case(torch.device("cpu"), torch.float64, tokens=4, hidden=3, vocab=5, reduction=reduction, **options)
+    hidden, weight, bias = case.leaves()
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: linear_cross_entropy_ref(h, w, case.targets, b, **case.options), (hidden, weight, bias)
+    )
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_reference_is_torchs_linear_and_cross_entropy(reduction):
+    case = Case(torch.device("cpu"), torch.float64)
+    expected = F.cross_entropy(F.linear(*case.tensors), case.targets, reduction=reduction)
+    loss = linear_cross_entropy_ref(*case.tensors[:2], case.targets, case.tensors[2], reduction=reduction)
+    torch.testing.assert_close(loss, expected)
