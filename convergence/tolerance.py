@@ -8,8 +8,8 @@ import torch
 # float64: the customary factor of the three-way comparison. Two correct orders of summation differ by less.
 THREE_WAY_FACTOR = 2.0
 
-# Below this many units of roundoff (of the truth's size) nothing is judged: rounding the exact result to the dtype costs
-# up to half a unit in the last place, which is one unit of roundoff, for each of input, accumulation and output.
+# Below this many units of roundoff (of the truth's size) nothing is judged: rounding the exact result to the dtype
+# costs up to half a unit in the last place, which is one unit of roundoff, for each of input, accumulation and output.
 FLOOR_ROUNDOFFS = 4.0
 
 
@@ -23,12 +23,16 @@ def rms(x: torch.Tensor) -> float:
     return float(x.double().square().mean().sqrt()) if x.numel() else 0.0
 
 
-def three_way(ours: torch.Tensor, torchs: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+def three_way(
+    ours: torch.Tensor, torchs: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, name: str, chain: int = 1
+) -> None:
     """Assert that ``ours`` is as near to the float64 ``truth`` as PyTorch's own result in the same ``dtype``.
 
     Both the root-mean-square and the largest error may be at most :data:`THREE_WAY_FACTOR` times PyTorch's plus
     :data:`FLOOR_ROUNDOFFS` units of roundoff of the truth's size. A NaN or an infinity in ``ours`` that the truth
-    does not have fails, as does another shape.
+    does not have fails, as does another shape. ``chain`` counts the operations that round one after another on the way
+    to the result: one for an op, the layers' for a model's gradient. Independent roundings add up like a random walk,
+    so the floor grows with its square root.
 
     Raises:
         AssertionError: with the name, both errors, the bound and the coordinates of the worst element.
@@ -43,7 +47,7 @@ def three_way(ours: torch.Tensor, torchs: torch.Tensor, truth: torch.Tensor, dty
     assert bool(torch.isfinite(truth).all()), f"{name}: the truth itself is not finite"
     finite = torch.isfinite(error_ours)
     assert bool(finite.all()), f"{name}: {int((~finite).sum())} of {truth.numel()} elements are not finite"
-    floor = FLOOR_ROUNDOFFS * unit_roundoff(dtype)
+    floor = FLOOR_ROUNDOFFS * unit_roundoff(dtype) * chain**0.5
     for what, err, own, size in (
         ("rms", rms(error_ours), rms(error_torch), rms(truth)),
         ("largest", float(error_ours.max()), float(error_torch.max()), float(truth.abs().max())),

@@ -115,37 +115,45 @@ import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import liger_kernels
 from tests.patching_checks import tiny, batch, gradients
-rank, world, mode = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[4]}", rank=rank, world_size=world)
-results = {}
-for patched in (False, True):
+rank, world = int(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world)
+MODES = {
+    "plain": {},
+    "find_unused_parameters": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+}
+
+
+def train(options, patched):
     model = tiny("llama")
     if patched:
         liger_kernels.patch(model)
-    options = {"find_unused_parameters": {"find_unused_parameters": True}, "static_graph": {"static_graph": True}, "plain": {}}
-    wrapped = DistributedDataParallel(model, **options[mode])
+    wrapped = DistributedDataParallel(model, **options)
     for step in range(3):
         model.zero_grad()
         wrapped(**batch(seed=10 * step + rank)).loss.backward()
-    results[patched] = {n: p.grad.clone() for n, p in model.named_parameters()}
-    if patched:
-        assert dict(liger_kernels.status(model).fallbacks) == {}, liger_kernels.status(model).fallbacks
-for name, gradient in results[False].items():
-    torch.testing.assert_close(results[True][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
-    parts = [torch.empty_like(gradient) for _ in range(world)]
-    dist.all_gather(parts, results[True][name])
-    assert torch.equal(parts[0], parts[1]), name
+    assert not patched or dict(liger_kernels.status(model).fallbacks) == {}, liger_kernels.status(model).fallbacks
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+for mode, options in MODES.items():
+    expected, found = train(options, False), train(options, True)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=f"{mode}: {name}")
+        parts = [torch.empty_like(gradient) for _ in range(world)]
+        dist.all_gather(parts, found[name])
+        assert torch.equal(parts[0], parts[1]), f"{mode}: {name} differs between the ranks"
 print("rank", rank, "ok")
 """
 
 
-@pytest.mark.parametrize("mode", ["plain", "find_unused_parameters", "static_graph"])
-def test_ddp_on_two_ranks(mode, tmp_path):
+def test_ddp_on_two_ranks(tmp_path):
+    """Plain, with ``find_unused_parameters`` and with ``static_graph``, each against the same without the patch."""
     root = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), "2", mode, str(tmp_path / "store")],
+            [sys.executable, "-c", RANK, str(rank), "2", str(tmp_path / "store")],
             env=env,
             cwd=root,
             stdout=subprocess.PIPE,

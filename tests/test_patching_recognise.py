@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -127,10 +129,9 @@ class Raises(Norm):
     ],
 )
 def test_other_norms_are_refused_with_the_reason(cls, reason):
-    import re
-
     verdict = recognise_norm(cls())
-    assert isinstance(verdict, str) and re.search(reason, verdict), verdict
+    assert isinstance(verdict, str), verdict
+    assert re.search(reason, verdict), verdict
 
 
 def test_a_norm_with_a_bias_is_no_candidate_for_replacement():

@@ -64,13 +64,13 @@ class PatchReport:
         else:
             lines.append("NOTHING WAS REPLACED: this model runs exactly as it did.")
         if self.left:
-            groups = Counter((item.what, item.reason) for item in self.left)
+            reasons = Counter((item.what, item.reason) for item in self.left)
             lines += ["", "left alone:"]
             lines += _table(
                 ("what", "times", "why", "first at"),
                 [
                     (key[0], str(n), key[1], next(i.path for i in self.left if (i.what, i.reason) == key))
-                    for key, n in groups.items()
+                    for key, n in reasons.items()
                 ],
             )
         if self.fallbacks:

@@ -129,7 +129,7 @@ def _rotary_function(upstream: Callable[..., Any], rotation: Rotation) -> Callab
 
     def apply_rotary(q: Any, k: Any, cos: Any, sin: Any, *rest: Any, unsqueeze_dim: int = 1, **kwargs: Any) -> Any:
         if rest and not old_style:
-            unsqueeze_dim, *rest = rest
+            unsqueeze_dim, rest = rest[0], rest[1:]
         usual = (
             not rest
             and not kwargs
