@@ -1,0 +1,1 @@
+"""Speed and memory of the ops, measured on a GPU: ``python -m benchmarks``."""
