@@ -106,20 +106,6 @@ def cross_entropy_ref(
     return _select_extras(loss, extras, accuracy, predicted, entropy, log_probs)
 
 
-# The interpreter truncates float32 to bfloat16, which makes every gradient about 0.3% too small; a GPU rounds.
-_ROUND_BY_HAND = tl.constexpr(INTERPRET)
-
-
-@triton.jit
-def _round(x, dtype: tl.constexpr):
-    """The float32 ``x`` in ``dtype``, rounded to nearest even."""
-    if _ROUND_BY_HAND and dtype == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
-        x = (bits & -65536).to(tl.float32, bitcast=True)
-    return x.to(dtype)
-
-
 @triton.jit
 def _log1p(x):
     """log(1 + x) for 0 <= x <= 1 without cancellation (Kahan; Goldberg 1991, theorem 4)."""
@@ -227,7 +213,7 @@ def _store_grad(
             grad += label_smoothing / vocab * excess
         grad *= _scaled_logits_slope(x, logit_scale, softcap, HAS_SOFTCAP) * upstream[:, None]
         grad = tl.where(counts[:, None], grad, rest[:, None])
-        tl.store(grad_rows[:, None] + cols[None, :], _round(grad, grad_rows.dtype.element_ty), mask=mask)
+        tl.store(grad_rows[:, None] + cols[None, :], grad.to(grad_rows.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -329,9 +315,10 @@ def _cross_entropy_fwd_kernel(
     loss += z_loss * lse * lse
     tl.store(loss_ptr + row, tl.where(counts, loss, tl.where(invalid, float("nan"), 0.0)), mask=row_mask)
     if stats_ptr is not None:
-        tl.store(stats_ptr + row, row_max, mask=row_mask)
-        tl.store(stats_ptr + stats_stride + row, total, mask=row_mask)
-        tl.store(stats_ptr + 2 * stats_stride + row, others, mask=row_mask)
+        stats_rows = stats_ptr + row
+        tl.store(stats_rows, row_max, mask=row_mask)
+        tl.store(stats_rows + stats_stride, total, mask=row_mask)
+        tl.store(stats_rows + stats_stride + stats_stride, others, mask=row_mask)
     if log_probs_ptr is not None:
         log_prob = tl.where(counts, -nll, tl.where(invalid, float("nan"), 0.0))
         tl.store(log_probs_ptr + row, log_prob, mask=row_mask)
@@ -403,6 +390,7 @@ def _cross_entropy_bwd_kernel(
     weight_sum = tl.full((), vocab, tl.float32)
     if weight_sum_ptr is not None:
         weight_sum = tl.load(weight_sum_ptr)
+    stats_rows = stats_ptr + row
     _store_grad(
         logits_ptr + row * logits_stride,
         grad_ptr + row * grad_stride,
@@ -413,9 +401,9 @@ def _cross_entropy_bwd_kernel(
         counts,
         invalid,
         tl.load(upstream_ptr + row * upstream_stride, mask=row_mask, other=0.0).to(tl.float32),
-        tl.load(stats_ptr + row, mask=row_mask, other=0.0),
-        tl.load(stats_ptr + stats_stride + row, mask=row_mask, other=1.0),
-        tl.load(stats_ptr + 2 * stats_stride + row, mask=row_mask, other=0.0),
+        tl.load(stats_rows, mask=row_mask, other=0.0),
+        tl.load(stats_rows + stats_stride, mask=row_mask, other=1.0),
+        tl.load(stats_rows + stats_stride + stats_stride, mask=row_mask, other=0.0),
         vocab,
         label_smoothing,
         softcap,
