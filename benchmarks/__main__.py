@@ -150,7 +150,7 @@ def forward_backward(function: Callable[..., Any], inputs: Tensors, seed: int = 
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     torch.manual_seed(seed)
-    upstream = [torch.randn(y.shape, device=y.device).to(y.dtype) for y in outputs]
+    upstream = [torch.randn_like(y) for y in outputs]
     wanted = [x for x in inputs if x.requires_grad]
     return outputs, torch.autograd.grad(outputs, wanted, upstream)
 
@@ -238,8 +238,8 @@ def table(rows: list[Row], ceiling: float) -> str:
     for r in rows:
         of_copy = f"{r.of_copy:.0%}" if r.of_copy else ""
         lines.append(
-            f"| {r.op} | {r.shape} | {r.ours_ms:.3f} ± {r.spread_ms:.3f} | {r.eager_ms:.3f} | {r.eager_ms / r.ours_ms:.1f} | "
-            f"{of_copy} | {r.ours_mib:.0f} | {r.eager_mib:.0f} | {r.host_ms:.2f} |"
+            f"| {r.op} | {r.shape} | {r.ours_ms:.3f} ± {r.spread_ms:.3f} | {r.eager_ms:.3f} | "
+            f"{r.eager_ms / r.ours_ms:.1f} | {of_copy} | {r.ours_mib:.0f} | {r.eager_mib:.0f} | {r.host_ms:.2f} |"
         )
     return "\n".join(lines)
 
