@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 # A result computed in one dtype may lose at most this many times what PyTorch's own formula in that dtype loses against
@@ -59,3 +61,27 @@ def three_way(
             f"(PyTorch's own {own:.3e}, size {size:.3e}); worst at {worst}: "
             f"{float(ours[tuple(worst)])!r} instead of {float(truth[tuple(worst)])!r}"
         )
+
+
+# How many standard deviations of measured noise a statistic may lie off. A normal variable is beyond six once in 5e8, and
+# one run of the suite judges some 1e4 statistics; the rest is for noise that is estimated from few samples.
+SIGMAS = 6.0
+
+# Perturbed replicas of the baseline per case. With the baseline itself they are the samples of every noise.
+REPLICAS = 5
+
+
+def ratio_bound(spread: float) -> float:
+    """What an error ratio may be: the factor of the three-way rule, or more where replicas of the baseline themselves
+    differ by more. ``spread`` is the standard deviation of the logarithm of their ratios."""
+    return max(THREE_WAY_FACTOR, math.exp(SIGMAS * spread))
+
+
+def gain_bound(sigma: float, dtype: torch.dtype) -> float:
+    """What a gain may be off from 1, when replicas of the baseline are off by ``sigma``."""
+    return SIGMAS * sigma + unit_roundoff(dtype)
+
+
+def error_floor(dtype: torch.dtype) -> float:
+    """The relative error below which nothing is judged; ``dtype`` is what the value itself is held in."""
+    return FLOOR_ROUNDOFFS * unit_roundoff(dtype)

@@ -1,0 +1,259 @@
+"""Decides whether a candidate's trajectory is the baseline's mathematics: two statistics, both in float64.
+
+For a quantity (a gradient, say) at step k, with the truth t_k, a candidate c_k and a baseline b_k:
+
+    error   e_k(c)  = |c_k - t_k| / |t_k|
+    gain    g_k(c)  = <c_k, t_k> / <t_k, t_k>
+
+*Error ratio*: e_k(c) over the root mean square of e_k over the baseline and its replicas, root mean square over the steps of
+a phase. It sees whatever is larger than PyTorch's own rounding. *Gain*: the mean of g_k over all steps, each weighted by the
+inverse of its measured variance. Noise averages out of it, so it sees a scale that is wrong by parts per thousand, where
+bfloat16's rounding hides it from the error ratio. *Gain against the others*: rounding in the loss moves the gains of all
+parameters of a step together; the difference from the step's median over the parameters sees one parameter more sharply.
+
+The replicas are baselines whose initial weights were moved by one unit in the last place, each with a truth of its own, so
+that their errors are fresh samples of rounding noise and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from convergence import tolerance
+from convergence.train import HIDDEN, LOGITS, TARGET_LOGIT, Trajectory
+
+Pair = tuple[Trajectory, Trajectory]  # the truth, and the arm that is measured against it
+
+
+@dataclass
+class Statistic:
+    """One judged number: ``value`` may be at most ``bound``."""
+
+    quantity: str
+    step: str
+    statistic: str
+    value: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.bound  # a NaN fails
+
+
+@dataclass
+class Verdict:
+    """All statistics, and the failures in words (quantity, step, statistic, value, bound)."""
+
+    statistics: list[Statistic] = field(default_factory=list)
+    failures: list[tuple[str, str, str, str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def fail(self, quantity: str, step: str, statistic: str, value: str, bound: str = "") -> None:
+        self.failures.append((quantity, step, statistic, value, bound))
+
+    def judge(self, statistic: Statistic) -> None:
+        self.statistics.append(statistic)
+
+    def worst(self, statistic: str) -> Statistic | None:
+        """The statistic of this kind that is nearest to its bound, or farthest beyond."""
+        chosen = [s for s in self.statistics if s.statistic == statistic]
+        return max(chosen, key=lambda s: s.value / s.bound, default=None)
+
+
+def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, foreign: bool = False) -> Verdict:
+    """Judge ``candidate`` against ``pairs``: (truth, baseline) first, then each replica's truth and replica.
+
+    Args:
+        dtype: what baseline and candidate trained in.
+        foreign: whether the patch is not ours, so that logits that never exist are its right and only noted.
+    """
+    truth, baseline = pairs[0]
+    verdict = Verdict()
+    comparable = _check_presence(truth, baseline, candidate, verdict, foreign)
+    _judge_statistics(pairs, candidate, comparable, dtype, verdict)
+    _judge_generation(truth, baseline, candidate, verdict)
+    for complaint in candidate.complaints:
+        verdict.fail("logits of the caller", "", "overwritten", complaint)
+    for warning in sorted(set(candidate.warnings) - set(baseline.warnings)):
+        verdict.fail("transformers", "", "warning that the baseline does not give", warning)
+    return verdict
+
+
+def _check_presence(
+    truth: Trajectory, baseline: Trajectory, candidate: Trajectory, verdict: Verdict, foreign: bool
+) -> dict[str, list[str]]:
+    """Same names, same shapes, finite, and zero exactly where the truth is; returns the steps that can be judged."""
+    judged: dict[str, list[str]] = {}
+    for quantity in truth.values.keys() | candidate.values.keys():
+        expected, got = truth.values.get(quantity, {}), candidate.values.get(quantity, {})
+        if not got and foreign and quantity in (LOGITS, TARGET_LOGIT):
+            verdict.notes.append(f"{quantity}: not observable")
+            continue
+        if quantity not in candidate.values:
+            verdict.fail(quantity, "every step", "missing", "the candidate never had it")
+            continue
+        for step in sorted(expected.keys() | got.keys()):
+            if step not in got:
+                verdict.fail(quantity, step, "missing", "it never arrived")
+            elif step not in expected:
+                verdict.fail(quantity, step, "unexpected", "the baseline has none")
+            elif got[step].shape != expected[step].shape:
+                verdict.fail(quantity, step, "shape", str(tuple(got[step].shape)), str(tuple(expected[step].shape)))
+            elif not bool(torch.isfinite(baseline.values[quantity][step]).all()):
+                verdict.fail(quantity, step, "finite", "the baseline itself is not")
+            elif not bool(torch.isfinite(got[step]).all()):
+                bad = int((~torch.isfinite(got[step])).sum())
+                verdict.fail(quantity, step, "finite", f"{bad} of {got[step].numel()} elements are not")
+            elif not bool(expected[step].any()):
+                if bool(got[step].any()):
+                    verdict.fail(quantity, step, "zero", f"{float(got[step].abs().max()):.3g}", "0")
+            elif not bool(got[step].any()):
+                verdict.fail(quantity, step, "non-zero", "all elements are 0")
+            else:
+                judged.setdefault(quantity, []).append(step)
+    return judged
+
+
+@dataclass
+class _Measured:
+    """One quantity: errors and gains less 1, [arms, steps]; the candidate is the last arm."""
+
+    steps: list[str]
+    error: torch.Tensor
+    gain: torch.Tensor
+    floor: float
+    scalar: bool
+
+
+def _measure(
+    pairs: Sequence[Pair], candidate: Trajectory, quantity: str, steps: list[str], dtype: torch.dtype
+) -> _Measured:
+    arms = [*pairs, (pairs[0][0], candidate)]
+    error, gain = torch.zeros(2, len(arms), len(steps), dtype=torch.float64).unbind()
+    for i, (truth, arm) in enumerate(arms):
+        for k, step in enumerate(steps):
+            t, a = truth.values[quantity][step].double().flatten(), arm.values[quantity][step].double().flatten()
+            if quantity == TARGET_LOGIT:  # p - 1, over many orders of magnitude: each row counts by its own size
+                t, a = torch.ones_like(t)[t != 0], a[t != 0] / t[t != 0]
+            size = t.square().sum()
+            error[i, k] = ((a - t).square().sum() / size).sqrt()
+            gain[i, k] = (a - t).dot(t) / size
+    value = candidate.values[quantity][steps[0]]
+    held_in = torch.float32 if quantity in ("loss", "gradient norm") else dtype
+    return _Measured(steps, error, gain, tolerance.error_floor(held_in), value.ndim == 0)
+
+
+def _judge_statistics(
+    pairs: Sequence[Pair], candidate: Trajectory, comparable: dict[str, list[str]], dtype: torch.dtype, verdict: Verdict
+) -> None:
+    measured = {q: _measure(pairs, candidate, q, steps, dtype) for q, steps in comparable.items()}
+    _judge_error_ratios(measured, verdict)
+    gradients = {q: m for q, m in measured.items() if q.startswith("gradient of ") and q not in (TARGET_LOGIT,)}
+    _judge_gains(gradients, "gain", dtype, verdict)
+    _judge_gains({q: measured[q] for q in ("loss", "gradient norm") if q in measured}, "gain", torch.float32, verdict)
+    parameters = {q: m for q, m in gradients.items() if q not in (LOGITS, HIDDEN)}
+    _judge_gains(_against_the_others(parameters), "gain against the others", dtype, verdict)
+
+
+def _judge_error_ratios(measured: dict[str, _Measured], verdict: Verdict) -> None:
+    """Judge every quantity in every phase; the spread of honest ratios is measured over all quantities alike."""
+    ratios: dict[tuple[str, bool], list[tuple[str, str, float]]] = {}
+    spreads: dict[tuple[str, bool], list[torch.Tensor]] = {}
+    for quantity, m in measured.items():
+        for phase in dict.fromkeys(step.partition(":")[0] for step in m.steps):
+            chosen = [k for k, step in enumerate(m.steps) if step.startswith(phase + ":")]
+            error = m.error[:, chosen]
+            honest, kind = error[:-1], (phase, m.scalar)
+            ratio = error[-1] / _reference(honest, m.floor)
+            pooled = float(ratio.square().mean().sqrt())
+            worst = m.steps[chosen[int(ratio.argmax())]]
+            ratios.setdefault(kind, []).append((quantity, worst, pooled))
+            for r in range(len(honest)):
+                others = torch.cat([honest[:r], honest[r + 1 :]])
+                left_out = (honest[r] / _reference(others, m.floor)).square().mean().sqrt()
+                spreads.setdefault(kind, []).append(left_out)
+    for kind, values in ratios.items():
+        # Only the upper half says how much larger an honest error can be; below 1, a small error has a long tail.
+        above = torch.stack(spreads[kind]).clamp(min=1).log()
+        bound = tolerance.ratio_bound(float((2 * above.square().mean()).sqrt()))
+        for quantity, worst, pooled in values:
+            statistic = Statistic(quantity, worst, "error ratio", pooled, bound)
+            verdict.judge(statistic)
+            if not statistic.passed:
+                verdict.fail(quantity, worst, "error ratio", f"{pooled:.3g}", f"{bound:.3g}")
+
+
+def _reference(honest: torch.Tensor, floor: float) -> torch.Tensor:
+    """PyTorch's own error [steps] from ``honest`` [arms, steps]: half from the step itself, half from all of its phase."""
+    square = honest.square()
+    return ((square.mean(0) + square.mean()) / 2).sqrt().clamp(min=floor)
+
+
+def _against_the_others(parameters: dict[str, _Measured]) -> dict[str, _Measured]:
+    """The same with, in every arm and step, the median gain over the parameters taken off."""
+    steps = {step for m in parameters.values() for step in m.steps}
+    common = {
+        step: torch.stack([m.gain[:, m.steps.index(step)] for m in parameters.values() if step in m.steps])
+        .median(0)
+        .values
+        for step in steps
+    }
+    return {
+        quantity: _Measured(
+            m.steps, m.error, m.gain - torch.stack([common[step] for step in m.steps], 1), m.floor, m.scalar
+        )
+        for quantity, m in parameters.items()
+    }
+
+
+def _judge_gains(measured: dict[str, _Measured], name: str, dtype: torch.dtype, verdict: Verdict) -> None:
+    """Judge the weighted mean gain of every quantity over all of its steps."""
+    noise: dict[str, list[torch.Tensor]] = {}
+    for m in measured.values():
+        for k, step in enumerate(m.steps):
+            noise.setdefault(step, []).append(m.gain[:-1, k].square().mean())
+    for quantity, m in measured.items():
+        variance = torch.stack([torch.stack(noise[step]).mean() for step in m.steps])
+        weight = 1 / variance.clamp(min=tolerance.unit_roundoff(dtype) ** 2)
+        weight = weight / weight.sum()
+        value = abs(float(m.gain[-1] @ weight))
+        honest = m.gain[:-1]
+        # Two estimates of one number: from the replicas' means (few samples, every correlation between steps included)
+        # and from single steps (many samples, taken as independent). The larger counts.
+        sigma = max(
+            float((honest @ weight).square().mean().sqrt()),
+            float((honest.square().mean(0) @ weight.square()).sqrt()),
+        )
+        bound = tolerance.gain_bound(sigma, dtype)
+        worst = m.steps[int((m.gain[-1].abs() * weight).argmax())]
+        verdict.judge(Statistic(quantity, worst, name, value, bound))
+        if not verdict.statistics[-1].passed:
+            verdict.fail(quantity, worst, name, f"1 off by {value:.3g}", f"{bound:.3g}")
+
+
+def _judge_generation(truth: Trajectory, baseline: Trajectory, candidate: Trajectory, verdict: Verdict) -> None:
+    """The first token that differs from the truth's must be one that the baseline's noise cannot tell from it."""
+    if truth.generated is None or truth.scores is None:
+        return
+    if candidate.generated is None or candidate.generated.shape != truth.generated.shape:
+        verdict.fail("generated tokens", "SGD: end", "missing", "the candidate generated nothing comparable")
+        return
+    logits = truth.values["logits"]["SGD: evaluation"].double()
+    noise = float((baseline.values["logits"]["SGD: evaluation"].double() - logits).abs().max())
+    bound = 2 * tolerance.THREE_WAY_FACTOR * noise  # two logits, each off by at most twice PyTorch's largest error
+    for row in range(len(truth.generated)):
+        for i, (expected, got) in enumerate(zip(truth.generated[row], candidate.generated[row], strict=True)):
+            if expected != got:
+                gap = float(truth.scores[i, row, expected] - truth.scores[i, row, got])
+                if not gap <= bound:
+                    verdict.fail(
+                        "generated tokens", f"row {row}, token {i}", "gap of the logits", f"{gap:.3g}", f"{bound:.3g}"
+                    )
+                break

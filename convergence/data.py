@@ -1,0 +1,109 @@
+"""The inputs: real English text that ships with Python, as bytes, cut into batches that are hard on purpose.
+
+A :class:`Step` is one optimizer step: one or several micro batches and how their loss is formed. ``steps(profile, ...)``
+is the table of all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+
+IGNORE = -100
+PROFILES = ("plain", "hard")
+
+
+@dataclass
+class Batch:
+    """One forward: ``input_ids``, ``labels`` (unshifted) and, when packed, ``position_ids``, each [batch, length]."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor | None = None
+
+
+@dataclass
+class Step:
+    """One optimizer step.
+
+    Args:
+        name: what stands in the report.
+        batches: the micro batches whose gradients are accumulated.
+        num_items: whether the number of targets of the whole step is given to the model's loss.
+        scale: a factor on the loss, as a loss scaler or an auxiliary objective applies it.
+        label_smoothing: when set, the loss is the caller's own, computed from ``outputs.logits``.
+        frozen: "head" or "body": the part that does not train in this step.
+        reads_logits: whether the caller reads ``outputs.logits`` before the backward pass.
+        trains: whether the optimizers take this step too, or only the observation at the initial weights does.
+    """
+
+    name: str
+    batches: list[Batch] = field(default_factory=list)
+    num_items: bool = False
+    scale: float = 1.0
+    label_smoothing: float | None = None
+    frozen: str | None = None
+    reads_logits: bool = False
+    trains: bool = False
+
+
+@functools.cache
+def text() -> torch.Tensor:
+    """The Python language reference as bytes: int64 [about 460,000]."""
+    from pydoc_data import topics
+
+    return torch.tensor(list("\n".join(topics.topics.values()).encode()))
+
+
+class _Sampler:
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def batch(self, size: int, length: int) -> Batch:
+        starts = torch.randint(0, len(text()) - length, (size,), generator=self.generator)
+        tokens = torch.stack([text()[start : start + length] for start in starts.tolist()])
+        return Batch(tokens, tokens.clone())
+
+    def masked(self, size: int, length: int) -> Batch:
+        """-100 in the middle, at the end, and on the whole last row."""
+        batch = self.batch(size, length)
+        batch.labels[0, length // 3 : length // 2] = IGNORE
+        batch.labels[1, -length // 4 :] = IGNORE
+        batch.labels[-1] = IGNORE
+        return batch
+
+    def packed(self, size: int, length: int) -> Batch:
+        """Several documents in each row, cut at another place in each: ``position_ids`` restart and differ per row."""
+        batch = self.batch(size, length)
+        positions = torch.arange(length).repeat(size, 1)
+        for row in range(size):
+            cut = length // 3 + 2 * row
+            positions[row, cut:] -= cut
+            batch.labels[row, cut] = IGNORE
+        batch.position_ids = positions
+        return batch
+
+
+def steps(profile: str, seed: int) -> list[Step]:
+    """The steps of ``profile``, always the same for the same ``seed``."""
+    sample = _Sampler(seed)
+    if profile == "plain":
+        return [Step(f"plain {i}", [sample.batch(4, 16)], trains=i < 3) for i in range(8)]
+    return [
+        Step("masked", [sample.masked(3, 21)], trains=True),
+        Step("packed", [sample.packed(3, 21)], trains=True),
+        Step("accumulated", [sample.masked(3, 19), sample.batch(1, 13)], num_items=True, trains=True),
+        Step("accumulated mean", [sample.batch(2, 17), sample.masked(2, 11)]),
+        Step("scaled", [sample.batch(3, 21)], scale=0.25, trains=True),
+        Step("label smoothing", [sample.masked(3, 21)], label_smoothing=0.1),
+        Step("logits read", [sample.masked(3, 21)], reads_logits=True),
+        Step("frozen head", [sample.packed(3, 21)], frozen="head"),
+        Step("frozen body", [sample.masked(3, 21)], frozen="body"),
+    ]
+
+
+def evaluation_batch(seed: int) -> Batch:
+    """The batch whose logits are compared, and whose beginnings are continued, after training."""
+    return _Sampler(seed + 1).masked(3, 15)

@@ -1,0 +1,162 @@
+"""The mini models: real ``transformers`` architectures, shrunk to about two hundred thousand parameters.
+
+Sizes are odd on purpose (a vocabulary of 263, a hidden size of 100), because powers of two hide a missing mask; the
+hidden size is a square, so that the embedding scale ``sqrt(hidden)`` of the Gemma family is exact in bfloat16 and the
+float64 truth computes the same function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY = 263  # 256 bytes and seven tokens that the text never uses
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 100,
+    "intermediate_size": 150,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 5,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+# Two layers that differ: one with the sliding window, one without. Old configurations know the pattern, new ones the list.
+_ALTERNATING = {
+    "sliding_window": 8,
+    "sliding_window_pattern": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+@dataclass(frozen=True)
+class MiniModel:
+    """One row of the table: an architecture, what its configuration overrides, and which kernels it must be given."""
+
+    name: str
+    architecture: str
+    kernels: tuple[str, ...] = ("rms_norm", "rope", "swiglu")
+    overrides: dict[str, Any] = field(default_factory=dict)
+    attention: str = "sdpa"
+    head_bias: bool = False
+
+    @property
+    def family(self) -> str:
+        return self.name.partition("-")[0]
+
+    def is_available(self) -> bool:
+        """Whether the installed transformers has this architecture."""
+        import transformers
+
+        return hasattr(transformers, self.architecture)
+
+    def model_class(self) -> Any:
+        import transformers
+
+        return getattr(transformers, self.architecture)
+
+    def build(self, seed: int) -> nn.Module:
+        """The unpatched model in float32 on the CPU, with the weights of ``seed``."""
+        model_class = self.model_class()
+        config = model_class.config_class(**{**_COMMON, **self.overrides}, attn_implementation=self.attention)
+        torch.manual_seed(seed)
+        model = model_class(config)
+        if self.head_bias:
+            model.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=True)
+        initialise(model, seed)
+        model.generation_config.eos_token_id = None  # generation always runs to its end
+        return model.train()
+
+
+def initialise(model: Any, seed: int) -> None:
+    """Random weights under which faults show, the same in every version of transformers.
+
+    Norm weights and biases lie around what upstream starts them with (0 or 1), never on it, so that a norm's offset
+    or weight gradient matters. Every sixteenth row of the head is four times as large: some predictions are confident
+    (probability above 0.99), others are not. The router of a mixture sees the token through a few strong embedding
+    dimensions, so that which experts it chooses does not hang on rounding.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.add_(0.25 * noise)
+            else:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        head.weight.mul_(1.5)
+        head.weight[::16].mul_(4)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("block_sparse_moe.gate.weight", "mlp.gate.weight")):
+                experts = parameter.shape[0]
+                levels = torch.linspace(-1.0, 1.0, experts)
+                for token in range(embedding.weight.shape[0]):
+                    embedding.weight[token, :experts] = levels.roll(token)
+                parameter.mul_(0.1)
+                parameter[:, :experts] += torch.eye(experts)
+
+
+_GEMMA = ("rms_norm", "rope", "geglu")
+_ROWS = (
+    MiniModel("llama-untied", "LlamaForCausalLM"),
+    MiniModel("llama-tied", "LlamaForCausalLM", overrides={"tie_word_embeddings": True}),
+    MiniModel("llama-bias", "LlamaForCausalLM", head_bias=True),
+    MiniModel("gemma", "GemmaForCausalLM", _GEMMA, {"head_dim": 12, "tie_word_embeddings": True}),
+    MiniModel(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        _GEMMA,
+        {
+            **_ALTERNATING,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 12,
+            "tie_word_embeddings": True,
+            "attn_logit_softcapping": 20.0,
+            "final_logit_softcapping": 12.0,
+        },
+        attention="eager",
+    ),
+    MiniModel(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        _GEMMA,
+        {**_ALTERNATING, "head_dim": 12, "query_pre_attn_scalar": 12, "tie_word_embeddings": True},
+    ),
+    MiniModel("mistral", "MistralForCausalLM"),
+    MiniModel("qwen2", "Qwen2ForCausalLM"),
+    MiniModel("qwen3", "Qwen3ForCausalLM", overrides={"head_dim": 12}),
+    MiniModel("phi3", "Phi3ForCausalLM"),
+    MiniModel(
+        "mixtral",
+        "MixtralForCausalLM",
+        # Grouped matrix products want aligned strides and know no float64: the loop over experts knows everything.
+        kernels=("rms_norm", "rope"),  # its experts are one tensor, no module to recognise
+        overrides={"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+    ),
+)
+MODELS = {row.name: row for row in _ROWS}
+CORE = ("llama", "gemma", "gemma2", "gemma3")
+
+
+def select(names: str) -> list[MiniModel]:
+    """The models that ``--models`` names: ``all``, ``core``, or a comma-separated list of models and families.
+
+    Raises:
+        ValueError: for an unknown name, with the allowed ones.
+    """
+    families = list(dict.fromkeys(row.family for row in _ROWS))
+    wanted: list[str] = []
+    for name in (part.strip() for part in names.split(",")):
+        wanted += {"all": families, "core": CORE}.get(name, [name])
+    for name in wanted:
+        if name not in MODELS and name not in families:
+            allowed = ", ".join(dict.fromkeys(["all", "core", *families, *MODELS]))
+            raise ValueError(f"unknown model {name!r}; allowed are {allowed}")
+    return [row for row in _ROWS if row.name in wanted or row.family in wanted]

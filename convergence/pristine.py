@@ -1,0 +1,80 @@
+"""Proves that a baseline is unpatched: no symbol that an unpatched model runs has changed since before any patch.
+
+A fingerprint holds the very objects (functions with their code, classes, descriptors, registry entries) found in the
+modeling modules, their classes and those classes' bases, ``torch.nn.functional``, and transformers' loss, activation
+and attention registries. Data such as counters and caches is not compared; only what runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_LOSSES = "transformers.loss.loss_utils"  # from 4.46 on
+_REGISTRIES = (
+    (_LOSSES, "LOSS_MAPPING"),
+    ("transformers.activations", "ACT2CLS"),
+    ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
+)
+
+# transformers 5 adds this to torch.nn.Module itself when it initialises its first model, and never replaces it.
+_WRITTEN_BY_TRANSFORMERS = ("smart_apply",)
+
+
+class Fingerprint:
+    """What ``model_classes`` run, as it is now; :meth:`changes` names what is no longer the same object."""
+
+    def __init__(self, model_classes: Iterable[type]) -> None:
+        self._namespaces = dict(_namespaces(model_classes))
+        self._before = {label: _symbols(namespace) for label, namespace in self._namespaces.items()}
+
+    def __len__(self) -> int:
+        return sum(len(symbols) for symbols in self._before.values())
+
+    def changes(self) -> list[str]:
+        """The dotted names of all symbols that were replaced, added or removed, sorted."""
+        found = []
+        for label, namespace in self._namespaces.items():
+            before, now = self._before[label], _symbols(namespace)
+            for name in before.keys() | now.keys():
+                if name not in before or name not in now or not _same(before[name], now[name]):
+                    found.append(f"{label}.{name}")
+        return sorted(found)
+
+
+def _namespaces(model_classes: Iterable[type]) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    model_classes = list(model_classes)
+    modules = [sys.modules[cls.__module__] for cls in model_classes] + [torch.nn.functional]
+    classes: set[type] = {torch.nn.CrossEntropyLoss, torch.nn.Linear, torch.nn.Embedding}
+    for name, registry in _REGISTRIES:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:  # this version has no such registry
+            continue
+        modules.append(module)
+        if hasattr(module, registry):
+            yield f"{name}.{registry}", getattr(module, registry)
+    for module in modules:
+        yield module.__name__, vars(module)
+        classes.update(value for value in vars(module).values() if isinstance(value, type))
+    for cls in {base for cls in classes for base in cls.__mro__ if base is not object}:
+        yield f"{cls.__module__}.{cls.__qualname__}", vars(cls)
+
+
+def _symbols(namespace: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {
+        str(name): (value, getattr(value, "__code__", None))
+        for name, value in list(namespace.items())
+        if name not in _WRITTEN_BY_TRANSFORMERS
+        and not isinstance(value, ModuleType)
+        and (callable(value) or hasattr(type(value), "__get__"))
+    }
+
+
+def _same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+    return before[0] is now[0] and before[1] is now[1]

@@ -1,0 +1,363 @@
+"""One arm's training: a :class:`Run` says what is trained and how, its :class:`Trajectory` is everything observed.
+
+Every arm of a case goes through the same three phases from the same initial weights:
+
+1. *initial*: every step of the profile, one after the other, at the initial weights. This is where power comes from: no
+   noise has accumulated. Each step's weights differ from the initial ones by one unit in the last place, the same in every
+   arm: rounding errors that hang on the weights would otherwise be the same in every step and not average out.
+2. *SGD* over the steps that train, then evaluation and generation. SGD decides, because it shows the scale of a gradient.
+3. *AdamW* over the same steps, because users run it; it hides the scale of a gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from convergence.data import IGNORE, Batch, Step
+
+SGD_LEARNING_RATE = 0.02
+ADAMW_LEARNING_RATE = 2e-3
+# Every forward of a candidate has at least four chunks or a partial last one: 63 rows are 4 * 13 + 11.
+CHUNK_ROWS = 13
+GENERATED_TOKENS = 4
+INITIAL, SGD, ADAMW = "initial", "SGD", "AdamW"
+TARGET_LOGIT = "gradient of the logits, at the target"
+LOGITS = "gradient of the logits"
+HIDDEN = "gradient of the hidden states entering the head"
+
+
+class InFloat64(TorchFunctionMode):
+    """Turns every explicit float32 into float64: upstream's norms, rotary angles, softmax and loss ask for float32 by
+    name, and a truth that is rounded there is as noisy as the float32 baseline that it judges."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+
+        def widen(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        return func(*map(widen, args), **{key: widen(value) for key, value in (kwargs or {}).items()})
+
+
+@dataclass
+class Run:
+    """What one arm trains.
+
+    Args:
+        template: the unpatched float32 model on the CPU; it is copied, never touched.
+        steps: the steps of the profile.
+        evaluation: the batch that is evaluated after SGD.
+        dtype: of the parameters. float64 is the truth. Buffers stay float32 as ``from_pretrained`` leaves them.
+        device: where it trains.
+        patch: applied to the copy before anything runs; None for truth and baseline.
+        rounded_to: the dtype whose initial weights the truth shares (default: ``dtype``).
+        nudge: when given, the seed of a perturbation of every initial weight by one unit in the last place.
+    """
+
+    template: nn.Module
+    steps: list[Step]
+    evaluation: Batch
+    dtype: torch.dtype
+    device: torch.device
+    patch: Callable[[nn.Module], Any] | None = None
+    rounded_to: torch.dtype | None = None
+    nudge: int | None = None
+
+
+@dataclass
+class Trajectory:
+    """What one arm showed.
+
+    Attributes:
+        values: ``values[quantity][step]`` is a tensor on the CPU, in the dtype it arrived in.
+        generated: the greedily generated tokens [batch, tokens], and ``scores`` [tokens, batch, vocab] they came from.
+        complaints: what went wrong while it ran, in words.
+        notes: what is worth knowing and no failure.
+        model: the trained model.
+    """
+
+    values: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    generated: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    complaints: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    model: Any = None
+
+    def record(self, quantity: str, step: str, value: torch.Tensor) -> None:
+        self.values.setdefault(quantity, {})[step] = value.detach().to("cpu", copy=True)
+
+
+def _nudged(weight: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """``weight`` with every element moved by about one unit in the last place of ``dtype``, up or down."""
+    sign = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+    return (weight.double() * (1 + sign * torch.finfo(dtype).eps)).to(dtype)
+
+
+def build(run: Run) -> Any:
+    """The arm's model, unpatched: a copy of the template with its initial weights, on its device, in its dtype."""
+    model = copy.deepcopy(run.template)
+    rounded = run.rounded_to or run.dtype
+    generator = torch.Generator().manual_seed(run.nudge or 0)
+    for parameter in model.parameters():
+        weight = parameter.data.to(rounded)
+        if run.nudge is not None:
+            weight = _nudged(weight, rounded, generator)
+        parameter.data = weight.to(run.dtype)
+    return model.to(run.device)
+
+
+def train(run: Run) -> Trajectory:
+    """Train one arm through all phases."""
+    model = build(run)
+    result = Trajectory(model=model)
+    mode = InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext()
+    with _transformers_warnings(result.warnings), mode:
+        if run.patch is not None:
+            run.patch(model)
+        with _chunked_heads(model):
+            _train(run, model, result)
+    return result
+
+
+def _train(run: Run, model: Any, result: Trajectory) -> None:
+    initial = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    steps = [_on(step, run.device) for step in run.steps]
+    rounded = run.rounded_to or run.dtype
+
+    for seed, step in enumerate(steps):
+        generator = torch.Generator().manual_seed(seed)
+        _set_weights(model, {name: _nudged(weight, rounded, generator) for name, weight in initial.items()})
+        _accumulate(model, step, result, INITIAL)
+
+    optimizers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        SGD: lambda: torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE),
+        ADAMW: lambda: torch.optim.AdamW(model.parameters(), lr=ADAMW_LEARNING_RATE),
+    }
+    for phase, make in optimizers.items():
+        _set_weights(model, initial)
+        optimizer = make()
+        for step in steps:
+            if step.trains:
+                _accumulate(model, step, result, phase)
+                optimizer.step()
+        for name, parameter in model.named_parameters():
+            result.record(f"parameter {name}", f"{phase}: end", parameter)
+            result.record(f"displacement of {name}", f"{phase}: end", parameter.detach().cpu() - initial[name])
+        if phase == SGD:
+            _evaluate(model, run.evaluation, result, run.device)
+
+
+def _set_weights(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+
+
+def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
+    """Forward and backward of every micro batch of ``step``; record losses, gradients and, at first, the head's."""
+    model.zero_grad(set_to_none=True)
+    targets = sum(int((batch.labels[:, 1:] != IGNORE).sum()) for batch in step.batches)
+    with _frozen(model, step.frozen):
+        for i, batch in enumerate(step.batches):
+            label = f"{phase}: {step.name}" + (f", batch {i + 1}" if len(step.batches) > 1 else "")
+            with _observed_head(model, batch, result, label if phase == INITIAL else None, step) as head:
+                kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
+                if batch.position_ids is not None:
+                    kwargs["position_ids"] = batch.position_ids
+                logits = before = None
+                if step.label_smoothing is not None:
+                    logits = model(**kwargs).logits
+                    head.observe_outputs(logits)
+                    loss = F.cross_entropy(
+                        logits[:, :-1].float().flatten(0, 1),
+                        batch.labels[:, 1:].flatten(),
+                        ignore_index=IGNORE,
+                        label_smoothing=step.label_smoothing,
+                    )
+                else:
+                    if step.num_items:
+                        kwargs["num_items_in_batch"] = targets
+                    outputs = model(**kwargs, labels=batch.labels)
+                    loss = outputs.loss if step.num_items else outputs.loss / len(step.batches)
+                    if step.reads_logits:
+                        logits = outputs.logits
+                if logits is not None:
+                    before = logits.detach().clone()
+                (loss * step.scale).backward()
+                if logits is not None and not torch.equal(logits.detach(), before):
+                    result.complaints.append(f"{label}: the logits that the caller holds changed during backward")
+            result.record("loss", label, loss)
+        norms = []
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                result.record(f"gradient of {name}", f"{phase}: {step.name}", parameter.grad)
+                norms.append(parameter.grad.double().norm())
+        if norms:
+            result.record("gradient norm", f"{phase}: {step.name}", torch.stack(norms).norm())
+
+
+def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
+    ids, labels = batch.input_ids.to(device), batch.labels.to(device)
+    model.eval()
+    with torch.no_grad():
+        outputs = model(input_ids=ids, labels=labels, use_cache=False)
+        result.record("loss", f"{SGD}: evaluation", outputs.loss)
+        result.record("logits", f"{SGD}: evaluation", outputs.logits)
+        generated = model.generate(
+            input_ids=ids[:, :7],
+            attention_mask=torch.ones_like(ids[:, :7]),
+            max_new_tokens=GENERATED_TOKENS,
+            do_sample=False,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+    model.train()
+    result.generated = generated.sequences[:, 7:].cpu()
+    result.scores = torch.stack(generated.scores).double().cpu()
+
+
+def _on(step: Step, device: torch.device) -> Step:
+    step = copy.copy(step)
+    step.batches = [
+        Batch(*(None if t is None else t.to(device) for t in (b.input_ids, b.labels, b.position_ids)))  # type: ignore[arg-type]
+        for b in step.batches
+    ]
+    return step
+
+
+@contextlib.contextmanager
+def _frozen(model: Any, part: str | None) -> Iterator[None]:
+    """Inside, the head's parameters ("head") or all others ("body") do not train."""
+    if part is None:
+        yield
+        return
+    head = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
+    chosen = [p for p in model.parameters() if (id(p) in head) == (part == "head")]
+    for parameter in chosen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+
+
+def status(model: Any) -> Any:
+    """Our own patch's report on ``model``; None where the model is not patched by us."""
+    import liger_kernels
+
+    return liger_kernels.status(model)
+
+
+def fuses_head(model: Any) -> bool:
+    report = status(model)
+    return report is not None and report.fuses_head
+
+
+@contextlib.contextmanager
+def _chunked_heads(model: Any) -> Iterator[None]:
+    """Inside, our fused head works in several chunks with a partial last one, as it does on real batches."""
+    if not fuses_head(model):
+        yield
+        return
+    from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy_chunk_size
+
+    with linear_cross_entropy_chunk_size(CHUNK_ROWS):
+        yield
+
+
+class _HeadObserver:
+    """Records the gradients that arrive at the logits and at the hidden states entering the head in one backward."""
+
+    def __init__(self, batch: Batch, result: Trajectory, label: str | None) -> None:
+        self.batch, self.result, self.label = batch, result, label
+        self.chunks: list[tuple[int, torch.Tensor]] = []
+
+    def observe_outputs(self, logits: torch.Tensor) -> None:
+        """The caller's own loss reads ``outputs.logits``: observe what arrives there."""
+        if self.label is not None and logits.requires_grad:
+            logits.register_hook(self.logits_grad)
+
+    def pre_hook(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if args[0].requires_grad:
+            args[0].register_hook(lambda grad: self.result.record(HIDDEN, str(self.label), grad))
+
+    def hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(self.logits_grad)
+
+    def chunk(self, start: int, grad: torch.Tensor) -> None:
+        self.chunks.append((start, grad))
+
+    def logits_grad(self, grad: torch.Tensor) -> None:
+        """Record ``grad`` [..., vocab] of [batch, length] rows; where the loss cuts the last position off, it may be missing."""
+        rows = grad.flatten(0, -2)
+        batch, length = self.batch.labels.shape
+        kept = len(rows) // batch
+        full = rows.new_zeros(batch, length, rows.shape[-1])
+        full[:, :kept] = rows.unflatten(0, (batch, kept))
+        self.result.record(LOGITS, str(self.label), full)
+        targets = self.batch.labels[:, 1:]
+        at_target = full[:, :-1].gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        self.result.record(TARGET_LOGIT, str(self.label), at_target[targets != IGNORE])
+
+    def finish(self) -> None:
+        if self.chunks:
+            self.logits_grad(torch.cat([grad for _, grad in sorted(self.chunks, key=lambda chunk: chunk[0])]))
+
+
+@contextlib.contextmanager
+def _observed_head(
+    model: Any, batch: Batch, result: Trajectory, label: str | None, step: Step
+) -> Iterator[_HeadObserver]:
+    """Inside, one forward and backward are observed at the head (not at all where ``label`` is None).
+
+    A fused head never has logits, and a forward hook on it would make it compute them: there the op hands out each
+    chunk's gradient. Everywhere else a tensor hook clones what autograd delivers. Where the caller reads the logits, a
+    fused head computes them a second time or instead, so the raw output of the head is not one thing to observe there.
+    """
+    observer = _HeadObserver(batch, result, label)
+    if label is None:
+        yield observer
+        return
+    head = model.get_output_embeddings()
+    with contextlib.ExitStack() as stack:
+        stack.callback(head.register_forward_pre_hook(observer.pre_hook).remove)
+        if not (step.reads_logits or step.label_smoothing is not None):
+            if fuses_head(model):
+                from liger_kernels.ops import observe_logits_grad
+
+                stack.enter_context(observe_logits_grad(observer.chunk))
+            else:
+                stack.callback(head.register_forward_hook(observer.hook).remove)
+        yield observer
+        observer.finish()
+
+
+@contextlib.contextmanager
+def _transformers_warnings(found: list[str]) -> Iterator[None]:
+    """Collects what transformers warns of: in many broken set-ups it warns and goes on."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler = Handler(logging.WARNING)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
