@@ -29,7 +29,7 @@ from liger_kernels import ops
 
 Tensors = tuple[torch.Tensor, ...]
 
-SLEEP_CYCLES = 1_000_000  # about half a millisecond: longer than the host needs to queue one op's launches
+SLEEP_CYCLES = 8_000_000  # about 4 ms: longer than the host needs to queue one op's launches
 FLUSH_BYTES = 256 << 20  # several times the L2 of any current GPU
 CHECKED_ROWS = 384
 

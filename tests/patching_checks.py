@@ -13,6 +13,8 @@ import liger_kernels
 from convergence.tolerance import three_way
 
 VOCAB = 67
+# Kernels run on the GPU, or in the interpreter; on a CPU beside a GPU only references do.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -50,16 +52,18 @@ def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             else:
                 parameter.mul_(2)  # logits that are not all alike
+    if model.device.type != "meta":
+        model.to(DEVICE)
     return model.train()
 
 
-def batch(seed: int = 0, rows: int = 2, length: int = 9) -> dict[str, torch.Tensor]:
+def batch(seed: int = 0, rows: int = 2, length: int = 9, device: torch.device = DEVICE) -> dict[str, torch.Tensor]:
     """Token ids, and labels with ignored ones in the middle and at the end of a row."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
     labels = ids.clone()
     labels[0, 3] = labels[-1, -2:] = -100
-    return {"input_ids": ids, "labels": labels}
+    return {"input_ids": ids.to(device), "labels": labels.to(device)}
 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:

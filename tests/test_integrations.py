@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import liger_kernels
-from tests.patching_checks import batch, tiny, upstream_symbols
+from tests.patching_checks import DEVICE, batch, tiny, upstream_symbols
 
 FAMILIES = ("llama", "gemma", "gemma2", "gemma3", "mistral", "mixtral", "qwen2", "qwen3", "phi3")
 
@@ -61,7 +61,7 @@ def test_without_a_model_every_later_one_is_patched_as_it_is_built(tmp_path):
     assert liger_kernels.apply_liger_kernel_to_llama() is None
     built = tiny("llama")
     assert liger_kernels.status(built).fuses_head
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).to(DEVICE).train()
     assert liger_kernels.status(loaded).fuses_head
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), loaded.parameters(), strict=True))
     torch.testing.assert_close(loaded(**batch()).loss, plain(**batch()).loss)
@@ -81,7 +81,7 @@ def test_auto_class(tmp_path):
     plain = tiny("gemma2")
     plain.save_pretrained(tmp_path)
     auto = liger_kernels.AutoLigerKernelForCausalLM
-    loaded = auto.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").train()
+    loaded = auto.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").to(DEVICE).train()
     assert type(loaded).__name__ == "Gemma2ForCausalLM"
     assert loaded.config._attn_implementation == "eager"
     torch.testing.assert_close(loaded(**batch()).loss, plain(**batch()).loss)

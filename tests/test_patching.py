@@ -14,7 +14,7 @@ from torch import nn
 
 import liger_kernels
 from liger_kernels.ops import launches, reset_launches
-from tests.patching_checks import CORE, VOCAB, batch, check_same, gradients, tiny, upstream_symbols
+from tests.patching_checks import CORE, DEVICE, VOCAB, batch, check_same, gradients, tiny, upstream_symbols
 
 EVERYTHING = {
     "llama": {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
@@ -102,7 +102,7 @@ def test_every_way_to_call_the_model(model, mode, case):
         if case == "tuple":
             loss, logits, *_ = model(**data, return_dict=False)
             return {"logits": logits.detach(), **gradients(model, loss)}
-        count = torch.tensor(11) if case == "tensor count" else 11
+        count = torch.tensor(11, device=DEVICE) if case == "tensor count" else 11
         return gradients(model, model(**data, num_items_in_batch=count).loss)
 
     check_same(model, run)
@@ -117,7 +117,7 @@ def test_shift_labels(family):
 
 @pytest.mark.parametrize("family", CORE)
 def test_flash_attention_arguments_reach_no_kernel(family):
-    lengths = torch.tensor([0, 9, 18], dtype=torch.int32)
+    lengths = torch.tensor([0, 9, 18], dtype=torch.int32, device=DEVICE)
     extra = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 9, "max_length_k": 9}
     patched = check_same(tiny(family), step(**extra))
     assert dict(liger_kernels.status(patched).fallbacks) == {}
@@ -228,7 +228,7 @@ def test_autocast_with_float32_weights(family):
     model = tiny(family)
 
     def run(model):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=next(model.parameters()).dtype == torch.float32):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=next(model.parameters()).dtype == torch.float32):
             loss = model(**batch()).loss
         return {"loss": loss.detach().double()}
 
@@ -346,7 +346,7 @@ def test_save_pretrained_and_state_dict(model, tmp_path):
     liger_kernels.patch(model)
     model.save_pretrained(tmp_path)
     liger_kernels.unpatch(model)
-    loaded = type(model).from_pretrained(tmp_path).eval()
+    loaded = type(model).from_pretrained(tmp_path).to(DEVICE).eval()
     assert loaded.config.architectures == [type(model).__name__]
     assert torch.equal(loaded(**batch()).logits, expected)
 
@@ -370,7 +370,7 @@ def test_a_head_that_is_tied_or_has_a_bias():
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     check_same(tied, step())
     biased = tiny("llama")
-    biased.lm_head = nn.Linear(32, VOCAB, bias=True)
+    biased.lm_head = nn.Linear(32, VOCAB, bias=True, device=DEVICE)
     patched = check_same(biased, step())
     assert liger_kernels.status(patched).fuses_head
 

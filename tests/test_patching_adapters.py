@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import liger_kernels
-from tests.patching_checks import batch, check_same, compare, gradients, tiny
+from tests.patching_checks import DEVICE, batch, check_same, compare, gradients, tiny
 
 peft = pytest.importorskip("peft")
 
@@ -88,7 +88,7 @@ def test_head_and_loss_compile_without_a_graph_break():
         model = tiny(family)
         labels = batch()["labels"]
         torch.manual_seed(0)
-        hidden = torch.randn(2, 9, 32, requires_grad=True)
+        hidden = torch.randn(2, 9, 32, device=DEVICE, requires_grad=True)
         expected = model.loss_function(logits=model.lm_head(hidden), labels=labels, vocab_size=67)
         expected_gradient = torch.autograd.grad(expected, [hidden, model.lm_head.weight])
         liger_kernels.patch(model)

@@ -88,7 +88,7 @@ def test_values_and_items_hand_out_an_object_that_behaves_like_the_logits(model)
     (logits,) = (value for key, value in out.items() if key == "logits")
     assert isinstance(logits, DeferredLogits)
     assert logits.shape == (2, 9, VOCAB)
-    assert logits.device.type == "cpu"
+    assert logits.device == out.loss.device
     assert logits.requires_grad
     assert untouched(model)
     assert torch.equal(logits.argmax(-1), out.logits.argmax(-1))
@@ -114,7 +114,7 @@ RANK = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import liger_kernels
-from tests.patching_checks import tiny, batch, gradients
+from tests.patching_checks import tiny, batch
 rank, world = int(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world)
 MODES = {
@@ -125,13 +125,13 @@ MODES = {
 
 
 def train(options, patched):
-    model = tiny("llama")
+    model = tiny("llama").cpu()
     if patched:
         liger_kernels.patch(model)
     wrapped = DistributedDataParallel(model, **options)
     for step in range(3):
         model.zero_grad()
-        wrapped(**batch(seed=10 * step + rank)).loss.backward()
+        wrapped(**batch(seed=10 * step + rank, device="cpu")).loss.backward()
     assert not patched or dict(liger_kernels.status(model).fallbacks) == {}, liger_kernels.status(model).fallbacks
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -188,7 +188,7 @@ COMPUTED = {
     "addition": lambda z: z + 1.0,
     "in-place scale": lambda z: z.mul_(0.5),
     "augmented": lambda z: z.__itruediv__(2.0),
-    "tensor scale": lambda z: z * torch.tensor(0.5, dtype=z.dtype),
+    "tensor scale": lambda z: z * torch.tensor(0.5, dtype=z.dtype, device=z.device),
     "negative after tanh": lambda z: torch.tanh(z) * -1.0,
     "two tanh": lambda z: torch.tanh(torch.tanh(z)),
     "last classes": lambda z: z[..., 10:],
@@ -265,10 +265,10 @@ def test_options_of_cross_entropy_reach_the_fused_loss(options):
 
     def forward(self, input_ids=None, labels=None):
         logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
-        cast = {k: v.to(logits.dtype) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        cast = {k: v.to(logits.device, logits.dtype) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         targets = labels.view(-1).masked_fill(labels.view(-1) < 0, options.get("ignore_index", -100))
         losses = F.cross_entropy(logits.view(-1, VOCAB), targets, **cast)
-        loss = losses if losses.dim() == 0 else (losses * torch.linspace(0.1, 1, len(losses), dtype=losses.dtype)).sum()
+        loss = losses if losses.dim() == 0 else (losses * torch.linspace(0.1, 1, len(losses)).to(losses)).sum()
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
     model = tiny("llama")
