@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -25,3 +25,17 @@ def poisoned_empty() -> Iterator[None]:
     yield
     torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+@pytest.fixture
+def untouched_memory(device: torch.device, poisoned_empty: None) -> Callable[[int, torch.dtype], torch.Tensor]:
+    """``allocate(elements, dtype)``: memory that nobody has written, so that on a CPU only used pages cost anything."""
+
+    def allocate(elements: int, dtype: torch.dtype) -> torch.Tensor:
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        try:
+            return torch.empty(elements, dtype=dtype, device=device)
+        finally:
+            torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+    return allocate

@@ -39,11 +39,11 @@ else:
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def _round_bfloat16_in_the_interpreter() -> None:
-    """Make float32 to bfloat16 round to the nearest in Triton's interpreter, as it does on every device.
+def _repair_bfloat16_in_the_interpreter() -> None:
+    """Make Triton's interpreter convert between float32 and bfloat16 as every device does.
 
-    Triton (3.6, 3.7) truncates there: twice the error, and all of it towards zero, which moves gradients by parts of
-    1000 in one direction.
+    Triton (3.6, 3.7) truncates where it should round to nearest: twice the error, and all of it towards zero, which
+    moves gradients by parts of 1000 in one direction. The way back gets subnormal numbers wrong.
     """
     import numpy as np
     from triton.runtime import interpreter
@@ -51,15 +51,17 @@ def _round_bfloat16_in_the_interpreter() -> None:
     convert = interpreter._convert_float
 
     def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if source != tl.float32 or target != tl.bfloat16 or rounding == interpreter._ir.ROUNDING_MODE.RTZ:
-            return convert(data, source, target, rounding)
-        return torch.from_numpy(np.array(data)).to(torch.bfloat16).view(torch.uint16).numpy()
+        if (source, target) == (tl.float32, tl.bfloat16) and rounding != interpreter._ir.ROUNDING_MODE.RTZ:
+            return torch.from_numpy(np.array(data)).to(torch.bfloat16).view(torch.uint16).numpy()
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return torch.from_numpy(np.array(data)).view(torch.bfloat16).to(torch.float32).numpy()
+        return convert(data, source, target, rounding)
 
     interpreter._convert_float = convert_float
 
 
 if INTERPRET:
-    _round_bfloat16_in_the_interpreter()
+    _repair_bfloat16_in_the_interpreter()
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _launches: Counter[str] = Counter()

@@ -41,20 +41,28 @@ _SQRT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
 
 
 @triton.jit
+def _sigmoid(x):
+    """sigmoid(x) and its derivative, s * (1 - s), in a form that neither overflows nor cancels where s is near 1."""
+    e = tl.exp(-tl.abs(x))
+    near_one = 1.0 / (1.0 + e)
+    return tl.where(x >= 0.0, near_one, e * near_one), e * near_one * near_one
+
+
+@triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):
     """act(x) and act'(x) in float32; what the caller does not use is not computed."""
     if ACTIVATION == "silu":
-        s = tl.sigmoid(x)
+        s, ds = _sigmoid(x)
         y = x * s
-        slope = s + y * (1.0 - s)
+        slope = s + x * ds
     elif ACTIVATION == "gelu_tanh":
         # Beyond 12 the sigmoid is 0 or 1 to the last bit of float32; the cube of what lies far beyond would overflow,
         # and infinity times that 0 is NaN.
         t = tl.minimum(tl.maximum(x, -12.0), 12.0)
         cube = t * t * _CUBE
-        s = tl.sigmoid(t * _SQRT_8_OVER_PI * (1.0 + cube))
+        s, ds = _sigmoid(t * _SQRT_8_OVER_PI * (1.0 + cube))
         y = x * s
-        slope = s + t * s * (1.0 - s) * _SQRT_8_OVER_PI * (1.0 + 3.0 * cube)
+        slope = s + t * ds * _SQRT_8_OVER_PI * (1.0 + 3.0 * cube)
     else:
         s = 0.5 + 0.5 * tl.math.erf(x * _SQRT_1_OVER_2)
         y = x * s

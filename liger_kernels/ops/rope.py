@@ -51,7 +51,7 @@ def rope_ref(
 
 @triton.jit
 def _load_pairs(ptr, offset, mask, half, PAIRING: tl.constexpr, HALF: tl.constexpr):
-    """Both elements of ``half`` pairs, [..., HALF] each in float32; ``offset`` and ``mask`` end in a dimension of 1."""
+    """Both elements of ``half`` pairs, [tokens, heads, HALF] each in float32; ``offset`` and ``mask`` end in a 1."""
     col = tl.arange(0, HALF)
     if PAIRING == "half":
         mask = mask & (col < half)
@@ -61,7 +61,7 @@ def _load_pairs(ptr, offset, mask, half, PAIRING: tl.constexpr, HALF: tl.constex
         # One contiguous load, taken apart in registers: two loads with a stride of 2 would touch every byte twice.
         col = tl.arange(0, 2 * HALF)
         both = tl.load(ptr + offset + col, mask=mask & (col < 2 * half), other=0.0)
-        a, b = tl.split(tl.reshape(both, both.shape[:-1] + [HALF, 2]))
+        a, b = tl.split(tl.reshape(both, (both.shape[0], both.shape[1], HALF, 2)))
     return a.to(tl.float32), b.to(tl.float32)
 
 
@@ -76,7 +76,7 @@ def _store_pairs(ptr, offset, mask, a, b, half, PAIRING: tl.constexpr, HALF: tl.
     else:
         col = tl.arange(0, 2 * HALF)
         both = tl.join(a.to(dtype), b.to(dtype))
-        both = tl.reshape(both, a.shape[:-1] + [2 * HALF])
+        both = tl.reshape(both, (a.shape[0], a.shape[1], 2 * HALF))
         tl.store(ptr + offset + col, both, mask=mask & (col < 2 * half))
 
 

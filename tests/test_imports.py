@@ -1,0 +1,135 @@
+"""What importing costs and needs, and which way imports go."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# What each part may import of this project, beside itself.
+ALLOWED = {
+    "liger_kernels.ops": set(),
+    "liger_kernels.losses": {"liger_kernels.ops"},
+    "liger_kernels.patching": {"liger_kernels.ops", "liger_kernels.losses"},
+    "liger_kernels.integrations": {"liger_kernels.ops", "liger_kernels.losses", "liger_kernels.patching"},
+    "liger_kernels": {"liger_kernels.patching", "liger_kernels.integrations"},
+    "convergence": {"liger_kernels", "liger_kernels.ops", "liger_kernels.patching", "liger_kernels.integrations"},
+    "matrix": set(),
+}
+
+
+def python(code: str) -> str:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_loads_nothing_but_itself() -> None:
+    """In less than 0.2 s beyond torch: it imports two standard modules, so the set of modules is what is checked."""
+    loaded = python(
+        "import sys, importlib, typing, torch; before = set(sys.modules); import liger_kernels;"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    assert loaded.split() == ["liger_kernels"]
+
+
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Block())
+"""
+
+
+def test_ops_work_without_triton_and_transformers() -> None:
+    """Every op computes, forward and backward, by its reference."""
+    code = (
+        BLOCK.format(blocked=("triton", "transformers"))
+        + """
+import torch
+from liger_kernels import ops
+x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+q, angles = torch.randn(1, 2, 4, 8, requires_grad=True), torch.randn(1, 4, 8)
+head, targets = torch.randn(10, 8, requires_grad=True), torch.tensor([1, -100, 0, 9])
+results = [
+    (ops.rms_norm(x, weight), ops.rms_norm_ref(x, weight)),
+    (ops.rope(q, q, angles, angles)[0], ops.rope_ref(q, q, angles, angles)[0]),
+    (ops.swiglu(x, x), ops.swiglu_ref(x, x)),
+    (ops.geglu(x, x), ops.geglu_ref(x, x)),
+    (ops.cross_entropy(x @ head.t(), targets), ops.cross_entropy_ref(x @ head.t(), targets)),
+    (ops.linear_cross_entropy(x, head, targets), ops.linear_cross_entropy_ref(x, head, targets)),
+]
+for ours, reference in results:
+    torch.testing.assert_close(ours, reference)
+    ours.sum().backward()
+assert not ops.launches()
+assert "triton" not in sys.modules and "transformers" not in sys.modules
+"""
+    )
+    python(code)
+
+
+def part_of(module: str) -> str | None:
+    """The longest part of the project that ``module`` lies in."""
+    return next((p for p in sorted(ALLOWED, key=len, reverse=True) if module == p or module.startswith(p + ".")), None)
+
+
+def imported(tree: ast.AST, package: str) -> set[str]:
+    """The modules that ``tree`` imports, anywhere in it; ``from a import b`` is ``a`` and ``a.b``."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+def wrong_imports(source: str, module: str, package: str) -> set[str]:
+    own = part_of(module)
+    parts = {part_of(name) for name in imported(ast.parse(source), package)} - {None, own}
+    if own != "liger_kernels" and "liger_kernels" in parts:
+        parts.discard("liger_kernels")  # every `from liger_kernels.ops import` also names its package
+    return {part for part in parts if part not in ALLOWED[own]}
+
+
+def files() -> list[Path]:
+    return sorted(p for top in ("liger_kernels", "convergence", "matrix") for p in (ROOT / top).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_one_way(path: Path) -> None:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    package = ".".join(parts[:-1])
+    module = package if parts[-1] == "__init__" else ".".join(parts)
+    assert wrong_imports(path.read_text(), module, package) == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "wrong"),
+    [
+        ("liger_kernels.ops.x", "from liger_kernels.patching import patch", {"liger_kernels.patching"}),
+        ("liger_kernels.ops.x", "def f():\n    import convergence.tolerance", {"convergence"}),
+        ("liger_kernels.ops.x", "from ..patching import norms", {"liger_kernels.patching"}),
+        ("liger_kernels.ops.x", "from .rope import rope", set()),
+        ("liger_kernels.patching.x", "from liger_kernels import integrations", {"liger_kernels.integrations"}),
+        ("liger_kernels.integrations.x", "from liger_kernels.patching import patch", set()),
+        ("matrix.run", "import liger_kernels.ops, convergence", {"liger_kernels.ops", "convergence"}),
+        ("convergence.case", "from liger_kernels.ops import launches", set()),
+    ],
+)
+def test_a_wrong_import_is_found(module: str, source: str, wrong: set[str]) -> None:
+    assert wrong_imports(source, module, module.rpartition(".")[0]) == wrong

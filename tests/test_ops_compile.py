@@ -1,0 +1,253 @@
+"""Every Triton kernel compiles for every supported GPU, on a machine that has none.
+
+The convention, for whoever adds an op: nothing is declared in the op's file. :data:`CASES` below holds calls of the
+public ops on CPU tensors; a call that requires gradients is also run backward. They run in a subprocess without the
+interpreter, in which ``launch`` compiles for each target what it was asked to launch, the launch choices for real sizes
+included, instead of launching it. A kernel (a ``@triton.jit`` function whose name ends in ``_kernel``; every other one
+is a helper that kernels call) that no case launches fails :func:`test_every_kernel_is_compiled`. So add calls for each
+set of options that makes another program: dtypes, ``None`` arguments, constexpr switches, the largest tiles.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# name: (backend, architecture, warp size, shared memory that one program may have in bytes)
+TARGETS = {
+    "sm_80": ("cuda", 80, 32, 163 * 1024),
+    "sm_90": ("cuda", 90, 32, 227 * 1024),
+    "sm_100": ("cuda", 100, 32, 227 * 1024),
+    "gfx942": ("hip", "gfx942", 64, 64 * 1024),
+}
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def new(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, requires_grad=grad)
+
+
+def rms_norm_cases() -> None:
+    from liger_kernels.ops import rms_norm
+
+    for formula in ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast"):
+        run(rms_norm, new(64, 4096), new(4096), formula=formula)
+    for hidden in (80, 8192, 65536):
+        run(rms_norm, new(64, hidden, dtype=FP32), new(hidden, dtype=FP32))
+    run(rms_norm, new(64, 4096, dtype=FP16), new(4096, dtype=FP32))
+    run(rms_norm, new(64, 4096))
+    run(rms_norm, new(64, 4096), new(4096, grad=False))
+    run(rms_norm, new(64, 4096, grad=False), new(4096))
+    run(rms_norm, new(64, 4096, grad=False), new(4096, grad=False))
+
+
+def rope_cases() -> None:
+    from liger_kernels.ops import rope
+
+    def angles(batch: int, rotary_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [new(batch, 16, rotary_dim, dtype=dtype, grad=False) for _ in range(2)]
+
+    for pairing in ("half", "interleaved", "interleaved_repeat"):
+        run(rope, new(2, 32, 16, 128), new(2, 8, 16, 128), *angles(1, 128, BF16), pairing=pairing)
+        run(rope, new(2, 40, 16, 192, dtype=FP16), new(2, 1, 16, 192), *angles(2, 96, FP32), pairing=pairing)
+    run(rope, new(2, 128, 16, 256, dtype=FP32), new(2, 128, 16, 256, dtype=FP32), *angles(2, 256, FP32))
+    run(rope, new(2, 32, 16, 128), new(2, 8, 16, 128, grad=False), *angles(1, 128, BF16))
+    run(rope, new(2, 32, 16, 128, grad=False), new(2, 8, 16, 128), *angles(1, 128, BF16))
+
+
+def glu_cases() -> None:
+    from liger_kernels.ops import geglu, swiglu
+
+    for dtype in (BF16, FP32):
+        run(swiglu, new(64, 11008, dtype=dtype), new(64, 11008, dtype=dtype))
+        run(geglu, new(64, 11008, dtype=dtype), new(64, 11008, dtype=dtype))
+        run(geglu, new(64, 11008, dtype=dtype), new(64, 11008, dtype=dtype), approximate="none")
+    run(swiglu, *new(64, 2 * 11008, dtype=FP16).chunk(2, dim=-1))
+    run(swiglu, *new(64, 2 * 40).chunk(2, dim=-1))
+    run(swiglu, new(64, 11008), new(64, 11008, dtype=FP32, grad=False))
+    run(swiglu, new(64, 11008, grad=False), new(64, 11008))
+
+
+def cross_entropy_cases() -> None:
+    from liger_kernels.ops import cross_entropy, linear_cross_entropy
+
+    everything = ("token_accuracy", "predicted_tokens", "entropy", "log_probs")
+    targets = torch.zeros(64, dtype=torch.int64)
+    for vocab in (384, 128256):
+        run(cross_entropy, new(64, vocab), targets)
+    for dtype in (FP16, FP32):
+        run(cross_entropy, new(64, 32000, dtype=dtype), targets, reduction="none", z_loss=1e-4)
+    weight = torch.ones(32000)
+    options: dict[str, Any] = {"softcap": 30.0, "label_smoothing": 0.1, "extras": everything}
+    run(cross_entropy, new(64, 32000), targets, class_weight=weight, **options)
+    run(cross_entropy, new(64, 32000), targets, **options)
+    run(cross_entropy, new(64, 32000, grad=False), targets, extras=everything)
+    for reduction in ("mean", "none"):
+        run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, reduction=reduction, softcap=30.0)
+        run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, new(32000), reduction=reduction)
+
+
+CASES: tuple[Callable[[], None], ...] = (rms_norm_cases, rope_cases, glu_cases, cross_entropy_cases)
+
+
+def run(op: Callable[..., Any], *args: torch.Tensor, **options: Any) -> None:
+    """Call ``op`` and go backward from the results that carry a gradient."""
+    result = op(*args, **options)
+    results = [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None and y.requires_grad]
+    torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+
+
+def op_modules() -> list[Any]:
+    from liger_kernels import ops
+
+    return [importlib.import_module(f"{ops.__name__}.{m.name}") for m in pkgutil.iter_modules(ops.__path__)]
+
+
+def kernels() -> set[str]:
+    """The names of all kernels in ``liger_kernels.ops``."""
+    from triton.runtime import KernelInterface
+
+    found = {name: value for module in op_modules() for name, value in vars(module).items()}
+    return {name for name, value in found.items() if isinstance(value, KernelInterface) and name.endswith("_kernel")}
+
+
+def signature_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict, dict, dict, dict]:
+    """signature, constants, attributes and options of a launch, specialised as Triton's launcher would."""
+    values = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+    options = {name: values.pop(name) for name in list(values) if name not in kernel.arg_names}
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value = values.pop(parameter.name, parameter.default)
+        kind = "constexpr"
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            constants[(i,)] = value
+        elif isinstance(value, torch.Tensor):
+            kind = {
+                torch.bfloat16: "*bf16",
+                torch.float16: "*fp16",
+                torch.float32: "*fp32",
+                torch.int64: "*i64",
+                torch.int32: "*i32",
+            }[value.dtype]
+            if value.data_ptr() % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            kind = "fp32"
+        else:
+            assert isinstance(value, int), f"{kernel.__name__}: {parameter.name} is {value!r}"
+            kind = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        signature[parameter.name] = kind
+    assert not values, f"{kernel.__name__} has no parameters {sorted(values)}"
+    return signature, constants, attributes, options
+
+
+def compile_all() -> None:
+    """In the subprocess: compile what the cases launch; print a JSON list of one record per program and target."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    records: dict[str, dict[str, Any]] = {}
+
+    def compile_instead(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
+        signature, constants, attributes, options = signature_of(kernel, args, kwargs)
+        shown = {kernel.arg_names[i]: value for (i,), value in constants.items()}
+        for name, (backend, architecture, warp_size, limit) in TARGETS.items():
+            what = f"{kernel.__name__} {signature} {shown} {attributes} {options}"
+            if f"{name} {what}" in records:
+                continue
+            source = ASTSource(kernel, signature, constants, attributes)
+            record = {"target": name, "kernel": kernel.__name__, "what": what, "limit": limit, "error": None}
+            records[f"{name} {what}"] = record
+            try:
+                compiled = triton.compile(source, target=GPUTarget(backend, architecture, warp_size), options=options)
+            except Exception as error:
+                record["error"] = f"{type(error).__name__}: {error}"
+            else:
+                record["shared"] = compiled.metadata.shared
+                record["ttir"] = compiled.asm["ttir"] if name == "sm_90" else None
+
+    for module in op_modules():
+        if hasattr(module, "launch"):
+            module.launch = compile_instead
+        if hasattr(module, "use_triton"):
+            module.use_triton = lambda x: True
+    for case in CASES:
+        case()
+    json.dump(list(records.values()), sys.stdout)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    cache = tmp_path_factory.mktemp("triton")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parent.parent
+    env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, __file__], env=env, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles(records: list[dict[str, Any]], target: str) -> None:
+    mine = [record for record in records if record["target"] == target]
+    assert mine
+    failed = [f"{record['what']}: {record['error']}" for record in mine if record["error"]]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_shared_memory_suffices(records: list[dict[str, Any]], target: str) -> None:
+    mine = [record for record in records if record["target"] == target and not record["error"]]
+    over = [f"{r['what']}: {r['shared']} of {r['limit']} bytes" for r in mine if r["shared"] > r["limit"]]
+    assert not over, "\n".join(over)
+
+
+def test_offsets_are_64_bits_wide(records: list[dict[str, Any]]) -> None:
+    """No row number is multiplied by a stride, or by the length of a row, in 32 bits, where it would wrap at 2^31."""
+    for record in records:
+        if record["ttir"]:
+            assert not narrow_products(record["ttir"]), f"{record['what']}: {narrow_products(record['ttir'])}"
+
+
+def narrow_products(ttir: str) -> list[str]:
+    """The 32-bit multiplications of a kernel's strides and row lengths."""
+    strides = set(re.findall(r"%(\w*stride|hidden|n_cols|vocab)\b: i32", ttir))
+    products = []
+    for result, operation, operands, kind in re.findall(r"%(\S+) = (\S+) (.*?) : (.*)", ttir):
+        if set(re.findall(r"%(\w+)", operands)) & strides:
+            if operation == "arith.muli" and re.search(r"\bi32|xi32", kind):
+                products.append(f"{operation} {operands} : {kind}")
+            elif operation == "tt.splat" or operation.startswith(("tt.broadcast", "tt.expand_dims")):
+                strides.add(result)
+    return products
+
+
+def test_a_narrow_product_is_found() -> None:
+    head = "tt.func public @kernel(%x_ptr: !tt.ptr<bf16>, %x_stride: i32 {tt.divisibility = 16 : i32}) {\n"
+    narrow = "  %0 = tt.splat %x_stride : i32 -> tensor<4xi32>\n  %1 = arith.muli %row, %0 : tensor<4xi32> loc(#loc)\n"
+    wide = "  %0 = arith.extsi %x_stride : i32 to i64\n  %1 = arith.muli %row, %0 : i64 loc(#loc)\n"
+    assert narrow_products(head + narrow)
+    assert not narrow_products(head + wide)
+
+
+def test_every_kernel_is_compiled(records: list[dict[str, Any]]) -> None:
+    assert kernels() == {record["kernel"] for record in records}
+
+
+if __name__ == "__main__":
+    compile_all()

@@ -1,0 +1,211 @@
+"""swiglu and geglu against their references."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from liger_kernels.ops import geglu, geglu_ref, launches, reset_launches, swiglu, swiglu_ref
+from liger_kernels.ops._runtime import launch
+from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+OPS = {
+    "swiglu": (swiglu, swiglu_ref),
+    "geglu_tanh": (geglu, geglu_ref),
+    "geglu_exact": (partial(geglu, approximate="none"), partial(geglu_ref, approximate="none")),
+}
+
+
+@pytest.fixture(params=OPS)
+def op(request):
+    return OPS[request.param]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1,), (3, 1), (2, 3, 65), (5, 128), (70001,)], ids=str)
+def test_matches_reference(device, op, dtype, shape) -> None:
+    check_op(*op, [randn(*shape, dtype=dtype, device=device, scale=2.0) for _ in range(2)])
+
+
+@EXAMPLES
+@given(
+    op=st.sampled_from(sorted(OPS)),
+    shape=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+    scale=st.sampled_from([1e-3, 1.0, 10.0]),
+    frozen=st.sampled_from([None, 0, 1]),
+    seed=st.integers(0, 2**32),
+)
+def test_any_shape_and_option(op, shape, dtypes, scale, frozen, seed) -> None:
+    torch.manual_seed(seed)
+    leaves = [
+        randn(*shape, dtype=dtype, device=DEVICE, scale=scale, grad=frozen != i) for i, dtype in enumerate(dtypes)
+    ]
+    check_op(*OPS[op], leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(6, 10), (3, 2, 130), (3001, 66)], ids=str)
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_halves_of_one_projection(device, op, dtype, shape, gate_first) -> None:
+    def call(op, x):
+        first, second = x.chunk(2, dim=-1)
+        return op(first, second) if gate_first else op(second, first)
+
+    check_op(*(partial(call, f) for f in op), [randn(*shape, dtype=dtype, device=device)])
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, None].expand(-1, 3, -1),
+        lambda x: x[::2, ::3],
+        lambda x: x.unflatten(1, (5, 8)).transpose(0, 1),
+        lambda x: x[..., :1],
+    ],
+    ids=["transposed", "expanded", "strided", "swapped", "one_column"],
+)
+def test_other_views(device, op, view) -> None:
+    leaves = [randn(12, 40, dtype=torch.bfloat16, device=device) for _ in range(2)]
+
+    def call(op, gate, up):
+        return op(view(gate), view(up)), op(gate[:, 1:], up[:, :-1]), op(gate, up).t()
+
+    check_op(*(partial(call, f) for f in op), leaves)
+
+
+def test_halves_are_not_copied(device, monkeypatch) -> None:
+    launched = []
+    module = importlib.import_module("liger_kernels.ops.glu")
+    monkeypatch.setattr(module, "launch", lambda kernel, grid, device, *args, **kwargs: launched.extend(args))
+    gate, up = randn(2, 3, 64, dtype=torch.bfloat16, device=device).chunk(2, dim=-1)
+    swiglu(gate, up)
+    assert {gate.data_ptr(), up.data_ptr()} <= {x.data_ptr() for x in launched if isinstance(x, torch.Tensor)}
+
+
+def test_saves_nothing_but_its_inputs(device, op) -> None:
+    saved = []
+    gate, up = (randn(5, 8, dtype=torch.bfloat16, device=device) for _ in range(2))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        op[0](gate, up)
+    assert [t.data_ptr() for t in saved] == [gate.data_ptr(), up.data_ptr()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounds_the_activation_forward_and_backward(device, op, dtype) -> None:
+    """One rounding less would be nearer to the truth, and another function than upstream's: dL/dup too uses the
+    rounded activation. A last bit of exp in float32 tips few roundings; leaving the rounding out changes a third."""
+    gate, up = (randn(64, 512, dtype=dtype, device=device) for _ in range(2))
+    upstream = [torch.randn(64, 512).to(device, dtype)]
+    (ours,), (_, dup) = run(op[0], [gate, up], upstream)
+    (theirs,), (_, their_dup) = run(op[1], [gate, up], upstream)
+    assert (ours == theirs).float().mean() > 0.99
+    assert (dup == their_dup).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_and_special_gates(device, op, dtype) -> None:
+    """Where exp over- or underflows, and where the cube in the tanh form does: finite, with finite gradients."""
+    largest = torch.finfo(dtype).max
+    magnitudes = torch.tensor([0.0, 1e-6, 5.0, 11.0, 12.0, 13.0, 50.0, 90.0, 500.0, 6e4, largest / 2, largest])
+    gate = torch.cat((magnitudes, -magnitudes)).to(device, dtype).requires_grad_()
+    up = torch.full_like(gate, 0.5).requires_grad_()
+    (y,), gradients = run(op[0], [gate, up])
+    truth, truths = run(op[1], [t.detach().double().clamp(-1e100, 1e100).requires_grad_() for t in (gate, up)])
+    for ours, true in zip([y, *gradients], [*truth, *truths], strict=True):
+        torch.testing.assert_close(ours, true.to(dtype), rtol=8 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_infinite_gate(device) -> None:
+    """An infinity stays one, and what was zero at minus infinity is not a large number."""
+    gate = torch.tensor([float("inf")], device=device)
+    for ours, ref in OPS.values():
+        assert torch.equal(ours(gate, gate), ref(gate, gate))
+
+
+def test_no_elements(device, op) -> None:
+    leaves = [randn(3, 0, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    reset_launches()
+    (y,), gradients = run(op[0], leaves)
+    assert all(t.shape == (3, 0) for t in (y, *gradients))
+    assert not launches()
+
+
+def test_rows_beyond_2_to_the_31_elements(device, op, untouched_memory) -> None:
+    """Three rows, 2^30 elements apart, of gate, up and the upstream gradient."""
+    buffers = [untouched_memory(2**31 + 2**20, torch.bfloat16) for _ in range(3)]
+    gate, up, upstream = far = [buffer.as_strided((3, 64), (2**30, 1)) for buffer in buffers]
+    for t in far:
+        t.copy_(randn(3, 64, dtype=torch.bfloat16, device=device, grad=False))
+    near = [t.clone() for t in far]
+    results = [
+        run(op[0], [gate.requires_grad_(), up.requires_grad_()], [upstream]),
+        run(op[0], [near[0].requires_grad_(), near[1].requires_grad_()], [near[2]]),
+    ]
+    assert all(map(torch.equal, results[0][0] + results[0][1], results[1][0] + results[1][1]))
+
+
+def test_frozen_inputs_cost_nothing(device, op, monkeypatch) -> None:
+    """The kernel is handed no memory for a gradient that nobody wants, and without gradients there is no backward."""
+    launched = []
+
+    def record(kernel, grid, device, *args, **kwargs):
+        launched.append(dict(zip(kernel.arg_names, args, strict=False)))
+        launch(kernel, grid, device, *args, **kwargs)
+
+    leaves = [randn(4, 16, dtype=torch.float32, device=device) for _ in range(2)]
+    _, gradients = run(op[0], leaves)
+    monkeypatch.setattr(importlib.import_module("liger_kernels.ops.glu"), "launch", record)
+    for frozen in range(2):
+        _, (gradient,) = run(op[0], [t.detach().requires_grad_(i != frozen) for i, t in enumerate(leaves)])
+        assert torch.equal(gradient, gradients[1 - frozen])
+        assert [launched[-1][name] is None for name in ("dgate_ptr", "dup_ptr")] == [frozen == 0, frozen == 1]
+    launched.clear()
+    op[0](*(t.detach() for t in leaves))
+    assert ["dgate_ptr" in arguments for arguments in launched] == [False]
+
+
+def test_twice_is_the_same_bit_for_bit(device, op) -> None:
+    leaves = [randn(3000, 70, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    first, second = (run(op[0], leaves) for _ in range(2))
+    assert all(map(torch.equal, first[0] + first[1], second[0] + second[1]))
+
+
+def test_reference_gradient(op) -> None:
+    leaves = [torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    assert torch.autograd.gradcheck(op[1], leaves)
+
+
+def test_float64_runs_the_reference(device, op) -> None:
+    gate, up = (torch.randn(3, 5, device=device) for _ in range(2))
+    reset_launches()
+    for leaves in ((gate.double(), up), (gate, up.double())):
+        assert torch.equal(op[0](*leaves), op[1](*leaves))
+    assert not launches()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda g, u: (g.int(), u), TypeError, "gate is torch.int32 and up torch.float32; both must be floating"),
+        (lambda g, u: (g, u[:1]), ValueError, r"gate has shape \(3, 5\), up \(1, 5\); both must be \[..., features\]"),
+        (lambda g, u: (g[0, 0], u[0, 0]), ValueError, r"gate has shape \(\), up \(\)"),
+        (lambda g, u: (g, u.to("meta")), ValueError, "up on meta; move one to the other"),
+    ],
+)
+def test_bad_input(device, op, change, error, message) -> None:
+    with pytest.raises(error, match=message):
+        op[0](*change(torch.randn(3, 5, device=device), torch.randn(3, 5, device=device)))
+
+
+def test_unknown_approximation(device) -> None:
+    x = torch.randn(3, 5, device=device)
+    with pytest.raises(ValueError, match="approximate is 'erf'; allowed are 'tanh' and 'none'"):
+        geglu(x, x, approximate="erf")

@@ -1,0 +1,246 @@
+"""rope against its reference."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from liger_kernels.ops import launches, reset_launches, rope, rope_ref
+from liger_kernels.ops.rope import PAIRINGS
+from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check(q, k, cos, sin, pairing="half", view=lambda x: x):
+    def call(op, q, k, cos, sin):
+        return op(view(q), view(k), cos, sin, pairing=pairing)
+
+    return check_op(partial(call, rope), partial(call, rope_ref), [q, k, cos, sin], pairing)
+
+
+def angles(batch: int, seq: int, rotary_dim: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Independent random factors: no identity between angles hides a mistake."""
+    return [randn(batch, seq, rotary_dim, dtype=dtype, device=device, grad=False) for _ in range(2)]
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rotary_dim", [64, 48, 6, 2])
+@pytest.mark.parametrize("batch", [1, 3], ids=["one_for_all", "one_per_row"])
+def test_matches_reference(device, pairing, dtype, rotary_dim, batch) -> None:
+    q, k = (randn(3, heads, 5, 64, dtype=dtype, device=device) for heads in (6, 2))
+    check(q, k, *angles(batch, 5, rotary_dim, dtype, device), pairing)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_several_tiles_of_tokens_and_heads(device, pairing) -> None:
+    """More heads than a tile holds, and more tokens than a program; the last tile of each is a part of one."""
+    q, k = (randn(2, heads, 3, 512, dtype=torch.float32, device=device) for heads in (37, 17))
+    check(q, k, *angles(2, 3, 512, torch.float32, device), pairing)
+    q, k = (randn(2, heads, 2100, 16, dtype=torch.float32, device=device) for heads in (3, 1))
+    check(q, k, *angles(2, 2100, 12, torch.float32, device), pairing)
+
+
+@EXAMPLES
+@given(
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), st.integers(1, 40)),
+    half=st.integers(1, 20),
+    rest=st.integers(0, 20),
+    per_row=st.booleans(),
+    dtypes=st.tuples(*[st.sampled_from(DTYPES)] * 4),
+    pairing=st.sampled_from(PAIRINGS),
+    frozen=st.sampled_from([None, 0, 1]),
+    transposed=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_any_shape_and_option(sizes, half, rest, per_row, dtypes, pairing, frozen, transposed, seed) -> None:
+    torch.manual_seed(seed)
+    batch, heads, kv_heads, seq = sizes
+    leaves = []
+    for i, n in enumerate((heads, kv_heads)):
+        shape = (batch, seq, n, 2 * half + rest) if transposed else (batch, n, seq, 2 * half + rest)
+        leaves.append(randn(*shape, dtype=dtypes[i], device=DEVICE, grad=frozen != i))
+    shape = (batch if per_row else 1, seq, 2 * half)
+    leaves += [randn(*shape, dtype=dtype, device=DEVICE, grad=False) for dtype in dtypes[2:]]
+    check(*leaves, pairing, view=lambda x: x.transpose(1, 2) if transposed else x)
+
+
+def test_position_ids_that_differ_per_row(device) -> None:
+    """Real angles of left-padded rows; the angles of row 0 for every row would be another result."""
+    positions = torch.tensor([[0, 1, 2, 3], [0, 0, 0, 1], [5, 6, 0, 1]], device=device)
+    frequencies = 1e4 ** (-torch.arange(0, 1, 1 / 8, device=device))
+    angle = (positions[..., None] * frequencies).repeat(1, 1, 2)
+    q, k = (randn(3, 2, 4, 16, dtype=torch.float32, device=device) for _ in range(2))
+    check(q, k, angle.cos(), angle.sin())
+    assert not torch.equal(rope(q, k, angle.cos(), angle.sin())[0], rope(q, k, angle[:1].cos(), angle[:1].sin())[0])
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.transpose(1, 2),
+        lambda x: x.transpose(1, 2)[..., :32],
+        lambda x: x[:, ::2].transpose(1, 2),
+        lambda x: x[..., ::2].transpose(1, 2),
+        lambda x: x[:1].expand(4, -1, -1, -1).transpose(1, 2),
+    ],
+    ids=["transposed", "half_a_head", "every_other_token", "strided_head", "expanded"],
+)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_views_are_read_where_they_lie(device, view, pairing) -> None:
+    q, k = (randn(4, 6, heads, 64, dtype=torch.bfloat16, device=device) for heads in (4, 2))
+    batch, _, seq, head_dim = view(q).shape
+    check(q, k, *angles(batch, seq, head_dim, torch.bfloat16, device), pairing, view=view)
+
+
+def test_halves_of_one_projection(device) -> None:
+    qkv = randn(2, 5, 8 * 16, dtype=torch.bfloat16, device=device)
+
+    def call(op, qkv, cos, sin):
+        q, k, _ = (x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in qkv.split((64, 32, 32), dim=-1))
+        return op(q, k, cos, sin)
+
+    check_op(partial(call, rope), partial(call, rope_ref), [qkv, *angles(1, 5, 16, torch.bfloat16, device)])
+
+
+def test_strided_and_expanded_angles(device) -> None:
+    q, k = (randn(2, 3, 5, 16, dtype=torch.float32, device=device) for _ in range(2))
+    cos, sin = angles(5, 16, 4, torch.float32, device)
+    check(q, k, cos.permute(2, 0, 1)[:2], sin.permute(2, 0, 1)[:2])
+    check(q, k, cos[:, :, 0].expand(2, -1, -1), sin.permute(2, 0, 1)[:2])
+
+
+def test_memory_order_is_kept(device) -> None:
+    """Results, and gradients of leaves behind a transpose, lie as q and k did: upstream's views stay views."""
+    q, k = (randn(2, 5, heads, 16, dtype=torch.bfloat16, device=device) for heads in (4, 2))
+    cos, sin = angles(1, 5, 16, torch.bfloat16, device)
+    results = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    assert all(y.transpose(1, 2).is_contiguous() for y in results)
+    gradients = torch.autograd.grad(results, (q, k), [torch.ones_like(y).contiguous() for y in results])
+    assert all(g.is_contiguous() for g in gradients)
+
+
+def test_a_view_is_not_copied(device, monkeypatch) -> None:
+    launched = []
+    module = importlib.import_module("liger_kernels.ops.rope")
+    monkeypatch.setattr(module, "launch", lambda kernel, grid, device, *args, **kwargs: launched.extend(args))
+    q, k = (randn(2, 5, 4, 16, dtype=torch.bfloat16, device=device).transpose(1, 2) for _ in range(2))
+    rope(q, k, *angles(1, 5, 16, torch.bfloat16, device))
+    assert {q.data_ptr(), k.data_ptr()} <= {x.data_ptr() for x in launched if isinstance(x, torch.Tensor)}
+
+
+def test_one_launch_forward_and_one_backward(device) -> None:
+    q, k = (randn(2, heads, 5, 16, dtype=torch.bfloat16, device=device) for heads in (4, 2))
+    cos, sin = angles(1, 5, 16, torch.bfloat16, device)
+    reset_launches()
+    run(rope, [q, k, cos, sin])
+    assert launches() == {"_rope_kernel": 2}
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_result_that_nobody_uses(device, used) -> None:
+    q, k = (randn(2, heads, 5, 16, dtype=torch.float32, device=device) for heads in (4, 2))
+    cos, sin = angles(1, 5, 16, torch.float32, device)
+    results = rope(q, k, cos, sin)
+    upstream = torch.randn_like(results[used])
+    gradients = torch.autograd.grad(results[used], (q, k), upstream, allow_unused=True)
+    truth = torch.autograd.grad(rope_ref(q, k, cos, sin)[used], (q, k)[used], upstream)[0]
+    torch.testing.assert_close(gradients[used], truth)
+    assert gradients[1 - used] is None
+
+
+def test_angles_that_require_a_gradient_run_the_reference(device) -> None:
+    q, k = (randn(2, heads, 5, 16, dtype=torch.float32, device=device) for heads in (4, 2))
+    cos, sin = (x.requires_grad_() for x in angles(1, 5, 16, torch.float32, device))
+    reset_launches()
+    check(q, k, cos, sin)
+    assert not launches()
+    with torch.no_grad():
+        rope(q, k, cos, sin)
+    assert launches() == {"_rope_kernel": 1}
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 5, 16), (2, 4, 0, 16)], ids=["no_batch", "no_tokens"])
+def test_no_rows(device, shape) -> None:
+    q, k = (randn(*shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    cos, sin = angles(1, shape[2], 16, torch.bfloat16, device)
+    results, gradients = run(rope, [q, k, cos, sin])
+    assert all(t.shape == shape for t in (*results, *gradients))
+
+
+def test_tokens_beyond_2_to_the_31_elements(device, untouched_memory) -> None:
+    """The last of three tokens lies 2^31 elements into its buffer, the last of two batches 2^30 further."""
+    buffer = untouched_memory(2**32 + 2**20, torch.bfloat16)
+    q = buffer.as_strided((2, 2, 3, 16), (2**31, 16, 2**30, 1))
+    q.copy_(randn(2, 2, 3, 16, dtype=torch.bfloat16, device=device, grad=False))
+    near, k = q.clone().requires_grad_(), randn(2, 1, 3, 16, dtype=torch.bfloat16, device=device)
+    cos, sin = angles(2, 3, 16, torch.bfloat16, device)
+    far_upstream, upstream = [q, k.detach()], [near.detach(), k.detach()]
+    far_results, near_results = rope(q, k, cos, sin), rope(near, k, cos, sin)
+    assert all(map(torch.equal, far_results, near_results))
+    gradients = [torch.autograd.grad(near_results, (near, k), g, retain_graph=True) for g in (far_upstream, upstream)]
+    assert all(map(torch.equal, *gradients))
+
+
+def test_twice_is_the_same_bit_for_bit(device) -> None:
+    leaves = [randn(2, heads, 50, 64, dtype=torch.bfloat16, device=device) for heads in (4, 2)]
+    leaves += angles(2, 50, 64, torch.bfloat16, device)
+    first, second = (run(rope, leaves) for _ in range(2))
+    assert all(map(torch.equal, first[0] + first[1], second[0] + second[1]))
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_reference_gradient(pairing) -> None:
+    q, k = (torch.randn(2, heads, 3, 8, dtype=torch.float64, requires_grad=True) for heads in (2, 1))
+    cos, sin = (torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(partial(rope_ref, pairing=pairing), (q, k, cos, sin))
+
+
+def test_float64_runs_the_reference(device) -> None:
+    q, k = (torch.randn(1, 2, 3, 8, device=device) for _ in range(2))
+    cos, sin = (torch.randn(1, 3, 8, device=device) for _ in range(2))
+    reset_launches()
+    for doubled in range(4):
+        args = [x.double() if i == doubled else x for i, x in enumerate((q, k, cos, sin))]
+        assert all(map(torch.equal, rope(*args), rope_ref(*args)))
+    assert not launches()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda a: {"pairing": "neox"}, ValueError, "pairing is 'neox'; allowed are 'half', 'interleaved', "),
+        (lambda a: {"q": a["q"].int()}, TypeError, "q is torch.int32; it must be floating point"),
+        (lambda a: {"sin": a["sin"].int()}, TypeError, "sin is torch.int32"),
+        (lambda a: {"q": a["q"][0]}, ValueError, r"q has shape \(4, 5, 16\), .* \[batch, heads, seq, head_dim\]"),
+        (lambda a: {"k": a["k"][..., :8]}, ValueError, r"k \(2, 2, 5, 8\); they must be"),
+        (lambda a: {"k": a["k"][:1]}, ValueError, r"k \(1, 2, 5, 16\); they must be"),
+        (lambda a: {"cos": a["cos"][:, :4]}, ValueError, r"cos has shape \(1, 4, 16\).*\[1 or 2, 5, rotary_dim\]"),
+        (lambda a: {"cos": a["cos"][0], "sin": a["sin"][0]}, ValueError, r"cos has shape \(5, 16\)"),
+        (
+            lambda a: {n: a[n].expand(3, -1, -1) for n in ("cos", "sin")},
+            ValueError,
+            r"cos has shape \(3, 5, 16\)",
+        ),
+        (lambda a: {n: a[n][..., :7] for n in ("cos", "sin")}, ValueError, "have 7 columns; rotary_dim must be even"),
+        (lambda a: {n: a[n][..., :0] for n in ("cos", "sin")}, ValueError, "have 0 columns"),
+        (lambda a: {n: a[n].repeat(1, 1, 2) for n in ("cos", "sin")}, ValueError, "have 32 columns; .* 2 to 16"),
+        (lambda a: {"cos": a["cos"].to("meta")}, ValueError, "cos is on meta, q on"),
+    ],
+)
+def test_bad_input(device, change, error, message) -> None:
+    q, k = (torch.randn(2, heads, 5, 16, device=device) for heads in (4, 2))
+    arguments = {
+        "q": q,
+        "k": k,
+        "cos": torch.randn(1, 5, 16, device=device),
+        "sin": torch.randn(1, 5, 16, device=device),
+    }
+    with pytest.raises(error, match=message):
+        rope(**{**arguments, **change(arguments)})

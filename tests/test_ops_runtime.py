@@ -1,0 +1,121 @@
+"""Dispatch, launches and the interpreter's repairs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from liger_kernels.ops import _runtime, launches, reset_launches
+from liger_kernels.ops._runtime import INTERPRET, launch, next_power_of_2, tl, triton, use_triton
+
+
+@triton.jit
+def _cast_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n)
+    tl.store(y_ptr + i, x.to(y_ptr.dtype.element_ty), mask=i < n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_run_where_they_can(device, dtype) -> None:
+    assert use_triton(torch.empty(1, dtype=dtype, device=device))
+    assert not use_triton(torch.empty(1, dtype=dtype, device="meta"))
+    assert use_triton(torch.empty(1, dtype=dtype)) == INTERPRET
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64], ids=str)
+def test_other_dtypes_run_the_reference(device, dtype) -> None:
+    assert not use_triton(torch.empty(1, dtype=dtype, device=device))
+
+
+def test_without_triton_nothing_runs_it(device, monkeypatch) -> None:
+    monkeypatch.setattr(_runtime, "HAS_TRITON", False)
+    assert not use_triton(torch.empty(1, device=device))
+
+
+def test_a_cpu_without_the_interpreter_runs_the_reference() -> None:
+    code = """
+import torch
+from liger_kernels.ops import launches, swiglu, swiglu_ref
+x = torch.randn(3)
+assert torch.equal(swiglu(x, x), swiglu_ref(x, x)) and not launches()
+"""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    y = torch.empty(len(x), dtype=dtype, device=x.device)
+    launch(_cast_kernel, (1,), x.device, x, y, len(x), BLOCK=next_power_of_2(len(x)))
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_store_rounds_to_nearest_even(device, dtype) -> None:
+    """Carries into the exponent, ties, subnormals, infinities and NaN included."""
+    one = 1.0 + torch.arange(64) / 2**13
+    special = [0.0, -0.0, 1.9999, 3.9999, 1e-40, -1e-40, 1e-45, 3.4e38, -3.4e38, float("inf"), -float("inf")]
+    x = torch.cat((torch.randn(1000), one, -one, torch.tensor(special), torch.randn(100) * 1e-5)).to(device)
+    assert torch.equal(cast(x, dtype), x.to(dtype))
+    assert torch.equal(cast(x.to(dtype), torch.float32), x.to(dtype).float())
+    assert cast(torch.tensor([float("nan")], device=device), dtype).isnan().all()
+
+
+def test_launches_are_counted(device) -> None:
+    reset_launches()
+    assert launches() == {}
+    cast(torch.randn(3, device=device), torch.float32)
+    cast(torch.randn(3, device=device), torch.float32)
+    assert launches() == {"_cast_kernel": 2}
+    launches()["_cast_kernel"] = 5  # a copy
+    assert launches() == {"_cast_kernel": 2}
+    reset_launches()
+    assert launches() == {}
+
+
+def test_an_empty_grid_launches_nothing(device) -> None:
+    reset_launches()
+    launch(None, (0,), device)
+    launch(None, (3, 0), device)
+    assert launches() == {}
+
+
+@pytest.mark.parametrize(("index", "guarded"), [(0, False), (1, True), (None, False)])
+def test_launches_under_the_tensors_own_device(monkeypatch, index, guarded) -> None:
+    """Triton launches on the current device: of another one's tensors that is an error, or a wrong result."""
+    entered = []
+
+    class Kernel:
+        __name__ = "_kernel"
+
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: entered.append(grid)
+
+    class Guard:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            entered.append(self.device)
+
+        def __exit__(self, *_):
+            entered.append("left")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    device = torch.device("cuda", index)
+    launch(Kernel(), (2,), device)
+    assert entered == ([device, (2,), "left"] if guarded else [(2,)])
+    reset_launches()
+
+
+@pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (4096, 4096), (4097, 8192), (2**33, 2**33)])
+def test_next_power_of_2(n, power) -> None:
+    assert next_power_of_2(n) == power
