@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import importlib
@@ -65,7 +64,7 @@ def load_patch(name: str) -> Callable[[nn.Module], Any]:
         raise PatchError(
             f"--patch {name!r} is a {type(patch).__name__}; it takes a function that is called with a model"
         )
-    return patch  # type: ignore[return-value]
+    return patch
 
 
 def remember_upstream(models: Iterable[MiniModel]) -> None:
@@ -104,8 +103,8 @@ def references(model: str, dtype: str, profile: str, device: str, seed: int) -> 
 
 
 def _ask_for_confident_predictions(template: nn.Module, inputs: list[Step]) -> None:
-    """Where the model is confident, make its prediction the label: the gradient at the target is then p - 1 with p -> 1,
-    which cancels catastrophically in a kernel that rounds too early."""
+    """Where the model is confident, make its prediction the label: the gradient at the target is then p - 1 with
+    p -> 1, which cancels catastrophically in a kernel that rounds too early."""
     with torch.no_grad():
         for batch in (batch for step in inputs for batch in step.batches):
             probability = template(input_ids=batch.input_ids, position_ids=batch.position_ids).logits.softmax(-1)
@@ -202,8 +201,8 @@ def _check_foreign(
     """A patch of somebody else must have changed a class or a forward, or at least one bit of what was observed."""
     before = dict(reference.template.named_modules())
     for path, module in candidate.model.named_modules():
-        own = copy.copy(module.__dict__.get("forward"))
-        if path not in before or type(module) is not type(before[path]) or own is not None:
+        own = before.get(path)
+        if type(module) is not type(own) or ("forward" in vars(module)) != ("forward" in vars(own)):
             name = type(module).__name__
             record.census[name] = record.census.get(name, 0) + 1
     baseline = reference.pairs[0][1]

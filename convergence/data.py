@@ -1,7 +1,7 @@
 """The inputs: real English text that ships with Python, as bytes, cut into batches that are hard on purpose.
 
-A :class:`Step` is one optimizer step: one or several micro batches and how their loss is formed. ``steps(profile, ...)``
-is the table of all of them.
+A :class:`Step` is one optimizer step: one or several micro batches and how their loss is formed. :func:`steps` is the
+table of all of them.
 """
 
 from __future__ import annotations

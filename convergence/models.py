@@ -27,7 +27,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
-# Two layers that differ: one with the sliding window, one without. Old configurations know the pattern, new ones the list.
+# One layer with a sliding window, one without. Old configurations know the pattern, new ones the list.
 _ALTERNATING = {
     "sliding_window": 8,
     "sliding_window_pattern": 2,

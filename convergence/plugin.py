@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PATCHES = ("convergence.patches:fused_linear", "convergence.patches:fused_cross_entropy")
 _PROPERTY = "convergence"
-_summaries = pytest.StashKey[list[dict[str, Any]]]()
+_summaries = pytest.StashKey[list[Any]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _choose_device(device: str | None) -> str:
-    """The device of this run. Without a GPU, kernels run in Triton's interpreter, which Triton decides at its import."""
+    """The device of this run. Without a GPU, kernels run in Triton's interpreter, as Triton decides at its import."""
     if device is None:
         import torch
 

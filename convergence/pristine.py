@@ -62,8 +62,8 @@ def _namespaces(model_classes: Iterable[type]) -> Iterable[tuple[str, Mapping[st
     for module in modules:
         yield module.__name__, vars(module)
         classes.update(value for value in vars(module).values() if isinstance(value, type))
-    for cls in {base for cls in classes for base in cls.__mro__ if base is not object}:
-        yield f"{cls.__module__}.{cls.__qualname__}", vars(cls)
+    for base in {base for cls in classes for base in cls.__mro__ if base is not object}:
+        yield f"{base.__module__}.{base.__qualname__}", vars(base)
 
 
 def _symbols(namespace: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

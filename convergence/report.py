@@ -22,9 +22,15 @@ def failure(record: Record) -> str:
     lines = [
         f"{record.name} on {record.device} ({record.profile} inputs): the candidate is not the baseline's mathematics"
     ]
-    lines += ["", *table(("tensor", "step", "statistic", "value", "bound"), record.failures[:_MOST_ROWS])]
-    if len(record.failures) > _MOST_ROWS:
-        lines.append(f"... and {len(record.failures) - _MOST_ROWS} more")
+    groups: dict[tuple[str, str], list[tuple[str, ...]]] = {}
+    for row in record.failures:
+        groups.setdefault((row[0], row[2]), []).append(row)
+    rows = []
+    for first, *more in groups.values():
+        rows.append((first[0], first[1] + (f" and {len(more)} more" if more else ""), *first[2:]))
+    lines += ["", *table(("tensor", "step", "statistic", "value", "bound"), rows[:_MOST_ROWS])]
+    if len(rows) > _MOST_ROWS:
+        lines.append(f"... and {len(rows) - _MOST_ROWS} more tensors; the record has all of them")
     if record.census:
         lines += ["", "patched: " + ", ".join(f"{count} x {name}" for name, count in record.census.items())]
     return "\n".join([*lines, *record.notes])

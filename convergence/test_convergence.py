@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("case", cases(metafunc.config), ids=str)
 
 
-def test_convergence(case: Case, request: pytest.FixtureRequest, record_property: pytest.RecordProperty) -> None:
+def test_convergence(
+    case: Case, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> None:
     """The candidate is the same mathematics as the unpatched model."""
     if not MODELS[case.model].is_available():
         pytest.skip(f"this transformers has no {MODELS[case.model].architecture}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 # A result computed in one dtype may lose at most this many times what PyTorch's own formula in that dtype loses against
@@ -63,18 +61,19 @@ def three_way(
         )
 
 
-# How many standard deviations of measured noise a statistic may lie off. A normal variable is beyond six once in 5e8, and
-# one run of the suite judges some 1e4 statistics; the rest is for noise that is estimated from few samples.
+# How many standard deviations of measured noise a gain may be off. A normal variable is beyond six once in 5e8, and one
+# run of the suite judges some 1e4 of them; the rest is for noise that is estimated from few samples.
 SIGMAS = 6.0
 
 # Perturbed replicas of the baseline per case. With the baseline itself they are the samples of every noise.
 REPLICAS = 5
 
 
-def ratio_bound(spread: float) -> float:
-    """What an error ratio may be: the factor of the three-way rule, or more where replicas of the baseline themselves
-    differ by more. ``spread`` is the standard deviation of the logarithm of their ratios."""
-    return max(THREE_WAY_FACTOR, math.exp(SIGMAS * spread))
+def ratio_bound(worst_replica: float) -> float:
+    """What an error ratio may be: the factor of the three-way rule times ``worst_replica``, the largest ratio that a
+    replica of the baseline has when the others judge it. That is near 1.2 where errors are sums of many roundings, and
+    several times as much for a single number, or where AdamW turns the sign of a gradient's noise into a step."""
+    return THREE_WAY_FACTOR * max(1.0, worst_replica)
 
 
 def gain_bound(sigma: float, dtype: torch.dtype) -> float:

@@ -3,9 +3,9 @@
 Every arm of a case goes through the same three phases from the same initial weights:
 
 1. *initial*: every step of the profile, one after the other, at the initial weights. This is where power comes from: no
-   noise has accumulated. Each step's weights differ from the initial ones by one unit in the last place, the same in every
-   arm: rounding errors that hang on the weights would otherwise be the same in every step and not average out.
-2. *SGD* over the steps that train, then evaluation and generation. SGD decides, because it shows the scale of a gradient.
+   noise has accumulated. Each step's weights differ from the initial ones by one unit in the last place, the same in
+   every arm: rounding errors that hang on the weights would otherwise be the same in every step and not average out.
+2. *SGD* over the steps that train, then evaluation and generation. SGD decides, because it shows a gradient's scale.
 3. *AdamW* over the same steps, because users run it; it hides the scale of a gradient.
 """
 
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from convergence.data import IGNORE, Batch, Step
 
+# Small enough that the loss falls: a step that overshoots turns rounding noise into chaos, which hides faults.
 SGD_LEARNING_RATE = 0.02
 ADAMW_LEARNING_RATE = 2e-3
 # Every forward of a candidate has at least four chunks or a partial last one: 63 rows are 4 * 13 + 11.
@@ -176,7 +177,8 @@ def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
                 kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
                 if batch.position_ids is not None:
                     kwargs["position_ids"] = batch.position_ids
-                logits = before = None
+                logits: Any = None
+                before: torch.Tensor | None = None
                 if step.label_smoothing is not None:
                     logits = model(**kwargs).logits
                     head.observe_outputs(logits)
@@ -196,7 +198,7 @@ def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
                 if logits is not None:
                     before = logits.detach().clone()
                 (loss * step.scale).backward()
-                if logits is not None and not torch.equal(logits.detach(), before):
+                if before is not None and not torch.equal(logits.detach(), before):
                     result.complaints.append(f"{label}: the logits that the caller holds changed during backward")
             result.record("loss", label, loss)
         norms = []
@@ -302,7 +304,7 @@ class _HeadObserver:
         self.chunks.append((start, grad))
 
     def logits_grad(self, grad: torch.Tensor) -> None:
-        """Record ``grad`` [..., vocab] of [batch, length] rows; where the loss cuts the last position off, it may be missing."""
+        """Record ``grad`` [..., vocab] of [batch, length] rows; the last position may be missing (the loss cuts it)."""
         rows = grad.flatten(0, -2)
         batch, length = self.batch.labels.shape
         kept = len(rows) // batch
