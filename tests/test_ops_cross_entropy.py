@@ -169,6 +169,12 @@ def test_saturated_softcap_keeps_its_slope(device):
     assert (grad.double() / truth - 1).abs().max() <= 64 * unit_roundoff(torch.float32)
 
 
+def test_wide_softcap_keeps_small_logits(device):
+    """Far below the cap the exponential form of tanh cancels, and the cap multiplies what it lost."""
+    logits, targets, _ = make_inputs(64, 3, torch.float32, device, {}, spread=1.0)
+    assert_right(logits, targets, reduction="none", softcap=50.0)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("options", [ALONE["plain"], ALONE["all"]], ids=["plain", "all"])
 def test_all_rows_ignored_is_zero_with_zero_gradients(reduction, options, device):
