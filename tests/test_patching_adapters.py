@@ -98,3 +98,22 @@ def test_head_and_loss_compile_without_a_graph_break():
         for got, want in zip(torch.autograd.grad(loss, [hidden, model.lm_head.weight]), expected_gradient, strict=True):
             torch.testing.assert_close(got, want)
         assert torch._dynamo.utils.counters["graph_break"] == {}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("order", ["patch first", "compile first"])
+def test_a_compiled_model_trains_the_same(family, order):
+    model = tiny(family)
+    expected = run(copy.deepcopy(model))
+    if order == "patch first":
+        liger_kernels.patch(model)
+        compiled = torch.compile(model, backend="aot_eager")
+    else:
+        compiled = torch.compile(model, backend="aot_eager")
+        liger_kernels.patch(model)
+    out = compiled(**batch())
+    assert type(out).__name__ == "CausalLMOutputWithPast"
+    found = gradients(model, out.loss)
+    assert out.logits.shape == (2, 9, 67)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=name)

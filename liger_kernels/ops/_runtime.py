@@ -67,11 +67,17 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _launches: Counter[str] = Counter()
 
 
-def use_triton(x: torch.Tensor) -> bool:
-    """Whether an op over ``x`` runs its Triton kernel (else its reference)."""
+def use_triton(x: torch.Tensor, *, opaque: bool = False) -> bool:
+    """Whether an op over ``x`` runs its Triton kernel (else its reference).
+
+    Dynamo would trace into the interpreter's NumPy, so while it traces a CPU program only an ``opaque`` op, one that is
+    registered with ``torch.library``, keeps its interpreted kernels.
+    """
     if not HAS_TRITON or x.dtype not in _KERNEL_DTYPES:
         return False
-    return x.device.type in ("cuda", "xpu") or (INTERPRET and x.device.type == "cpu")
+    if x.device.type == "cpu":
+        return INTERPRET and (opaque or not torch.compiler.is_compiling())
+    return x.device.type in ("cuda", "xpu")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:

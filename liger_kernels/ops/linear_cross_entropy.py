@@ -499,7 +499,7 @@ def linear_cross_entropy(
     if any(p.dtype != hidden.dtype or p.device != hidden.device for p in parameters):
         given = ", ".join(f"{t.dtype} on {t.device}" for t in (hidden, *parameters))
         raise ValueError(f"hidden, weight and bias are {given}; they must have one dtype and device: cast or move them")
-    if not use_triton(hidden):
+    if not use_triton(hidden, opaque=True):
         return linear_cross_entropy_ref(
             hidden,
             weight,

@@ -116,6 +116,7 @@ class ModelRecipe(Recipe):
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         upstream: Callable[..., Any] = base.forward
+        released = torch.compiler.disable(_released)  # a compiled forward ends where its output changes class
         names = list(inspect.signature(upstream).parameters)
         position = names.index("labels") - 1 if "labels" in names else None  # without self
 
@@ -131,7 +132,7 @@ class ModelRecipe(Recipe):
             for head in heads:
                 head._liger_kernels_armed = self._liger_kernels.fallbacks
             try:
-                return _released(upstream(self, *args, **kwargs))
+                return released(upstream(self, *args, **kwargs))
             finally:
                 for head in heads:
                     head._liger_kernels_armed = None

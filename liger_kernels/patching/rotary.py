@@ -123,31 +123,44 @@ def _matches(function: Callable[..., Any], pairing: str, rotary_dim: int) -> boo
 
 def _rotary_function(upstream: Callable[..., Any], rotation: Rotation) -> Callable[..., Any]:
     """``upstream`` with our kernel where its arguments are those that were probed, itself where they are not."""
-    old_style = (
-        "position_ids" in inspect.signature(upstream).parameters
-    )  # (q, k, cos, sin, position_ids, unsqueeze_dim)
+    # All that the function needs are globals of its own, not a closure or defaults: Dynamo looks for those on the
+    # function of this name in upstream's module, which has none.
+    scope = {
+        "__builtins__": __builtins__,
+        "rope": rope,
+        "upstream": upstream,
+        "pairing": rotation.pairing,
+        "partial": rotation.partial,
+        "casts_back": rotation.casts_back,
+        "takes_position_ids": "position_ids" in inspect.signature(upstream).parameters,
+    }
+    return types.FunctionType(_apply_rotary.__code__, scope, upstream.__name__)
 
-    def apply_rotary(q: Any, k: Any, cos: Any, sin: Any, *rest: Any, unsqueeze_dim: int = 1, **kwargs: Any) -> Any:
-        if rest and not old_style:
-            unsqueeze_dim, rest = rest[0], rest[1:]
-        usual = (
-            not rest
-            and not kwargs
-            and unsqueeze_dim in (1, 2)
-            and q.dim() == k.dim() == 4
-            and cos.dim() == sin.dim() == 3
-            and (rotation.partial or cos.shape[-1] == q.shape[-1])
-        )
-        if not usual:
-            return upstream(q, k, cos, sin, *rest, unsqueeze_dim=unsqueeze_dim, **kwargs)
-        if unsqueeze_dim == 2:  # heads after the sequence: the kernel takes strides, so a transposed view costs nothing
-            q_out, k_out = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, pairing=rotation.pairing)
-            q_out, k_out = q_out.transpose(1, 2), k_out.transpose(1, 2)
-        else:
-            q_out, k_out = rope(q, k, cos, sin, pairing=rotation.pairing)
-        return (q_out.to(q.dtype), k_out.to(k.dtype)) if rotation.casts_back else (q_out, k_out)
 
-    return apply_rotary
+# Globals that each copy of the function below has of its own; here they are only declared.
+upstream: Callable[..., Any] = rope_ref
+pairing, partial, casts_back, takes_position_ids = "half", False, False, False
+
+
+def _apply_rotary(q: Any, k: Any, cos: Any, sin: Any, *rest: Any, **named: Any) -> Any:
+    """The code of what :func:`_rotary_function` makes."""
+    unsqueeze_dim = named.get("unsqueeze_dim", rest[0] if rest and not takes_position_ids else 1)
+    usual = (
+        len(rest) <= (0 if takes_position_ids else 1)
+        and named.keys() <= {"unsqueeze_dim"}
+        and unsqueeze_dim in (1, 2)
+        and q.dim() == k.dim() == 4
+        and cos.dim() == sin.dim() == 3
+        and (partial or cos.shape[-1] == q.shape[-1])
+    )
+    if not usual:
+        return upstream(q, k, cos, sin, *rest, **named)
+    if unsqueeze_dim == 2:  # heads after the sequence: the kernel takes strides, so a transposed view costs nothing
+        q_out, k_out = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, pairing=pairing)
+        q_out, k_out = q_out.transpose(1, 2), k_out.transpose(1, 2)
+    else:
+        q_out, k_out = rope(q, k, cos, sin, pairing=pairing)
+    return (q_out.to(q.dtype), k_out.to(k.dtype)) if casts_back else (q_out, k_out)
 
 
 class _Overlay(dict):
