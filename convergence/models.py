@@ -96,7 +96,7 @@ def initialise(model: Any, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith(("block_sparse_moe.gate.weight", "mlp.gate.weight")):
                 experts = parameter.shape[0]
-                levels = torch.linspace(-1.0, 1.0, experts)
+                levels = torch.linspace(-8.0, 8.0, experts)
                 for token in range(embedding.weight.shape[0]):
                     embedding.weight[token, :experts] = levels.roll(token)
                 parameter.mul_(0.1)

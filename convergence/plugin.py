@@ -147,9 +147,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if config.stash[_summaries]:
+    summaries = config.stash[_summaries]
+    if summaries:
         from convergence.report import summary_table
 
         terminalreporter.section("convergence")
-        for line in summary_table(config.stash[_summaries]):
+        for line in summary_table(summaries):
             terminalreporter.write_line(line)

@@ -82,5 +82,6 @@ def gain_bound(sigma: float, dtype: torch.dtype) -> float:
 
 
 def error_floor(dtype: torch.dtype) -> float:
-    """The relative error below which nothing is judged; ``dtype`` is what the value itself is held in."""
-    return FLOOR_ROUNDOFFS * unit_roundoff(dtype)
+    """The relative rms error below which nothing is judged; ``dtype`` is what the value itself is held in. One rounding
+    costs 0.4 units of roundoff in rms, three of them (input, accumulation, output) 0.7."""
+    return unit_roundoff(dtype)

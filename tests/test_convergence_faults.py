@@ -1,4 +1,4 @@
-"""The suite, run as users run it, passes an honest patch and fails each fault: exit code, tensor, step and statistic."""
+"""The suite, run as users run it, passes an honest patch and fails each fault: exit code, tensor and statistic."""
 
 from __future__ import annotations
 

@@ -1,0 +1,163 @@
+"""The statistics on synthetic trajectories: what is judged, what it sees, and what it must not see."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from convergence.compare import compare
+from convergence.train import LOGITS, TARGET_LOGIT, Trajectory
+
+STEPS = [f"initial: step {i}" for i in range(12)]
+TENSORS = {"gradient of a": (40, 50), "gradient of b": (300,), "gradient of c": (20, 30)}
+NOISE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+def trajectories(dtype: torch.dtype, seed: int) -> tuple[list[tuple[Trajectory, Trajectory]], Trajectory]:
+    """Six (truth, baseline) pairs with fresh noise, and an honest candidate for the first truth."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noisy(truth: Trajectory) -> Trajectory:
+        arm = Trajectory()
+        for quantity, values in truth.values.items():
+            for step, value in values.items():
+                noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+                arm.record(quantity, step, (value * (1 + NOISE[dtype] * noise)).to(dtype))
+        return arm
+
+    pairs = []
+    for _ in range(6):
+        truth = Trajectory()
+        for quantity, shape in TENSORS.items():
+            for step in STEPS:
+                truth.record(quantity, step, torch.randn(shape, generator=generator, dtype=torch.float64))
+        for step in STEPS:
+            truth.record("loss", step, 3 + torch.rand((), generator=generator, dtype=torch.float64))
+        pairs.append((truth, noisy(truth)))
+    return pairs, noisy(pairs[0][0])
+
+
+@pytest.mark.parametrize("dtype", NOISE)
+@pytest.mark.parametrize("seed", range(10))
+def test_honest_noise_passes(dtype, seed):
+    pairs, candidate = trajectories(dtype, seed)
+    verdict = compare(pairs, candidate, dtype)
+    assert verdict.passed, verdict.failures
+    assert {"error ratio", "gain", "gain against the others"} == {s.statistic for s in verdict.statistics}
+
+
+def change(candidate: Trajectory, quantity: str, function) -> None:
+    for step, value in list(candidate.values[quantity].items()):
+        candidate.values[quantity][step] = function(value)
+
+
+@pytest.mark.parametrize("dtype", NOISE)
+@pytest.mark.parametrize("quantity", TENSORS)
+@pytest.mark.parametrize("factor", [1.01, 0.99])
+def test_one_gradient_scaled_by_one_percent_fails_by_its_gain(dtype, quantity, factor):
+    pairs, candidate = trajectories(dtype, 0)
+    change(candidate, quantity, lambda value: value * factor)
+    verdict = compare(pairs, candidate, dtype)
+    assert any(f[0] == quantity and f[2] == "gain" for f in verdict.failures)
+    assert not any(f[0] != quantity and f[2] in ("gain", "error ratio") for f in verdict.failures)
+
+
+@pytest.mark.parametrize("dtype", NOISE)
+def test_noise_three_times_as_large_fails_by_the_error_ratio(dtype):
+    pairs, candidate = trajectories(dtype, 0)
+    truth = pairs[0][0].values["gradient of a"]
+    for step, value in candidate.values["gradient of a"].items():
+        candidate.values["gradient of a"][step] = (truth[step] + 3 * (value.double() - truth[step])).to(dtype)
+    failures = compare(pairs, candidate, dtype).failures
+    assert any(f[0] == "gradient of a" and f[2] == "error ratio" for f in failures), failures
+
+
+def only_failure(pairs, candidate, **options) -> tuple[str, str, str]:
+    failures = compare(pairs, candidate, torch.float32, **options).failures
+    assert failures
+    return failures[0][:3]
+
+
+def test_a_nan_fails():
+    pairs, candidate = trajectories(torch.float32, 0)
+    candidate.values["gradient of b"][STEPS[4]][7] = float("nan")
+    assert only_failure(pairs, candidate) == ("gradient of b", STEPS[4], "finite")
+
+
+def test_a_gradient_that_never_arrives_fails():
+    pairs, candidate = trajectories(torch.float32, 0)
+    del candidate.values["gradient of c"]
+    assert only_failure(pairs, candidate) == ("gradient of c", "every step", "missing")
+
+
+def test_a_gradient_that_is_missing_in_one_step_fails():
+    pairs, candidate = trajectories(torch.float32, 0)
+    del candidate.values["gradient of c"][STEPS[3]]
+    assert only_failure(pairs, candidate) == ("gradient of c", STEPS[3], "missing")
+
+
+def test_a_gradient_that_the_baseline_has_not_fails():
+    pairs, candidate = trajectories(torch.float32, 0)
+    candidate.record("gradient of d", STEPS[0], torch.ones(3))
+    assert only_failure(pairs, candidate) == ("gradient of d", STEPS[0], "unexpected")
+
+
+def test_another_shape_fails():
+    pairs, candidate = trajectories(torch.float32, 0)
+    change(candidate, "gradient of a", torch.t)
+    assert only_failure(pairs, candidate) == ("gradient of a", STEPS[0], "shape")
+
+
+def test_a_gradient_of_zeros_fails():
+    pairs, candidate = trajectories(torch.float32, 0)
+    change(candidate, "gradient of a", torch.zeros_like)
+    assert only_failure(pairs, candidate) == ("gradient of a", STEPS[0], "non-zero")
+
+
+def test_a_gradient_where_the_truth_has_none_fails():
+    pairs, candidate = trajectories(torch.float32, 0)
+    for truth, arm in pairs:
+        truth.values["gradient of b"][STEPS[0]].zero_()
+        arm.values["gradient of b"][STEPS[0]].zero_()
+    assert only_failure(pairs, candidate) == ("gradient of b", STEPS[0], "zero")
+
+
+def test_logits_that_never_exist_are_a_failure_of_ours_and_a_note_for_others():
+    pairs, candidate = trajectories(torch.float32, 0)
+    for truth, arm in pairs:
+        for quantity in (LOGITS, TARGET_LOGIT):
+            truth.record(quantity, STEPS[0], torch.ones(4).double())
+            arm.record(quantity, STEPS[0], torch.ones(4) + 1e-6)
+    assert not compare(pairs, candidate, torch.float32).passed
+    verdict = compare(pairs, candidate, torch.float32, foreign=True)
+    assert verdict.passed
+    assert any("not observable" in note for note in verdict.notes)
+
+
+def test_complaints_and_new_warnings_fail():
+    pairs, candidate = trajectories(torch.float32, 0)
+    candidate.warnings.append("falling back")
+    assert only_failure(pairs, candidate)[2] == "warning that the baseline does not give"
+    pairs[0][1].warnings.append("falling back")
+    assert compare(pairs, candidate, torch.float32).passed
+    candidate.complaints.append("the logits changed")
+    assert only_failure(pairs, candidate)[2] == "overwritten"
+
+
+def test_a_generated_token_may_differ_only_where_noise_cannot_tell():
+    pairs, candidate = trajectories(torch.float32, 0)
+    for arm, noise in ((pairs[0][0], 0.0), (pairs[0][1], 1e-3), (candidate, 1e-3)):
+        arm.record("logits", "SGD: evaluation", torch.ones(2, 5).double() + noise)
+        arm.generated = torch.tensor([[1, 2, 3]])
+        arm.scores = torch.zeros(3, 1, 5).double()
+    for truth, arm in pairs[1:]:
+        truth.values["logits"], arm.values["logits"] = copy.deepcopy(
+            (pairs[0][0].values["logits"], pairs[0][1].values["logits"])
+        )
+    candidate.generated = torch.tensor([[1, 4, 0]])
+    pairs[0][0].scores[1, 0, 2] = 3e-3
+    assert compare(pairs, candidate, torch.float32).passed
+    pairs[0][0].scores[1, 0, 2] = 1.0
+    assert only_failure(pairs, candidate)[:2] == ("generated tokens", "row 0, token 1")

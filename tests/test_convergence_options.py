@@ -1,0 +1,62 @@
+"""Options that make no sense end the run with pytest's exit code 4, and the message names what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from convergence.models import MODELS, select
+
+ROOT = Path(__file__).parent.parent
+ISOLATED = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (("--models", "lama"), ("'lama'", "core", "all", "llama-tied", "gemma3")),
+        (("--models", ""), ("''", "core", "all")),
+        (("--dtypes", "float8"), ("'float8'", "float32", "bfloat16")),
+        (("--dtypes", "float32,half"), ("'half'", "float32", "bfloat16")),
+        (("--device", "tpu"), ("'tpu'", "cpu", "cuda")),
+        (("--profile", "soft"), ("'soft'", "plain", "hard")),
+        (("--patch", "convergence.patches"), ("package.module:function",)),
+        (("--patch", "no.such.module:patch"), ("cannot be imported", "No module named 'no'")),
+        (("--patch", "convergence.patches:no_such"), ("cannot be imported", "no_such")),
+        (("--patch", "convergence.records:SCHEMA"), ("takes a function",)),
+    ],
+)
+def test_a_usage_error(options, shown, capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code = pytest.main(["convergence", "--collect-only", *options, *ISOLATED])
+    captured = capfd.readouterr()
+    assert code == pytest.ExitCode.USAGE_ERROR
+    for part in shown:
+        assert part in captured.err + captured.out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_without_a_device_is_a_usage_error(capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert pytest.main(["convergence", "--collect-only", "--device", "cuda", *ISOLATED]) == pytest.ExitCode.USAGE_ERROR
+    assert "no CUDA device" in capfd.readouterr().err
+
+
+def test_the_default_is_every_core_model_in_both_dtypes_with_both_losses(capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert pytest.main(["convergence", "--collect-only", "--device", "cpu", *ISOLATED]) == 0
+    collected = [line for line in capfd.readouterr().out.splitlines() if "::" in line]
+    assert len(collected) == 6 * 2 * 2
+    for model in ("llama-tied", "llama-untied", "llama-bias", "gemma", "gemma2", "gemma3"):
+        for dtype in ("float32", "bfloat16"):
+            for loss in ("fused_linear", "fused_cross_entropy"):
+                assert any(f"[{model}/{dtype}/{loss}]" in line for line in collected)
+
+
+def test_select_takes_names_families_and_groups():
+    assert [m.name for m in select("all")] == list(MODELS)
+    assert {m.family for m in select("core")} == {"llama", "gemma", "gemma2", "gemma3"}
+    assert [m.name for m in select("llama-tied")] == ["llama-tied"]
+    assert [m.name for m in select("gemma2, llama")] == ["llama-untied", "llama-tied", "llama-bias", "gemma2"]
