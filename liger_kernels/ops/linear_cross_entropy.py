@@ -144,6 +144,7 @@ def _logits_buffer(hidden: Tensor, weight: Tensor, chunk_size: int) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    # Here and below every GEMM is given its ``out``, which also keeps autocast from casting its operands again.
     if bias is None:
         return torch.mm(hidden, weight.t(), out=out)
     return torch.addmm(bias, hidden, weight.t(), out=out)
@@ -217,21 +218,20 @@ def _forward_op(
     sums = _GradientSums(hidden, weight, needs if grad_in_forward else (False, False, False))
     keep_logits = observed and grad_in_forward
     d_logits = torch.empty((tokens, vocab) if keep_logits else (0,), dtype=hidden.dtype, device=device)
-    with torch.autocast(device.type, enabled=False):
-        for start, stop in _chunks(tokens, chunk_size):
-            logits = _logits(hidden[start:stop], weight, bias, buffer[: stop - start])
-            forward_rows(
-                logits,
-                targets[start:stop],
-                class_weight,
-                options,
-                rows.chunk(start, stop),
-                grad_in_place=grad_in_forward,
-            )
-            if grad_in_forward:
-                sums.add(start, stop, logits)
-            if keep_logits:
-                d_logits[start:stop] = logits
+    for start, stop in _chunks(tokens, chunk_size):
+        logits = _logits(hidden[start:stop], weight, bias, buffer[: stop - start])
+        forward_rows(
+            logits,
+            targets[start:stop],
+            class_weight,
+            options,
+            rows.chunk(start, stop),
+            grad_in_place=grad_in_forward,
+        )
+        if grad_in_forward:
+            sums.add(start, stop, logits)
+        if keep_logits:
+            d_logits[start:stop] = logits
     loss = rows.loss if reduction == "none" else rows.loss.sum()
     denominator = torch.ones((), dtype=torch.float32, device=device)
     if reduction == "mean":
@@ -370,21 +370,20 @@ def _recompute_op(
     upstream = grad_loss / scale
     buffer = _logits_buffer(hidden, weight, chunk_size)
     sums = _GradientSums(hidden, weight, (needs_hidden, needs_weight, needs_bias))
-    with torch.autocast(hidden.device.type, enabled=False):
-        for start, stop in _chunks(tokens, chunk_size):
-            logits = _logits(hidden[start:stop], weight, bias, buffer[: stop - start])
-            backward_rows(
-                logits,
-                targets[start:stop],
-                class_weight,
-                options,
-                stats[:, start:stop],
-                upstream[start:stop],
-                grad=logits,
-            )
-            if _observer is not None:
-                _observer(start, logits.float() * scale)
-            sums.add(start, stop, logits)
+    for start, stop in _chunks(tokens, chunk_size):
+        logits = _logits(hidden[start:stop], weight, bias, buffer[: stop - start])
+        backward_rows(
+            logits,
+            targets[start:stop],
+            class_weight,
+            options,
+            stats[:, start:stop],
+            upstream[start:stop],
+            grad=logits,
+        )
+        if _observer is not None:
+            _observer(start, logits.float() * scale)
+        sums.add(start, stop, logits)
     return (
         _scaled(sums.d_hidden, scale, hidden.dtype),
         _scaled(sums.d_weight, scale, weight.dtype),
