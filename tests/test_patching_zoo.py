@@ -1,0 +1,162 @@
+"""Every causal language model of the installed transformers: patched and unpatched train alike, on the fused loss.
+
+No model is named here, as none is named in ``liger_kernels.patching``: ``tests/zoo.py`` builds whatever transformers
+has. ``test_count`` keeps the zoo and the fused loss from shrinking unnoticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import liger_kernels
+from convergence.tolerance import REPLICAS, rms, three_way
+from convergence.train import InFloat64
+from liger_kernels.ops import launches
+from tests import zoo
+
+# How many classes train on the fused loss, by version of transformers; `pytest -rP -k test_count` prints it. A version
+# that is not recorded must reach MINIMUM.
+RECORDED = {"4.57.6": 138, "5.23.0": 230}
+MINIMUM = 40
+# Faults that this file found and that are not repaired yet; whoever repairs one is told to delete its line.
+_SILENT = "a loss function of another kind (here ForMaskedLMLoss) runs unfused, and the report does not say so"
+FAULTS = {
+    "T5GemmaForConditionalGeneration": _SILENT,
+    "T5Gemma2ForConditionalGeneration": _SILENT,
+    "ZayaForCausalLM": "rope writes rows of stride 1 into a result that took over other strides of q",
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Upstream warns about its own default configurations; that is none of this file's business."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+def train(model: Any) -> dict[str, torch.Tensor]:
+    """The loss and every parameter's gradient after one forward and backward; a float64 model is exact."""
+    exact = next(model.parameters()).dtype is torch.float64
+    torch.set_default_dtype(torch.float64 if exact else torch.float32)
+    try:
+        with InFloat64() if exact else contextlib.nullcontext():
+            loss = model(**zoo.tiny_batch(model)).loss
+            loss.backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+def noises(model: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """The errors of copies of ``model`` whose weights were moved by one unit in the last place: honest noise."""
+    for seed in range(REPLICAS):
+        generator = torch.Generator().manual_seed(seed)
+        replica = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in replica.parameters():
+                sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                parameter.mul_(1 + torch.finfo(torch.float32).eps * sign)
+        exact = train(copy.deepcopy(replica).double())
+        yield {name: value.double() - exact[name] for name, value in train(replica).items()}
+
+
+def compare(template: Any, ours: dict[str, torch.Tensor]) -> None:
+    """The three-way rule for the loss and every gradient of ``template``, which stays untrained.
+
+    One sample of PyTorch's error says little about a gradient that is mathematically zero, about a tensor of eight
+    elements, or about a model all of whose gradients share one ill-conditioned factor. Where the rule does not hold
+    against that sample, more are taken, and the worst of them is the measure.
+    """
+    truth = train(copy.deepcopy(template).double())
+    own = train(copy.deepcopy(template))
+    assert ours.keys() == own.keys() == truth.keys()
+    assert any(bool(value.any()) for name, value in truth.items() if name != "loss")
+    chain = sum(1 for part in template.modules() if not part._modules)  # each leaf rounds at least once
+    noise: list[dict[str, torch.Tensor]] = []
+    for name, value in truth.items():
+        try:
+            three_way(ours[name], own[name], value, torch.float32, name, chain)
+        except AssertionError:
+            noise = noise or list(noises(template))
+            worst = max((sample[name] for sample in noise), key=rms)
+            three_way(ours[name], value + worst, value, torch.float32, name, chain)
+
+
+def cross_entropy_launches() -> int:
+    return sum(count for name, count in launches().items() if "cross_entropy" in name)
+
+
+def unfused(report: liger_kernels.PatchReport, launched: int) -> str | None:
+    """None when the loss of the forwards since was the fused one; else the reason, as the report gives it."""
+    if report.fuses_head and launched and not report.fallbacks:
+        return None
+    reasons = [*report.fallbacks, *(f"{item.path}: {item.reason}" for item in report.left)]
+    return "; ".join(reasons)
+
+
+def build(module: str, name: str) -> Any:
+    """The tiny model of a class; raises CannotShrink also where its module needs a package that is not installed."""
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise zoo.CannotShrink(f"its module cannot be imported: {error}") from error
+    return zoo.tiny_model(cls)
+
+
+def classes() -> Iterator[Any]:
+    for module, name in zoo.causal_lm_names():
+        marks = [pytest.mark.xfail(reason=FAULTS[name], strict=True)] if name in FAULTS else []
+        yield pytest.param(module, name, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("module", "name"), list(classes()))
+def test_patched_equals_unpatched(module, name):
+    try:
+        baseline = build(module, name)
+    except zoo.CannotShrink as reason:
+        pytest.skip(f"not in the zoo: {reason}")
+    candidate = copy.deepcopy(baseline)
+    report = liger_kernels.patch(candidate)
+    before = cross_entropy_launches()
+    ours = train(candidate)
+    reason = unfused(report, cross_entropy_launches() - before)
+    assert reason != "", f"the loss was not fused and the report does not say why:\n{report}"
+    compare(baseline, ours)
+
+
+def test_count():
+    """How many classes train on the fused loss: the number of the version's record or more."""
+    fused, unfused_because, absent = 0, {}, 0
+    for module, name in zoo.causal_lm_names():
+        try:
+            model = build(module, name)
+        except zoo.CannotShrink:
+            absent += 1
+            continue
+        report = liger_kernels.patch(model, ["linear_cross_entropy"])
+        before = cross_entropy_launches()
+        with torch.no_grad():
+            model(**zoo.tiny_batch(model))
+        reason = unfused(report, cross_entropy_launches() - before)
+        if reason is None:
+            fused += 1
+        else:
+            unfused_because[name] = reason
+    print(
+        f"transformers {transformers.__version__}: {fused} classes train on the fused loss, {absent} are not in the zoo"
+    )
+    for name, reason in unfused_because.items():
+        print(f"  {name}: {reason}")
+    recorded = RECORDED.get(transformers.__version__, MINIMUM)
+    assert fused >= recorded, f"the fused loss is used in {fused} classes, {recorded} are recorded"
