@@ -124,8 +124,8 @@ def classes() -> Iterator[Any]:
 def test_patched_equals_unpatched(module, name):
     try:
         baseline = build(module, name)
-    except zoo.CannotShrink as reason:
-        pytest.skip(f"not in the zoo: {reason}")
+    except zoo.CannotShrink as error:
+        pytest.skip(f"not in the zoo: {error}")
     candidate = copy.deepcopy(baseline)
     report = liger_kernels.patch(candidate)
     before = cross_entropy_launches()

@@ -15,7 +15,6 @@ import importlib
 import inspect
 import math
 import re
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -98,7 +97,7 @@ _ATTEMPTS = (_Attempt(2, True, False), _Attempt(2, False, False), _Attempt(2, Tr
 
 def causal_lm_names() -> list[tuple[str, str]]:
     """(module, class) of every causal language model of the installed transformers, sorted, importing none of them."""
-    listed = set()
+    listed: set[str] = set()
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         listed.update((names,) if isinstance(names, str) else names)
     found = set()
@@ -124,7 +123,7 @@ def causal_lm_classes() -> list[type[PreTrainedModel]]:
 
 
 @functools.cache
-def tiny_config(cls: type[PreTrainedModel]) -> PretrainedConfig:
+def tiny_config(cls: Any) -> PretrainedConfig:
     """A configuration with which ``cls`` is small and trains: finite loss, gradients finite and not all zero.
 
     Raises:
@@ -149,7 +148,7 @@ def tiny_config(cls: type[PreTrainedModel]) -> PretrainedConfig:
     raise CannotShrink(" / ".join(dict.fromkeys(reasons)))
 
 
-def tiny_model(cls: type[PreTrainedModel], seed: int = 0) -> PreTrainedModel:
+def tiny_model(cls: Any, seed: int = 0) -> PreTrainedModel:
     """A tiny ``cls`` in float32 and training mode whose random weights follow from ``seed``.
 
     Raises:
@@ -302,4 +301,4 @@ def _census() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_census())
+    _census()
