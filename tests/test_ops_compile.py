@@ -10,6 +10,7 @@ set of options that makes another program: dtypes, ``None`` arguments, constexpr
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,7 @@ def rope_cases() -> None:
 
     for pairing in ("half", "interleaved", "interleaved_repeat"):
         run(rope, new(2, 32, 16, 128), new(2, 8, 16, 128), *angles(1, 128, BF16), pairing=pairing)
-        run(rope, new(2, 40, 16, 192, dtype=FP16), new(2, 1, 16, 192), *angles(2, 96, FP32), pairing=pairing)
+    run(rope, new(2, 40, 16, 192, dtype=FP16), new(2, 1, 16, 192), *angles(2, 96, FP32), pairing="interleaved")
     run(rope, new(2, 128, 16, 256, dtype=FP32), new(2, 128, 16, 256, dtype=FP32), *angles(2, 256, FP32))
     run(rope, new(2, 32, 16, 128), new(2, 8, 16, 128, grad=False), *angles(1, 128, BF16))
     run(rope, new(2, 32, 16, 128, grad=False), new(2, 8, 16, 128), *angles(1, 128, BF16))
@@ -191,15 +193,51 @@ def compile_all() -> None:
     json.dump(list(records.values()), sys.stdout)
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    cache = tmp_path_factory.mktemp("triton")
+def trace_all() -> None:
+    """In the subprocess: let Dynamo trace the row operations, the number of rows unknown; print how many kernel
+    launches it put into each graph, forward and backward."""
+    import torch.utils._triton
+
+    from liger_kernels.ops import geglu, rms_norm, rope, swiglu
+
+    for module in op_modules():
+        if hasattr(module, "use_triton"):
+            module.use_triton = lambda x: True
+    torch.utils._triton.has_triton = lambda: True  # what Dynamo asks a machine without a GPU before it traces a launch
+    launched: dict[str, int] = {}
+
+    def count(name: str, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        nodes = [n for m in graph.modules() if isinstance(m, torch.fx.GraphModule) for n in m.graph.nodes]
+        launched[name] = sum("triton_kernel_wrapper" in str(n.target) for n in nodes)
+        raise NotImplementedError  # the graph is all we want
+
+    cos, sin = (torch.randn(1, 16, 128).to(BF16) for _ in range(2))
+    for name, op, args in (
+        ("rms_norm", rms_norm, [new(64, 128), new(128)]),
+        ("swiglu", swiglu, [new(64, 128), new(64, 128)]),
+        ("geglu", lambda x: geglu(*x.chunk(2, dim=-1)), [new(64, 128)]),
+        ("rope", lambda q, k: rope(q, k, cos, sin), [new(64, 8, 16, 128), new(64, 2, 16, 128)]),
+    ):
+        for x in args:
+            if len(x) == 64:
+                torch._dynamo.mark_dynamic(x, 0)
+        with contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
+            torch.compile(op, backend=partial(count, name), fullgraph=True)(*args)
+    json.dump(launched, sys.stdout)
+
+
+def in_subprocess(what: str, cache: Path) -> Any:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parent.parent
     env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, __file__], env=env, cwd=root, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, __file__, what], env=env, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return in_subprocess("compile_all", tmp_path_factory.mktemp("triton"))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -249,5 +287,10 @@ def test_every_kernel_is_compiled(records: list[dict[str, Any]]) -> None:
     assert kernels() == {record["kernel"] for record in records}
 
 
+def test_dynamo_traces_down_to_the_launches(tmp_path: Path) -> None:
+    """Without a graph break, forward and backward, for any number of rows."""
+    assert in_subprocess("trace_all", tmp_path) == {"rms_norm": 2, "swiglu": 2, "geglu": 2, "rope": 2}
+
+
 if __name__ == "__main__":
-    compile_all()
+    {"compile_all": compile_all, "trace_all": trace_all}[sys.argv[1]]()

@@ -138,9 +138,12 @@ def _as_2d(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _launch_shape(n_rows: int, n_cols: int) -> tuple[tuple[int], int, dict[str, int]]:
     """Grid, programs side by side in a row, and launch choices: 8 elements a lane, 16 bytes of a 16-bit dtype."""
-    tile = 65536 if INTERPRET else 1024  # in the interpreter a program costs about a millisecond, whatever its size
-    block = min(next_power_of_2(n_cols), tile)
-    rows = min(tile // block, next_power_of_2(n_rows))
+    if INTERPRET:  # every program costs about a millisecond, whatever its size
+        block = min(next_power_of_2(n_cols), 65536)
+        rows = min(65536 // block, next_power_of_2(n_rows))
+    else:
+        block = 1024 if n_cols >= 1024 else next_power_of_2(n_cols)
+        rows = 1024 // block
     row_blocks = triton.cdiv(n_cols, block)
     return (triton.cdiv(n_rows, rows) * row_blocks,), row_blocks, {"ROWS": rows, "BLOCK": block, "num_warps": 4}
 

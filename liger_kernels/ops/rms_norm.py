@@ -135,24 +135,14 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _forward_shape(n_rows: int, hidden: int) -> dict[str, Any]:
-    """Launch choices: 16 elements a lane, several rows a program when a row is small."""
+def _launch_shape(n_rows: int, hidden: int, tile: int) -> dict[str, int]:
+    """Launch choices: as many rows a program as a tile of that many elements holds, 16 elements a lane."""
     block = next_power_of_2(hidden)
-    # In the interpreter every program costs about a millisecond, whatever its size.
-    rows = min(max(1, (65536 if INTERPRET else 2048) // block), next_power_of_2(n_rows))
+    if INTERPRET:  # every program costs about a millisecond, whatever its size
+        rows = min(max(1, 65536 // block), next_power_of_2(n_rows))
+    else:
+        rows = max(1, tile // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 512))}
-
-
-def _backward_shape(n_rows: int, hidden: int) -> dict[str, Any]:
-    """Launch choices: a tile of 8 KiB elements at most, but one row at least; the tiles ahead wait in shared memory."""
-    block = next_power_of_2(hidden)
-    rows = min(max(1, (65536 if INTERPRET else 4096) // block), next_power_of_2(n_rows))
-    return {
-        "ROWS": rows,
-        "BLOCK": block,
-        "STAGES": 3 if block <= 8192 else 1,
-        "num_warps": min(16, max(1, rows * block // 512)),
-    }
 
 
 def _n_programs(device: torch.device) -> int:
@@ -178,7 +168,7 @@ class RMSNormFunction(torch.autograd.Function):
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device) if needs_grad else None
-        shape = _forward_shape(n_rows, hidden)
+        shape = _launch_shape(n_rows, hidden, tile=2048)
         launch(
             _rms_norm_fwd_kernel,
             (triton.cdiv(n_rows, shape["ROWS"]),),
@@ -204,7 +194,7 @@ class RMSNormFunction(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         rows, dy_rows = as_rows(x), as_rows(dy)
         n_rows, hidden = rows.shape
-        shape = _backward_shape(n_rows, hidden)
+        shape = _launch_shape(n_rows, hidden, tile=4096)
         n_programs = min(_n_programs(x.device), triton.cdiv(n_rows, shape["ROWS"]))
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[0] else None
         parts = None
@@ -225,6 +215,7 @@ class RMSNormFunction(torch.autograd.Function):
             n_rows,
             hidden,
             FORMULA=ctx.formula,
+            STAGES=3 if shape["BLOCK"] <= 8192 else 1,  # the rows ahead wait in shared memory
             **shape,
         )
         return dx, None if parts is None else parts.sum(0).to(weight.dtype), None, None

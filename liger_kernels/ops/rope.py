@@ -247,8 +247,10 @@ def _launch_shape(n_tokens: int, q_heads: int, k_heads: int, rotary_dim: int, he
     heads = max(1, 4096 // half)
     q_block, k_block = min(next_power_of_2(q_heads), heads), min(next_power_of_2(k_heads), heads)
     pairs = max(q_block, k_block) * half
-    # In the interpreter every program costs about a millisecond, whatever its size.
-    tokens = min(max(1, (65536 if INTERPRET else 1024) // pairs), next_power_of_2(n_tokens))
+    if INTERPRET:  # every program costs about a millisecond, whatever its size
+        tokens = min(max(1, 65536 // pairs), next_power_of_2(n_tokens))
+    else:
+        tokens = max(1, 1024 // pairs)
     return {
         "TOKENS": tokens,
         "Q_HEADS": q_block,
