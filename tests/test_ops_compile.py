@@ -187,7 +187,7 @@ def compile_all() -> None:
         if hasattr(module, "launch"):
             module.launch = compile_instead
         if hasattr(module, "use_triton"):
-            module.use_triton = lambda x: True
+            module.use_triton = lambda x, **_: True
     for case in CASES:
         case()
     json.dump(list(records.values()), sys.stdout)
@@ -202,7 +202,7 @@ def trace_all() -> None:
 
     for module in op_modules():
         if hasattr(module, "use_triton"):
-            module.use_triton = lambda x: True
+            module.use_triton = lambda x, **_: True
     torch.utils._triton.has_triton = lambda: True  # what Dynamo asks a machine without a GPU before it traces a launch
     launched: dict[str, int] = {}
 
