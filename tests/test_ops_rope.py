@@ -89,8 +89,9 @@ def test_position_ids_that_differ_per_row(device) -> None:
         lambda x: x[:, ::2].transpose(1, 2),
         lambda x: x[..., ::2].transpose(1, 2),
         lambda x: x[:1].expand(4, -1, -1, -1).transpose(1, 2),
+        lambda x: x.permute(0, 2, 3, 1).contiguous().transpose(2, 3),
     ],
-    ids=["transposed", "half_a_head", "every_other_token", "strided_head", "expanded"],
+    ids=["transposed", "half_a_head", "every_other_token", "strided_head", "expanded", "tokens_innermost"],
 )
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_views_are_read_where_they_lie(device, view, pairing) -> None:

@@ -26,13 +26,6 @@ from tests import zoo
 # that is not recorded must reach MINIMUM.
 RECORDED = {"4.57.6": 138, "5.23.0": 230}
 MINIMUM = 40
-# Faults that this file found and that are not repaired yet; whoever repairs one is told to delete its line.
-_SILENT = "a loss function of another kind (here ForMaskedLMLoss) runs unfused, and the report does not say so"
-FAULTS = {
-    "T5GemmaForConditionalGeneration": _SILENT,
-    "T5Gemma2ForConditionalGeneration": _SILENT,
-    "ZayaForCausalLM": "rope writes rows of stride 1 into a result that took over other strides of q",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -116,8 +109,7 @@ def build(module: str, name: str) -> Any:
 
 def classes() -> Iterator[Any]:
     for module, name in zoo.causal_lm_names():
-        marks = [pytest.mark.xfail(reason=FAULTS[name], strict=True)] if name in FAULTS else []
-        yield pytest.param(module, name, id=name, marks=marks)
+        yield pytest.param(module, name, id=name)
 
 
 @pytest.mark.parametrize(("module", "name"), list(classes()))

@@ -323,7 +323,8 @@ class RopeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = _unit_stride(cos), _unit_stride(sin)
+        # Before the results take over the memory order of q and k: the kernel writes unit strides, too.
+        q, k, cos, sin = (_unit_stride(x) for x in (q, k, cos, sin))
         angle_dtype = torch.promote_types(cos.dtype, sin.dtype)
         q_out = torch.empty_like(q, dtype=torch.promote_types(q.dtype, angle_dtype))
         k_out = torch.empty_like(k, dtype=torch.promote_types(k.dtype, angle_dtype))

@@ -125,8 +125,11 @@ class ModelRecipe(Recipe):
             labels = kwargs.get("labels")
             if labels is None and position is not None and len(args) > position:
                 labels = args[position]
-            # A user's own loss function, or one of another kind, gets real logits.
-            if labels is None or not self.training or self.loss_function is not ForCausalLMLoss:
+            if labels is None or not self.training:
+                return upstream(self, *args, **kwargs)
+            if self.loss_function is not ForCausalLMLoss:  # a user's own, or one of another kind: it gets real logits
+                name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
+                _count(self._liger_kernels.fallbacks, f"the loss function is {name}, not ForCausalLMLoss")
                 return upstream(self, *args, **kwargs)
             heads = patched_heads(self.get_output_embeddings())
             for head in heads:
