@@ -62,8 +62,8 @@ def three_way(
 
 
 # How many standard deviations of measured noise a gain may be off. A normal variable is beyond five once in 2e6, and
-# the deviation is the larger of two estimates; 1,700 gains of honest replicas were at most 4.1 off when five others
-# judged them.
+# the deviation is the larger of two estimates. Measured on plain means over steps (llama, gemma2, 6 seeds): of 1,700
+# gains of honest replicas, judged by the five others, the worst was 4.1 deviations off.
 SIGMAS = 5.0
 
 # Perturbed replicas of the baseline per case. With the baseline itself they are the samples of every noise.
