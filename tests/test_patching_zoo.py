@@ -21,6 +21,7 @@ from convergence.tolerance import REPLICAS, rms, three_way
 from convergence.train import InFloat64
 from liger_kernels.ops import launches
 from tests import zoo
+from tests.patching_checks import DEVICE
 
 # How many classes train on the fused loss, by version of transformers; `pytest -rP -k test_count` prints it. A version
 # that is not recorded must reach MINIMUM.
@@ -37,13 +38,17 @@ def quiet() -> Iterator[None]:
     transformers.logging.set_verbosity(before)
 
 
+def batch(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.to(DEVICE) for name, value in zoo.tiny_batch(model).items()}
+
+
 def train(model: Any) -> dict[str, torch.Tensor]:
     """The loss and every parameter's gradient after one forward and backward; a float64 model is exact."""
     exact = next(model.parameters()).dtype is torch.float64
     torch.set_default_dtype(torch.float64 if exact else torch.float32)
     try:
         with InFloat64() if exact else contextlib.nullcontext():
-            loss = model(**zoo.tiny_batch(model)).loss
+            loss = model(**batch(model)).loss
             loss.backward()
     finally:
         torch.set_default_dtype(torch.float32)
@@ -59,7 +64,7 @@ def noises(model: Any) -> Iterator[dict[str, torch.Tensor]]:
         with torch.no_grad():
             for parameter in replica.parameters():
                 sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-                parameter.mul_(1 + torch.finfo(torch.float32).eps * sign)
+                parameter.mul_(1 + torch.finfo(torch.float32).eps * sign.to(DEVICE))
         exact = train(copy.deepcopy(replica).double())
         yield {name: value.double() - exact[name] for name, value in train(replica).items()}
 
@@ -104,7 +109,7 @@ def build(module: str, name: str) -> Any:
         cls = getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise zoo.CannotShrink(f"its module cannot be imported: {error}") from error
-    return zoo.tiny_model(cls)
+    return zoo.tiny_model(cls).to(DEVICE)
 
 
 def classes() -> Iterator[Any]:
@@ -139,7 +144,7 @@ def test_count():
         report = liger_kernels.patch(model, ["linear_cross_entropy"])
         before = cross_entropy_launches()
         with torch.no_grad():
-            model(**zoo.tiny_batch(model))
+            model(**batch(model))
         reason = unfused(report, cross_entropy_launches() - before)
         if reason is None:
             fused += 1
