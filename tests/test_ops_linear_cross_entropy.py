@@ -87,8 +87,10 @@ class Case:
         dtype = self.tensors[0].dtype
         assert ours.loss.dtype == torch.float32
         # The logits are rounded to the dtype in both, so that is where the loss's digits end.
-        for name in ("loss", "entropy", "log_probs"):
+        for name in ("loss", "log_probs"):
             three_way(getattr(ours, name), getattr(torchs, name), getattr(truth, name), dtype, name)
+        # A difference of numbers of order 1 (lse and a mean logit), so 1 is what its roundoff is relative to.
+        three_way(ours.entropy + 1, torchs.entropy + 1, truth.entropy + 1, dtype, "1 + entropy")
         for name, *three in zip(("hidden", "weight", "bias"), grads, torch_grads, true_grads, strict=True):
             if three[2] is None:
                 assert three[0] is None, f"a gradient of {name} that nobody asked for"

@@ -346,7 +346,8 @@ def test_save_pretrained_and_state_dict(model, tmp_path):
     liger_kernels.patch(model)
     model.save_pretrained(tmp_path)
     liger_kernels.unpatch(model)
-    loaded = type(model).from_pretrained(tmp_path).to(DEVICE).eval()
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
+    loaded = loaded.to(DEVICE).eval()
     assert loaded.config.architectures == [type(model).__name__]
     assert torch.equal(loaded(**batch()).logits, expected)
 

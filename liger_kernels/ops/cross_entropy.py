@@ -106,6 +106,27 @@ def cross_entropy_ref(
     return _select_extras(loss, extras, accuracy, predicted, entropy, log_probs)
 
 
+# The fast exponential of a GPU rounds x * log2(e) before it takes 2 to that power: x = -20 loses 20 units of roundoff.
+_COMPILED = tl.constexpr(not INTERPRET)
+_LOG2_E = tl.constexpr(1.44269502162933349609375)  # log2(e) in float32 ...
+_LOG2_E_REST = tl.constexpr(1.92596299112661746e-8)  # ... and what that leaves
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _exp(x):
+    """exp(x) for x <= 0 to 3 ulp: what rounding the exponent of 2 loses is put back to first order."""
+    if _COMPILED:
+        x = tl.where(x < -200.0, -200.0, x)  # 0 in float32; an infinite x would be infinity - infinity below
+        power = x * _LOG2_E
+        lost = tl.fma(x, _LOG2_E, -power) + x * _LOG2_E_REST
+        y = tl.exp2(power)
+        y += y * (lost * _LN_2)
+    else:
+        y = tl.exp(x)
+    return y
+
+
 @triton.jit
 def _log1p(x):
     """log(1 + x) for 0 <= x <= 1 without cancellation (Kahan; Goldberg 1991, theorem 4)."""
@@ -123,7 +144,7 @@ def _tanh(x):
     p = p * s - 5.37397155531e-2
     p = p * s + 1.33314422036e-1
     p = p * s - 3.33332819422e-1
-    e = tl.exp(-2.0 * a)
+    e = _exp(-2.0 * a)
     far = (1.0 - e) / (1.0 + e)
     return tl.where(a < 0.625, p * s * x + x, tl.where(x < 0.0, -far, far))
 
@@ -142,7 +163,7 @@ def _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
 def _scaled_logits_slope(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """dz/dx: logit_scale, times 1 - tanh^2 in a form that does not cancel where the cap saturates."""
     if HAS_SOFTCAP:
-        e = tl.exp(-2.0 * tl.abs(x * (logit_scale / softcap)))
+        e = _exp(-2.0 * tl.abs(x * (logit_scale / softcap)))
         slope = logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
     else:
         slope = logit_scale
@@ -200,7 +221,7 @@ def _store_grad(
         mask = row_mask[:, None] & in_row[None, :]
         x = tl.load(logits_rows[:, None] + cols[None, :], mask=mask & counts[:, None], other=0.0).to(tl.float32)
         z = _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP)
-        p = tl.exp(z - row_max[:, None]) * inverse[:, None]
+        p = _exp(z - row_max[:, None]) * inverse[:, None]
         is_target = cols[None, :] == target[:, None]
         # p - 1 at the target from the other classes' sum: subtracting would cancel.
         grad = tl.where(is_target, -(others * inverse)[:, None], p) * true_weight[:, None] + z_loss_slope[:, None] * p
@@ -279,9 +300,9 @@ def _cross_entropy_fwd_kernel(
             predicted = tl.where(block_max > row_max, start + where_max, predicted)
         new_max = tl.maximum(row_max, block_max)
         shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
-        decay = tl.exp(row_max - shift)
+        decay = _exp(row_max - shift)
         away = z - shift[:, None]
-        e = tl.where(cols[None, :] == target[:, None], 0.0, tl.exp(away))
+        e = tl.where(cols[None, :] == target[:, None], 0.0, _exp(away))
         if entropy_ptr is not None:
             moved = tl.where(row_max > float("-inf"), row_max - shift, 0.0)
             distance = (distance + moved[:, None] * others) * decay[:, None]
@@ -296,7 +317,7 @@ def _cross_entropy_fwd_kernel(
 
     row_max = tl.where(row_max > float("-inf"), row_max, 0.0)
     others = tl.sum(others, 1)
-    e_target = tl.where(counts, tl.exp(z_target - row_max), 0.0)
+    e_target = tl.where(counts, _exp(z_target - row_max), 0.0)
     total = tl.where(read, others + e_target, 1.0)
     log_total = tl.log(total)
     confident = others <= e_target

@@ -498,6 +498,9 @@ def linear_cross_entropy(
     if any(p.dtype != hidden.dtype or p.device != hidden.device for p in parameters):
         given = ", ".join(f"{t.dtype} on {t.device}" for t in (hidden, *parameters))
         raise ValueError(f"hidden, weight and bias are {given}; they must have one dtype and device: cast or move them")
+    if chunk_size is None:
+        chunk_size = _default_chunk_size(hidden.shape[1]) if _chunk_size is None else _chunk_size
+    _check_chunk_size(chunk_size)
     if not use_triton(hidden, opaque=True):
         return linear_cross_entropy_ref(
             hidden,
@@ -509,8 +512,6 @@ def linear_cross_entropy(
             extras=extras,
             **options._asdict(),
         )
-    if chunk_size is None:
-        chunk_size = _default_chunk_size(hidden.shape[1]) if _chunk_size is None else _chunk_size
     grad = torch.is_grad_enabled()
     targets = targets.contiguous()
     loss, log_probs, entropy, predicted, *_ = _forward_op(
@@ -522,7 +523,7 @@ def linear_cross_entropy(
         *options,
         reduction,
         " ".join(extras),
-        _check_chunk_size(chunk_size),
+        chunk_size,
         grad and hidden.requires_grad,
         grad and weight.requires_grad,
         grad and bias is not None and bias.requires_grad,
