@@ -91,7 +91,7 @@ class References:
 def references(model: str, dtype: str, profile: str, device: str, seed: int) -> References:
     """Template, inputs, and (truth, baseline) of the initial weights and of every replica."""
     template = MODELS[model].build(seed)
-    inputs = steps(profile, seed)
+    inputs = steps(profile, seed, DTYPES[dtype])
     if profile == "hard":
         _ask_for_confident_predictions(template, inputs)
     result = References(template, inputs, evaluation_batch(seed), [])

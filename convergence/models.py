@@ -33,6 +33,8 @@ _ALTERNATING = {
     "sliding_window_pattern": 2,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+# Where every head is normalised, the norm's weight has few elements for noise to average over: few, long heads.
+_NORMED_HEADS = {"head_dim": 60, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,11 @@ _ROWS = (
         "gemma3",
         "Gemma3ForCausalLM",
         _GEMMA,
-        {**_ALTERNATING, "head_dim": 12, "query_pre_attn_scalar": 12, "tie_word_embeddings": True},
+        {**_ALTERNATING, **_NORMED_HEADS, "query_pre_attn_scalar": 60, "tie_word_embeddings": True},
     ),
     MiniModel("mistral", "MistralForCausalLM"),
     MiniModel("qwen2", "Qwen2ForCausalLM"),
-    MiniModel("qwen3", "Qwen3ForCausalLM", overrides={"head_dim": 12}),
+    MiniModel("qwen3", "Qwen3ForCausalLM", overrides=_NORMED_HEADS),
     MiniModel("phi3", "Phi3ForCausalLM"),
     MiniModel(
         "mixtral",

@@ -77,9 +77,14 @@ def ratio_bound(worst_replica: float) -> float:
     return THREE_WAY_FACTOR * max(1.0, worst_replica)
 
 
-def gain_bound(sigma: float, dtype: torch.dtype) -> float:
-    """What a gain may be off from 1, when replicas of the baseline are off by ``sigma``."""
-    return SIGMAS * sigma + unit_roundoff(dtype)
+def gain_bound(sigma: float, dtype: torch.dtype, steps: float) -> float:
+    """How far a gain may lie outside of what is honest, when replicas of the baseline scatter by ``sigma``.
+
+    In each of ``steps`` steps an honest candidate may round one common factor that PyTorch does not, such as the
+    reciprocal of the number of targets. These roundings are independent of one another, so their mean shrinks with the
+    square root of ``steps``.
+    """
+    return SIGMAS * sigma + unit_roundoff(dtype) / steps**0.5
 
 
 def error_floor(dtype: torch.dtype) -> float:

@@ -31,8 +31,6 @@ ADAMW_LEARNING_RATE = 2e-3
 # With the usual 1e-8, AdamW's first step is the sign of the gradient, and where that is rounding noise an honest
 # candidate takes a full step the other way (measured: errors 50 times PyTorch's own). Gradients are near 1e-2 here.
 ADAMW_EPS = 1e-3
-# Every forward of a candidate has at least four chunks or a partial last one: 63 rows are 4 * 13 + 11.
-CHUNK_ROWS = 13
 GENERATED_TOKENS = 4
 INITIAL, SGD, ADAMW = "initial", "SGD", "AdamW"
 TARGET_LOGIT = "gradient of the logits, at the target"
@@ -130,8 +128,7 @@ def train(run: Run) -> Trajectory:
     with _transformers_warnings(result.warnings), mode:
         if run.patch is not None:
             run.patch(model)
-        with _chunked_heads(model):
-            _train(run, model, result)
+        _train(run, model, result)
     return result
 
 
@@ -176,7 +173,10 @@ def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
     with _frozen(model, step.frozen):
         for i, batch in enumerate(step.batches):
             label = f"{phase}: {step.name}" + (f", batch {i + 1}" if len(step.batches) > 1 else "")
-            with _observed_head(model, batch, result, label if phase == INITIAL else None, step) as head:
+            with (
+                _chunked_head(model, batch),
+                _observed_head(model, batch, result, label if phase == INITIAL else None, step) as head,
+            ):
                 kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
                 if batch.position_ids is not None:
                     kwargs["position_ids"] = batch.position_ids
@@ -217,7 +217,8 @@ def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device
     ids, labels = batch.input_ids.to(device), batch.labels.to(device)
     model.eval()
     with torch.no_grad():
-        outputs = model(input_ids=ids, labels=labels, use_cache=False)
+        with _chunked_head(model, batch):
+            outputs = model(input_ids=ids, labels=labels, use_cache=False)
         result.record("loss", f"{SGD}: evaluation", outputs.loss)
         result.record("logits", f"{SGD}: evaluation", outputs.logits)
         generated = model.generate(
@@ -272,14 +273,15 @@ def fuses_head(model: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _chunked_heads(model: Any) -> Iterator[None]:
-    """Inside, our fused head works in several chunks with a partial last one, as it does on real batches."""
+def _chunked_head(model: Any, batch: Batch) -> Iterator[None]:
+    """Inside, our fused head works through ``batch`` in several chunks with a partial last one, as on real batches: 63
+    rows are 4 * 13 + 11."""
     if not fuses_head(model):
         yield
         return
     from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy_chunk_size
 
-    with linear_cross_entropy_chunk_size(CHUNK_ROWS):
+    with linear_cross_entropy_chunk_size(batch.labels.numel() // 5 + 1):
         yield
 
 
