@@ -183,7 +183,7 @@ def _judge_error_ratios(measured: dict[str, _Measured], verdict: Verdict) -> Non
                 left_out = float((honest[r] / _reference(others, m.floor)).square().mean().sqrt())
                 worst_replica[kind] = max(worst_replica.get(kind, 0.0), left_out)
     for kind, values in ratios.items():
-        bound = tolerance.ratio_bound(worst_replica[kind])
+        bound = tolerance.ratio_bound(worst_replica[kind], scalar=kind[1])
         for quantity, worst, pooled in values:
             statistic = Statistic(quantity, worst, "error ratio", pooled, bound)
             verdict.judge(statistic)

@@ -70,11 +70,15 @@ SIGMAS = 5.0
 REPLICAS = 5
 
 
-def ratio_bound(worst_replica: float) -> float:
+def ratio_bound(worst_replica: float, scalar: bool) -> float:
     """What an error ratio may be: the factor of the three-way rule times ``worst_replica``, the largest ratio that a
     replica of the baseline has when the others judge it. That is near 1.2 where errors are sums of many roundings, and
-    several times as much for a single number, or where AdamW turns the sign of a gradient's noise into a step."""
-    return THREE_WAY_FACTOR * max(1.0, worst_replica)
+    several times as much where AdamW turns the sign of a gradient's noise into a step.
+
+    The ratio of a ``scalar`` (a loss, a gradient norm) averages over nothing: it is one draw of the noise in standard
+    deviations, and twice the largest of a few other draws is no bound on that. It may be as many as a gain may be."""
+    bound = THREE_WAY_FACTOR * max(1.0, worst_replica)
+    return max(SIGMAS, bound) if scalar else bound
 
 
 def gain_bound(sigma: float, dtype: torch.dtype, steps: float) -> float:
