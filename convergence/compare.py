@@ -79,7 +79,7 @@ def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, fo
     """
     truth, baseline = pairs[0]
     verdict = Verdict()
-    comparable = _check_presence(truth, baseline, candidate, verdict, foreign)
+    comparable = _check_presence(pairs, candidate, verdict, foreign)
     _judge_statistics(pairs, candidate, comparable, dtype, verdict)
     _judge_generation(truth, baseline, candidate, verdict)
     for complaint in candidate.complaints:
@@ -90,9 +90,11 @@ def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, fo
 
 
 def _check_presence(
-    truth: Trajectory, baseline: Trajectory, candidate: Trajectory, verdict: Verdict, foreign: bool
+    pairs: Sequence[Pair], candidate: Trajectory, verdict: Verdict, foreign: bool
 ) -> dict[str, list[str]]:
-    """Same names, same shapes, finite, and zero exactly where the truth is; returns the steps that can be judged."""
+    """Same names, same shapes, finite, zero where the truth is, and not zero where neither the truth nor any honest arm
+    is (a small step may round away in bfloat16); returns the steps that can be judged."""
+    truth, baseline = pairs[0]
     judged: dict[str, list[str]] = {}
     for quantity in {**truth.values, **candidate.values}:
         expected, got = truth.values.get(quantity, {}), candidate.values.get(quantity, {})
@@ -117,7 +119,7 @@ def _check_presence(
             elif not bool(expected[step].any()):
                 if bool(got[step].any()):
                     verdict.fail(quantity, step, "zero", f"{float(got[step].abs().max()):.3g}", "0")
-            elif not bool(got[step].any()):
+            elif not bool(got[step].any()) and all(bool(arm.values[quantity][step].any()) for _, arm in pairs):
                 verdict.fail(quantity, step, "non-zero", "all elements are 0")
             else:
                 judged.setdefault(quantity, []).append(step)

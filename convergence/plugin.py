@@ -45,6 +45,7 @@ _choose_device(None)
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_summaries] = []
+    config.addinivalue_line("markers", "xdist_group(name): runs on one worker with the rest of its group")
     device = config.getoption("--device")
     if device not in (None, "cpu", "cuda"):
         raise pytest.UsageError(f"--device {device!r} is unknown; allowed are cpu, cuda")

@@ -15,7 +15,14 @@ from convergence.records import write
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("case", cases(metafunc.config), ids=str)
+    # With xdist's --dist loadgroup, cases that share truth and baseline run where these have been trained.
+    metafunc.parametrize(
+        "case",
+        [
+            pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(f"{case.model}/{case.dtype}"))
+            for case in cases(metafunc.config)
+        ],
+    )
 
 
 def test_convergence(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.convergence_faults import SCALED, _rms_norm
 
@@ -22,7 +23,8 @@ def suite(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
 
     def run(*options: str, models: str = "llama-untied", dtypes: str = "float32") -> tuple[int, str]:
         isolated = ("-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
-        arguments = ("convergence", "--device", "cpu", "--models", models, "--dtypes", dtypes, *options)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        arguments = ("convergence", "--device", device, "--models", models, "--dtypes", dtypes, *options)
         code = pytest.main([*arguments, "--records", str(tmp_path), "-q", *isolated])
         captured = capfd.readouterr()
         return int(code), captured.out + captured.err

@@ -73,6 +73,13 @@ def run(function, logits, targets, upstream=None, **options):
     return out, logits.grad
 
 
+def settled(ours, truth):
+    """``ours``, or the truth where it cannot tell: its float64 formula takes lse - z, which cancels, and ours does not.
+    Logits here stay below 100, so that costs it fewer than 128 units of roundoff."""
+    close = (ours.double() - truth).abs() <= 128 * unit_roundoff(torch.float64)
+    return torch.where(close, truth, ours.double())
+
+
 def assert_right(logits, targets, **options):
     """Ours against float64, with PyTorch's formula in the logits' dtype as the measure; every extra too."""
     options["extras"] = EXTRAS
@@ -82,11 +89,12 @@ def assert_right(logits, targets, **options):
     assert ours.loss.dtype == torch.float32
     assert grad.dtype == logits.dtype
     assert ours.loss.isfinite().all()
-    three_way(ours.loss, torchs.loss, truth.loss, torch.float32, "loss")
+    three_way(settled(ours.loss, truth.loss), torchs.loss, truth.loss, torch.float32, "loss")
     three_way(grad, torch_grad, true_grad, logits.dtype, "gradient")
     # A difference of numbers of order 1 (lse and a mean logit), so 1 is what its roundoff is relative to.
     three_way(ours.entropy + 1, torchs.entropy + 1, truth.entropy + 1, torch.float32, "1 + entropy")
-    three_way(ours.log_probs, torchs.log_probs, truth.log_probs, torch.float32, "log_probs")
+    log_probs = settled(ours.log_probs, truth.log_probs)
+    three_way(log_probs, torchs.log_probs, truth.log_probs, torch.float32, "log_probs")
     # In float32 the soft cap can make two logits equal that are not in float64: compare where float32 agrees.
     assert torch.equal(ours.predicted_tokens, torchs.predicted_tokens)
     assert ours.token_accuracy == torchs.token_accuracy.float()

@@ -143,6 +143,7 @@ for mode, options in MODES.items():
         parts = [torch.empty_like(gradient) for _ in range(world)]
         dist.all_gather(parts, found[name])
         assert torch.equal(parts[0], parts[1]), f"{mode}: {name} differs between the ranks"
+dist.destroy_process_group()
 print("rank", rank, "ok")
 """
 
