@@ -74,8 +74,8 @@ def run(function, logits, targets, upstream=None, **options):
 
 
 def settled(ours, truth):
-    """``ours``, or the truth where it cannot tell: its float64 formula takes lse - z, which cancels, and ours does not.
-    Logits here stay below 100, so that costs it fewer than 128 units of roundoff."""
+    """``ours``, or the truth where it cannot tell: its float64 formulas take lse - z and p - 1, which cancel; ours do
+    not. Logits here stay below 100, so that costs it fewer than 128 units of roundoff."""
     close = (ours.double() - truth).abs() <= 128 * unit_roundoff(torch.float64)
     return torch.where(close, truth, ours.double())
 
@@ -90,7 +90,7 @@ def assert_right(logits, targets, **options):
     assert grad.dtype == logits.dtype
     assert ours.loss.isfinite().all()
     three_way(settled(ours.loss, truth.loss), torchs.loss, truth.loss, torch.float32, "loss")
-    three_way(grad, torch_grad, true_grad, logits.dtype, "gradient")
+    three_way(settled(grad, true_grad), torch_grad, true_grad, logits.dtype, "gradient")
     # A difference of numbers of order 1 (lse and a mean logit), so 1 is what its roundoff is relative to.
     three_way(ours.entropy + 1, torchs.entropy + 1, truth.entropy + 1, torch.float32, "1 + entropy")
     log_probs = settled(ours.log_probs, truth.log_probs)
