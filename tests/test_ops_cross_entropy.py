@@ -90,7 +90,8 @@ def assert_right(logits, targets, **options):
     assert grad.dtype == logits.dtype
     assert ours.loss.isfinite().all()
     three_way(settled(ours.loss, truth.loss), torchs.loss, truth.loss, torch.float32, "loss")
-    three_way(settled(grad, true_grad), torch_grad, true_grad, logits.dtype, "gradient")
+    # exp, total, quotient, log, and the factors 2 z_loss, lse, p, slope and upstream: each rounds the last one's result.
+    three_way(settled(grad, true_grad), torch_grad, true_grad, logits.dtype, "gradient", chain=9)
     # A difference of numbers of order 1 (lse and a mean logit), so 1 is what its roundoff is relative to.
     three_way(ours.entropy + 1, torchs.entropy + 1, truth.entropy + 1, torch.float32, "1 + entropy")
     log_probs = settled(ours.log_probs, truth.log_probs)
