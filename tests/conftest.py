@@ -15,6 +15,12 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same numbers whichever ran before it, on whichever worker."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def poisoned_empty() -> Iterator[None]:
     """``torch.empty`` returns NaN (the largest integer for integers), so that an element nobody writes is seen."""
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

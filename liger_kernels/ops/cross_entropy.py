@@ -520,6 +520,8 @@ def forward_rows(
         options.z_loss,
         HAS_SOFTCAP=options.softcap is not None,
         PRECISE=logits.dtype == torch.float32,
+        # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff of max.
+        enable_fp_fusion=options.logit_scale == 1.0 and options.softcap is None,
         SMOOTHING=options.label_smoothing != 0.0,
         GRAD_IN_PLACE=grad_in_place,
         **shape,
@@ -562,6 +564,8 @@ def backward_rows(
         options.z_loss,
         HAS_SOFTCAP=options.softcap is not None,
         PRECISE=logits.dtype == torch.float32,
+        # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff of max.
+        enable_fp_fusion=options.logit_scale == 1.0 and options.softcap is None,
         SMOOTHING=options.label_smoothing != 0.0,
         **shape,
     )
