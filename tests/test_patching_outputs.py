@@ -54,7 +54,8 @@ def test_pytree_keeps_the_logits_deferred(model):
 
 
 def test_accelerates_conversion_to_float32():
-    operations = pytest.importorskip("accelerate.utils.operations")
+    from accelerate.utils import operations
+
     model = tiny("llama").to(torch.bfloat16)
     liger_kernels.patch(model)
     out = model(**batch())
