@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from convergence.tolerance import FLOOR_ROUNDOFFS, unit_roundoff
 from liger_kernels.ops import geglu, geglu_ref, launches, reset_launches, swiglu, swiglu_ref
 from liger_kernels.ops._runtime import launch
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
@@ -119,8 +120,11 @@ def test_large_and_special_gates(device, op, dtype) -> None:
     up = torch.full_like(gate, 0.5).requires_grad_()
     (y,), gradients = run(op[0], [gate, up])
     truth, truths = run(op[1], [t.detach().double().clamp(-1e100, 1e100).requires_grad_() for t in (gate, up)])
+    # 1 + tanh and 1 + erf round at 1 before the gate multiplies them; beyond a gate of -13 they are exactly 0.
+    cancelled = 13 * unit_roundoff(torch.float32)
     for ours, true in zip([y, *gradients], [*truth, *truths], strict=True):
-        torch.testing.assert_close(ours, true.to(dtype), rtol=8 * torch.finfo(dtype).eps, atol=1e-6)
+        bound = FLOOR_ROUNDOFFS * unit_roundoff(dtype) * true.abs() + cancelled
+        assert bool(((ours.double() - true.to(dtype).double()).abs() <= bound).all())
 
 
 def test_infinite_gate(device) -> None:

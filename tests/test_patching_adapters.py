@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import peft
 import pytest
 import torch
 
 import liger_kernels
 from tests.patching_checks import DEVICE, batch, check_same, compare, gradients, tiny
-
-peft = pytest.importorskip("peft")
 
 
 def run(model):
