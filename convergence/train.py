@@ -65,6 +65,7 @@ class Run:
         patch: applied to the copy before anything runs; None for truth and baseline.
         rounded_to: the dtype whose initial weights the truth shares (default: ``dtype``).
         nudge: when given, the seed of a perturbation of every initial weight by one unit in the last place.
+        only: when given, the names of the steps that are run, at the initial weights, and nothing after them.
     """
 
     template: nn.Module
@@ -75,6 +76,7 @@ class Run:
     patch: Callable[[nn.Module], Any] | None = None
     rounded_to: torch.dtype | None = None
     nudge: int | None = None
+    only: frozenset[str] | None = None
 
 
 @dataclass
@@ -120,9 +122,10 @@ def build(run: Run) -> Any:
     return model.to(run.device)
 
 
-def train(run: Run) -> Trajectory:
-    """Train one arm through all phases."""
-    model = build(run)
+def train(run: Run, model: Any = None) -> Trajectory:
+    """Train one arm through all phases. With ``model``, an arm that was built before, it trains instead of a new one."""
+    if model is None:
+        model = build(run)
     result = Trajectory(model=model)
     mode = InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext()
     with _transformers_warnings(result.warnings), mode:
@@ -138,9 +141,13 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
     rounded = run.rounded_to or run.dtype
 
     for seed, step in enumerate(steps):
+        if run.only is not None and step.name not in run.only:
+            continue
         generator = torch.Generator().manual_seed(seed)
         _set_weights(model, {name: _nudged(weight, rounded, generator) for name, weight in initial.items()})
         _accumulate(model, step, result, INITIAL)
+    if run.only is not None:
+        return
 
     optimizers: dict[str, Callable[[], torch.optim.Optimizer]] = {
         SGD: lambda: torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE),
