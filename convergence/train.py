@@ -123,7 +123,7 @@ def build(run: Run) -> Any:
 
 
 def train(run: Run, model: Any = None) -> Trajectory:
-    """Train one arm through all phases. With ``model``, an arm that was built before, it trains instead of a new one."""
+    """Train one arm through all phases: a new one, or ``model``, which was built (and patched) before."""
     if model is None:
         model = build(run)
     result = Trajectory(model=model)
