@@ -9,17 +9,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from convergence import tolerance
+from convergence import bitwise, tolerance
 from convergence.compare import Pair, Verdict, compare
 from convergence.data import IGNORE, Batch, Step, evaluation_batch, steps
 from convergence.models import MODELS, MiniModel
 from convergence.pristine import Fingerprint
-from convergence.records import Record, versions
+from convergence.records import Record, Statistic, versions
 from convergence.train import Run, Trajectory, status, train
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -116,9 +116,7 @@ def _ask_for_confident_predictions(template: nn.Module, inputs: list[Step]) -> N
 def prove(case: Case) -> Record:
     """Train and judge ``case``; the record says whether the candidate is the same mathematics, and why not."""
     began = time.perf_counter()
-    record = Record(**dataclasses.asdict(case), versions=versions(), replicas=tolerance.REPLICAS)
-    if case.device == "cuda":
-        record.versions["device"] = torch.cuda.get_device_name()
+    record = Record(**dataclasses.asdict(case), versions=versions(case.device), replicas=tolerance.REPLICAS)
     remember_upstream(MODELS.values())
     assert _fingerprint is not None
     record.symbols = len(_fingerprint)
@@ -130,7 +128,7 @@ def prove(case: Case) -> Record:
         verdict = _judge(case, record)
     record.failures = verdict.failures
     record.notes = verdict.notes
-    record.statistics = [dataclasses.asdict(statistic) for statistic in verdict.statistics]
+    record.statistics = [cast(Statistic, dataclasses.asdict(statistic)) for statistic in verdict.statistics]
     if not verdict.passed:
         record.verdict = "different"
         record.reason = " ".join(part for part in verdict.failures[0] if part)
@@ -163,6 +161,7 @@ def _judge(case: Case, record: Record) -> Verdict:
         arm: {step: float(value) for step, value in trajectory.values["loss"].items()}
         for arm, trajectory in zip(("truth", "baseline", "candidate"), (*reference.pairs[0], candidate), strict=True)
     }
+    record.digests = {"baseline": bitwise.digest(reference.pairs[0][1]), "candidate": bitwise.digest(candidate)}
     leaked = _fingerprint.changes()
     if leaked:
         verdict.fail("other models", "", "patched too", ", ".join(leaked))

@@ -1,19 +1,52 @@
-"""One case's outcome as one JSON file: everything that was judged, and in which environment."""
+"""One case's outcome as one JSON file: everything that was judged, and in which environment.
+
+A folder of records only grows: every run writes new files, and :func:`load_folder` finds the newest of each case. The
+module imports nothing but the standard library, so that records of any machine can be read on any other.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
-import tempfile
+import typing
+import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-SCHEMA = 1
+# Raise it with every change of what a record holds. A reader refuses what it was not written for.
+SCHEMA = 2
+VERDICTS = ("equal", "different", "absent")
+# What does not decide a single bit of a result; everything else in ``versions`` does.
+_DECIDES_NO_BIT = ("platform", "liger-kernels")
+
+
+class Statistic(TypedDict):
+    """One judged number: ``value`` may be at most ``bound``."""
+
+    quantity: str
+    step: str
+    statistic: str
+    value: float
+    bound: float
+
+
+# A keyword among the names needs this form.
+Blame = TypedDict("Blame", {"kernel": str, "module": str, "pass": str, "step": str, "tensor": str, "note": str})
+
+
+class Digests(TypedDict):
+    """Digests of quantities that were observed at the same steps: per quantity one string, a word per step."""
+
+    steps: list[str]
+    quantities: dict[str, str]
 
 
 @dataclass
@@ -23,11 +56,17 @@ class Record:
     Attributes:
         verdict: "equal", "different", or "absent" (this transformers has no such model).
         reason: the first failure in words; empty when equal.
-        statistics: every judged number with its quantity, step, statistic, value, bound.
         failures: rows of quantity, step, statistic, value, bound.
+        statistics: every judged number with its quantity, step, statistic, value, bound.
+        blame: who did it: kernel, module path, pass (forward or backward), first step and tensor that differ, a note.
         census: how many modules each of our kernels replaced; for a foreign patch, which modules changed.
         launches: how often each of our kernels was launched by the candidate.
         fallbacks: how often our fused head had to compute real logits, by reason.
+        losses: of every arm (truth, baseline, candidate), the loss of every step.
+        digests: of baseline and candidate, what every observed tensor was, bit for bit.
+        versions: the environment: packages, processor, threads.
+        at: when the record was made, UTC.
+        run: what all records of one run share.
     """
 
     model: str
@@ -40,25 +79,39 @@ class Record:
     reason: str = ""
     failures: list[tuple[str, str, str, str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    statistics: list[dict[str, Any]] = field(default_factory=list)
+    statistics: list[Statistic] = field(default_factory=list)
+    blame: list[Blame] = field(default_factory=list)
     census: dict[str, int] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
     losses: dict[str, dict[str, float]] = field(default_factory=dict)
+    digests: dict[str, list[Digests]] = field(default_factory=dict)
     replicas: int = 0
     symbols: int = 0
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
+    at: str = field(default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat())
+    run: str = ""
     schema: int = SCHEMA
 
     @property
     def name(self) -> str:
         return f"{self.model}/{self.dtype}/{self.patch.rpartition(':')[2]}"
 
-    def worst(self, statistic: str) -> dict[str, Any] | None:
-        """The judged number of this kind that is nearest to its bound."""
+    @property
+    def case(self) -> tuple[Any, ...]:
+        """What was asked: two records of the same case differ in when and where it ran."""
+        return self.model, self.dtype, self.patch, self.profile, self.device, self.seed
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What decides, besides the case and our own code, every bit of the result."""
+        return {name: version for name, version in self.versions.items() if name not in _DECIDES_NO_BIT}
+
+    def worst(self, statistic: str) -> Statistic | None:
+        """The judged number of this kind that is nearest to its bound; one that is not a number is beyond."""
         chosen = [s for s in self.statistics if s["statistic"] == statistic]
-        return max(chosen, key=lambda s: s["value"] / s["bound"], default=None)
+        return max(chosen, key=share_of_bound, default=None)
 
     def summary(self) -> dict[str, Any]:
         """What the table at the end needs; travels from an xdist worker to the controller."""
@@ -75,23 +128,201 @@ class Record:
         }
 
 
-def versions() -> dict[str, str]:
-    """The versions that a result depends on."""
+def share_of_bound(statistic: Statistic) -> float:
+    """Value over bound: above 1 it failed. A value that is not a number is infinitely far beyond."""
+    if statistic["value"] <= statistic["bound"]:
+        return statistic["value"] / statistic["bound"] if statistic["bound"] else 0.0
+    share = statistic["value"] / statistic["bound"] if statistic["bound"] else math.inf
+    return math.inf if math.isnan(share) else share
+
+
+def versions(device: str = "cpu") -> dict[str, str]:
+    """The environment that a result on ``device`` depends on, of this process."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in ("torch", "triton", "transformers", "liger-kernels"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = "not installed"
+    import torch  # not at the top: a report is made where no torch is
+
+    # Both decide in which order a CPU sums.
+    found["cpu"] = torch.backends.cpu.get_cpu_capability()
+    found["threads"] = str(torch.get_num_threads())
+    if device == "cuda":
+        found["device"] = torch.cuda.get_device_name()
     return found
 
 
 def write(record: Record, folder: Path) -> Path:
-    """Write ``record`` into ``folder`` as a whole or not at all, so that a killed worker leaves no half a record."""
+    """Add ``record`` to ``folder``, as a whole or not at all, beside what is there; returns its file.
+
+    The file is complete and on the disk before it gets its name, so a killed writer leaves at most a ``.tmp``, which
+    nobody reads. The name holds the time and a random part, so no file is ever replaced.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    name = "-".join((record.model, record.dtype, record.patch, record.profile, record.device))
-    path = folder / (re.sub(r"[^A-Za-z0-9_.-]+", "_", name) + ".json")
-    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False, encoding="utf-8") as file:
-        json.dump(dataclasses.asdict(record), file, indent=1)
-    os.replace(file.name, path)
+    case = "-".join((record.model, record.dtype, record.patch, record.profile, record.device))
+    time = re.sub(r"[^0-9T]", "", record.at.partition("+")[0])
+    name = f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', case)[:150]}-{time}-{uuid.uuid4().hex[:8]}"
+    path, unfinished = folder / f"{name}.json", folder / f"{name}.tmp"
+    try:
+        with unfinished.open("x", encoding="utf-8") as file:
+            file.write(dumps(record))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    if os.name == "posix":  # the new name is on the disk, too
+        directory = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
     return path
+
+
+def dumps(record: Record) -> str:
+    """``record`` as JSON, a line per field; numbers that JSON does not have are strings ("nan", "inf", "-inf")."""
+    plain = _plain(dataclasses.asdict(record))
+    fields = (f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in plain.items())
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def load(path: Path) -> Record:
+    """The record in ``path``.
+
+    Raises:
+        ValueError: it is no record of this schema; the message names file, field, what came and what is allowed.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"{path}: is no JSON ({error}); allowed is a record") from error
+    return from_dict(data, str(path))
+
+
+def from_dict(data: Any, source: str = "record") -> Record:
+    """A record from what JSON gave; ``source`` names it in errors.
+
+    Raises:
+        ValueError: as :func:`load`.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"{source}: holds {_shown(data)}; allowed is a record, an object of named fields")
+    schema = data.get("schema")
+    if type(schema) is not int:
+        raise ValueError(f"{source}: field 'schema' is {_shown(schema)}; allowed is {SCHEMA}, or it is no record")
+    if schema > SCHEMA:
+        raise ValueError(
+            f"{source}: field 'schema' is {schema}, of a later release; allowed is {SCHEMA}; read it with that release"
+        )
+    if schema < SCHEMA:
+        raise ValueError(
+            f"{source}: field 'schema' is {schema}, of an earlier release; allowed is {SCHEMA}; run the case again"
+        )
+    types = typing.get_type_hints(Record)
+    for name in data.keys() - types.keys():
+        raise ValueError(f"{source}: field {name!r} is unknown; allowed are {', '.join(types)}")
+    for name in types.keys() - data.keys():
+        raise ValueError(f"{source}: field {name!r} is missing; every field of schema {SCHEMA} is written")
+    record = Record(**{name: _checked(data[name], kind, f"{source}: field {name!r}") for name, kind in types.items()})
+    _check_sense(record, source)
+    return record
+
+
+def _checked(value: Any, kind: Any, where: str) -> Any:
+    """``value`` if it is of ``kind``, with every item checked."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is float:
+        if value in ("nan", "inf", "-inf") or type(value) in (int, float):
+            return float(value)
+        raise ValueError(f"{where} is {_shown(value)}; allowed is a number")
+    if kind in (str, int):
+        if type(value) is not kind:
+            raise ValueError(f"{where} is {_shown(value)}; allowed is {'text' if kind is str else 'a whole number'}")
+        return value
+    expected = list if origin in (list, tuple) else dict
+    if type(value) is not expected:
+        raise ValueError(f"{where} is {_shown(value)}; allowed is {'a list' if expected is list else 'an object'}")
+    if origin is list:
+        return [_checked(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(value)]
+    if origin is tuple:
+        if len(value) != len(arguments):
+            raise ValueError(f"{where} is {_shown(value)}; allowed are {len(arguments)} items")
+        return tuple(_checked(item, of, f"{where}[{i}]") for i, (item, of) in enumerate(zip(value, arguments)))  # noqa: B905
+    if origin is dict:
+        return {key: _checked(item, arguments[1], f"{where}[{key!r}]") for key, item in value.items()}
+    parts = typing.get_type_hints(kind)
+    if value.keys() != parts.keys():
+        raise ValueError(f"{where} has {', '.join(value) or 'nothing'}; allowed are exactly {', '.join(parts)}")
+    return {name: _checked(value[name], of, f"{where}[{name!r}]") for name, of in parts.items()}
+
+
+def _check_sense(record: Record, source: str) -> None:
+    """The verdict is a known one and agrees with the failures, the time is one, and no digest lacks its step."""
+    if record.verdict not in VERDICTS:
+        raise ValueError(f"{source}: field 'verdict' is {record.verdict!r}; allowed are {', '.join(VERDICTS)}")
+    wrong = {"equal": bool(record.failures), "different": not record.failures}
+    if wrong.get(record.verdict):
+        raise ValueError(
+            f"{source}: field 'verdict' is {record.verdict!r} with {len(record.failures)} failures; allowed is "
+            "'equal' without any and 'different' with some"
+        )
+    try:
+        aware = datetime.datetime.fromisoformat(record.at).utcoffset() is not None
+    except ValueError:
+        aware = False
+    if not aware:
+        raise ValueError(f"{source}: field 'at' is {record.at!r}; allowed is an ISO 8601 time with its offset")
+    for arm, groups in record.digests.items():
+        for group in groups:
+            for quantity, words in group["quantities"].items():
+                if len(words.split()) != len(group["steps"]):
+                    raise ValueError(
+                        f"{source}: field 'digests'[{arm!r}] has {len(words.split())} words for {quantity!r}; allowed "
+                        f"is one per step, {len(group['steps'])}"
+                    )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def load_all(paths: Iterable[Path]) -> list[Record]:
+    """Every record in ``paths`` (files, or folders with all below them), the oldest first.
+
+    Raises:
+        ValueError: as :func:`load`, or a path does not exist, or there is no record at all.
+    """
+    paths = list(paths)
+    files: set[Path] = set()
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path}: does not exist; allowed are record files and folders of them")
+        files.update(path.rglob("*.json") if path.is_dir() else [path])
+    if not files:
+        raise ValueError(f"{', '.join(map(str, paths))}: no record in there; --records DIR writes them")
+    return sorted((load(file) for file in sorted(files)), key=lambda record: datetime.datetime.fromisoformat(record.at))
+
+
+def newest(records: Sequence[Record]) -> list[Record]:
+    """The newest record of each case in each environment, ordered by case; ``records`` come oldest first."""
+    latest = {(record.case, tuple(sorted(record.environment.items()))): record for record in records}
+    return [latest[key] for key in sorted(latest, key=str)]
+
+
+def load_folder(folder: Path) -> list[Record]:
+    """The newest record of each case, and environment, in ``folder`` and below; raises as :func:`load_all`."""
+    return newest(load_all([folder]))

@@ -1,0 +1,135 @@
+"""The tier for refactorings: was every observed value, bit for bit, what it was in an earlier run?
+
+A record keeps a digest of every tensor of baseline and candidate. Two runs are comparable when everything that decides
+a bit besides our own code is the same: case, device, versions, threads. The baseline runs none of our code, so where
+its digests differ the environment is at fault, whatever it says of itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from convergence.records import Digests, Record
+
+if TYPE_CHECKING:
+    import torch
+
+    from convergence.train import Trajectory
+
+STATISTIC = "bit for bit"
+# 48 bits: two different tensors share a word once in 3e14 comparisons.
+_WORD = 12
+
+
+def digest(trajectory: Trajectory) -> list[Digests]:
+    """Digests of everything that ``trajectory`` observed, grouped by the steps at which it was."""
+    values = dict(trajectory.values)
+    if trajectory.generated is not None and trajectory.scores is not None:
+        values["generated tokens"] = {"SGD: end": trajectory.generated}
+        values["scores of the generated tokens"] = {"SGD: end": trajectory.scores}
+    groups: dict[tuple[str, ...], dict[str, str]] = {}
+    for quantity, steps in values.items():
+        groups.setdefault(tuple(steps), {})[quantity] = " ".join(map(_word, steps.values()))
+    return [{"steps": list(steps), "quantities": quantities} for steps, quantities in groups.items()]
+
+
+def _word(value: torch.Tensor) -> str:
+    import torch
+
+    kind = f"{value.dtype} {list(value.shape)}".encode()
+    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(kind + content.tobytes()).hexdigest()[:_WORD]
+
+
+def earlier(records: Sequence[Record], case: tuple[object, ...], environment: Mapping[str, str]) -> Record:
+    """The newest of ``records`` (oldest first) that a run of ``case`` in ``environment`` can be compared with.
+
+    Raises:
+        ValueError: there is none; the message says what the nearest one has and this run has not.
+    """
+    same = [record for record in records if record.case == case]
+    if not same:
+        raise ValueError(_nearest(records, case))
+    for record in reversed(same):
+        if record.environment == environment:
+            if set(record.digests) != {"baseline", "candidate"}:
+                raise ValueError(f"{record.name}: the candidate of {record.at} never trained: {record.reason}")
+            return record
+    was = same[-1].environment
+    differs = [
+        f"{name} {was.get(name, 'none')}, here {environment.get(name, 'none')}"
+        for name in {**was, **environment}
+        if was.get(name) != environment.get(name)
+    ]
+    raise ValueError(f"{same[-1].name}: recorded with {'; '.join(differs)}")
+
+
+def _nearest(records: Sequence[Record], case: tuple[object, ...]) -> str:
+    names = ("model", "dtype", "patch", "profile", "device", "seed")
+    asked = dict(zip(names, case, strict=True))
+    wanted = " ".join(f"{name} {value}" for name, value in asked.items())
+
+    def differences(record: Record) -> list[str]:
+        had = dict(zip(names, record.case, strict=True))
+        return [f"{name} {had[name]}, here {asked[name]}" for name in names if had[name] != asked[name]]
+
+    near = min((differences(record) for record in records), key=len)
+    return f"no record of {wanted}; the nearest has {'; '.join(near)}"
+
+
+def compare(record: Record, before: Record) -> None:
+    """Fail ``record`` for every observed value that is not bit for bit what it was in ``before``, in order of time."""
+    baseline = list(_differences(record, before, "baseline"))
+    if baseline:
+        quantity, step = baseline[0]
+        value = f"the baseline differs, too, in {len(baseline)} values, and no patch touches it"
+        rows = [(quantity, step, STATISTIC, value, "the same environment, deterministic")]
+        record.notes.append(
+            "The environment differs from the earlier run's, or is not deterministic: nothing follows for the patch."
+        )
+    else:
+        rows = [
+            (quantity, step, STATISTIC, "differs", f"as on {before.at[:19]}")
+            for quantity, step in _differences(record, before, "candidate")
+        ]
+    if rows:
+        record.failures = [*record.failures, *rows]
+        record.verdict = "different"
+        record.reason = record.reason or " ".join(rows[0])
+
+
+def _differences(record: Record, before: Record, arm: str) -> Iterator[tuple[str, str]]:
+    """Quantity and step of what is in only one of the two, or another in each."""
+    now, then = _words(record, arm), _words(before, arm)
+    for key in sorted({**now, **then}, key=_time({**now, **then})):
+        if now.get(key) != then.get(key):
+            yield key
+
+
+def _words(record: Record, arm: str) -> dict[tuple[str, str], str]:
+    return {
+        (quantity, step): word
+        for group in record.digests.get(arm, ())
+        for quantity, words in group["quantities"].items()
+        for step, word in zip(group["steps"], words.split(), strict=True)
+    }
+
+
+def _time(keys: Mapping[tuple[str, str], str]):  # type: ignore[no-untyped-def]
+    """A sort key: phases, then their steps, each in the order of the first that was seen; the loss before gradients."""
+    phases: dict[str, int] = {}
+    steps: dict[str, int] = {}
+    quantities: dict[str, int] = {}
+    for quantity, step in keys:
+        phases.setdefault(step.partition(":")[0], len(phases))
+        steps.setdefault(step.partition(", batch ")[0], len(steps))
+        quantities.setdefault(quantity, len(quantities))
+
+    def key(item: tuple[str, str]) -> tuple[int, int, bool, int]:
+        quantity, step = item
+        first = phases[step.partition(":")[0]], steps[step.partition(", batch ")[0]]
+        return *first, quantity != "loss", quantities[quantity]
+
+    return key
