@@ -8,6 +8,21 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("evidence", "how often an honest candidate fails, and whether a fault passes")
+    group.addoption("--honest-seeds", metavar="N,N", help="run every honest candidate of --models with these seeds")
+    group.addoption("--honest-results", metavar="FILE", help="append a line of JSON for each honest candidate")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--mutants",
+        choices=("sample", "all"),
+        default="sample",
+        help="which faults the proof is tried on (default: sample)",
+    )
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The GPU where there is one; else the CPU, on which kernels run in Triton's interpreter."""

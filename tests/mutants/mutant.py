@@ -1,0 +1,216 @@
+"""What a mutant is, and how its fault gets into the candidate and out again.
+
+Most faults are a change of a few characters of source. An :class:`Edit` finds its snippet in a module's source text,
+where it must occur exactly once: a mutant whose place is gone says so instead of testing nothing. The changed text is
+compiled, and for as long as the mutant lives
+
+- every Triton kernel of the module is a new one, made from the changed text (a kernel inlines its helpers when it is
+  compiled, so a helper cannot be exchanged under it);
+- every Python function keeps its identity and gets the changed code, so that whoever imported it runs it, too, and a
+  ``torch.library`` op is not registered a second time.
+
+:func:`restore` puts back the very objects that were there.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib
+import inspect
+import itertools
+import linecache
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_serial = itertools.count()
+_active = contextlib.ExitStack()
+
+
+class StaleMutant(Exception):
+    """The source no longer has the place that a mutant changes: write the mutant anew."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Exchange ``old`` by ``new`` in the source of ``module``; ``old`` must occur ``times`` times in it."""
+
+    module: str
+    old: str
+    new: str
+    times: int = 1
+
+    def apply(self, text: str) -> str:
+        count = text.count(self.old)
+        if count != self.times:
+            raise StaleMutant(f"{self.module} has {self.old!r} {count} times, not {self.times}: adapt the mutant")
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault, injected into the candidate only. Called with a model, it applies the fault, then our own patch.
+
+    Attributes:
+        name: what follows ``--patch tests.mutants:``.
+        source: the rows of the fault corpus that it stands for; empty for a fault of the same kinds thought up here.
+        does: one sentence.
+        edits: changes of source text.
+        after: what is done to the patched model.
+        model: the mini model on which it is tried.
+        dtypes: the dtypes in which it is a fault.
+        kernel: the guilty kernel, or None where no kernel is.
+        phase: "forward" or "backward": where the guilty kernel is wrong; None where no kernel is.
+        dies: what the suite must say: "statistics" (any judged number), or the name of another finding.
+        fused: whether the loss is computed from hidden states, or from logits that exist.
+        check: the test that must fail, for a fault that no training can show; the suite is not run then.
+        sample: whether the default run tries it.
+    """
+
+    name: str
+    does: str
+    edits: tuple[Edit, ...] = ()
+    source: str = ""
+    after: Callable[[Any], Any] | None = None
+    model: str = "llama-untied"
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    kernel: str | None = None
+    phase: str | None = None
+    dies: str = "statistics"
+    fused: bool = True
+    check: str | None = None
+    sample: bool = False
+
+    def __call__(self, model: Any, kernels: Iterable[str] | None = None) -> Any:
+        """Inject the fault, until :func:`restore`, and patch ``model`` (with ``kernels`` only, when given)."""
+        import liger_kernels
+
+        self.inject()
+        if kernels is None:
+            left_out = "cross_entropy" if self.fused else "linear_cross_entropy"
+            kernels = [kernel for kernel in liger_kernels.KERNELS if kernel != left_out]
+        report = liger_kernels.patch(model, kernels=kernels)
+        if self.after is not None:
+            self.after(model)
+        return report
+
+    def inject(self) -> None:
+        """Change the source, after whatever another mutant changed has been put back."""
+        restore()
+        for module in dict.fromkeys(edit.module for edit in self.edits):
+            _active.enter_context(_changed(module, self.text(module), self.name))
+        if self.edits:
+            _active.enter_context(_fresh_classes())
+
+    def text(self, module: str) -> str:
+        """The changed source of ``module``.
+
+        Raises:
+            StaleMutant: a snippet does not occur as often as it should, or changes nothing.
+        """
+        text = _source(module)
+        for edit in self.edits:
+            if edit.module == module:
+                text = edit.apply(text)
+        return text
+
+
+def restore() -> None:
+    """Put back whatever a mutant changed."""
+    _active.close()
+
+
+def until_restored(undo: Callable[[], Any]) -> None:
+    """Call ``undo`` when the mutant's time is over."""
+    _active.callback(undo)
+
+
+def _source(module: str) -> str:
+    return inspect.getsource(importlib.import_module(module))
+
+
+@contextlib.contextmanager
+def _changed(name: str, text: str, label: str) -> Iterator[None]:
+    """Inside, the functions and kernels of module ``name`` are those of ``text``."""
+    module = importlib.import_module(name)
+    filename = f"<{label} {next(_serial)} of {name}>"
+    # The interpreter, the compiler and tracebacks read a function's source through linecache.
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    tree = ast.parse(text)
+    codes = dict(_codes(compile(tree, filename, "exec", dont_inherit=True)))
+    kernels = _kernels(tree, filename, module)
+    functions = [(f, codes[path]) for path, f in _functions(module) if path in codes]
+    before = {kernel: vars(module)[kernel] for kernel in kernels}, [(f, f.__code__) for f, _ in functions]
+    try:
+        vars(module).update(kernels)
+        for function, code in functions:
+            function.__code__ = code
+        yield
+    finally:
+        vars(module).update(before[0])
+        for function, code in before[1]:
+            function.__code__ = code
+
+
+def _codes(code: types.CodeType, path: str = "") -> Iterator[tuple[str, types.CodeType]]:
+    """Every function of a compiled module or class body by its dotted name; nested functions belong to their outer."""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield path + constant.co_name, constant
+            yield from _codes(constant, f"{path}{constant.co_name}.")
+
+
+def _functions(module: types.ModuleType) -> Iterator[tuple[str, types.FunctionType]]:
+    """The Python functions that ``module`` itself defines, methods included, by dotted name."""
+
+    def unwrapped(value: Any) -> Any:
+        value = getattr(value, "_init_fn", value)  # torch.library.custom_op
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if isinstance(value, property):
+            value = value.fget
+        return inspect.unwrap(value) if callable(value) else value
+
+    def walk(namespace: Any, path: str) -> Iterator[tuple[str, types.FunctionType]]:
+        for name, value in list(vars(namespace).items()):
+            function = unwrapped(value)
+            if isinstance(function, types.FunctionType):
+                if function.__code__.co_filename == module.__file__:
+                    yield path + name, function
+            elif isinstance(value, type) and value.__module__ == module.__name__:
+                yield from walk(value, f"{path}{name}.")
+
+    return walk(module, "")
+
+
+def _kernels(tree: ast.Module, filename: str, module: types.ModuleType) -> dict[str, Any]:
+    """New objects for everything that ``tree`` decorates with ``triton.jit``."""
+
+    def is_kernel(node: ast.stmt) -> bool:
+        return isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list)
+
+    kernels = [node for node in tree.body if is_kernel(node)]
+    scope = dict(vars(module))
+    exec(compile(ast.Module(kernels, []), filename, "exec", dont_inherit=True), scope)
+    return {node.name: scope[node.name] for node in kernels if isinstance(node, ast.FunctionDef)}
+
+
+@contextlib.contextmanager
+def _fresh_classes() -> Iterator[None]:
+    """Inside, patched classes are made anew: those that exist hold functions of the source before."""
+    from liger_kernels import patching
+    from liger_kernels.patching import swap
+
+    made = swap.patched_class
+    fresh = functools.cache(made.__wrapped__)
+    holders = [m for m in (patching, swap) if vars(m).get("patched_class") is made]
+    for holder in holders:
+        vars(holder)["patched_class"] = fresh
+    try:
+        yield
+    finally:
+        for holder in holders:
+            vars(holder)["patched_class"] = made

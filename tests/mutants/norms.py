@@ -1,0 +1,151 @@
+"""Faults of RMSNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.mutants.mutant import Edit, Mutant
+
+_FILE = "liger_kernels.ops.rms_norm"
+
+
+def _forward(name: str, does: str, *edits: tuple[str, str], **other: Any) -> Mutant:
+    changed = tuple(Edit(_FILE, old, new) for old, new in edits)
+    return Mutant(name, does, changed, kernel="rms_norm", phase="forward", **other)
+
+
+def _backward(name: str, does: str, *edits: tuple[str, str], **other: Any) -> Mutant:
+    changed = tuple(Edit(_FILE, old, new) for old, new in edits)
+    return Mutant(name, does, changed, kernel="rms_norm", phase="backward", **other)
+
+
+_RSTD = "tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)"
+_DX = "(dy - norm * projection[:, None]) * rstd[:, None]"
+_NEW_DX = "dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if"
+_SUM = "parts.sum(0).to(weight.dtype)"
+_ACCUMULATE = "dweight += dy * norm"
+# On a mini model one interpreted program takes every row; smaller tiles, honest by themselves, make several of them.
+_SMALL_TILES = (
+    "rows = min(max(1, 65536 // block), next_power_of_2(n_rows))",
+    "rows = min(8, next_power_of_2(n_rows))",
+)
+
+MUTANTS = (
+    _forward(
+        "n1a_norm_without_offset",
+        "Gemma's norm multiplies by weight, not by 1 + weight.",
+        ('        if FORMULA == "offset_scale_then_cast":\n            weight += 1.0\n        y *=', "        y *="),
+        source="N1",
+        model="gemma2",
+    ),
+    _backward(
+        "n1b_norm_gradient_without_offset",
+        "The gradient of Gemma's norm multiplies by weight, not by 1 + weight.",
+        ('        if FORMULA == "offset_scale_then_cast":\n            weight += 1.0\n    # One', "    # One"),
+        source="N1",
+        model="gemma2",
+        sample=True,
+    ),
+    _backward(
+        "n3_norm_gradient_in_place",
+        "The gradient is written over the one that came in, which the residual around Gemma 2's norms needs, too.",
+        (_NEW_DX, "dx = dy_rows.view(x.shape) if"),
+        source="N3",
+        model="gemma2",
+    ),
+    _backward(
+        "n4_norm_weight_gradient_in_bfloat16",
+        "The weight's gradient is summed over the rows in bfloat16.",
+        (_ACCUMULATE, "dweight = (dweight + dy * norm).to(tl.bfloat16).to(tl.float32)"),
+        _SMALL_TILES,
+        source="N4",
+        model="gemma3",
+        dtypes=("bfloat16",),
+    ),
+    _backward(
+        "n7_norm_gradient_measures_before_flattening",
+        "The backward reads rows and columns off the first two of three dimensions.",
+        (
+            "rows, dy_rows = as_rows(x), as_rows(dy)\n        n_rows, hidden = rows.shape",
+            "rows, dy_rows = as_rows(x), as_rows(dy)\n        n_rows, hidden = x.shape[:2]",
+        ),
+        source="N7",
+    ),
+    _forward(
+        "norm_ignores_eps",
+        "Nothing is added to the mean of the squares.",
+        (_RSTD, "tl.rsqrt(tl.sum(x * x, axis=1) / hidden)"),
+    ),
+    _forward(
+        "norm_eps_outside_the_root",
+        "eps is added to the root, not to the mean under it.",
+        (_RSTD, "1.0 / (tl.sqrt(tl.sum(x * x, axis=1) / hidden) + eps)"),
+    ),
+    _forward(
+        "norm_mean_over_the_padded_row",
+        "The mean divides by the block, not by the columns.",
+        (_RSTD, "tl.rsqrt(tl.sum(x * x, axis=1) / BLOCK + eps)"),
+    ),
+    _forward(
+        "norm_drops_the_last_row",
+        "The last row of the last tile is not read.",
+        (
+            "    mask = (row < n_rows)[:, None] & (col < hidden)[None, :]\n\n",
+            "    mask = (row < n_rows - 1)[:, None] & (col < hidden)[None, :]\n\n",
+        ),
+    ),
+    _forward(
+        "norm_drops_the_last_column",
+        "The last column is not counted in the mean of the squares.",
+        ("tl.sum(x * x, axis=1)", "tl.sum(tl.where((col < hidden - 1)[None, :], x * x, 0.0), axis=1)"),
+    ),
+    _forward(
+        "norm_of_the_wrong_formula",
+        "Gemma's norms compute Llama's formula, a weight of 0 and all.",
+        ("FORMULA=formula,", 'FORMULA="cast_then_scale",'),
+        model="gemma2",
+    ),
+    _backward(
+        "norm_gradient_without_projection",
+        "The part of the gradient along the row is not taken off.",
+        (_DX, "dy * rstd[:, None]"),
+    ),
+    _backward(
+        "norm_gradient_projects_over_the_padded_row",
+        "The projection divides by the block, not by the columns.",
+        ("tl.sum(dy * norm, axis=1) / hidden", "tl.sum(dy * norm, axis=1) / BLOCK"),
+    ),
+    _backward(
+        "norm_gradient_without_weight",
+        "The input's gradient forgets the weight.",
+        ("                dy *= weight[None, :]\n", "                dy *= 1.0\n"),
+    ),
+    _backward(
+        "norm_gradient_of_one_percent_more",
+        "The input's gradient is 1% too large.",
+        (_DX, _DX + " * 1.01"),
+    ),
+    _backward(
+        "norm_weight_gradient_of_one_percent_more",
+        "The weight's gradient is 1% too large.",
+        (_SUM, "(parts.sum(0) * 1.01).to(weight.dtype)"),
+        sample=True,
+    ),
+    _backward(
+        "norm_weight_gradient_of_one_program",
+        "Only the first program's part of the weight's gradient arrives.",
+        (_SUM, "parts[0].to(weight.dtype)"),
+        _SMALL_TILES,
+    ),
+    _backward(
+        "norm_weight_gradient_without_the_partial_tile",
+        "Rows of the last, partial tile do not count in the weight's gradient.",
+        (_ACCUMULATE, "dweight += tl.where(start + ROWS <= n_rows, dy * norm, 0.0)"),
+        _SMALL_TILES,
+    ),
+    _backward(
+        "norm_weight_gradient_of_the_unnormalised_row",
+        "The weight's gradient multiplies by x, not by the normalised x.",
+        (_ACCUMULATE, "dweight += dy * x"),
+    ),
+)
