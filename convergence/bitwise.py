@@ -11,14 +11,13 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from convergence.records import Digests, Record
+from convergence.records import BIT_FOR_BIT, Digests, Record
 
 if TYPE_CHECKING:
     import torch
 
     from convergence.train import Trajectory
 
-STATISTIC = "bit for bit"
 # 48 bits: two different tensors share a word once in 3e14 comparisons.
 _WORD = 12
 
@@ -67,7 +66,7 @@ def earlier(records: Sequence[Record], case: tuple[object, ...], environment: Ma
 
 
 def _nearest(records: Sequence[Record], case: tuple[object, ...]) -> str:
-    names = ("model", "dtype", "patch", "profile", "device", "seed")
+    names = ("model", "dtype", "patch", "profile", "device", "seed", "scope")
     asked = dict(zip(names, case, strict=True))
     wanted = " ".join(f"{name} {value}" for name, value in asked.items())
 
@@ -85,13 +84,13 @@ def compare(record: Record, before: Record) -> None:
     if baseline:
         quantity, step = baseline[0]
         value = f"the baseline differs, too, in {len(baseline)} values, and no patch touches it"
-        rows = [(quantity, step, STATISTIC, value, "the same environment, deterministic")]
+        rows = [(quantity, step, BIT_FOR_BIT, value, "the same environment, deterministic")]
         record.notes.append(
             "The environment differs from the earlier run's, or is not deterministic: nothing follows for the patch."
         )
     else:
         rows = [
-            (quantity, step, STATISTIC, "differs", f"as on {before.at[:19]}")
+            (quantity, step, BIT_FOR_BIT, "differs", f"as on {before.at[:19]}")
             for quantity, step in _differences(record, before, "candidate")
         ]
     if rows:

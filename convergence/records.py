@@ -23,7 +23,8 @@ from typing import Any, TypedDict
 
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.
 SCHEMA = 2
-VERDICTS = ("equal", "different", "absent")
+BIT_FOR_BIT = "bit for bit"  # the statistic of a value that is not what it was in an earlier run
+VERDICTS = ("equal", "different", "cannot run", "absent")
 # What does not decide a single bit of a result; everything else in ``versions`` does.
 _DECIDES_NO_BIT = ("platform", "liger-kernels")
 
@@ -54,7 +55,9 @@ class Record:
     """The outcome of one case.
 
     Attributes:
-        verdict: "equal", "different", or "absent" (this transformers has no such model).
+        scope: what the patch may change: the "instance" it is called with, or a "class".
+        verdict: "equal", "different", "cannot run" (the patch itself raised: it is not for this device or version), or
+            "absent" (this transformers has no such model).
         reason: the first failure in words; empty when equal.
         failures: rows of quantity, step, statistic, value, bound.
         statistics: every judged number with its quantity, step, statistic, value, bound.
@@ -75,6 +78,7 @@ class Record:
     profile: str
     device: str
     seed: int
+    scope: str = "instance"
     verdict: str = "equal"
     reason: str = ""
     failures: list[tuple[str, str, str, str, str]] = field(default_factory=list)
@@ -101,7 +105,7 @@ class Record:
     @property
     def case(self) -> tuple[Any, ...]:
         """What was asked: two records of the same case differ in when and where it ran."""
-        return self.model, self.dtype, self.patch, self.profile, self.device, self.seed
+        return self.model, self.dtype, self.patch, self.profile, self.device, self.seed, self.scope
 
     @property
     def environment(self) -> dict[str, str]:

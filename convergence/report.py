@@ -1,13 +1,24 @@
-"""How a verdict reads: a line per case, a table of failures, a table of all cases."""
+"""How a verdict reads: a line per case, a table of failures, a table of all cases; as Markdown and as JUnit XML."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
+from xml.etree import ElementTree
 
-from convergence.records import Record
+from convergence.records import BIT_FOR_BIT, Record, Statistic
 
+ARMS = ("truth", "baseline", "candidate")
+STATISTICS = ("error ratio", "gain", "gain against the others")
 _MOST_ROWS = 20
+# Control characters that XML 1.0 cannot hold at all, not even escaped.
+_NOT_XML = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
+
+
+def passed(record: Record) -> bool | None:
+    """Whether the case passed; None where there is no such model to train."""
+    return None if record.verdict == "absent" else record.verdict == "equal"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -19,15 +30,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def failure(record: Record) -> str:
     """What failed in one case: tensor, step, statistic, value and bound."""
-    lines = [
-        f"{record.name} on {record.device} ({record.profile} inputs): the candidate is not the baseline's mathematics"
-    ]
+    what = "the candidate is not the baseline's mathematics"
+    if all(row[2] == BIT_FOR_BIT for row in record.failures):
+        what = "not bit for bit what the earlier run observed"
+    lines = [f"{record.name} on {record.device} ({record.profile} inputs): {what}"]
     groups: dict[tuple[str, str], list[tuple[str, ...]]] = {}
     for row in record.failures:
         groups.setdefault((row[0], row[2]), []).append(row)
     rows = []
     for first, *more in groups.values():
         rows.append((first[0], first[1] + (f" and {len(more)} more" if more else ""), *first[2:]))
+    if record.blame:
+        columns = ("kernel", "module", "pass", "step", "tensor", "note")
+        blame: list[dict[str, str]] = [dict(row) for row in record.blame]  # type: ignore[arg-type]
+        lines += ["", *table(columns, [[row[name] for name in columns] for row in blame])]
     lines += ["", *table(("tensor", "step", "statistic", "value", "bound"), rows[:_MOST_ROWS])]
     if len(rows) > _MOST_ROWS:
         lines.append(f"... and {len(rows) - _MOST_ROWS} more tensors; the record has all of them")
@@ -65,5 +81,70 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> list[str]:
     return table(header, rows)
 
 
-def _shown(statistic: dict[str, Any] | None) -> str:
+def markdown(records: Sequence[Record]) -> str:
+    """A summary for a CI's page: a table of all cases, and the failure table of each that failed."""
+    failed = [record for record in records if passed(record) is False]
+    title = f"{len(failed)} of {len(records)} cases failed" if failed else f"{len(records)} cases, none failed"
+    lines = [f"## Convergence: {title}", ""]
+    header = ("case", "device", "transformers", "verdict", *STATISTICS, "launches", "seconds")
+    lines += _markdown_row(header) + _markdown_row(["---"] * len(header))
+    for record in sorted(records, key=lambda record: passed(record) is not False):
+        lines += _markdown_row(
+            (
+                record.name,
+                record.versions.get("device", record.device),
+                record.versions.get("transformers", "-"),
+                record.verdict if passed(record) is not False else f"**{record.verdict}**",
+                *(_shown(record.worst(name)) for name in STATISTICS),
+                str(sum(record.launches.values())),
+                f"{record.seconds:.1f}",
+            )
+        )
+    for record in failed:
+        text = failure(record)
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+        lines += ["", f"<details><summary>{_html(record.name)}</summary>", "", fence, text, fence, "", "</details>"]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(cells: Sequence[str]) -> list[str]:
+    return ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"]
+
+
+def _html(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def junit(records: Sequence[Record]) -> str:
+    """JUnit XML: a test case per record; the text of a failure is its failure table."""
+    outcomes = [passed(record) for record in records]
+    totals = {
+        "tests": str(len(records)),
+        "failures": str(outcomes.count(False)),
+        "skipped": str(outcomes.count(None)),
+        "errors": "0",
+        "time": f"{sum(record.seconds for record in records):.2f}",
+    }
+    root = ElementTree.Element("testsuites", totals)
+    suite = ElementTree.SubElement(root, "testsuite", {"name": "convergence", **totals})
+    for record, outcome in zip(records, outcomes, strict=True):
+        environment = f"{record.device}.transformers-{record.versions.get('transformers', 'unknown')}"
+        case = ElementTree.SubElement(
+            suite,
+            "testcase",
+            {"classname": f"convergence.{environment}", "name": _xml(record.name), "time": f"{record.seconds:.2f}"},
+        )
+        if outcome is None:
+            ElementTree.SubElement(case, "skipped", {"message": _xml(record.reason)})
+        elif not outcome:
+            ElementTree.SubElement(case, "failure", {"message": _xml(record.reason)}).text = _xml(failure(record))
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _xml(text: str) -> str:
+    return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _shown(statistic: Statistic | None) -> str:
     return "-" if statistic is None else f"{statistic['value']:.2g} / {statistic['bound']:.2g}"

@@ -1,0 +1,46 @@
+"""``python -m convergence report RECORDS``: HTML, Markdown and JUnit XML from records of any machines and workers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from convergence import html, report
+from convergence.records import load_all, newest
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write what is asked for; without a file, the Markdown goes to the standard output. 0 when it was written."""
+    parser = argparse.ArgumentParser(prog="python -m convergence", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("report", help="summarise the newest record of every case")
+    command.add_argument("records", nargs="+", type=Path, metavar="RECORDS", help="record files, or folders of them")
+    command.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page (needs jinja2)")
+    command.add_argument("--markdown", type=Path, metavar="FILE", help="a summary for a CI's page")
+    command.add_argument("--junit", type=Path, metavar="FILE", help="a test case per record")
+    options = parser.parse_args(arguments)
+    try:
+        records = newest(load_all(options.records))
+        made = {
+            path: make(records)
+            for path, make in (
+                (options.html, html.page),
+                (options.markdown, report.markdown),
+                (options.junit, report.junit),
+            )
+            if path is not None
+        }
+    except ValueError as error:
+        parser.error(str(error))
+    for path, text in made.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    if not made:
+        print(report.markdown(records), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""The report as one HTML page that needs nothing else: no script, no network, no font.
+
+This module turns records into what ``report.html.jinja`` prints: numbers already in words, charts already in
+coordinates. jinja2 is imported when a page is made, since the proof itself runs without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from convergence.records import Record, Statistic, share_of_bound
+from convergence.report import ARMS, STATISTICS, passed
+
+TEMPLATE = "report.html.jinja"
+# In the units of a chart's view box; a phone shows it about as wide as this many pixels, so its text stays readable.
+WIDTH, HEIGHT = 340, 190
+LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
+# Where the bound lies in a bar; what is beyond fills the rest and is cut off there.
+BOUND_AT = 70
+
+
+@dataclass
+class Chart:
+    """One picture: ``lines`` are (arm, polyline points), ``levels`` (y, label), ``phases`` (x, label), ``steps``
+    (x, width, what a pointer is shown)."""
+
+    title: str
+    about: str
+    lines: list[tuple[str, str]]
+    dots: list[tuple[float, float]]
+    levels: list[tuple[float, str]]
+    phases: list[tuple[float, str]]
+    steps: list[tuple[float, float, str]]
+
+
+def available() -> bool:
+    """Whether a page can be made: jinja2 is installed."""
+    try:
+        import jinja2  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def page(records: Sequence[Record]) -> str:
+    """The HTML of ``records``, the failed ones first.
+
+    Raises:
+        ValueError: jinja2 is not installed, or there is no record.
+    """
+    if not available():
+        raise ValueError("an HTML report needs jinja2, which is not installed here: pip install jinja2")
+    if not records:
+        raise ValueError("there is no record to report; a case writes one when it has been judged")
+    import jinja2
+    from markupsafe import Markup, escape
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # Long dotted names break at their dots.
+    environment.filters["breakable"] = lambda text: Markup(str(escape(text)).replace(".", "<wbr>."))
+    ordered = sorted(records, key=lambda record: (passed(record) is not False, passed(record) is None))
+    environments = Counter(_environment(record) for record in records)
+    return environment.get_template(TEMPLATE).render(
+        cases=[_case(record, several=len(environments) > 1) for record in ordered],
+        counts=Counter(record.verdict for record in ordered),
+        failed=sum(passed(record) is False for record in records),
+        environments=[(dict(environment), count) for environment, count in environments.items()],
+        first=min(record.at for record in records)[:19],
+        last=max(record.at for record in records)[:19],
+        bound_at=BOUND_AT,
+        width=WIDTH,
+        height=HEIGHT,
+        left=LEFT,
+        right=WIDTH - RIGHT,
+        bottom=HEIGHT - BOTTOM,
+        top=TOP,
+    )
+
+
+def write(records: Sequence[Record], path: Path) -> None:
+    """Write the page of ``records`` to ``path``; raises as :func:`page`."""
+    text = page(records)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _environment(record: Record) -> tuple[tuple[str, str], ...]:
+    return (("runs on", record.device), *record.versions.items())
+
+
+def _case(record: Record, several: bool) -> dict[str, Any]:
+    return {
+        "record": record,
+        "state": {True: "pass", False: "fail", None: "none"}[passed(record)],
+        "patch": record.patch.rpartition(":")[2],
+        "where": f"transformers {record.versions.get('transformers', '?')}, {record.device}" if several else "",
+        "worst": [(name, _bar(worst)) for name in STATISTICS[:2] if (worst := record.worst(name))],
+        "charts": _charts(record),
+        "losses": [
+            (step, [_short(record.losses.get(arm, {}).get(step)) for arm in ARMS])
+            for step in dict.fromkeys(step for losses in record.losses.values() for step in losses)
+        ],
+        "statistics": [
+            (name, [_bar(s) for s in sorted(chosen, key=share_of_bound, reverse=True)])
+            for name in STATISTICS
+            if (chosen := [s for s in record.statistics if s["statistic"] == name])
+        ],
+        "observed": sum(len(group["quantities"]) for group in record.digests.get("candidate", [])),
+    }
+
+
+def _bar(statistic: Statistic) -> dict[str, Any]:
+    share = share_of_bound(statistic)
+    return {
+        "quantity": statistic["quantity"],
+        "step": statistic["step"],
+        "value": _short(statistic["value"]),
+        "bound": _short(statistic["bound"]),
+        "failed": not statistic["value"] <= statistic["bound"],
+        "width": round(min(share * BOUND_AT, 100.0), 1),
+    }
+
+
+def _short(number: float | None) -> str:
+    return "-" if number is None else f"{number:.3g}"
+
+
+def _charts(record: Record) -> list[Chart]:
+    """The losses of the arms, and how far from the truth's they are."""
+    truth = record.losses.get("truth", {})
+    if not truth:
+        return []
+    losses = {arm: [record.losses.get(arm, {}).get(step, math.nan) for step in truth] for arm in ARMS}
+    distances = {
+        arm: [abs(a - t) / abs(t) if t else math.nan for a, t in zip(losses[arm], losses["truth"], strict=True)]
+        for arm in ARMS[1:]
+    }
+    return [
+        _chart("Loss", "The loss of every step, of the three arms", losses, list(truth)),
+        _chart(
+            "Distance from the truth's loss",
+            "How far the losses of baseline and candidate are from the truth's, relative to it, on a logarithmic scale",
+            distances,
+            list(truth),
+            logarithmic=True,
+        ),
+    ]
+
+
+def _chart(
+    title: str, about: str, series: dict[str, list[float]], steps: Sequence[str], logarithmic: bool = False
+) -> Chart:
+    finite = [value for values in series.values() for value in values if math.isfinite(value)]
+    if logarithmic:
+        positive = [value for value in finite if value > 0]
+        # What is exactly equal has no place on this scale: it lies on the floor, a decade below the smallest distance.
+        floor = math.floor(math.log10(min(positive, default=1e-8))) - 1
+        ceiling = max(math.ceil(math.log10(max(positive, default=1e-7))), floor + 2)
+        stride = math.ceil((ceiling - floor) / 5)
+        levels = {float(level): f"1e{level}" for level in range(floor, ceiling + 1, stride)}
+        levels[float(floor)] = "equal"
+    else:
+        levels = {level: f"{level:g}" for level in _levels(finite)}
+    low, high = min(levels), max(*levels, ceiling if logarithmic else -math.inf)
+
+    def x(i: int) -> float:
+        return round(LEFT + (WIDTH - LEFT - RIGHT) * (i + 0.5) / len(steps), 1)
+
+    def y(value: float) -> float:
+        if logarithmic:
+            value = max(math.log10(value), low) if value > 0 else low
+        return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low), 1)
+
+    def level_at(level: float) -> float:
+        return y(10**level if logarithmic and level > low else 0.0 if logarithmic else level)
+
+    phases = [step.partition(":")[0] for step in steps]
+    lines = []
+    for arm, values in series.items():
+        run: list[str] = []
+        for i, value in enumerate(values):
+            if run and ((i and phases[i] != phases[i - 1]) or not math.isfinite(value)):
+                lines.append((arm, " ".join(run)))
+                run = []
+            if math.isfinite(value):
+                run.append(f"{x(i)},{y(value)}")
+        if run:
+            lines.append((arm, " ".join(run)))
+    width = (WIDTH - LEFT - RIGHT) / len(steps)
+    return Chart(
+        title,
+        about,
+        lines,
+        [(x(i), y(value)) for i, value in enumerate(series["candidate"]) if math.isfinite(value)],
+        [(level_at(level), label) for level, label in levels.items()],
+        [(round(LEFT + width * phases.index(phase), 1), phase) for phase in dict.fromkeys(phases)],
+        [
+            (
+                round(LEFT + width * i, 1),
+                round(width, 1),
+                f"{step}: " + ", ".join(f"{arm} {_short(values[i])}" for arm, values in series.items()),
+            )
+            for i, step in enumerate(steps)
+        ],
+    )
+
+
+def _levels(values: Iterable[float]) -> list[float]:
+    """Three to six round numbers that enclose ``values``."""
+    values = list(values) or [0.0, 1.0]
+    low, high = min(values), max(values)
+    span = high - low or abs(high) or 1.0
+    power = 10 ** math.floor(math.log10(span / 4))
+    stride = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= 4)
+    first, last = math.floor(low / stride), math.ceil(high / stride)
+    return [round(i * stride, 12) for i in range(first, max(last, first + 1) + 1)]
