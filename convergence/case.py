@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import time
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from convergence import bitwise, tolerance
+from convergence import bitwise, isolate, tolerance
+from convergence.candidate import Candidate, PatchError, load_patch, train_candidate
 from convergence.compare import Pair, Verdict, compare
 from convergence.data import IGNORE, Batch, Step, evaluation_batch, steps
 from convergence.models import MODELS, MiniModel
+from convergence.patches import BUILT_IN
 from convergence.pristine import Fingerprint
 from convergence.records import Record, Statistic, versions
-from convergence.train import Run, Trajectory, status, train
+from convergence.train import Run, train
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Above this probability a prediction counts as confident, and the hard profile asks for it.
@@ -28,13 +28,12 @@ CONFIDENT = 0.99
 _fingerprint: Fingerprint | None = None
 
 
-class PatchError(ValueError):
-    """``--patch`` does not name a function that can be imported."""
-
-
 @dataclass(frozen=True)
 class Case:
-    """One row of the proof: a mini model, a dtype, a patch (``module:function``), on inputs and a device."""
+    """One row of the proof: a mini model, a dtype, a patch (``module:function``), on inputs and a device.
+
+    ``scope`` is what the patch may change: the "instance" it is called with, or any "class", before the candidate is.
+    """
 
     model: str
     dtype: str
@@ -42,59 +41,52 @@ class Case:
     profile: str = "hard"
     device: str = "cpu"
     seed: int = 0
+    scope: str = "instance"
 
     def __str__(self) -> str:
         return f"{self.model}/{self.dtype}/{self.patch.rpartition(':')[2]}"
 
 
-def load_patch(name: str) -> Callable[[nn.Module], Any]:
-    """The function that ``module:function`` names.
-
-    Raises:
-        PatchError: it has another form, or cannot be imported, or is not callable.
-    """
-    module, colon, function = name.partition(":")
-    if not (module and colon and function):
-        raise PatchError(f"--patch {name!r} is not of the form package.module:function")
-    try:
-        patch = functools.reduce(getattr, function.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise PatchError(f"--patch {name!r} cannot be imported: {error}; it takes package.module:function") from error
-    if not callable(patch):
-        raise PatchError(
-            f"--patch {name!r} is a {type(patch).__name__}; it takes a function that is called with a model"
-        )
-    return patch
-
-
-def remember_upstream(models: Iterable[MiniModel]) -> None:
-    """Take the fingerprint of everything unpatched, once per process, before any patch is imported."""
+def remember_upstream(models: Iterable[MiniModel] = MODELS.values()) -> Fingerprint:
+    """The fingerprint of everything unpatched; it is taken once per process, before any patch is imported."""
     global _fingerprint
     if _fingerprint is None:
         _fingerprint = Fingerprint(model.model_class() for model in models if model.is_available())
+    return _fingerprint
 
 
 @dataclass
-class References:
-    """What every candidate of one model and dtype is judged against."""
+class Inputs:
+    """What every arm of a case starts from."""
 
     template: nn.Module
     steps: list[Step]
     evaluation: Batch
-    pairs: list[Pair]
 
     def run(self, dtype: torch.dtype, device: torch.device, **other: Any) -> Run:
         return Run(self.template, self.steps, self.evaluation, dtype, device, **other)
 
 
+@dataclass
+class References(Inputs):
+    """What every candidate of one model and dtype is judged against."""
+
+    pairs: list[Pair]
+
+
+def inputs(model: str, dtype: str, profile: str, seed: int) -> Inputs:
+    """The template and what it is trained on, the same in every process."""
+    template = MODELS[model].build(seed)
+    chosen = steps(profile, seed, DTYPES[dtype])
+    if profile == "hard":
+        _ask_for_confident_predictions(template, chosen)
+    return Inputs(template, chosen, evaluation_batch(seed))
+
+
 @functools.lru_cache(maxsize=1)
 def references(model: str, dtype: str, profile: str, device: str, seed: int) -> References:
     """Template, inputs, and (truth, baseline) of the initial weights and of every replica."""
-    template = MODELS[model].build(seed)
-    inputs = steps(profile, seed, DTYPES[dtype])
-    if profile == "hard":
-        _ask_for_confident_predictions(template, inputs)
-    result = References(template, inputs, evaluation_batch(seed), [])
+    result = References(**vars(inputs(model, dtype, profile, seed)), pairs=[])
     where, judged = torch.device(device), DTYPES[dtype]
     for nudge in (None, *range(tolerance.REPLICAS)):
         truth = train(result.run(torch.float64, where, rounded_to=judged, nudge=nudge))
@@ -113,62 +105,87 @@ def _ask_for_confident_predictions(template: nn.Module, inputs: list[Step]) -> N
             batch.labels[:, 1:] = torch.where((confidence > CONFIDENT) & (labels != IGNORE), prediction, labels)
 
 
-def prove(case: Case) -> Record:
-    """Train and judge ``case``; the record says whether the candidate is the same mathematics, and why not."""
+def prove(case: Case, timeout: float = isolate.TIMEOUT) -> Record:
+    """Train and judge ``case``; the record says whether the candidate is the same mathematics, and why not.
+
+    ``timeout``: the seconds that a patch of somebody else may take, in its own process, for one candidate.
+    """
     began = time.perf_counter()
     record = Record(**dataclasses.asdict(case), versions=versions(case.device), replicas=tolerance.REPLICAS)
-    remember_upstream(MODELS.values())
-    assert _fingerprint is not None
-    record.symbols = len(_fingerprint)
+    upstream = remember_upstream()
+    record.symbols = len(upstream)
     verdict = Verdict()
-    changed = _fingerprint.changes()
+    changed = upstream.changes()
     if changed:
         verdict.fail("baseline", "before training", "not pristine", ", ".join(changed))
     else:
-        verdict = _judge(case, record)
+        verdict = _judge(case, record, upstream, timeout)
     record.failures = verdict.failures
     record.notes = verdict.notes
     record.statistics = [cast(Statistic, dataclasses.asdict(statistic)) for statistic in verdict.statistics]
     if not verdict.passed:
-        record.verdict = "different"
+        record.verdict = "cannot run" if verdict.failures[0][2] == "cannot run" else "different"
         record.reason = " ".join(part for part in verdict.failures[0] if part)
     record.seconds = round(time.perf_counter() - began, 2)
     return record
 
 
-def _judge(case: Case, record: Record) -> Verdict:
+def train_case(case: Case, given: Inputs | None = None) -> Candidate:
+    """Train the candidate of ``case`` in this process, on ``given`` inputs (by default on those of the case)."""
+    upstream = remember_upstream()
+    if given is None:
+        given = inputs(case.model, case.dtype, case.profile, case.seed)
+    construct = functools.partial(MODELS[case.model].build, case.seed) if case.scope == "class" else None
+    try:
+        patch = load_patch(case.patch)  # only now: importing it may patch already
+    except PatchError as error:
+        return Candidate(failure=("cannot run", str(error)), changed=upstream.changes())
+    run = given.run(DTYPES[case.dtype], torch.device(case.device), patch=patch, construct=construct)
+    return train_candidate(run, upstream)
+
+
+def _train_isolated(case: Case, timeout: float) -> Candidate:
+    try:
+        return isolate.call(train_case, case, timeout=timeout)
+    except isolate.ProcessDied as death:
+        return Candidate(failure=("died", str(death)), details=death.output)
+
+
+def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) -> Verdict:
     from liger_kernels.ops import launches
 
-    assert _fingerprint is not None
     verdict = Verdict()
     before = launches()
     reference = references(case.model, case.dtype, case.profile, case.device, case.seed)
     if launches() != before:
         verdict.fail("baseline", "", "not pristine", "it launched kernels of this package")
-    patch = load_patch(case.patch)
-    before = launches()
-    try:
-        candidate = train(reference.run(DTYPES[case.dtype], torch.device(case.device), patch=patch))
-    except Exception as error:  # a patched model that crashes is a verdict like any other
-        verdict.fail("candidate", "", "raised", f"{type(error).__name__}: {error}")
-        verdict.notes.append(traceback.format_exc())
+    # Our own patch is known to change one model only, so it saves itself the other process.
+    isolated = case.patch not in BUILT_IN or case.scope != "instance"
+    candidate = _train_isolated(case, timeout) if isolated else train_case(case, reference)
+    if isolated and (changed := upstream.changes()):
+        verdict.fail("baseline", "after training", "not pristine", ", ".join(changed))
+    record.launches = candidate.launches
+    trajectory = candidate.trajectory
+    if trajectory is None:
+        assert candidate.failure is not None
+        verdict.fail("candidate", "", *candidate.failure)
+        verdict.notes.append(candidate.details)
         return verdict
-    report = status(candidate.model)
     if not verdict.failures:
-        verdict = compare(reference.pairs, candidate, DTYPES[case.dtype], foreign=report is None)
-    record.launches = {name: n - before.get(name, 0) for name, n in launches().items() if n > before.get(name, 0)}
+        verdict = compare(reference.pairs, trajectory, DTYPES[case.dtype], foreign=candidate.report is None)
     record.losses = {
-        arm: {step: float(value) for step, value in trajectory.values["loss"].items()}
-        for arm, trajectory in zip(("truth", "baseline", "candidate"), (*reference.pairs[0], candidate), strict=True)
+        arm: {step: float(value) for step, value in values.values["loss"].items()}
+        for arm, values in zip(("truth", "baseline", "candidate"), (*reference.pairs[0], trajectory), strict=True)
     }
-    record.digests = {"baseline": bitwise.digest(reference.pairs[0][1]), "candidate": bitwise.digest(candidate)}
-    leaked = _fingerprint.changes()
-    if leaked:
-        verdict.fail("other models", "", "patched too", ", ".join(leaked))
-    if report is None:
-        _check_foreign(reference, candidate, leaked, record, verdict)
+    record.digests = {"baseline": bitwise.digest(reference.pairs[0][1]), "candidate": bitwise.digest(trajectory)}
+    if candidate.changed and case.scope == "instance":
+        verdict.fail("other models", "", "patched too", ", ".join(candidate.changed))
+    elif candidate.changed:
+        verdict.notes.append("changed for the whole process: " + ", ".join(candidate.changed))
+    if candidate.report is None:
+        _check_foreign(reference, candidate, record, verdict)
     else:
-        _check_ours(MODELS[case.model], report, record, verdict)
+        _check_ours(MODELS[case.model], candidate.report, record, verdict)
     return verdict
 
 
@@ -194,21 +211,19 @@ _KERNEL_NAMES = {
 }
 
 
-def _check_foreign(
-    reference: References, candidate: Trajectory, leaked: list[str], record: Record, verdict: Verdict
-) -> None:
-    """A patch of somebody else must have changed a class or a forward, or at least one bit of what was observed."""
-    before = dict(reference.template.named_modules())
-    for path, module in candidate.model.named_modules():
-        own = before.get(path)
-        if type(module) is not type(own) or ("forward" in vars(module)) != ("forward" in vars(own)):
-            name = type(module).__name__
-            record.census[name] = record.census.get(name, 0) + 1
-    baseline = reference.pairs[0][1]
+def _check_foreign(reference: References, candidate: Candidate, record: Record, verdict: Verdict) -> None:
+    """A patch of somebody else must have changed a class, a forward or a symbol in a module that this model's classes
+    come from, or have launched a kernel, or be another by at least one bit of what was observed."""
+    assert candidate.trajectory is not None
+    record.census = candidate.census
+    classes = {cls for module in reference.template.modules() for cls in type(module).__mro__}
+    own = tuple(f"{cls.__module__}." for cls in classes)
+    observed = candidate.trajectory.values
     same = all(
-        torch.equal(value, candidate.values.get(quantity, {}).get(step, value.new_empty(0)))
-        for quantity, values in baseline.values.items()
+        torch.equal(value, observed.get(quantity, {}).get(step, value.new_empty(0)))
+        for quantity, values in reference.pairs[0][1].values.items()
         for step, value in values.items()
     )
-    if not record.census and not leaked and same:
+    reached = any(symbol.startswith(own) for symbol in candidate.changed)
+    if same and not (candidate.census or reached or candidate.launches):
         verdict.fail("candidate", "", "not patched", "no module changed and every bit is the baseline's")

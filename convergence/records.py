@@ -277,11 +277,11 @@ def _check_sense(record: Record, source: str) -> None:
     """The verdict is a known one and agrees with the failures, the time is one, and no digest lacks its step."""
     if record.verdict not in VERDICTS:
         raise ValueError(f"{source}: field 'verdict' is {record.verdict!r}; allowed are {', '.join(VERDICTS)}")
-    wrong = {"equal": bool(record.failures), "different": not record.failures}
+    wrong = {"equal": bool(record.failures), "different": not record.failures, "cannot run": not record.failures}
     if wrong.get(record.verdict):
         raise ValueError(
             f"{source}: field 'verdict' is {record.verdict!r} with {len(record.failures)} failures; allowed is "
-            "'equal' without any and 'different' with some"
+            "'equal' without any, 'different' and 'cannot run' with some"
         )
     try:
         aware = datetime.datetime.fromisoformat(record.at).utcoffset() is not None

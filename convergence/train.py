@@ -62,7 +62,10 @@ class Run:
         evaluation: the batch that is evaluated after SGD.
         dtype: of the parameters. float64 is the truth. Buffers stay float32 as ``from_pretrained`` leaves them.
         device: where it trains.
-        patch: applied to the copy before anything runs; None for truth and baseline.
+        patch: applied before anything runs; None for truth and baseline.
+        construct: None for a patch of one model, which is called with the arm's copy of the template. Otherwise the
+            patch is one of classes: it is called with a copy that is thrown away, and the arm is what ``construct()``
+            returns afterwards, with the template's weights.
         rounded_to: the dtype whose initial weights the truth shares (default: ``dtype``).
         nudge: when given, the seed of a perturbation of every initial weight by one unit in the last place.
         only: when given, the names of the steps that are run, at the initial weights, and nothing after them.
@@ -74,9 +77,14 @@ class Run:
     dtype: torch.dtype
     device: torch.device
     patch: Callable[[nn.Module], Any] | None = None
+    construct: Callable[[], nn.Module] | None = None
     rounded_to: torch.dtype | None = None
     nudge: int | None = None
     only: frozenset[str] | None = None
+
+
+class CannotApply(RuntimeError):
+    """The patch itself raised, before anything was trained; the cause is what it raised."""
 
 
 @dataclass
@@ -110,8 +118,17 @@ def _nudged(weight: torch.Tensor, dtype: torch.dtype, generator: torch.Generator
 
 
 def build(run: Run) -> Any:
-    """The arm's model, unpatched: a copy of the template with its initial weights, on its device, in its dtype."""
-    model = copy.deepcopy(run.template)
+    """The arm's model with its initial weights, on its device, in its dtype: a copy of the template, unpatched, or what
+    was constructed anew after a patch of classes.
+
+    Raises:
+        CannotApply: the patch of classes raised.
+    """
+    model: Any = copy.deepcopy(run.template)
+    if run.patch is not None and run.construct is not None:
+        _apply(run.patch, model)
+        model = run.construct()
+        model.load_state_dict(run.template.state_dict())
     rounded = run.rounded_to or run.dtype
     generator = torch.Generator().manual_seed(run.nudge or 0)
     for parameter in model.parameters():
@@ -120,6 +137,13 @@ def build(run: Run) -> Any:
             weight = _nudged(weight, rounded, generator)
         parameter.data = weight.to(run.dtype)
     return model.to(run.device)
+
+
+def _apply(patch: Callable[[nn.Module], Any], model: Any) -> None:
+    try:
+        patch(model)
+    except Exception as error:
+        raise CannotApply(f"{type(error).__name__}: {error}") from error
 
 
 def train(run: Run, model: Any = None) -> Trajectory:
@@ -371,6 +395,8 @@ def _transformers_warnings(found: list[str]) -> Iterator[None]:
     handler = Handler(logging.WARNING)
     logger = logging.getLogger("transformers")
     logger.addHandler(handler)
+    # What is warned of once in a process is warned of once in every arm: arms of other processes are compared with it.
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
     try:
         yield
     finally:
