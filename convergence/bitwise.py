@@ -8,7 +8,7 @@ its digests differ the environment is at fault, whatever it says of itself.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from convergence.records import BIT_FOR_BIT, Digests, Record
@@ -42,40 +42,37 @@ def _word(value: torch.Tensor) -> str:
     return hashlib.sha256(kind + content.tobytes()).hexdigest()[:_WORD]
 
 
-def earlier(records: Sequence[Record], case: tuple[object, ...], environment: Mapping[str, str]) -> Record:
-    """The newest of ``records`` (oldest first) that a run of ``case`` in ``environment`` can be compared with.
+def earlier(records: Sequence[Record], record: Record) -> Record:
+    """The newest of ``records`` (oldest first) that ``record``'s case, in its environment, can be compared with.
 
     Raises:
-        ValueError: there is none; the message says what the nearest one has and this run has not.
+        ValueError: there is none; the message says what the nearest one has and ``record`` has not.
     """
-    same = [record for record in records if record.case == case]
+    same = [other for other in records if other.case == record.case]
     if not same:
-        raise ValueError(_nearest(records, case))
-    for record in reversed(same):
-        if record.environment == environment:
-            if set(record.digests) != {"baseline", "candidate"}:
-                raise ValueError(f"{record.name}: the candidate of {record.at} never trained: {record.reason}")
-            return record
-    was = same[-1].environment
-    differs = [
-        f"{name} {was.get(name, 'none')}, here {environment.get(name, 'none')}"
-        for name in {**was, **environment}
-        if was.get(name) != environment.get(name)
+        near = min((_other(_case(other), _case(record)) for other in records), key=len)
+        raise ValueError(f"{record.name}: not recorded; the nearest record has {', '.join(near)}")
+    for other in reversed(same):
+        if other.environment == record.environment:
+            if not {"baseline", "candidate"} <= other.digests.keys():
+                raise ValueError(f"{other.name}: its candidate was not trained to the end on {other.at[:19]}")
+            return other
+    raise ValueError(
+        f"{record.name}: recorded in another environment: "
+        + ", ".join(_other(same[-1].environment, record.environment))
+    )
+
+
+def _case(record: Record) -> dict[str, object]:
+    return dict(zip(("model", "dtype", "patch", "profile", "device", "seed", "scope"), record.case, strict=True))
+
+
+def _other(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
+    return [
+        f"{name} {there.get(name, 'unknown')} (here {here.get(name, 'unknown')})"
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
     ]
-    raise ValueError(f"{same[-1].name}: recorded with {'; '.join(differs)}")
-
-
-def _nearest(records: Sequence[Record], case: tuple[object, ...]) -> str:
-    names = ("model", "dtype", "patch", "profile", "device", "seed", "scope")
-    asked = dict(zip(names, case, strict=True))
-    wanted = " ".join(f"{name} {value}" for name, value in asked.items())
-
-    def differences(record: Record) -> list[str]:
-        had = dict(zip(names, record.case, strict=True))
-        return [f"{name} {had[name]}, here {asked[name]}" for name in names if had[name] != asked[name]]
-
-    near = min((differences(record) for record in records), key=len)
-    return f"no record of {wanted}; the nearest has {'; '.join(near)}"
 
 
 def compare(record: Record, before: Record) -> None:
@@ -116,7 +113,7 @@ def _words(record: Record, arm: str) -> dict[tuple[str, str], str]:
     }
 
 
-def _time(keys: Mapping[tuple[str, str], str]):  # type: ignore[no-untyped-def]
+def _time(keys: Mapping[tuple[str, str], str]) -> Callable[[tuple[str, str]], tuple[int, ...]]:
     """A sort key: phases, then their steps, each in the order of the first that was seen; the loss before gradients."""
     phases: dict[str, int] = {}
     steps: dict[str, int] = {}
@@ -126,7 +123,7 @@ def _time(keys: Mapping[tuple[str, str], str]):  # type: ignore[no-untyped-def]
         steps.setdefault(step.partition(", batch ")[0], len(steps))
         quantities.setdefault(quantity, len(quantities))
 
-    def key(item: tuple[str, str]) -> tuple[int, int, bool, int]:
+    def key(item: tuple[str, str]) -> tuple[int, ...]:
         quantity, step = item
         first = phases[step.partition(":")[0]], steps[step.partition(", batch ")[0]]
         return *first, quantity != "loss", quantities[quantity]

@@ -5,27 +5,41 @@ Loaded by the root ``conftest.py`` for every run, ``tests/`` too, so nothing hea
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shutil
+import tempfile
+import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from convergence.patches import BUILT_IN
+
 if TYPE_CHECKING:
     from convergence.case import Case
+    from convergence.records import Record
 
-DEFAULT_PATCHES = ("convergence.patches:fused_linear", "convergence.patches:fused_cross_entropy")
 _PROPERTY = "convergence"
 _summaries = pytest.StashKey[list[Any]]()
+_earlier = pytest.StashKey[dict[Any, Any]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("convergence", "the proof that a patch is the same mathematics")
     group.addoption("--patch", metavar="MODULE:FUNCTION", help="judge function(model) (default: liger_kernels' own)")
+    group.addoption("--scope", default="instance", help="what it may change: the instance, or any class (see docs)")
+    group.addoption("--patch-timeout", type=float, default=1800, metavar="S", help="seconds per candidate (1800)")
     group.addoption("--models", default="core", help="a comma-separated list, 'core' or 'all' (default: core)")
     group.addoption("--dtypes", default="float32,bfloat16", help="float32, bfloat16 or both (default: both)")
     group.addoption("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
     group.addoption("--profile", default="hard", help="plain or hard inputs (default: hard)")
-    group.addoption("--records", metavar="DIR", default=None, help="write one JSON record per case into DIR")
+    group.addoption("--records", metavar="DIR", default=None, help="add one JSON record per case to DIR")
+    group.addoption("--report", metavar="FILE", default=None, help="write this run as one HTML page (needs jinja2)")
+    group.addoption(
+        "--compare-to", metavar="RECORDS", default=None, help="every observed bit must be that of an earlier run"
+    )
 
 
 def _choose_device(device: str | None) -> str:
@@ -55,8 +69,16 @@ def pytest_configure(config: pytest.Config) -> None:
     _check_names("--profile", config.getoption("--profile"), ("plain", "hard"), single=True)
     _check_names("--dtypes", config.getoption("--dtypes"), ("float32", "bfloat16"))
     _check_models(config.getoption("--models"))
-    if config.getoption("--patch"):
-        _check_patch(config.getoption("--patch"))
+    _check_names("--scope", config.getoption("--scope"), ("instance", "class"), single=True)
+    if not config.getoption("--patch-timeout") > 0:
+        raise pytest.UsageError("--patch-timeout takes a number of seconds above 0")
+    if config.getoption("--patch") and not hasattr(config, "workerinput"):
+        _check_patch(config.getoption("--patch"), config.getoption("--patch-timeout"))
+    if not hasattr(config, "workerinput"):
+        _prepare_records(config)  # workers are started with these options
+    config.stash[_earlier] = {}
+    if config.getoption("--compare-to"):
+        config.stash[_earlier] = _records_to_compare_with(config)
 
 
 def _use_own_gpu(worker: str) -> None:
@@ -83,16 +105,69 @@ def _check_models(names: str) -> None:
         raise pytest.UsageError(f"--models: {error}") from None
 
 
-def _check_patch(name: str) -> None:
-    """Import the patch, after what is unpatched has been remembered: importing may patch already."""
-    from convergence.case import PatchError, load_patch, remember_upstream
-    from convergence.models import MODELS
+def _check_patch(name: str, timeout: float) -> None:
+    """Import the patch in another process: importing may patch already, or crash."""
+    if name in BUILT_IN:
+        return
+    from convergence import isolate
+    from convergence.candidate import PatchError, check_patch
 
-    remember_upstream(MODELS.values())
     try:
-        load_patch(name)
-    except PatchError as error:
-        raise pytest.UsageError(str(error)) from None
+        isolate.call(check_patch, name, timeout=timeout)
+    except (PatchError, isolate.ProcessDied) as error:
+        raise pytest.UsageError(str(error) if isinstance(error, PatchError) else f"--patch {name!r}: {error}") from None
+
+
+def _prepare_records(config: pytest.Config) -> None:
+    """Name the run, which all its records share, and see before anything is trained that a report can be written."""
+    config.option.run_id = uuid.uuid4().hex[:12]
+    folder, report = config.getoption("--records"), config.getoption("--report")
+    if folder and Path(folder).exists() and not Path(folder).is_dir():
+        raise pytest.UsageError(f"--records {folder!r} is a file; it takes a folder, made where there is none")
+    if not report:
+        return
+    from convergence import html
+
+    if Path(report).is_dir():
+        raise pytest.UsageError(f"--report {report!r} is a folder; it takes the file to write, such as report.html")
+    if not html.available():
+        raise pytest.UsageError("--report needs jinja2, which is not installed here: pip install jinja2")
+    if not folder:
+        config.option.records = tempfile.mkdtemp(prefix="convergence-records-")
+        config.add_cleanup(lambda: shutil.rmtree(config.option.records))
+
+
+def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
+    """What each case of this run was in the earlier one; nothing is compared unless every case can be."""
+    from convergence import bitwise
+    from convergence.models import MODELS
+    from convergence.records import Record, load_all, versions
+
+    where = config.getoption("--compare-to")
+    try:
+        records = [record for record in load_all([Path(where)]) if record.run != config.option.run_id]
+    except ValueError as error:
+        raise pytest.UsageError(f"--compare-to {error}") from None
+    here = versions(config.getoption("--device"))
+    found, refused = {}, []
+    for case in cases(config):
+        if MODELS[case.model].is_available():
+            try:
+                found[case] = bitwise.earlier(records, Record(**dataclasses.asdict(case), versions=here))
+            except ValueError as error:
+                refused.append(str(error))
+    if refused:
+        raise pytest.UsageError(
+            f"--compare-to {where}: {len(refused)} cases of this run have nothing to be compared with:\n  "
+            + "\n  ".join(refused[:5])
+            + "\nIt takes the records of a run of the same cases in the same environment, made with --records"
+        )
+    return found
+
+
+def earlier(config: pytest.Config, case: Case) -> Record | None:
+    """The record of ``case`` that ``--compare-to`` names; None without that option."""
+    return config.stash[_earlier].get(case)
 
 
 def cases(config: pytest.Config) -> list[Case]:
@@ -103,10 +178,17 @@ def cases(config: pytest.Config) -> list[Case]:
     patch = config.getoption("--patch")
     dtypes = [name.strip() for name in config.getoption("--dtypes").split(",")]
     return [
-        Case(model.name, dtype, which, config.getoption("--profile"), config.getoption("--device"))
+        Case(
+            model.name,
+            dtype,
+            which,
+            config.getoption("--profile"),
+            config.getoption("--device"),
+            scope=config.getoption("--scope"),
+        )
         for model in select(config.getoption("--models"))
         for dtype in dtypes
-        for which in ([patch] if patch else DEFAULT_PATCHES)
+        for which in ([patch] if patch else BUILT_IN)
     ]
 
 
@@ -147,6 +229,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         session.config.pluginmanager.register(_Reporter(session.config))
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--report")
+    summaries = session.config.stash[_summaries]
+    if path and summaries and not hasattr(session.config, "workerinput"):
+        from convergence import html
+        from convergence.records import load
+
+        html.write([load(Path(summary["file"])) for summary in summaries], Path(path))
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     summaries = config.stash[_summaries]
     if summaries:
@@ -155,3 +247,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.section("convergence")
         for line in summary_table(summaries):
             terminalreporter.write_line(line)
+    if config.getoption("--report"):
+        made = f"report: {config.getoption('--report')}" if summaries else "no case ran, so there is no report"
+        terminalreporter.write_line(made)

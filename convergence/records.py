@@ -256,21 +256,22 @@ def _checked(value: Any, kind: Any, where: str) -> Any:
         if type(value) is not kind:
             raise ValueError(f"{where} is {_shown(value)}; allowed is {'text' if kind is str else 'a whole number'}")
         return value
-    expected = list if origin in (list, tuple) else dict
-    if type(value) is not expected:
-        raise ValueError(f"{where} is {_shown(value)}; allowed is {'a list' if expected is list else 'an object'}")
-    if origin is list:
-        return [_checked(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(value)]
-    if origin is tuple:
-        if len(value) != len(arguments):
-            raise ValueError(f"{where} is {_shown(value)}; allowed are {len(arguments)} items")
-        return tuple(_checked(item, of, f"{where}[{i}]") for i, (item, of) in enumerate(zip(value, arguments)))  # noqa: B905
+    if origin in (list, tuple):
+        if type(value) is not list:
+            raise ValueError(f"{where} is {_shown(value)}; allowed is a list")
+        of = arguments * len(value) if origin is list else arguments
+        if len(value) != len(of):
+            raise ValueError(f"{where} is {_shown(value)}; allowed are {len(of)} items")
+        items = [_checked(item, of[i], f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if origin is list else tuple(items)
+    if type(value) is not dict:
+        raise ValueError(f"{where} is {_shown(value)}; allowed is an object of named values")
     if origin is dict:
         return {key: _checked(item, arguments[1], f"{where}[{key!r}]") for key, item in value.items()}
     parts = typing.get_type_hints(kind)
     if value.keys() != parts.keys():
         raise ValueError(f"{where} has {', '.join(value) or 'nothing'}; allowed are exactly {', '.join(parts)}")
-    return {name: _checked(value[name], of, f"{where}[{name!r}]") for name, of in parts.items()}
+    return {name: _checked(value[name], part, f"{where}[{name!r}]") for name, part in parts.items()}
 
 
 def _check_sense(record: Record, source: str) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from convergence import report
+from convergence import bitwise, report
 from convergence.case import Case, prove
 from convergence.models import MODELS
-from convergence.plugin import cases
-from convergence.records import write
+from convergence.plugin import cases, earlier
+from convergence.records import Record, versions, write
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -28,13 +29,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_convergence(
     case: Case, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> None:
-    """The candidate is the same mathematics as the unpatched model."""
-    if not MODELS[case.model].is_available():
-        pytest.skip(f"this transformers has no {MODELS[case.model].architecture}")
-    record = prove(case)
+    """The candidate is the same mathematics as the unpatched model, and with ``--compare-to`` what it was before."""
+    if MODELS[case.model].is_available():
+        record = prove(case, request.config.getoption("--patch-timeout"))
+    else:
+        reason, here = f"this transformers has no {MODELS[case.model].architecture}", versions(case.device)
+        record = Record(**dataclasses.asdict(case), versions=here, verdict="absent", reason=reason)
+    before = earlier(request.config, case)
+    if before is not None:
+        bitwise.compare(record, before)
+    record.run = request.config.option.run_id
     folder = request.config.getoption("--records")
-    if folder:
-        write(record, Path(folder))
-    record_property("convergence", record.summary())
-    if record.verdict != "equal":
+    file = str(write(record, Path(folder))) if folder else ""
+    record_property("convergence", {**record.summary(), "file": file})
+    if record.verdict == "absent":
+        pytest.skip(record.reason)
+    if not report.passed(record):
         pytest.fail(report.failure(record), pytrace=False)
