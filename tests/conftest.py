@@ -12,10 +12,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("evidence", "how often an honest candidate fails, and whether a fault passes")
     group.addoption("--honest-seeds", metavar="N,N", help="run every honest candidate of --models with these seeds")
     group.addoption("--honest-results", metavar="FILE", help="append a line of JSON for each honest candidate")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
+    group.addoption(
         "--mutants",
         choices=("sample", "all"),
         default="sample",
