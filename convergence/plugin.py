@@ -6,6 +6,7 @@ Loaded by the root ``conftest.py`` for every run, ``tests/`` too, so nothing hea
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 import tempfile
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _PROPERTY = "convergence"
 _summaries = pytest.StashKey[list[Any]]()
+# What every record of this run shares, and the folder that records go to ("" for none).
+RUN, RECORDS = pytest.StashKey[str](), pytest.StashKey[str]()
 _earlier = pytest.StashKey[dict[Any, Any]]()
 
 
@@ -74,8 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--patch-timeout takes a number of seconds above 0")
     if config.getoption("--patch") and not hasattr(config, "workerinput"):
         _check_patch(config.getoption("--patch"), config.getoption("--patch-timeout"))
-    if not hasattr(config, "workerinput"):
-        _prepare_records(config)  # workers are started with these options
+    config.stash[RUN], config.stash[RECORDS] = _worker_input(config) or _prepare_records(config)
     config.stash[_earlier] = {}
     if config.getoption("--compare-to"):
         config.stash[_earlier] = _records_to_compare_with(config)
@@ -118,23 +120,32 @@ def _check_patch(name: str, timeout: float) -> None:
         raise pytest.UsageError(str(error) if isinstance(error, PatchError) else f"--patch {name!r}: {error}") from None
 
 
-def _prepare_records(config: pytest.Config) -> None:
-    """Name the run, which all its records share, and see before anything is trained that a report can be written."""
-    config.option.run_id = uuid.uuid4().hex[:12]
-    folder, report = config.getoption("--records"), config.getoption("--report")
-    if folder and Path(folder).exists() and not Path(folder).is_dir():
-        raise pytest.UsageError(f"--records {folder!r} is a file; it takes a folder, made where there is none")
-    if not report:
-        return
-    from convergence import html
+def _worker_input(config: pytest.Config) -> tuple[str, str] | None:
+    """What the controller told this xdist worker; None in the controller, and without xdist."""
+    return getattr(config, "workerinput", {}).get(_PROPERTY)
 
-    if Path(report).is_dir():
-        raise pytest.UsageError(f"--report {report!r} is a folder; it takes the file to write, such as report.html")
-    if not html.available():
-        raise pytest.UsageError("--report needs jinja2, which is not installed here: pip install jinja2")
-    if not folder:
-        config.option.records = tempfile.mkdtemp(prefix="convergence-records-")
-        config.add_cleanup(lambda: shutil.rmtree(config.option.records))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput[_PROPERTY] = node.config.stash[RUN], node.config.stash[RECORDS]
+
+
+def _prepare_records(config: pytest.Config) -> tuple[str, str]:
+    """Name the run and its folder, and see before anything is trained that a report can be written."""
+    folder, report = config.getoption("--records") or "", config.getoption("--report")
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise pytest.UsageError(f"--records {folder!r} is a file; it takes a folder, made where there is none")
+    if report:
+        from convergence import html
+
+        if Path(report).is_dir():
+            raise pytest.UsageError(f"--report {report!r} is a folder; it takes the file to write, such as report.html")
+        if not html.available():
+            raise pytest.UsageError("--report needs jinja2, which is not installed here: pip install jinja2")
+        if not folder:
+            folder = tempfile.mkdtemp(prefix="convergence-records-")
+            config.add_cleanup(functools.partial(shutil.rmtree, folder))
+    return uuid.uuid4().hex[:12], folder
 
 
 def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
@@ -145,7 +156,7 @@ def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
 
     where = config.getoption("--compare-to")
     try:
-        records = [record for record in load_all([Path(where)]) if record.run != config.option.run_id]
+        records = [record for record in load_all([Path(where)]) if record.run != config.stash[RUN]]
     except ValueError as error:
         raise pytest.UsageError(f"--compare-to {error}") from None
     here = versions(config.getoption("--device"))

@@ -11,7 +11,7 @@ import pytest
 from convergence import bitwise, report
 from convergence.case import Case, prove
 from convergence.models import MODELS
-from convergence.plugin import cases, earlier
+from convergence.plugin import RECORDS, RUN, cases, earlier
 from convergence.records import Record, versions, write
 
 
@@ -38,8 +38,7 @@ def test_convergence(
     before = earlier(request.config, case)
     if before is not None:
         bitwise.compare(record, before)
-    record.run = request.config.option.run_id
-    folder = request.config.getoption("--records")
+    record.run, folder = request.config.stash[RUN], request.config.stash[RECORDS]
     file = str(write(record, Path(folder))) if folder else ""
     record_property("convergence", {**record.summary(), "file": file})
     if record.verdict == "absent":
