@@ -75,7 +75,8 @@ def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, fo
 
     Args:
         dtype: what baseline and candidate trained in.
-        foreign: whether the patch is not ours, so that logits that never exist are its right and only noted.
+        foreign: whether the patch is not ours, so that logits that never exist, and a head that is never called, are
+            its right and only noted.
     """
     truth, baseline = pairs[0]
     verdict = Verdict()
@@ -84,6 +85,11 @@ def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, fo
     _judge_generation(truth, baseline, candidate, verdict)
     for complaint in candidate.complaints:
         verdict.fail("logits of the caller", "", "overwritten", complaint)
+    for note in candidate.notes:
+        if foreign:
+            verdict.notes.append(note)
+        else:
+            verdict.fail("logits of the caller", "", "missing", note)
     for warning in sorted(set(candidate.warnings) - set(baseline.warnings)):
         verdict.fail("transformers", "", "warning that the baseline does not give", warning)
     return verdict
@@ -98,10 +104,10 @@ def _check_presence(
     judged: dict[str, list[str]] = {}
     for quantity in {**truth.values, **candidate.values}:
         expected, got = truth.values.get(quantity, {}), candidate.values.get(quantity, {})
-        if not got and foreign and quantity in (LOGITS, TARGET_LOGIT):
-            verdict.notes.append(f"{quantity}: not observable")
-            continue
-        if quantity not in candidate.values:
+        if foreign and quantity in (LOGITS, TARGET_LOGIT, HIDDEN) and (unseen := expected.keys() - got.keys()):
+            verdict.notes.append(f"{quantity}: not observable in {len(unseen)} of {len(expected)} steps")
+            expected = {step: value for step, value in expected.items() if step in got}
+        elif quantity not in candidate.values:
             verdict.fail(quantity, "every step", "missing", "the candidate never had it")
             continue
         for step in {**expected, **got}:

@@ -1,4 +1,4 @@
-"""The built-in patches that ``pytest convergence`` judges by default: our own, with each of the two losses."""
+"""Patches to judge: our own with each of the two losses (the default), and those of the released liger-kernel."""
 
 from __future__ import annotations
 
@@ -19,3 +19,37 @@ def fused_cross_entropy(model: Any) -> Any:
     import liger_kernels
 
     return liger_kernels.patch(model, kernels=[k for k in liger_kernels.KERNELS if k != "linear_cross_entropy"])
+
+
+def liger_kernel_instance(model: Any) -> None:
+    """The released ``liger-kernel`` applied to a model that exists, for ``--scope instance``.
+
+    Raises:
+        NotImplementedError: it has nothing for this model type, where it would only log and leave the model alone.
+    """
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _liger_kernel_function(model)
+    _apply_liger_kernel_to_instance(model=model)
+
+
+def liger_kernel_class(model: Any) -> None:
+    """The released ``liger-kernel`` applied before the model exists, for ``--scope class``.
+
+    Raises:
+        NotImplementedError: it has nothing for this model type.
+    """
+    _liger_kernel_function(model)()
+
+
+def _liger_kernel_function(model: Any) -> Any:
+    """Its ``apply_liger_kernel_to_<family>`` for the type of ``model``."""
+    import importlib.metadata
+
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    kind, known = model.config.model_type, MODEL_TYPE_TO_APPLY_LIGER_FN
+    if kind not in known:
+        version = importlib.metadata.version("liger-kernel")
+        raise NotImplementedError(f"liger-kernel {version} knows no model type {kind!r}; it knows {', '.join(known)}")
+    return known[kind]

@@ -95,7 +95,7 @@ class Trajectory:
         values: ``values[quantity][step]`` is a tensor on the CPU, in the dtype it arrived in.
         generated: the greedily generated tokens [batch, tokens], and ``scores`` [tokens, batch, vocab] they came from.
         complaints: what went wrong while it ran, in words.
-        notes: what is worth knowing and no failure.
+        notes: what the caller was not given, in words.
         model: the trained model.
     """
 
@@ -229,6 +229,8 @@ def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
                     loss = outputs.loss if step.num_items else outputs.loss / len(step.batches)
                     if step.reads_logits:
                         logits = outputs.logits
+                        if logits is None:
+                            result.notes.append(f"{label}: the caller reads outputs.logits and finds None")
                 if logits is not None:
                     before = logits.detach().clone()
                 (loss * step.scale).backward()
