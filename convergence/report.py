@@ -33,6 +33,8 @@ def failure(record: Record) -> str:
     what = "the candidate is not the baseline's mathematics"
     if all(row[2] == BIT_FOR_BIT for row in record.failures):
         what = "not bit for bit what the earlier run observed"
+    if record.verdict == "cannot run":
+        what = "the patch cannot run here"
     lines = [f"{record.name} on {record.device} ({record.profile} inputs): {what}"]
     groups: dict[tuple[str, str], list[tuple[str, ...]]] = {}
     for row in record.failures:
