@@ -147,14 +147,17 @@ def _apply(patch: Callable[[nn.Module], Any], model: Any) -> None:
 
 
 def train(run: Run, model: Any = None) -> Trajectory:
-    """Train one arm through all phases: a new one, or ``model``, which was built (and patched) before."""
-    if model is None:
-        model = build(run)
-    result = Trajectory(model=model)
+    """Train one arm through all phases: a new one, or ``model``, which was built (and patched) before.
+
+    Raises:
+        CannotApply: the patch raised. Whatever is raised after that comes as it is.
+    """
+    result = Trajectory()
     mode = InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext()
     with _transformers_warnings(result.warnings), mode:
-        if run.patch is not None:
-            run.patch(model)
+        result.model = model = build(run) if model is None else model
+        if run.patch is not None and run.construct is None:
+            _apply(run.patch, model)
         _train(run, model, result)
     return result
 
