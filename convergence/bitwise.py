@@ -81,9 +81,10 @@ def compare(record: Record, before: Record) -> None:
     if baseline:
         quantity, step = baseline[0]
         value = f"the baseline differs, too, in {len(baseline)} values, and no patch touches it"
-        rows = [(quantity, step, BIT_FOR_BIT, value, "the same environment, deterministic")]
+        rows = [(quantity, step, BIT_FOR_BIT, value, "the same environment")]
         record.notes.append(
-            "The environment differs from the earlier run's, or is not deterministic: nothing follows for the patch."
+            "The environment, or the proof itself, is another than in the earlier run, or is not deterministic: nothing "
+            "follows for the patch."
         )
     else:
         rows = [

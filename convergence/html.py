@@ -7,6 +7,7 @@ coordinates. jinja2 is imported when a page is made, since the proof itself runs
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -67,8 +68,8 @@ def page(records: Sequence[Record]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # Long dotted names break at their dots.
-    environment.filters["breakable"] = lambda text: Markup(str(escape(text)).replace(".", "<wbr>."))
+    # Long names break between their parts.
+    environment.filters["breakable"] = lambda text: Markup(re.sub(r"([._:/])", r"\1<wbr>", str(escape(text))))
     ordered = sorted(records, key=lambda record: (passed(record) is not False, passed(record) is None))
     environments = Counter(_environment(record) for record in records)
     return environment.get_template(TEMPLATE).render(

@@ -1,0 +1,108 @@
+"""``--compare-to``: a refactored patch observes what it did, bit for bit; what cannot be compared is a usage error."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from convergence.records import load_folder
+
+ROOT = Path(__file__).parent.parent
+PATCH = "patch_of_this_test:patch"
+CASE = ("--models", "llama-untied", "--dtypes", "float32", "--profile", "plain", "--device", "cpu", "--patch", PATCH)
+SCALED = "model.layers.1.mlp.down_proj.weight"
+
+HONEST = "from tests.convergence_faults import honest as patch\n"
+ONE_BIT = f"""
+import torch
+from tests.convergence_faults import honest
+
+def one_bit(grad):
+    grad = grad.clone()
+    grad[3, 5] = torch.nextafter(grad[3, 5], torch.full((), torch.inf))
+    return grad
+
+def patch(model):
+    honest(model)
+    model.get_parameter("{SCALED}").register_hook(one_bit)
+"""
+
+
+def run(code: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "patch_of_this_test.py").write_text(code)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "convergence", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The records of a run of the honest patch."""
+    folder = tmp_path_factory.mktemp("before")
+    done = run(HONEST, folder, *CASE, "--records", str(folder / "records"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "records"
+
+
+def test_the_same_patch_is_the_same_bit_for_bit(before, tmp_path):
+    """Into the same folder: the run adds a record and is compared with the one that was there."""
+    done = run(HONEST, tmp_path, *CASE, "--compare-to", str(before), "--records", str(before))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(before.glob("*.json"))) == 2
+
+
+def test_one_bit_of_one_gradient_is_named(before, tmp_path):
+    records = tmp_path / "records"
+    done = run(ONE_BIT, tmp_path, *CASE, "--compare-to", str(before), "--records", str(records))
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert "not bit for bit what the earlier run observed" in done.stdout
+    (record,) = load_folder(records)
+    first = next(iter(record.losses["truth"]))
+    quantity, step, statistic, *_ = record.failures[0]
+    assert (quantity, step, statistic) == (f"gradient of {SCALED}", first, "bit for bit")
+    # The proof itself has nothing against one bit: every failure is of this tier.
+    assert {row[2] for row in record.failures} == {"bit for bit"}
+    assert record.reason.startswith(f"gradient of {SCALED} {first} bit for bit")
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "shown"),
+    [
+        ({"device": "cuda"}, (), ["not recorded", "device cuda (here cpu)"]),
+        ({}, ("--profile", "hard"), ["not recorded", "profile plain (here hard)"]),
+        ({}, ("--models", "gemma"), ["not recorded", "model llama-untied (here gemma)"]),
+        ({}, ("--dtypes", "float32,bfloat16"), ["1 cases", "dtype float32 (here bfloat16)"]),
+        ({"seed": 7}, (), ["not recorded", "seed 7 (here 0)"]),
+        ({"versions": {"torch": "2.0.0"}}, (), ["another environment", "torch 2.0.0 (here"]),
+        ({"versions": {"threads": "99"}}, (), ["another environment", "threads 99 (here"]),
+        ({"digests": {}}, (), ["not trained to the end"]),
+        ({"schema": 1}, (), ["'schema' is 1", "allowed is"]),
+        (None, (), ["no record in there"]),
+    ],
+)
+def test_what_cannot_be_compared_is_a_usage_error(change, options, shown, before, tmp_path):
+    records = tmp_path / "records"
+    records.mkdir()
+    if change is not None:
+        data = json.loads(next(before.glob("*.json")).read_text())
+        change = {"versions": {**data["versions"], **change["versions"]}} if "versions" in change else change
+        (records / "a.json").write_text(json.dumps(data | change))
+    done = run(HONEST, tmp_path, *CASE, *options, "--collect-only", "--compare-to", str(records))
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
+    for part in ("--compare-to", *shown):
+        assert part in done.stderr
+
+
+def test_a_folder_that_does_not_exist_is_a_usage_error(tmp_path):
+    done = run(HONEST, tmp_path, *CASE, "--collect-only", "--compare-to", str(tmp_path / "missing"))
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "missing: does not exist" in done.stderr
