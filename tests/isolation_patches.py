@@ -1,0 +1,80 @@
+"""Patches that must not run in the process of truth and baseline: they change it, end it, or never return."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import types
+from typing import Any
+
+import torch
+
+from tests.convergence_faults import _rms_norm
+
+
+def class_forward(model: Any) -> None:
+    """The forward of a class, by another formula: every model of the process computes by it."""
+    from transformers.models.llama import modeling_llama
+
+    modeling_llama.LlamaRMSNorm.forward = _rms_norm
+
+
+def class_replaced(model: Any) -> None:
+    """A class of the modeling module: only models that are constructed later have it."""
+    from transformers.models.llama import modeling_llama
+
+    modeling_llama.LlamaRMSNorm = type("OtherRMSNorm", (modeling_llama.LlamaRMSNorm,), {"forward": _rms_norm})
+
+
+def class_replaced_by_a_wrong_one(model: Any) -> None:
+    from transformers.models.llama import modeling_llama
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        return 1.01 * _rms_norm(self, hidden_states)
+
+    modeling_llama.LlamaRMSNorm = type("WrongRMSNorm", (modeling_llama.LlamaRMSNorm,), {"forward": forward})
+
+
+def another_family(model: Any) -> None:
+    """Changes classes, but none that a Llama has anything to do with."""
+    from transformers.models.mistral import modeling_mistral
+
+    modeling_mistral.MistralRMSNorm.forward = _rms_norm
+
+
+def does_nothing(model: Any) -> None:
+    """Returns as if it had patched."""
+
+
+def has_no_kernel(model: Any) -> None:
+    raise NotImplementedError("no kernel for this device")
+
+
+def _first_norm(model: Any, forward: Any) -> None:
+    norm = next(module for module in model.modules() if type(module).__name__ == "LlamaRMSNorm")
+    norm.forward = types.MethodType(forward, norm)
+
+
+def raises_in_training(model: Any) -> None:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        raise TypeError("unexpected keyword argument")
+
+    _first_norm(model, forward)
+
+
+def crashes_in_training(model: Any) -> None:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        print("the last words", flush=True)
+        os.kill(os.getpid(), signal.SIGSEGV)
+        raise AssertionError
+
+    _first_norm(model, forward)
+
+
+def leaves(model: Any) -> None:
+    os._exit(0)
+
+
+def hangs(model: Any) -> None:
+    _first_norm(model, lambda self, hidden_states: time.sleep(1e6))

@@ -1,0 +1,193 @@
+"""Somebody else's patch is judged in a process of its own: it may change that process, end it or hang it, and neither
+the verdict on it nor on the next one suffers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from convergence import isolate
+from convergence.case import Case, prove, remember_upstream, train_case
+from convergence.patches import BUILT_IN
+from convergence.report import failure
+
+ROOT = Path(__file__).parent.parent
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def judged(patch: str, scope: str = "instance", timeout: float = isolate.TIMEOUT):
+    name = patch if ":" in patch else f"tests.isolation_patches:{patch}"
+    record = prove(Case("llama-untied", "float32", name, "plain", DEVICE, scope=scope), timeout)
+    assert remember_upstream().changes() == []
+    return record
+
+
+def found(record) -> set[tuple[str, str]]:
+    return {(quantity, statistic) for quantity, _, statistic, *_ in record.failures}
+
+
+def test_a_patch_of_one_model_that_changes_a_class_fails_and_spares_the_next_case():
+    record = judged("class_forward")
+    assert record.verdict == "different"
+    assert found(record) == {("other models", "patched too")}
+    assert "modeling_llama.LlamaRMSNorm.forward" in record.reason
+    assert judged("tests.convergence_faults:honest").verdict == "equal"
+    assert judged(BUILT_IN[0]).verdict == "equal"
+
+
+def test_a_patch_of_classes_is_judged_on_a_model_that_is_built_after_it():
+    record = judged("class_replaced", "class")
+    assert record.verdict == "equal", failure(record)
+    assert record.census == {"OtherRMSNorm": 5}
+    assert record.scope == "class"
+    assert any("modeling_llama.LlamaRMSNorm" in note for note in record.notes)
+    assert judged("class_forward", "class").verdict == "equal"
+    assert "error ratio" in {statistic for _, statistic in found(judged("class_replaced_by_a_wrong_one", "class"))}
+
+
+@pytest.mark.parametrize("scope", ["instance", "class"])
+def test_a_patch_that_changes_nothing_fails(scope):
+    assert found(judged("does_nothing", scope)) == {("candidate", "not patched")}
+
+
+def test_classes_of_another_family_do_not_count_as_patched():
+    assert found(judged("another_family", "class")) == {("candidate", "not patched")}
+
+
+def test_a_patch_of_one_model_does_nothing_for_a_model_that_is_built_after_it():
+    assert found(judged("tests.convergence_faults:honest", "class")) == {("candidate", "not patched")}
+
+
+@pytest.mark.parametrize(("scope", "verdict"), [("instance", "different"), ("class", "equal")])
+def test_importing_the_patch_may_patch(scope, verdict):
+    record = judged("tests.isolation_at_import:patch", scope)
+    assert record.verdict == verdict, failure(record)
+    assert "tests.isolation_at_import" not in sys.modules
+    if scope == "instance":
+        assert found(record) == {("other models", "patched too")}
+
+
+@pytest.mark.parametrize("scope", ["instance", "class"])
+def test_a_patch_that_raises_cannot_run(scope):
+    record = judged("has_no_kernel", scope)
+    assert record.verdict == "cannot run"
+    assert "NotImplementedError: no kernel for this device" in record.reason
+    assert "in has_no_kernel" in failure(record)
+
+
+def test_a_patched_model_that_raises_is_different():
+    record = judged("raises_in_training")
+    assert record.verdict == "different"
+    assert "TypeError: unexpected keyword argument" in record.reason
+    assert "isolation_patches.py" in failure(record)
+
+
+@pytest.mark.parametrize(
+    ("patch", "shown"),
+    [("crashes_in_training", "signal SIGSEGV"), ("leaves", "exit code 0"), ("hangs", "ran for more than 5 s")],
+)
+def test_a_process_that_dies_or_hangs_is_a_verdict(patch, shown):
+    record = judged(patch, timeout=5 if patch == "hangs" else isolate.TIMEOUT)
+    assert record.verdict == "different"
+    assert found(record) == {("candidate", "died")}
+    assert shown in record.reason
+    if patch == "crashes_in_training":
+        assert "the last words" in failure(record)
+        assert "isolation_patches.py" in failure(record)  # where it was, as faulthandler says
+
+
+@pytest.mark.parametrize(("model", "dtype"), [("llama-untied", "bfloat16"), ("gemma2", "float32")])
+def test_what_comes_back_is_bit_for_bit_what_is_trained_here(model, dtype):
+    case = Case(model, dtype, BUILT_IN[0], "plain", DEVICE)
+    here, there = train_case(case), isolate.call(train_case, case)
+    a, b = here.trajectory.values, there.trajectory.values
+    assert a.keys() == b.keys()
+    for quantity in a:
+        assert a[quantity].keys() == b[quantity].keys()
+        for step, value in a[quantity].items():
+            assert torch.equal(value, b[quantity][step]), (quantity, step)
+    assert torch.equal(here.trajectory.generated, there.trajectory.generated)
+    assert here.launches == there.launches
+    assert here.report == there.report
+    assert here.report.replaced
+
+
+def numerics() -> tuple[object, ...]:
+    return (
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def leave_behind() -> tuple[int, bool]:
+    """This process, and whether an earlier call can be seen in it."""
+    seen = hasattr(torch, "left_behind")
+    torch.left_behind = True
+    return os.getpid(), seen
+
+
+def test_a_call_runs_elsewhere_with_the_same_numerics_and_leaves_nothing():
+    (first, _), (second, seen) = isolate.call(leave_behind), isolate.call(leave_behind)
+    assert len({first, second, os.getpid()}) == 3
+    assert not seen
+    assert not hasattr(torch, "left_behind")
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    torch.set_float32_matmul_precision("medium")
+    torch.set_num_threads(threads + 1)
+    try:
+        assert isolate.call(numerics) == numerics()
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(threads)
+
+
+class Unpicklable(Exception):
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+def raise_unpicklable() -> None:
+    raise Unpicklable("can", "not")
+
+
+def test_what_a_call_raises_arrives_with_its_traceback():
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        isolate.call(int, "x")
+    assert "in _run" in str(caught.value.__cause__)
+    with pytest.raises(RuntimeError, match="Unpicklable: cannot"):
+        isolate.call(raise_unpicklable)
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (("--scope", "module"), ("'module'", "instance", "class")),
+        (("--patch-timeout", "0"), ("--patch-timeout", "above 0")),
+        (("--patch", "tests.isolation_patches:no_such"), ("cannot be imported", "no_such")),
+        (("--patch", "tests.no_such:patch"), ("cannot be imported", "No module named 'tests.no_such'")),
+    ],
+)
+def test_a_usage_error(options, shown, capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    isolated = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
+    assert pytest.main(["convergence", "--collect-only", *options, *isolated]) == pytest.ExitCode.USAGE_ERROR
+    output = "".join(capfd.readouterr())
+    for part in shown:
+        assert part in output
+
+
+def test_the_suite_says_that_a_patch_cannot_run_and_fails(capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    chosen = ("--models", "llama-untied", "--dtypes", "float32", "--profile", "plain", "--device", DEVICE)
+    isolated = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
+    patch = ("--patch", "tests.isolation_patches:has_no_kernel")
+    assert pytest.main(["convergence", *chosen, *patch, *isolated]) == pytest.ExitCode.TESTS_FAILED
+    output = "".join(capfd.readouterr())
+    assert "llama-untied/float32/has_no_kernel: cannot run" in output
+    assert "the patch cannot run here" in output
