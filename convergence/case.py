@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from convergence import bitwise, isolate, tolerance
+from convergence.blame import blame
 from convergence.candidate import Candidate, PatchError, load_patch, train_candidate
 from convergence.compare import Pair, Verdict, compare
 from convergence.data import IGNORE, Batch, Step, evaluation_batch, steps
@@ -20,7 +21,7 @@ from convergence.models import MODELS, MiniModel
 from convergence.patches import BUILT_IN
 from convergence.pristine import Fingerprint
 from convergence.records import Record, Statistic, versions
-from convergence.train import Run, train
+from convergence.train import Run, Trajectory, train
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Above this probability a prediction counts as confident, and the hard profile asks for it.
@@ -105,10 +106,12 @@ def _ask_for_confident_predictions(template: nn.Module, inputs: list[Step]) -> N
             batch.labels[:, 1:] = torch.where((confidence > CONFIDENT) & (labels != IGNORE), prediction, labels)
 
 
-def prove(case: Case, timeout: float = isolate.TIMEOUT) -> Record:
+def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> Record:
     """Train and judge ``case``; the record says whether the candidate is the same mathematics, and why not.
 
-    ``timeout``: the seconds that a patch of somebody else may take, in its own process, for one candidate.
+    Args:
+        timeout: the seconds that a patch of somebody else may take, in its own process, for one candidate.
+        blames: whether a failed verdict is explained, by training parts of the patch again.
     """
     began = time.perf_counter()
     record = Record(**dataclasses.asdict(case), versions=versions(case.device), replicas=tolerance.REPLICAS)
@@ -119,7 +122,9 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT) -> Record:
     if changed:
         verdict.fail("baseline", "before training", "not pristine", ", ".join(changed))
     else:
-        verdict = _judge(case, record, upstream, timeout)
+        verdict, trajectory = _judge(case, record, upstream, timeout)
+        if blames and not verdict.passed:
+            _blame(case, record, verdict, trajectory, timeout)
     record.failures = verdict.failures
     record.notes = verdict.notes
     record.statistics = [cast(Statistic, dataclasses.asdict(statistic)) for statistic in verdict.statistics]
@@ -135,12 +140,11 @@ def train_case(case: Case, given: Inputs | None = None) -> Candidate:
     upstream = remember_upstream()
     if given is None:
         given = inputs(case.model, case.dtype, case.profile, case.seed)
-    construct = functools.partial(MODELS[case.model].build, case.seed) if case.scope == "class" else None
     try:
         patch = load_patch(case.patch)  # only now: importing it may patch already
     except PatchError as error:
         return Candidate(failure=("cannot run", str(error)), changed=upstream.changes())
-    run = given.run(DTYPES[case.dtype], torch.device(case.device), patch=patch, construct=construct)
+    run = given.run(DTYPES[case.dtype], torch.device(case.device), patch=patch, construct=_construct(case))
     return train_candidate(run, upstream)
 
 
@@ -151,7 +155,30 @@ def _train_isolated(case: Case, timeout: float) -> Candidate:
         return Candidate(failure=("died", str(death)), details=death.output)
 
 
-def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) -> Verdict:
+def _is_isolated(case: Case) -> bool:
+    """Our own patch is known to change one model only, so it saves itself the other process."""
+    return case.patch not in BUILT_IN or case.scope != "instance"
+
+
+def _blame(case: Case, record: Record, verdict: Verdict, trajectory: Trajectory | None, timeout: float) -> None:
+    """Say in ``record`` who made ``verdict`` fail. That changes no verdict, and when it fails itself, it is noted."""
+    reference = references(case.model, case.dtype, case.profile, case.device, case.seed)
+    run = reference.run(DTYPES[case.dtype], torch.device(case.device), construct=_construct(case))
+    pairs = [tuple(dataclasses.replace(arm, model=None) for arm in pair) for pair in reference.pairs]
+    failed = {(row[0], row[2]) for row in verdict.failures}
+    arguments = (case.patch, run, pairs, failed, trajectory)
+    try:
+        record.blame = isolate.call(blame, *arguments, timeout=timeout) if _is_isolated(case) else blame(*arguments)
+    except Exception as error:
+        verdict.notes.append(f"who did it could not be found out: {type(error).__name__}: {error}")
+
+
+def _construct(case: Case) -> Callable[[], nn.Module] | None:
+    return functools.partial(MODELS[case.model].build, case.seed) if case.scope == "class" else None
+
+
+def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) -> tuple[Verdict, Trajectory | None]:
+    """The verdict, and the candidate's trajectory where there is one."""
     from liger_kernels.ops import launches
 
     verdict = Verdict()
@@ -159,8 +186,7 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
     reference = references(case.model, case.dtype, case.profile, case.device, case.seed)
     if launches() != before:
         verdict.fail("baseline", "", "not pristine", "it launched kernels of this package")
-    # Our own patch is known to change one model only, so it saves itself the other process.
-    isolated = case.patch not in BUILT_IN or case.scope != "instance"
+    isolated = _is_isolated(case)
     candidate = _train_isolated(case, timeout) if isolated else train_case(case, reference)
     if isolated and (changed := upstream.changes()):
         verdict.fail("baseline", "after training", "not pristine", ", ".join(changed))
@@ -170,7 +196,7 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
         assert candidate.failure is not None
         verdict.fail("candidate", "", *candidate.failure)
         verdict.notes.append(candidate.details)
-        return verdict
+        return verdict, None
     if not verdict.failures:
         verdict = compare(reference.pairs, trajectory, DTYPES[case.dtype], foreign=candidate.report is None)
     record.losses = {
@@ -186,7 +212,7 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
         _check_foreign(reference, candidate, record, verdict)
     else:
         _check_ours(MODELS[case.model], candidate.report, record, verdict)
-    return verdict
+    return verdict, trajectory
 
 
 def _check_ours(model: MiniModel, report: Any, record: Record, verdict: Verdict) -> None:

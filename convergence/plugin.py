@@ -5,6 +5,7 @@ Loaded by the root ``conftest.py`` for every run, ``tests/`` too, so nothing hea
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import os
@@ -38,6 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--dtypes", default="float32,bfloat16", help="float32, bfloat16 or both (default: both)")
     group.addoption("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
     group.addoption("--profile", default="hard", help="plain or hard inputs (default: hard)")
+    group.addoption(
+        "--blame",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="find the guilty kernel, module and pass of a failure by training parts of the patch again (default)",
+    )
     group.addoption("--records", metavar="DIR", default=None, help="add one JSON record per case to DIR")
     group.addoption("--report", metavar="FILE", default=None, help="write this run as one HTML page (needs jinja2)")
     group.addoption(

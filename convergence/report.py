@@ -43,9 +43,10 @@ def failure(record: Record) -> str:
     for first, *more in groups.values():
         rows.append((first[0], first[1] + (f" and {len(more)} more" if more else ""), *first[2:]))
     if record.blame:
-        columns = ("kernel", "module", "pass", "step", "tensor", "note")
+        columns = ("kernel", "module", "pass", "step", "tensor")
         blame: list[dict[str, str]] = [dict(row) for row in record.blame]  # type: ignore[arg-type]
-        lines += ["", *table(columns, [[row[name] for name in columns] for row in blame])]
+        lines += ["", "who did it:", *table(columns, [[row[name] or "-" for name in columns] for row in blame])]
+        lines += dict.fromkeys(row["note"] for row in blame)
     lines += ["", *table(("tensor", "step", "statistic", "value", "bound"), rows[:_MOST_ROWS])]
     if len(rows) > _MOST_ROWS:
         lines.append(f"... and {len(rows) - _MOST_ROWS} more tensors; the record has all of them")

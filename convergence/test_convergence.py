@@ -31,7 +31,7 @@ def test_convergence(
 ) -> None:
     """The candidate is the same mathematics as the unpatched model, and with ``--compare-to`` what it was before."""
     if MODELS[case.model].is_available():
-        record = prove(case, request.config.getoption("--patch-timeout"))
+        record = prove(case, request.config.getoption("--patch-timeout"), request.config.getoption("--blame"))
     else:
         reason, here = f"this transformers has no {MODELS[case.model].architecture}", versions(case.device)
         record = Record(**dataclasses.asdict(case), versions=here, verdict="absent", reason=reason)
