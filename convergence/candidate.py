@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import nn
 
-from convergence.pristine import Fingerprint
 from convergence.train import CannotApply, Run, Trajectory, status, train
 
 SCOPES = ("instance", "class")
@@ -37,7 +36,7 @@ class Candidate:
         report: our own patch's report; None for a patch that is not ours.
         census: how many modules of each class have another class, or another forward, than before.
         launches: how often each kernel of this package was launched.
-        changed: the upstream symbols that were changed for the whole process.
+        changed: what the patch changed for the whole process: upstream symbols, or what an unpatched model computes.
     """
 
     trajectory: Trajectory | None = None
@@ -74,8 +73,8 @@ def check_patch(name: str) -> None:
     load_patch(name)
 
 
-def train_candidate(run: Run, upstream: Fingerprint) -> Candidate:
-    """Train ``run``, which has a patch; ``upstream`` was taken before that patch was imported."""
+def train_candidate(run: Run, changes: Callable[[], list[str]]) -> Candidate:
+    """Train ``run``, which has a patch; ``changes`` says what is no longer as it was before that patch was imported."""
     from liger_kernels.ops import launches
 
     result = Candidate()
@@ -92,7 +91,7 @@ def train_candidate(run: Run, upstream: Fingerprint) -> Candidate:
         trajectory.model = None
         result.trajectory = trajectory
     result.launches = {name: n - before.get(name, 0) for name, n in launches().items() if n > before.get(name, 0)}
-    result.changed = upstream.changes()
+    result.changed = changes()
     return result
 
 

@@ -19,7 +19,7 @@ from convergence.compare import Pair, Verdict, compare
 from convergence.data import IGNORE, Batch, Step, evaluation_batch, steps
 from convergence.models import MODELS, MiniModel
 from convergence.patches import BUILT_IN
-from convergence.pristine import Fingerprint
+from convergence.pristine import Bystander, Fingerprint
 from convergence.records import Record, Statistic, versions
 from convergence.train import Run, Trajectory, train
 
@@ -140,12 +140,17 @@ def train_case(case: Case, given: Inputs | None = None) -> Candidate:
     upstream = remember_upstream()
     if given is None:
         given = inputs(case.model, case.dtype, case.profile, case.seed)
+    bystander = Bystander(given.template, given.evaluation)
+
+    def changes() -> list[str]:
+        return upstream.changes() + bystander.changes()
+
     try:
         patch = load_patch(case.patch)  # only now: importing it may patch already
     except PatchError as error:
-        return Candidate(failure=("cannot run", str(error)), changed=upstream.changes())
+        return Candidate(failure=("cannot run", str(error)), changed=changes())
     run = given.run(DTYPES[case.dtype], torch.device(case.device), patch=patch, construct=_construct(case))
-    return train_candidate(run, upstream)
+    return train_candidate(run, changes)
 
 
 def _train_isolated(case: Case, timeout: float) -> Candidate:

@@ -1,8 +1,10 @@
-"""Proves that a baseline is unpatched: no symbol that an unpatched model runs has changed since before any patch.
+"""Proves that a baseline is unpatched: no symbol that an unpatched model runs has changed since before any patch, and
+no bit of what it computes.
 
 A fingerprint holds the very objects (functions with their code, classes, descriptors, registry entries) found in the
 modeling modules, their classes and those classes' bases, ``torch.nn.functional``, and transformers' loss, activation
-and attention registries. Data such as counters and caches is not compared; only what runs.
+and attention registries. Data such as counters and caches is not compared; only what runs. A bystander is a model that
+nobody patches: whatever else a patch of another model changed, it shows here.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+from convergence.data import Batch
 
 _LOSSES = "transformers.loss.loss_utils"  # from 4.46 on
 _REGISTRIES = (
@@ -45,6 +49,28 @@ class Fingerprint:
                 if name not in before or name not in now or not _same(before[name], now[name]):
                     found.append(f"{label}.{name}")
         return sorted(found)
+
+
+class Bystander:
+    """An unpatched ``model`` on the CPU: nothing that it computes on ``batch`` may change when another is patched."""
+
+    def __init__(self, model: Any, batch: Batch) -> None:
+        self._model, self._batch = model, batch
+        self._before = self._computed()
+
+    def _computed(self) -> list[torch.Tensor]:
+        outputs = self._model(input_ids=self._batch.input_ids, labels=self._batch.labels, use_cache=False)
+        gradients = torch.autograd.grad(outputs.loss, list(self._model.parameters()), allow_unused=True)
+        return [outputs.loss, outputs.logits, *(gradient for gradient in gradients if gradient is not None)]
+
+    def changes(self) -> list[str]:
+        """What is no longer the same, in words."""
+        try:
+            now = self._computed()
+        except Exception as error:
+            return [f"an unpatched model, which raises {type(error).__name__}: {error}"]
+        same = len(now) == len(self._before) and all(map(torch.equal, self._before, now))
+        return [] if same else ["what an unpatched model computes"]
 
 
 def _namespaces(model_classes: Iterable[type]) -> Iterable[tuple[str, Mapping[str, Any]]]:

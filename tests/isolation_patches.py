@@ -20,6 +20,13 @@ def class_forward(model: Any) -> None:
     modeling_llama.LlamaRMSNorm.forward = _rms_norm
 
 
+def method_of_tensors(model: Any) -> None:
+    """A symbol that no fingerprint looks at, in which only rounding differs."""
+    model.model.norm.forward = types.MethodType(_rms_norm, model.model.norm)
+    torch.Tensor.pow = lambda x, exponent: x * x  # type: ignore[method-assign]
+    torch.rsqrt = lambda x: 1 / x.sqrt()
+
+
 def class_replaced(model: Any) -> None:
     """A class of the modeling module: only models that are constructed later have it."""
     from transformers.models.llama import modeling_llama
