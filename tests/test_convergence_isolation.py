@@ -39,6 +39,12 @@ def test_a_patch_of_one_model_that_changes_a_class_fails_and_spares_the_next_cas
     assert judged(BUILT_IN[0]).verdict == "equal"
 
 
+def test_a_change_that_no_fingerprint_sees_shows_in_an_unpatched_model():
+    record = judged("method_of_tensors")
+    assert found(record) == {("other models", "patched too")}, failure(record)
+    assert "what an unpatched model computes" in record.reason
+
+
 def test_a_patch_of_classes_is_judged_on_a_model_that_is_built_after_it():
     record = judged("class_replaced", "class")
     assert record.verdict == "equal", failure(record)
