@@ -110,6 +110,7 @@ def _serve(name: str, timeout: float) -> None:
     faulthandler.enable(file=2)
     if hasattr(signal, "alarm"):  # should this process's parent be killed, nobody else would end it
         signal.alarm(int(timeout) + 60)
+    answer: tuple[Exception | None, str, Any]
     try:
         answer = None, "", _run(folder)
     except Exception as error:
