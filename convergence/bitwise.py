@@ -83,8 +83,8 @@ def compare(record: Record, before: Record) -> None:
         value = f"the baseline differs, too, in {len(baseline)} values, and no patch touches it"
         rows = [(quantity, step, BIT_FOR_BIT, value, "the same environment")]
         record.notes.append(
-            "The environment, or the proof itself, is another than in the earlier run, or is not deterministic: nothing "
-            "follows for the patch."
+            "The environment, or the proof itself, is another than in the earlier run, or is not deterministic: "
+            "nothing follows for the patch."
         )
     else:
         rows = [

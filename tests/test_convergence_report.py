@@ -1,0 +1,338 @@
+"""The report of a run: a page that a real browser shows on a phone, and Markdown and JUnit XML of the same records."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from convergence import html, report
+from convergence.__main__ import main
+from convergence.models import MODELS
+from convergence.records import Record, write
+from tests import browser
+
+ROOT = Path(__file__).parent.parent
+STEPS = [f"{phase}: step {i}" for phase in ("initial", "SGD", "AdamW") for i in range(6)]
+NASTY = "<script>alert('x')</script> & \"quotes\" | ` ```` \x00\x1b[31m"
+LONG = "gradient of model.layers.0." + "a_very_long_module_name_without_an_end." * 4 + "weight"
+
+
+def case(model: str, dtype: str, patch: str = "convergence.patches:fused_linear", **fields) -> Record:
+    """A record as a run leaves it, without the run."""
+    quantities = [f"gradient of model.layers.{i}.self_attn.q_proj.weight" for i in range(30)]
+    kinds = {"error ratio": (1.1, 2.4), "gain": (3e-8, 2.7e-7), "gain against the others": (2e-8, 9e-8)}
+    complete = {
+        "statistics": [
+            {"quantity": q, "step": STEPS[i % 18], "statistic": kind, "value": value * (1 - i / 60), "bound": bound}
+            for kind, (value, bound) in kinds.items()
+            for i, q in enumerate(quantities)
+        ],
+        "losses": {
+            arm: {step: 6 - i / 4 + error * (i % 3) for i, step in enumerate(STEPS)}
+            for arm, error in (("truth", 0.0), ("baseline", 1e-6), ("candidate", 2e-6))
+        },
+        "census": {"rms_norm": 5, "rope": 2},
+        "launches": {"_rms_norm_fwd_kernel": 130},
+        "fallbacks": {"outputs.logits was read": 1},
+        "versions": {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0"},
+        "seconds": 4.2,
+    }
+    return Record(model, dtype, patch, **{"profile": "hard", "device": "cpu", "seed": 0, **complete, **fields})
+
+
+def failed(**fields) -> Record:
+    failures = [(LONG, STEPS[i % 18], "gain", f"off by {i}", "0.01") for i in range(12)]
+    blame = {
+        "kernel": "rms_norm",
+        "module": LONG,
+        "pass": "backward",
+        "step": STEPS[0],
+        "tensor": LONG,
+        "note": "alone",
+    }
+    given = {"verdict": "different", "reason": "gradient gain off by 1", "failures": failures, "blame": [blame]}
+    return case("gemma", "bfloat16", "tests.mutants:scaled", **{**given, **fields})
+
+
+ABSENT = case(
+    "gemma3",
+    "float32",
+    "convergence.patches:absent",
+    verdict="absent",
+    reason="this transformers has no Gemma3ForCausalLM",
+    losses={},
+    statistics=[],
+    census={},
+    launches={},
+    fallbacks={},
+)
+BROKEN = case(
+    "llama-tied",
+    "float32",
+    "tests.mutants:nan",
+    verdict="different",
+    reason=NASTY,
+    failures=[(NASTY, "", "raised", "x" * 300, "")],
+    notes=[NASTY, "y" * 400],
+    losses={
+        "truth": {"a: 1": 0.0, "a: 2": 1.0},
+        "baseline": {"a: 1": 0.0, "a: 2": 1.0},
+        "candidate": {"a: 1": math.nan},
+    },
+    statistics=[{"quantity": "loss", "step": "a: 1", "statistic": "gain", "value": math.nan, "bound": 0.0}],
+)
+CANNOT = case(
+    "llama-tied",
+    "float32",
+    "package:patch",
+    verdict="cannot run",
+    reason="no kernel for this device",
+    failures=[("candidate", "", "cannot run", "no kernel", "")],
+    losses={},
+    statistics=[],
+)
+ALL = [
+    case(model, dtype, f"convergence.patches:{loss}")
+    for model in MODELS
+    for dtype in ("float32", "bfloat16")
+    for loss in ("fused_linear", "fused_cross_entropy")
+]
+MIXED = [*ALL, failed(), ABSENT, BROKEN, CANNOT]
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    yield from browser.start(tmp_path_factory.mktemp("profile"))
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    html.write(MIXED, path)
+    return path.as_uri()
+
+
+def widest(chromium) -> int:
+    return chromium.execute_script("return document.documentElement.scrollWidth")
+
+
+def test_no_script_error_and_nothing_is_fetched(chromium, url):
+    """The page's own policy forbids every request, so that one would stand in the console."""
+    chromium.get_log("browser")
+    chromium.get(url)
+    assert chromium.get_log("browser") == []
+    assert chromium.execute_script("return performance.getEntriesByType('resource').length") == 0
+    assert chromium.title == f"3 of {len(MIXED)} cases failed"
+    chromium.execute_script("const i = new Image(); i.src = 'http://127.0.0.1:9/x.png'; document.body.append(i)")
+    assert any("Content Security Policy" in entry["message"] for entry in chromium.get_log("browser"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_horizontal_scrolling_on_a_phone(chromium, url, scheme):
+    browser.resize(chromium, 360, scheme)
+    chromium.get(url)
+    assert chromium.execute_script("return innerWidth") == 360
+    assert widest(chromium) == 360
+    chromium.execute_script("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert widest(chromium) == 360
+    # What would be wider is seen.
+    chromium.execute_script("const d = document.createElement('pre'); d.style.width = '400px'; document.body.append(d)")
+    assert widest(chromium) >= 400
+
+
+def test_every_case_is_reached_and_opened_by_keyboard(chromium, url):
+    from selenium.webdriver.common.keys import Keys
+
+    browser.resize(chromium, 1280)
+    chromium.get(url)
+    chromium.execute_script("document.querySelectorAll('details').forEach(each => each.open = false)")
+    reached = []
+    for _ in range(len(MIXED)):
+        focused = chromium.switch_to.active_element
+        focused.send_keys(Keys.TAB)
+        focused = chromium.switch_to.active_element
+        assert focused.tag_name == "summary"
+        style = chromium.execute_script(
+            "const s = getComputedStyle(arguments[0]); return [s.outlineStyle, parseFloat(s.outlineWidth)]", focused
+        )
+        assert style[0] == "solid"
+        assert style[1] >= 2
+        focused.send_keys(Keys.ENTER)
+        opened, text = chromium.execute_script(
+            "return [arguments[0].parentElement.open, arguments[0].innerText]", focused
+        )
+        assert opened
+        focused.send_keys(Keys.ENTER)  # closed again, or the next Tab would go into it
+        reached.append(" ".join(text.split()))
+    for record in MIXED:
+        name = f"{record.model} {record.dtype} {record.patch.rpartition(':')[2]}"
+        assert any(name in text and record.verdict in text for text in reached), name
+
+
+def test_what_an_open_case_shows(chromium, url):
+    browser.resize(chromium, 360)
+    chromium.get(url)
+    first = chromium.execute_script(
+        "const c = [...document.querySelectorAll('.case')].find(c => c.innerText.includes('scaled')); c.open = true;"
+        "return [c.innerText, c.querySelectorAll('svg polyline').length,"
+        "        [...c.querySelectorAll('svg')].map(s => s.getBoundingClientRect().height)]"
+    )
+    for part in ("Who did it", "rms_norm", "backward", "12 failures", "off by 3", "4 more", "Replaced modules"):
+        assert part in first[0]
+    assert first[1] == 3 * 3 + 2 * 3  # three phases of three arms, and of two distances
+    assert all(height > 100 for height in first[2])
+
+
+def test_the_schemes_differ_and_text_is_readable_in_both(chromium, url):
+    """A contrast of at least 4.5, which WCAG asks for, of every text on what lies behind it."""
+    contrast = """
+    const canvas = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
+    const rgb = color => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
+                           return [...canvas.getImageData(0, 0, 1, 1).data]; };
+    const linear = v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+    const light = ([r, g, b]) => [r, g, b].map(v => linear(v / 255))
+        .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+    const behind = e => { const c = rgb(getComputedStyle(e).backgroundColor);
+                          return c[3] == 255 ? c : behind(e.parentElement); };
+    const ratio = e => { const [a, b] = [light(rgb(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+                         return (a + .05) / (b + .05); };
+    const texts = [...document.querySelectorAll('h1, p, .badge, .soft, summary, td, small, .number, dt, dd')];
+    return [getComputedStyle(document.body).backgroundColor, Math.min(...texts.map(ratio))];
+    """
+    backgrounds = set()
+    for scheme in ("light", "dark"):
+        browser.resize(chromium, 1280, scheme)
+        chromium.get(url)
+        background, least = chromium.execute_script(contrast)
+        backgrounds.add(background)
+        assert least >= 4.5
+    assert len(backgrounds) == 2
+
+
+def test_the_page_needs_nothing_else_and_is_small():
+    page = html.page(MIXED)
+    assert not re.search(r"<script|<link[^>]+stylesheet|@import|https?://|url\(", page.replace("&lt;script", ""))
+    assert len(page) < 5e6
+
+
+def test_failed_cases_come_first_and_the_worst_tensor_first():
+    page = html.page([*ALL, failed()])
+    assert page.index("scaled") < page.index("fused_linear")
+    assert page.index("layers.<wbr>0") < page.index("layers.<wbr>29")
+
+
+def test_a_page_without_records_or_jinja2_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="no record to report"):
+        html.page([])
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ValueError, match="needs jinja2, which is not installed here: pip install jinja2"):
+        html.page(ALL)
+
+
+def test_junit_has_a_case_per_record_and_the_failure_table():
+    suite = ElementTree.fromstring(report.junit(MIXED)).find("testsuite")
+    assert suite is not None
+    assert {name: suite.get(name) for name in ("tests", "failures", "skipped")} == {
+        "tests": str(len(MIXED)),
+        "failures": "3",
+        "skipped": "1",
+    }
+    cases = {case.get("name"): case for case in suite}
+    assert len(cases) == len(MIXED)
+    failure = cases["gemma/bfloat16/scaled"].find("failure")
+    assert failure is not None
+    assert failure.text == report.failure(failed())
+    for part in ("off by 0", "0.01", "rms_norm", "backward"):
+        assert part in str(failure.text)
+    skipped = cases["gemma3/float32/absent"].find("skipped")
+    assert skipped is not None
+    assert skipped.get("message") == ABSENT.reason
+
+
+def test_markdown_has_a_row_per_record_and_what_failed():
+    text = report.markdown(MIXED)
+    assert text.startswith(f"## Convergence: 3 of {len(MIXED)} cases failed")
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(rows) == 2 + len(MIXED)
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 10 for row in rows)
+    assert rows[2].startswith("| gemma/bfloat16/scaled") and "**different**" in rows[2]  # noqa: PT018
+    assert report.failure(failed()) in text
+    assert "none failed" in report.markdown(ALL)
+    # A fence is longer than any that is quoted in it.
+    assert "\n`````\n" in text
+
+
+def test_the_command_reports_merged_records(tmp_path, capsys):
+    """Of two machines, the newest of each case."""
+    write(failed(at="2026-01-01T00:00:00+00:00"), tmp_path / "one")
+    write(case("gemma", "bfloat16", "tests.mutants:scaled", at="2026-01-02T00:00:00+00:00"), tmp_path / "two")
+    write(case("gemma", "float32"), tmp_path / "two")
+    assert main(["report", str(tmp_path / "one"), str(tmp_path / "two")]) == 0
+    assert "2 cases, none failed" in capsys.readouterr().out
+    made = {name: tmp_path / "out" / f"report.{name}" for name in ("html", "markdown", "junit")}
+    options = [part for name, path in made.items() for part in (f"--{name}", str(path))]
+    assert main(["report", str(tmp_path / "one"), *options]) == 0
+    assert "1 of 1 cases failed" in made["html"].read_text()
+    assert "1 of 1 cases failed" in made["markdown"].read_text()
+    assert ElementTree.parse(made["junit"]).getroot().get("failures") == "1"
+    assert capsys.readouterr().out == ""
+
+
+def test_the_command_refuses_what_is_no_record(tmp_path, capsys):
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(SystemExit) as raised:
+        main(["report", str(tmp_path), "--html", str(tmp_path / "report.html")])
+    assert raised.value.code == 2
+    assert "bad.json: field 'schema'" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_run_writes_its_report_from_all_workers(tmp_path):
+    path = tmp_path / "folder" / "report.html"
+    options = ("--models", "llama-untied", "--dtypes", "float32", "--profile", "plain", "--device", "cpu", "-n", "1")
+    command = [sys.executable, "-m", "pytest", "convergence", "-q", "-p", "no:cacheprovider", *options]
+    done = subprocess.run([*command, "--report", str(path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"report: {path}" in done.stdout
+    page = path.read_text().replace("<wbr>", "")
+    for part in ("2 cases, none failed", "<polyline", "_rms_norm_fwd_kernel", "gradient of lm_head", "transformers"):
+        assert part in page
+
+
+ISOLATED = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (("--report", "."), "'.' is a folder"),
+        (("--records", "pyproject.toml"), "'pyproject.toml' is a file"),
+        (("--compare-to", "no/such/folder"), "no/such/folder: does not exist"),
+    ],
+)
+def test_a_usage_error(options, shown, capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert pytest.main(["convergence", "--collect-only", *options, *ISOLATED]) == pytest.ExitCode.USAGE_ERROR
+    assert shown in capfd.readouterr().err
+
+
+def test_a_report_without_jinja2_is_a_usage_error(capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    code = pytest.main(["convergence", "--collect-only", "--report", "report.html", *ISOLATED])
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "--report needs jinja2, which is not installed here: pip install jinja2" in capfd.readouterr().err
+
+
+def test_without_a_case_there_is_no_report(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "report.html"
+    assert pytest.main(["convergence", "--collect-only", "--report", str(path), *ISOLATED]) == pytest.ExitCode.OK
+    assert "no case ran, so there is no report" in capfd.readouterr().out
+    assert not path.exists()
