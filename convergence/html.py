@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from convergence.records import Record, Statistic, share_of_bound
-from convergence.report import ARMS, STATISTICS, passed
+from convergence.report import ARMS, STATISTICS, failures_by_tensor, passed
 
 TEMPLATE = "report.html.jinja"
 # In the units of a chart's view box; a phone shows it about as wide as this many pixels, so its text stays readable.
@@ -107,6 +107,7 @@ def _case(record: Record, several: bool) -> dict[str, Any]:
         "patch": record.patch.rpartition(":")[2],
         "where": f"transformers {record.versions.get('transformers', '?')}, {record.device}" if several else "",
         "worst": [(name, _bar(worst)) for name in STATISTICS[:2] if (worst := record.worst(name))],
+        "failures": failures_by_tensor(record),
         "charts": _charts(record),
         "losses": [
             (step, [_short(record.losses.get(arm, {}).get(step)) for arm in ARMS])

@@ -28,6 +28,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in body]
 
 
+def failures_by_tensor(record: Record) -> list[tuple[str, ...]]:
+    """The failures, with all steps of one tensor and statistic in one row: the first, and how many more there are."""
+    groups: dict[tuple[str, str], list[tuple[str, ...]]] = {}
+    for row in record.failures:
+        groups.setdefault((row[0], row[2]), []).append(row)
+    return [
+        (first[0], first[1] + (f" and {len(more)} more" if more else ""), *first[2:])
+        for first, *more in groups.values()
+    ]
+
+
 def failure(record: Record) -> str:
     """What failed in one case: tensor, step, statistic, value and bound."""
     what = "the candidate is not the baseline's mathematics"
@@ -36,12 +47,7 @@ def failure(record: Record) -> str:
     if record.verdict == "cannot run":
         what = "the patch cannot run here"
     lines = [f"{record.name} on {record.device} ({record.profile} inputs): {what}"]
-    groups: dict[tuple[str, str], list[tuple[str, ...]]] = {}
-    for row in record.failures:
-        groups.setdefault((row[0], row[2]), []).append(row)
-    rows = []
-    for first, *more in groups.values():
-        rows.append((first[0], first[1] + (f" and {len(more)} more" if more else ""), *first[2:]))
+    rows = failures_by_tensor(record)
     if record.blame:
         columns = ("kernel", "module", "pass", "step", "tensor")
         blame: list[dict[str, str]] = [dict(row) for row in record.blame]  # type: ignore[arg-type]

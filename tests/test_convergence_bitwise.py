@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from convergence.records import load_folder
+from convergence.records import Digests, Record, load_folder, versions, write
 
 ROOT = Path(__file__).parent.parent
 PATCH = "patch_of_this_test:patch"
@@ -89,20 +89,40 @@ def test_one_bit_of_one_gradient_is_named(before, tmp_path):
         (None, (), ["no record in there"]),
     ],
 )
-def test_what_cannot_be_compared_is_a_usage_error(change, options, shown, before, tmp_path):
-    records = tmp_path / "records"
-    records.mkdir()
+def test_what_cannot_be_compared_is_a_usage_error(change, options, shown, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
     if change is not None:
-        data = json.loads(next(before.glob("*.json")).read_text())
-        change = {"versions": {**data["versions"], **change["versions"]}} if "versions" in change else change
-        (records / "a.json").write_text(json.dumps(data | change))
-    done = run(HONEST, tmp_path, *CASE, *options, "--collect-only", "--compare-to", str(records))
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
+        write(recorded(change), tmp_path)
+    assert pytest.main([*COLLECT, *options, "--compare-to", str(tmp_path)]) == pytest.ExitCode.USAGE_ERROR
+    error = capfd.readouterr().err
     for part in ("--compare-to", *shown):
-        assert part in done.stderr
+        assert part in error
 
 
-def test_a_folder_that_does_not_exist_is_a_usage_error(tmp_path):
-    done = run(HONEST, tmp_path, *CASE, "--collect-only", "--compare-to", str(tmp_path / "missing"))
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "missing: does not exist" in done.stderr
+def test_what_can_be_compared_is_collected(tmp_path, monkeypatch):
+    """What the usage errors above start from is none."""
+    monkeypatch.chdir(ROOT)
+    write(recorded({"versions": {"platform": "another", "liger-kernels": "0.0.1"}}), tmp_path)
+    assert pytest.main([*COLLECT, "--compare-to", str(tmp_path)]) == pytest.ExitCode.OK
+
+
+BUILT_IN = "convergence.patches:fused_linear"
+COLLECT = (
+    "convergence",
+    "-q",
+    "--collect-only",
+    *CASE[:-1],
+    BUILT_IN,
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:faulthandler",
+    "-p",
+    "no:xdist",
+)
+
+
+def recorded(change: dict[str, Any]) -> Record:
+    digests: dict[str, list[Digests]] = {"baseline": [], "candidate": []}
+    fields = {"digests": digests, **change, "versions": {**versions("cpu"), **change.get("versions", {})}}
+    return Record("llama-untied", "float32", BUILT_IN, **{"profile": "plain", "device": "cpu", "seed": 0, **fields})
