@@ -82,7 +82,8 @@ def train_candidate(run: Run, changes: Callable[[], list[str]]) -> Candidate:
     try:
         trajectory = train(run)
     except CannotApply as error:
-        result.failure, result.details = ("cannot run", str(error)), traceback.format_exc()
+        result.failure = "cannot run", str(error)
+        result.details = "".join(traceback.format_exception(error.__cause__))
     except Exception as error:  # a patched model that crashes is a verdict like any other
         result.failure, result.details = ("raised", f"{type(error).__name__}: {error}"), traceback.format_exc()
     else:

@@ -61,7 +61,7 @@ class Bystander:
     def _computed(self) -> list[torch.Tensor]:
         outputs = self._model(input_ids=self._batch.input_ids, labels=self._batch.labels, use_cache=False)
         gradients = torch.autograd.grad(outputs.loss, list(self._model.parameters()), allow_unused=True)
-        return [outputs.loss, outputs.logits, *(gradient for gradient in gradients if gradient is not None)]
+        return [value for value in (outputs.loss, outputs.logits, *gradients) if value is not None]
 
     def changes(self) -> list[str]:
         """What is no longer the same, in words."""

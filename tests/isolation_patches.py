@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -25,6 +26,22 @@ def method_of_tensors(model: Any) -> None:
     model.model.norm.forward = types.MethodType(_rms_norm, model.model.norm)
     torch.Tensor.pow = lambda x, exponent: x * x  # type: ignore[method-assign]
     torch.rsqrt = lambda x: 1 / x.sqrt()
+
+
+def class_without_logits(model: Any) -> None:
+    """Models of this class return no logits while they train with labels, as several fused losses do."""
+    from transformers.models.llama import modeling_llama
+
+    forward = modeling_llama.LlamaForCausalLM.forward
+
+    @functools.wraps(forward)
+    def without_logits(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = forward(self, *args, **kwargs)
+        if self.training and kwargs.get("labels") is not None:
+            outputs.logits = None
+        return outputs
+
+    modeling_llama.LlamaForCausalLM.forward = without_logits
 
 
 def class_replaced(model: Any) -> None:
