@@ -55,6 +55,13 @@ def test_a_patch_of_classes_is_judged_on_a_model_that_is_built_after_it():
     assert "error ratio" in {statistic for _, statistic in found(judged("class_replaced_by_a_wrong_one", "class"))}
 
 
+def test_logits_that_a_patch_of_classes_does_not_return_are_noted():
+    name = "tests.isolation_patches:class_without_logits"
+    record = prove(Case("llama-untied", "float32", name, "hard", DEVICE, scope="class"))
+    assert record.verdict == "equal", failure(record)
+    assert any("the caller reads outputs.logits and finds None" in note for note in record.notes)
+
+
 @pytest.mark.parametrize("scope", ["instance", "class"])
 def test_a_patch_that_changes_nothing_fails(scope):
     assert found(judged("does_nothing", scope)) == {("candidate", "not patched")}
