@@ -17,11 +17,13 @@ PROFILES = ("plain", "hard")
 
 @dataclass
 class Batch:
-    """One forward: ``input_ids``, ``labels`` (unshifted) and, when packed, ``position_ids``, each [batch, length]."""
+    """One forward: ``input_ids``, ``labels`` (unshifted) and, when packed, ``position_ids``, when padded,
+    ``attention_mask``, each [batch, length]."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
 
 
 @dataclass
@@ -85,6 +87,15 @@ class _Sampler:
         batch.position_ids = positions
         return batch
 
+    def padded(self, size: int, length: int) -> Batch:
+        """Padding, at another place in each row and never at the beginning, so that every token sees some other."""
+        batch = self.batch(size, length)
+        batch.attention_mask = torch.ones_like(batch.input_ids)
+        for row in range(size):
+            batch.attention_mask[row, 3 * row + 2 : 3 * row + 6] = 0
+        batch.labels[batch.attention_mask == 0] = IGNORE
+        return batch
+
 
 # Steps that bring nothing new but numbers, because in bfloat16 the gain of one parameter is known to parts per thousand
 # only over many tokens. A large batch costs an interpreted kernel little more than a small one. Its number of targets
@@ -108,6 +119,7 @@ def steps(profile: str, seed: int, dtype: torch.dtype) -> list[Step]:
         Step("frozen head", [sample.packed(3, 21)], frozen="head"),
         Step("frozen body", [sample.masked(3, 21)], frozen="body"),
         *(Step(f"text {i}", [sample.batch(6, 35 + i)]) for i in range(TEXTS if dtype is torch.bfloat16 else 0)),
+        Step("padded", [sample.padded(3, 21)]),
     ]
 
 

@@ -36,6 +36,7 @@ INITIAL, SGD, ADAMW = "initial", "SGD", "AdamW"
 TARGET_LOGIT = "gradient of the logits, at the target"
 LOGITS = "gradient of the logits"
 HIDDEN = "gradient of the hidden states entering the head"
+TRAINING_LOGITS = "logits that the caller reads in training"
 
 
 class InFloat64(TorchFunctionMode):
@@ -210,10 +211,13 @@ def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
             with (
                 _chunked_head(model, batch),
                 _observed_head(model, batch, result, label if phase == INITIAL else None, step) as head,
+                _kept_activations(model, result, label if phase == INITIAL else None),
             ):
                 kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
                 if batch.position_ids is not None:
                     kwargs["position_ids"] = batch.position_ids
+                if batch.attention_mask is not None:
+                    kwargs["attention_mask"] = batch.attention_mask
                 logits: Any = None
                 before: torch.Tensor | None = None
                 if step.label_smoothing is not None:
@@ -236,8 +240,9 @@ def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
                             result.notes.append(f"{label}: the caller reads outputs.logits and finds None")
                 if logits is not None:
                     before = logits.detach().clone()
+                    result.record(TRAINING_LOGITS, label, logits)
                 (loss * step.scale).backward()
-                if before is not None and not torch.equal(logits.detach(), before):
+                if before is not None and not _same_bits(logits.detach(), before):
                     result.complaints.append(f"{label}: the logits that the caller holds changed during backward")
             result.record("loss", label, loss)
         norms = []
@@ -251,12 +256,20 @@ def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
 
 def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
     ids, labels = batch.input_ids.to(device), batch.labels.to(device)
+    with torch.no_grad(), _chunked_head(model, batch):
+        outputs = model(input_ids=ids, labels=labels, use_cache=False)
+        result.record("loss", f"{SGD}: without gradients", outputs.loss)
     model.eval()
     with torch.no_grad():
         with _chunked_head(model, batch):
             outputs = model(input_ids=ids, labels=labels, use_cache=False)
         result.record("loss", f"{SGD}: evaluation", outputs.loss)
         result.record("logits", f"{SGD}: evaluation", outputs.logits)
+        outputs = model(input_ids=ids[:, :7], use_cache=True)
+        for position in range(7, 7 + GENERATED_TOKENS):  # the text's own tokens: the same in every arm
+            token = ids[:, position : position + 1]
+            outputs = model(input_ids=token, past_key_values=outputs.past_key_values, use_cache=True)
+        result.record("logits", f"{SGD}: decoding", outputs.logits)
         generated = model.generate(
             input_ids=ids[:, :7],
             attention_mask=torch.ones_like(ids[:, :7]),
@@ -273,7 +286,7 @@ def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device
 def _on(step: Step, device: torch.device) -> Step:
     step = copy.copy(step)
     step.batches = [
-        Batch(*(None if t is None else t.to(device) for t in (b.input_ids, b.labels, b.position_ids)))  # type: ignore[arg-type]
+        Batch(*(None if t is None else t.to(device) for t in (b.input_ids, b.labels, b.position_ids, b.attention_mask)))  # type: ignore[arg-type]
         for b in step.batches
     ]
     return step
@@ -387,6 +400,37 @@ def _observed_head(
                 stack.callback(head.register_forward_hook(observer.hook).remove)
         yield observer
         observer.finish()
+
+
+@contextlib.contextmanager
+def _kept_activations(model: Any, result: Trajectory, label: str | None) -> Iterator[None]:
+    """Inside, what every innermost module but the head returns must stay as it was (not watched where ``label`` is
+    None). Autograd's own check does not see a kernel that writes: it bumps no version."""
+    if label is None:
+        yield
+        return
+    head = set(model.get_output_embeddings().modules())
+    kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def hook(path: str) -> Callable[..., None]:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor):
+                kept.append((path, output.detach(), output.detach().clone()))
+
+        return keep
+
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            if not module._modules and module not in head:
+                stack.callback(module.register_forward_hook(hook(path)).remove)
+        yield
+    for path in dict.fromkeys(path for path, now, before in kept if not _same_bits(now, before)):
+        result.complaints.append(f"{label}: the output of {path} changed after it had been returned")
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both hold the same bits, a NaN's included."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @contextlib.contextmanager
