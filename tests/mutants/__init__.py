@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from tests.mutants import glu, norms, rope
+from tests.mutants import contract, glu, loss, norms, rope
 from tests.mutants.mutant import Mutant, restore
 
 __all__ = ["MUTANTS", "restore"]
 
-MUTANTS: dict[str, Mutant] = {mutant.name: mutant for group in (norms, rope, glu) for mutant in group.MUTANTS}
+MUTANTS: dict[str, Mutant] = {
+    mutant.name: mutant for group in (norms, rope, glu, loss, contract) for mutant in group.MUTANTS
+}
 
 
 def __getattr__(name: str) -> Mutant:

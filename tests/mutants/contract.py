@@ -1,0 +1,331 @@
+"""Faults of the patch: what it puts where, what it leaves alone, what it passes on, what it gives back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.mutants.mutant import Edit, Mutant, until_restored
+
+_HEAD = "liger_kernels.patching.head"
+_DEFERRED = "liger_kernels.patching.deferred"
+_NORMS = "liger_kernels.patching.norms"
+_GLU = "liger_kernels.patching.glu"
+_PATCH = "liger_kernels.patching"
+
+
+def _edited(name: str, does: str, module: str, old: str, new: str, **other: Any) -> Mutant:
+    return Mutant(name, does, (Edit(module, old, new),), **other)
+
+
+def _scale_gradient(path: str, factor: float) -> Any:
+    def after(model: Any) -> None:
+        model.get_parameter(path).register_hook(lambda grad: grad * factor)
+
+    return after
+
+
+def _poison_gradient(model: Any) -> None:
+    def poison(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        grad.view(-1)[grad.numel() // 2] = float("nan")
+        return grad
+
+    model.get_parameter("model.layers.1.mlp.down_proj.weight").register_hook(poison)
+
+
+def _drop_gradient(model: Any) -> None:
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    model.get_parameter("model.layers.1.mlp.down_proj.weight").register_post_accumulate_grad_hook(drop)
+
+
+def _instantiate_anew(model: Any) -> None:
+    layer = model.model.layers[0]
+    fresh = type(layer.mlp).__mro__[1](model.config)
+    weight = next(layer.mlp.parameters())
+    layer.mlp = fresh.to(weight.device, weight.dtype).train(layer.training)
+
+
+def _llama_norm_in_one_place(model: Any) -> None:
+    from liger_kernels.ops import rms_norm
+
+    norm = model.model.layers[1].post_feedforward_layernorm
+    norm.forward = lambda x: rms_norm(x, norm.weight, norm.eps, formula="cast_then_scale")
+
+
+def _patches_the_class(model: Any) -> None:
+    """Every other Llama of the process gets the forward of this model's norm."""
+    patched = type(model.model.norm)
+    cls = patched.__mro__[1]
+    original = cls.forward
+    cls.forward = patched.forward
+    until_restored(lambda: setattr(cls, "forward", original))
+
+
+def _replaces_torchs_loss(model: Any) -> None:
+    original = F.cross_entropy
+
+    def cross_entropy(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    F.cross_entropy = cross_entropy
+    until_restored(lambda: setattr(F, "cross_entropy", original))
+
+
+def _unpatches(model: Any) -> None:
+    import liger_kernels
+
+    liger_kernels.unpatch(model)
+
+
+def _unpatches_a_layer(model: Any) -> None:
+    for module in model.model.layers[1].modules():
+        if hasattr(type(module), "_liger_kernels_recipe"):
+            module.__class__ = type(module).__mro__[1]
+
+
+def _float32_logits(model: Any) -> None:
+    head = model.get_output_embeddings()
+    head.register_forward_hook(lambda module, args, output: output if module.training else output.double())
+
+
+def _embeds_in_bfloat16(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            module.inv_freq = module.inv_freq.bfloat16().float()
+
+
+_FORWARD = "return released(upstream(self, *args, **kwargs))"
+_DOWN = "model.layers.1.mlp.down_proj.weight"
+_NORM = "model.layers.0.input_layernorm.weight"
+
+
+def _kwargs(change: str) -> str:
+    return f"return released(upstream(self, *args, **{{{change}}}))"
+
+
+MUTANTS = (
+    Mutant(
+        "p1_weights_initialised_again",
+        "The patch builds an MLP anew and loses its weights.",
+        source="P1",
+        after=_instantiate_anew,
+    ),
+    Mutant(
+        "p2_patch_does_nothing",
+        "The patch returns as if it had patched.",
+        source="P2",
+        after=_unpatches,
+        dies="not patched",
+        sample=True,
+    ),
+    _edited(
+        "p2_report_without_a_patch",
+        "The report lists modules whose class was never changed.",
+        _PATCH,
+        "    module.__class__ = patched_class(base, recipe)",
+        "    patched_class(base, recipe)",
+        source="P2",
+        dies="not launched",
+    ),
+    Mutant(
+        "p3_torchs_loss_stays_replaced",
+        "torch.nn.functional.cross_entropy is another function for the whole process.",
+        source="P3",
+        after=_replaces_torchs_loss,
+        dies="patched too",
+    ),
+    Mutant(
+        "p4_patches_the_class",
+        "Every other model of the family in this process is patched, too.",
+        source="P4",
+        after=_patches_the_class,
+        dies="patched too",
+        dtypes=("float32", "bfloat16"),
+    ),
+    _edited(
+        "p8_all_arguments_forwarded",
+        "The fused loss is given an argument that it does not know.",
+        _DEFERRED,
+        'options["class_weight"] = options.pop("weight")',
+        'options["class_weight"] = options["weight"]',
+        source="P8",
+        dies="raised",
+    ),
+    _edited(
+        "p9_position_ids_dropped",
+        "The patched forward passes no position_ids on.",
+        _HEAD,
+        _FORWARD,
+        _kwargs('k: v for k, v in kwargs.items() if k != "position_ids"'),
+        source="P9",
+    ),
+    _edited(
+        "attention_mask_dropped",
+        "The patched forward passes no attention_mask on.",
+        _HEAD,
+        _FORWARD,
+        _kwargs('k: v for k, v in kwargs.items() if k != "attention_mask"'),
+        source="P9",
+    ),
+    _edited(
+        "a1_num_items_dropped",
+        "The patched forward passes no num_items_in_batch on: a mean of means.",
+        _HEAD,
+        _FORWARD,
+        _kwargs('k: v for k, v in kwargs.items() if k != "num_items_in_batch"'),
+        source="A1",
+    ),
+    _edited(
+        "a2_num_items_applied_twice",
+        "Where the caller divides by num_items_in_batch, the loss is a mean already.",
+        _DEFERRED,
+        'options["class_weight"] = options.pop("weight")',
+        'options["class_weight"] = options.pop("weight")\n        options["reduction"] = "mean"',
+        source="A2",
+    ),
+    _edited(
+        "p12_labels_shifted_again",
+        "The labels are shifted once more than upstream has shifted them.",
+        _DEFERRED,
+        "weight, self.targets, bias, **self.options)",
+        "weight, self.targets.roll(-1), bias, **self.options)",
+        source="P12",
+    ),
+    _edited(
+        "ignore_index_ignored",
+        "The ignore_index of the caller is not passed on, and -100 becomes class 0.",
+        _DEFERRED,
+        "weight, self.targets, bias, **self.options)",
+        "weight, self.targets.clamp(min=0), bias, **self.options)",
+        source="C27",
+    ),
+    _edited(
+        "labels_across_packed_documents",
+        "The last token of a packed document learns the first one of the next.",
+        _HEAD,
+        _FORWARD,
+        'position_ids, ids = kwargs.get("position_ids"), kwargs["input_ids"]\n'
+        "                if position_ids is not None:\n"
+        '                    kwargs["labels"] = torch.where(position_ids == 0, ids, kwargs["labels"])\n'
+        f"                {_FORWARD}",
+    ),
+    _edited(
+        "p10_generation_without_positions",
+        "Outside of training, position_ids and the mask are not passed on.",
+        _HEAD,
+        "            if labels is None or not self.training:\n",
+        "            if labels is None or not self.training:\n"
+        '                kwargs["position_ids"] = torch.zeros_like(kwargs["input_ids"])\n',
+        source="P10",
+    ),
+    _edited(
+        "p10_stale_signature",
+        "The patched forward does not know an argument that generate() passes.",
+        _HEAD,
+        "            if labels is None or not self.training:\n",
+        '            if kwargs.get("past_key_values") is not None:\n'
+        "                raise TypeError(\"forward() got an unexpected keyword argument 'past_key_values'\")\n"
+        "            if labels is None or not self.training:\n",
+        source="P10",
+        dies="raised",
+    ),
+    _edited(
+        "evaluation_loss_of_another_reduction",
+        "In evaluation the loss is the sum over the tokens.",
+        _HEAD,
+        "            if labels is None or not self.training:\n                return upstream(self, *args, **kwargs)\n",
+        "            if labels is None or not self.training:\n"
+        "                output = upstream(self, *args, **kwargs)\n"
+        "                if labels is not None:\n"
+        "                    output.loss = output.loss * labels.ne(-100).sum()\n"
+        "                return output\n",
+    ),
+    _edited(
+        "c11_loss_without_gradients_crashes",
+        "Under no_grad the fused head reads a variable that only the gradient's branch sets.",
+        "liger_kernels.ops.linear_cross_entropy",
+        "        if grad_in_forward:\n            sums.add(start, stop, logits)\n",
+        "        if not any(needs):\n"
+        "            raise UnboundLocalError(\"cannot access local variable 'd_weight'\")\n"
+        "        if grad_in_forward:\n            sums.add(start, stop, logits)\n",
+        source="C11",
+        kernel="linear_cross_entropy",
+        phase="forward",
+        dies="raised",
+    ),
+    _edited(
+        "logits_read_after_the_loss_are_uncapped",
+        "Logits that the caller reads after the loss are the raw product, without the model's soft-cap.",
+        _DEFERRED,
+        "                for name, args in self._trail:\n                    real = getattr(real, name)(*args)\n",
+        "",
+        model="gemma2",
+    ),
+    _edited(
+        "logits_read_after_the_loss_are_detached",
+        "Logits that the caller reads after the loss are those of the next token.",
+        _DEFERRED,
+        "            self._real = real\n",
+        "            self._real = real.roll(1, -2)\n",
+    ),
+    Mutant(
+        "evaluation_logits_of_another_dtype",
+        "Outside of training the logits are float64.",
+        after=_float32_logits,
+        dies="dtype",
+    ),
+    _edited(
+        "n8_attribute_missing",
+        "A patched module reads an attribute that the patch forgot to set.",
+        _NORMS,
+        "            return rms_norm(x, weight, eps, formula=formula)",
+        "            return rms_norm(x, weight, self.row_mode, formula=formula)",
+        source="N8, N9",
+        dies="raised",
+    ),
+    Mutant(
+        "n11_one_norm_of_another_formula",
+        "One norm of Gemma 2 is given Llama's formula.",
+        source="N11",
+        after=_llama_norm_in_one_place,
+        model="gemma2",
+    ),
+    _edited(
+        "recognised_as_the_wrong_activation",
+        "silu is taken for gelu.",
+        _GLU,
+        '            "silu": swiglu,',
+        '            "silu": geglu,',
+    ),
+    Mutant(
+        "p17_only_some_layers_patched",
+        "The second layer is left as it was, though the report lists it.",
+        source="P17",
+        after=_unpatches_a_layer,
+        dies="not patched",
+    ),
+    Mutant(
+        "r4_angles_rounded_with_the_model",
+        "The rotary frequencies are rounded to bfloat16 with the parameters.",
+        source="R4",
+        after=_embeds_in_bfloat16,
+    ),
+    Mutant(
+        "gradient_of_one_percent_more",
+        "One parameter's gradient is 1% too large.",
+        after=_scale_gradient(_DOWN, 1.01),
+        sample=True,
+    ),
+    Mutant(
+        "norm_gradient_of_one_percent_more",
+        "One norm's gradient is 1% too large.",
+        after=_scale_gradient(_NORM, 1.01),
+    ),
+    Mutant("gradient_with_a_nan", "One element of one gradient is NaN.", after=_poison_gradient, dies="finite"),
+    Mutant("gradient_missing", "One parameter gets no gradient.", after=_drop_gradient, dies="missing"),
+)

@@ -1,0 +1,351 @@
+"""Faults of the loss: over logits (cross_entropy.py), and from hidden states in chunks (linear_cross_entropy.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.mutants.mutant import Edit, Mutant
+
+_LOGITS = "liger_kernels.ops.cross_entropy"
+_HIDDEN = "liger_kernels.ops.linear_cross_entropy"
+
+
+def _logits(name: str, does: str, phase: str, *edits: tuple[str, str], fused: bool = False, **other: Any) -> Mutant:
+    """Of the kernels of cross_entropy.py, over logits that exist unless ``fused``."""
+    kernel = "linear_cross_entropy" if fused else "cross_entropy"
+    changed = tuple(Edit(_LOGITS, *edit) for edit in edits)
+    return Mutant(name, does, changed, kernel=kernel, phase=phase, fused=fused, **other)
+
+
+def _hidden(name: str, does: str, phase: str, *edits: tuple[str, str], **other: Any) -> Mutant:
+    """Of the fused head."""
+    changed = tuple(Edit(_HIDDEN, *edit) for edit in edits)
+    return Mutant(name, does, changed, kernel="linear_cross_entropy", phase=phase, **other)
+
+
+_GRAD = "grad = tl.where(is_target, -(others * inverse)[:, None], p)"
+_SCALE = "scale = grad_loss.to(torch.float32) / denominator"
+_UPSTREAM = "upstream = grad_loss if denominator is None else grad_loss / denominator"
+_COUNT = "total = counted.sum().to(torch.float32)\n"
+_KEEP = "keep = 1.0 if start else 0.0"
+_ADD = "            sums.add(start, stop, logits)\n        if keep_logits:"
+_OUT = "out=out)\n        if self.needs_bias"
+_PRODUCT = "        return torch.mm(hidden, weight.t(), out=out)"
+
+MUTANTS = (
+    _logits(
+        "c1_target_gradient_cancels",
+        "The target's gradient is p - 1 with p rounded to the logits' dtype.",
+        "backward",
+        (_GRAD, "grad = tl.where(is_target, p.to(logits_rows.dtype.element_ty).to(tl.float32) - 1.0, p)"),
+        source="C1",
+        dtypes=("bfloat16",),
+    ),
+    _logits(
+        "c1_fused_target_gradient_cancels",
+        "The target's gradient is p - 1 with p rounded to the logits' dtype, in the fused head.",
+        "backward",
+        (_GRAD, "grad = tl.where(is_target, p.to(logits_rows.dtype.element_ty).to(tl.float32) - 1.0, p)"),
+        source="C1",
+        dtypes=("bfloat16",),
+        fused=True,
+        sample=True,
+    ),
+    _logits(
+        "c4_upstream_gradient_ignored",
+        "The gradient that comes in is taken for 1.",
+        "backward",
+        (_UPSTREAM, "upstream = torch.ones_like(grad_loss) / (1 if denominator is None else denominator)"),
+        source="C4",
+    ),
+    _hidden(
+        "c4_fused_upstream_gradient_ignored",
+        "The gradient that comes in is taken for 1, in the fused head.",
+        "backward",
+        (_SCALE, "scale = torch.ones_like(denominator) / denominator"),
+        source="C4",
+    ),
+    _logits(
+        "c6_logits_become_their_gradient",
+        "The backward writes the gradient over the logits, which the caller holds.",
+        "backward",
+        ("grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)", "grad = logits"),
+        source="C6",
+        dies="overwritten",
+    ),
+    _logits(
+        "c8_mean_over_all_tokens",
+        "The mean divides by all rows, the ignored ones too.",
+        "forward",
+        (_COUNT, "total = torch.full((), float(targets.numel()), device=targets.device)\n"),
+        source="C8",
+    ),
+    _logits(
+        "c8_fused_mean_over_all_tokens",
+        "The mean divides by all rows, the ignored ones too, in the fused head.",
+        "forward",
+        (_COUNT, "total = torch.full((), float(targets.numel()), device=targets.device)\n"),
+        source="C8",
+        fused=True,
+        sample=True,
+    ),
+    _logits(
+        "c16_small_probabilities_filtered",
+        "Classes of a probability below 2^-12 get no gradient.",
+        "backward",
+        (_GRAD, _GRAD.replace("p)", "tl.where(p < 0.000244140625, 0.0, p))")),
+        source="C16",
+        fused=True,
+    ),
+    _hidden(
+        "c16_logits_accumulated_in_bfloat16",
+        "The product of hidden states and weight is added up in bfloat16, 10 columns at a time.",
+        "forward",
+        (
+            _PRODUCT,
+            "        out.zero_()\n"
+            "        for k in range(0, hidden.shape[1], 10):\n"
+            "            out += torch.mm(hidden[:, k : k + 10], weight[:, k : k + 10].t())\n"
+            "        return out",
+        ),
+        source="C16",
+        dtypes=("bfloat16",),
+    ),
+    _hidden(
+        "c16_weight_gradient_accumulated_in_bfloat16",
+        "The head's gradient is rounded to bfloat16 after every chunk.",
+        "backward",
+        (_OUT, "out=out)\n            out.copy_(out.bfloat16())\n        if self.needs_bias"),
+        source="C16",
+        dtypes=("bfloat16",),
+    ),
+    _logits(
+        "c18_softcap_without_its_factor",
+        "The cap is x * tanh(x / cap), not cap * tanh(x / cap).",
+        "forward",
+        ("z = softcap * _tanh(", "z = x * _tanh("),
+        source="C18",
+        model="gemma2",
+        fused=True,
+    ),
+    _logits(
+        "softcap_ignored",
+        "Logits are not capped, forward and backward.",
+        "forward",
+        (
+            "HAS_SOFTCAP=options.softcap is not None,\n        PRECISE=logits.dtype == torch.float32,\n"
+            "        # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff"
+            " of max.\n        enable_fp_fusion=options.logit_scale == 1.0 and options.softcap is None,\n"
+            "        SMOOTHING=options.label_smoothing != 0.0,\n        GRAD_IN_PLACE",
+            "HAS_SOFTCAP=False,\n        PRECISE=logits.dtype == torch.float32,\n"
+            "        enable_fp_fusion=False,\n"
+            "        SMOOTHING=options.label_smoothing != 0.0,\n        GRAD_IN_PLACE",
+        ),
+        model="gemma2",
+        fused=True,
+    ),
+    _logits(
+        "softcap_gradient_missing",
+        "The gradient forgets the slope of the cap.",
+        "backward",
+        ("slope = logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))", "slope = logit_scale"),
+        model="gemma2",
+        fused=True,
+    ),
+    _logits(
+        "softcap_gradient_missing_over_logits",
+        "The gradient forgets the slope of the cap, where logits exist.",
+        "backward",
+        ("slope = logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))", "slope = logit_scale"),
+        model="gemma2",
+    ),
+    _logits(
+        "z_loss_unasked",
+        "A z-loss of 1e-4 is added, as some trainers do.",
+        "forward",
+        (
+            "        options.z_loss,\n        HAS_SOFTCAP=options.softcap is not None,\n"
+            "        PRECISE=logits.dtype == torch.float32,\n"
+            "        # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff"
+            " of max.\n        enable_fp_fusion=options.logit_scale == 1.0 and options.softcap is None,\n"
+            "        SMOOTHING=options.label_smoothing != 0.0,\n        GRAD_IN_PLACE",
+            "        1e-4,\n        HAS_SOFTCAP=options.softcap is not None,\n"
+            "        PRECISE=logits.dtype == torch.float32,\n"
+            "        enable_fp_fusion=options.logit_scale == 1.0 and options.softcap is None,\n"
+            "        SMOOTHING=options.label_smoothing != 0.0,\n        GRAD_IN_PLACE",
+        ),
+        fused=True,
+    ),
+    _logits(
+        "last_classes_dropped",
+        "The classes beyond the last multiple of 8 are not summed.",
+        "forward",
+        (
+            "        in_row = cols < vocab\n        mask = read",
+            "        in_row = cols < vocab // 8 * 8\n        mask = read",
+        ),
+        fused=True,
+    ),
+    _logits(
+        "last_classes_without_gradient",
+        "The classes beyond the last multiple of 8 get no gradient.",
+        "backward",
+        (
+            "        grad = tl.where(counts[:, None], grad, rest[:, None])",
+            "        grad = tl.where(counts[:, None] & (cols < vocab // 8 * 8)[None, :], grad, rest[:, None])",
+        ),
+        fused=True,
+    ),
+    _logits(
+        "ignored_rows_count_as_class_0",
+        "Rows whose label is -100 are learnt as class 0.",
+        "forward",
+        (
+            "    in_range = (target >= 0) & (target < vocab)",
+            "    target = tl.where(ignored & row_mask, 0, target)\n    ignored = row_mask == 0\n"
+            "    in_range = (target >= 0) & (target < vocab)",
+        ),
+        fused=True,
+    ),
+    _logits(
+        "logits_gradient_of_one_percent_less",
+        "The gradient of the logits is 1% too small.",
+        "backward",
+        (
+            "        grad = tl.where(counts[:, None], grad, rest[:, None])",
+            "        grad = tl.where(counts[:, None], grad * 0.99, rest[:, None])",
+        ),
+    ),
+    _logits(
+        "target_gradient_of_one_percent_less",
+        "The target's gradient alone is 1% too small.",
+        "backward",
+        (_GRAD, "grad = tl.where(is_target, -0.99 * (others * inverse)[:, None], p)"),
+        fused=True,
+    ),
+    _logits(
+        "loss_of_one_permille_more",
+        "The loss is 0.1% too large; its gradient is not.",
+        "forward",
+        ("    loss = nll * (1.0 - label_smoothing)", "    loss = 1.001 * nll * (1.0 - label_smoothing)"),
+        fused=True,
+    ),
+    _hidden(
+        "c12_bias_gradient_guarded_by_the_hidden_states",
+        "The bias gets a gradient only where the hidden states need one, too.",
+        "backward",
+        (
+            "        if self.needs_bias:\n            if start:",
+            "        if self.needs_bias and not self.needs_hidden:\n            self.d_bias.zero_()\n"
+            "        if self.needs_hidden and self.needs_bias:\n            if start:",
+        ),
+        source="C12",
+        model="llama-bias",
+    ),
+    _hidden(
+        "bias_gradient_of_the_first_chunk",
+        "Later chunks add nothing to the gradient of the head's bias.",
+        "backward",
+        ("self.d_bias += d_logits.sum(0, dtype=torch.float32)", "pass"),
+        model="llama-bias",
+    ),
+    _hidden(
+        "bias_ignored",
+        "The head's bias is not added to the logits.",
+        "forward",
+        ("return torch.addmm(bias, hidden, weight.t(), out=out)", "return torch.mm(hidden, weight.t(), out=out)"),
+        model="llama-bias",
+    ),
+    _hidden(
+        "c21_sum_of_chunk_means",
+        "Every chunk's loss is divided by its own count, and these means are added up.",
+        "forward",
+        (
+            "        denominator = mean_denominator(targets, class_weight, ignore_index, vocab)\n",
+            "        denominator = mean_denominator(targets, class_weight, ignore_index, vocab)\n"
+            "        denominator = denominator * chunk_size / max(tokens, 1)\n",
+        ),
+        source="C21",
+    ),
+    _hidden(
+        "n18_fused_head_assumes_unpadded_rows",
+        "The kernel's rows are taken to follow one another without the padding between them.",
+        "forward",
+        (
+            "        logits = _logits(hidden[start:stop], weight, bias, buffer[: stop - start])\n        forward_rows(\n"
+            "            logits,\n",
+            "        logits = _logits(hidden[start:stop], weight, bias, buffer[: stop - start])\n        forward_rows(\n"
+            "            logits.as_strided(logits.shape, (vocab, 1)),\n",
+        ),
+        source="N18",
+    ),
+    _hidden(
+        "last_chunk_without_gradient",
+        "The partial last chunk adds nothing to any gradient.",
+        "backward",
+        (_ADD, _ADD.replace("sums", "logits = logits if stop < tokens else logits.zero_()\n            sums")),
+    ),
+    _hidden(
+        "weight_gradient_of_the_last_chunk",
+        "The head's gradient is overwritten by every chunk.",
+        "backward",
+        (_KEEP, "keep = 0.0"),
+        sample=True,
+    ),
+    _hidden(
+        "weight_gradient_adds_to_garbage",
+        "The first chunk adds to what the buffer held before.",
+        "backward",
+        (_KEEP, "keep = 1.0"),
+    ),
+    _hidden(
+        "hidden_gradient_of_the_first_chunk",
+        "Every chunk's rows get the first chunk's gradient.",
+        "backward",
+        (
+            "torch.mm(d_logits, self.weight, out=self.d_hidden[start:stop])",
+            "torch.mm(d_logits, self.weight, out=self.d_hidden[start:stop])\n"
+            "            self.d_hidden[start:stop] = self.d_hidden[: stop - start]",
+        ),
+    ),
+    _hidden(
+        "weight_gradient_of_one_percent_more",
+        "The head's gradient is 1% too large.",
+        "backward",
+        ("_scaled(d_weight, scale, weight_dtype)", "_scaled(d_weight, scale * 1.01, weight_dtype)"),
+    ),
+    _hidden(
+        "hidden_gradient_of_one_percent_less",
+        "The gradient of the hidden states is 1% too small.",
+        "backward",
+        ("_scaled(d_hidden, scale, d_hidden.dtype)", "_scaled(d_hidden, scale * 0.99, d_hidden.dtype)"),
+    ),
+    _hidden(
+        "weight_gradient_rounded_before_it_is_scaled",
+        "The head's gradient is divided by the number of targets in bfloat16.",
+        "backward",
+        ("_scaled(d_weight, scale, weight_dtype)", "(d_weight.bfloat16() * scale.bfloat16()).to(weight_dtype)"),
+        dtypes=("float32",),
+    ),
+    _hidden(
+        "frozen_body_takes_the_head_with_it",
+        "The head gets a gradient only where the hidden states need one, too.",
+        "backward",
+        ("        grad and weight.requires_grad,", "        grad and weight.requires_grad and hidden.requires_grad,"),
+        dies="missing",
+    ),
+    _hidden(
+        "tied_head_gradient_twice",
+        "The head's gradient is added twice to the embedding that it is tied to.",
+        "backward",
+        ("_scaled(d_weight, scale, weight_dtype)", "_scaled(d_weight, scale * 2.0, weight_dtype)"),
+        model="llama-tied",
+    ),
+    _hidden(
+        "tied_head_gradient_missing",
+        "A head that is tied gives the embedding no gradient.",
+        "backward",
+        ("_scaled(d_weight, scale, weight_dtype)", "_scaled(d_weight, scale * 0.0, weight_dtype)"),
+        model="llama-tied",
+    ),
+)
