@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _check_names("--dtypes", config.getoption("--dtypes"), ("float32", "bfloat16"))
     _check_models(config.getoption("--models"))
     _check_names("--scope", config.getoption("--scope"), ("instance", "class"), single=True)
-    if not config.getoption("--patch-timeout") > 0:
+    if not 0 < config.getoption("--patch-timeout") < 1e9:
         raise pytest.UsageError("--patch-timeout takes a number of seconds above 0")
     if config.getoption("--patch") and not hasattr(config, "workerinput"):
         _check_patch(config.getoption("--patch"), config.getoption("--patch-timeout"))
