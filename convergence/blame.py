@@ -52,7 +52,8 @@ from convergence.train import (
 # noise of a re-run, because another choice of kernels rounds differently; then more steps are trained again.
 CLEAR = 2.0
 RELATIVE = "gain against the others"  # also fails for a tensor that is right, when most others are not
-RAISED = ("candidate", "raised")
+RAISED, OVERWRITTEN = ("candidate", "raised"), "logits of the caller"
+_NOT_A_TENSOR = ("baseline", "candidate", "other models", "transformers")
 
 Key = tuple[str, str]  # quantity and statistic of a failure
 
@@ -69,8 +70,7 @@ def blame(
         failed: quantity and statistic of every failure.
         candidate: what was judged; None where it raised.
     """
-    observed = {*pairs[0][0].values, "generated tokens", "logits of the caller"}
-    keys = {key for key in failed if key[0] in observed or key == RAISED}
+    keys = {key for key in failed if key[0] not in _NOT_A_TENSOR or key == RAISED}
     if not keys:
         return []
     model = build(run if run.construct is None else dataclasses.replace(run, patch=load_patch(patch)))
@@ -161,8 +161,11 @@ class _Search:
         names = [step.name for step in self.run.steps]
         scopes: list[frozenset[str] | None] = [frozenset(names), None]
         if candidate is not None:
-            self.clearest = max(names, key=lambda name: self.share(candidate, name))
-            scopes.insert(0, frozenset({self.clearest}))
+            shares = {name: self.share(candidate, {name}) for name in names}
+            names.sort(key=lambda name: -shares[name])
+            self.clearest = names[0]
+            fewest = next((n for n in range(1, len(names)) if self.share(candidate, names[:n]) >= CLEAR), None)
+            scopes = [frozenset(names[:fewest]), *scopes] if fewest else scopes
         best, chosen = _Shown(0.0, "nothing failed"), None
         for self.only in scopes:
             if self.only is None and best.fails:
@@ -175,8 +178,9 @@ class _Search:
         self.only = chosen
         return best
 
-    def share(self, candidate: Trajectory, name: str) -> float:
-        return self.shown(self.judge(candidate, lambda label: _step(label) == f"{INITIAL}: {name}")).share
+    def share(self, candidate: Trajectory, names: Collection[str]) -> float:
+        steps = {f"{INITIAL}: {name}" for name in names}
+        return self.shown(self.judge(candidate, lambda label: _step(label) in steps)).share
 
     def rerun(self, parts: Collection[Part]) -> _Rerun:
         """Train with only ``parts`` patched."""
@@ -188,9 +192,12 @@ class _Search:
             return _Rerun(_Shown(math.inf, f"{type(error).__name__}"), not in_backward)
         verdict = self.judge(trajectory, self.is_trained)
         at_first = self.judge(trajectory, lambda label: self.is_trained(label) and label.startswith(INITIAL))
-        loss_is_off = any(row[0] == "loss" and (row[0], row[2]) in self.keys for row in at_first.failures)
-        off = {row[0] for row in verdict.failures if (row[0], row[2]) in self.keys}
-        return _Rerun(self.shown(verdict), loss_is_off or (bool(off) and off <= {"loss", "logits", "generated tokens"}))
+        off, off_at_first = (
+            {row[0] for row in found.failures if (row[0], row[2]) in self.keys} for found in (verdict, at_first)
+        )
+        return _Rerun(
+            self.shown(verdict), any(map(_is_forward, off_at_first)) or all(map(_is_forward, off or ["gradient"]))
+        )
 
     def train(self, only: frozenset[str] | None) -> Trajectory:
         return train(dataclasses.replace(self.run, only=only), self.model)
@@ -206,10 +213,10 @@ class _Search:
     def shown(self, verdict: Verdict) -> _Shown:
         numbers = {(s.quantity, s.statistic): s for s in verdict.statistics}
         worst = _Shown(0.0, "nothing to compare")
-        for key in self.keys & numbers.keys():
+        for key in sorted(self.keys & numbers.keys(), key=lambda key: key[1] == RELATIVE):
             s = numbers[key]
             share = math.inf if math.isnan(s.value) else s.value / s.bound
-            if share > worst.share:
+            if share > worst.share and not (worst.fails and s.statistic == RELATIVE):
                 worst = _Shown(share, f"{s.statistic} {s.value:.3g} of {s.bound:.3g} in {s.quantity}")
         for quantity, _, statistic, value, _ in verdict.failures:
             if (quantity, statistic) in self.keys - numbers.keys():
@@ -394,12 +401,17 @@ def _limited(trajectory: Trajectory, chosen: Callable[[str], bool]) -> Trajector
     return result
 
 
+def _is_forward(quantity: str) -> bool:
+    """Whether a forward pass alone computes ``quantity``."""
+    return quantity in ("loss", "generated tokens") or (quantity.startswith("logits") and quantity != OVERWRITTEN)
+
+
 def _order(quantity: str, arrival: dict[str, int]) -> tuple[int, int]:
     """When a step computes ``quantity``: the forward pass, then the backward pass from the loss on, then the rest."""
-    first = ("loss", "logits", "generated tokens", LOGITS, TARGET_LOGIT, HIDDEN)
-    if quantity in first:
-        return first.index(quantity), 0
+    head = (LOGITS, TARGET_LOGIT, HIDDEN)
+    if _is_forward(quantity):
+        return 0, 0
+    if quantity in head:
+        return 1, head.index(quantity)
     name = quantity.removeprefix("gradient of ")
-    if name in arrival:
-        return len(first), arrival[name]
-    return len(first) + 1, arrival.get(quantity.rpartition(" ")[2], -1)
+    return (2, arrival[name]) if name in arrival else (3, arrival.get(quantity.rpartition(" ")[2], -1))
