@@ -182,6 +182,7 @@ def test_what_a_call_raises_arrives_with_its_traceback():
     [
         (("--scope", "module"), ("'module'", "instance", "class")),
         (("--patch-timeout", "0"), ("--patch-timeout", "above 0")),
+        (("--patch-timeout", "inf"), ("--patch-timeout", "above 0")),
         (("--patch", "tests.isolation_patches:no_such"), ("cannot be imported", "no_such")),
         (("--patch", "tests.no_such:patch"), ("cannot be imported", "No module named 'tests.no_such'")),
     ],
