@@ -7,6 +7,7 @@ the server does not. Call and result travel as files, so that a process may die 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import multiprocessing
@@ -16,9 +17,10 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -59,7 +61,8 @@ def call(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> 
         folder = Path(name)
         torch.save((_settings(), function, args), folder / "call")
         process = _context().Process(target=_serve, args=(name, timeout))  # type: ignore[attr-defined]
-        process.start()
+        with _no_main():
+            process.start()
         try:
             process.join(timeout)
             how = f"it ran for more than {timeout:g} s" if process.exitcode is None else _how(process.exitcode)
@@ -83,10 +86,22 @@ def _context() -> BaseContext:
 
     context = multiprocessing.get_context("forkserver")
     modeling = {model.model_class().__module__ for model in MODELS.values() if model.is_available()}
-    context.set_forkserver_preload(["pytest", *_OURS, *sorted(modeling)])
+    context.set_forkserver_preload([*_OURS, *sorted(modeling)])
     # Whoever asks at import whether there is a GPU must not wake the driver: it does not survive a fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     return context
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """Inside, a new process does not run this one's main module again, as multiprocessing would for functions in it: that
+    is pytest, or a script that calls it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _settings() -> dict[str, Any]:
