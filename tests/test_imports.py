@@ -21,6 +21,14 @@ ALLOWED = {
     "liger_kernels": {"liger_kernels.patching", "liger_kernels.integrations"},
     "convergence": {"liger_kernels", "liger_kernels.ops", "liger_kernels.patching", "liger_kernels.integrations"},
     "matrix": set(),
+    # Runs inside of a cell, on what the cell has installed.
+    "matrix.trainers": {
+        "convergence",
+        "liger_kernels",
+        "liger_kernels.ops",
+        "liger_kernels.patching",
+        "liger_kernels.integrations",
+    },
 }
 
 

@@ -1,0 +1,210 @@
+"""The trainers: one row each, made as the installed trl has it. What it lacks is looked up, never read from a table."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from matrix.trainers import material
+
+STEPS = 3
+COMMON: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "max_steps": STEPS,
+    "logging_steps": 1,
+    # SGD shows a gradient's scale, which AdamW hides; nothing is clipped, for the same reason.
+    "optim": "sgd",
+    "learning_rate": 0.05,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 1e9,
+    "gradient_checkpointing": False,
+    "seed": 0,
+    "dataset_num_proc": None,
+}
+
+
+def find(name: str) -> Any:
+    """``trl.<name>``, or where the installed trl keeps it; None where it has none."""
+    import trl
+
+    family = name.removesuffix("Config").removesuffix("Trainer").lower()
+    for module in (f"trl.experimental.{family}", "trl"):
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ImportError:
+            continue
+        if found is not None:
+            return found
+    return getattr(trl, name, None)
+
+
+def takes(callable_: Any, name: str) -> bool:
+    return name in inspect.signature(callable_).parameters
+
+
+def chosen(callable_: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` under the names that ``callable_`` takes: of ``a|b`` the one it has; what it has none of goes."""
+    found = {}
+    for names, value in options.items():
+        for name in names.split("|"):
+            if takes(callable_, name):
+                found[name] = value
+                break
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trainer with its data and options.
+
+    Args:
+        trainer: the name of its class.
+        data: the columns of its data set.
+        options: of its configuration; ``a|b`` is whichever name the installed version has.
+        needs: names that the configuration must have; without them this version has no such case.
+        arguments: of the trainer itself, made anew for each arm.
+        evaluates: whether it evaluates after training.
+    """
+
+    trainer: str
+    data: Callable[[], dict[str, Any]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    arguments: Callable[[], dict[str, Any]] = dict
+    evaluates: bool = False
+
+    def missing(self) -> str | None:
+        """What the installed version lacks for this case."""
+        if self.trainer == "Trainer":
+            return None
+        for name in (self.trainer, self.config_name):
+            if find(name) is None:
+                return f"no {name}"
+        for names in self.needs:
+            if not any(takes(find(self.config_name), name) for name in names.split("|")):
+                return f"no {names} in {self.config_name}"
+        try:
+            self.arguments()
+        except ImportError as error:
+            return str(error)
+        return None
+
+    @property
+    def config_name(self) -> str:
+        return self.trainer.replace("Trainer", "Config")
+
+    def make(self, folder: Path, output: Path, model: Any, options: dict[str, Any]) -> Any:
+        """The trainer of ``model``, ready to train."""
+        from datasets import Dataset
+
+        if self.trainer == "Trainer":
+            from transformers import Trainer as trainer
+            from transformers import TrainingArguments as config
+        else:
+            trainer, config = find(self.trainer), find(self.config_name)
+        wanted = {**COMMON, **self.options, **options, "output_dir": str(output)}
+        data = Dataset.from_dict(self.data())
+        arguments = {"args": config(**chosen(config, wanted)), "train_dataset": data, **self.arguments()}
+        if self.evaluates:
+            arguments["eval_dataset"] = data.select(range(6))
+        arguments["processing_class|tokenizer"] = material.tokenizer()
+        return trainer(model, **chosen(trainer, arguments))
+
+
+def _tokenized() -> dict[str, Any]:
+    return {"input_ids": [material.tokenizer()(text)["input_ids"] for text in material.texts()["text"]]}
+
+
+def _trainer_arguments() -> dict[str, Any]:
+    from transformers import DataCollatorForLanguageModeling
+
+    return {
+        "data_collator": DataCollatorForLanguageModeling(material.tokenizer(), mlm=False),
+        "compute_metrics": _metrics_of_logits,
+    }
+
+
+def _metrics_of_logits(prediction: Any) -> dict[str, float]:
+    """What a user computes from the logits of an evaluation."""
+    logits, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    counted = labels != -100
+    hits = (logits.argmax(-1) == labels)[counted]
+    return {
+        "accuracy": float(hits.mean()),
+        "size_of_logits": float(np.square(logits[counted], dtype=np.float64).mean()),
+    }
+
+
+def _completion_only() -> dict[str, Any]:
+    from trl import DataCollatorForCompletionOnlyLM
+
+    ids = material.tokenizer()(material.ANSWER)["input_ids"]
+    return {"data_collator": DataCollatorForCompletionOnlyLM(ids, tokenizer=material.tokenizer())}
+
+
+def _completion_only_padding_free() -> dict[str, Any]:
+    from trl import DataCollatorForCompletionOnlyLM
+
+    if not takes(DataCollatorForCompletionOnlyLM, "padding_free"):
+        raise ImportError("no padding_free in DataCollatorForCompletionOnlyLM")
+    ids = material.tokenizer()(material.ANSWER)["input_ids"]
+    return {"data_collator": DataCollatorForCompletionOnlyLM(ids, tokenizer=material.tokenizer(), padding_free=True)}
+
+
+def _length_reward(completions: list[str], **_: Any) -> list[float]:
+    """Rewards variety of characters: it differs between any two completions that are not alike."""
+    return [len(set(text)) + len(text) / 64 for text in completions]
+
+
+_SFT = {"max_length|max_seq_length": 48, "dataset_text_field": "text"}
+_PAIRS = {"learning_rate": 0.002, "max_length": 64, "max_prompt_length": 32, "max_completion_length": 32}
+CASES: dict[str, Case] = {
+    "trainer": Case(
+        "Trainer",
+        _tokenized,
+        {"gradient_accumulation_steps": 2},
+        arguments=_trainer_arguments,
+        evaluates=True,
+    ),
+    "sft": Case("SFTTrainer", material.texts, {**_SFT, "gradient_accumulation_steps": 2}, evaluates=True),
+    "sft-nll": Case("SFTTrainer", material.texts, {**_SFT, "loss_type": "nll"}, needs=("loss_type",)),
+    "sft-checkpointed": Case("SFTTrainer", material.texts, {**_SFT, "gradient_checkpointing": True}),
+    "sft-packing": Case("SFTTrainer", material.texts, {**_SFT, "packing": True}),
+    "sft-padding-free": Case(
+        "SFTTrainer",
+        material.texts,
+        {**_SFT, "max_length|max_seq_length": None, "padding_free": True},
+        needs=("padding_free",),
+    ),
+    "sft-completion-flag": Case(
+        "SFTTrainer", material.questions, {**_SFT, "completion_only_loss": True}, needs=("completion_only_loss",)
+    ),
+    "sft-completion-collator": Case("SFTTrainer", material.answered, _SFT, arguments=_completion_only),
+    "sft-completion-collator-padding-free": Case(
+        "SFTTrainer", material.answered, _SFT, arguments=_completion_only_padding_free
+    ),
+    "dpo": Case("DPOTrainer", material.preferences, _PAIRS),
+    "dpo-padding-free": Case(
+        "DPOTrainer", material.preferences, {**_PAIRS, "padding_free": True}, needs=("padding_free",)
+    ),
+    "kto": Case("KTOTrainer", material.judged, _PAIRS),
+    "orpo": Case("ORPOTrainer", material.preferences, _PAIRS),
+    "grpo": Case(
+        "GRPOTrainer",
+        lambda: {"prompt": material.questions()["prompt"]},
+        {"num_generations": 2, "max_prompt_length": 16, "max_completion_length": 8, "beta": 0.0},
+        arguments=lambda: {"reward_funcs": _length_reward},
+    ),
+}

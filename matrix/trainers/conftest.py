@@ -1,0 +1,34 @@
+"""Fixtures of the trainer tests. ``liger_kernels.compat`` is installed before trl is imported, for the flags."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet() -> None:
+    import datasets
+    import torch
+
+    datasets.disable_progress_bars()
+    torch.set_num_threads(1)  # tiny tensors gain nothing from more
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: Any) -> dict[str, Path]:
+    """Where the tiny model of each family lies."""
+    from matrix.trainers import material
+
+    return {family: material.save(family, tmp_path_factory.mktemp(family)) for family in material.FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def records(pytestconfig: pytest.Config) -> str | None:
+    """The folder that records go to."""
+    return pytestconfig.getoption("records")

@@ -1,0 +1,133 @@
+"""Judges patched arms of a trainer's case against unpatched ones, with the statistics of the proof, and records it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import liger_kernels
+from convergence.compare import Pair, Verdict, compare
+from matrix.trainers.cases import CASES
+from matrix.trainers.observe import Arm, Seen, run
+
+# Perturbed replicas of the baseline. Fewer than the proof has: hundreds of quantities of one kind are pooled here, too.
+REPLICAS = 3
+# The truth keeps its activations: what is computed again in the backward pass is out of float64's reach.
+TRUTH = (("gradient_checkpointing", False),)
+
+
+@dataclass
+class Record:
+    """What one trainer did with one way of patching."""
+
+    case: str
+    family: str
+    way: str
+    verdict: str = "same"
+    reason: str = ""
+    unpatched: list[dict[str, float]] = field(default_factory=list)
+    patched: list[dict[str, float]] = field(default_factory=list)
+    statistics: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[tuple[str, ...]] = field(default_factory=list)
+    census: dict[str, int] = field(default_factory=dict)
+    launches: dict[str, int] = field(default_factory=dict)
+    head: str = ""
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def write(self, folder: str | None) -> None:
+        if folder:
+            path = Path(folder)
+            path.mkdir(parents=True, exist_ok=True)
+            name = f"trainers-{self.case}-{self.family}-{self.way}.json"
+            temporary = path / f".{name}"
+            temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
+            temporary.replace(path / name)  # whole or not at all
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "triton", "transformers", "trl", "accelerate", "datasets"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+@functools.lru_cache(maxsize=2)
+def honest(case: str, folder: Path) -> tuple[list[Pair], Seen]:
+    """(truth, baseline) of the initial weights and of every replica, and the baseline's run."""
+    make = functools.partial(CASES[case].make, folder, folder / "output")
+    pairs, first = [], None
+    for nudge in (None, *range(REPLICAS)):
+        truth = run(make, Arm(torch.float64, nudge, options=TRUTH), folder)
+        seen = run(make, Arm(torch.float32, nudge), folder)
+        first = first or seen
+        pairs.append((truth.trajectory, seen.trajectory))
+    assert first is not None
+    return pairs, first
+
+
+def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> Record:
+    """Train the case's arms and ``arm``, patched in some ``way``, and say whether it is the same mathematics."""
+    record = Record(case, family, way, versions=versions())
+    pairs, baseline = honest(case, folder)
+    seen = run(functools.partial(CASES[case].make, folder, folder / "output"), arm, folder)
+    verdict = compare(pairs, seen.trajectory, torch.float32)
+    _check_what_ran(verdict, baseline, seen, record)
+    _check_rounded_logs(verdict, baseline, seen)
+    record.unpatched, record.patched = baseline.logged, seen.logged
+    record.statistics = [asdict(statistic) for statistic in verdict.statistics]
+    record.failures = verdict.failures
+    if not verdict.passed:
+        record.verdict, record.reason = "different", "; ".join(" ".join(filter(None, f)) for f in verdict.failures[:5])
+    return record
+
+
+def _check_what_ran(verdict: Verdict, baseline: Seen, seen: Seen, record: Record) -> None:
+    """The baseline ran none of our kernels, the patched arm ran every one that its report names, and both trained."""
+    record.launches = seen.launches
+    if baseline.launches:
+        verdict.fail("baseline", "", "not pristine", f"it launched {sorted(baseline.launches)}")
+    report = liger_kernels.status(seen.trainer.accelerator.unwrap_model(seen.trainer.model))
+    if report is None:
+        verdict.fail("candidate", "", "not patched", "the trained model has no report")
+        return
+    record.census, record.fallbacks = report.counts(), dict(report.fallbacks)
+    for kernel, name in {"rms_norm": "rms_norm", "rope": "rope", "swiglu": "glu", "geglu": "glu"}.items():
+        if record.census.get(kernel) and not any(name in launched for launched in seen.launches):
+            verdict.fail("candidate", "", "not launched", kernel)
+    if not {"rms_norm", "rope"} <= record.census.keys() or not {"swiglu", "geglu"} & record.census.keys():
+        verdict.fail("candidate", "", "not patched", f"only {record.census}; {[str(left) for left in report.left]}")
+    record.head = _head(seen, report)
+    losses = [float(value) for value in baseline.trajectory.values["loss"].values()]
+    if len(set(losses)) < 2:
+        verdict.fail("baseline", "", "did not train", f"its losses are {losses}")
+
+
+def _head(seen: Seen, report: Any) -> str:
+    """Who computed the loss: our fused head, real logits (and why), or the trainer without asking the model."""
+    fused = sum(count for name, count in seen.launches.items() if "cross_entropy" in name)
+    if report.fallbacks:
+        return f"fused {fused} x, real logits {sum(report.fallbacks.values())} x"
+    if fused:
+        return f"fused {fused} x"
+    return "the trainer computes its loss itself: from real logits without labels, or by a head of its own"
+
+
+def _check_rounded_logs(verdict: Verdict, baseline: Seen, seen: Seen) -> None:
+    """The loss that a Trainer logs is rounded to four decimals; it may be off by one in the last of them."""
+    ours, theirs = ([row["loss"] for row in arm.logged if "loss" in row] for arm in (seen, baseline))
+    if (
+        len(ours) != len(theirs)
+        or not theirs
+        or not all(abs(a - b) <= 1.01e-4 for a, b in zip(ours, theirs, strict=True))
+    ):
+        verdict.fail("logged loss", "every step", "rounded value", str(ours), str(theirs))

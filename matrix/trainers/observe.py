@@ -1,0 +1,165 @@
+"""Trains one arm of a trainer's case and writes down all that the trainer shows, as a trajectory of the proof."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from convergence.train import SGD, InFloat64, Trajectory, _nudged
+from liger_kernels.ops import launches, reset_launches
+
+# What a trainer logs about the clock and its own progress, not about the model.
+_NOT_JUDGED = ("runtime", "per_second", "time", "epoch", "flos", "learning_rate")
+# Trainer rounds this one to so many decimals before it logs it.
+_ROUNDED = {"loss": 4}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How a model is loaded and what is done to it before the trainer gets it.
+
+    Args:
+        dtype: what it trains in. float64 is the truth.
+        nudge: the seed of a perturbation of every initial weight by one unit in the last place of float32.
+        load: from a folder to the model (or to whatever the trainer takes for one).
+        options: what this arm asks of the trainer's configuration beyond the case's own.
+    """
+
+    dtype: torch.dtype = torch.float32
+    nudge: int | None = None
+    load: Callable[[Path], Any] | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def model(self, folder: Path) -> Any:
+        if self.load is not None:
+            return self.load(folder)
+        model = plain(folder)
+        generator = torch.Generator().manual_seed(self.nudge or 0)
+        for parameter in model.parameters():
+            if self.nudge is not None:
+                parameter.data = _nudged(parameter.data, torch.float32, generator)
+            parameter.data = parameter.data.to(self.dtype)
+        return model
+
+
+def plain(folder: Path) -> Any:
+    """The model in ``folder`` as anybody loads it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@dataclass
+class Seen:
+    """One arm's outcome: what is judged, the logged values, which kernels ran how often, and the trainer itself."""
+
+    trajectory: Trajectory
+    logged: list[dict[str, float]]
+    launches: dict[str, int]
+    trainer: Any
+
+
+def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path) -> Seen:
+    """Train the arm: ``make(model, options)`` is its trainer."""
+    result = Trajectory()
+    mode = InFloat64() if arm.dtype is torch.float64 else contextlib.nullcontext()
+    with _warnings(result.warnings):
+        torch.manual_seed(0)
+        trainer = make(arm.model(folder), dict(arm.options))
+        _move_reference(trainer, arm.dtype)
+        initial = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        reset_launches()
+        with mode, _observed(trainer, result):
+            trainer.train()
+            if trainer.eval_dataset is not None:
+                trainer.evaluate()
+        ran = launches()
+    for name, parameter in trainer.model.named_parameters():
+        result.record(f"parameter {name}", f"{SGD}: end", parameter)
+        result.record(f"displacement of {name}", f"{SGD}: end", parameter.detach() - initial[name])
+    logged = [
+        {k: v for k, v in row.items() if not any(word in k for word in _NOT_JUDGED)}
+        for row in trainer.state.log_history
+    ]
+    for i, row in enumerate(logged):
+        for name, value in row.items():
+            if name not in (*_ROUNDED, "step") and isinstance(value, (int, float)):
+                quantity = "gradient norm" if name == "grad_norm" else f"logged {name}"
+                result.record(quantity, f"{SGD}: {i}", torch.tensor(float(value), dtype=torch.float64))
+    return Seen(result, logged, ran, trainer)
+
+
+def _move_reference(trainer: Any, dtype: torch.dtype) -> None:
+    """Move a reference model away from the policy: where both are the same, rewards are differences of equal numbers,
+    and whether they are exactly 0 says only whether the same kernels computed both."""
+    reference = getattr(trainer, "ref_model", None)
+    if reference is not None:
+        generator = torch.Generator().manual_seed(1)
+        for parameter in reference.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data = (parameter.data * (1 + 0.1 * noise)).to(dtype)
+
+
+@contextlib.contextmanager
+def _observed(trainer: Any, result: Trajectory) -> Iterator[None]:
+    """Inside, every micro step's loss and, at every optimizer step, every parameter's gradient are recorded."""
+    step = trainer.training_step
+    losses = 0
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal losses
+        loss = step(*args, **kwargs)
+        result.record("loss", f"{SGD}: {losses}", loss)
+        losses += 1
+        return loss
+
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    steps = 0
+
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal steps
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    result.record(f"gradient of {names[id(parameter)]}", f"{SGD}: {steps}", parameter.grad)
+        steps += 1
+
+    trainer.training_step = training_step
+    handle = register_optimizer_step_pre_hook(before_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+        del trainer.training_step
+
+
+@contextlib.contextmanager
+def _warnings(found: list[str]) -> Iterator[None]:
+    """Collects what transformers, trl and Python warn of."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler = Handler(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("transformers", "trl", "accelerate")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    # What is warned of once in a process is warned of once in every arm.
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    found += [f"{w.category.__name__}: {w.message}" for w in caught]

@@ -1,0 +1,54 @@
+"""Every trainer of the installed trl, patched and unpatched, on a tiny Llama and a tiny Gemma."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import liger_kernels
+from matrix.trainers.cases import CASES
+from matrix.trainers.judge import judge
+from matrix.trainers.observe import Arm, plain
+
+
+def by_instance(folder: Path) -> Any:
+    """The model exists already: ``patch(model)``."""
+    model = plain(folder)
+    liger_kernels.patch(model)
+    return model
+
+
+def by_class(folder: Path) -> Any:
+    """Before it exists: ``apply_liger_kernel_to_<family>()``, then loaded as ever."""
+    family = "gemma" if "gemma" in folder.name else "llama"
+    getattr(liger_kernels, f"apply_liger_kernel_to_{family}")()
+    try:
+        return plain(folder)
+    finally:
+        liger_kernels.revert_liger_kernel()
+
+
+def by_auto_class(folder: Path) -> Any:
+    return liger_kernels.AutoLigerKernelForCausalLM.from_pretrained(folder)
+
+
+WAYS = {"instance": by_instance, "class": by_class, "auto": by_auto_class}
+# Each trainer on Llama; Gemma and the other ways to patch where they meet another path of a trainer.
+ROWS = [
+    *((case, "llama", "instance") for case in CASES),
+    *((case, "llama", "class") for case in ("trainer", "sft", "dpo")),
+    ("sft", "llama", "auto"),
+    *((case, "gemma", "instance") for case in ("trainer", "sft", "sft-packing", "dpo", "grpo")),
+    ("trainer", "gemma", "class"),
+]
+
+
+@pytest.mark.parametrize(("case", "family", "way"), [pytest.param(*row, id="-".join(row)) for row in sorted(ROWS)])
+def test_trainer(case: str, family: str, way: str, folders: dict[str, Path], records: str | None) -> None:
+    if missing := CASES[case].missing():
+        pytest.skip(f"this version has {missing}")
+    record = judge(case, family, folders[family], way, Arm(load=WAYS[way]))
+    record.write(records)
+    assert record.verdict == "same", "\n".join(" | ".join(failure) for failure in record.failures)
