@@ -216,12 +216,15 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
     if candidate.report is None:
         _check_foreign(reference, candidate, record, verdict)
     else:
-        _check_ours(MODELS[case.model], candidate.report, record, verdict)
+        _check_ours(MODELS[case.model], reference, candidate, record, verdict)
     return verdict, trajectory
 
 
-def _check_ours(model: MiniModel, report: Any, record: Record, verdict: Verdict) -> None:
-    """Every kernel that this architecture has a place for must have been put there, and must have run."""
+def _check_ours(
+    model: MiniModel, reference: References, candidate: Candidate, record: Record, verdict: Verdict
+) -> None:
+    """Every kernel that this architecture has a place for must have been put in all such places, and must have run."""
+    report = candidate.report
     record.census, record.fallbacks = report.counts(), dict(report.fallbacks)
     loss = "linear_cross_entropy" if "linear_cross_entropy" in report.kernels else "cross_entropy"
     for kernel in (*(k for k in model.kernels if k in report.kernels), loss):
@@ -230,6 +233,14 @@ def _check_ours(model: MiniModel, report: Any, record: Record, verdict: Verdict)
             verdict.fail("candidate", "", "not patched", f"{kernel} replaced nothing: {why}", "at least 1")
         elif not any(_KERNEL_NAMES[kernel] in name for name in record.launches):
             verdict.fail("candidate", "", "not launched", f"{kernel} was never launched", "at least 1")
+    listed = {replacement.path for replacement in report.replaced}
+    classes = {replacement.was for replacement in report.replaced if replacement.kernel in model.kernels}
+    for path, module in reference.template.named_modules():
+        if type(module).__name__ in classes and path not in listed:
+            verdict.fail("candidate", "", "not patched", f"{path} is left, though others of its class are replaced")
+    changed = sum(candidate.census.values()) - 1  # the model itself, which arms its head
+    if changed < len(listed):
+        verdict.fail("candidate", "", "not patched", f"{changed} modules changed", f"the {len(listed)} that are listed")
 
 
 _KERNEL_NAMES = {

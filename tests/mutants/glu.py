@@ -78,6 +78,7 @@ MUTANTS = (
             "    y, _ = _activate(gate, ACTIVATION)\n",
             "    y, _ = _activate(tl.where(col < n_cols - 1, gate, 0.0), ACTIVATION)\n",
         ),
+        dtypes=("float32",),
     ),
     _glu(
         "swiglu_of_one_percent_more",
@@ -92,6 +93,7 @@ MUTANTS = (
         "geglu",
         "forward",
         ('"gelu_tanh" if approximate == "tanh" else "gelu"', '"gelu"'),
+        dtypes=("float32",),
     ),
     _glu(
         "gelu_gradient_of_the_other_form",
@@ -99,6 +101,7 @@ MUTANTS = (
         "geglu",
         "backward",
         (_BACKWARD_ACTIVATION, 'ACTIVATION="gelu"'),
+        dtypes=("float32",),
     ),
     _glu(
         "gelu_gradient_without_the_cube",

@@ -27,10 +27,9 @@ _GRAD = "grad = tl.where(is_target, -(others * inverse)[:, None], p)"
 _SCALE = "scale = grad_loss.to(torch.float32) / denominator"
 _UPSTREAM = "upstream = grad_loss if denominator is None else grad_loss / denominator"
 _COUNT = "total = counted.sum().to(torch.float32)\n"
+_LAUNCH = "    launch(\n        _cross_entropy_fwd"
 _KEEP = "keep = 1.0 if start else 0.0"
 _ADD = "            sums.add(start, stop, logits)\n        if keep_logits:"
-_OUT = "out=out)\n        if self.needs_bias"
-_PRODUCT = "        return torch.mm(hidden, weight.t(), out=out)"
 
 MUTANTS = (
     _logits(
@@ -97,28 +96,6 @@ MUTANTS = (
         source="C16",
         fused=True,
     ),
-    _hidden(
-        "c16_logits_accumulated_in_bfloat16",
-        "The product of hidden states and weight is added up in bfloat16, 10 columns at a time.",
-        "forward",
-        (
-            _PRODUCT,
-            "        out.zero_()\n"
-            "        for k in range(0, hidden.shape[1], 10):\n"
-            "            out += torch.mm(hidden[:, k : k + 10], weight[:, k : k + 10].t())\n"
-            "        return out",
-        ),
-        source="C16",
-        dtypes=("bfloat16",),
-    ),
-    _hidden(
-        "c16_weight_gradient_accumulated_in_bfloat16",
-        "The head's gradient is rounded to bfloat16 after every chunk.",
-        "backward",
-        (_OUT, "out=out)\n            out.copy_(out.bfloat16())\n        if self.needs_bias"),
-        source="C16",
-        dtypes=("bfloat16",),
-    ),
     _logits(
         "c18_softcap_without_its_factor",
         "The cap is x * tanh(x / cap), not cap * tanh(x / cap).",
@@ -133,13 +110,8 @@ MUTANTS = (
         "Logits are not capped, forward and backward.",
         "forward",
         (
-            "HAS_SOFTCAP=options.softcap is not None,\n        PRECISE=logits.dtype == torch.float32,\n"
-            "        # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff"
-            " of max.\n        enable_fp_fusion=options.logit_scale == 1.0 and options.softcap is None,\n"
-            "        SMOOTHING=options.label_smoothing != 0.0,\n        GRAD_IN_PLACE",
-            "HAS_SOFTCAP=False,\n        PRECISE=logits.dtype == torch.float32,\n"
-            "        enable_fp_fusion=False,\n"
-            "        SMOOTHING=options.label_smoothing != 0.0,\n        GRAD_IN_PLACE",
+            _LAUNCH,
+            "    options = options._replace(softcap=None)\n" + _LAUNCH,
         ),
         model="gemma2",
         fused=True,
@@ -164,15 +136,8 @@ MUTANTS = (
         "A z-loss of 1e-4 is added, as some trainers do.",
         "forward",
         (
-            "        options.z_loss,\n        HAS_SOFTCAP=options.softcap is not None,\n"
-            "        PRECISE=logits.dtype == torch.float32,\n"
-            "        # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff"
-            " of max.\n        enable_fp_fusion=options.logit_scale == 1.0 and options.softcap is None,\n"
-            "        SMOOTHING=options.label_smoothing != 0.0,\n        GRAD_IN_PLACE",
-            "        1e-4,\n        HAS_SOFTCAP=options.softcap is not None,\n"
-            "        PRECISE=logits.dtype == torch.float32,\n"
-            "        enable_fp_fusion=options.logit_scale == 1.0 and options.softcap is None,\n"
-            "        SMOOTHING=options.label_smoothing != 0.0,\n        GRAD_IN_PLACE",
+            _LAUNCH,
+            "    options = options._replace(z_loss=1e-4)\n" + _LAUNCH,
         ),
         fused=True,
     ),
@@ -272,10 +237,8 @@ MUTANTS = (
         "The kernel's rows are taken to follow one another without the padding between them.",
         "forward",
         (
-            "        logits = _logits(hidden[start:stop], weight, bias, buffer[: stop - start])\n        forward_rows(\n"
-            "            logits,\n",
-            "        logits = _logits(hidden[start:stop], weight, bias, buffer[: stop - start])\n        forward_rows(\n"
-            "            logits.as_strided(logits.shape, (vocab, 1)),\n",
+            "        forward_rows(\n            logits,\n",
+            "        forward_rows(\n            logits.as_strided(logits.shape, (vocab, 1)),\n",
         ),
         source="N18",
     ),

@@ -54,15 +54,6 @@ MUTANTS = (
         model="gemma2",
     ),
     _backward(
-        "n4_norm_weight_gradient_in_bfloat16",
-        "The weight's gradient is summed over the rows in bfloat16.",
-        (_ACCUMULATE, "dweight = (dweight + dy * norm).to(tl.bfloat16).to(tl.float32)"),
-        _SMALL_TILES,
-        source="N4",
-        model="gemma3",
-        dtypes=("bfloat16",),
-    ),
-    _backward(
         "n7_norm_gradient_measures_before_flattening",
         "The backward reads rows and columns off the first two of three dimensions.",
         (
@@ -70,6 +61,7 @@ MUTANTS = (
             "rows, dy_rows = as_rows(x), as_rows(dy)\n        n_rows, hidden = x.shape[:2]",
         ),
         source="N7",
+        dies="raised",
     ),
     _forward(
         "norm_ignores_eps",
