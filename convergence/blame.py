@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from convergence import tolerance
 from convergence.candidate import load_patch
 from convergence.changes import Changes, Part
-from convergence.compare import Pair, Verdict, compare
+from convergence.compare import BY_ELEMENT, Pair, Verdict, compare
 from convergence.records import Blame
 from convergence.train import (
     ADAMW,
@@ -52,7 +52,7 @@ from convergence.train import (
 # noise of a re-run, because another choice of kernels rounds differently; then more steps are trained again.
 CLEAR = 2.0
 RELATIVE = "gain against the others"  # also fails for a tensor that is right, when most others are not
-RAISED, OVERWRITTEN = ("candidate", "raised"), "logits of the caller"
+RAISED = ("candidate", "raised")
 _NOT_A_TENSOR = ("baseline", "candidate", "other models", "transformers")
 
 Key = tuple[str, str]  # quantity and statistic of a failure
@@ -403,12 +403,12 @@ def _limited(trajectory: Trajectory, chosen: Callable[[str], bool]) -> Trajector
 
 def _is_forward(quantity: str) -> bool:
     """Whether a forward pass alone computes ``quantity``."""
-    return quantity in ("loss", "generated tokens") or (quantity.startswith("logits") and quantity != OVERWRITTEN)
+    return quantity in ("loss", "generated tokens") or quantity.startswith("logits")
 
 
 def _order(quantity: str, arrival: dict[str, int]) -> tuple[int, int]:
     """When a step computes ``quantity``: the forward pass, then the backward pass from the loss on, then the rest."""
-    head = (LOGITS, TARGET_LOGIT, HIDDEN)
+    head = (LOGITS, BY_ELEMENT, TARGET_LOGIT, HIDDEN)
     if _is_forward(quantity):
         return 0, 0
     if quantity in head:
