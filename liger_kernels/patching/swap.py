@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 from typing import Any
 
 
@@ -52,6 +53,9 @@ def patched_class(base: Any, recipe: Any) -> Any:
         "_liger_kernels_recipe": recipe,
         **recipe.namespace(base),
     }
+    forward = namespace.get("forward")
+    if forward is not None and not hasattr(forward, "__wrapped__"):
+        forward.__signature__ = inspect.signature(base.forward)  # whoever asks what it takes is told what base takes
     # The name stays: save_pretrained writes it into the configuration, and weight initialisation looks for "RMSNorm".
     cls = type(base)(base.__name__, (base,), namespace)
     return cls

@@ -1,0 +1,100 @@
+"""``python -m matrix``: list, run and report cells, propose new ones, print them for a CI, and decide on a release."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from matrix import cells, runner
+from matrix.stages import STAGES
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m matrix", description=__doc__.replace("``", ""))
+    top.add_argument("--records", metavar="DIR", type=Path, default=runner.RECORDS, help="default: records/matrix")
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+
+    def add(name: str, does: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=does, description=does)
+
+    add("list", "the cells, and why each exists")
+    run = add("run", "make environments with tox and run cells in them; exit 1 unless every one passes")
+    run.add_argument("cells", nargs="*", metavar="cell", help="which; all by default")
+    run.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="cells at a time (1)")
+    cell = add("cell", "run one cell's stages here, in the environment that runs this (tox calls it)")
+    cell.add_argument("cells", nargs=1, metavar="cell")
+    cell.add_argument("--stages", metavar="A,B", help="only these; the record stays incomplete")
+    for command in (run, cell):
+        command.add_argument("-n", "--workers", type=int, metavar="N", help="pytest workers per cell (CPUs / jobs)")
+        command.add_argument("--fresh", action="store_true", help="repeat stages that passed for this code, too")
+    report = add("report", "what the records say; exit 1 unless every cell passed")
+    report.add_argument("--markdown", action="store_true", help="as Markdown")
+    add("new", "write cell files for releases of transformers and trl beyond the newest cell")
+    add("ci", "the cells as a job matrix for GitHub Actions, JSON")
+    gate = add("gate", "decide on a release: everything that must pass, against the last release's records")
+    gate.add_argument("--accept", metavar="REASON", help="make these records the baseline, and say why")
+    gate.add_argument("--no-run", action="store_true", help="judge the records that are there")
+    gate.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="cells at a time (1)")
+    gate.add_argument("--kernels", metavar="FILE", type=Path, help="what python -m benchmarks --json wrote on a GPU")
+    gate.add_argument("--without-gpu", action="store_true", help="decide without kernel speed, and say so")
+    gate.add_argument("--output", metavar="DIR", type=Path, default=Path("records"), help="for gate.json and gate.md")
+    return top
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from matrix import report
+
+    chosen = cells.select(arguments.cells)
+    runner.tox(chosen, arguments.jobs, _options(arguments))
+    return report.show(arguments.records, [cell.name for cell in chosen])
+
+
+def cell(arguments: argparse.Namespace) -> int:
+    (chosen,) = cells.select(arguments.cells)
+    stages = STAGES[chosen.kind]
+    if arguments.stages:
+        names = arguments.stages.split(",")
+        allowed = [stage.name for stage in stages]
+        if unknown := set(names) - set(allowed):
+            raise ValueError(f"unknown stage {', '.join(sorted(unknown))}; allowed are {', '.join(allowed)}")
+        stages = tuple(stage for stage in stages if stage.name in names)
+    workers = arguments.workers or runner.cpus()
+    record = runner.run_stages(chosen, stages, arguments.records, workers, arguments.fresh)
+    for deviation in record.deviations:
+        print(f"{chosen.name}: {deviation}")
+    return int(not record.passed)
+
+
+def _options(arguments: argparse.Namespace) -> list[str]:
+    workers = arguments.workers or max(1, runner.cpus() // arguments.jobs)
+    return ["--workers", str(workers), *(["--fresh"] if arguments.fresh else [])]
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        if arguments.command in ("run", "cell"):
+            return {"run": run, "cell": cell}[arguments.command](arguments)
+        if arguments.command == "gate":
+            from matrix import gate
+
+            return gate.main(arguments)
+        if arguments.command == "new":
+            from matrix import new
+
+            return new.main()
+        from matrix import report
+
+        if arguments.command == "list":
+            return report.list_cells()
+        if arguments.command == "ci":
+            return report.print_jobs()
+        return report.show(arguments.records, list(cells.load_all()), arguments.markdown)
+    except ValueError as error:
+        print(f"python -m matrix: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""A cell: a requirement file that pins one set of packages, and the comment in it that says why the set matters."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FOLDER = Path(__file__).parent / "cells"
+_KINDS = {"tf": "versions", "latest": "versions", "triton": "triton"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One requirement file.
+
+    Attributes:
+        name: the file's stem, which is the name of the tox environment, too.
+        why: the comment at the top, as one line.
+        pins: package to version, of the exactly pinned requirements.
+        kind: which stages run: "versions" (of transformers and trl) or "triton".
+        digest: changes with the file.
+    """
+
+    name: str
+    why: str
+    pins: dict[str, str]
+    kind: str
+    digest: str
+
+    def version(self, package: str) -> str:
+        return self.pins.get(package, "newest" if self.name == "latest" else "")
+
+
+def load(path: Path) -> Cell:
+    """The cell in ``path``.
+
+    Raises:
+        ValueError: no comment says why it exists, its name is of no kind, or a requirement is not pinned.
+    """
+    text = path.read_text(encoding="utf-8")
+    comments = [line.lstrip("# ").rstrip() for line in text.splitlines() if line.startswith("#")]
+    if not comments:
+        raise ValueError(f"{path}: no comment says why this cell exists; begin the file with one")
+    kind = next((kind for prefix, kind in _KINDS.items() if path.stem.startswith(prefix)), None)
+    if kind is None:
+        raise ValueError(f"{path}: a cell is called {', '.join(f'{prefix}...' for prefix in _KINDS)}")
+    requirements = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    pins = dict(line.split("==", 1) for line in requirements if "==" in line)
+    free = [line for line in requirements if "==" not in line]
+    if free and path.stem != "latest":
+        raise ValueError(f"{path}: {', '.join(free)} has no exact version; only 'latest' leaves that open")
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Cell(path.stem, " ".join(comments), pins, kind, digest)
+
+
+def load_all(folder: Path = FOLDER) -> dict[str, Cell]:
+    """Every cell by name, in the order of their versions."""
+    cells = [load(path) for path in folder.glob("*.txt")]
+    return {cell.name: cell for cell in sorted(cells, key=lambda cell: order(cell.name))}
+
+
+def order(name: str) -> tuple[object, ...]:
+    """Sorts versions as numbers: tf4.46 before tf5.2 before tf5.13, then ``latest``, then Triton's."""
+    kinds = ("tf", "latest", "triton")
+    kind = next((i for i, prefix in enumerate(kinds) if name.startswith(prefix)), len(kinds))
+    return kind, *(int(number) for number in re.findall(r"\d+", name)), name
+
+
+def select(names: list[str]) -> list[Cell]:
+    """The named cells, or all.
+
+    Raises:
+        ValueError: for an unknown name, with the allowed ones.
+    """
+    cells = load_all()
+    unknown = [name for name in names if name not in cells]
+    if unknown:
+        raise ValueError(f"unknown cell {', '.join(unknown)}; allowed are {', '.join(cells)}")
+    return [cells[name] for name in dict.fromkeys(names)] if names else list(cells.values())

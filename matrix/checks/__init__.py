@@ -1,0 +1,1 @@
+"""What runs inside a cell's environment, beside the proof and the trainers."""

@@ -1,0 +1,225 @@
+"""What a cell left behind, as one JSON file: its environment, and per stage every case, verdict and census.
+
+A record is written after each stage, as a whole or not at all, so a killed run leaves the stages that it finished. Only
+a record whose every stage has run is ``complete``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+# Raise it with every change of what a record holds. A reader refuses what it was not written for.
+SCHEMA = 1
+GOOD = ("equal", "patched")
+NOT_THERE = "absent"  # the verdict on what this version of upstream does not have
+
+
+@dataclass
+class Finding:
+    """What one record that a stage left says: the verdict on one convergence case, model class or trainer.
+
+    Attributes:
+        statistics: by kind, the judged number that is nearest to its bound: "value", "bound", "quantity", "step".
+        census: how many modules each kernel replaced.
+        launches: how often each kernel was launched.
+        fallbacks: how often real logits were computed, by reason.
+    """
+
+    verdict: str
+    reason: str = ""
+    statistics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    census: dict[str, int] = field(default_factory=dict)
+    launches: dict[str, int] = field(default_factory=dict)
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class StageResult:
+    """One stage: a process, the cases that it ran, and the records that it left.
+
+    ``status`` is "passed", "failed" or "nothing ran". A stage all of whose cases were skipped ran nothing.
+    """
+
+    name: str
+    command: list[str]
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    passed: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    findings: dict[str, Finding] = field(default_factory=dict)
+
+
+@dataclass
+class CellRecord:
+    """One cell's run.
+
+    Attributes:
+        digest: of the cell's file; ``code``: of the source that ran. Either decides whether a record is of today.
+        environment: every installed distribution with its version.
+        deviations: pins of the cell that the environment does not have.
+        machine: "cpus", "gpu" (its name, or "none"), "platform", "python".
+    """
+
+    cell: str
+    digest: str
+    code: str
+    commit: str
+    environment: dict[str, str]
+    machine: dict[str, str]
+    at: str
+    deviations: list[str] = field(default_factory=list)
+    stages: list[StageResult] = field(default_factory=list)
+    complete: bool = False
+    schema: int = SCHEMA
+
+    @property
+    def seconds(self) -> float:
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def passed(self) -> bool:
+        return self.complete and not self.deviations and all(stage.status == "passed" for stage in self.stages)
+
+    @property
+    def file(self) -> str:
+        return f"{self.cell}.json" if self.machine["gpu"] == "none" else f"{self.cell}-gpu.json"
+
+
+def write_json(data: Any, path: Path) -> None:
+    """``data`` in ``path``, whole and on the disk before it gets that name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+        try:
+            json.dump(data, file, indent=1, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
+
+
+def write(record: CellRecord, folder: Path) -> Path:
+    path = folder / record.file
+    write_json(dataclasses.asdict(record), path)
+    return path
+
+
+def load(path: Path) -> CellRecord:
+    """The record in ``path``.
+
+    Raises:
+        ValueError: it is no record of this schema.
+    """
+    return from_dict(read_json(path), str(path))
+
+
+def from_dict(data: Any, source: str) -> CellRecord:
+    """A record from what JSON gave; ``source`` names it in errors.
+
+    Raises:
+        ValueError: as :func:`load`.
+    """
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"{source}: schema {schema!r}; allowed is {SCHEMA}; run the cell again")
+    try:
+        stages = [
+            StageResult(**{**stage, "findings": {n: Finding(**f) for n, f in stage["findings"].items()}})
+            for stage in data["stages"]
+        ]
+        return CellRecord(**{**data, "stages": stages})
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{source}: is no record of a cell: {error}") from error
+
+
+def load_folder(folder: Path) -> dict[str, CellRecord]:
+    """Every record directly in ``folder``, by file name without its ending."""
+    return {path.stem: load(path) for path in sorted(folder.glob("*.json"))}
+
+
+def read_cases(junit: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
+    """The cases of a JUnit XML file: passed, failed with messages, skipped with reasons.
+
+    Raises:
+        ValueError: there is no such file, or it is cut off: the process died before it had run everything.
+    """
+    try:
+        root = ElementTree.parse(junit).getroot()
+    except (OSError, ElementTree.ParseError) as error:
+        raise ValueError(f"no results: the process ended before it wrote them ({error})") from error
+    passed: list[str] = []
+    failed: dict[str, str] = {}
+    skipped: dict[str, str] = {}
+    for case in root.iter("testcase"):
+        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
+        bad = [child for child in case if child.tag in ("failure", "error")]
+        skip = case.find("skipped")
+        if bad:
+            failed[name] = _first_lines(bad[0].get("message") or bad[0].text or "")
+        elif skip is not None:
+            skipped[name] = _first_lines(skip.get("message") or "")
+        elif name not in failed:  # an error in its teardown is a second entry
+            passed.append(name)
+    return sorted(set(passed) - failed.keys()), failed, skipped
+
+
+def _first_lines(message: str, length: int = 600) -> str:
+    return message if len(message) <= length else message[: length - 3] + "..."
+
+
+def read_findings(folder: Path) -> dict[str, Finding]:
+    """What the JSON records below ``folder`` say, by name.
+
+    A record is an object with a ``verdict`` and a ``name``, or ``model``, ``dtype`` and ``patch`` instead of one;
+    ``reason``, ``census``, ``launches``, ``fallbacks`` and ``statistics`` (a list of objects with ``statistic``,
+    ``value``, ``bound``, ``quantity``, ``step``) may be there.
+
+    Raises:
+        ValueError: a file is no such record, or two have one name.
+    """
+    found: dict[str, Finding] = {}
+    for path in sorted(folder.rglob("*.json")):
+        data = read_json(path)
+        if not isinstance(data, dict) or not isinstance(data.get("verdict"), str):
+            raise ValueError(f"{path}: is no record: it has no verdict")
+        name = data.get("name") or "/".join((data["model"], data["dtype"], data["patch"].rpartition(":")[2]))
+        if name in found:
+            raise ValueError(f"{path}: a second record of {name}")
+        worst: dict[str, dict[str, Any]] = {}
+        for statistic in data.get("statistics", []):
+            kind = statistic["statistic"]
+            if kind not in worst or share(statistic) > share(worst[kind]):
+                worst[kind] = {key: statistic[key] for key in ("value", "bound", "quantity", "step")}
+        found[name] = Finding(
+            data["verdict"],
+            str(data.get("reason", "")),
+            worst,
+            *(dict(data.get(key, {})) for key in ("census", "launches", "fallbacks")),
+        )
+    return found
+
+
+def share(statistic: dict[str, Any]) -> float:
+    """Value over bound; what is not a number is infinitely far beyond. (Infinities are text in JSON.)"""
+    value, bound = float(statistic["value"]), float(statistic["bound"])
+    if math.isnan(value) or (bound == 0 and value > 0):
+        return math.inf
+    return value / bound if bound else 0.0

@@ -1,0 +1,215 @@
+"""Runs cells: tox makes each environment, and in it :func:`run_stages` starts one process per stage."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matrix import records
+from matrix.cells import ROOT, Cell
+from matrix.records import CellRecord, StageResult
+from matrix.stages import STAGES, Stage
+
+RECORDS = ROOT / "records" / "matrix"
+TIMEOUT = 3600.0
+# What runs in a cell, or decides how; the baseline is only compared with.
+_SOURCE = ("liger_kernels", "convergence", "matrix", "tests", "conftest.py", "pyproject.toml", "tox.ini")
+_SUFFIXES = (".py", ".toml", ".ini", ".txt", ".jinja")
+
+
+def code_digest(root: Path = ROOT) -> str:
+    """A digest of every source file that a cell's result depends on, as it is on the disk now."""
+    tops = [root / name for name in _SOURCE]
+    files = [path for top in tops for path in (top.rglob("*") if top.is_dir() else [top])]
+    digest = hashlib.sha256()
+    for path in sorted(file for file in files if file.suffix in _SUFFIXES and file.is_file()):
+        if path.parent != root / "matrix" / "cells":  # a cell's own file counts for that cell only
+            digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def commit() -> str:
+    """The commit that is checked out, with ``+`` where files differ from it; empty outside of git."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip()
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def environment() -> dict[str, str]:
+    """Every installed distribution of this process with its version, without local labels (``+cpu``)."""
+    found = {canonical(d.metadata["Name"]): d.version.partition("+")[0] for d in importlib.metadata.distributions()}
+    return dict(sorted(found.items()))
+
+
+def gpu() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "none"
+    done = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
+    names = done.stdout.split("\n") if done.returncode == 0 else []
+    return names[0].strip() if names and names[0].strip() else "none"
+
+
+def cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> dict[str, str]:
+    return {
+        "cpus": str(cpus()),
+        "gpu": gpu(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def run_stages(
+    cell: Cell,
+    stages: Sequence[Stage],
+    folder: Path = RECORDS,
+    workers: int = 1,
+    fresh: bool = False,
+    say: Callable[[str], None] = print,
+) -> CellRecord:
+    """Run ``stages`` in this process's environment; returns the record, which is in ``folder``, too.
+
+    A stage that passed in an earlier, perhaps killed, run of the same code, cell file and environment is kept, unless
+    ``fresh``.
+    """
+    here, this = environment(), machine()
+    deviations = [
+        f"{package} is {here.get(canonical(package), 'not installed')} instead of {version}"
+        for package, version in cell.pins.items()
+        if here.get(canonical(package)) != version
+    ]
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    record = CellRecord(cell.name, cell.digest, code_digest(), commit(), here, this, now, deviations)
+    kept = {} if fresh else _kept(record, folder)
+    for stage in stages:
+        result = kept.get(stage.name)
+        if result is None:
+            say(f"{cell.name}: {stage.name} ...")
+            result = run_stage(stage, folder / (record.file.removesuffix(".json")) / stage.name, workers, this["gpu"])
+        again = " (kept from an earlier run)" if stage.name in kept else ""
+        say(f"{cell.name}: {describe(result)}{again}")
+        record.stages.append(result)
+        record.complete = {stage.name for stage in record.stages} >= {stage.name for stage in STAGES[cell.kind]}
+        records.write(record, folder)
+    return record
+
+
+def describe(result: StageResult) -> str:
+    counts = f"{len(result.passed)} passed, {len(result.failed)} failed, {len(result.skipped)} skipped"
+    reason = f": {result.reason}" if result.reason else ""
+    return f"{result.name} {result.status}, {counts}, {result.seconds:.0f} s{reason}"
+
+
+def _kept(record: CellRecord, folder: Path) -> dict[str, StageResult]:
+    path = folder / record.file
+    if not path.exists():
+        return {}
+    try:
+        earlier = records.load(path)
+    except ValueError:  # of another schema: nothing of it counts
+        return {}
+    same = ("digest", "code", "environment", "machine")
+    if any(getattr(earlier, name) != getattr(record, name) for name in same):
+        return {}
+    return {stage.name: stage for stage in earlier.stages if stage.status == "passed"}
+
+
+def run_stage(stage: Stage, folder: Path, workers: int, gpu: str = "none", timeout: float = TIMEOUT) -> StageResult:
+    """Run one stage as a process of its own; ``folder`` gets its log, its JUnit XML and its records."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    arguments = stage.on_gpu if stage.on_gpu and gpu != "none" else stage.arguments
+    command = ["-m", "pytest", *arguments]
+    if workers > 1:
+        command += ["-n", str(workers)]
+    elif "--dist" in command:
+        at = command.index("--dist")
+        command = command[:at] + command[at + 2 :]
+    if stage.leaves_records:
+        command += ["--records", str(folder / "records")]
+    command += ["-p", "no:cacheprovider", "--junitxml", str(folder / "junit.xml")]
+    began = time.monotonic()
+    reason = _call([sys.executable, *command], folder / "log.txt", timeout)
+    result = StageResult(stage.name, ["python", *map(_short, command)], "failed", seconds=0.0)
+    result.seconds = round(time.monotonic() - began, 1)
+    _collect(stage, folder, result, reason)
+    return result
+
+
+def _short(argument: str) -> str:
+    return argument.replace(f"{ROOT}/", "")
+
+
+def _call(command: list[str], log: Path, timeout: float) -> str:
+    """Why the process did not end well; empty when its exit code is 0. Its children die with it."""
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return f"killed after {timeout:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return "" if code == 0 else f"exit code {code}: {lines[-1] if lines else 'no output'}"
+
+
+def _collect(stage: Stage, folder: Path, result: StageResult, reason: str) -> None:
+    """Fill in ``result`` what the process left; it passed only when it ended well and did something."""
+    result.reason = reason
+    try:
+        result.passed, result.failed, result.skipped = records.read_cases(folder / "junit.xml")
+        if stage.leaves_records:
+            result.findings = records.read_findings(folder / "records")
+    except (ValueError, KeyError) as error:
+        result.reason = "; ".join(filter(None, (reason, str(error))))
+        return
+    if result.failed:
+        result.reason = reason or f"{len(result.failed)} cases failed"
+    elif not result.passed:
+        result.status = "nothing ran"
+        result.reason = reason or f"{len(result.skipped)} cases, and every one was skipped"
+    elif stage.leaves_records and not result.findings:
+        result.status, result.reason = "nothing ran", reason or "it left no record"
+    elif not reason:
+        result.status = "passed"
+
+
+def tox(cells: Sequence[Cell], jobs: int, options: Sequence[str]) -> None:
+    """Make each cell's environment and run it there, ``jobs`` at a time; what came of it is in the records."""
+    outer = {name: value for name, value in os.environ.items() if not name.lstrip("_").startswith("TOX")}
+    outer.pop("VIRTUAL_ENV", None)
+    command = [sys.executable, "-m", "tox", "run-parallel" if jobs > 1 else "run"]
+    if jobs > 1:
+        command += ["--parallel", str(jobs), "--parallel-live"]
+    command += ["-e", ",".join(cell.name for cell in cells), "--", *options]
+    subprocess.run(command, cwd=ROOT, env=outer)

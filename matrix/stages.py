@@ -1,0 +1,71 @@
+"""What runs in a cell: a few pytest processes, one after another, in the cell's own environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# The proof's short form for cells on a CPU: one model of each family, the loss that ``patch`` chooses by itself. Both
+# dtypes and every replica are there, so a verdict means what it means in the long form.
+SHORT = ("--models", "llama-tied,gemma,gemma2,gemma3", "--patch", "convergence.patches:fused_linear")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One process: ``python -m pytest`` with these arguments.
+
+    Attributes:
+        arguments: the paths, and options of pytest and of this project's plugins.
+        on_gpu: what replaces them on a machine with a GPU; the same when empty.
+        leaves_records: whether it gets ``--records DIR``, and must leave at least one there.
+    """
+
+    name: str
+    does: str
+    arguments: tuple[str, ...]
+    on_gpu: tuple[str, ...] = ()
+    leaves_records: bool = False
+
+
+_CONVERGENCE = ("convergence", "--profile", "hard", "--dist", "loadgroup")
+STAGES = {
+    "versions": (
+        Stage(
+            "models",
+            "every causal LM of that version, shrunk: census of the patch, and the signatures of what it replaced",
+            ("matrix/checks/test_models.py",),
+            leaves_records=True,
+        ),
+        Stage(
+            "convergence",
+            "the proof on llama, gemma, gemma2 and gemma3 in float32 and bfloat16, hard profile",
+            (*_CONVERGENCE, *SHORT),
+            (*_CONVERGENCE, "--models", "core"),
+            leaves_records=True,
+        ),
+    ),
+    "triton": (
+        Stage(
+            "compile",
+            "every kernel compiles for every target, and fits",
+            ("tests/test_ops_compile.py",),
+        ),
+        Stage(
+            "ops",
+            "every op against its reference",
+            ("tests", "--ignore-glob", "tests/test_[!o]*", "--ignore", "tests/test_ops_compile.py"),
+        ),
+    ),
+    # Not a cell: what the gate runs in the project's own environment.
+    "project": (
+        Stage("tests", "unit tests", ("tests", "--ignore", "tests/test_mutants.py")),
+        Stage("convergence", "the proof on the core models, both losses", _CONVERGENCE, leaves_records=True),
+        Stage(
+            "mutants",
+            "a fixed sample of faults, each of which the proof must see",
+            ("tests/test_mutants.py", "--dist", "loadgroup"),
+        ),
+        Stage(
+            "packaging", "what is built installs and imports with nothing optional", ("matrix/checks/test_package.py",)
+        ),
+    ),
+}
