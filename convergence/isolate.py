@@ -94,8 +94,8 @@ def _context() -> BaseContext:
 
 @contextlib.contextmanager
 def _no_main() -> Iterator[None]:
-    """Inside, a new process does not run this one's main module again, as multiprocessing would for functions in it: that
-    is pytest, or a script that calls it."""
+    """Inside, a new process does not run this one's main module again, as multiprocessing would for the sake of what is
+    defined there: it is pytest, or a script that calls it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
