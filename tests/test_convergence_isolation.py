@@ -4,6 +4,7 @@ the verdict on it nor on the next one suffers."""
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -158,6 +159,13 @@ def test_a_call_runs_elsewhere_with_the_same_numerics_and_leaves_nothing():
     finally:
         torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(threads)
+
+
+def test_a_call_does_not_run_the_script_again_that_makes_it():
+    script = "import os\nfrom convergence import isolate\nprint(isolate.call(os.getpid) != os.getpid())\n"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable], input=script, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 class Unpicklable(Exception):
