@@ -169,7 +169,8 @@ def _blame(case: Case, record: Record, verdict: Verdict, trajectory: Trajectory 
     """Say in ``record`` who made ``verdict`` fail. That changes no verdict, and when it fails itself, it is noted."""
     reference = references(case.model, case.dtype, case.profile, case.device, case.seed)
     run = reference.run(DTYPES[case.dtype], torch.device(case.device), construct=_construct(case))
-    pairs = [tuple(dataclasses.replace(arm, model=None) for arm in pair) for pair in reference.pairs]
+    bare = functools.partial(dataclasses.replace, model=None)
+    pairs = [(bare(truth), bare(arm)) for truth, arm in reference.pairs]
     failed = {(row[0], row[2]) for row in verdict.failures}
     arguments = (case.patch, run, pairs, failed, trajectory)
     try:
