@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+import liger_kernels
 from convergence import report
 from convergence.case import Case, prove
+from convergence.changes import Changes
+from convergence.models import MODELS
+from tests import blame_faults
+from tests.mutants import MUTANTS
+from tests.mutants.mutant import Mutant
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CULPRITS = [
@@ -33,6 +39,20 @@ FIRST = {
 }
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every chosen mutant that names a guilty kernel, those with one truth and baseline on one xdist worker."""
+    if "mutant" not in metafunc.fixturenames:
+        return
+    chosen = [m for m in MUTANTS.values() if m.sample or metafunc.config.getoption("--mutants") == "all"]
+    pairs = [(m, dtype) for m in chosen if m.kernel is not None and m.check is None for dtype in m.dtypes]
+    pairs.sort(key=lambda pair: (pair[0].model, pair[1]))
+    parameters = [
+        pytest.param(m, dtype, id=f"{m.name}-{dtype}", marks=pytest.mark.xdist_group(f"blame {m.model}/{dtype}"))
+        for m, dtype in pairs
+    ]
+    metafunc.parametrize(("mutant", "dtype"), parameters)
+
+
 # The last decorator varies slowest: truth and baseline are trained once for each dtype.
 @pytest.mark.parametrize(("fault", "kernel", "module", "which"), CULPRITS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -46,3 +66,71 @@ def test_the_culprit_is_named(fault, kernel, module, which, dtype):
     expected = {"only_together": "no kernel alone", "torchs_own_loss": "outside of every module"}
     assert expected.get(fault, f"{kernel} alone: different") in row["note"]
     assert row["note"] in report.failure(record)
+
+
+def test_the_mutated_kernel_is_blamed(mutant: Mutant, dtype: str):
+    record = prove(Case(mutant.model, dtype, f"tests.mutants:{mutant.name}", device=DEVICE))
+    assert {row["kernel"] for row in record.blame} == {mutant.kernel}, record.blame
+    if mutant.dies == "statistics":
+        assert {row["pass"] for row in record.blame} == {mutant.phase}, record.blame
+
+
+def test_a_search_that_fails_is_a_note(monkeypatch):
+    def fail(*args: object) -> None:
+        raise RuntimeError("lost the trail")
+
+    monkeypatch.setattr("convergence.patches.fused_linear", blame_faults.one_norm_forward)
+    case = Case("llama-untied", "float32", "convergence.patches:fused_linear", "plain", DEVICE)
+    unasked = prove(case, blames=False)
+    assert (unasked.verdict, unasked.blame, unasked.notes) == ("different", [], [])
+    monkeypatch.setattr("convergence.case.blame", fail)
+    record = prove(case)
+    assert (record.verdict, record.blame) == ("different", [])
+    assert record.failures == unasked.failures
+    assert "lost the trail" in record.notes[-1]
+
+
+@pytest.mark.parametrize("patch", [liger_kernels.patch, blame_faults.one_foreign_norm, blame_faults.one_norm_forward])
+def test_what_a_patch_changed_is_taken_back_and_put_on_again(patch):
+    model = MODELS["llama-untied"].build(0)
+    before = {path: (type(module), set(vars(module))) for path, module in model.named_modules()}
+    changes = Changes(model)
+    patch(model)
+    patched = {path: (type(module), set(vars(module))) for path, module in model.named_modules()}
+    parts = changes.find()
+    assert patched != before
+    changes.keep([])
+    assert {path: (type(module), set(vars(module))) for path, module in model.named_modules()} == before
+    changes.keep([part for part in parts if part.path == "model.layers.0.post_attention_layernorm"])
+    assert (type(model.model.norm), set(vars(model.model.norm))) == before["model.norm"]
+    changes.keep(parts)
+    assert {path: (type(module), set(vars(module))) for path, module in model.named_modules()} == patched
+
+
+def test_hooks_replaced_modules_and_weights_are_taken_back():
+    model = MODELS["llama-untied"].build(0)
+    changes = Changes(model)
+    old, norm = model.model.layers[0].mlp, model.model.norm
+    weight = norm.weight.detach().clone()
+    model.model.layers[0].mlp = new = torch.nn.Linear(100, 100)
+    norm.weight.register_hook(lambda grad: grad * 2)
+    norm.register_forward_hook(lambda module, args, output: output * 2)
+    parts = changes.find()
+    assert {(part.path, part.kernel) for part in parts} == {
+        ("model.layers.0.mlp", "LlamaMLP"),
+        ("model.norm", "LlamaRMSNorm"),
+    }
+    with torch.no_grad():
+        norm.weight.fill_(7)
+    x = torch.ones(1, 100)
+    changes.keep([])
+    assert model.model.layers[0].mlp is old
+    assert torch.equal(norm.weight, weight)
+    plain = norm(x)
+    plain.sum().backward()
+    grad, norm.weight.grad = norm.weight.grad, None
+    changes.keep(parts)
+    assert model.model.layers[0].mlp is new
+    assert torch.equal(norm(x), plain * 2)
+    norm(x).sum().backward()
+    assert torch.equal(norm.weight.grad, grad * 4)
