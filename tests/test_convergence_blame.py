@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -92,7 +94,7 @@ def test_a_search_that_fails_is_a_note(monkeypatch):
 
 @pytest.mark.parametrize("patch", [liger_kernels.patch, blame_faults.one_foreign_norm, blame_faults.one_norm_forward])
 def test_what_a_patch_changed_is_taken_back_and_put_on_again(patch):
-    model = MODELS["llama-untied"].build(0)
+    model: Any = MODELS["llama-untied"].build(0)
     before = {path: (type(module), set(vars(module))) for path, module in model.named_modules()}
     changes = Changes(model)
     patch(model)
@@ -108,7 +110,7 @@ def test_what_a_patch_changed_is_taken_back_and_put_on_again(patch):
 
 
 def test_hooks_replaced_modules_and_weights_are_taken_back():
-    model = MODELS["llama-untied"].build(0)
+    model: Any = MODELS["llama-untied"].build(0)
     changes = Changes(model)
     old, norm = model.model.layers[0].mlp, model.model.norm
     weight = norm.weight.detach().clone()
