@@ -168,11 +168,16 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
     steps = [_on(step, run.device) for step in run.steps]
     rounded = run.rounded_to or run.dtype
 
+    # What two steps computed alike, bit for bit, would be one sample of noise that counts twice. So no two of them start
+    # from the same weights: each from its own, one unit in the last place away.
+    def near_initial(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {name: _nudged(weight, rounded, generator) for name, weight in initial.items()}
+
     for seed, step in enumerate(steps):
         if run.only is not None and step.name not in run.only:
             continue
-        generator = torch.Generator().manual_seed(seed)
-        _set_weights(model, {name: _nudged(weight, rounded, generator) for name, weight in initial.items()})
+        _set_weights(model, near_initial(seed))
         _accumulate(model, step, result, INITIAL)
     if run.only is not None:
         return
@@ -181,8 +186,9 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
         SGD: lambda: torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE),
         ADAMW: lambda: torch.optim.AdamW(model.parameters(), lr=ADAMW_LEARNING_RATE, eps=ADAMW_EPS),
     }
-    for phase, make in optimizers.items():
-        _set_weights(model, initial)
+    for seed, (phase, make) in enumerate(optimizers.items(), start=len(steps)):
+        start = near_initial(seed)
+        _set_weights(model, start)
         optimizer = make()
         for step in steps:
             if step.trains:
@@ -190,7 +196,7 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
                 optimizer.step()
         for name, parameter in model.named_parameters():
             result.record(f"parameter {name}", f"{phase}: end", parameter)
-            result.record(f"displacement of {name}", f"{phase}: end", parameter.detach().cpu() - initial[name])
+            result.record(f"displacement of {name}", f"{phase}: end", parameter.detach().cpu() - start[name])
         if phase == SGD:
             _evaluate(model, run.evaluation, result, run.device)
 

@@ -60,8 +60,12 @@ def test_an_honest_candidate_passes(model, dtype, seed, honest, request):
     results = request.config.getoption("--honest-results")
     if results:
         shares: dict[str, list[float]] = {}
+        near = []
         for statistic in verdict.statistics:
-            shares.setdefault(statistic.statistic, []).append(float(f"{statistic.value / statistic.bound:.3g}"))
+            share = float(f"{statistic.value / statistic.bound:.3g}")
+            shares.setdefault(statistic.statistic, []).append(share)
+            if share > 0.7:
+                near.append((share, statistic.statistic, statistic.quantity, statistic.step))
         row = {
             "model": model,
             "dtype": dtype,
@@ -69,6 +73,7 @@ def test_an_honest_candidate_passes(model, dtype, seed, honest, request):
             "candidate": honest.name,
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "failures": verdict.failures,
+            "near": near,
             "shares of the bound": shares,
         }
         with Path(results).open("a", encoding="utf-8") as file:  # one write: several workers append to the same file
