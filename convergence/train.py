@@ -168,7 +168,7 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
     steps = [_on(step, run.device) for step in run.steps]
     rounded = run.rounded_to or run.dtype
 
-    # What two steps computed alike, bit for bit, would be one sample of noise that counts twice. So no two of them start
+    # Two steps computed alike, bit for bit, would be one sample of noise that counts twice. So no two of them start
     # from the same weights: each from its own, one unit in the last place away.
     def near_initial(seed: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
