@@ -31,7 +31,7 @@ MUTANTS = (
         f"{_OPS}.rms_norm",
         "row = tl.program_id(0).to(tl.int64) * ROWS",
         "row = tl.program_id(0) * ROWS",
-        "test_ops_rms_norm.py::test_rows_beyond_2_to_the_31_elements",
+        "test_ops_compile.py::test_offsets_are_64_bits_wide",
         source="N5",
     ),
     _check(
@@ -52,6 +52,15 @@ MUTANTS = (
         "eps = FORMULA.to(tl.float32)",
         "test_ops_compile.py::test_compiles",
         source="N12",
+    ),
+    _check(
+        "n13_scalar_in_float64",
+        "A number that torch.compile hands over as float64 is computed with as it comes.",
+        f"{_OPS}.rms_norm",
+        "eps = tl.full((), eps, tl.float32)",
+        "eps = eps + 0.0",
+        "test_ops_compile_scalars.py::test_numbers_are_rounded_before_anything_else",
+        source="N13",
     ),
     _check(
         "c24_branch_on_a_tensor",
