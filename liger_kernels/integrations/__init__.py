@@ -17,13 +17,14 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from liger_kernels.patching import KERNELS, PatchReport, patch
+from liger_kernels.patching import KERNELS, PatchReport, patch, status
 
 __all__ = [
     "AutoLigerKernelForCausalLM",
     "apply_liger_kernel_to_gemma",
     "apply_liger_kernel_to_gemma2",
     "apply_liger_kernel_to_gemma3",
+    "apply_liger_kernel_to_instance",
     "apply_liger_kernel_to_llama",
     "apply_liger_kernel_to_mistral",
     "apply_liger_kernel_to_mixtral",
@@ -87,13 +88,50 @@ def revert_liger_kernel() -> None:
         cls.__init__ = original  # type: ignore[misc]
 
 
-def _apply(family: str, model: nn.Module | None, **switches: bool) -> PatchReport | None:
+def apply_liger_kernel_to_instance(
+    model: nn.Module,
+    *,
+    rope: bool = True,
+    cross_entropy: bool = False,
+    fused_linear_cross_entropy: bool = True,
+    rms_norm: bool = True,
+    swiglu: bool = True,
+    geglu: bool = True,
+) -> PatchReport:
+    """Patch ``model``, of any family, as the ``use_liger_kernel`` flag of a trainer does, with its configuration.
+
+    A model that has been patched before with at least these kernels stays as it is.
+
+    Returns:
+        Its :class:`liger_kernels.PatchReport`.
+
+    Raises:
+        TypeError: another switch than these.
+        ValueError: both losses are asked for, or the model is patched already without one of the kernels.
+    """
+    kernels = _kernels(
+        rope=rope,
+        cross_entropy=cross_entropy,
+        linear_cross_entropy=fused_linear_cross_entropy,
+        rms_norm=rms_norm,
+        swiglu=swiglu,
+        geglu=geglu,
+    )
+    report = status(model)
+    return report if report is not None and set(kernels) <= set(report.kernels) else patch(model, kernels)
+
+
+def _kernels(**switches: bool) -> list[str]:
     if switches["cross_entropy"] and switches["linear_cross_entropy"]:
         raise ValueError(
             "cross_entropy and fused_linear_cross_entropy cannot both be True: the fused linear loss leaves no logits "
             "for the other; choose one"
         )
-    kernels = [name for name in KERNELS if switches.get(name)]
+    return [name for name in KERNELS if switches.get(name)]
+
+
+def _apply(family: str, model: nn.Module | None, **switches: bool) -> PatchReport | None:
+    kernels = _kernels(**switches)
     if model is not None:
         return patch(model, kernels)
     name = f"transformers.models.{family}.modeling_{family}"

@@ -103,7 +103,7 @@ def unpatch(model: nn.Module) -> None:
             )
     for module, base, _ in reversed(state.undo):
         module.__class__ = base
-        for name in ("_liger_kernels_armed", "_liger_kernels_request"):
+        for name in ("_liger_kernels_armed", "_liger_kernels_extras", "_liger_kernels_request"):
             module.__dict__.pop(name, None)
     for holder in state.holders:
         holder.__dict__.pop("_liger_kernels", None)

@@ -39,6 +39,8 @@ class Product:
     features: int
     fallbacks: Counter[str]  # of the model: why real logits had to be computed
     logits: torch.Tensor | None = None
+    extras: tuple[str, ...] = ()  # what else the pass of the loss is to compute ...
+    token_accuracy: torch.Tensor | None = None  # ... and what it found
     autocast: torch.dtype | None = None
     grad: bool = True
     versions: tuple[int, ...] | None = None
@@ -165,6 +167,11 @@ class DeferredLogits:
     @property
     def is_leaf(self) -> bool:
         return not self.requires_grad
+
+    @property
+    def token_accuracy(self) -> torch.Tensor | None:
+        """What the fused loss found on its way, if it was asked for it and has run."""
+        return self._product.token_accuracy
 
     def dim(self) -> int:
         return len(self._shape)
@@ -307,12 +314,14 @@ class DeferredLogits:
         if options.pop("size_average") is not None or options.pop("reduce") is not None:
             return None
         options["class_weight"] = options.pop("weight")
-        options.update(logit_scale=self._scale, softcap=self._cap)
+        options.update(logit_scale=self._scale, softcap=self._cap, extras=product.extras)
         request = Request(self._views, self._vocabulary, target, options)
         if product.logits is not None:
             loss = request.loss_of_logits(product.logits)
         else:
             loss = product.head.fused_loss(product.hidden, request)  # type: ignore[operator]
+        if product.extras:
+            loss, product.token_accuracy = loss.loss, loss.token_accuracy
         return loss.to(self._dtype)  # PyTorch's loss has the dtype of its logits
 
     @classmethod

@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, is_dataclass, make_dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from liger_kernels.patching.deferred import DeferredLogits, Product, Request
 from liger_kernels.patching.swap import Recipe, recipe_of
 
+IGNORE = -100  # upstream's own, which its loss function does not ask the model for
 # Hooks of these packages gather, shard and move weights around a module's call and pass its output through. They want
 # to surround the fused loss. Any other forward hook on a head is somebody's who expects logits.
 _INFRASTRUCTURE = ("torch.distributed.", "deepspeed.", "accelerate.")
@@ -47,13 +49,13 @@ class HeadRecipe(Recipe):
                 return base.__call__(self, *args, **kwargs)
             hidden = args[0]
             if fused and (obstacle := _obstacle(self)) is None:
-                product = Product(hidden, self, self.out_features, fallbacks)
+                product = Product(hidden, self, self.out_features, fallbacks, extras=self._liger_kernels_extras)
                 dtype = product.autocast if product.autocast is not None else hidden.dtype
             else:
                 logits = base.__call__(self, hidden)
                 if fused:
                     _count(fallbacks, obstacle)
-                product = Product(hidden, self, logits.shape[-1], fallbacks, logits)
+                product = Product(hidden, self, logits.shape[-1], fallbacks, logits, self._liger_kernels_extras)
                 dtype = logits.dtype
             return DeferredLogits(product, (*hidden.shape[:-1], product.features), dtype)
 
@@ -82,6 +84,7 @@ class HeadRecipe(Recipe):
 
         return {
             "_liger_kernels_armed": None,
+            "_liger_kernels_extras": (),
             "_liger_kernels_request": None,
             "__call__": call,
             "forward": forward,
@@ -110,7 +113,12 @@ def _count(fallbacks: Counter[str], reason: str | None) -> None:
 
 @dataclass(frozen=True)
 class ModelRecipe(Recipe):
-    """A model that arms its head while its own forward runs in training with labels."""
+    """A model that arms its head while its own forward runs in training with labels.
+
+    Its forward understands what trl passes to a model that it knows to be patched: ``return_token_accuracy`` (then the
+    output has ``token_accuracy``, from the pass of the loss), ``skip_logits`` (with labels: in evaluation, too, logits
+    are computed only when they are read) and ``use_token_scaling`` (only False). Upstream's forward never sees them.
+    """
 
     def namespace(self, base: Any) -> dict[str, Any]:
         from transformers.loss.loss_utils import ForCausalLMLoss
@@ -122,23 +130,37 @@ class ModelRecipe(Recipe):
 
         @functools.wraps(upstream)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            skip_logits = kwargs.pop("skip_logits", False)
+            accuracy = kwargs.pop("return_token_accuracy", False)
+            if kwargs.pop("use_token_scaling", False):
+                raise NotImplementedError(
+                    "use_token_scaling=True (trl's loss_type='dft') scales each token's loss by its probability, which "
+                    "the fused loss does not do: set use_liger_kernel=False and patch the model with "
+                    "liger_kernels.patch(model), so that trl computes this loss from the logits"
+                )
             labels = kwargs.get("labels")
             if labels is None and position is not None and len(args) > position:
                 labels = args[position]
-            if labels is None or not self.training:
+            if labels is None or not (self.training or skip_logits or accuracy):
                 return upstream(self, *args, **kwargs)
             if self.loss_function is not ForCausalLMLoss:  # a user's own, or one of another kind: it gets real logits
                 name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
                 _count(self._liger_kernels.fallbacks, f"the loss function is {name}, not ForCausalLMLoss")
-                return upstream(self, *args, **kwargs)
+                output = upstream(self, *args, **kwargs)
+                return released(output, labels, kwargs.get("shift_labels")) if accuracy else output
             heads = patched_heads(self.get_output_embeddings())
             for head in heads:
                 head._liger_kernels_armed = self._liger_kernels.fallbacks
+                if accuracy:
+                    head._liger_kernels_extras = ("token_accuracy",)
             try:
-                return released(upstream(self, *args, **kwargs))
+                output = upstream(self, *args, **kwargs)
+                return released(output, labels, kwargs.get("shift_labels")) if accuracy else released(output)
             finally:
                 for head in heads:
                     head._liger_kernels_armed = None
+                    if accuracy:
+                        head._liger_kernels_extras = ()
 
         return {"forward": forward}
 
@@ -151,15 +173,36 @@ def patched_heads(head: Any) -> list[Any]:
     return [module for module in modules if isinstance(recipe_of(module), HeadRecipe)]
 
 
-def _released(output: Any) -> Any:
-    """What leaves the forward: an output whose logits are computed when they are read; a tuple has real ones."""
+def _released(output: Any, labels: torch.Tensor | None = None, shift_labels: torch.Tensor | None = None) -> Any:
+    """What leaves the forward: an output whose logits are computed when they are read; a tuple has real ones.
+
+    With ``labels`` it has the token accuracy, too; a tuple has it at the end.
+    """
     if isinstance(output, tuple):
-        return tuple(_resolve(value, "a tuple output") for value in output)
+        real = tuple(_resolve(value, "a tuple output") for value in output)
+        return real if labels is None else (*real, _token_accuracy(output, output[1], labels, shift_labels))
     if isinstance(output, OrderedDict) and is_dataclass(output):
         names = tuple(name for name, value in output.items() if isinstance(value, DeferredLogits))
-        if names:
-            output.__class__ = lazy_output(type(output), names)
+        accuracy = None if labels is None else _token_accuracy(output.values(), output["logits"], labels, shift_labels)
+        if names or accuracy is not None:
+            output.__class__ = lazy_output(type(output), names, accuracy is not None)
+        if accuracy is not None:
+            output["token_accuracy"] = accuracy
     return output
+
+
+def _token_accuracy(
+    values: Iterable[Any], logits: Any, labels: torch.Tensor, shift_labels: torch.Tensor | None
+) -> torch.Tensor:
+    """The share of targets that have the largest logit: from the pass of the loss, else from the logits themselves."""
+    for value in values:
+        if isinstance(value, DeferredLogits) and value.token_accuracy is not None:
+            return value.token_accuracy
+    with torch.no_grad():
+        targets = F.pad(labels, (0, 1), value=IGNORE)[..., 1:] if shift_labels is None else shift_labels
+        targets = targets.to(logits.device)
+        counted = targets != IGNORE
+        return ((logits.argmax(-1) == targets) & counted).sum() / counted.sum().clamp(min=1)
 
 
 def _resolve(value: Any, reason: str) -> Any:
@@ -167,8 +210,9 @@ def _resolve(value: Any, reason: str) -> Any:
 
 
 @functools.cache
-def lazy_output(base: Any, names: tuple[str, ...]) -> type:
-    """The subclass of the output class ``base`` whose entries ``names`` may be deferred logits.
+def lazy_output(base: Any, names: tuple[str, ...], accuracy: bool = False) -> type:
+    """The subclass of the output class ``base`` whose entries ``names`` may be deferred logits, and which has another
+    entry ``token_accuracy`` where ``accuracy`` says so.
 
     Reading such an entry by attribute, key or position computes it and stores it. Whoever walks over the values (DDP,
     accelerate, pytree, pickle) finds an opaque object there, which is neither a tensor nor a container.
@@ -187,10 +231,12 @@ def lazy_output(base: Any, names: tuple[str, ...]) -> type:
 
         return property(lambda self: read(self, name), write)
 
+    parent = make_dataclass(base.__name__, [("token_accuracy", Any, None)], bases=(base,)) if accuracy else base
+
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         self.__dict__["_liger_kernels_filling"] = True  # upstream's checks read every field
         try:
-            base.__init__(self, *args, **kwargs)
+            parent.__init__(self, *args, **kwargs)
         finally:
             del self.__dict__["_liger_kernels_filling"]
 
@@ -204,7 +250,7 @@ def lazy_output(base: Any, names: tuple[str, ...]) -> type:
         return self[key] if key in self else default  # noqa: SIM401  (this is what get means here)
 
     def reduce(self: Any) -> Any:
-        return _load_output, (base, names, dict(OrderedDict.items(self)))
+        return _load_output, (base, names, accuracy, dict(OrderedDict.items(self)))
 
     namespace = {
         "__module__": base.__module__,
@@ -216,8 +262,8 @@ def lazy_output(base: Any, names: tuple[str, ...]) -> type:
         "__reduce__": reduce,
         **{name: lazy_field(name) for name in names},
     }
-    return type(base.__name__, (base,), namespace)
+    return type(base.__name__, (parent,), namespace)
 
 
-def _load_output(base: type, names: tuple[str, ...], items: dict[str, Any]) -> Any:
-    return lazy_output(base, names)(**items)
+def _load_output(base: type, names: tuple[str, ...], accuracy: bool, items: dict[str, Any]) -> Any:
+    return lazy_output(base, names, accuracy)(**items)
