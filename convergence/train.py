@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -271,7 +272,7 @@ def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device
             outputs = model(input_ids=ids, labels=labels, use_cache=False)
         result.record("loss", f"{SGD}: evaluation", outputs.loss)
         result.record("logits", f"{SGD}: evaluation", outputs.logits)
-        outputs = model(input_ids=ids[:, :7], use_cache=True)
+        outputs = model(input_ids=ids[:, :7], past_key_values=_growing_cache(model), use_cache=True)
         for position in range(7, 7 + GENERATED_TOKENS):  # the text's own tokens: the same in every arm
             token = ids[:, position : position + 1]
             outputs = model(input_ids=token, past_key_values=outputs.past_key_values, use_cache=True)
@@ -287,6 +288,14 @@ def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device
     model.train()
     result.generated = generated.sequences[:, 7:].cpu()
     result.scores = torch.stack(generated.scores).double().cpu()
+
+
+def _growing_cache(model: Any) -> Any:
+    """An empty cache that grows: some versions of Gemma 2 make one by themselves that is as long as the first input."""
+    from transformers import DynamicCache
+
+    knows_layers = "config" in inspect.signature(DynamicCache.__init__).parameters
+    return DynamicCache(config=model.config) if knows_layers else DynamicCache()
 
 
 def _on(step: Step, device: torch.device) -> Step:
