@@ -132,7 +132,7 @@ def only_together(model: Any) -> None:
     mlp = model.model.layers[1].mlp
     right = mlp.forward
     mlp.forward = lambda x: right(x)
-    norm = model.model.layers[0].input_layernorm
+    norm = model.model.norm
     normed = norm.forward
     norm.forward = lambda x: normed(x) * (TOO_MUCH if "forward" in vars(mlp) else 1)
 
