@@ -99,13 +99,14 @@ def _embeds_in_bfloat16(model: Any) -> None:
             module.inv_freq = module.inv_freq.bfloat16().float()
 
 
-_FORWARD = "return released(upstream(self, *args, **kwargs))"
+_FORWARD = "            try:\n                output = upstream(self, *args, **kwargs)"
+_OUTSIDE_OF_TRAINING = "            if labels is None or not (self.training or skip_logits or accuracy):\n"
 _DOWN = "model.layers.1.mlp.down_proj.weight"
 _NORM = "model.layers.0.input_layernorm.weight"
 
 
 def _kwargs(change: str) -> str:
-    return f"return released(upstream(self, *args, **{{{change}}}))"
+    return f"            try:\n                output = upstream(self, *args, **{{{change}}})"
 
 
 MUTANTS = (
@@ -209,28 +210,26 @@ MUTANTS = (
         "The last token of a packed document learns the first one of the next.",
         _HEAD,
         _FORWARD,
-        'position_ids, ids = kwargs.get("position_ids"), kwargs["input_ids"]\n'
-        "                if position_ids is not None:\n"
-        '                    kwargs["labels"] = torch.where(position_ids == 0, ids, kwargs["labels"])\n'
-        f"                {_FORWARD}",
+        '            position_ids, ids = kwargs.get("position_ids"), kwargs["input_ids"]\n'
+        "            if position_ids is not None:\n"
+        '                kwargs["labels"] = torch.where(position_ids == 0, ids, kwargs["labels"])\n' + _FORWARD,
     ),
     _edited(
         "p10_generation_without_positions",
         "Outside of training, position_ids and the mask are not passed on.",
         _HEAD,
-        "            if labels is None or not self.training:\n",
-        "            if labels is None or not self.training:\n"
-        '                kwargs["position_ids"] = torch.zeros_like(kwargs["input_ids"])\n',
+        _OUTSIDE_OF_TRAINING,
+        _OUTSIDE_OF_TRAINING + '                kwargs["position_ids"] = torch.zeros_like(kwargs["input_ids"])\n',
         source="P10",
     ),
     _edited(
         "p10_stale_signature",
         "The patched forward does not know an argument that generate() passes.",
         _HEAD,
-        "            if labels is None or not self.training:\n",
+        _OUTSIDE_OF_TRAINING,
         '            if kwargs.get("past_key_values") is not None:\n'
         "                raise TypeError(\"forward() got an unexpected keyword argument 'past_key_values'\")\n"
-        "            if labels is None or not self.training:\n",
+        + _OUTSIDE_OF_TRAINING,
         source="P10",
         dies="raised",
     ),
@@ -238,9 +237,8 @@ MUTANTS = (
         "evaluation_loss_of_another_reduction",
         "In evaluation the loss is the sum over the tokens.",
         _HEAD,
-        "            if labels is None or not self.training:\n                return upstream(self, *args, **kwargs)\n",
-        "            if labels is None or not self.training:\n"
-        "                output = upstream(self, *args, **kwargs)\n"
+        _OUTSIDE_OF_TRAINING + "                return upstream(self, *args, **kwargs)\n",
+        _OUTSIDE_OF_TRAINING + "                output = upstream(self, *args, **kwargs)\n"
         "                if labels is not None:\n"
         "                    output.loss = output.loss * labels.ne(-100).sum()\n"
         "                return output\n",
