@@ -293,7 +293,14 @@ def main() -> int:
     print("\n" + table(rows, ceiling))
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump({"copy_gb_per_s": ceiling, "rows": [asdict(row) for row in rows]}, file, indent=1)
+            result = {
+                "device": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "copy_gb_per_s": ceiling,
+                "rows": [asdict(row) for row in rows],
+            }
+            json.dump(result, file, indent=1)
     return int(failed or not rows)
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,15 +97,16 @@ class CellRecord:
 def write_json(data: Any, path: Path) -> None:
     """``data`` in ``path``, whole and on the disk before it gets that name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-        try:
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
             json.dump(data, file, indent=1, allow_nan=False)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-            os.replace(file.name, path)
-        finally:
-            Path(file.name).unlink(missing_ok=True)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> Any:

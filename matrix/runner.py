@@ -64,7 +64,8 @@ def environment() -> dict[str, str]:
 
 
 def gpu() -> str:
-    if shutil.which("nvidia-smi") is None:
+    """What the first GPU is called, or "none": also where the environment hides it."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or shutil.which("nvidia-smi") is None:
         return "none"
     done = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
     names = done.stdout.split("\n") if done.returncode == 0 else []

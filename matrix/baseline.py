@@ -1,0 +1,209 @@
+"""What the last accepted release did, and in what a run falls short of it. Nothing here runs anything.
+
+Every difference is a :class:`Difference` with the name of the case. What honest noise explains is none: see
+:func:`grown`, :func:`slower` and :func:`bigger` for how far that goes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matrix import records
+from matrix.records import GOOD, NOT_THERE, CellRecord, StageResult, share
+
+SCHEMA = 1
+FILE = Path(__file__).parent / "baseline.json"
+
+# Half the bound is where the replicas of the baseline are themselves (an error ratio's bound is twice the worst
+# replica's). One standard deviation of the noise is a fifth of a bound, which is five of them.
+REPLICAS_REACH = 1 / 2
+NOISE = 1 / 5
+# Between two runs on one kind of GPU, medians of 20 calls differ by clock and temperature, by up to a few percent.
+DRIFT = 0.05
+ALLOCATOR_MIB = 2.0  # what the allocator rounds a block up to
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is worse than in the baseline, or wrong by itself. A note does not fail the gate."""
+
+    where: str
+    kind: str
+    name: str
+    detail: str = ""
+    note: bool = False
+
+    def __str__(self) -> str:
+        detail = f": {self.detail}" if self.detail else ""
+        return f"{self.where}: {self.kind}: {self.name}{detail}"
+
+
+def broken(required: Mapping[str, str], found: Mapping[str, CellRecord], code: str) -> Iterator[Difference]:
+    """What is wrong with the records by themselves: ``required`` has the digest of each cell's file, by name."""
+    for name, digest in required.items():
+        record = found.get(name)
+        if record is None:
+            yield Difference(name, "missing record", name, "it has not run; python -m matrix run makes it")
+            continue
+        if record.code != code or record.digest != digest:
+            what = "of other code" if record.code != code else "of another cell file"
+            yield Difference(name, "stale record", name, f"it is {what}; run the cell again")
+        if not record.complete:
+            ran = ", ".join(stage.name for stage in record.stages) or "none"
+            yield Difference(name, "partial record", name, f"not every stage has run, only {ran}")
+        for deviation in record.deviations:
+            yield Difference(name, "not the cell's environment", deviation.split()[0], deviation)
+        for stage in record.stages:
+            yield from _failed(name, stage)
+
+
+def _failed(cell: str, stage: StageResult) -> Iterator[Difference]:
+    where = f"{cell} {stage.name}"
+    if stage.status == "nothing ran" or not (stage.passed or stage.failed):
+        yield Difference(where, "nothing ran", stage.name, stage.reason)
+    elif stage.status != "passed" and not stage.failed:
+        yield Difference(where, "failed stage", stage.name, stage.reason)
+    for case, message in stage.failed.items():
+        yield Difference(where, "failed case", case, message.splitlines()[0] if message else "")
+    for name, finding in stage.findings.items():
+        if finding.verdict not in (*GOOD, NOT_THERE):
+            yield Difference(where, "failed verdict", name, f"{finding.verdict}: {finding.reason}")
+
+
+def worse(before: CellRecord, after: CellRecord) -> Iterator[Difference]:
+    """In what ``after`` falls short of ``before``, the same cell. Where upstream itself moved, missing is a note."""
+    moved = [
+        f"{package} {before.environment.get(package)} is now {after.environment.get(package)}"
+        for package in ("transformers", "trl")
+        if before.environment.get(package) != after.environment.get(package)
+    ]
+    if moved:
+        yield Difference(after.cell, "upstream moved", after.cell, "; ".join(moved), note=True)
+    stages = {stage.name: stage for stage in after.stages}
+    for old in before.stages:
+        new = stages.get(old.name)
+        where = f"{after.cell} {old.name}"
+        if new is None:
+            yield Difference(where, "missing stage", old.name)
+            continue
+        for case in old.passed:
+            if case in new.skipped:
+                yield Difference(where, "skipped case", case, new.skipped[case].splitlines()[0], note=bool(moved))
+            elif case not in new.failed and case not in new.passed:
+                yield Difference(where, "missing case", case, "it passed before", note=bool(moved))
+        for name, finding in old.findings.items():
+            if name not in new.findings:
+                if finding.verdict in GOOD:
+                    yield Difference(where, "missing verdict", name, note=bool(moved))
+                continue
+            for difference in _worse_finding(where, name, finding, new.findings[name]):
+                yield dataclasses.replace(difference, note=bool(moved) and difference.kind != "grown error")
+
+
+def _worse_finding(where: str, name: str, old: records.Finding, new: records.Finding) -> Iterator[Difference]:
+    if old.verdict in GOOD and new.verdict == NOT_THERE:
+        yield Difference(where, "absent verdict", name, new.reason)
+        return
+    for kernel, count in old.census.items():
+        if new.census.get(kernel, 0) < count:
+            yield Difference(where, "smaller census", name, f"{kernel}: {new.census.get(kernel, 0)} instead of {count}")
+    for kernel, count in old.launches.items():
+        if count and not new.launches.get(kernel):
+            yield Difference(where, "kernel not launched", name, kernel)
+    for reason in new.fallbacks.keys() - old.fallbacks.keys():
+        yield Difference(where, "new fallback", name, reason)
+    for kind, statistic in old.statistics.items():
+        if kind not in new.statistics:
+            yield Difference(where, "missing statistic", name, kind)
+        elif grown(statistic, new.statistics[kind]):
+            value = new.statistics[kind]
+            shown = f"{kind} of {value['quantity']}: {share(value):.2f} of its bound, {share(statistic):.2f} before"
+            yield Difference(where, "grown error", name, shown)
+
+
+def grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether a statistic's share of its bound grew by more than noise does: it is further out than the replicas of
+    the baseline are themselves, and by more than a standard deviation further than it was."""
+    return share(dict(after)) > max(REPLICAS_REACH, share(dict(before)) + NOISE)
+
+
+def worse_kernels(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
+    """Kernels that got slower or bigger; both are what ``python -m benchmarks --json`` wrote."""
+    if before["device"] != after["device"]:
+        detail = f"measured on {after['device']}, the baseline on {before['device']}"
+        yield Difference("kernels", "other machine", str(after["device"]), detail)
+        return
+    rows = {(row["op"], row["shape"]): row for row in after["rows"]}
+    for old in before["rows"]:
+        name = f"{old['op']} {old['shape']}"
+        new = rows.get((old["op"], old["shape"]))
+        if new is None:
+            yield Difference("kernels", "missing kernel", name)
+            continue
+        if slower(old, new):
+            yield Difference("kernels", "slower kernel", name, f"{new['ours_ms']:.3f} ms, {old['ours_ms']:.3f} before")
+        if bigger(old, new):
+            shown = f"{new['ours_mib']:.0f} MiB, {old['ours_mib']:.0f} before"
+            yield Difference("kernels", "bigger kernel", name, shown)
+
+
+def slower(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+    """Whether the median grew by more than the drift between two runs and the quartiles' spread in each."""
+    allowed = before["ours_ms"] * (1 + DRIFT) + before["spread_ms"] + after["spread_ms"]
+    return not after["ours_ms"] <= allowed
+
+
+def bigger(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+    return not after["ours_mib"] <= before["ours_mib"] + ALLOCATOR_MIB
+
+
+@dataclass
+class Baseline:
+    """The records of the last accepted release.
+
+    Attributes:
+        cells: by name, without what a comparison does not need.
+        kernels: what ``python -m benchmarks --json`` wrote, or None where there was no GPU.
+        history: who accepted what, when and why, the newest last.
+    """
+
+    cells: dict[str, CellRecord]
+    kernels: dict[str, Any] | None
+    history: list[dict[str, Any]]
+
+
+def load(path: Path = FILE) -> Baseline | None:
+    """The baseline in ``path``, or None where none was ever accepted.
+
+    Raises:
+        ValueError: it cannot be read, or is of another schema.
+    """
+    if not path.exists():
+        return None
+    data = records.read_json(path)
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: is no baseline of schema {SCHEMA}; gate --accept REASON writes one")
+    cells = {name: records.from_dict(record, f"{path}: {name}") for name, record in data["cells"].items()}
+    return Baseline(cells, data["kernels"], data["history"])
+
+
+def save(baseline: Baseline, path: Path = FILE) -> None:
+    cells = {name: dataclasses.asdict(_stripped(record)) for name, record in baseline.cells.items()}
+    data = {"schema": SCHEMA, "history": baseline.history, "kernels": baseline.kernels, "cells": cells}
+    records.write_json(data, path)
+
+
+def _stripped(record: CellRecord) -> CellRecord:
+    kept = {name: version for name, version in record.environment.items() if name in _COMPARED}
+    return dataclasses.replace(record, environment=kept)
+
+
+_COMPARED = ("torch", "triton", "transformers", "trl", "accelerate")
+
+
+def failing(differences: Sequence[Difference]) -> list[Difference]:
+    return [difference for difference in differences if not difference.note]

@@ -1,0 +1,184 @@
+"""The gate before a release: run everything, judge the records, compare with the baseline; yes or no."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matrix import baseline, cells, records, report, runner
+from matrix.baseline import Baseline, Difference
+from matrix.cells import Cell
+from matrix.records import CellRecord
+from matrix.stages import STAGES
+
+SCHEMA = 1
+# The project's own environment is judged like a cell: unit tests, the proof in its long form, mutants, packaging.
+PROJECT = Cell("project", "unit tests, the proof, mutants and packaging", {}, "project", "")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """``python -m matrix gate``: 0 when a release may go out, 1 when not.
+
+    Raises:
+        ValueError: an option makes no sense, or a file cannot be read.
+    """
+    if arguments.accept is not None and not arguments.accept.strip():
+        raise ValueError("--accept takes the reason why these records are the new baseline")
+    if arguments.kernels and arguments.without_gpu:
+        raise ValueError("--kernels and --without-gpu exclude each other")
+    chosen = cells.select([])
+    if not arguments.no_run:
+        workers = runner.cpus()
+        runner.run_stages(PROJECT, STAGES["project"], arguments.records, workers)
+        runner.tox(chosen, arguments.jobs, ["--workers", str(max(1, workers // arguments.jobs))])
+    found = records.load_folder(arguments.records)
+    kernels = read_kernels(arguments.kernels) if arguments.kernels else None
+    before = baseline.load()
+    required = {cell.name: cell.digest for cell in (PROJECT, *chosen)}
+    code = runner.code_digest()
+    alone = list(baseline.broken(required, found, code))
+    compared = compare(
+        before, {name: found[name] for name in required if name in found}, kernels, arguments.without_gpu
+    )
+    differences = [*alone, *compared]
+    if arguments.accept is not None:
+        if alone:
+            report.differences(alone)
+            raise ValueError(f"--accept: {len(alone)} things are wrong with the records themselves; see above")
+        accept(before, {name: found[name] for name in required}, kernels, arguments.accept, compared)
+        differences = [dataclasses.replace(difference, note=True) for difference in differences]
+    verdict = "pass" if not baseline.failing(differences) else "fail"
+    result = {
+        "schema": SCHEMA,
+        "verdict": verdict,
+        "at": now(),
+        "commit": runner.commit(),
+        "code": code,
+        "baseline": before.history[-1] if before else None,
+        "differences": [dataclasses.asdict(difference) for difference in differences],
+        "cells": {name: summary(found.get(name)) for name in required},
+        "kernels": "measured" if kernels else "not measured",
+    }
+    records.write_json(result, arguments.output / "gate.json")
+    (arguments.output / "gate.md").write_text(markdown(result), encoding="utf-8")
+    report.gate(result, differences)
+    return int(verdict != "pass")
+
+
+def compare(
+    before: Baseline | None,
+    found: dict[str, CellRecord],
+    kernels: dict[str, Any] | None,
+    without_gpu: bool,
+) -> list[Difference]:
+    """In what ``found`` and ``kernels`` fall short of the baseline; there must be one."""
+    if before is None:
+        detail = "nothing was ever accepted; look at the records, then gate --accept REASON"
+        return [Difference("baseline", "no baseline", baseline.FILE.name, detail)]
+    differences = []
+    for name, old in before.cells.items():
+        if name not in found:
+            if name not in (PROJECT.name, *cells.load_all()):
+                differences.append(Difference(name, "missing cell", name, "the baseline has it"))
+            continue  # a cell that exists and has no record is broken by itself
+        differences += baseline.worse(old, found[name])
+    if before.kernels is not None and kernels is not None:
+        differences += baseline.worse_kernels(before.kernels, kernels)
+    elif before.kernels is not None:
+        detail = "pass --kernels FILE, or say --without-gpu"
+        differences.append(Difference("kernels", "not measured", "every kernel", detail, note=without_gpu))
+    return differences
+
+
+def read_kernels(path: Path) -> dict[str, Any]:
+    """What ``python -m benchmarks --json`` wrote.
+
+    Raises:
+        ValueError: it is no such file, or has no row.
+    """
+    data = records.read_json(path)
+    if not isinstance(data, dict) or not data.get("rows") or "device" not in data:
+        raise ValueError(f"{path}: has no measured kernels; python -m benchmarks --json FILE writes them")
+    return data
+
+
+def accept(
+    before: Baseline | None,
+    found: dict[str, CellRecord],
+    kernels: dict[str, Any] | None,
+    why: str,
+    differences: Sequence[Difference],
+) -> None:
+    """Make ``found`` the baseline, and note who did it, when, why, and what it lets go."""
+    entry = {
+        "who": git_user(),
+        "when": now(),
+        "why": why,
+        "commit": runner.commit(),
+        "what": [str(difference) for difference in differences],
+    }
+    history = [*(before.history if before else []), entry]
+    kept = kernels if kernels is not None else (before.kernels if before else None)
+    baseline.save(Baseline(found, kept, history))
+
+
+def git_user() -> str:
+    """The git user.
+
+    Raises:
+        ValueError: git knows none, so nobody could be named.
+    """
+    found = []
+    for key in ("user.name", "user.email"):
+        done = subprocess.run(["git", "config", key], cwd=cells.ROOT, capture_output=True, text=True)
+        found.append(done.stdout.strip())
+    if not found[0]:
+        raise ValueError("--accept notes who accepts, and git knows no user; set git config user.name")
+    return f"{found[0]} <{found[1]}>" if found[1] else found[0]
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def summary(record: CellRecord | None) -> dict[str, Any]:
+    if record is None:
+        return {"passed": False, "stages": {}}
+    stages = {
+        stage.name: {
+            "status": stage.status,
+            "passed": len(stage.passed),
+            "failed": len(stage.failed),
+            "skipped": len(stage.skipped),
+            "seconds": stage.seconds,
+        }
+        for stage in record.stages
+    }
+    return {"passed": record.passed, "at": record.at, "machine": record.machine, "stages": stages}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """For a release note."""
+    lines = [
+        f"## Release gate: {result['verdict']}",
+        "",
+        f"Commit {result['commit'] or 'unknown'}, {result['at']}.",
+        "",
+    ]
+    lines += ["| cell | result | passed | failed | skipped | s |", "|---|---|---|---|---|---|"]
+    for name, cell in result["cells"].items():
+        counts = [sum(stage[key] for stage in cell["stages"].values()) for key in ("passed", "failed", "skipped")]
+        seconds = sum(stage["seconds"] for stage in cell["stages"].values())
+        shown = "pass" if cell["passed"] else "fail"
+        lines.append(f"| {name} | {shown} | {' | '.join(map(str, counts))} | {seconds:.0f} |")
+    lines += ["", f"Kernel speed and memory: {result['kernels']}."]
+    for title, note in (("Fails", False), ("Notes", True)):
+        rows = [row for row in result["differences"] if row["note"] is note]
+        if rows:
+            lines += ["", f"### {title}", "", *(f"- {Difference(**row)}" for row in rows)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,95 @@
+"""How cells, records and the gate's decision read: tables for a terminal, Markdown, JSON for a CI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matrix import cells, records, runner
+from matrix.baseline import Difference, failing
+from matrix.records import CellRecord
+
+_MOST_ROWS = 60
+
+
+def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console  # a cell's environment need not have it
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(soft_wrap=False).print(table)
+
+
+def list_cells() -> int:
+    rows = [
+        (cell.name, *(cell.version(package) for package in ("transformers", "trl", "triton")), cell.why)
+        for cell in cells.load_all().values()
+    ]
+    _print("cells", ("cell", "transformers", "trl", "triton", "why it exists"), rows)
+    return 0
+
+
+def print_jobs() -> int:
+    """``{"include": [{"cell": name}, ...]}``: what ``strategy.matrix`` takes."""
+    print(json.dumps({"include": [{"cell": name} for name in cells.load_all()]}))
+    return 0
+
+
+def show(folder: Path, names: Sequence[str], markdown: bool = False) -> int:
+    """Print what the records of the named cells say; 1 unless every one is of this code and passed."""
+    found = records.load_folder(folder)
+    code, known = runner.code_digest(), cells.load_all()
+    rows, good = [], True
+    for name in names:
+        record = found.get(name)
+        fresh = record is not None and record.code == code and record.digest == known[name].digest
+        good = good and fresh and record is not None and record.passed
+        rows.append(_row(name, record, fresh))
+    columns = ("cell", "result", "stages: passed/failed/skipped in seconds", "seconds", "why not")
+    if markdown:
+        print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+        for row in rows:
+            print(f"| {' | '.join(row)} |")
+    else:
+        _print("records", columns, rows)
+    return int(not good)
+
+
+def _row(name: str, record: CellRecord | None, fresh: bool) -> tuple[str, ...]:
+    if record is None:
+        return name, "no record", "", "", "it has not run, or its environment could not be made"
+    stages = [f"{s.name} {len(s.passed)}/{len(s.failed)}/{len(s.skipped)} in {s.seconds:.0f}" for s in record.stages]
+    reasons = [f"{stage.name}: {stage.reason}" for stage in record.stages if stage.status != "passed"]
+    result = "passed" if record.passed else "failed" if reasons else "partial"
+    if not fresh:
+        result += ", of other code"
+    return name, result, "; ".join(stages), f"{record.seconds:.0f}", "; ".join([*record.deviations, *reasons])
+
+
+def differences(found: Sequence[Difference]) -> None:
+    rows = [("note" if d.note else "FAILS", d.where, d.kind, d.name, d.detail[:300]) for d in found]
+    if len(rows) > _MOST_ROWS:
+        rows = [*rows[:_MOST_ROWS], ("", "", f"and {len(rows) - _MOST_ROWS} more", "gate.json has all of them", "")]
+    _print("differences", ("", "where", "what", "name", "detail"), rows)
+
+
+def gate(result: dict[str, Any], found: Sequence[Difference]) -> None:
+    """The cells, what fails by name, and the decision."""
+    rows = []
+    for name, cell in result["cells"].items():
+        counts = [str(sum(stage[key] for stage in cell["stages"].values())) for key in ("passed", "failed", "skipped")]
+        seconds = sum(stage["seconds"] for stage in cell["stages"].values())
+        rows.append((name, "passed" if cell["passed"] else "FAILED", *counts, f"{seconds:.0f}"))
+    _print("gate", ("cell", "result", "passed", "failed", "skipped", "seconds"), rows)
+    if found:
+        differences(sorted(found, key=lambda difference: difference.note))
+    print(
+        f"gate: {result['verdict']} ({len(failing(found))} differences fail, {len(found) - len(failing(found))} notes)"
+    )

@@ -1,0 +1,197 @@
+"""What a run leaves behind: a stage that did nothing fails, a killed run resumes, a partial record is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from matrix import records, runner
+from matrix.cells import Cell
+from matrix.records import CellRecord, Finding
+from matrix.stages import STAGES, Stage
+
+CELL = Cell("tf9.9-trl9.9", "for this test", {}, "test", "0123")
+Stages = Callable[..., tuple[Stage, ...]]
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stages:
+    """``stages(name=source)``: pytest files of this source as the stages of a cell, run outside of this project."""
+    root = tmp_path / "project"
+    root.mkdir()
+    (root / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--records')\n")
+    monkeypatch.setattr(runner, "ROOT", root)
+
+    def make(leaves_records: bool = False, **sources: str) -> tuple[Stage, ...]:
+        for name, source in sources.items():
+            (root / f"test_{name}.py").write_text(source)
+        made = tuple(Stage(name, "", (f"test_{name}.py",), leaves_records=leaves_records) for name in sources)
+        monkeypatch.setitem(STAGES, "test", made)
+        return made
+
+    return make
+
+
+def run(stages: tuple[Stage, ...], folder: Path, **options: bool) -> tuple[CellRecord, list[str]]:
+    said: list[str] = []
+    return runner.run_stages(CELL, stages, folder, say=said.append, **options), said
+
+
+GREEN = "def test_a(): pass\n"
+RED = "def test_a(): assert not 'the reason'\ndef test_b(): pass\n"
+
+
+def test_a_green_run(stages: Stages, tmp_path: Path) -> None:
+    record, _ = run(stages(one=GREEN, two=GREEN), tmp_path)
+    assert record.passed
+    assert record.complete
+    assert record.stages[0].passed == ["test_one::test_a"]
+    assert records.load(tmp_path / "tf9.9-trl9.9.json") == record
+
+
+def test_a_failing_case_is_named(stages: Stages, tmp_path: Path) -> None:
+    record, _ = run(stages(one=RED), tmp_path)
+    (stage,) = record.stages
+    assert (stage.status, stage.passed, list(stage.failed)) == ("failed", ["test_one::test_b"], ["test_one::test_a"])
+    assert "the reason" in stage.failed["test_one::test_a"]
+    assert not record.passed
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["", "import pytest\npytestmark = pytest.mark.skip(reason='no')\ndef test_a(): pass\n"],
+    ids=["no case", "every case skipped"],
+)
+def test_a_stage_that_ran_nothing_fails(source: str, stages: Stages, tmp_path: Path) -> None:
+    record, _ = run(stages(one=source), tmp_path)
+    assert record.stages[0].status == "nothing ran"
+    assert not record.passed
+
+
+def test_a_stage_without_its_records_fails(stages: Stages, tmp_path: Path) -> None:
+    record, _ = run(stages(leaves_records=True, one=GREEN), tmp_path)
+    assert (record.stages[0].status, record.stages[0].reason) == ("nothing ran", "it left no record")
+
+
+def test_a_stage_that_dies_fails(stages: Stages, tmp_path: Path) -> None:
+    record, _ = run(stages(one=GREEN + "def test_b():\n    import os\n    os._exit(0)\n"), tmp_path)
+    assert record.stages[0].status == "failed"
+    assert "ended before it wrote" in record.stages[0].reason
+
+
+def test_a_stage_that_takes_too_long_is_killed(stages: Stages, tmp_path: Path) -> None:
+    (stage,) = stages(one="def test_a():\n    import time\n    time.sleep(600)\n")
+    result = runner.run_stage(stage, tmp_path / "one", 1, timeout=0.5)
+    assert (result.status, result.reason.partition(";")[0]) == ("failed", "killed after 0 s")
+
+
+ONCE = "import pathlib\ndef test_a(): pathlib.Path('ran').open('a').write('x')\n"
+
+
+def test_a_killed_run_resumes_where_it_stopped(stages: Stages, tmp_path: Path) -> None:
+    """The second stage's process is killed from outside together with the run; the first is not repeated."""
+    kill = "def test_a():\n    import os\n    assert 'KILL' not in os.environ\n"
+    made = stages(one=ONCE, two=kill)
+
+    def killed(line: str) -> None:
+        if "two ..." in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_stages(CELL, made, tmp_path, say=killed)
+    partial = records.load(tmp_path / "tf9.9-trl9.9.json")
+    assert [stage.name for stage in partial.stages] == ["one"]
+    assert not partial.complete
+    assert not partial.passed
+    record, said = run(made, tmp_path)
+    assert record.passed
+    assert (tmp_path / "project" / "ran").read_text() == "x"
+    assert [line for line in said if "kept" in line] and "one ..." not in " ".join(said)
+
+
+@pytest.mark.parametrize("changed", ["code", "cell", "environment"])
+def test_nothing_is_kept_of_something_else(
+    changed: str, stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = stages(one=ONCE)
+    run(made, tmp_path)
+    cell = CELL
+    if changed == "code":
+        monkeypatch.setattr(runner, "code_digest", lambda: "other")
+    elif changed == "environment":
+        monkeypatch.setattr(runner, "environment", lambda: {"torch": "0"})
+    else:
+        cell = dataclasses.replace(CELL, digest="other")
+    runner.run_stages(cell, made, tmp_path, say=lambda line: None)
+    assert (tmp_path / "project" / "ran").read_text() == "xx"
+
+
+def test_fresh_repeats_everything(stages: Stages, tmp_path: Path) -> None:
+    made = stages(one=ONCE)
+    run(made, tmp_path)
+    run(made, tmp_path, fresh=True)
+    assert (tmp_path / "project" / "ran").read_text() == "xx"
+
+
+def test_a_failed_stage_is_repeated(stages: Stages, tmp_path: Path) -> None:
+    made = stages(one=ONCE + "def test_b(): assert False\n")
+    run(made, tmp_path)
+    run(made, tmp_path)
+    assert (tmp_path / "project" / "ran").read_text() == "xx"
+
+
+def test_some_stages_are_no_complete_record(stages: Stages, tmp_path: Path) -> None:
+    record, _ = run(stages(one=GREEN, two=GREEN)[:1], tmp_path)
+    assert record.stages[0].status == "passed"
+    assert not record.complete
+    assert not record.passed
+
+
+def test_an_environment_with_other_versions_is_not_the_cell(stages: Stages, tmp_path: Path) -> None:
+    cell = dataclasses.replace(CELL, pins={"pytest": "0.0.1"})
+    record = runner.run_stages(cell, stages(one=GREEN), tmp_path, say=lambda line: None)
+    assert record.deviations == [f"pytest is {pytest.__version__} instead of 0.0.1"]
+    assert not record.passed
+
+
+def test_the_code_digest_sees_a_change(tmp_path: Path) -> None:
+    (tmp_path / "matrix" / "cells").mkdir(parents=True)
+    source = tmp_path / "matrix" / "a.py"
+    source.write_text("1")
+    before = runner.code_digest(tmp_path)
+    (tmp_path / "matrix" / "cells" / "x.txt").write_text("a cell of its own")
+    (tmp_path / "matrix" / "baseline.json").write_text("{}")
+    assert runner.code_digest(tmp_path) == before
+    source.write_text("2")
+    assert runner.code_digest(tmp_path) != before
+
+
+def test_findings_are_read_from_records(tmp_path: Path) -> None:
+    statistics = [
+        {"quantity": "loss", "step": "1", "statistic": "gain", "value": 0.1, "bound": 1.0},
+        {"quantity": "logits", "step": "2", "statistic": "gain", "value": 0.2, "bound": 0.4},
+    ]
+    record = {"model": "gemma", "dtype": "float32", "patch": "a.b:c", "verdict": "equal", "statistics": statistics}
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    (tmp_path / "b.json").write_text(
+        json.dumps({"name": "sft", "verdict": "different", "reason": "so", "census": {"x": 1}})
+    )
+    worst = {"gain": {"value": 0.2, "bound": 0.4, "quantity": "logits", "step": "2"}}
+    expected = {"gemma/float32/c": Finding("equal", "", worst), "sft": Finding("different", "so", census={"x": 1})}
+    assert records.read_findings(tmp_path) == expected
+
+
+def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"a\.json: is no record: it has no verdict"):
+        records.read_findings(tmp_path)
+
+
+def test_a_record_of_another_schema_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"schema": 0}))
+    with pytest.raises(ValueError, match="schema 0; allowed is 1; run the cell again"):
+        records.load(tmp_path / "a.json")
