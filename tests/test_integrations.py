@@ -77,6 +77,19 @@ def test_without_a_model_every_later_one_is_patched_as_it_is_built(tmp_path):
     assert liger_kernels.status(built).fuses_head
 
 
+@pytest.mark.parametrize(("family", "activation"), [("llama", "silu"), ("gemma", "gelu_tanh")])
+def test_a_model_that_is_built_without_initialisation(family, activation, monkeypatch):
+    """``from_pretrained`` switches torch's initialisation off while it builds a model, and memory holds what it held.
+
+    With next to nothing in them, projections make every activation look like every other: act(x) is x / 2 to all of
+    them. The probe's own must not depend on it.
+    """
+    for name in ("kaiming_uniform_", "uniform_"):
+        monkeypatch.setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor.detach().fill_(1e-7))
+    report = liger_kernels.patch(tiny(family))
+    assert {r.formula for r in report.replaced if r.was.endswith("MLP")} == {f"down({activation}(gate) * up)"}
+
+
 def test_auto_class(tmp_path):
     plain = tiny("gemma2")
     plain.save_pretrained(tmp_path)

@@ -97,7 +97,7 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
         shapes[gate] = (hidden, 2 * inner)
     else:
         shapes[up] = (hidden, inner)
-    small = {name: nn.Linear(*shape, dtype=torch.float64) for name, shape in shapes.items()}
+    small = {name: _random_linear(*shape) for name, shape in shapes.items()}
     clone = bare_copy(module, **small)
     clone.__dict__["training"] = True
     x = 2 * torch.randn(2, 3, hidden, dtype=torch.float64)
@@ -112,6 +112,14 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
         if relative_difference(y, small[down](product)) < SAME_FORMULA:
             return GluRecipe(activation, gate, up, down, gate_first)
     return None
+
+
+def _random_linear(inputs: int, outputs: int) -> nn.Linear:
+    """Its own random numbers, not torch's initialisation: ``from_pretrained`` may have switched that off."""
+    linear = nn.Linear(inputs, outputs, dtype=torch.float64)
+    for parameter in linear.parameters():
+        parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) / inputs**0.5)
+    return linear
 
 
 def _roles(module: nn.Module) -> list[tuple[str, str | None, str]]:
