@@ -1,0 +1,356 @@
+"""The gate on synthetic records: each thing that must fail it does so by name, and noise does not."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matrix import __main__ as command
+from matrix import baseline, cells, gate, records, runner
+from matrix.baseline import Baseline, Difference
+from matrix.cells import Cell
+from matrix.records import CellRecord, Finding, StageResult
+
+CELL = Cell("tf9.9-trl9.9", "for this test", {}, "versions", "0123")
+CODE = "c0de"
+WORST = {"error ratio": {"value": 1.2, "bound": 2.4, "quantity": "loss", "step": "1"}}
+KERNELS = {
+    "device": "GPU",
+    "rows": [{"op": "rope", "shape": "4x8", "ours_ms": 1.0, "spread_ms": 0.01, "ours_mib": 100.0}],
+}
+
+
+def stage(name: str) -> StageResult:
+    finding = Finding("equal", "", copy.deepcopy(WORST), {"rms_norm": 5}, {"_rms_norm_fwd_kernel": 9})
+    return StageResult(name, ["python"], "passed", passed=[f"{name}::a", f"{name}::b"], findings={"llama": finding})
+
+
+def record(cell: Cell) -> CellRecord:
+    machine = {"cpus": "2", "gpu": "none", "platform": "Linux", "python": "3.11"}
+    environment = {"transformers": "9.9.0", "trl": "9.9.9"}
+    stages = [stage("models"), stage("convergence")]
+    at = "2026-11-21T00:00:00+00:00"
+    return CellRecord(cell.name, cell.digest, CODE, "abc", environment, machine, at, [], stages, True)
+
+
+Gate = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """``decide(break)``: the gate's result for records that were accepted and then changed by ``break(records)``."""
+    monkeypatch.setattr(runner, "code_digest", lambda: CODE)
+    monkeypatch.setattr(cells, "load_all", lambda: {CELL.name: CELL})
+    monkeypatch.setattr(gate, "git_user", lambda: "Somebody <some@body>")
+    monkeypatch.setattr(baseline, "FILE", tmp_path / "baseline.json")
+    monkeypatch.setattr(baseline.load, "__defaults__", (tmp_path / "baseline.json",))
+    monkeypatch.setattr(baseline.save, "__defaults__", (tmp_path / "baseline.json",))
+    monkeypatch.setenv("COLUMNS", "200")
+    folder = tmp_path / "records"
+
+    def run(*options: str) -> int:
+        return command.main(["--records", str(folder), "gate", "--no-run", "--output", str(tmp_path), *options])
+
+    def decide(
+        change: Callable[[CellRecord], None] = lambda record: None,
+        kernels: dict[str, Any] | None = None,
+        then: dict[str, Any] | None = None,
+        options: tuple[str, ...] = (),
+    ) -> dict[str, Any]:
+        both = [record(gate.PROJECT), record(CELL)]
+        for one in both:
+            records.write(one, folder)
+        before, after = tmp_path / "before.json", tmp_path / "after.json"
+        before.write_text(json.dumps(kernels))
+        after.write_text(json.dumps(then))
+        assert run("--accept", "the first", *(("--kernels", str(before)) if kernels else ())) == 0
+        change(both[1])
+        records.write(both[1], folder)
+        code = run(*(("--kernels", str(after)) if then else ()), *options)
+        result = json.loads((tmp_path / "gate.json").read_text())
+        assert code == (0 if result["verdict"] == "pass" else 1)
+        return result
+
+    return decide
+
+
+def failures(result: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(row["kind"], row["name"]) for row in result["differences"] if not row["note"]]
+
+
+def test_the_same_records_pass(decide: Gate, tmp_path: Path) -> None:
+    result = decide()
+    assert result["verdict"] == "pass"
+    assert result["differences"] == []
+    assert "## Release gate: pass" in (tmp_path / "gate.md").read_text()
+
+
+def fail_case(record: CellRecord) -> None:
+    last = record.stages[1]
+    last.status, last.passed, last.failed = "failed", ["convergence::a"], {"convergence::b": "the reason"}
+
+
+def skip_case(record: CellRecord) -> None:
+    record.stages[1].passed.remove("convergence::b")
+    record.stages[1].skipped["convergence::b"] = "not today"
+
+
+def lose_case(record: CellRecord) -> None:
+    record.stages[1].passed.remove("convergence::b")
+
+
+def lose_verdict(record: CellRecord) -> None:
+    del record.stages[1].findings["llama"]
+
+
+def wrong_verdict(record: CellRecord) -> None:
+    record.stages[1].findings["llama"].verdict = "different"
+
+
+def absent_verdict(record: CellRecord) -> None:
+    record.stages[1].findings["llama"].verdict = "absent"
+
+
+def shrink_census(record: CellRecord) -> None:
+    record.stages[0].findings["llama"].census["rms_norm"] = 4
+
+
+def stop_launching(record: CellRecord) -> None:
+    record.stages[0].findings["llama"].launches.clear()
+
+
+def fall_back(record: CellRecord) -> None:
+    record.stages[0].findings["llama"].fallbacks["somebody reads the logits"] = 1
+
+
+def grow_error(record: CellRecord) -> None:
+    record.stages[1].findings["llama"].statistics["error ratio"]["value"] = 1.8
+
+
+def lose_statistic(record: CellRecord) -> None:
+    record.stages[1].findings["llama"].statistics.clear()
+
+
+def run_nothing(record: CellRecord) -> None:
+    last = record.stages[1]
+    last.status, last.passed, last.findings = "nothing ran", [], {}
+
+
+def stop_early(record: CellRecord) -> None:
+    record.complete = False
+    record.stages.pop()
+
+
+def change_code(record: CellRecord) -> None:
+    record.code = "other"
+
+
+def change_file(record: CellRecord) -> None:
+    record.digest = "other"
+
+
+def change_environment(record: CellRecord) -> None:
+    record.deviations = ["torch is 2.12.0 instead of 2.13.0"]
+
+
+def time_out(record: CellRecord) -> None:
+    record.stages[1].status, record.stages[1].reason = "failed", "killed after 3600 s"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "name"),
+    [
+        (fail_case, "failed case", "convergence::b"),
+        (skip_case, "skipped case", "convergence::b"),
+        (lose_case, "missing case", "convergence::b"),
+        (wrong_verdict, "failed verdict", "llama"),
+        (lose_verdict, "missing verdict", "llama"),
+        (absent_verdict, "absent verdict", "llama"),
+        (shrink_census, "smaller census", "llama"),
+        (stop_launching, "kernel not launched", "llama"),
+        (fall_back, "new fallback", "llama"),
+        (grow_error, "grown error", "llama"),
+        (lose_statistic, "missing statistic", "llama"),
+        (run_nothing, "nothing ran", "convergence"),
+        (stop_early, "partial record", CELL.name),
+        (change_code, "stale record", CELL.name),
+        (change_file, "stale record", CELL.name),
+        (change_environment, "not the cell's environment", "torch"),
+        (time_out, "failed stage", "convergence"),
+    ],
+)
+def test_what_is_worse_fails_by_name(
+    change: Callable[[CellRecord], None], kind: str, name: str, decide: Gate, tmp_path: Path
+) -> None:
+    result = decide(change)
+    assert result["verdict"] == "fail"
+    assert (kind, name) in failures(result)
+    assert f"{kind}: {name}" in (tmp_path / "gate.md").read_text()
+
+
+def test_a_cell_without_a_record_fails(decide: Gate, tmp_path: Path) -> None:
+    decide()
+    (tmp_path / "records" / f"{CELL.name}.json").unlink()
+    assert command.main(["--records", str(tmp_path / "records"), "gate", "--no-run", "--output", str(tmp_path)]) == 1
+    assert failures(json.loads((tmp_path / "gate.json").read_text())) == [("missing record", CELL.name)]
+
+
+def test_a_cell_that_was_removed_fails(decide: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decide()
+    monkeypatch.setattr(cells, "load_all", dict)
+    assert command.main(["--records", str(tmp_path / "records"), "gate", "--no-run", "--output", str(tmp_path)]) == 1
+    assert failures(json.loads((tmp_path / "gate.json").read_text())) == [("missing cell", CELL.name)]
+
+
+def test_no_baseline_fails(decide: Gate, tmp_path: Path) -> None:
+    decide()
+    (tmp_path / "baseline.json").unlink()
+    assert command.main(["--records", str(tmp_path / "records"), "gate", "--no-run", "--output", str(tmp_path)]) == 1
+    assert failures(json.loads((tmp_path / "gate.json").read_text())) == [("no baseline", "baseline.json")]
+
+
+@pytest.mark.parametrize(("value", "fails"), [(1.2, False), (1.6, False), (1.7, True), ("nan", True), ("inf", True)])
+def test_an_error_grows_beyond_noise(value: float | str, fails: bool, decide: Gate) -> None:
+    def change(record: CellRecord) -> None:
+        record.stages[1].findings["llama"].statistics["error ratio"]["value"] = value
+
+    assert (decide(change)["verdict"] == "fail") is fails
+
+
+def test_an_error_below_what_replicas_have_is_noise() -> None:
+    small = {"value": 0.0, "bound": 1.0, "quantity": "loss", "step": "1"}
+    assert not baseline.grown(small, {**small, "value": 0.5})
+    assert baseline.grown(small, {**small, "value": 0.51})
+
+
+def moved(**changes: Any) -> dict[str, Any]:
+    return {**KERNELS, "rows": [{**KERNELS["rows"][0], **changes}]}
+
+
+@pytest.mark.parametrize(
+    ("then", "kind"),
+    [
+        (moved(), None),
+        (moved(ours_ms=1.06), None),
+        (moved(ours_ms=1.08), "slower kernel"),
+        (moved(ours_ms=0.5), None),
+        (moved(ours_ms=float("nan")), "slower kernel"),
+        (moved(ours_mib=101.0), None),
+        (moved(ours_mib=103.0), "bigger kernel"),
+        ({**KERNELS, "rows": [{**KERNELS["rows"][0], "op": "other"}]}, "missing kernel"),
+        ({**KERNELS, "device": "another GPU"}, "other machine"),
+    ],
+)
+def test_kernels(then: dict[str, Any], kind: str | None, decide: Gate) -> None:
+    result = decide(kernels=KERNELS, then=then)
+    assert [found for found, _ in failures(result)] == ([kind] if kind else [])
+
+
+def test_kernels_that_were_not_measured_fail_unless_that_is_said(decide: Gate) -> None:
+    assert failures(decide(kernels=KERNELS)) == [("not measured", "every kernel")]
+    result = decide(kernels=KERNELS, options=("--without-gpu",))
+    assert result["verdict"] == "pass"
+    assert [row["kind"] for row in result["differences"]] == ["not measured"]
+
+
+def test_where_upstream_moved_a_missing_case_is_a_note(decide: Gate) -> None:
+    def change(record: CellRecord) -> None:
+        record.environment["transformers"] = "9.10.0"
+        lose_case(record)
+        shrink_census(record)
+
+    result = decide(change)
+    assert result["verdict"] == "pass"
+    assert {row["kind"] for row in result["differences"]} == {"upstream moved", "missing case", "smaller census"}
+
+
+def test_where_upstream_moved_a_failure_fails(decide: Gate) -> None:
+    def change(record: CellRecord) -> None:
+        record.environment["transformers"] = "9.10.0"
+        fail_case(record)
+        grow_error(record)
+
+    assert {kind for kind, _ in failures(decide(change))} == {"failed case", "grown error"}
+
+
+def test_accepting_notes_who_what_why_when(decide: Gate, tmp_path: Path) -> None:
+    decide(shrink_census)
+    options = ["--records", str(tmp_path / "records"), "gate", "--no-run", "--output", str(tmp_path)]
+    assert command.main([*options, "--accept", "one norm less is right"]) == 0
+    first, second = json.loads((tmp_path / "baseline.json").read_text())["history"]
+    assert (first["why"], second["why"]) == ("the first", "one norm less is right")
+    assert second["who"] == "Somebody <some@body>"
+    assert second["when"].startswith("20")
+    assert second["what"] == [f"{CELL.name} models: smaller census: llama: rms_norm: 4 instead of 5"]
+    assert command.main(options) == 0
+
+
+@pytest.mark.parametrize("change", [fail_case, stop_early, run_nothing, change_code])
+def test_broken_records_cannot_be_accepted(
+    change: Callable[[CellRecord], None], decide: Gate, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decide(change)
+    before = (tmp_path / "baseline.json").read_text()
+    options = ["--records", str(tmp_path / "records"), "gate", "--no-run", "--output", str(tmp_path)]
+    assert command.main([*options, "--accept", "anyway"]) == 2
+    assert "wrong with the records themselves" in capsys.readouterr().err
+    assert (tmp_path / "baseline.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--accept", " "), "--accept takes the reason"),
+        (("--kernels", "x.json", "--without-gpu"), "exclude each other"),
+        (("--kernels", "nowhere.json"), "cannot be read"),
+    ],
+)
+def test_bad_options(options: tuple[str, ...], message: str, decide: Gate, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["gate", "--no-run", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_baseline_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    baseline.save(Baseline({CELL.name: record(CELL)}, KERNELS, [{"why": "so"}]), path)
+    loaded = baseline.load(path)
+    assert loaded is not None
+    assert loaded.cells[CELL.name].stages == record(CELL).stages
+    path.write_text('{"schema": 0}')
+    with pytest.raises(ValueError, match="is no baseline of schema 1"):
+        baseline.load(path)
+
+
+def test_the_committed_baseline_can_be_read() -> None:
+    accepted = baseline.load()
+    assert accepted is not None
+    assert accepted.history
+    assert accepted.cells.keys() >= {"project", *cells.load_all()}
+
+
+def test_a_difference_reads_as_one_line() -> None:
+    difference = Difference("a cell", "missing case", "test_x", "it passed before")
+    assert str(difference) == "a cell: missing case: test_x: it passed before"
+
+
+def test_the_gate_runs_everything_first(decide: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decide()
+    ran: list[str] = []
+    monkeypatch.setattr(runner, "run_stages", lambda cell, *_: ran.append(cell.name))
+    monkeypatch.setattr(runner, "tox", lambda chosen, *_: ran.extend(cell.name for cell in chosen))
+    arguments = command.parser().parse_args(["--records", str(tmp_path / "records"), "gate", "--output", str(tmp_path)])
+    assert isinstance(arguments, argparse.Namespace)
+    assert gate.main(arguments) == 0
+    assert ran == ["project", CELL.name]
+
+
+def test_every_field_of_a_record_is_kept() -> None:
+    one = record(CELL)
+    assert records.from_dict(json.loads(json.dumps(dataclasses.asdict(one))), "here") == one
