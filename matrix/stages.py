@@ -42,6 +42,12 @@ STAGES = {
             (*_CONVERGENCE, "--models", "core"),
             leaves_records=True,
         ),
+        Stage(
+            "trainers",
+            "the Trainer and trl's trainers, patched and unpatched; upstream's flags; what once went wrong",
+            ("matrix/trainers",),
+            leaves_records=True,
+        ),
     ),
     "triton": (
         Stage(

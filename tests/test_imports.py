@@ -22,6 +22,7 @@ ALLOWED = {
     "convergence": {"liger_kernels", "liger_kernels.ops", "liger_kernels.patching", "liger_kernels.integrations"},
     "matrix": set(),
     # Runs inside of a cell, on what the cell has installed.
+    "matrix.checks": {"liger_kernels", "liger_kernels.ops"},
     "matrix.trainers": {
         "convergence",
         "liger_kernels",
