@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 
 from convergence import tolerance
-from convergence.train import HIDDEN, LOGITS, TARGET_LOGIT, TRAINING_LOGITS, Trajectory
+from convergence.train import HIDDEN, INITIAL, LOGITS, TARGET_LOGIT, TRAINING_LOGITS, Trajectory
 
 # What a patch of somebody else need not have.
 _NOT_OBSERVABLE = (LOGITS, TARGET_LOGIT, HIDDEN, TRAINING_LOGITS)
@@ -210,7 +210,8 @@ def _judge_error_ratios(measured: dict[str, _Measured], verdict: Verdict) -> Non
                 left_out = float((honest[r] / _reference(others, m.floor)).square().mean().sqrt())
                 worst_replica[kind] = max(worst_replica.get(kind, 0.0), left_out)
     for kind, values in ratios.items():
-        bound = tolerance.ratio_bound(worst_replica[kind], scalar=kind[1])
+        phase, scalar, _ = kind
+        bound = tolerance.ratio_bound(worst_replica[kind], one_draw=scalar or phase != INITIAL)
         for quantity, worst, pooled in values:
             statistic = Statistic(quantity, worst, "error ratio", pooled, bound)
             verdict.judge(statistic)

@@ -70,15 +70,19 @@ SIGMAS = 5.0
 REPLICAS = 5
 
 
-def ratio_bound(worst_replica: float, scalar: bool) -> float:
+def ratio_bound(worst_replica: float, one_draw: bool) -> float:
     """What an error ratio may be: the factor of the three-way rule times ``worst_replica``, the largest ratio that a
     replica of the baseline has when the others judge it. That is near 1.2 where errors are sums of many roundings, and
     several times as much where AdamW turns the sign of a gradient's noise into a step.
 
-    The ratio of a ``scalar`` (a loss, a gradient norm) averages over nothing: it is one draw of the noise in standard
-    deviations, and twice the largest of a few other draws is no bound on that. It may be as many as a gain may be."""
+    ``one_draw``: the ratio averages over nothing but is one draw of the noise in standard deviations, and twice the
+    largest of a few other draws is no bound on that. It may be as many as a gain may be. A number alone (a loss, a
+    gradient norm) is one draw; so is whatever the steps of an optimizer have led to, because they let noise grow along
+    few directions, in all tensors at once. Measured: of 2,400 honest runs on a GPU, one was beyond twice the largest
+    replica, by 1.08, in the last step of SGD, with 22 of its tensors together; none was in the initial phase.
+    """
     bound = THREE_WAY_FACTOR * max(1.0, worst_replica)
-    return max(SIGMAS, bound) if scalar else bound
+    return max(SIGMAS, bound) if one_draw else bound
 
 
 def gain_bound(sigma: float, dtype: torch.dtype, steps: float) -> float:
