@@ -108,6 +108,8 @@ def _worse_finding(where: str, name: str, old: records.Finding, new: records.Fin
     if old.verdict in GOOD and new.verdict == NOT_THERE:
         yield Difference(where, "absent verdict", name, new.reason)
         return
+    if old.verdict in GOOD and new.verdict in GOOD and new.verdict != old.verdict:
+        yield Difference(where, "changed verdict", name, f"{new.verdict} instead of {old.verdict}")
     for kernel, count in old.census.items():
         if new.census.get(kernel, 0) < count:
             yield Difference(where, "smaller census", name, f"{kernel}: {new.census.get(kernel, 0)} instead of {count}")

@@ -17,7 +17,9 @@ from xml.etree import ElementTree
 
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.
 SCHEMA = 1
-GOOD = ("equal", "patched")
+# What a case of the proof, a model class and a trainer say when all is well; the last is a fact about upstream.
+GOOD = ("equal", "patched", "same", "upstream leaks")
+NAMED_BY = (("name",), ("model", "dtype", "patch"), ("case", "family", "way"))
 NOT_THERE = "absent"  # the verdict on what this version of upstream does not have
 
 
@@ -188,7 +190,7 @@ def _first_lines(message: str, length: int = 600) -> str:
 def read_findings(folder: Path) -> dict[str, Finding]:
     """What the JSON records below ``folder`` say, by name.
 
-    A record is an object with a ``verdict`` and a ``name``, or ``model``, ``dtype`` and ``patch`` instead of one;
+    A record is an object with a ``verdict``, and what :data:`NAMED_BY` says it is named by;
     ``reason``, ``census``, ``launches``, ``fallbacks`` and ``statistics`` (a list of objects with ``statistic``,
     ``value``, ``bound``, ``quantity``, ``step``) may be there.
 
@@ -200,14 +202,17 @@ def read_findings(folder: Path) -> dict[str, Finding]:
         data = read_json(path)
         if not isinstance(data, dict) or not isinstance(data.get("verdict"), str):
             raise ValueError(f"{path}: is no record: it has no verdict")
-        name = data.get("name") or "/".join((data["model"], data["dtype"], data["patch"].rpartition(":")[2]))
+        keys = next((keys for keys in NAMED_BY if all(isinstance(data.get(key), str) for key in keys)), None)
+        if keys is None:
+            raise ValueError(f"{path}: is no record: it has no name; allowed are {NAMED_BY}")
+        name = "/".join(data[key].rpartition(":")[2] for key in keys)
         if name in found:
             raise ValueError(f"{path}: a second record of {name}")
         worst: dict[str, dict[str, Any]] = {}
         for statistic in data.get("statistics", []):
             kind = statistic["statistic"]
             if kind not in worst or share(statistic) > share(worst[kind]):
-                worst[kind] = {key: statistic[key] for key in ("value", "bound", "quantity", "step")}
+                worst[kind] = {key: _plain(statistic[key]) for key in ("value", "bound", "quantity", "step")}
         found[name] = Finding(
             data["verdict"],
             str(data.get("reason", "")),
@@ -215,6 +220,11 @@ def read_findings(folder: Path) -> dict[str, Finding]:
             *(dict(data.get(key, {})) for key in ("census", "launches", "fallbacks")),
         )
     return found
+
+
+def _plain(value: Any) -> Any:
+    """A number that JSON does not have becomes text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def share(statistic: dict[str, Any]) -> float:

@@ -23,8 +23,12 @@ from matrix.stages import STAGES, Stage
 
 RECORDS = ROOT / "records" / "matrix"
 TIMEOUT = 3600.0
-# What runs in a cell, or decides how; the baseline is only compared with.
-_SOURCE = ("liger_kernels", "convergence", "matrix", "tests", "conftest.py", "pyproject.toml", "tox.ini")
+# What runs in a cell, or decides how. What only reads records afterwards is not among it.
+_RUNS = ("checks", "trainers", "records.py", "runner.py", "stages.py")
+_SOURCE = (
+    *("liger_kernels", "convergence", "tests", "conftest.py", "pyproject.toml", "tox.ini"),
+    *(f"matrix/{name}" for name in _RUNS),
+)
 _SUFFIXES = (".py", ".toml", ".ini", ".txt", ".jinja")
 
 
@@ -34,8 +38,7 @@ def code_digest(root: Path = ROOT) -> str:
     files = [path for top in tops for path in (top.rglob("*") if top.is_dir() else [top])]
     digest = hashlib.sha256()
     for path in sorted(file for file in files if file.suffix in _SUFFIXES and file.is_file()):
-        if path.parent != root / "matrix" / "cells":  # a cell's own file counts for that cell only
-            digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -118,6 +118,10 @@ def absent_verdict(record: CellRecord) -> None:
     record.stages[1].findings["llama"].verdict = "absent"
 
 
+def change_verdict(record: CellRecord) -> None:
+    record.stages[1].findings["llama"].verdict = "upstream leaks"
+
+
 def shrink_census(record: CellRecord) -> None:
     record.stages[0].findings["llama"].census["rms_norm"] = 4
 
@@ -173,6 +177,7 @@ def time_out(record: CellRecord) -> None:
         (wrong_verdict, "failed verdict", "llama"),
         (lose_verdict, "missing verdict", "llama"),
         (absent_verdict, "absent verdict", "llama"),
+        (change_verdict, "changed verdict", "llama"),
         (shrink_census, "smaller census", "llama"),
         (stop_launching, "kernel not launched", "llama"),
         (fall_back, "new fallback", "llama"),

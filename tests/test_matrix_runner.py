@@ -161,7 +161,8 @@ def test_an_environment_with_other_versions_is_not_the_cell(stages: Stages, tmp_
 
 def test_the_code_digest_sees_a_change(tmp_path: Path) -> None:
     (tmp_path / "matrix" / "cells").mkdir(parents=True)
-    source = tmp_path / "matrix" / "a.py"
+    (tmp_path / "tests").mkdir()
+    source = tmp_path / "tests" / "a.py"
     source.write_text("1")
     before = runner.code_digest(tmp_path)
     (tmp_path / "matrix" / "cells" / "x.txt").write_text("a cell of its own")
@@ -181,9 +182,23 @@ def test_findings_are_read_from_records(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(
         json.dumps({"name": "sft", "verdict": "different", "reason": "so", "census": {"x": 1}})
     )
+    trained = {"case": "dpo", "family": "llama", "way": "class", "verdict": "same"}
+    (tmp_path / "c.json").write_text(json.dumps(trained))
     worst = {"gain": {"value": 0.2, "bound": 0.4, "quantity": "logits", "step": "2"}}
-    expected = {"gemma/float32/c": Finding("equal", "", worst), "sft": Finding("different", "so", census={"x": 1})}
+    expected = {
+        "gemma/float32/c": Finding("equal", "", worst),
+        "sft": Finding("different", "so", census={"x": 1}),
+        "dpo/llama/class": Finding("same"),
+    }
     assert records.read_findings(tmp_path) == expected
+
+
+def test_a_value_that_is_no_number_is_kept(tmp_path: Path) -> None:
+    statistic = {"quantity": "loss", "step": "1", "statistic": "gain", "value": float("nan"), "bound": 1.0}
+    (tmp_path / "a.json").write_text(json.dumps({"name": "a", "verdict": "different", "statistics": [statistic]}))
+    found = records.read_findings(tmp_path)["a"].statistics["gain"]
+    assert found["value"] == "nan"
+    assert records.share(found) == float("inf")
 
 
 def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def build(module: str, name: str) -> Any:
         cls = getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise zoo.CannotShrink(f"its module cannot be imported: {error}") from error
-    return zoo.tiny_model(cls).to(DEVICE)
+    model: Any = zoo.tiny_model(cls)
+    return model.to(DEVICE)
 
 
 @pytest.mark.parametrize(("module", "name"), [pytest.param(*pair, id=pair[1]) for pair in zoo.causal_lm_names()])
