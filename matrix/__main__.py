@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
 
@@ -73,6 +74,8 @@ def _options(arguments: argparse.Namespace) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # under tox and in a CI's log, progress shows when it happens
     try:
         if arguments.command in ("run", "cell"):
             return {"run": run, "cell": cell}[arguments.command](arguments)
