@@ -22,6 +22,7 @@ COMMON: dict[str, Any] = {
     "disable_tqdm": True,
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 2,
+    "gradient_accumulation_steps": 1,
     "max_steps": STEPS,
     "logging_steps": 1,
     # SGD shows a gradient's scale, which AdamW hides; nothing is clipped, for the same reason.
@@ -36,18 +37,19 @@ COMMON: dict[str, Any] = {
 
 
 def find(name: str) -> Any:
-    """``trl.<name>``, or where the installed trl keeps it; None where it has none."""
-    import trl
+    """``trl.<name>``, or where the installed trl keeps it; None where it has none.
 
+    Where it has moved, the old place may hold a shell that takes ``*args, **kwargs`` and warns: that is passed over.
+    """
     family = name.removesuffix("Config").removesuffix("Trainer").lower()
-    for module in (f"trl.experimental.{family}", "trl"):
+    for module in ("trl", f"trl.experimental.{family}"):
         try:
             found = getattr(importlib.import_module(module), name, None)
         except ImportError:
             continue
-        if found is not None:
+        if found is not None and (takes(found, "train_dataset") or takes(found, "output_dir")):
             return found
-    return getattr(trl, name, None)
+    return None
 
 
 def takes(callable_: Any, name: str) -> bool:
@@ -87,9 +89,7 @@ class Case:
 
     def missing(self) -> str | None:
         """What the installed version lacks for this case."""
-        if self.trainer == "Trainer":
-            return None
-        for name in (self.trainer, self.config_name):
+        for name in () if self.trainer == "Trainer" else (self.trainer, self.config_name):
             if find(name) is None:
                 return f"no {name}"
         for names in self.needs:
@@ -136,6 +136,17 @@ def _trainer_arguments() -> dict[str, Any]:
     }
 
 
+def _flattening() -> dict[str, Any]:
+    """Rows without padding, with ``position_ids`` and, where the collator has them, ``cu_seq_lens_q`` and friends."""
+    from transformers import DataCollatorWithFlattening
+
+    return {
+        "data_collator": DataCollatorWithFlattening(
+            **chosen(DataCollatorWithFlattening, {"return_flash_attn_kwargs": True})
+        )
+    }
+
+
 def _metrics_of_logits(prediction: Any) -> dict[str, float]:
     """What a user computes from the logits of an evaluation."""
     logits, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
@@ -178,8 +189,9 @@ CASES: dict[str, Case] = {
         arguments=_trainer_arguments,
         evaluates=True,
     ),
+    "trainer-flattened": Case("Trainer", _tokenized, arguments=_flattening),
     "sft": Case("SFTTrainer", material.texts, {**_SFT, "gradient_accumulation_steps": 2}, evaluates=True),
-    "sft-nll": Case("SFTTrainer", material.texts, {**_SFT, "loss_type": "nll"}, needs=("loss_type",)),
+    "sft-nll": Case("SFTTrainer", material.texts, {**_SFT, "loss_type": "nll"}, needs=("loss_type",), evaluates=True),
     "sft-checkpointed": Case("SFTTrainer", material.texts, {**_SFT, "gradient_checkpointing": True}),
     "sft-packing": Case("SFTTrainer", material.texts, {**_SFT, "packing": True}),
     "sft-padding-free": Case(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 import liger_kernels
+from convergence import tolerance
 from convergence.compare import Pair, Verdict, compare
+from convergence.train import Trajectory
 from matrix.trainers.cases import CASES
 from matrix.trainers.observe import Arm, Seen, run
 
-# Perturbed replicas of the baseline. Fewer than the proof has: hundreds of quantities of one kind are pooled here, too.
-REPLICAS = 3
 # The truth keeps its activations: what is computed again in the backward pass is out of float64's reach.
 TRUTH = (("gradient_checkpointing", False),)
 
@@ -39,6 +39,7 @@ class Record:
     launches: dict[str, int] = field(default_factory=dict)
     head: str = ""
     fallbacks: dict[str, int] = field(default_factory=dict)
+    not_logged: list[str] = field(default_factory=list)  # by the trainer's own choice, under its flag
     versions: dict[str, str] = field(default_factory=dict)
 
     def write(self, folder: str | None) -> None:
@@ -61,12 +62,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-@functools.lru_cache(maxsize=2)
+@functools.cache
 def honest(case: str, folder: Path) -> tuple[list[Pair], Seen]:
     """(truth, baseline) of the initial weights and of every replica, and the baseline's run."""
     make = functools.partial(CASES[case].make, folder, folder / "output")
     pairs, first = [], None
-    for nudge in (None, *range(REPLICAS)):
+    for nudge in (None, *range(tolerance.REPLICAS)):
         truth = run(make, Arm(torch.float64, nudge, options=TRUTH), folder)
         seen = run(make, Arm(torch.float32, nudge), folder)
         first = first or seen
@@ -75,11 +76,17 @@ def honest(case: str, folder: Path) -> tuple[list[Pair], Seen]:
     return pairs, first
 
 
-def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> Record:
-    """Train the case's arms and ``arm``, patched in some ``way``, and say whether it is the same mathematics."""
+def judge(case: str, family: str, folder: Path, way: str, arm: Arm, flagged: bool = False) -> Record:
+    """Train the case's arms and ``arm``, patched in some ``way``, and say whether it is the same mathematics.
+
+    Args:
+        flagged: whether a flag tells the trainer that the model is patched. Then it does not log some metrics.
+    """
     record = Record(case, family, way, versions=versions())
     pairs, baseline = honest(case, folder)
     seen = run(functools.partial(CASES[case].make, folder, folder / "output"), arm, folder)
+    if flagged:
+        pairs, record.not_logged = _without_what_is_not_logged(pairs, seen.trajectory)
     verdict = compare(pairs, seen.trajectory, torch.float32)
     _check_what_ran(verdict, baseline, seen, record)
     _check_rounded_logs(verdict, baseline, seen)
@@ -89,6 +96,16 @@ def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> Record:
     if not verdict.passed:
         record.verdict, record.reason = "different", "; ".join(" ".join(filter(None, f)) for f in verdict.failures[:5])
     return record
+
+
+def _without_what_is_not_logged(pairs: list[Pair], candidate: Trajectory) -> tuple[list[Pair], list[str]]:
+    """The honest arms without the logged metrics that the candidate never has, and their names."""
+    names = [q for q in pairs[0][1].values if q.startswith("logged ") and q not in candidate.values]
+
+    def cut(arm: Trajectory) -> Trajectory:
+        return replace(arm, values={q: steps for q, steps in arm.values.items() if q not in names})
+
+    return [(cut(truth), cut(arm)) for truth, arm in pairs], names
 
 
 def _check_what_ran(verdict: Verdict, baseline: Seen, seen: Seen, record: Record) -> None:
@@ -107,9 +124,9 @@ def _check_what_ran(verdict: Verdict, baseline: Seen, seen: Seen, record: Record
     if not {"rms_norm", "rope"} <= record.census.keys() or not {"swiglu", "geglu"} & record.census.keys():
         verdict.fail("candidate", "", "not patched", f"only {record.census}; {[str(left) for left in report.left]}")
     record.head = _head(seen, report)
-    losses = [float(value) for value in baseline.trajectory.values["loss"].values()]
-    if len(set(losses)) < 2:
-        verdict.fail("baseline", "", "did not train", f"its losses are {losses}")
+    norms = [float(value) for value in baseline.trajectory.values["gradient norm"].values()]
+    if len(set(norms)) < 2:  # not the losses: GRPO's is 0 by construction, as long as it is on policy
+        verdict.fail("baseline", "", "did not train", f"its gradient norms are {norms}")
 
 
 def _head(seen: Seen, report: Any) -> str:

@@ -31,12 +31,14 @@ class Arm:
         nudge: the seed of a perturbation of every initial weight by one unit in the last place of float32.
         load: from a folder to the model (or to whatever the trainer takes for one).
         options: what this arm asks of the trainer's configuration beyond the case's own.
+        expects: parts of warnings that belong to what this arm does.
     """
 
     dtype: torch.dtype = torch.float32
     nudge: int | None = None
     load: Callable[[Path], Any] | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    expects: tuple[str, ...] = ()
 
     def model(self, folder: Path) -> Any:
         if self.load is not None:
@@ -67,14 +69,15 @@ class Seen:
     trainer: Any
 
 
-def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path) -> Seen:
-    """Train the arm: ``make(model, options)`` is its trainer."""
+def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, reference_is_another: bool = True) -> Seen:
+    """Train the arm: ``make(model, options)`` is its trainer. A reference model is moved away from the policy, unless
+    ``reference_is_another`` says that it is not."""
     result = Trajectory()
     mode = InFloat64() if arm.dtype is torch.float64 else contextlib.nullcontext()
     with _warnings(result.warnings):
         torch.manual_seed(0)
         trainer = make(arm.model(folder), dict(arm.options))
-        _move_reference(trainer, arm.dtype)
+        _prepare_reference(trainer, arm.dtype, 0.1 if reference_is_another else 0.0)
         initial = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         reset_launches()
         with mode, _observed(trainer, result):
@@ -82,6 +85,7 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path) -> S
             if trainer.eval_dataset is not None:
                 trainer.evaluate()
         ran = launches()
+    result.warnings = [text for text in result.warnings if not any(part in text for part in arm.expects)]
     for name, parameter in trainer.model.named_parameters():
         result.record(f"parameter {name}", f"{SGD}: end", parameter)
         result.record(f"displacement of {name}", f"{SGD}: end", parameter.detach() - initial[name])
@@ -97,7 +101,7 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path) -> S
     return Seen(result, logged, ran, trainer)
 
 
-def _move_reference(trainer: Any, dtype: torch.dtype) -> None:
+def _prepare_reference(trainer: Any, dtype: torch.dtype, distance: float) -> None:
     """Move a reference model away from the policy: where both are the same, rewards are differences of equal numbers,
     and whether they are exactly 0 says only whether the same kernels computed both."""
     reference = getattr(trainer, "ref_model", None)
@@ -105,7 +109,7 @@ def _move_reference(trainer: Any, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(1)
         for parameter in reference.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data = (parameter.data * (1 + 0.1 * noise)).to(dtype)
+            parameter.data = (parameter.data * (1 + distance * noise)).to(dtype)
 
 
 @contextlib.contextmanager

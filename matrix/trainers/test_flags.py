@@ -1,0 +1,74 @@
+"""The flags by which transformers and trl patch a model themselves, answered by ``liger_kernels.compat``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matrix.trainers.cases import CASES, find, takes
+from matrix.trainers.judge import Record, judge, versions
+from matrix.trainers.observe import Arm, plain
+
+# What the flag itself makes trl say: that it is deprecated, and that it loads a model that is given as a string.
+EXPECTED = ("use_liger_kernel", "You passed a model")
+
+
+def flagged(option: str, load: Any = plain) -> Arm:
+    return Arm(load=load, options=((option, True),), expects=EXPECTED)
+
+
+def checked(record: Record, records: str | None) -> Record:
+    record.write(records)
+    assert record.verdict == "same", "\n".join(" | ".join(failure) for failure in record.failures)
+    return record
+
+
+def test_trainer(folders: dict[str, Path], records: str | None) -> None:
+    """transformers' own ``use_liger_kernel=True``."""
+    arm = flagged("use_liger_kernel")
+    record = checked(judge("trainer", "llama", folders["llama"], "flag", arm, flagged=True), records)
+    assert record.census["linear_cross_entropy"] == 1
+    assert not record.not_logged
+
+
+def test_sft(folders: dict[str, Path], records: str | None) -> None:
+    """``use_liger=True`` with a model given as a string, or ``use_liger_kernel=True``.
+
+    Where trl then asks the model for the token accuracy, the accuracy that it logs is the unpatched one.
+    """
+    config, trainer = find("SFTConfig"), find("SFTTrainer")
+    case = "sft-nll" if takes(config, "loss_type") else "sft"
+    if takes(config, "use_liger"):
+        arm = flagged("use_liger", str)
+    else:
+        arm = flagged("use_liger_kernel")
+    record = checked(judge(case, "llama", folders["llama"], "flag", arm, flagged=True), records)
+    if "return_token_accuracy" in inspect.getsource(trainer.compute_loss):
+        assert record.not_logged == ["logged entropy", "logged eval_entropy"]
+        assert not record.fallbacks
+    assert set(record.not_logged) <= {
+        f"logged {p}{m}" for p in ("", "eval_") for m in ("entropy", "mean_token_accuracy")
+    }
+
+
+@pytest.mark.parametrize("case", ["dpo", "kto", "grpo"])
+def test_preference_trainers(case: str, folders: dict[str, Path], records: str | None, tmp_path: Path) -> None:
+    """Where the flag needs a chunked loss, constructing the trainer says that there is none; elsewhere it patches."""
+    if missing := CASES[case].missing():
+        Record(case, "llama", "flag", "absent", f"this version has {missing}", versions=versions()).write(records)
+        pytest.skip(f"this version has {missing}")
+    option = "use_liger_loss|use_liger_kernel"
+    module = vars(sys.modules[find(CASES[case].trainer).__module__])
+    losses = [name for name in module if name.startswith("LigerFusedLinear")]
+    if not losses:
+        checked(judge(case, "llama", folders["llama"], "flag", flagged(option), flagged=True), records)
+        return
+    make = functools.partial(CASES[case].make, folders["llama"], tmp_path)
+    with pytest.raises(NotImplementedError, match=losses[0]) as raised:
+        make(plain(folders["llama"]), {option: True})
+    Record(case, "llama", "flag", "not provided", str(raised.value), versions=versions()).write(records)

@@ -1,0 +1,283 @@
+"""What went wrong in the field with patched models, each once: it must not again, in the version where it did and in
+every other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import liger_kernels
+import liger_kernels.patching.deferred
+from convergence.compare import LOGITS
+from convergence.data import Batch, Step
+from convergence.tolerance import three_way
+from convergence.train import Run, train
+from liger_kernels.ops import linear_cross_entropy
+from matrix.trainers import material
+from matrix.trainers.cases import CASES, COMMON, find, takes
+from matrix.trainers.judge import TRUTH, Record, versions
+from matrix.trainers.observe import Arm, plain, run
+from matrix.trainers.test_trainers import WAYS, by_instance
+
+IGNORE = -100
+
+
+def rounding_steps(model: nn.Module) -> int:
+    """How many operations round one after another: each leaf at least once."""
+    return sum(1 for module in model.modules() if not module._modules)
+
+
+# 1. DPOTrainer computes log-probabilities itself: it calls the model in training without labels. A patched forward that
+# has no logits in training then fails (trl 0.12 to 0.14, and later).
+
+
+@pytest.mark.parametrize("way", ["class", "instance"])
+def test_dpo_without_labels(way: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder, calls = folders["llama"], list[dict[str, Any]]()
+
+    def watched(folder: Path) -> Any:
+        model = WAYS[way](folder)
+        model.register_forward_pre_hook(lambda *call: calls.append(call[-1]), with_kwargs=True)
+        return model
+
+    make = functools.partial(CASES["dpo"].make, folder, tmp_path)
+    truth, own, ours = (
+        run(make, arm, folder, reference_is_another=False)
+        for arm in (Arm(torch.float64, options=TRUTH), Arm(), Arm(load=watched))
+    )
+    assert calls
+    # From 1.15 trl has a head of its own, which takes labels; the model's forward is not asked for a loss.
+    assert all(call.get("labels") is None or call.get("fused_lm_head") for call in calls)
+    chain = 3 * rounding_steps(ours.trainer.model)
+    losses = [torch.stack(list(arm.trajectory.values["loss"].values())) for arm in (ours, own, truth)]
+    three_way(*losses, torch.float32, "losses", chain)
+    for name in truth.trajectory.values:
+        if name.startswith("displacement"):
+            (expected,), (a,), (b,) = (x.trajectory.values[name].values() for x in (truth, ours, own))
+            three_way(a, b, expected, torch.float32, name, chain)
+
+
+# 2. trl 0.15 began to read the logits of every training step, for the token accuracy; 0.14 did not. A patched model
+# whose logits are None then fails with "'NoneType' object is not subscriptable".
+
+
+def test_token_accuracy_reads_logits_in_training(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As trl 0.15 computes it, on top of ``transformers.Trainer``, so in every version."""
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    accuracies: dict[bool, list[float]] = {False: [], True: []}
+
+    class WithTokenAccuracy(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            labels = inputs["labels"]
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            predictions = outputs.logits[..., :-1, :].contiguous().argmax(dim=-1)
+            shifted = labels[..., 1:].contiguous()
+            mask = shifted != IGNORE
+            accuracies[patched].append(float(((predictions == shifted) & mask).sum() / mask.sum()))
+            return (loss, outputs) if return_outputs else loss
+
+    case = CASES["trainer"]
+    for patched in accuracies:
+        model = by_instance(folders["llama"]) if patched else plain(folders["llama"])
+        options = {**COMMON, "output_dir": str(tmp_path), "max_steps": 6, "learning_rate": 0.1}
+        config = TrainingArguments(**{k: v for k, v in options.items() if takes(TrainingArguments, k)})
+        collator = case.arguments()["data_collator"]
+        WithTokenAccuracy(model, config, collator, train_dataset=Dataset.from_dict(case.data())).train()
+    assert accuracies[True] == accuracies[False]
+    assert any(accuracies[True])
+    assert liger_kernels.status(model).fallbacks["outputs.logits was read"] == len(accuracies[True])
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_token_accuracy_that_sft_logs(flag: bool, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Without and with trl's flag, in whatever way the installed trl computes it."""
+    config = find("SFTConfig")
+    case = CASES["sft-nll" if takes(config, "loss_type") else "sft"]
+    make = functools.partial(case.make, folders["llama"], tmp_path)
+    option = "use_liger" if takes(config, "use_liger") else "use_liger_kernel"
+    load: Callable[[Path], Any] = (str if option == "use_liger" else plain) if flag else by_instance  # type: ignore[assignment]
+    ours = run(make, Arm(load=load, options=((option, True),) if flag else ()), folders["llama"])
+    own = run(make, Arm(), folders["llama"])
+    logged = [[row["mean_token_accuracy"] for row in arm.logged if "mean_token_accuracy" in row] for arm in (ours, own)]
+    if logged[0] or not flag:  # under its flag, trl 0.15 to 0.25 does not log it
+        assert logged[0] == logged[1]
+    assert len(ours.trajectory.values["loss"]) == len(own.trajectory.values["loss"])
+
+
+# 3. Collators pass cu_seq_lens_q and friends; Llama hands them on to its loss (transformers 4.49, 4.50), and a patched
+# loss that hands them on to a kernel fails with an unexpected keyword.
+
+COLLATED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+
+
+def collated() -> dict[str, Any]:
+    """One row of two sentences without padding, as collators make it."""
+    rows = [material.tokenizer()(text)["input_ids"][:20] for text in material.sentences()[:2]]
+    ids = torch.tensor([[token for row in rows for token in row]])
+    labels = ids.clone()
+    labels[0, 0] = labels[0, len(rows[0])] = IGNORE
+    ends = torch.tensor([0, len(rows[0]), ids.shape[1]], dtype=torch.int32)
+    longest = max(map(len, rows))
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None],
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+@pytest.mark.parametrize("family", list(material.FAMILIES))
+def test_collator_arguments_reach_the_loss_and_no_kernel(
+    family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[set[str]] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        passed.append(set(kwargs))
+        return linear_cross_entropy(*args, **kwargs)
+
+    monkeypatch.setattr(liger_kernels.patching.deferred, "linear_cross_entropy", watched)
+    own, ours = plain(folders[family]).train(), by_instance(folders[family]).train()
+    for extra in ({}, {"num_items_in_batch": 7}):
+        losses = [model(**collated(), **extra).loss for model in (ours, own)]
+        truth = plain(folders[family]).train().double()(**collated(), **extra).loss
+        three_way(*losses, truth, torch.float32, str(extra), rounding_steps(own))
+    assert len(passed) == 2
+    assert passed[0] <= {
+        *("class_weight", "ignore_index", "label_smoothing", "reduction", "logit_scale", "softcap", "extras")
+    }
+    assert not liger_kernels.status(ours).fallbacks
+
+
+def test_a_loss_function_of_the_user_stays_and_gets_real_logits(folders: dict[str, Path]) -> None:
+    seen: dict[str, Any] = {}
+
+    def my_loss(logits: Any, labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.update(kwargs, logits=logits)
+        return logits.float()[..., :-1, :].logsumexp(-1).mean()
+
+    losses = []
+    for load in (by_instance, plain):
+        model = load(folders["llama"]).train()
+        # The class decides in every version; assigning to the instance works from 4.50.
+        model.__class__ = type("Mine", (type(model),), {"loss_function": property(lambda self: my_loss)})
+        losses.append(model(**collated()).loss)
+        assert type(seen["logits"]) is torch.Tensor
+        assert seen.keys() >= COLLATED
+    torch.testing.assert_close(*losses)
+    assert losses[0].requires_grad
+
+
+# 4. What the proof calls the gradient of the logits is what autograd delivers, where the loss of transformers copies
+# the logits first (up to 4.48) and where it does not, so that a loss that writes gradients over its logits writes over
+# those that the model returns.
+
+
+class _WritesOverItsInput(torch.autograd.Function):
+    """Cross entropy that leaves its gradient where the logits were, as kernels of this kind do."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+        counted = target != ignore_index
+        loss = F.nll_loss(torch.log_softmax(logits, -1), target, ignore_index=ignore_index)
+        gradient = torch.softmax(logits, -1)
+        gradient[counted, target[counted]] -= 1
+        logits.data.copy_(gradient * counted[:, None] / counted.sum())
+        ctx.logits = logits.data
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        return ctx.logits.mul_(grad_output), None, None
+
+
+def observed(template: nn.Module, step: Step, dtype: torch.dtype, patch: Callable[[Any], Any] | None) -> torch.Tensor:
+    """What the proof records as the gradient of the logits of ``step``, micro batches after one another."""
+    run = Run(template, [step], step.batches[0], dtype, torch.device("cpu"), patch, only=frozenset({step.name}))
+    run.rounded_to = torch.float32
+    return torch.cat(list(train(run).values[LOGITS].values()), dim=1)
+
+
+def test_gradients_of_the_logits_are_what_autograd_delivers(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, inputs = plain(folders["llama"]).train(), collated()
+    batch = Batch(inputs["input_ids"], inputs["labels"], inputs["position_ids"])
+    logits = plain(folders["llama"]).double()(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
+    targets = F.pad(batch.labels, (0, 1), value=IGNORE)[:, 1:]
+    logits = logits.detach().requires_grad_()
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+    (expected,) = torch.autograd.grad(loss, logits)
+
+    def in_place(model: nn.Module) -> None:
+        def cross_entropy(logits: Any, target: Any, *args: Any, ignore_index: int = IGNORE, **kwargs: Any) -> Any:
+            return _WritesOverItsInput.apply(logits, target, ignore_index)
+
+        monkeypatch.setattr(F, "cross_entropy", cross_entropy)
+
+    step = Step("step", [batch])
+    own = observed(template, step, torch.float32, None)
+    for patch in (liger_kernels.patch, in_place):  # the last one stays in place
+        three_way(
+            observed(template, step, torch.float32, patch),
+            own,
+            expected,
+            torch.float32,
+            patch.__name__,
+            rounding_steps(template),
+        )
+    returned = template(input_ids=batch.input_ids, labels=batch.labels, position_ids=batch.position_ids).logits
+    overwritten = not torch.allclose(returned.double(), logits, rtol=1e-3, atol=1e-3)
+    assert overwritten == (_release("transformers") >= (4, 49))
+
+
+# 5. Packed documents must train as they do in rows of their own, where upstream keeps them from seeing one another.
+
+
+@pytest.mark.parametrize("family", list(material.FAMILIES))
+def test_packed_rows_give_the_gradients_of_rows_of_their_own(
+    family: str, folders: dict[str, Path], records: str | None
+) -> None:
+    template, inputs = plain(folders[family]).train(), collated()
+    cut = int(inputs["cu_seq_lens_q"][1])
+    packed = Batch(inputs["input_ids"], inputs["labels"], inputs["position_ids"])
+    rows = [Batch(*(t[:, part] for t in (packed.input_ids, packed.labels))) for part in (slice(cut), slice(cut, None))]
+
+    steps = {"packed": Step("step", [packed], num_items=True), "rows": Step("step", rows, num_items=True)}
+    arms = ((torch.float64, None), (torch.float32, None), (torch.float32, liger_kernels.patch))
+    truth, own, ours = ({name: observed(template, step, *arm) for name, step in steps.items()} for arm in arms)
+    apart = float((truth["packed"] - truth["rows"]).norm() / truth["rows"].norm())
+    isolates = apart < 1e-9
+    chain = rounding_steps(template)
+    for name in truth:
+        three_way(ours[name], own[name], truth[name], torch.float32, f"{family}, {name}", chain)
+    if isolates:
+        three_way(ours["packed"], own["rows"], truth["rows"], torch.float32, f"{family}, packed against rows", chain)
+    reason = "" if isolates else f"upstream does not keep packed documents apart here: off by {apart:.2g} of the size"
+    verdict = "same" if isolates else "upstream leaks"
+    Record("packing", family, "instance", verdict, reason, versions=versions()).write(records)
+    assert isolates == (_release("transformers") >= (4, 53)), reason
+
+
+def _release(package: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in versions()[package].split(".")[:2])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
