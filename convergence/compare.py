@@ -1,4 +1,4 @@
-"""Decides whether a candidate's trajectory is the baseline's mathematics: two statistics, both in float64.
+"""Decides whether a candidate's trajectory is the baseline's mathematics: ratios of errors and gains, in float64.
 
 For a quantity (a gradient, say) at step k, with the truth t_k, a candidate c_k and a baseline b_k:
 
@@ -6,13 +6,15 @@ For a quantity (a gradient, say) at step k, with the truth t_k, a candidate c_k 
     gain    g_k(c)  = <c_k, t_k> / <t_k, t_k>
 
 *Error ratio*: e_k(c) over the root mean square of e_k over the baseline and its replicas, root mean square over the
-steps of a phase. It sees whatever is larger than PyTorch's own rounding. *Gain*: the mean of g_k over all steps, each
-weighted by the inverse of its measured variance. Noise averages out of it, so it sees a scale that is wrong by parts
-per thousand, where bfloat16's rounding hides it from the error ratio. What does not average out is that a gradient
-taken at noisy activations is a smoothed one: the baseline's own mean lies up to 0.001 from 1 in bfloat16. A candidate's
-may lie anywhere between 1 and the replicas' mean; what is judged is how far outside it lies. *Gain against the others*:
-rounding in the loss moves the gains of all parameters of a step together; the difference from the step's median over
-the parameters sees one parameter more sharply.
+steps of a phase. It sees whatever is larger than PyTorch's own rounding. *Largest error ratio*: the same of the largest
+error of an element; one wrong row among many is nothing in a root mean square.
+
+*Gain*: the mean of g_k over all steps, each weighted by the inverse of its measured variance. Noise averages out of it,
+so it sees a scale that is wrong by parts per thousand, where bfloat16's rounding hides it from the error ratio. What
+does not average out is that a gradient taken at noisy activations is a smoothed one: the baseline's own mean lies up to
+0.001 from 1 in bfloat16. A candidate's may lie anywhere between 1 and the replicas' mean; what is judged is how far
+outside it lies. *Gain against the others*: rounding in the loss moves the gains of all parameters of a step together;
+the difference from the step's median over the parameters sees one parameter more sharply.
 
 The replicas are baselines whose initial weights were moved by one unit in the last place, each with a truth of its own,
 so that their errors are fresh samples of rounding noise and nothing else.
@@ -20,6 +22,7 @@ so that their errors are fresh samples of rounding noise and nothing else.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -143,12 +146,17 @@ def _check_presence(
 
 @dataclass
 class _Measured:
-    """One quantity: errors and gains less 1, [arms, steps]; the candidate is the last arm."""
+    """One quantity: errors, largest errors and gains less 1, [arms, steps]; the candidate is the last arm.
+
+    ``floor`` and ``largest_floor`` [steps] are what one rounding costs.
+    """
 
     steps: list[str]
     error: torch.Tensor
+    largest: torch.Tensor
     gain: torch.Tensor
-    floor: float
+    floor: torch.Tensor
+    largest_floor: torch.Tensor
     scalar: bool
     by_element: bool = False
 
@@ -162,7 +170,7 @@ def _measure(
     by_element: bool = False,
 ) -> _Measured:
     arms = [*pairs, (pairs[0][0], candidate)]
-    error, gain = torch.zeros(2, len(arms), len(steps), dtype=torch.float64).unbind()
+    error, largest, gain, peak = torch.zeros(4, len(arms), len(steps), dtype=torch.float64).unbind()
     for i, (truth, arm) in enumerate(arms):
         for k, step in enumerate(steps):
             t, a = truth.values[quantity][step].double().flatten(), arm.values[quantity][step].double().flatten()
@@ -170,12 +178,15 @@ def _measure(
                 t, a = torch.ones_like(t)[t != 0], a[t != 0] / t[t != 0]
             if by_element:  # p, which is positive; where label smoothing cancels it, all that is known is its size
                 t, a = torch.ones_like(t)[t > 0], (a[t > 0] / t[t > 0]).clamp(0, 2)
-            size = t.square().sum()
-            error[i, k] = ((a - t).square().sum() / size).sqrt()
-            gain[i, k] = (a - t).dot(t) / size
+            off, size = a - t, t.square().sum()
+            error[i, k] = (off.square().sum() / size).sqrt()
+            largest[i, k] = off.abs().max() / (size / len(t)).sqrt()
+            peak[i, k] = t.abs().max() / (size / len(t)).sqrt()
+            gain[i, k] = off.dot(t) / size
     value = candidate.values[quantity][steps[0]]
     held_in = torch.float32 if quantity in ("loss", "gradient norm") else dtype
-    return _Measured(steps, error, gain, tolerance.error_floor(held_in), value.ndim == 0, by_element)
+    floor = torch.full((len(steps),), tolerance.error_floor(held_in), dtype=torch.float64)
+    return _Measured(steps, error, largest, gain, floor, floor * peak[-1], value.ndim == 0, by_element)
 
 
 def _judge_statistics(
@@ -184,7 +195,10 @@ def _judge_statistics(
     measured = {q: _measure(pairs, candidate, q, steps, dtype) for q, steps in comparable.items()}
     if LOGITS in comparable:
         measured[BY_ELEMENT] = _measure(pairs, candidate, LOGITS, comparable[LOGITS], dtype, by_element=True)
-    _judge_error_ratios(measured, verdict)
+    _judge_error_ratios("error ratio", {q: (m, m.error, m.floor) for q, m in measured.items()}, verdict)
+    # Where every element counts by its own size, the largest error is that of whatever is nearest to 0.
+    whole = {q: m for q, m in measured.items() if not m.scalar and q not in (TARGET_LOGIT, BY_ELEMENT)}
+    _judge_error_ratios("largest error ratio", {q: (m, m.largest, m.largest_floor) for q, m in whole.items()}, verdict)
     gradients = {q: m for q, m in measured.items() if q.startswith("gradient of ") and q not in (TARGET_LOGIT,)}
     _judge_gains(gradients, "gain", dtype, verdict)
     _judge_gains({q: measured[q] for q in ("loss", "gradient norm") if q in measured}, "gain", torch.float32, verdict)
@@ -192,37 +206,39 @@ def _judge_statistics(
     _judge_gains(_against_the_others(parameters), "gain against the others", dtype, verdict)
 
 
-def _judge_error_ratios(measured: dict[str, _Measured], verdict: Verdict) -> None:
+def _judge_error_ratios(
+    name: str, measured: dict[str, tuple[_Measured, torch.Tensor, torch.Tensor]], verdict: Verdict
+) -> None:
     """Judge every quantity in every phase by what honest ratios are in this phase, over all quantities of one kind."""
     ratios: dict[tuple[str, bool, bool], list[tuple[str, str, float]]] = {}
     worst_replica: dict[tuple[str, bool, bool], float] = {}
-    for quantity, m in measured.items():
+    for quantity, (m, errors, floors) in measured.items():
         for phase in dict.fromkeys(step.partition(":")[0] for step in m.steps):
             chosen = [k for k, step in enumerate(m.steps) if step.startswith(phase + ":")]
-            error = m.error[:, chosen]
+            error, floor = errors[:, chosen], floors[chosen]
             honest, kind = error[:-1], (phase, m.scalar, m.by_element)
-            ratio = error[-1] / _reference(honest, m.floor)
+            ratio = error[-1] / _reference(honest, floor)
             pooled = float(ratio.square().mean().sqrt())
             worst = m.steps[chosen[int(ratio.argmax())]]
             ratios.setdefault(kind, []).append((quantity, worst, pooled))
             for r in range(len(honest)):
                 others = torch.cat([honest[:r], honest[r + 1 :]])
-                left_out = float((honest[r] / _reference(others, m.floor)).square().mean().sqrt())
+                left_out = float((honest[r] / _reference(others, floor)).square().mean().sqrt())
                 worst_replica[kind] = max(worst_replica.get(kind, 0.0), left_out)
     for kind, values in ratios.items():
         phase, scalar, _ = kind
         bound = tolerance.ratio_bound(worst_replica[kind], one_draw=scalar or phase != INITIAL)
         for quantity, worst, pooled in values:
-            statistic = Statistic(quantity, worst, "error ratio", pooled, bound)
+            statistic = Statistic(quantity, worst, name, pooled, bound)
             verdict.judge(statistic)
             if not statistic.passed:
-                verdict.fail(quantity, worst, "error ratio", f"{pooled:.3g}", f"{bound:.3g}")
+                verdict.fail(quantity, worst, name, f"{pooled:.3g}", f"{bound:.3g}")
 
 
-def _reference(honest: torch.Tensor, floor: float) -> torch.Tensor:
+def _reference(honest: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     """PyTorch's own error [steps] from ``honest`` [arms, steps]: half from the step itself, half from its phase."""
     square = honest.square()
-    return ((square.mean(0) + square.mean()) / 2).sqrt().clamp(min=floor)
+    return ((square.mean(0) + square.mean()) / 2).sqrt().maximum(floor)
 
 
 def _against_the_others(parameters: dict[str, _Measured]) -> dict[str, _Measured]:
@@ -235,9 +251,7 @@ def _against_the_others(parameters: dict[str, _Measured]) -> dict[str, _Measured
         for step in steps
     }
     return {
-        quantity: _Measured(
-            m.steps, m.error, m.gain - torch.stack([common[step] for step in m.steps], 1), m.floor, m.scalar
-        )
+        quantity: dataclasses.replace(m, gain=m.gain - torch.stack([common[step] for step in m.steps], 1))
         for quantity, m in parameters.items()
     }
 

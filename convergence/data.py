@@ -87,6 +87,13 @@ class _Sampler:
         batch.position_ids = positions
         return batch
 
+    def later(self, first: int, size: int, length: int) -> Batch:
+        """Positions that begin at ``first``: an angle that is rounded too early is far off at a late position. (In
+        float32 the angles of PyTorch's own are, too.)"""
+        batch = self.batch(size, length)
+        batch.position_ids = torch.arange(first, first + length).repeat(size, 1)
+        return batch
+
     def padded(self, size: int, length: int) -> Batch:
         """Padding, at another place in each row and never at the beginning, so that every token sees some other."""
         batch = self.batch(size, length)
@@ -118,7 +125,10 @@ def steps(profile: str, seed: int, dtype: torch.dtype) -> list[Step]:
         Step("logits read", [sample.masked(3, 21)], reads_logits=True),
         Step("frozen head", [sample.packed(3, 21)], frozen="head"),
         Step("frozen body", [sample.masked(3, 21)], frozen="body"),
-        *(Step(f"text {i}", [sample.batch(6, 35 + i)]) for i in range(TEXTS if dtype is torch.bfloat16 else 0)),
+        *(
+            Step(f"text {i}", [sample.later(200 * i, 6, 35 + i)])
+            for i in range(TEXTS if dtype is torch.bfloat16 else 0)
+        ),
         Step("padded", [sample.padded(3, 21)]),
     ]
 

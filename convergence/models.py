@@ -26,7 +26,7 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": False,
-    # A tenth of the mean square of the first norm's input: the usual 1e-6 is lost in bfloat16, where it is and where not.
+    # A tenth of the mean square of the first norm's input: of the usual 1e-6, bfloat16 shows nothing.
     "rms_norm_eps": 1e-3,
 }
 # One layer with a sliding window, one without. Old configurations know the pattern, new ones the list.

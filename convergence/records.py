@@ -124,6 +124,7 @@ class Record:
             "verdict": self.verdict,
             "reason": self.reason,
             "error ratio": self.worst("error ratio"),
+            "largest error ratio": self.worst("largest error ratio"),
             "gain": self.worst("gain"),
             "gain against the others": self.worst("gain against the others"),
             "kernels": len(self.launches),

@@ -281,7 +281,12 @@ def test_a_case_leaves_a_record_with_all_that_a_report_shows(tmp_path):
     assert proved.verdict == "equal", proved.reason
     assert set(proved.losses) == {"truth", "baseline", "candidate"}
     assert proved.losses["truth"].keys() == proved.losses["candidate"].keys()
-    assert {s["statistic"] for s in proved.statistics} == {"error ratio", "gain", "gain against the others"}
+    assert {s["statistic"] for s in proved.statistics} == {
+        "error ratio",
+        "largest error ratio",
+        "gain",
+        "gain against the others",
+    }
     assert proved.census["rms_norm"] == 5
     assert proved.launches["_rope_kernel"] > 0
     for arm in ("baseline", "candidate"):

@@ -16,7 +16,16 @@ from tests.mutants import ABSENT, MUTANTS, restore
 from tests.mutants.mutant import Edit, Mutant, StaleMutant
 
 ROOT = Path(__file__).parent.parent
-NUMBERS = ("error ratio", "gain", "gain against the others", "finite", "zero", "non-zero", "gap of the logits")
+NUMBERS = (
+    "error ratio",
+    "largest error ratio",
+    "gain",
+    "gain against the others",
+    "finite",
+    "zero",
+    "non-zero",
+    "gap of the logits",
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

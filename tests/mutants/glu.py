@@ -78,7 +78,6 @@ MUTANTS = (
             "    y, _ = _activate(gate, ACTIVATION)\n",
             "    y, _ = _activate(tl.where(col < n_cols - 1, gate, 0.0), ACTIVATION)\n",
         ),
-        dtypes=("float32",),
     ),
     _glu(
         "swiglu_of_one_percent_more",

@@ -189,10 +189,10 @@ MUTANTS = (
         fused=True,
     ),
     _logits(
-        "loss_of_one_permille_more",
-        "The loss is 0.1% too large; its gradient is not.",
+        "loss_of_half_a_percent_more",
+        "The loss is 0.5% too large; its gradient is not.",
         "forward",
-        ("    loss = nll * (1.0 - label_smoothing)", "    loss = 1.001 * nll * (1.0 - label_smoothing)"),
+        ("    loss = nll * (1.0 - label_smoothing)", "    loss = 1.005 * nll * (1.0 - label_smoothing)"),
         fused=True,
     ),
     _hidden(
