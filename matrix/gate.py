@@ -13,7 +13,7 @@ from typing import Any
 from matrix import baseline, cells, records, report, runner
 from matrix.baseline import Baseline, Difference
 from matrix.cells import Cell
-from matrix.records import CellRecord
+from matrix.records import GPU, CellRecord
 from matrix.stages import STAGES
 
 SCHEMA = 1
@@ -40,6 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
     kernels = read_kernels(arguments.kernels) if arguments.kernels else None
     before = baseline.load()
     required = {cell.name: cell.digest for cell in (PROJECT, *chosen)}
+    required |= {f"{cell.name}{GPU}": cell.digest for cell in chosen if f"{cell.name}{GPU}" in found}
     code = runner.code_digest()
     alone = list(baseline.broken(required, found, code))
     compared = compare(
@@ -82,11 +83,18 @@ def compare(
         return [Difference("baseline", "no baseline", baseline.FILE.name, detail)]
     differences = []
     for name, old in before.cells.items():
-        if name not in found:
-            if name not in (PROJECT.name, *cells.load_all()):
-                differences.append(Difference(name, "missing cell", name, "the baseline has it"))
-            continue  # a cell that exists and has no record is broken by itself
-        differences += baseline.worse(old, found[name])
+        if name.endswith(GPU) and name not in found:
+            detail = "run it on a GPU, or say --without-gpu"
+            differences.append(Difference(name, "not measured", name, detail, note=without_gpu))
+        elif name not in (PROJECT.name, *cells.load_all()) and not name.endswith(GPU):
+            differences.append(Difference(name, "missing cell", name, "the baseline has it"))
+        elif name not in found:
+            continue  # broken by itself
+        elif old.machine["gpu"] != found[name].machine["gpu"]:
+            detail = f"run on {found[name].machine['gpu']}, the baseline on {old.machine['gpu']}"
+            differences.append(Difference(name, "other machine", name, detail))
+        else:
+            differences += baseline.worse(old, found[name])
     if before.kernels is not None and kernels is not None:
         differences += baseline.worse_kernels(before.kernels, kernels)
     elif before.kernels is not None:

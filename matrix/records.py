@@ -20,6 +20,7 @@ SCHEMA = 1
 # What a case of the proof, a model class and a trainer say when all is well; the last is a fact about upstream.
 GOOD = ("equal", "patched", "same", "upstream leaks")
 NAMED_BY = (("name",), ("model", "dtype", "patch"), ("case", "family", "way"))
+GPU = "-gpu"
 NOT_THERE = "absent"  # the verdict on what this version of upstream does not have
 
 
@@ -67,7 +68,8 @@ class CellRecord:
     Attributes:
         digest: of the cell's file; ``code``: of the source that ran. Either decides whether a record is of today.
         environment: every installed distribution with its version.
-        deviations: pins of the cell that the environment does not have.
+        deviations: pins of the cell that the environment does not have. A machine with a GPU has its own torch and Triton,
+            so there only transformers and trl count.
         machine: "cpus", "gpu" (its name, or "none"), "platform", "python".
     """
 
@@ -92,8 +94,9 @@ class CellRecord:
         return self.complete and not self.deviations and all(stage.status == "passed" for stage in self.stages)
 
     @property
-    def file(self) -> str:
-        return f"{self.cell}.json" if self.machine["gpu"] == "none" else f"{self.cell}-gpu.json"
+    def name(self) -> str:
+        """The cell's, with ``-gpu`` where its stages ran on one; also the file's."""
+        return self.cell if self.machine["gpu"] == "none" else f"{self.cell}{GPU}"
 
 
 def write_json(data: Any, path: Path) -> None:
@@ -119,7 +122,7 @@ def read_json(path: Path) -> Any:
 
 
 def write(record: CellRecord, folder: Path) -> Path:
-    path = folder / record.file
+    path = folder / f"{record.name}.json"
     write_json(dataclasses.asdict(record), path)
     return path
 

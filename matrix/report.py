@@ -47,9 +47,10 @@ def show(folder: Path, names: Sequence[str], markdown: bool = False) -> int:
     found = records.load_folder(folder)
     code, known = runner.code_digest(), cells.load_all()
     rows, good = [], True
-    for name in names:
+    for name in [*names, *(f"{name}{records.GPU}" for name in names if f"{name}{records.GPU}" in found)]:
         record = found.get(name)
-        fresh = record is not None and record.code == code and record.digest == known[name].digest
+        digest = known[name.removesuffix(records.GPU)].digest
+        fresh = record is not None and record.code == code and record.digest == digest
         good = good and fresh and record is not None and record.passed
         rows.append(_row(name, record, fresh))
     columns = ("cell", "result", "stages: passed/failed/skipped in seconds", "seconds", "why not")

@@ -105,7 +105,7 @@ def run_stages(
     deviations = [
         f"{package} is {here.get(canonical(package), 'not installed')} instead of {version}"
         for package, version in cell.pins.items()
-        if here.get(canonical(package)) != version
+        if here.get(canonical(package)) != version and (this["gpu"] == "none" or package in ("transformers", "trl"))
     ]
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     record = CellRecord(cell.name, cell.digest, code_digest(), commit(), here, this, now, deviations)
@@ -114,7 +114,7 @@ def run_stages(
         result = kept.get(stage.name)
         if result is None:
             say(f"{cell.name}: {stage.name} ...")
-            result = run_stage(stage, folder / (record.file.removesuffix(".json")) / stage.name, workers, this["gpu"])
+            result = run_stage(stage, folder / record.name / stage.name, workers, this["gpu"])
         again = " (kept from an earlier run)" if stage.name in kept else ""
         say(f"{cell.name}: {describe(result)}{again}")
         record.stages.append(result)
@@ -130,7 +130,7 @@ def describe(result: StageResult) -> str:
 
 
 def _kept(record: CellRecord, folder: Path) -> dict[str, StageResult]:
-    path = folder / record.file
+    path = folder / f"{record.name}.json"
     if not path.exists():
         return {}
     try:

@@ -265,6 +265,40 @@ def test_kernels_that_were_not_measured_fail_unless_that_is_said(decide: Gate) -
     assert [row["kind"] for row in result["differences"]] == ["not measured"]
 
 
+def on_gpu(name: str) -> CellRecord:
+    one = record(CELL)
+    one.machine["gpu"] = name
+    return one
+
+
+def test_a_record_of_a_gpu_is_judged_like_any_other(decide: Gate, tmp_path: Path) -> None:
+    def change(one: CellRecord) -> None:
+        records.write(broken, tmp_path / "records")
+
+    broken = on_gpu("GPU")
+    records.write(broken, tmp_path / "records")
+    fail_case(broken)
+    assert {kind for kind, _ in failures(decide(change))} == {"failed case"}
+
+
+@pytest.mark.parametrize("name", [None, "another GPU"])
+def test_a_gpu_of_the_baseline_must_be_there(name: str | None, decide: Gate, tmp_path: Path) -> None:
+    def change(one: CellRecord) -> None:
+        (tmp_path / "records" / f"{CELL.name}-gpu.json").unlink()
+        if name:
+            records.write(on_gpu(name), tmp_path / "records")
+
+    records.write(on_gpu("GPU"), tmp_path / "records")
+    expected = "other machine" if name else "not measured"
+    assert failures(decide(change)) == [(expected, f"{CELL.name}-gpu")]
+    if not name:
+        assert command.main(gate_of(tmp_path, "--without-gpu")) == 0
+
+
+def gate_of(folder: Path, *options: str) -> list[str]:
+    return ["--records", str(folder / "records"), "gate", "--no-run", "--output", str(folder), *options]
+
+
 def test_where_upstream_moved_a_missing_case_is_a_note(decide: Gate) -> None:
     def change(record: CellRecord) -> None:
         record.environment["transformers"] = "9.10.0"
