@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import liger_kernels
-from tests.patching_checks import DEVICE, batch, tiny, upstream_symbols
+from tests.patching_checks import DEVICE, SIZES, batch, tiny, upstream_symbols
 
 FAMILIES = ("llama", "gemma", "gemma2", "gemma3", "mistral", "mixtral", "qwen2", "qwen3", "phi3")
 
@@ -88,6 +88,29 @@ def test_a_model_that_is_built_without_initialisation(family, activation, monkey
         monkeypatch.setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor.detach().fill_(1e-7))
     report = liger_kernels.patch(tiny(family))
     assert {r.formula for r in report.replaced if r.was.endswith("MLP")} == {f"down({activation}(gate) * up)"}
+
+
+@pytest.mark.parametrize(("family", "activation"), [("llama", "silu"), ("gemma", "gelu_tanh")])
+def test_a_model_that_is_built_while_every_parameter_goes_to_the_meta_device(family, activation):
+    """As transformers 4.49 to 4.57 loads one: not by a default device, by what registers parameters."""
+    from accelerate import init_empty_weights
+
+    getattr(liger_kernels, f"apply_liger_kernel_to_{family}")()
+    with init_empty_weights(include_buffers=False):
+        model = _built(family)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    formulas = {r.formula for r in liger_kernels.status(model).replaced if r.was.endswith("MLP")}
+    assert formulas == {f"down({activation}(gate) * up)"}
+
+
+def _built(family):
+    import transformers as tf
+
+    config, cls = {
+        "llama": (tf.LlamaConfig(**SIZES), tf.LlamaForCausalLM),
+        "gemma": (tf.GemmaConfig(**SIZES, head_dim=8), tf.GemmaForCausalLM),
+    }[family]
+    return cls(config)
 
 
 def test_auto_class(tmp_path):

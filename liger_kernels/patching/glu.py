@@ -115,10 +115,13 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
 
 
 def _random_linear(inputs: int, outputs: int) -> nn.Linear:
-    """Its own random numbers, not torch's initialisation: ``from_pretrained`` may have switched that off."""
-    linear = nn.Linear(inputs, outputs, dtype=torch.float64)
-    for parameter in linear.parameters():
-        parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) / inputs**0.5)
+    """Random numbers on the CPU, whatever ``from_pretrained`` does meanwhile to torch's initialisation (it switches it
+    off) and to the registration of parameters (it sends them to the meta device)."""
+    linear = nn.Linear(inputs, outputs, device="meta")
+    for name, parameter in list(linear._parameters.items()):
+        assert parameter is not None
+        numbers = torch.randn(parameter.shape, dtype=torch.float64) / inputs**0.5
+        linear._parameters[name] = nn.Parameter(numbers)
     return linear
 
 

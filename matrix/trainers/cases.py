@@ -216,7 +216,13 @@ CASES: dict[str, Case] = {
     "grpo": Case(
         "GRPOTrainer",
         lambda: {"prompt": material.questions()["prompt"]},
-        {"num_generations": 2, "max_prompt_length": 16, "max_completion_length": 8, "beta": 0.0},
+        {
+            "num_generations": 4,
+            "per_device_train_batch_size": 4,
+            "max_prompt_length": 16,
+            "max_completion_length": 8,
+            "beta": 0.0,
+        },
         arguments=lambda: {"reward_funcs": _length_reward},
     ),
 }

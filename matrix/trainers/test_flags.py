@@ -31,7 +31,7 @@ def checked(record: Record, records: str | None) -> Record:
 def test_trainer(folders: dict[str, Path], records: str | None) -> None:
     """transformers' own ``use_liger_kernel=True``."""
     arm = flagged("use_liger_kernel")
-    record = checked(judge("trainer", "llama", folders["llama"], "flag", arm, flagged=True), records)
+    record = checked(judge("trainer", "llama", folders["llama"], "flag", arm), records)
     assert record.census["linear_cross_entropy"] == 1
     assert not record.not_logged
 
@@ -47,7 +47,7 @@ def test_sft(folders: dict[str, Path], records: str | None) -> None:
         arm = flagged("use_liger", str)
     else:
         arm = flagged("use_liger_kernel")
-    record = checked(judge(case, "llama", folders["llama"], "flag", arm, flagged=True), records)
+    record = checked(judge(case, "llama", folders["llama"], "flag", arm), records)
     if "return_token_accuracy" in inspect.getsource(trainer.compute_loss):
         assert record.not_logged == ["logged entropy", "logged eval_entropy"]
         assert not record.fallbacks
@@ -66,7 +66,7 @@ def test_preference_trainers(case: str, folders: dict[str, Path], records: str |
     module = vars(sys.modules[find(CASES[case].trainer).__module__])
     losses = [name for name in module if name.startswith("LigerFusedLinear")]
     if not losses:
-        checked(judge(case, "llama", folders["llama"], "flag", flagged(option), flagged=True), records)
+        checked(judge(case, "llama", folders["llama"], "flag", flagged(option)), records)
         return
     make = functools.partial(CASES[case].make, folders["llama"], tmp_path)
     with pytest.raises(NotImplementedError, match=losses[0]) as raised:
