@@ -272,7 +272,7 @@ def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device
             outputs = model(input_ids=ids, labels=labels, use_cache=False)
         result.record("loss", f"{SGD}: evaluation", outputs.loss)
         result.record("logits", f"{SGD}: evaluation", outputs.logits)
-        outputs = model(input_ids=ids[:, :7], past_key_values=_growing_cache(model), use_cache=True)
+        outputs = model(input_ids=ids[:, :7], past_key_values=_empty_cache(model, ids), use_cache=True)
         for position in range(7, 7 + GENERATED_TOKENS):  # the text's own tokens: the same in every arm
             token = ids[:, position : position + 1]
             outputs = model(input_ids=token, past_key_values=outputs.past_key_values, use_cache=True)
@@ -290,12 +290,14 @@ def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device
     result.scores = torch.stack(generated.scores).double().cpu()
 
 
-def _growing_cache(model: Any) -> Any:
-    """An empty cache that grows: some versions of Gemma 2 make one by themselves that is as long as the first input."""
-    from transformers import DynamicCache
+def _empty_cache(model: Any, ids: torch.Tensor) -> Any:
+    """A cache with room for all of ``ids`` [batch, length]: some versions make one that the first input fills."""
+    import transformers
 
-    knows_layers = "config" in inspect.signature(DynamicCache.__init__).parameters
-    return DynamicCache(config=model.config) if knows_layers else DynamicCache()
+    if getattr(model.config, "cache_implementation", None) == "hybrid":  # Gemma 2 and 3 up to 4.52 work with no other
+        return transformers.HybridCache(model.config, *ids.shape, device=ids.device, dtype=model.dtype)
+    knows_layers = "config" in inspect.signature(transformers.DynamicCache.__init__).parameters
+    return transformers.DynamicCache(config=model.config) if knows_layers else transformers.DynamicCache()
 
 
 def _on(step: Step, device: torch.device) -> Step:
