@@ -11,7 +11,7 @@ set of options that makes another program: dtypes, ``None`` arguments, constexpr
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.metadata
 import json
 import os
 import pkgutil
@@ -34,6 +34,7 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64, 64 * 1024),
 }
 
+TRITON = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -120,9 +121,11 @@ def op_modules() -> list[Any]:
 def kernels() -> set[str]:
     """The names of all kernels in ``liger_kernels.ops``."""
     from triton.runtime import KernelInterface
+    from triton.runtime.interpreter import InterpretedFunction  # which Triton 3.3 does not count among the former
 
     found = {name: value for module in op_modules() for name, value in vars(module).items()}
-    return {name for name, value in found.items() if isinstance(value, KernelInterface) and name.endswith("_kernel")}
+    kinds = (KernelInterface, InterpretedFunction)
+    return {name for name, value in found.items() if isinstance(value, kinds) and name.endswith("_kernel")}
 
 
 def signature_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict, dict, dict, dict]:
@@ -160,12 +163,13 @@ def signature_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def compile_all() -> None:
     """In the subprocess: compile what the cases launch; print a JSON list of one record per program and target."""
     import triton
-    from triton.backends.amd.compiler import HIPBackend
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    if hasattr(HIPBackend, "path_to_rocm_lld"):  # Triton 3.3 links by a program of ROCm's, which is not in its wheel
-        HIPBackend.make_hsaco = staticmethod(lambda assembly, *_: b"")
+    amd = triton.backends.backends["amd"].compiler
+    if hasattr(amd, "path_to_rocm_lld"):  # Triton 3.3 links by a program of ROCm's, which is not in its wheel
+        amd.make_hsaco = staticmethod(lambda assembly, *_: b"")
+        amd.hash = lambda self: f"not linked {self.target}"
     records: dict[str, dict[str, Any]] = {}
 
     def compile_instead(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
@@ -290,6 +294,7 @@ def test_every_kernel_is_compiled(records: list[dict[str, Any]]) -> None:
     assert kernels() == {record["kernel"] for record in records}
 
 
+@pytest.mark.skipif(TRITON < (3, 6), reason="this Triton asks for a GPU's driver while Dynamo traces a launch")
 def test_dynamo_traces_down_to_the_launches(tmp_path: Path) -> None:
     """Without a graph break, forward and backward, for any number of rows."""
     assert in_subprocess("trace_all", tmp_path) == {"rms_norm": 2, "swiglu": 2, "geglu": 2, "rope": 2}
