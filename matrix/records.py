@@ -68,7 +68,7 @@ class CellRecord:
     Attributes:
         digest: of the cell's file; ``code``: of the source that ran. Either decides whether a record is of today.
         environment: every installed distribution with its version.
-        deviations: pins of the cell that the environment does not have. A machine with a GPU has its own torch and Triton,
+        deviations: pins of the cell that the environment does not have. With a GPU comes its own torch and Triton,
             so there only transformers and trl count.
         machine: "cpus", "gpu" (its name, or "none"), "platform", "python".
     """
