@@ -87,11 +87,12 @@ class _Sampler:
         batch.position_ids = positions
         return batch
 
-    def later(self, first: int, size: int, length: int) -> Batch:
-        """Positions that begin at ``first``: an angle that is rounded too early is far off at a late position. (In
-        float32 the angles of PyTorch's own are, too.)"""
+    def spread(self, stride: int, size: int, length: int) -> Batch:
+        """Positions ``stride`` apart: an angle that is rounded too early is far off between tokens that are far apart.
+        (In float32 the angles of PyTorch's own are, too.) The mask says that a jump begins no document."""
         batch = self.batch(size, length)
-        batch.position_ids = torch.arange(first, first + length).repeat(size, 1)
+        batch.position_ids = (stride * torch.arange(length)).repeat(size, 1)
+        batch.attention_mask = torch.ones_like(batch.input_ids)
         return batch
 
     def padded(self, size: int, length: int) -> Batch:
@@ -126,7 +127,7 @@ def steps(profile: str, seed: int, dtype: torch.dtype) -> list[Step]:
         Step("frozen head", [sample.packed(3, 21)], frozen="head"),
         Step("frozen body", [sample.masked(3, 21)], frozen="body"),
         *(
-            Step(f"text {i}", [sample.later(200 * i, 6, 35 + i)])
+            Step(f"text {i}", [sample.spread(1 + 10 * i, 6, 35 + i)])
             for i in range(TEXTS if dtype is torch.bfloat16 else 0)
         ),
         Step("padded", [sample.padded(3, 21)]),
