@@ -78,6 +78,7 @@ class Case:
         needs: names that the configuration must have; without them this version has no such case.
         arguments: of the trainer itself, made anew for each arm.
         evaluates: whether it evaluates after training.
+        zero: quantities that are 0 by construction, sums of terms that cancel: all that is left of them is rounding.
     """
 
     trainer: str
@@ -86,6 +87,7 @@ class Case:
     needs: tuple[str, ...] = ()
     arguments: Callable[[], dict[str, Any]] = dict
     evaluates: bool = False
+    zero: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
         """What the installed version lacks for this case."""
@@ -224,5 +226,6 @@ CASES: dict[str, Case] = {
             "beta": 0.0,
         },
         arguments=lambda: {"reward_funcs": _length_reward},
+        zero=("loss", "logged train_loss"),  # on policy every ratio is 1, and advantages add up to 0
     ),
 }

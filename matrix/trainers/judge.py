@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,13 +14,14 @@ import torch
 
 import liger_kernels
 from convergence import tolerance
-from convergence.compare import Pair, Verdict, compare
+from convergence.compare import Statistic, Verdict, compare
 from convergence.train import Trajectory
 from matrix.trainers.cases import CASES
 from matrix.trainers.observe import Arm, Seen, run
 
 STATISTICS = ("error ratio", "largest error ratio", "gain", "gain against the others")
 MANY_REPLICAS = 4 * tolerance.REPLICAS
+ROUNDING = tolerance.FLOOR_ROUNDOFFS * tolerance.unit_roundoff(torch.float32)
 # The truth keeps its activations: what is computed again in the backward pass is out of float64's reach.
 TRUTH = (("gradient_checkpointing", False),)
 
@@ -77,8 +79,18 @@ def _compare(case: str, folder: Path, seen: Seen, replicas: int, record: Record)
     arms = [honest(case, folder, nudge) for nudge in (None, *range(replicas))]
     pairs = [(truth.trajectory, baseline.trajectory) for truth, baseline in arms]
     if record.way == "flag":
-        pairs, record.not_logged = _without_what_is_not_logged(pairs, seen.trajectory)
-    return compare(pairs, seen.trajectory, torch.float32)
+        logged = [q for q in pairs[0][1].values if q.startswith("logged ")]
+        record.not_logged = [q for q in logged if q not in seen.trajectory.values]
+    zero = CASES[case].zero
+    pairs = [(_without(truth, zero, record.not_logged), _without(arm, zero, record.not_logged)) for truth, arm in pairs]
+    verdict = compare(pairs, _without(seen.trajectory, zero), torch.float32)
+    for quantity in zero:
+        for step, value in seen.trajectory.values.get(quantity, {}).items():
+            # the terms are of the size of 1
+            verdict.judge(Statistic(quantity, step, "size", float(value.abs()), ROUNDING))
+            if not verdict.statistics[-1].passed:
+                verdict.fail(quantity, step, "not 0 by rounding", f"{float(value):.3g}", f"{ROUNDING:.3g}")
+    return verdict
 
 
 def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> Record:
@@ -104,14 +116,9 @@ def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> Record:
     return record
 
 
-def _without_what_is_not_logged(pairs: list[Pair], candidate: Trajectory) -> tuple[list[Pair], list[str]]:
-    """The honest arms without the logged metrics that the candidate never has, and their names."""
-    names = [q for q in pairs[0][1].values if q.startswith("logged ") and q not in candidate.values]
-
-    def cut(arm: Trajectory) -> Trajectory:
-        return replace(arm, values={q: steps for q, steps in arm.values.items() if q not in names})
-
-    return [(cut(truth), cut(arm)) for truth, arm in pairs], names
+def _without(arm: Trajectory, *quantities: Iterable[str]) -> Trajectory:
+    dropped = {name for names in quantities for name in names}
+    return replace(arm, values={quantity: steps for quantity, steps in arm.values.items() if quantity not in dropped})
 
 
 def _check_what_ran(verdict: Verdict, baseline: Seen, seen: Seen, record: Record) -> None:
