@@ -294,10 +294,11 @@ def _empty_cache(model: Any, ids: torch.Tensor) -> Any:
     """A cache with room for all of ``ids`` [batch, length]: some versions make one that the first input fills."""
     import transformers
 
+    upstream: Any = transformers
     if getattr(model.config, "cache_implementation", None) == "hybrid":  # Gemma 2 and 3 up to 4.52 work with no other
-        return transformers.HybridCache(model.config, *ids.shape, device=ids.device, dtype=model.dtype)
-    knows_layers = "config" in inspect.signature(transformers.DynamicCache.__init__).parameters
-    return transformers.DynamicCache(config=model.config) if knows_layers else transformers.DynamicCache()
+        return upstream.HybridCache(model.config, *ids.shape, device=ids.device, dtype=model.dtype)
+    knows_layers = "config" in inspect.signature(upstream.DynamicCache.__init__).parameters
+    return upstream.DynamicCache(config=model.config) if knows_layers else upstream.DynamicCache()
 
 
 def _on(step: Step, device: torch.device) -> Step:

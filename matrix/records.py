@@ -47,7 +47,8 @@ class Finding:
 class StageResult:
     """One stage: a process, the cases that it ran, and the records that it left.
 
-    ``status`` is "passed", "failed" or "nothing ran". A stage all of whose cases were skipped ran nothing.
+    ``status`` is "passed", "failed" or "nothing ran". A stage all of whose cases were skipped ran nothing. ``seconds`` are
+    those of a clock, ``cpu_seconds`` those of all its processes, which says more on a machine that does other things, too.
     """
 
     name: str
@@ -55,6 +56,7 @@ class StageResult:
     status: str
     reason: str = ""
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     passed: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)

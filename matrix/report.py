@@ -53,7 +53,7 @@ def show(folder: Path, names: Sequence[str], markdown: bool = False) -> int:
         fresh = record is not None and record.code == code and record.digest == digest
         good = good and fresh and record is not None and record.passed
         rows.append(_row(name, record, fresh))
-    columns = ("cell", "result", "stages: passed/failed/skipped in seconds", "seconds", "why not")
+    columns = ("cell", "result", "stages: passed/failed/skipped in seconds", "seconds", "CPU seconds", "why not")
     if markdown:
         print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
         for row in rows:
@@ -65,13 +65,15 @@ def show(folder: Path, names: Sequence[str], markdown: bool = False) -> int:
 
 def _row(name: str, record: CellRecord | None, fresh: bool) -> tuple[str, ...]:
     if record is None:
-        return name, "no record", "", "", "it has not run, or its environment could not be made"
+        return name, "no record", "", "", "", "it has not run, or its environment could not be made"
     stages = [f"{s.name} {len(s.passed)}/{len(s.failed)}/{len(s.skipped)} in {s.seconds:.0f}" for s in record.stages]
     reasons = [f"{stage.name}: {stage.reason}" for stage in record.stages if stage.status != "passed"]
     result = "passed" if record.passed else "failed" if reasons else "partial"
     if not fresh:
         result += ", of other code"
-    return name, result, "; ".join(stages), f"{record.seconds:.0f}", "; ".join([*record.deviations, *reasons])
+    cpu = sum(stage.cpu_seconds for stage in record.stages)
+    why = "; ".join([*record.deviations, *reasons])
+    return name, result, "; ".join(stages), f"{record.seconds:.0f}", f"{cpu:.0f}", why
 
 
 def differences(found: Sequence[Difference]) -> None:

@@ -157,12 +157,18 @@ def run_stage(stage: Stage, folder: Path, workers: int, gpu: str = "none", timeo
     if stage.leaves_records:
         command += ["--records", str(folder / "records")]
     command += ["-p", "no:cacheprovider", "--junitxml", str(folder / "junit.xml")]
-    began = time.monotonic()
+    began, cpu_began = time.monotonic(), _children_seconds()
     reason = _call([sys.executable, *command], folder / "log.txt", timeout)
-    result = StageResult(stage.name, ["python", *map(_short, command)], "failed", seconds=0.0)
+    result = StageResult(stage.name, ["python", *map(_short, command)], "failed")
     result.seconds = round(time.monotonic() - began, 1)
+    result.cpu_seconds = round(_children_seconds() - cpu_began, 1)
     _collect(stage, folder, result, reason)
     return result
+
+
+def _children_seconds() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _short(argument: str) -> str:
