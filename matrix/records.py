@@ -47,8 +47,9 @@ class Finding:
 class StageResult:
     """One stage: a process, the cases that it ran, and the records that it left.
 
-    ``status`` is "passed", "failed" or "nothing ran". A stage all of whose cases were skipped ran nothing. ``seconds`` are
-    those of a clock, ``cpu_seconds`` those of all its processes, which says more on a machine that does other things, too.
+    Attributes:
+        status: "passed", "failed" or "nothing ran". A stage all of whose cases were skipped ran nothing.
+        cpu_seconds: of all its processes; says more than ``seconds`` on a machine that does other things, too.
     """
 
     name: str

@@ -190,7 +190,7 @@ def _call(command: list[str], log: Path, timeout: float) -> str:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return "" if code == 0 else f"exit code {code}: {lines[-1] if lines else 'no output'}"
+    return "" if code == 0 else f"exit code {code}: {lines[-1].strip('= ') if lines else 'no output'}"
 
 
 def _collect(stage: Stage, folder: Path, result: StageResult, reason: str) -> None:
