@@ -231,7 +231,7 @@ def lazy_output(base: Any, names: tuple[str, ...], accuracy: bool = False) -> ty
 
         return property(lambda self: read(self, name), write)
 
-    parent = make_dataclass(base.__name__, [("token_accuracy", Any, None)], bases=(base,)) if accuracy else base
+    parent: Any = make_dataclass(base.__name__, [("token_accuracy", Any, None)], bases=(base,)) if accuracy else base
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         self.__dict__["_liger_kernels_filling"] = True  # upstream's checks read every field
