@@ -24,8 +24,9 @@ from convergence.records import Record, Statistic, versions
 from convergence.train import Run, Trajectory, train
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Above this probability a prediction counts as confident, and the hard profile asks for it.
-CONFIDENT = 0.99
+# Between these probabilities a prediction counts as confident, and the hard profile asks for it. Nearer to 1, p - 1
+# would have too few digits left in the truth itself: float64 keeps ten of them here.
+CONFIDENT = (0.99, 1 - 1e-6)
 _fingerprint: Fingerprint | None = None
 
 
@@ -100,10 +101,14 @@ def _ask_for_confident_predictions(template: nn.Module, inputs: list[Step]) -> N
     p -> 1, which cancels catastrophically in a kernel that rounds too early."""
     with torch.no_grad():
         for batch in (batch for step in inputs for batch in step.batches):
-            probability = template(input_ids=batch.input_ids, position_ids=batch.position_ids).logits.softmax(-1)
+            logits = template(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
+            probability = logits.double().softmax(-1)
             confidence, prediction = probability[:, :-1].max(-1)
-            labels = batch.labels[:, 1:]
-            batch.labels[:, 1:] = torch.where((confidence > CONFIDENT) & (labels != IGNORE), prediction, labels)
+            labels, (low, high) = batch.labels[:, 1:], CONFIDENT
+            asked = (confidence > low) & (confidence < high) & (labels != IGNORE)
+            labels = torch.where(asked, prediction, labels)
+            too_sure = (confidence >= high) & (labels == prediction)  # a text that repeats a token, and a tied head
+            batch.labels[:, 1:] = torch.where(too_sure, (labels + 1) % logits.shape[-1], labels)
 
 
 def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> Record:
