@@ -64,7 +64,7 @@ def page(records: list[Record]) -> str:
     environments = sorted(
         {
             f"{record.versions.get('device', record.device)}, torch {record.versions.get('torch')}, triton "
-            f"{record.versions.get('triton')}, transformers {record.versions.get('transformers')}"
+            f"{record.versions.get('triton')}, transformers {record.versions.get('transformers')}, {record.at[:10]}"
             for record in records
         }
     )
