@@ -318,7 +318,7 @@ def test_rows_beyond_two_to_the_31_elements():
     rows = Rows.empty(3, logits.device, (), stats=True)
     torchs, truth = (F.cross_entropy(z, targets, reduction="none") for z in (logits.float(), logits.double()))
     true_grad = torch.softmax(logits.double(), -1) - F.one_hot(targets, 16)
-    forward_rows(logits, targets, None, options, rows)
+    forward_rows(logits, targets, None, None, options, rows)
     three_way(rows.loss, torchs, truth, torch.float32, "loss")
     assert rows.stats is not None
     backward_rows(logits, targets, None, options, rows.stats, torch.ones(3), logits)
@@ -336,7 +336,7 @@ def test_target_out_of_range(target, device):
     options = LossOptions(-100, 0.1, None, 1.0, 0.0)
     rows = Rows.empty(3, logits.device, EXTRAS, stats=True)
     grad = torch.empty_like(logits)
-    forward_rows(logits, targets, torch.ones(5, device=device), options, rows)
+    forward_rows(logits, targets, torch.ones(5, device=device), None, options, rows)
     backward_rows(
         logits, targets, torch.ones(5, device=device), options, rows.stats, torch.ones(3, device=device), grad
     )

@@ -7,11 +7,13 @@ from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_ref
 from liger_kernels.ops.glu import geglu, geglu_ref, swiglu, swiglu_ref
 from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref, observe_logits_grad
+from liger_kernels.ops.packing import PackedTargets, packing_weights
 from liger_kernels.ops.rms_norm import rms_norm, rms_norm_ref
 from liger_kernels.ops.rope import rope, rope_ref
 
 __all__ = [
     "CrossEntropyOutput",
+    "PackedTargets",
     "cross_entropy",
     "cross_entropy_ref",
     "geglu",
@@ -20,6 +22,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_ref",
     "observe_logits_grad",
+    "packing_weights",
     "reset_launches",
     "rms_norm",
     "rms_norm_ref",

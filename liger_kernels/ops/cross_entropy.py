@@ -6,9 +6,10 @@ lse = log(sum_c exp(z_c)), log p_c = z_c - lse, class weights w, V classes and s
     loss = (1 - eps) * w_y * (-log p_y) + eps / V * sum_c w_c * (-log p_c) + z_loss * lse^2
     dloss/dx_c = ((1 - eps) * w_y * (p_c - [c = y]) + eps / V * (W * p_c - w_c) + 2 * z_loss * lse * p_c) * dz_c/dx_c
 
-with W = sum_c w_c. "mean" divides by the sum of w_y over the rows that are not ignored, as
-``torch.nn.functional.cross_entropy`` does, whose label smoothing and class weights these are; the soft cap is Gemma 2's
-(arXiv:2408.00118), the z-loss PaLM's (arXiv:2204.02311).
+with W = sum_c w_c. A row weight multiplies the row's loss, all of it. "mean" divides by ``denominator``, or else by the
+sum of row weight times w_y over the rows that are not ignored, as ``torch.nn.functional.cross_entropy`` does, whose
+label smoothing and class weights these are; the soft cap is Gemma 2's (arXiv:2408.00118), the z-loss PaLM's
+(arXiv:2204.02311).
 
 Two quantities would cancel if they were formed by subtraction when p_y is near 1: the true class's gradient p_y - 1 and
 the loss itself. Both are computed from the sum of the exponentials of the *other* classes, which each row keeps beside
@@ -64,6 +65,8 @@ def cross_entropy_ref(
     targets: torch.Tensor,
     *,
     class_weight: torch.Tensor | None = None,
+    row_weight: torch.Tensor | None = None,
+    denominator: torch.Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
@@ -85,14 +88,20 @@ def cross_entropy_ref(
     counted = targets != ignore_index
     if z_loss:
         rows = rows + torch.where(counted, z_loss * torch.logsumexp(z, dim=-1).square(), 0.0)
+    if row_weight is not None:
+        rows = torch.where(counted, rows * row_weight.to(z.dtype), 0.0)
     # F.cross_entropy of zero rows is cut off from its input: this keeps the graph connected.
     rows = rows + z[:, 0] * 0.0 if not len(rows) else rows
     if reduction == "mean":
-        row_weight = counted.to(z.dtype)
-        if weights is not None:
-            row_weight = row_weight * weights[targets.where(counted, 0)]
-        total = row_weight.sum()
-        loss = rows.sum() / total.masked_fill(total == 0, math.inf)
+        if denominator is None:
+            share = counted.to(z.dtype)
+            if weights is not None:
+                share = share * weights[targets.where(counted, 0)]
+            if row_weight is not None:
+                share = torch.where(counted, share * row_weight.to(z.dtype), 0.0)
+            denominator = share.sum()
+        denominator = denominator.to(z.dtype)
+        loss = rows.sum() / denominator.masked_fill(denominator == 0, math.inf)
     else:
         loss = rows.sum() if reduction == "sum" else rows
     if not extras:
@@ -246,6 +255,7 @@ def _cross_entropy_fwd_kernel(
     targets_ptr,
     weight_ptr,
     weight_sum_ptr,
+    row_weight_ptr,
     loss_ptr,
     stats_ptr,
     stats_stride,
@@ -337,6 +347,10 @@ def _cross_entropy_fwd_kernel(
     if SMOOTHING:
         loss += label_smoothing / vocab * (weight_sum * nll - smooth)
     loss += z_loss * lse * lse
+    row_weight = tl.full((ROWS,), 1.0, tl.float32)
+    if row_weight_ptr is not None:
+        row_weight = tl.load(row_weight_ptr + row, mask=counts, other=0.0)
+        loss *= row_weight
     tl.store(loss_ptr + row, tl.where(counts, loss, tl.where(invalid, float("nan"), 0.0)), mask=row_mask)
     if stats_ptr is not None:
         stats_rows = stats_ptr + row
@@ -363,7 +377,7 @@ def _cross_entropy_fwd_kernel(
             target,
             counts,
             invalid,
-            tl.full((ROWS,), 1.0, tl.float32),
+            row_weight,
             row_max,
             total,
             others,
@@ -489,11 +503,13 @@ def forward_rows(
     logits: torch.Tensor,
     targets: torch.Tensor,
     class_weight: torch.Tensor | None,
+    row_weight: torch.Tensor | None,
     options: LossOptions,
     rows: Rows,
     grad_in_place: bool = False,
 ) -> None:
-    """Fill ``rows``; with ``grad_in_place`` also overwrite ``logits`` by each row's dloss/dlogits (upstream of 1)."""
+    """Fill ``rows``; with ``grad_in_place`` also overwrite ``logits`` by each row's dloss/dlogits (upstream of 1).
+    ``row_weight`` is float32 [tokens] and contiguous."""
     tokens, vocab = logits.shape
     shape = _launch_shape(tokens, vocab)
     launch(
@@ -505,6 +521,7 @@ def forward_rows(
         targets,
         class_weight,
         _weight_sum(class_weight, options),
+        row_weight,
         rows.loss,
         rows.stats,
         0 if rows.stats is None else rows.stats.stride(0),
@@ -572,15 +589,25 @@ def backward_rows(
 
 
 def mean_denominator(
-    targets: torch.Tensor, class_weight: torch.Tensor | None, ignore_index: int, vocab: int
+    targets: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    row_weight: torch.Tensor | None,
+    given: torch.Tensor | None,
+    ignore_index: int,
+    vocab: int,
 ) -> torch.Tensor:
-    """What "mean" divides by, 0-d float32; infinity instead of 0: a mean over nothing is then 0, its gradient too."""
-    counted = targets != ignore_index
-    if class_weight is None:
-        total = counted.sum().to(torch.float32)
+    """What "mean" divides by, 0-d float32: ``given``, or the rows' total weight. Infinity instead of 0: a mean over
+    nothing is then 0, its gradient too."""
+    if given is not None:
+        total = given.to(torch.float32)
     else:
-        usable = counted & (targets >= 0) & (targets < vocab)
-        total = class_weight[targets.where(usable, 0)].where(usable, 0.0).sum()
+        counted = targets != ignore_index
+        if class_weight is None:
+            total = counted.sum().to(torch.float32) if row_weight is None else row_weight.where(counted, 0.0).sum()
+        else:
+            usable = counted & (targets >= 0) & (targets < vocab)
+            share = class_weight[targets.where(usable, 0)].where(usable, 0.0)
+            total = share.sum() if row_weight is None else (share * row_weight.where(usable, 0.0)).sum()
     return total.masked_fill(total == 0, math.inf)
 
 
@@ -599,6 +626,8 @@ class CrossEntropyFunction(torch.autograd.Function):
         logits: torch.Tensor,
         targets: torch.Tensor,
         class_weight: torch.Tensor | None,
+        row_weight: torch.Tensor | None,
+        denominator: torch.Tensor | None,
         ignore_index: int,
         label_smoothing: float,
         softcap: float | None,
@@ -611,14 +640,15 @@ class CrossEntropyFunction(torch.autograd.Function):
         if logits.stride(1) != 1:
             logits = logits.contiguous()  # the kernels step through a row one element at a time
         rows = Rows.empty(logits.shape[0], logits.device, extras, stats=ctx.needs_input_grad[0])
-        forward_rows(logits, targets, class_weight, options, rows)
-        denominator = None
+        forward_rows(logits, targets, class_weight, row_weight, options, rows)
         if reduction == "mean":
-            denominator = mean_denominator(targets, class_weight, ignore_index, logits.shape[1])
+            vocab = logits.shape[1]
+            denominator = mean_denominator(targets, class_weight, row_weight, denominator, ignore_index, vocab)
             loss = rows.loss.sum() / denominator
         else:
+            denominator = None
             loss = rows.loss.sum() if reduction == "sum" else rows.loss
-        ctx.save_for_backward(logits, targets, class_weight, rows.stats, denominator)
+        ctx.save_for_backward(logits, targets, class_weight, row_weight, rows.stats, denominator)
         ctx.options = options
         ctx.set_materialize_grads(False)
         beside = (rows.log_probs, rows.entropy, rows.predicted)
@@ -629,12 +659,13 @@ class CrossEntropyFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
         if grad_loss is None:
-            return (None,) * 10
-        logits, targets, class_weight, stats, denominator = ctx.saved_tensors
+            return (None,) * 12
+        logits, targets, class_weight, row_weight, stats, denominator = ctx.saved_tensors
         upstream = grad_loss if denominator is None else grad_loss / denominator
+        upstream = upstream if row_weight is None else upstream * row_weight
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         backward_rows(logits, targets, class_weight, ctx.options, stats, upstream, grad)
-        return grad, *(None,) * 9
+        return grad, *(None,) * 11
 
 
 def check_options(
@@ -714,6 +745,32 @@ def check_targets(
             )
 
 
+def check_weights(
+    row_weight: torch.Tensor | None, denominator: torch.Tensor | None, tokens: int, device: torch.device
+) -> None:
+    """Raise for row weights or a denominator that do not fit [tokens] rows on ``device``."""
+    for name, value, shape, what in (
+        ("row_weight", row_weight, (tokens,), "one weight per row"),
+        ("denominator", denominator, (), "what a mean divides by"),
+    ):
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            came = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TypeError(f"{name} is {came}; it must be a floating point tensor of shape {list(shape)}: {what}")
+        if value.shape != shape:
+            raise ValueError(f"{name} has shape {list(value.shape)}; it must be {list(shape)}: {what}")
+        if value.device != device:
+            raise ValueError(f"{name} is on {value.device}, the rows on {device}; move it there")
+        if value.requires_grad:
+            raise ValueError(f"{name} requires a gradient, which the loss does not have; pass {name}.detach()")
+
+
+def as_kernel_weight(weight: torch.Tensor | None) -> torch.Tensor | None:
+    """Class or row weights as the kernels read them: float32, contiguous."""
+    return None if weight is None else weight.to(torch.float32).contiguous()
+
+
 def _select_extras(
     loss: torch.Tensor,
     extras: tuple[str, ...],
@@ -755,6 +812,8 @@ def cross_entropy(
     targets: torch.Tensor,
     *,
     class_weight: torch.Tensor | None = None,
+    row_weight: torch.Tensor | None = None,
+    denominator: torch.Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
@@ -769,6 +828,10 @@ def cross_entropy(
         logits: [tokens, vocab], float16, bfloat16, float32, or float64 (which runs the reference). Never overwritten.
         targets: [tokens], int64 or int32; rows whose target is ``ignore_index`` cost nothing and get zero gradient.
         class_weight: [vocab], floating point, constant: the weight w of each class.
+        row_weight: [tokens], floating point, constant: a factor on each row's loss, label smoothing and z-loss
+            included; :func:`packing_weights` makes those of packed sequences. Rows that are ignored may have any.
+        denominator: 0-d, floating point, constant: what "mean" divides by (0 makes the loss 0), by default the sum of
+            row weight times class weight over the rows that are not ignored. "sum" and "none" do not divide.
         label_smoothing: eps, between 0 and 1.
         softcap: the bound of the tanh cap, or None; ``logit_scale`` multiplies the logits before it.
         z_loss: the factor of lse^2 (``lse_square_scale``).
@@ -794,11 +857,19 @@ def cross_entropy(
     tokens, vocab = logits.shape
     options = check_options(ignore_index, label_smoothing, softcap, logit_scale, z_loss, reduction, extras)
     check_targets(targets, class_weight, ignore_index, tokens, vocab, logits.device)
+    check_weights(row_weight, denominator, tokens, logits.device)
     if not use_triton(logits):
         return cross_entropy_ref(
-            logits, targets, class_weight=class_weight, reduction=reduction, extras=extras, **options._asdict()
+            logits,
+            targets,
+            class_weight=class_weight,
+            row_weight=row_weight,
+            denominator=denominator,
+            reduction=reduction,
+            extras=extras,
+            **options._asdict(),
         )
-    weights = None if class_weight is None else class_weight.to(torch.float32).contiguous()
     targets = targets.contiguous()
-    loss, *beside = CrossEntropyFunction.apply(logits, targets, weights, *options, reduction, tuple(extras))
+    weights = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
+    loss, *beside = CrossEntropyFunction.apply(logits, targets, *weights, *options, reduction, tuple(extras))
     return with_extras(loss, extras, targets, ignore_index, *beside)

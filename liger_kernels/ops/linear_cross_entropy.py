@@ -32,9 +32,11 @@ from liger_kernels.ops.cross_entropy import (
     CrossEntropyOutput,
     LossOptions,
     Rows,
+    as_kernel_weight,
     backward_rows,
     check_options,
     check_targets,
+    check_weights,
     cross_entropy_ref,
     forward_rows,
     mean_denominator,
@@ -55,6 +57,8 @@ def linear_cross_entropy_ref(
     bias: Tensor | None = None,
     *,
     class_weight: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    denominator: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
@@ -71,6 +75,8 @@ def linear_cross_entropy_ref(
         logits,
         targets,
         class_weight=class_weight,
+        row_weight=row_weight,
+        denominator=denominator,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         softcap=softcap,
@@ -187,6 +193,13 @@ def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(grad, scale.reshape(1), out=out)
 
 
+def _normalised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``weight`` [tokens] in units of its largest magnitude, and that, 0-d; 1 for no or only zero weights."""
+    largest = weight.abs().amax() if len(weight) else torch.ones((), dtype=torch.float32, device=weight.device)
+    largest = largest.masked_fill(largest == 0, 1.0)
+    return weight / largest, largest
+
+
 @torch.library.custom_op("liger_kernels::linear_cross_entropy", mutates_args=())
 def _forward_op(
     hidden: Tensor,
@@ -194,6 +207,8 @@ def _forward_op(
     bias: Tensor | None,
     targets: Tensor,
     class_weight: Tensor | None,
+    row_weight: Tensor | None,
+    denominator: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     softcap: float | None,
@@ -207,7 +222,10 @@ def _forward_op(
     needs_bias: bool,
     observed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss, log_probs, entropy, predicted, denominator, stats, d_hidden, d_weight, d_bias, d_logits."""
+    """loss, log_probs, entropy, predicted, divisor, stats, d_hidden, d_weight, d_bias, d_logits.
+
+    ``divisor`` is what the gradients are still to be divided by.
+    """
     options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     tokens, vocab = len(hidden), len(weight)
     device = hidden.device
@@ -217,6 +235,9 @@ def _forward_op(
     buffer = _logits_buffer(hidden, weight, chunk_size)
     sums = _GradientSums(hidden, weight, needs if grad_in_forward else (False, False, False))
     keep_logits = observed and grad_in_forward
+    kernel_weight, largest = row_weight, None
+    if grad_in_forward and row_weight is not None:  # the weights' size, too, stays out of 16-bit gradients
+        kernel_weight, largest = _normalised(row_weight)
     d_logits = torch.empty((tokens, vocab) if keep_logits else (0,), dtype=hidden.dtype, device=device)
     for start, stop in _chunks(tokens, chunk_size):
         logits = _logits(hidden[start:stop], weight, bias, buffer[: stop - start])
@@ -224,6 +245,7 @@ def _forward_op(
             logits,
             targets[start:stop],
             class_weight,
+            None if kernel_weight is None else kernel_weight[start:stop],
             options,
             rows.chunk(start, stop),
             grad_in_place=grad_in_forward,
@@ -233,10 +255,13 @@ def _forward_op(
         if keep_logits:
             d_logits[start:stop] = logits
     loss = rows.loss if reduction == "none" else rows.loss.sum()
-    denominator = torch.ones((), dtype=torch.float32, device=device)
+    divisor = torch.ones((), dtype=torch.float32, device=device)
     if reduction == "mean":
-        denominator = mean_denominator(targets, class_weight, ignore_index, vocab)
-        loss = loss / denominator
+        divisor = mean_denominator(targets, class_weight, row_weight, denominator, ignore_index, vocab)
+    if largest is not None:
+        divisor = divisor / largest
+    if reduction == "mean" or largest is not None:
+        loss = loss / divisor
 
     def present(t: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(0, dtype=dtype, device=device) if t is None else t
@@ -246,7 +271,7 @@ def _forward_op(
         present(rows.log_probs),
         present(rows.entropy),
         present(rows.predicted, torch.int64),
-        denominator,
+        divisor,
         present(rows.stats),
         sums.d_hidden,
         sums.d_weight,
@@ -262,6 +287,8 @@ def _fake_forward(
     bias: Tensor | None,
     targets: Tensor,
     class_weight: Tensor | None,
+    row_weight: Tensor | None,
+    denominator: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     softcap: float | None,
@@ -301,7 +328,7 @@ def _fake_forward(
 @torch.library.custom_op("liger_kernels::linear_cross_entropy_scale", mutates_args=())
 def _scale_op(
     grad_loss: Tensor,
-    denominator: Tensor,
+    divisor: Tensor,
     d_hidden: Tensor,
     d_weight: Tensor,
     d_bias: Tensor,
@@ -311,7 +338,7 @@ def _scale_op(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward of "mean" and "sum"."""
-    scale = grad_loss.to(torch.float32) / denominator
+    scale = grad_loss.to(torch.float32) / divisor
     if _observer is not None and d_logits.dim() == 2:
         for start, stop in _chunks(len(d_logits), chunk_size):
             _observer(start, d_logits[start:stop].float() * scale)
@@ -325,7 +352,7 @@ def _scale_op(
 @_scale_op.register_fake
 def _fake_scale(
     grad_loss: Tensor,
-    denominator: Tensor,
+    divisor: Tensor,
     d_hidden: Tensor,
     d_weight: Tensor,
     d_bias: Tensor,
@@ -350,6 +377,7 @@ def _recompute_op(
     bias: Tensor | None,
     targets: Tensor,
     class_weight: Tensor | None,
+    row_weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     softcap: float | None,
@@ -365,9 +393,7 @@ def _recompute_op(
     tokens = len(hidden)
     # The upstream gradient's size stays out of the 16-bit logits' gradient here too.
     grad_loss = grad_loss.to(torch.float32)
-    scale = grad_loss.abs().amax() if tokens else torch.ones((), dtype=torch.float32, device=hidden.device)
-    scale = scale.masked_fill(scale == 0, 1.0)
-    upstream = grad_loss / scale
+    upstream, scale = _normalised(grad_loss if row_weight is None else grad_loss * row_weight)
     buffer = _logits_buffer(hidden, weight, chunk_size)
     sums = _GradientSums(hidden, weight, (needs_hidden, needs_weight, needs_bias))
     for start, stop in _chunks(tokens, chunk_size):
@@ -400,6 +426,7 @@ def _fake_recompute(
     bias: Tensor | None,
     targets: Tensor,
     class_weight: Tensor | None,
+    row_weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     softcap: float | None,
@@ -418,15 +445,15 @@ def _fake_recompute(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, targets, class_weight, *options, reduction, _, chunk_size, _, _, _, _ = inputs
-    _, _, _, _, denominator, stats, d_hidden, d_weight, d_bias, d_logits = output
+    hidden, weight, bias, targets, class_weight, row_weight, _, *options, reduction, _, chunk_size, _, _, _, _ = inputs
+    _, _, _, _, divisor, stats, d_hidden, d_weight, d_bias, d_logits = output
     ctx.needs = inputs[-4:-1]
     ctx.options, ctx.reduction, ctx.chunk_size = options, reduction, chunk_size
     ctx.dtypes = weight.dtype, hidden.dtype if bias is None else bias.dtype
     if reduction == "none":
-        ctx.save_for_backward(stats, hidden, weight, bias, targets, class_weight)
+        ctx.save_for_backward(stats, hidden, weight, bias, targets, class_weight, row_weight)
     else:
-        ctx.save_for_backward(denominator, d_hidden, d_weight, d_bias, d_logits)
+        ctx.save_for_backward(divisor, d_hidden, d_weight, d_bias, d_logits)
     ctx.set_materialize_grads(False)  # nobody has a gradient for the gradients, and zeros would cost their memory again
 
 
@@ -438,7 +465,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
         else:
             computed = _scale_op(grad_loss, *ctx.saved_tensors, *ctx.dtypes, ctx.chunk_size)
         grads = tuple(grad if needed else None for grad, needed in zip(computed, ctx.needs, strict=True))
-    return *grads, *(None,) * 14
+    return *grads, *(None,) * 16
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
@@ -451,6 +478,8 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     *,
     class_weight: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    denominator: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
@@ -469,8 +498,8 @@ def linear_cross_entropy(
         weight: [vocab, hidden size], of the same dtype.
         targets: [tokens], int64 or int32.
         bias: [vocab], of the same dtype, or None.
-        class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, reduction, extras: as in
-            :func:`cross_entropy`.
+        class_weight, row_weight, denominator, ignore_index, label_smoothing, softcap, logit_scale, z_loss, reduction,
+            extras: as in :func:`cross_entropy`.
         chunk_size: tokens whose logits are held at once; by default 2048, or 4096 for a hidden size below 2048.
 
     Returns:
@@ -491,6 +520,7 @@ def linear_cross_entropy(
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{vocab}], one number per row of weight")
     options = check_options(ignore_index, label_smoothing, softcap, logit_scale, z_loss, reduction, extras)
     check_targets(targets, class_weight, ignore_index, tokens, vocab, hidden.device)
+    check_weights(row_weight, denominator, tokens, hidden.device)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = _autocast(hidden, dtype), _autocast(weight, dtype), _autocast(bias, dtype)
@@ -508,6 +538,8 @@ def linear_cross_entropy(
             targets,
             bias,
             class_weight=class_weight,
+            row_weight=row_weight,
+            denominator=denominator,
             reduction=reduction,
             extras=extras,
             **options._asdict(),
@@ -519,7 +551,9 @@ def linear_cross_entropy(
         weight,
         bias,
         targets,
-        None if class_weight is None else class_weight.to(torch.float32).contiguous(),
+        as_kernel_weight(class_weight),
+        as_kernel_weight(row_weight),
+        denominator,
         *options,
         reduction,
         " ".join(extras),
