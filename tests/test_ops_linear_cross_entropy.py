@@ -578,7 +578,9 @@ def test_op_is_registered_as_torch_wants_it(reduction, device):
     hidden, weight, bias = case.leaves()
     options = (0, 0.2, 5.0, 1.7, 0.02)
     observed = reduction != "none"
-    arguments = (hidden, weight, bias, case.targets, case.options["class_weight"], *options, reduction,
+    row_weight = torch.rand(len(hidden), device=device)
+    weights = (case.options["class_weight"], row_weight, row_weight.sum())
+    arguments = (hidden, weight, bias, case.targets, *weights, *options, reduction,
                  " ".join(EXTRAS), CHUNK, True, True, True, observed)  # fmt: skip
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(_forward_op, arguments, test_utils=checks)
@@ -586,7 +588,7 @@ def test_op_is_registered_as_torch_wants_it(reduction, device):
     upstream = torch.ones_like(out[0])
     if reduction == "none":
         tensors = [t.detach() for t in (out[5], hidden, weight, bias)]
-        backward = (*tensors, case.targets, case.options["class_weight"], *options, CHUNK, True, True, True)
+        backward = (*tensors, case.targets, *weights[:2], *options, CHUNK, True, True, True)
         torch.library.opcheck(_recompute_op, (upstream, *backward), test_utils=checks)
     else:
         dtypes = torch.bfloat16, torch.bfloat16
