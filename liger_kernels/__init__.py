@@ -17,6 +17,8 @@ _WHERE = {
     "status": "liger_kernels.patching",
     "PatchReport": "liger_kernels.patching",
     "KERNELS": "liger_kernels.patching",
+    "packing_denominator": "liger_kernels.patching",
+    "PackingLossMixin": "liger_kernels.integrations.packing",
     "AutoLigerKernelForCausalLM": "liger_kernels.integrations",
     "revert_liger_kernel": "liger_kernels.integrations",
     **{
@@ -30,8 +32,10 @@ __all__ = ["__version__", *_WHERE]
 if TYPE_CHECKING:
     from liger_kernels.integrations import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_kernels.integrations import revert_liger_kernel as revert_liger_kernel
+    from liger_kernels.integrations.packing import PackingLossMixin as PackingLossMixin
     from liger_kernels.patching import KERNELS as KERNELS
     from liger_kernels.patching import PatchReport as PatchReport
+    from liger_kernels.patching import packing_denominator as packing_denominator
     from liger_kernels.patching import patch as patch
     from liger_kernels.patching import patched as patched
     from liger_kernels.patching import status as status

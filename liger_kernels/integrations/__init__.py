@@ -17,10 +17,12 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from liger_kernels.integrations.packing import PackingLossMixin
 from liger_kernels.patching import KERNELS, PatchReport, patch, status
 
 __all__ = [
     "AutoLigerKernelForCausalLM",
+    "PackingLossMixin",
     "apply_liger_kernel_to_gemma",
     "apply_liger_kernel_to_gemma2",
     "apply_liger_kernel_to_gemma3",
@@ -38,21 +40,27 @@ __all__ = [
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """``AutoModelForCausalLM`` whose models come back patched.
 
-    ``from_pretrained`` and ``from_config`` take what upstream's take, and ``kernels=`` of :func:`liger_kernels.patch`.
+    ``from_pretrained`` and ``from_config`` take what upstream's take, and ``kernels=`` and ``loss_reduction=`` of
+    :func:`liger_kernels.patch`.
     """
 
     @classmethod
-    def from_pretrained(cls, *args: Any, kernels: Iterable[str] | None = None, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls, *args: Any, kernels: Iterable[str] | None = None, loss_reduction: str = "token", **kwargs: Any
+    ) -> Any:
         """``AutoModelForCausalLM.from_pretrained(*args, **kwargs)``, patched with ``kernels`` (all by default)."""
         loaded = AutoModelForCausalLM.from_pretrained(*args, **kwargs)
-        patch(loaded[0] if isinstance(loaded, tuple) else loaded, kernels)  # a tuple with output_loading_info=True
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
+        patch(model, kernels, loss_reduction)
         return loaded
 
     @classmethod
-    def from_config(cls, *args: Any, kernels: Iterable[str] | None = None, **kwargs: Any) -> Any:
+    def from_config(
+        cls, *args: Any, kernels: Iterable[str] | None = None, loss_reduction: str = "token", **kwargs: Any
+    ) -> Any:
         """``AutoModelForCausalLM.from_config(*args, **kwargs)``, patched with ``kernels`` (all by default)."""
         model = AutoModelForCausalLM.from_config(*args, **kwargs)
-        patch(model, kernels)
+        patch(model, kernels, loss_reduction)
         return model
 
 

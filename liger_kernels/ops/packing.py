@@ -107,21 +107,66 @@ def packing_weights(
     if not sources:
         sources = [_rows_as_sequences(given)]
     targets, counts = _count(given, labels is None, sources[0], ignore_index, class_weight)
-    broken = sources[0].broken
-    for other in sources[1:]:
-        their_targets, their_counts = _count(given, labels is None, other, ignore_index, class_weight)
-        counted = targets != ignore_index
-        differ = (targets != their_targets).any() | ((counts != their_counts) & counted).any()
-        broken = broken | other.broken | differ
-        _refuse(differ, "two sources of where sequences begin disagree; give one of cu_seqlens, seq_idx, position_ids")
+    broken = _broken(given, labels is None, sources, ignore_index)
     if seq_token_counts is not None:
         counts, wrong = _given_counts(seq_token_counts, sources[0])
         broken = broken | wrong
     counted = (targets != ignore_index) & (counts > 0)
+    counts = counts.double()
     weight = torch.where(counted, counts.clamp(min=1e-300) ** -EXPONENTS[loss_reduction], 0.0)
     weight = weight.masked_fill(broken, float("nan"))
     denominator = (weight * _share(targets, counted, class_weight)).sum()
     return PackedTargets(targets.view(given.shape), weight.to(dtype), denominator.to(dtype), counts.to(dtype))
+
+
+def sequence_index(
+    labels: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    shifted: bool = False,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor]:
+    """Which sequence each row belongs to, for a loss that is computed later and elsewhere.
+
+    Args:
+        labels, cu_seqlens, seq_idx, position_ids, ignore_index: as in :func:`packing_weights`, which takes the result
+            as its ``seq_idx``; at least one source.
+        shifted: whether ``labels`` are the targets themselves.
+
+    Returns:
+        int64 of the labels' shape, another number for each sequence and -1 in padding; and whether the sources make no
+        sense, a 0-d bool that the host sees, and raises for, only on a CPU.
+    """
+    _check_integers("labels", labels)
+    if labels.dim() not in (1, 2):
+        raise ValueError(f"labels have shape {list(labels.shape)}; they must be [batch, length] or [length]")
+    sources = _sources(labels, seq_idx, cu_seqlens, position_ids)
+    broken = _broken(labels, shifted, sources, ignore_index)
+    index = sources[0].start.cumsum(0).masked_fill(sources[0].padding, -1)
+    return index.view(labels.shape), broken
+
+
+def _broken(given: Tensor, shifted: bool, sources: list[_Sequences], ignore_index: int) -> Tensor:
+    """Whether a source makes no sense or another disagrees with the first, 0-d; raises where the host may look.
+
+    Only what changes the loss is a disagreement: sources differ in what they call padding.
+    """
+    broken = sources[0].broken
+    if len(sources) > 1:
+        targets, counts = _count(given, shifted, sources[0], ignore_index, None)
+    for other in sources[1:]:
+        their_targets, their_counts = _count(given, shifted, other, ignore_index, None)
+        counted = targets != ignore_index
+        differ = (targets != their_targets).any() | ((counts != their_counts) & counted).any()
+        broken = broken | other.broken | differ
+        _refuse(
+            differ,
+            "two sources of where sequences begin disagree; "
+            "give one of cu_seqlens (cu_seq_lens_q), seq_idx, position_ids",
+        )
+    return broken
 
 
 def _check_integers(name: str, value: Tensor) -> None:
@@ -226,7 +271,7 @@ def _from_cu_seqlens(labels: Tensor, cu_seqlens: Tensor) -> _Sequences:
 def _count(
     labels: Tensor, shifted: bool, sequences: _Sequences, ignore_index: int, class_weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The target of each row, int64 [tokens], and n_s of its sequence, float64 [tokens]."""
+    """The target of each row, int64 [tokens], and n_s of its sequence [tokens], in the dtype of ``_share``."""
     flat = labels.flatten().long()
     ignored = torch.full_like(flat, ignore_index)
     flat = torch.where(sequences.padding, ignored, flat)
@@ -246,13 +291,13 @@ def _count(
     is_last[-1:] = True
     last = torch.where(is_last, rows, len(flat)).flip(0).cummin(0).values.flip(0) if len(flat) else rows
     counts = running[last] - running[first] + share[first]
-    return targets, counts.masked_fill(sequences.padding, 0.0)
+    return targets, counts.masked_fill(sequences.padding, 0)
 
 
 def _share(targets: Tensor, counted: Tensor, class_weight: Tensor | None) -> Tensor:
-    """What each row counts, float64 [tokens]: 1, or its class's weight."""
+    """What each row counts [tokens]: 1 in int64, whose sums are the same in any order, or its class's weight."""
     if class_weight is None:
-        return counted.double()
+        return counted.long()
     usable = counted & (targets >= 0) & (targets < len(class_weight))
     return torch.where(usable, class_weight.double()[torch.where(usable, targets, 0)], 0.0)
 

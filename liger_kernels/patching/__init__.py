@@ -15,11 +15,22 @@ from torch import nn
 from liger_kernels.patching.glu import is_glu_candidate, recognise_glu
 from liger_kernels.patching.head import HeadRecipe, ModelRecipe, patched_heads
 from liger_kernels.patching.norms import is_norm_candidate, recognise_norm
+from liger_kernels.patching.packing import check_loss_reduction, packing_denominator
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.rotary import RopeRecipe, Rotation, recognise_rotation, rotary_names
 from liger_kernels.patching.swap import Recipe, patched_class, recipe_of
 
-__all__ = ["KERNELS", "Left", "PatchReport", "Replacement", "patch", "patched", "status", "unpatch"]
+__all__ = [
+    "KERNELS",
+    "Left",
+    "PatchReport",
+    "Replacement",
+    "packing_denominator",
+    "patch",
+    "patched",
+    "status",
+    "unpatch",
+]
 
 KERNELS = ("rms_norm", "rope", "swiglu", "geglu", "cross_entropy", "linear_cross_entropy")
 
@@ -43,7 +54,7 @@ class _State:
         return self.report.fallbacks
 
 
-def patch(model: nn.Module, kernels: Iterable[str] | None = None) -> PatchReport:
+def patch(model: nn.Module, kernels: Iterable[str] | None = None, loss_reduction: str = "token") -> PatchReport:
     """Let ``model`` run on this package's kernels, in place; other models of its family stay as they are.
 
     Each module is recognised by what it computes and replaced only where a kernel computes the same; the rest is left
@@ -55,14 +66,20 @@ def patch(model: nn.Module, kernels: Iterable[str] | None = None) -> PatchReport
             fused loss, too. It may be on any device, the meta device included, and in any dtype.
         kernels: which of :data:`KERNELS` to use; all of them by default. ``linear_cross_entropy`` computes the loss
             from hidden states; without it, ``cross_entropy`` fuses the loss of the head's logits.
+        loss_reduction: what the model's own loss averages over where a row holds several samples: "token" as
+            transformers does; "sample", every sample alike; "square", a sample of n targets by the root of n
+            (docs/packing.md). The last two take ``cu_seq_lens_q``, ``seq_idx`` or ``position_ids`` with the labels, and
+            ``num_items_in_batch`` in their own unit (:func:`packing_denominator`, :class:`PackingLossMixin`).
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, or ``kernels`` is a single string.
-        ValueError: an unknown kernel, or a model that is patched already with other kernels.
+        ValueError: an unknown kernel or loss reduction, a model that is patched already with others, or one without a
+            loss that could be weighted.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch() takes a torch.nn.Module, not {type(model).__name__}; load or build the model first")
     wanted = _checked(kernels)
+    check_loss_reduction(loss_reduction)
     state: _State | None = model.__dict__.get("_liger_kernels")
     if state is not None:
         if set(state.report.kernels) != set(wanted):
@@ -70,13 +87,25 @@ def patch(model: nn.Module, kernels: Iterable[str] | None = None) -> PatchReport
                 f"this model is already patched with kernels={list(state.report.kernels)}, not {list(wanted)}; "
                 "call unpatch(model) first"
             )
+        if state.report.loss_reduction != loss_reduction:
+            raise ValueError(
+                f"this model is already patched with loss_reduction={state.report.loss_reduction!r}, not "
+                f"{loss_reduction!r}; call unpatch(model) first"
+            )
         return state.report
-    state = _State(PatchReport(wanted))
+    state = _State(PatchReport(wanted, loss_reduction=loss_reduction))
     _patch_modules(model, state)
     if {"cross_entropy", "linear_cross_entropy"} & set(wanted):
         for path, owner in list(model.named_modules()):
             _patch_loss(model, path, owner, state)
     _hold(model, state)
+    if loss_reduction != "token" and not any(isinstance(recipe, ModelRecipe) for _, _, recipe in state.undo):
+        unpatch(model)
+        raise ValueError(
+            f"loss_reduction={loss_reduction!r}: this {type(model).__name__} has no loss whose rows could be weighted; "
+            "it takes a causal language model of transformers and, among the kernels, linear_cross_entropy or "
+            f"cross_entropy\n{state.report}"
+        )
     if not state.report.replaced:
         warnings.warn(
             f"liger_kernels.patch() replaced nothing in this {type(model).__name__} (kernels={list(wanted)}): "
@@ -103,20 +132,22 @@ def unpatch(model: nn.Module) -> None:
             )
     for module, base, _ in reversed(state.undo):
         module.__class__ = base
-        for name in ("_liger_kernels_armed", "_liger_kernels_extras", "_liger_kernels_request"):
-            module.__dict__.pop(name, None)
+        for name in ("armed", "extras", "packing", "request", "weighted"):
+            module.__dict__.pop(f"_liger_kernels_{name}", None)
     for holder in state.holders:
         holder.__dict__.pop("_liger_kernels", None)
 
 
 @contextlib.contextmanager
-def patched(model: nn.Module, kernels: Iterable[str] | None = None) -> Iterator[PatchReport]:
+def patched(
+    model: nn.Module, kernels: Iterable[str] | None = None, loss_reduction: str = "token"
+) -> Iterator[PatchReport]:
     """``with patched(model) as report:`` runs the model patched inside the block, and as it was after it.
 
     A model that was patched before stays patched after the block.
     """
     before = status(model)
-    report = patch(model, kernels)
+    report = patch(model, kernels, loss_reduction)
     try:
         yield report
     finally:
@@ -215,7 +246,7 @@ def _patch_loss(model: nn.Module, path: str, owner: nn.Module, state: _State) ->
         else:
             state.report.left.append(Left(head_path, type(head).__name__, "it is not a plain linear layer"))
             return
-    _replace(path, owner, ModelRecipe(), state, listed=False)
+    _replace(path, owner, ModelRecipe(state.report.loss_reduction), state, listed=False)
     _hold(owner, state)
 
 

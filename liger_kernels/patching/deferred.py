@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from liger_kernels.ops import cross_entropy, linear_cross_entropy
+from liger_kernels.patching.packing import Packing
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 
@@ -44,6 +45,7 @@ class Product:
     autocast: torch.dtype | None = None
     grad: bool = True
     versions: tuple[int, ...] | None = None
+    packing: Packing | None = None  # what the rows weigh, where they do not all weigh the same
 
     def __post_init__(self) -> None:
         device = self.hidden.device.type
@@ -58,14 +60,14 @@ class Product:
     def unchanged(self) -> bool:
         return self.versions is None or self.versions == self._versions()
 
-    def compute(self, reason: str) -> torch.Tensor:
+    def compute(self, reason: str | None) -> torch.Tensor:
         """The real logits, by the head's own ``__call__``, under the modes of the forward that they belong to.
 
         Raises:
             RuntimeError: when the hidden states or the head's parameters have changed since.
         """
         if self.logits is None:
-            if not torch.compiler.is_compiling():
+            if reason is not None and not torch.compiler.is_compiling():
                 self.fallbacks[reason] += 1
             if not self.unchanged():
                 raise RuntimeError(
@@ -294,8 +296,8 @@ class DeferredLogits:
 
     # What computes.
 
-    def materialize(self, reason: str) -> torch.Tensor:
-        """The real logits, computed once; ``reason`` is counted in the model's report."""
+    def materialize(self, reason: str | None) -> torch.Tensor:
+        """The real logits, computed once; ``reason``, if there is one, is counted in the model's report."""
         if self._real is None:
             real = self._product.compute(reason)
             with self._product.modes():
@@ -315,6 +317,10 @@ class DeferredLogits:
             return None
         options["class_weight"] = options.pop("weight")
         options.update(logit_scale=self._scale, softcap=self._cap, extras=product.extras)
+        if product.packing is not None:
+            target = product.packing.weigh(
+                product.hidden, lambda x: rows(x[..., None], self._views)[..., 0], target, options
+            )
         request = Request(self._views, self._vocabulary, target, options)
         if product.logits is not None:
             loss = request.loss_of_logits(product.logits)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_kernels.patching.deferred import DeferredLogits, Product, Request
+from liger_kernels.patching.packing import captured, plain_count
 from liger_kernels.patching.swap import Recipe, recipe_of
 
 IGNORE = -100  # upstream's own, which its loss function does not ask the model for
@@ -57,6 +58,7 @@ class HeadRecipe(Recipe):
                     _count(fallbacks, obstacle)
                 product = Product(hidden, self, logits.shape[-1], fallbacks, logits, self._liger_kernels_extras)
                 dtype = logits.dtype
+            product.packing = self._liger_kernels_packing
             return DeferredLogits(product, (*hidden.shape[:-1], product.features), dtype)
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +88,7 @@ class HeadRecipe(Recipe):
             "_liger_kernels_armed": None,
             "_liger_kernels_extras": (),
             "_liger_kernels_request": None,
+            "_liger_kernels_packing": None,
             "__call__": call,
             "forward": forward,
             "fused_loss": fused_loss,
@@ -118,9 +121,17 @@ class ModelRecipe(Recipe):
     Its forward understands what trl passes to a model that it knows to be patched: ``return_token_accuracy`` (then the
     output has ``token_accuracy``, from the pass of the loss), ``skip_logits`` (with labels: in evaluation, too, logits
     are computed only when they are read) and ``use_token_scaling`` (only False). Upstream's forward never sees them.
+
+    With a ``loss_reduction`` other than "token" the rows of the loss are weighted, in evaluation too, and whatever
+    would leave them unweighted raises.
     """
 
+    loss_reduction: str = "token"
+
     def namespace(self, base: Any) -> dict[str, Any]:
+        return self._plain(base) if self.loss_reduction == "token" else self._weighted(base)
+
+    def _plain(self, base: Any) -> dict[str, Any]:
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         upstream: Callable[..., Any] = base.forward
@@ -164,6 +175,62 @@ class ModelRecipe(Recipe):
 
         return {"forward": forward}
 
+    def _weighted(self, base: Any) -> dict[str, Any]:
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        mode = self.loss_reduction
+        plain: Callable[..., Any] = self._plain(base)["forward"]
+        names = list(inspect.signature(base.forward).parameters)[1:]  # without self
+
+        @functools.wraps(base.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            if arguments.get("labels") is None:
+                return plain(self, *args, **kwargs)
+            if self.loss_function is not ForCausalLMLoss:
+                name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
+                raise ValueError(
+                    f"the loss function is {name}; loss_reduction={mode!r} weighs the rows of transformers' "
+                    "ForCausalLMLoss only: unpatch the model, or patch it with loss_reduction='token'"
+                )
+            if "num_items_in_batch" in kwargs:
+                kwargs["num_items_in_batch"] = plain_count(kwargs["num_items_in_batch"], mode)
+            packing = captured(arguments, mode)
+            computes = not (self.training or kwargs.get("skip_logits"))
+            heads = patched_heads(self.get_output_embeddings())
+            for head in heads:
+                head._liger_kernels_packing = packing
+            try:
+                # In evaluation, too, the loss is computed before the logits: only there its rows can be weighted.
+                output = plain(self, *args, **{**kwargs, "skip_logits": True})
+            finally:
+                for head in heads:
+                    head._liger_kernels_packing = None
+            if not packing.applied:
+                raise RuntimeError(
+                    f"loss_reduction={mode!r}: this forward's loss was computed from logits that had been computed "
+                    "before, where its rows cannot be weighted; real logits have been computed because of "
+                    f"{dict(self._liger_kernels.fallbacks)}"
+                )
+            self.__dict__["_liger_kernels_weighted"] = True
+            return _computed(output) if computes else output
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            """``base.__call__``, and the check that it came by the forward above where it computed a loss."""
+            if kwargs.get("labels") is None:
+                return base.__call__(self, *args, **kwargs)
+            self.__dict__["_liger_kernels_weighted"] = False
+            output = base.__call__(self, *args, **kwargs)
+            if not self.__dict__.pop("_liger_kernels_weighted"):
+                raise RuntimeError(
+                    f"loss_reduction={mode!r}: the model's forward was replaced on the instance after it was patched "
+                    "(as trl's SFTTrainer does), and the loss was not computed by the model's own. With a trainer, use "
+                    "`class PackedTrainer(liger_kernels.PackingLossMixin, SFTTrainer)`"
+                )
+            return output
+
+        return {"forward": forward, "__call__": call}
+
 
 def patched_heads(head: Any) -> list[Any]:
     """The patched linear layers in what a model calls its output embeddings: itself, or inside an adapter's wrapper."""
@@ -203,6 +270,14 @@ def _token_accuracy(
         targets = targets.to(logits.device)
         counted = targets != IGNORE
         return ((logits.argmax(-1) == targets) & counted).sum() / counted.sum().clamp(min=1)
+
+
+def _computed(output: Any) -> Any:
+    """An output whose logits are computed, without a note of it: nothing was to be saved."""
+    if isinstance(output, OrderedDict):
+        for name, value in list(OrderedDict.items(output)):
+            output[name] = value.materialize(None) if isinstance(value, DeferredLogits) else value
+    return output
 
 
 def _resolve(value: Any, reason: str) -> Any:

@@ -34,12 +34,14 @@ class PatchReport:
         replaced: what was replaced.
         left: what was left alone, with the reason.
         fallbacks: how often real logits had to be computed in a training forward, by reason; it goes on counting.
+        loss_reduction: what the loss averages over: "token", "square" or "sample".
     """
 
     kernels: tuple[str, ...]
     replaced: list[Replacement] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     fallbacks: Counter[str] = field(default_factory=Counter)
+    loss_reduction: str = "token"
 
     @property
     def fuses_head(self) -> bool:
@@ -73,6 +75,8 @@ class PatchReport:
                     for key, n in reasons.items()
                 ],
             )
+        if self.loss_reduction != "token":
+            lines += ["", f"the loss of packed rows is weighted: loss_reduction={self.loss_reduction!r}"]
         if self.fallbacks:
             lines += ["", "real logits were computed in training, without the saving, because:"]
             lines += [f"  {count} x {reason}" for reason, count in self.fallbacks.most_common()]
