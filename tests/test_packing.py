@@ -427,7 +427,10 @@ def sft(base, model, documents, tmp_path):
 
 
 def test_sft_with_packing(tmp_path):
-    """trl packs best-fit first: two rows here, one for each micro-batch."""
+    """trl packs best-fit first: two rows here, one for each micro-batch.
+
+    Before 0.23 its collator hands out position_ids for flash attention alone: without them the model refuses.
+    """
     trl = pytest.importorskip("trl")
 
     class PackedSFTTrainer(liger_kernels.PackingLossMixin, trl.SFTTrainer):
@@ -437,6 +440,10 @@ def test_sft_with_packing(tmp_path):
     patched = patched_copy(model, "sample")
     trainer = sft(PackedSFTTrainer, patched, documents, tmp_path)
     assert len(trainer.train_dataset) == 2
+    if not {"position_ids", "seq_idx", "cu_seq_lens_q"} & trainer.data_collator([trainer.train_dataset[0]]).keys():
+        with pytest.raises(ValueError, match="DataCollatorWithFlattening"):
+            trainer.train()
+        return
     trainer.train()
     check_step(model, patched, documents, "sample")
 
