@@ -225,7 +225,8 @@ class ModelRecipe(Recipe):
                 raise RuntimeError(
                     f"loss_reduction={mode!r}: the model's forward was replaced on the instance after it was patched "
                     "(as trl's SFTTrainer does), and the loss was not computed by the model's own. With a trainer, use "
-                    "`class PackedTrainer(liger_kernels.PackingLossMixin, SFTTrainer)`"
+                    "`class PackedTrainer(liger_kernels.PackingLossMixin, SFTTrainer)`, and SFTConfig(loss_type='nll') "
+                    "where trl's default is another"
                 )
             return output
 

@@ -56,7 +56,8 @@ MUTANTS = (
         "A sequence without any target counts in the denominator.",
         _OP,
         "denominator = (weight * _share(targets, counted, class_weight)).sum()",
-        "denominator = (weight * _share(targets, counted, class_weight)).sum() + (sources[0].start & (counts == 0)).sum()",
+        "denominator = (weight * _share(targets, counted, class_weight)).sum()\n"
+        "    denominator = denominator + (sources[0].start & (counts == 0)).sum()",
         f"{_PROOF}[gemma-sample]",
     ),
     _packing(
