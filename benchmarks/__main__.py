@@ -105,28 +105,73 @@ def glu_case(name: str, rows: int, inner: int) -> Case:
     )
 
 
-def loss_case(rows: int, vocab: int) -> Case:
-    def inputs(n: int) -> Tensors:
-        return randn(n, vocab, scale=3), torch.randint(vocab, (n,), device="cuda")
+def row_weights(rows: int) -> Tensors:
+    """The weight of each row and their sum, as a loss of packed rows takes them."""
+    weight = torch.rand(rows, device="cuda")
+    return weight, weight.sum()
 
+
+def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """``loss`` whose last two arguments are its row weights and denominator."""
+    return lambda *inputs: loss(*inputs[:-2], row_weight=inputs[-2], denominator=inputs[-1])
+
+
+def loss_case(rows: int, vocab: int, weights: bool = False) -> Case:
+    def inputs(n: int) -> Tensors:
+        return randn(n, vocab, scale=3), torch.randint(vocab, (n,), device="cuda"), *(row_weights(n) if weights else ())
+
+    ours, eager = ops.cross_entropy, ops.cross_entropy_ref
     return Case(
-        "cross_entropy", f"{rows}x{vocab}", rows, inputs, ops.cross_entropy, ops.cross_entropy_ref, 3 * rows * vocab * 2
+        "cross_entropy (row_weight)" if weights else "cross_entropy",
+        f"{rows}x{vocab}",
+        rows,
+        inputs,
+        weighted(ours) if weights else ours,
+        weighted(eager) if weights else eager,
+        3 * rows * vocab * 2,
     )
 
 
-def linear_loss_case(rows: int, hidden: int, vocab: int) -> Case:
+def linear_loss_case(rows: int, hidden: int, vocab: int, weights: bool = False) -> Case:
     def inputs(n: int) -> Tensors:
-        return randn(n, hidden), randn(vocab, hidden, scale=hidden**-0.5), torch.randint(vocab, (n,), device="cuda")
+        leaves = randn(n, hidden), randn(vocab, hidden, scale=hidden**-0.5), torch.randint(vocab, (n,), device="cuda")
+        return (*leaves, *(row_weights(n) if weights else ()))
 
+    ours, eager = ops.linear_cross_entropy, ops.linear_cross_entropy_ref
     return Case(
-        "linear_cross_entropy",
+        "linear_cross_entropy (row_weight)" if weights else "linear_cross_entropy",
         f"{rows}x{hidden}x{vocab}",
         rows,
         inputs,
-        ops.linear_cross_entropy,
-        ops.linear_cross_entropy_ref,
+        weighted(ours) if weights else ours,
+        weighted(eager) if weights else eager,
         0,  # bound by its matrix products, not by memory
     )
+
+
+def packing_case(rows: int, longest: int) -> Case:
+    """Targets, row weights and denominator of one packed row; forward only."""
+
+    def inputs(n: int) -> Tensors:
+        most = min(longest, n // 4)
+        lengths = torch.randint(1, most + 1, (8 * n // most,))  # four times as many tokens as are taken
+        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[:n]
+        labels = torch.randint(100, (1, n)).masked_fill(torch.rand(1, n) < 0.3, -100)
+        return labels.to("cuda"), positions[None].to("cuda")
+
+    def ours(labels: torch.Tensor, positions: torch.Tensor) -> Tensors:
+        found = ops.packing_weights(labels, position_ids=positions, loss_reduction="square")
+        return found.row_weight, found.denominator
+
+    def eager(labels: torch.Tensor, positions: torch.Tensor) -> Tensors:
+        index = (positions[0] == 0).cumsum(0)
+        goes_on = torch.nn.functional.pad(index[1:] == index[:-1], (0, 1))
+        counted = goes_on & (labels[0].roll(-1) != -100)
+        counts = torch.bincount(index, weights=counted.double())[index]
+        weight = torch.where(counted, counts.clamp(min=1).rsqrt(), 0.0)
+        return weight.float(), weight.sum().float()
+
+    return Case("packing_weights", f"{rows} tokens", rows, inputs, ours, eager, rows * (8 + 8 + 8 + 4 + 4))
 
 
 CASES = [
@@ -140,9 +185,17 @@ CASES = [
     glu_case("geglu", 8192, 14336),
     loss_case(8192, 32768),
     loss_case(8192, 128256),
+    loss_case(8192, 128256, weights=True),
     linear_loss_case(8192, 4096, 128256),
+    linear_loss_case(8192, 4096, 128256, weights=True),
     linear_loss_case(8192, 2048, 262144),
+    packing_case(1 << 20, 4096),
 ]
+
+
+def backward(outputs: Tensors, wanted: list[torch.Tensor], upstream: list[torch.Tensor]) -> Tensors:
+    """The gradients of the inputs ``wanted``; none where none has any."""
+    return torch.autograd.grad(outputs, wanted, upstream) if wanted else ()
 
 
 def forward_backward(function: Callable[..., Any], inputs: Tensors, seed: int = 0) -> tuple[Tensors, Tensors]:
@@ -152,7 +205,7 @@ def forward_backward(function: Callable[..., Any], inputs: Tensors, seed: int = 
     torch.manual_seed(seed)
     upstream = [torch.randn_like(y) for y in outputs]
     wanted = [x for x in inputs if x.requires_grad]
-    return outputs, torch.autograd.grad(outputs, wanted, upstream)
+    return outputs, backward(outputs, wanted, upstream)
 
 
 def check(case: Case) -> None:
@@ -185,8 +238,8 @@ def measure(function: Callable[..., Any], inputs: Tensors, repeats: int) -> tupl
         outputs, forward = timed(lambda: function(*inputs))
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         upstream = [torch.ones_like(y) for y in outputs]
-        _, backward = timed(lambda: torch.autograd.grad(outputs, wanted, upstream))
-        return forward + backward
+        _, back = timed(lambda: backward(outputs, wanted, upstream))
+        return forward + (back if wanted else 0.0)
 
     for _ in range(3):
         step()
@@ -207,7 +260,7 @@ def measure(function: Callable[..., Any], inputs: Tensors, repeats: int) -> tupl
         torch.cuda.synchronize()
         start = time.perf_counter()
         outputs = function(*inputs)
-        torch.autograd.grad(outputs if isinstance(outputs, tuple) else (outputs,), wanted, upstream)
+        backward(outputs if isinstance(outputs, tuple) else (outputs,), wanted, upstream)
         host.append((time.perf_counter() - start) * 1e3)
     return times, peak, statistics.median(host)
 
