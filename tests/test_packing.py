@@ -426,7 +426,7 @@ def sft(base, model, documents, tmp_path):
         use_cpu=DEVICE.type == "cpu",
         report_to="none",
         save_strategy="no",
-        **({"loss_type": "nll"} if getattr(trl.SFTConfig, "loss_type", None) == "chunked_nll" else {}),
+        **({"loss_type": "nll"} if hasattr(trl.SFTConfig, "loss_type") else {}),
     )
     data = Dataset.from_list([{"input_ids": ids.tolist()} for ids, _ in documents])
     return base(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
