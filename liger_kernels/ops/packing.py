@@ -42,11 +42,11 @@ class PackedTargets(NamedTuple):
 
 
 class _Sequences(NamedTuple):
-    """Where sequences begin, over the flattened rows [tokens]; ``index`` numbers them from 0."""
+    """Where sequences begin, over the flattened rows [tokens]; ``number`` counts them from 0."""
 
     start: Tensor
     padding: Tensor
-    index: Tensor
+    number: Tensor
     broken: Tensor  # 0-d: the source makes no sense; the host sees that only on a CPU
 
 
@@ -312,7 +312,7 @@ def _given_counts(counts: Tensor, sequences: _Sequences) -> tuple[Tensor, Tensor
         )
     negative = (counts < 0).any()
     _refuse(negative, "seq_token_counts must not be negative: it has the number of targets of every sequence")
-    index = sequences.index.masked_fill(sequences.padding, 0)
+    index = sequences.number.masked_fill(sequences.padding, 0)
     missing = (index >= len(counts)).any() if len(index) else negative
     _refuse(missing, f"seq_token_counts has {len(counts)} numbers; there are more sequences than that")
     if not len(counts):

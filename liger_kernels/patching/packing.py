@@ -86,10 +86,10 @@ def packing_denominator(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]]
         parts.append(packing_weights(**targets, **sources, loss_reduction=loss_reduction).denominator)
     device = parts[0].device
     total = torch.stack([part.to(device) for part in parts]).sum()
-    return total.as_subclass(_DENOMINATORS[loss_reduction])  # type: ignore[return-value]
+    return total.as_subclass(_DENOMINATORS[loss_reduction])
 
 
-def _sources(arguments: Mapping[str, Any], mode: str) -> dict[str, torch.Tensor]:
+def _sources(arguments: Mapping[str, Any], mode: str) -> dict[str, Any]:
     """The boundary sources among a forward's arguments, as packing_weights names them."""
     found = {ours: arguments[theirs] for theirs, ours in SOURCES.items() if arguments.get(theirs) is not None}
     if not found and mode != "token":
@@ -97,7 +97,7 @@ def _sources(arguments: Mapping[str, Any], mode: str) -> dict[str, torch.Tensor]
     return found
 
 
-def _targets(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """``labels``, or ``shift_labels`` where upstream's loss takes them as they are."""
     if arguments.get("shift_labels") is not None and _loss_takes_shifted():
         return {"shift_labels": arguments["shift_labels"]}
@@ -129,7 +129,7 @@ def plain_count(count: Any, mode: str) -> Any:
             "would scale wrongly. Use `class PackedTrainer(liger_kernels.PackingLossMixin, Trainer)` (or SFTTrainer); "
             f"in a loop of your own pass liger_kernels.packing_denominator(micro_batches, {mode!r})"
         )
-    plain = count.as_subclass(torch.Tensor)  # type: ignore[arg-type]
+    plain = count.as_subclass(torch.Tensor)
     return plain.masked_fill(plain == 0, 1.0)  # the sum over nothing is 0, and so is its loss
 
 
