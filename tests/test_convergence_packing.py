@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 
 import liger_kernels
 from convergence import tolerance
@@ -23,14 +22,10 @@ from convergence.compare import Pair, compare
 from convergence.data import IGNORE, text
 from convergence.models import MODELS
 from convergence.train import InFloat64, Run, Trajectory, build
-from tests.packing_checks import EXPONENT, MODES, Sample, packed
+from tests.packing_checks import EXPONENT, MODES, Sample, isolated, packed
 from tests.patching_checks import DEVICE
 
-# Before 4.53, sdpa and eager attention ignore what position_ids say: the samples of a row see each other.
-ISOLATES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 53)
-pytestmark = pytest.mark.skipif(
-    not ISOLATES, reason="this transformers lets the samples of a packed row see each other"
-)
+pytestmark = isolated
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import liger_kernels
 from convergence.train import InFloat64
 from liger_kernels.patching.packing import Denominator, SampleDenominator
-from tests.packing_checks import MODES, boundaries, exact, packed, patched_copy, samples, truth
+from tests.packing_checks import MODES, boundaries, exact, isolated, packed, patched_copy, samples, truth, weight_of
 from tests.patching_checks import DEVICE, VOCAB, batch, gradients
 
 CLOSE = 1e-11  # of the largest element: float64, over the operations of two layers
@@ -45,6 +45,7 @@ def close(found, expected, tolerance, name) -> None:
     assert error <= tolerance, f"{name} is off by {error:.3g} of its largest element; {tolerance:.3g} is allowed"
 
 
+@isolated
 @pytest.mark.parametrize("kernel", ["linear_cross_entropy", "cross_entropy"])
 @pytest.mark.parametrize("chat", [False, True], ids=["single turn", "several turns"])
 @pytest.mark.parametrize("rows", [1, 2])
@@ -62,8 +63,6 @@ def test_packed_is_unpacked(family, rows, chat, kernel):
 def by_hand(logits, labels, documents, mode):
     """The weighted loss of the packed row's own ``logits`` [1, length, vocab]."""
     total, denominator, start = 0.0, 0.0, 0
-    from tests.packing_checks import weight_of
-
     for ids, _ in documents:
         here = slice(start, start + len(ids))
         targets = labels[0, here][1:]
@@ -91,6 +90,7 @@ def test_each_source(source):
     assert float(out.loss) == pytest.approx(float(by_hand(logits, row["labels"], documents, "sample")), rel=ONE_FLOAT32)
 
 
+@isolated
 def test_positional_arguments_are_seen():
     """The third argument of a Llama's forward is position_ids in every version."""
     model, documents = exact(), samples(*DOCUMENTS)
@@ -100,6 +100,7 @@ def test_positional_arguments_are_seen():
     check_against_singles(model, "sample", documents, gradients(patched, loss))
 
 
+@isolated  # and older than that, transformers knows no shift_labels
 def test_shift_labels_are_taken_as_given():
     """Their targets at the ends of sequences count."""
     model, documents = exact(), samples(6, 3, chat=False)
@@ -130,6 +131,7 @@ def test_without_labels_a_forward_is_left_alone():
     assert torch.equal(patched_copy(model, "sample")(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
+@isolated
 def test_evaluation_reports_the_same_loss():
     model, documents = exact(), samples(*DOCUMENTS)
     patched = patched_copy(model, "square").eval()
@@ -140,6 +142,7 @@ def test_evaluation_reports_the_same_loss():
     assert float(out.loss) == pytest.approx(float(truth(model, documents, "square")), rel=ONE_FLOAT32)
 
 
+@isolated
 def test_a_head_that_must_compute_its_logits_has_the_same_loss():
     model, documents = exact(), samples(*DOCUMENTS)
     patched = patched_copy(model, "sample")
@@ -278,6 +281,7 @@ def test_the_patch_itself():
 # Several micro-batches: the denominator is theirs together.
 
 
+@isolated
 @pytest.mark.parametrize("mode", ["square", "sample"])
 def test_accumulation_by_hand(mode):
     model, documents = exact(), samples(*DOCUMENTS)
@@ -360,6 +364,7 @@ def packed_trainer():
     return PackedTrainer
 
 
+@isolated
 @pytest.mark.parametrize("mode", ["square", "sample"])
 def test_trainer_with_accumulation(mode, tmp_path):
     model, documents = exact(), samples(9, 4, 7, 2)
@@ -432,6 +437,7 @@ def sft(base, model, documents, tmp_path):
     return base(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
 
 
+@isolated
 def test_sft_with_packing(tmp_path):
     """trl packs best-fit first: two rows here, one for each micro-batch.
 
@@ -502,6 +508,7 @@ print("rank", rank, "ok")
 """
 
 
+@isolated
 def test_two_ranks(tmp_path):
     """The Trainer and a loop of one's own, each rank with other samples."""
     root = Path(__file__).parents[1]
