@@ -282,15 +282,15 @@ def _count(
         goes_on[-1:] = False
         targets = torch.where(goes_on, flat.roll(-1), ignored)
     counted = targets != ignore_index
-    # Sums of a sequence are differences of running sums, exact for counts, and the same in every run.
+    # A sequence's sum is the difference of the running sums before the next one and before itself. Cumulative sums and
+    # writes to places of their own are fast on any device, which atomics to one address and running maxima are not.
     share = _share(targets, counted, class_weight)
     running = share.cumsum(0)
-    rows = torch.arange(len(flat), device=flat.device)
-    first = torch.where(sequences.start, rows, 0).cummax(0).values if len(flat) else rows
-    is_last = sequences.start.roll(-1)
-    is_last[-1:] = True
-    last = torch.where(is_last, rows, len(flat)).flip(0).cummin(0).values.flip(0) if len(flat) else rows
-    counts = running[last] - running[first] + share[first]
+    number = sequences.start.cumsum(0)  # from 1, padding's runs included
+    total = running[-1:] if len(flat) else share.new_zeros(1)
+    before = total.expand(len(flat) + 2).clone()  # [number]: 0 takes what is not the start of a sequence
+    before.scatter_(0, torch.where(sequences.start, number, 0), running - share)
+    counts = before[number + 1] - before[number]
     return targets, counts.masked_fill(sequences.padding, 0)
 
 
