@@ -24,9 +24,9 @@ def _hidden(name: str, does: str, phase: str, *edits: tuple[str, str], **other: 
 
 
 _GRAD = "grad = tl.where(is_target, -(others * inverse)[:, None], p)"
-_SCALE = "scale = grad_loss.to(torch.float32) / denominator"
+_SCALE = "scale = grad_loss.to(torch.float32) / divisor"
 _UPSTREAM = "upstream = grad_loss if denominator is None else grad_loss / denominator"
-_COUNT = "total = counted.sum().to(torch.float32)\n"
+_COUNT = "total = counted.sum().to(torch.float32) if row_weight is None else row_weight.where(counted, 0.0).sum()\n"
 _LAUNCH = "    launch(\n        _cross_entropy_fwd"
 _KEEP = "keep = 1.0 if start else 0.0"
 _ADD = "            sums.add(start, stop, logits)\n        if keep_logits:"
@@ -61,7 +61,7 @@ MUTANTS = (
         "c4_fused_upstream_gradient_ignored",
         "The gradient that comes in is taken for 1, in the fused head.",
         "backward",
-        (_SCALE, "scale = torch.ones_like(denominator) / denominator"),
+        (_SCALE, "scale = torch.ones_like(divisor) / divisor"),
         source="C4",
     ),
     _logits(
@@ -226,9 +226,9 @@ MUTANTS = (
         "Every chunk's loss is divided by its own count, and these means are added up.",
         "forward",
         (
-            "        denominator = mean_denominator(targets, class_weight, ignore_index, vocab)\n",
-            "        denominator = mean_denominator(targets, class_weight, ignore_index, vocab)\n"
-            "        denominator = denominator * chunk_size / max(tokens, 1)\n",
+            "        divisor = mean_denominator(targets, class_weight, row_weight, denominator, ignore_index, vocab)\n",
+            "        divisor = mean_denominator(targets, class_weight, row_weight, denominator, ignore_index, vocab)\n"
+            "        divisor = divisor * chunk_size / max(tokens, 1)\n",
         ),
         source="C21",
     ),
