@@ -68,10 +68,12 @@ def versions() -> dict[str, str]:
 
 
 @functools.cache
-def honest(case: str, folder: Path, nudge: int | None) -> tuple[Seen, Seen]:
+def honest(case: str, folder: Path, nudge: int | None, reference_is_another: bool = True) -> tuple[Seen, Seen]:
     """Truth and baseline of the initial weights, or of those that ``nudge`` has moved by a unit in the last place."""
     make = functools.partial(CASES[case].make, folder, folder / "output")
-    return run(make, Arm(torch.float64, nudge, options=TRUTH), folder), run(make, Arm(torch.float32, nudge), folder)
+    arms = Arm(torch.float64, nudge, options=TRUTH), Arm(torch.float32, nudge)
+    truth, baseline = (run(make, arm, folder, reference_is_another) for arm in arms)
+    return truth, baseline
 
 
 def _compare(case: str, folder: Path, seen: Seen, replicas: int, record: Record) -> Verdict:
@@ -82,8 +84,8 @@ def _compare(case: str, folder: Path, seen: Seen, replicas: int, record: Record)
         logged = [q for q in pairs[0][1].values if q.startswith("logged ")]
         record.not_logged = [q for q in logged if q not in seen.trajectory.values]
     zero = CASES[case].zero
-    pairs = [(_without(truth, zero, record.not_logged), _without(arm, zero, record.not_logged)) for truth, arm in pairs]
-    verdict = compare(pairs, _without(seen.trajectory, zero), torch.float32)
+    pairs = [(without(truth, zero, record.not_logged), without(arm, zero, record.not_logged)) for truth, arm in pairs]
+    verdict = compare(pairs, without(seen.trajectory, zero), torch.float32)
     for quantity in zero:
         for step, value in seen.trajectory.values.get(quantity, {}).items():
             # the terms are of the size of 1
@@ -116,7 +118,7 @@ def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> Record:
     return record
 
 
-def _without(arm: Trajectory, *quantities: Iterable[str]) -> Trajectory:
+def without(arm: Trajectory, *quantities: Iterable[str]) -> Trajectory:
     dropped = {name for names in quantities for name in names}
     return replace(arm, values={quantity: steps for quantity, steps in arm.values.items() if quantity not in dropped})
 
@@ -143,13 +145,15 @@ def _check_what_ran(verdict: Verdict, baseline: Seen, seen: Seen, record: Record
 
 
 def _head(seen: Seen, report: Any) -> str:
-    """Who computed the loss: our fused head, real logits (and why), or the trainer without asking the model."""
+    """Who computed the loss: our fused head, real logits, or the trainer without asking the model's head."""
     fused = sum(count for name, count in seen.launches.items() if "cross_entropy" in name)
     if report.fallbacks:
         return f"fused {fused} x, real logits {sum(report.fallbacks.values())} x"
     if fused:
         return f"fused {fused} x"
-    return "the trainer computes its loss itself: from real logits without labels, or by a head of its own"
+    if seen.head_calls:
+        return f"the trainer computes its loss itself, from real logits without labels {seen.head_calls} x"
+    return "the trainer computes its loss by a head of its own and never calls the model's"
 
 
 def _check_rounded_logs(verdict: Verdict, baseline: Seen, seen: Seen) -> None:

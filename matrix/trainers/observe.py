@@ -61,11 +61,13 @@ def plain(folder: Path) -> Any:
 
 @dataclass
 class Seen:
-    """One arm's outcome: what is judged, the logged values, which kernels ran how often, and the trainer itself."""
+    """One arm's outcome: what is judged, the logged values, which kernels ran how often, how often the model's head was
+    called while it trained and was evaluated, and the trainer itself."""
 
     trajectory: Trajectory
     logged: list[dict[str, float]]
     launches: dict[str, int]
+    head_calls: int
     trainer: Any
 
 
@@ -79,6 +81,8 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, refe
         trainer = make(arm.model(folder), dict(arm.options))
         _prepare_reference(trainer, arm.dtype, 0.1 if reference_is_another else 0.0)
         initial = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        calls: list[None] = []
+        trainer.model.get_output_embeddings().register_forward_pre_hook(lambda *call: calls.append(None))
         reset_launches()
         with mode, _observed(trainer, result):
             trainer.train()
@@ -98,7 +102,7 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, refe
             if name not in (*_ROUNDED, "step") and isinstance(value, (int, float)):
                 quantity = "gradient norm" if name == "grad_norm" else f"logged {name}"
                 result.record(quantity, f"{SGD}: {i}", torch.tensor(float(value), dtype=torch.float64))
-    return Seen(result, logged, ran, trainer)
+    return Seen(result, logged, ran, len(calls), trainer)
 
 
 def _prepare_reference(trainer: Any, dtype: torch.dtype, distance: float) -> None:

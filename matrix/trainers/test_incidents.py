@@ -15,14 +15,15 @@ from torch import nn
 
 import liger_kernels
 import liger_kernels.patching.deferred
-from convergence.compare import LOGITS
+from convergence import tolerance
+from convergence.compare import LOGITS, compare
 from convergence.data import Batch, Step
 from convergence.tolerance import three_way
-from convergence.train import Run, train
+from convergence.train import InFloat64, Run, train
 from liger_kernels.ops import linear_cross_entropy
 from matrix.trainers import material
 from matrix.trainers.cases import CASES, COMMON, find, takes
-from matrix.trainers.judge import TRUTH, Record, versions
+from matrix.trainers.judge import Record, honest, versions, without
 from matrix.trainers.observe import Arm, plain, run
 from matrix.trainers.test_trainers import WAYS, by_instance
 
@@ -48,20 +49,16 @@ def test_dpo_without_labels(way: str, folders: dict[str, Path], tmp_path: Path) 
         return model
 
     make = functools.partial(CASES["dpo"].make, folder, tmp_path)
-    truth, own, ours = (
-        run(make, arm, folder, reference_is_another=False)
-        for arm in (Arm(torch.float64, options=TRUTH), Arm(), Arm(load=watched))
-    )
+    ours = run(make, Arm(load=watched), folder, reference_is_another=False).trajectory
     assert calls
     # From 1.15 trl has a head of its own, which takes labels; the model's forward is not asked for a loss.
     assert all(call.get("labels") is None or call.get("fused_lm_head") for call in calls)
-    chain = 3 * rounding_steps(ours.trainer.model)
-    losses = [torch.stack(list(arm.trajectory.values["loss"].values())) for arm in (ours, own, truth)]
-    three_way(*losses, torch.float32, "losses", chain)
-    for name in truth.trajectory.values:
-        if name.startswith("displacement"):
-            (expected,), (a,), (b,) = (x.trajectory.values[name].values() for x in (truth, ours, own))
-            three_way(a, b, expected, torch.float32, name, chain)
+    arms = [honest("dpo", folder, nudge, False) for nudge in (None, *range(tolerance.REPLICAS))]
+    # Its reference is the policy itself: what is logged of their difference is 0, or rounding.
+    logged = [quantity for quantity in arms[0][0].trajectory.values if quantity.startswith("logged ")]
+    pairs = [(without(truth.trajectory, logged), without(own.trajectory, logged)) for truth, own in arms]
+    verdict = compare(pairs, without(ours, logged), torch.float32)
+    assert verdict.passed, verdict.failures
 
 
 @pytest.mark.parametrize("family", list(material.FAMILIES))
@@ -76,7 +73,9 @@ def test_log_probabilities_without_labels(family: str, folders: dict[str, Path])
         F.logsigmoid(-0.01 * chosen).backward()
         return [name for name, _ in model.named_parameters()], [p.grad for p in model.parameters()]
 
-    names, truth = gradients(plain(folders[family]).double())
+    exact = plain(folders[family]).double()
+    with InFloat64():
+        names, truth = gradients(exact)
     (_, own), (_, ours) = gradients(plain(folders[family])), gradients(by_instance(folders[family]))
     chain = rounding_steps(plain(folders[family]))
     for name, a, b, expected in zip(names, ours, own, truth, strict=True):
@@ -171,7 +170,9 @@ def test_collator_arguments_reach_the_loss_and_no_kernel(
     own, ours = plain(folders[family]).train(), by_instance(folders[family]).train()
     for extra in ({}, {"num_items_in_batch": 7}):
         losses = [model(**collated(), **extra).loss for model in (ours, own)]
-        truth = plain(folders[family]).train().double()(**collated(), **extra).loss
+        exact = plain(folders[family]).train().double()
+        with InFloat64():
+            truth = exact(**collated(), **extra).loss
         three_way(*losses, truth, torch.float32, str(extra), rounding_steps(own))
     assert len(passed) == 2
     assert passed[0] <= {
@@ -241,7 +242,9 @@ def test_gradients_of_the_logits_are_what_autograd_delivers(
     template, inputs = plain(folders["llama"]).train(), collated()
     # Two rows: of a single one, what up to 4.48 cuts off the end for the loss needs no copy.
     batch = Batch(*(inputs[name].repeat(2, 1) for name in ("input_ids", "labels", "position_ids")))
-    logits = plain(folders["llama"]).double()(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
+    exact_model = plain(folders["llama"]).double()
+    with InFloat64():
+        logits = exact_model(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
     targets = F.pad(batch.labels, (0, 1), value=IGNORE)[:, 1:]
     logits = logits.detach().requires_grad_()
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
