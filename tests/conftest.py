@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--mutants",
         choices=("sample", "all"),
         default="sample",
-        help="which faults the proof is tried on (default: sample)",
+        help="which faults the proof is tried on: some, in float32, or all, in every dtype (default: sample)",
     )
 
 

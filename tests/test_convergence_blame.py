@@ -42,11 +42,16 @@ FIRST = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every chosen mutant that names a guilty kernel, those with one truth and baseline on one xdist worker."""
+    """Every known culprit, and every chosen mutant that names a guilty kernel, those with one truth and baseline on one
+    xdist worker; in float32 only unless all are asked for."""
+    every = metafunc.config.getoption("--mutants") == "all"
+    if "fault" in metafunc.fixturenames:
+        rows = [(*row, dtype) for dtype in (("float32", "bfloat16") if every else ("float32",)) for row in CULPRITS]
+        metafunc.parametrize(("fault", "kernel", "module", "which", "dtype"), rows)
     if "mutant" not in metafunc.fixturenames:
         return
-    chosen = [m for m in MUTANTS.values() if m.sample or metafunc.config.getoption("--mutants") == "all"]
-    pairs = [(m, dtype) for m in chosen if m.kernel is not None and m.check is None for dtype in m.dtypes]
+    chosen = [m for m in MUTANTS.values() if (m.sample or every) and m.kernel is not None and m.check is None]
+    pairs = [(m, dtype) for m in chosen for dtype in m.dtypes if every or dtype == "float32"]
     pairs.sort(key=lambda pair: (pair[0].model, pair[1]))
     parameters = [
         pytest.param(m, dtype, id=f"{m.name}-{dtype}", marks=pytest.mark.xdist_group(f"blame {m.model}/{dtype}"))
@@ -55,9 +60,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("mutant", "dtype"), parameters)
 
 
-# The last decorator varies slowest: truth and baseline are trained once for each dtype.
-@pytest.mark.parametrize(("fault", "kernel", "module", "which"), CULPRITS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_culprit_is_named(fault, kernel, module, which, dtype):
     record = prove(Case("llama-untied", dtype, f"tests.blame_faults:{fault}", "plain", DEVICE))
     assert record.verdict == "different"

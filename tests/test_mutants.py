@@ -30,12 +30,14 @@ NUMBERS = (
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every chosen mutant in its dtypes, those with one truth and baseline after one another on one xdist worker."""
-    chosen = [m for m in MUTANTS.values() if m.sample or metafunc.config.getoption("--mutants") == "all"]
+    every = metafunc.config.getoption("--mutants") == "all"
+    chosen = [m for m in MUTANTS.values() if m.sample or every]
     if "checked" in metafunc.fixturenames:
         metafunc.parametrize("checked", [pytest.param(m, id=m.name) for m in chosen if m.check is not None])
     if "mutant" not in metafunc.fixturenames:
         return
-    pairs = [(mutant, dtype) for mutant in chosen if mutant.check is None for dtype in mutant.dtypes]
+    trained = [mutant for mutant in chosen if mutant.check is None]
+    pairs = [(mutant, dtype) for mutant in trained for dtype in mutant.dtypes if every or dtype == "float32"]
     pairs.sort(key=lambda pair: (pair[0].model, pair[1]))
     # Training truth and baseline costs as much as some candidates: with many workers, a group may be split.
     size = max(12, len(pairs) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
