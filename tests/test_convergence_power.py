@@ -28,7 +28,7 @@ def test_one_percent_of_any_gradient_is_seen_in_bfloat16(model):
         scaled = copy.deepcopy(candidate)
         for quantity in parameters:
             for step, value in scaled.values[quantity].items():
-                scaled.values[quantity][step] = value.double() * factor
+                scaled.values[quantity][step] = (value.double() * factor).to(value.dtype)
         verdict = compare(reference.pairs, scaled, dtype)
         seen = {quantity for quantity, _, statistic, *_ in verdict.failures if statistic == "gain"}
         assert seen >= parameters, (factor, parameters - seen)
