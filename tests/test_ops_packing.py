@@ -188,7 +188,7 @@ def test_options_under_sample_weights(options, expected, device):
 def test_the_weights_of_case_a(device):
     found, _ = packed("A", "sample", device)
     expected = torch.tensor([1 / 12] * 6 + [0, 0.5, 0], dtype=torch.float64, device=device)
-    torch.testing.assert_close(found.row_weight / found.denominator, expected, rtol=1e-15, atol=0)
+    three_way(found.row_weight / found.denominator, expected, expected, torch.float64, "w / D")
     assert found.counts.tolist() == [6.0] * 7 + [1.0] * 2
 
 
