@@ -189,12 +189,13 @@ def earlier(config: pytest.Config, case: Case) -> Record | None:
 
 
 def cases(config: pytest.Config) -> list[Case]:
-    """What the options ask for, ordered so that cases with the same truth and baseline follow one another."""
+    """What the options ask for, ordered so that cases with the same truth and baseline follow one another, and the long
+    ones in bfloat16 come first: workers then finish together."""
     from convergence.case import Case
     from convergence.models import select
 
     patch = config.getoption("--patch")
-    dtypes = [name.strip() for name in config.getoption("--dtypes").split(",")]
+    dtypes = sorted(name.strip() for name in config.getoption("--dtypes").split(","))
     return [
         Case(
             model.name,
@@ -204,8 +205,8 @@ def cases(config: pytest.Config) -> list[Case]:
             config.getoption("--device"),
             scope=config.getoption("--scope"),
         )
-        for model in select(config.getoption("--models"))
         for dtype in dtypes
+        for model in select(config.getoption("--models"))
         for which in ([patch] if patch else BUILT_IN)
     ]
 

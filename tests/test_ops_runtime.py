@@ -119,3 +119,31 @@ def test_launches_under_the_tensors_own_device(monkeypatch, index, guarded) -> N
 @pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (4096, 4096), (4097, 8192), (2**33, 2**33)])
 def test_next_power_of_2(n, power) -> None:
     assert next_power_of_2(n) == power
+
+
+@triton.jit
+def _halved(x):
+    return x / 2
+
+
+@triton.jit
+def _halve_often_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i)
+    for _ in range(8):
+        x = _halved(x)
+    tl.store(y_ptr + i, x)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="this is about the interpreter")
+def test_the_interpreter_prepares_the_language_once_per_launch(monkeypatch) -> None:
+    from triton.runtime import interpreter
+
+    prepared = []
+    prepare = interpreter._patch_lang_tensor
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", lambda *args: (prepared.append(1), prepare(*args)))
+    x, y = torch.full((4,), 256.0), torch.empty(4)
+    for launched in (1, 2):
+        launch(_halve_often_kernel, (1,), x.device, x, y, BLOCK=4)
+        assert y.tolist() == [1.0] * 4
+        assert len(prepared) == launched
