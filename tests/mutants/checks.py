@@ -238,7 +238,7 @@ MUTANTS = (
         "liger_kernels.patching.head",
         "            try:\n                output = upstream(self, *args, **kwargs)",
         "            try:\n                output = upstream(self, *args, **kwargs, num_logits_to_keep=0)",
-        "test_patching.py::test_loss_and_gradients_are_the_same",
+        "test_patching.py::test_upstream_gets_what_the_caller_gave_and_nothing_else",
         source="P23",
     ),
     _check(
@@ -295,6 +295,36 @@ MUTANTS = (
         "                pass",
         "test_convergence_compare.py::test_a_gradient_that_is_missing_in_one_step_fails",
         source="T8",
+    ),
+    _check(
+        "norm_weight_gradient_of_any_number_of_programs",
+        "How many programs share the weight's gradient differs from run to run, and so does the order of its sum.",
+        f"{_OPS}.rms_norm",
+        "n_programs = min(_n_programs(x.device),",
+        "n_programs = min(int(torch.randint(1, 3, ())),",
+        "test_ops_determinism.py::test_promises_hold[rms_norm, cast_then_scale-float32]",
+    ),
+    Mutant(
+        "norm_weight_gradient_by_atomics",
+        "The programs add their parts of the weight's gradient to one row, whoever comes first.",
+        (
+            Edit(f"{_OPS}.rms_norm", "torch.empty((n_programs, hidden)", "torch.zeros((1, hidden)"),
+            Edit(
+                f"{_OPS}.rms_norm",
+                "tl.store(dweight_ptr + program.to(tl.int64) * hidden + col,",
+                "tl.atomic_add(dweight_ptr + col,",
+            ),
+        ),
+        check="tests/test_ops_determinism.py::test_no_kernel_uses_atomics",
+        dies="test",
+    ),
+    _check(
+        "loss_in_blocks_that_follow_the_batch",
+        "A small batch is read in narrower blocks, so that a row is added up in another order.",
+        f"{_OPS}.cross_entropy",
+        "block = min(next_power_of_2(vocab), 8192)",
+        "block = min(next_power_of_2(vocab), 8192 if tokens > 8 else 1024)",
+        "test_ops_determinism.py::test_promises_hold[cross_entropy, none-float32]",
     ),
 )
 
