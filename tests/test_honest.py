@@ -6,6 +6,7 @@ runs all of them for every model and dtype, which takes a GPU, and appends one l
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from convergence.models import MODELS, select
+from convergence.records import versions
 from tests.honest import candidates, judge
 
 SAMPLE = (
@@ -72,6 +74,8 @@ def test_an_honest_candidate_passes(model, dtype, seed, honest, request):
             "seed": seed,
             "candidate": honest.name,
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "versions": versions(device),
+            "at": datetime.datetime.now(datetime.timezone.utc).isoformat(),
             "failures": verdict.failures,
             "near": near,
             "shares of the bound": shares,

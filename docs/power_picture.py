@@ -1,0 +1,468 @@
+"""Writes docs/power.md and docs/power.svg: how far honest runs and mutants are from the bounds, per statistic.
+
+``python docs/power_picture.py HONEST.jsonl RECORDS`` (needs matplotlib). HONEST.jsonl is what ``pytest
+tests/test_honest.py --honest-results`` wrote, RECORDS the folder that ``pytest tests/test_mutants.py --records`` named.
+Nothing is trained here: whatever the page says was counted in these two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from convergence import tolerance
+from convergence.records import Record, load_folder, share_of_bound
+
+DTYPES = ("float32", "tf32", "bfloat16")
+STATISTICS = ("error ratio", "largest error ratio", "gain", "gain against the others")
+TOGETHER = "all statistics together"
+HONEST, MUTANT = "#0072b2", "#d55e00"  # blue and vermilion of Okabe and Ito: told apart by every kind of eye
+PER_DECADE, DECADES = 10, (-1, 3)  # the bins of the picture; what lies outside counts in the first and the last
+
+
+_PAGE = """\
+# How far apart honest runs and mutants are
+
+A proof is of use when no honest candidate fails it and every fault does. Both were measured; this page counts them.
+Honest candidates (`tests/honest.py`) are models, patched or not, with other seeds, other last bits of the weights,
+another order of rows, another attention, other tiles and chunks. [Mutants](mutants.md) are faults. Each statistic of
+[the proof](convergence.md) is a value with a bound. The *share* is value / bound; of each run, the largest share of any
+tensor and step counts.
+
+![Histograms of the largest share of the bound, of honest candidates and of mutants](power.svg)
+
+Blue, upwards: honest candidates. Orange, downwards: mutants. Counts are on a logarithmic scale, so that a single run is
+seen. The black line is the bound. A mutant need not be beyond it in every statistic: one is enough. Those that raise
+have no share and are not drawn.
+
+## All statistics together
+
+{by_dtype}
+
+{alarms}
+
+Mutants that [a check of their own](mutants.md#killed-by-a-check-of-their-own) kills are not trained and not counted.
+
+## Each statistic alone
+
+{by_statistic}
+
+"Beyond 1" are the mutants that this statistic alone would fail, "by nothing else" those that nothing but it fails.
+
+## Mutants that die otherwise
+
+They raise, overwrite what the caller holds, or deliver nothing, or something of another dtype. No share says how far
+such a mutant is from passing; no statistic is beyond its bound for it.
+
+{otherwise}
+
+## What was counted
+
+{by_model}
+
+{places}
+
+```console
+$ pytest tests/test_honest.py --honest-seeds {seeds} --models {models} --honest-results honest.jsonl
+$ pytest tests/test_mutants.py --mutants all --records records/
+$ python docs/power_picture.py honest.jsonl records/
+```
+
+`-n 15 --dist loadgroup` spreads the first two over the processor's cores; `-k` may leave some out, and the table says
+what was run. A candidate that ran more than once counts once, as its worst run; of a mutant, the newest record counts.
+
+## Where the bounds come from
+
+`convergence/tolerance.py` computes every bound from the unit roundoff of the dtype, a count, or noise that was measured
+in the very case: {replicas} replicas of the unpatched baseline, each with a truth of its own, whose weights were moved
+by one unit in the last place. Nothing there is told which model or patch it bounds, so nothing is tuned per model.
+
+- *Error ratio* and *largest error ratio*: {factor:g} times the worst ratio that a replica has when the others judge it,
+  at least 1, over all tensors of the phase. A number alone (the loss, the gradient norm), and whatever the steps of an
+  optimizer have led to, is one draw of the noise and may always be {sigmas:g} times it. An error below one unit of
+  roundoff counts as one.
+- *Gain* and *gain against the others*: {sigmas:g} standard deviations of the replicas' gains, and one unit of roundoff
+  over the square root of the number of steps.
+
+Chosen, not derived, are the factor {factor:g} of the customary three-way comparison, the {sigmas:g} standard deviations
+and the number of replicas: three constants for all models and dtypes. The rule for a single draw came after a
+measurement: without it, one honest run of 2,400 had been beyond its bound, by 1.08.
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One honest candidate or one mutant, in one dtype.
+
+    Attributes:
+        shares: by statistic, the largest value / bound of any quantity; above 1 it failed.
+        failures: everything that the proof held against it: quantity, step, statistic, value, bound.
+    """
+
+    name: str
+    model: str
+    dtype: str
+    shares: dict[str, float]
+    failures: list[Sequence[Any]]
+    environment: str
+    seed: int = 0
+    verdict: str = "different"
+
+    @property
+    def largest(self) -> float:
+        return max(self.shares.values(), default=0.0)
+
+    @property
+    def statistic(self) -> str:
+        """The one that is nearest to its bound, or farthest beyond."""
+        return max(self.shares, key=lambda name: self.shares[name], default="")
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.failures) or self.largest > 1
+
+    @property
+    def dies(self) -> str:
+        """What becomes of a mutant: it dies "by a number", "otherwise", or "not"."""
+        if self.largest > 1:
+            return "by a number"
+        return "otherwise" if self.verdict == "different" else "not"
+
+    @property
+    def findings(self) -> set[str]:
+        return {str(failure[2]) for failure in self.failures}
+
+
+@dataclass
+class Evidence:
+    """What was measured, and what has no result: candidates by model, dtype and seed, mutants by dtype."""
+
+    honest: list[Run]
+    mutants: list[Run]
+    no_line: dict[str, list[str]] = field(default_factory=dict)
+    no_record: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def dtypes(self) -> list[str]:
+        return _ordered({run.dtype for run in (*self.honest, *self.mutants)}, DTYPES)
+
+    @property
+    def statistics(self) -> list[str]:
+        return _ordered({name for run in (*self.honest, *self.mutants) for name in run.shares}, STATISTICS)
+
+
+def _ordered(found: Collection[str], known: Sequence[str]) -> list[str]:
+    return [*(name for name in known if name in found), *sorted(set(found) - set(known))]
+
+
+def read_honest(path: Path) -> list[Run]:
+    """The honest candidates in ``path``, one JSON object a line. One that ran more than once counts once, as its worst.
+
+    Raises:
+        ValueError: a line is no result of an honest candidate, or there is none.
+    """
+    runs: dict[tuple[str, str, int, str], Run] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            shares = {name: max(map(_number, found)) for name, found in row["shares of the bound"].items()}
+            place = environment(row.get("versions", {}), row["device"], row.get("at", ""))
+            run = Run(row["candidate"], row["model"], row["dtype"], shares, row["failures"], place, row["seed"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: {error!r}; allowed is what pytest tests/test_honest.py --honest-results wrote"
+            ) from error
+        key = run.model, run.dtype, run.seed, run.name
+        runs[key] = max(runs.get(key, run), run, key=lambda run: (run.failed, run.largest))
+    if not runs:
+        raise ValueError(f"{path}: no line in there; pytest tests/test_honest.py --honest-results FILE writes them")
+    return list(runs.values())
+
+
+def _number(share: float) -> float:
+    return math.inf if math.isnan(share) else share
+
+
+def read_mutants(folder: Path) -> list[Run]:
+    """The newest record of each mutant and dtype in ``folder``; records of other patches are left out.
+
+    Raises:
+        ValueError: as :func:`convergence.records.load_all`, or no record is of a mutant.
+    """
+    newest: dict[tuple[str, str], Record] = {}
+    for record in sorted(load_folder(folder), key=lambda record: record.at):
+        module, _, name = record.patch.rpartition(":")
+        if module == "tests.mutants":
+            newest[name, record.dtype] = record
+    if not newest:
+        raise ValueError(f"{folder}: no record of a mutant; pytest tests/test_mutants.py --records DIR writes them")
+    runs = []
+    for (name, dtype), record in newest.items():
+        shares: dict[str, float] = {}
+        for statistic in record.statistics:
+            kind = statistic["statistic"]
+            shares[kind] = max(shares.get(kind, 0.0), share_of_bound(statistic))
+        place = environment(record.versions, record.device, record.at)
+        failures: list[Sequence[Any]] = list(record.failures)
+        runs.append(Run(name, record.model, dtype, shares, failures, place, record.seed, record.verdict))
+    return runs
+
+
+def environment(versions: dict[str, str], device: str, at: str) -> str:
+    names = [f"{package} {versions[package]}" for package in ("torch", "triton", "transformers") if package in versions]
+    return ", ".join((versions.get("device", device), *(names or ["versions not written down"]), at[:10] or "undated"))
+
+
+def without_line(honest: Sequence[Run], candidates: Callable[[str], Iterable[str]]) -> dict[str, list[str]]:
+    """Which candidates a model, dtype and seed that was run has no line of: they raised, or the run was stopped."""
+    seen: dict[tuple[str, str, int], set[str]] = {}
+    for run in honest:
+        seen.setdefault((run.model, run.dtype, run.seed), set()).add(run.name)
+    missing = {
+        "/".join(map(str, group)): [name for name in candidates(group[0]) if name not in names]
+        for group, names in sorted(seen.items())
+    }
+    return {group: names for group, names in missing.items() if names}
+
+
+def without_record(mutants: Sequence[Run], expected: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Which of the ``expected`` (name, dtype) were not measured, by dtype."""
+    seen = {(run.name, run.dtype) for run in mutants}
+    missing: dict[str, list[str]] = {}
+    for name, dtype in expected:
+        if (name, dtype) not in seen:
+            missing.setdefault(dtype, []).append(name)
+    return missing
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    cells = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in cells]
+
+
+def by_dtype(evidence: Evidence) -> list[str]:
+    """Of every dtype: how far all statistics together keep honest candidates and mutants apart."""
+    rows = []
+    for dtype in evidence.dtypes:
+        honest = [run for run in evidence.honest if run.dtype == dtype]
+        mutants = [run for run in evidence.mutants if run.dtype == dtype]
+        counted = [run for run in mutants if run.dies == "by a number"]
+        weakest = min(counted, key=lambda run: run.largest, default=None)
+        rows.append(
+            (
+                dtype,
+                len(honest),
+                sum(run.failed for run in honest),
+                _number_or_dash(max((run.largest for run in honest), default=None)),
+                len(mutants),
+                len(counted),
+                f"{weakest.largest:.3g}, `{weakest.name}` ({weakest.statistic})" if weakest else "-",
+                sum(run.dies == "otherwise" for run in mutants),
+                sum(run.dies == "not" for run in mutants),
+            )
+        )
+    header = ("dtype", "honest", "of them fail", "largest share", "mutants", "die by a number", "the weakest of those")
+    return table((*header, "die otherwise", "do not die"), rows)
+
+
+def by_statistic(evidence: Evidence) -> list[str]:
+    """Of every statistic and dtype: what it says on its own."""
+    rows = []
+    for statistic in evidence.statistics:
+        for dtype in evidence.dtypes:
+            honest = [
+                run.shares[statistic] for run in evidence.honest if run.dtype == dtype and statistic in run.shares
+            ]
+            mutants = [run for run in evidence.mutants if run.dtype == dtype and statistic in run.shares]
+            beyond = [run.shares[statistic] for run in mutants if run.shares[statistic] > 1]
+            largest = max(honest, default=None)
+            rows.append(
+                (
+                    statistic,
+                    dtype,
+                    len(honest),
+                    _number_or_dash(largest),
+                    _number_or_dash(None if largest is None else 1 - largest),
+                    len(mutants),
+                    len(beyond),
+                    sum(run.findings == {statistic} for run in mutants),
+                    _number_or_dash(min(beyond, default=None)),
+                )
+            )
+    header = ("statistic", "dtype", "honest", "largest share", "margin to 1", "mutants", "beyond 1", "by nothing else")
+    return table((*header, "smallest beyond 1"), rows)
+
+
+def _number_or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def by_model(evidence: Evidence) -> list[str]:
+    """How many honest candidates and mutants there are of each model and dtype."""
+    counts = Counter((kind, run.model, run.dtype) for kind in ("honest", "mutants") for run in getattr(evidence, kind))
+    columns = [(kind, dtype) for kind in ("honest", "mutants") for dtype in evidence.dtypes]
+    models = sorted({model for _, model, _ in counts})
+    rows = [(model, *(counts[kind, model, dtype] for kind, dtype in columns)) for model in models]
+    rows.append(("all", *(sum(counts[kind, model, dtype] for model in models) for kind, dtype in columns)))
+    return table(("model", *(f"{kind}, {dtype}" for kind, dtype in columns)), rows)
+
+
+def otherwise(evidence: Evidence) -> list[str]:
+    """The mutants that no statistic is beyond its bound for, by what they die of."""
+    causes: dict[tuple[str, str], list[str]] = {}
+    for run in evidence.mutants:
+        if run.dies == "otherwise":
+            causes.setdefault((", ".join(sorted(run.findings)), run.dtype), []).append(f"`{run.name}`")
+    rows = [(cause, dtype, len(names), ", ".join(sorted(names))) for (cause, dtype), names in sorted(causes.items())]
+    return table(("finding", "dtype", "mutants", "which"), rows) if rows else ["None."]
+
+
+def alarms(evidence: Evidence) -> list[str]:
+    """Every false alarm and every survivor in full, and what has no result."""
+    failed = [run for run in evidence.honest if run.failed]
+    lines = [f"- Honest candidates that fail: {len(failed)} of {len(evidence.honest)}."]
+    for run in failed:
+        what = "; ".join(" ".join(map(str, failure)) for failure in run.failures) or f"{run.statistic} beyond its bound"
+        lines.append(f"  - `{run.model}/{run.dtype}/{run.seed}/{run.name}`: {what}")
+    alive = [run for run in evidence.mutants if run.dies == "not"]
+    lines.append(f"- Mutants that do not die: {len(alive)} of {len(evidence.mutants)}.")
+    lines += [f"  - `{run.name}`, {run.dtype}: {run.verdict}, at most {run.largest:.3g} of a bound" for run in alive]
+    for what, missing in (
+        ("Honest candidates of these models, dtypes and seeds without a result", evidence.no_line),
+        ("Mutants without a record", evidence.no_record),
+    ):
+        lines.append(f"- {what}: {sum(map(len, missing.values()))}.")
+        lines += [f"  - {group}: {', '.join(names)}" for group, names in missing.items()]
+    return lines
+
+
+def page(evidence: Evidence) -> str:
+    """The text of docs/power.md."""
+    return _PAGE.format(
+        by_dtype="\n".join(by_dtype(evidence)),
+        alarms="\n".join(alarms(evidence)),
+        by_statistic="\n".join(by_statistic(evidence)),
+        otherwise="\n".join(otherwise(evidence)),
+        by_model="\n".join(by_model(evidence)),
+        places="\n".join([*_places("Honest candidates", evidence.honest), *_places("Mutants", evidence.mutants)]),
+        seeds=",".join(map(str, sorted({run.seed for run in evidence.honest}))),
+        models=",".join(sorted({run.model for run in evidence.honest})),
+        factor=tolerance.THREE_WAY_FACTOR,
+        sigmas=tolerance.SIGMAS,
+        replicas=tolerance.REPLICAS,
+    )
+
+
+def _places(what: str, runs: Sequence[Run]) -> list[str]:
+    return [
+        f"- {what}: {place} ({count})." for place, count in sorted(Counter(run.environment for run in runs).items())
+    ]
+
+
+def draw(evidence: Evidence, path: Path) -> None:
+    """The picture: per statistic and dtype a strip, honest candidates upwards and mutants downwards."""
+    import matplotlib
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    matplotlib.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "power", "font.family": "sans-serif", "font.size": 11}
+    )
+    edges = np.logspace(*DECADES, PER_DECADE * (DECADES[1] - DECADES[0]) + 1)
+    inside = (edges[0] * 1.001, edges[-1] * 0.999)
+    groups = [TOGETHER, *evidence.statistics]
+
+    def counts(runs: Sequence[Run], statistic: str) -> tuple[Any, list[float]]:
+        if statistic == TOGETHER:
+            shares = [run.largest for run in runs if run.shares]
+        else:
+            shares = [run.shares[statistic] for run in runs if statistic in run.shares]
+        return np.histogram(np.clip(np.nextafter(shares, 0), *inside), edges)[0], shares  # 1 itself passes
+
+    chosen = {
+        (statistic, dtype, kind): counts([run for run in runs if run.dtype == dtype], statistic)
+        for statistic in groups
+        for dtype in evidence.dtypes
+        for kind, runs in (("honest", evidence.honest), ("mutants", evidence.mutants))
+    }
+    top, low = (
+        np.log10(1 + max(found.max() for (*_, of), (found, _) in chosen.items() if of == kind))
+        for kind in ("honest", "mutants")
+    )
+    figure = plt.figure(figsize=(5, len(groups) * (0.75 + 1.05 * len(evidence.dtypes))), layout="constrained")
+    for part, statistic in zip(figure.subfigures(len(groups), 1, squeeze=False).flat, groups, strict=True):
+        part.suptitle(statistic, fontsize=13, fontweight="bold")
+        strips = part.subplots(len(evidence.dtypes), 1, sharex=True, squeeze=False)[:, 0]
+        for strip, dtype in zip(strips, evidence.dtypes, strict=True):
+            (honest, of_honest), (mutants, of_mutants) = (chosen[statistic, dtype, k] for k in ("honest", "mutants"))
+            strip.stairs(np.log10(1 + honest), edges, fill=True, color=HONEST)
+            strip.stairs(-np.log10(1 + mutants), edges, fill=True, color=MUTANT)
+            strip.axhline(0, color="0.5", linewidth=0.8)
+            strip.axvline(1, color="black", linewidth=1.5)
+            notes = [(dtype, "black")]
+            if of_honest:
+                notes.append((f"{len(of_honest):,} honest, largest {max(of_honest):.3g}", HONEST))
+            beyond = sum(share > 1 for share in of_mutants)
+            notes.append((f"{len(of_mutants)} mutants, {beyond} beyond" if of_mutants else "no mutants", MUTANT))
+            for line, (text, colour) in enumerate(notes):
+                strip.annotate(
+                    text,
+                    (1.15, 1),
+                    xycoords=("data", "axes fraction"),
+                    xytext=(0, -3 - 12.5 * line),
+                    textcoords="offset points",
+                    color=colour,
+                    va="top",
+                    fontweight="bold" if not line else "normal",
+                )
+            strip.set_xscale("log")
+            strip.set_xlim(edges[0], edges[-1])
+            # The notes need the upper half, whatever is counted there.
+            strip.set_ylim(-1.1 * max(low, 0.4), 1.1 * max(top, 1.6 * low))
+            heights = [(sign * n) for n in (10, 100, 1000) for sign in (1, -1)]
+            heights = [n for n in heights if np.log10(1 + abs(n)) <= (top if n > 0 else low)]
+            strip.set_yticks([np.sign(n) * np.log10(1 + abs(n)) for n in heights], [str(abs(n)) for n in heights])
+            strip.tick_params(axis="y", labelsize=9)
+            strip.grid(axis="x", alpha=0.3)
+            strip.spines[["top", "right"]].set_visible(False)
+        strips[-1].set_xticks([0.1, 1, 10, 100, 1000], ["≤ 0.1", "1 = bound", "10", "100", "≥ 1000"])
+        strips[-1].minorticks_off()
+    figure.supxlabel("largest share of the bound")
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python docs/power_picture.py", description=__doc__)
+    parser.add_argument("honest", type=Path, help="the file that --honest-results named")
+    parser.add_argument("records", type=Path, help="the folder that --records named")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="the folder to write to (docs)")
+    options = parser.parse_args(arguments)
+
+    from tests.honest import candidates
+    from tests.mutants import MUTANTS
+
+    try:
+        evidence = Evidence(read_honest(options.honest), read_mutants(options.records))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    evidence.no_line = without_line(evidence.honest, lambda model: [honest.name for honest in candidates(model)])
+    trained = [(mutant.name, dtype) for mutant in MUTANTS.values() if mutant.check is None for dtype in mutant.dtypes]
+    evidence.no_record = without_record(evidence.mutants, trained)
+    text = page(evidence)
+    draw(evidence, options.out / "power.svg")
+    (options.out / "power.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
