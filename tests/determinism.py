@@ -200,15 +200,16 @@ CASES = {
 def facts(case: Case, dtype: torch.dtype, device: torch.device) -> list[Fact]:
     """Compute all rows, then some alone and in smaller batches, then all again, at other addresses each time."""
     torch.manual_seed(0)
-    by_row, shared = case.inputs(_sizes(device), dtype)
+    with device:
+        by_row, shared = case.inputs(_sizes(device), dtype)
     n = len(next(iter(by_row.values())))
     kept = []  # freed memory would be given to the next call, which then ran at the same addresses
 
     def compute(start: int, stop: int) -> tuple[Tensors, Tensors]:
         kept.append(torch.empty(1000 * len(kept) + 1, device=device))
-        rows = {name: tensor[start:stop].to(device, copy=True) for name, tensor in by_row.items()}
+        rows = {name: tensor[start:stop].clone() for name, tensor in by_row.items()}
         kept.extend(rows.values())
-        return case.compute(**rows, **{name: tensor.to(device, copy=True) for name, tensor in shared.items()})
+        return case.compute(**rows, **{name: tensor.clone() for name, tensor in shared.items()})
 
     rowwise, summed = compute(0, n)
     batches = [(start, stop, compute(start, stop)[0]) for start, stop in ((7, 8), (5, 10), (2, 39), (3, n - n // 4))]
