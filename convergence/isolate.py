@@ -166,4 +166,6 @@ def _how(code: int) -> str:
 
 
 def _tail(path: Path, characters: int = 4000) -> str:
-    return path.read_text(errors="replace")[-characters:] if path.exists() else ""
+    """The end of what a process said. Long lines are cut: faulthandler's last one names every extension."""
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return "\n".join(line[:300] for line in lines)[-characters:]

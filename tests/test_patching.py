@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -113,6 +114,25 @@ def test_shift_labels(family):
     data = batch()
     shifted = F.pad(data["labels"], (0, 1), value=-100)[:, 1:].roll(1, 0).contiguous()  # not what the shift would give
     check_same(tiny(family), step(shift_labels=shifted))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_upstream_gets_what_the_caller_gave_and_nothing_else(training, monkeypatch):
+    model, given = tiny("llama").train(training), {**batch(), "use_cache": False, "a_trainers_own": 3}
+    forward, seen = type(model).forward, {}
+
+    @functools.wraps(forward)
+    def spied(self, *args, **kwargs):
+        seen.update(kwargs)
+        kwargs.pop("a_trainers_own")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", spied)
+    liger_kernels.patch(model)
+    assert model(**given).loss is not None
+    assert dict(liger_kernels.status(model).fallbacks) == {}
+    assert seen.keys() == given.keys()
+    assert all(seen[name] is value for name, value in given.items())
 
 
 @pytest.mark.parametrize("family", CORE)

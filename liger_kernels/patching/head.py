@@ -134,12 +134,14 @@ class ModelRecipe(Recipe):
     def _plain(self, base: Any) -> dict[str, Any]:
         from transformers.loss.loss_utils import ForCausalLMLoss
 
-        upstream: Callable[..., Any] = base.forward
+        def upstream(self: Any, *args: Any, **kwargs: Any) -> Any:  # looked up late: another patch may replace it
+            return base.forward(self, *args, **kwargs)
+
         released = torch.compiler.disable(_released)  # a compiled forward ends where its output changes class
-        names = list(inspect.signature(upstream).parameters)
+        names = list(inspect.signature(base.forward).parameters)
         position = names.index("labels") - 1 if "labels" in names else None  # without self
 
-        @functools.wraps(upstream)
+        @functools.wraps(base.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             skip_logits = kwargs.pop("skip_logits", False)
             accuracy = kwargs.pop("return_token_accuracy", False)
