@@ -5,6 +5,7 @@ Every arm of a case goes through the same three phases from the same initial wei
 1. *initial*: every step of the profile, one after the other, at the initial weights. This is where power comes from: no
    noise has accumulated. Each step's weights differ from the initial ones by one unit in the last place, the same in
    every arm: rounding errors that hang on the weights would otherwise be the same in every step and not average out.
+   Then decoding with a cache.
 2. *SGD* over the steps that train, then evaluation and generation. SGD decides, because it shows a gradient's scale.
 3. *AdamW* over the same steps, because users run it; it hides the scale of a gradient.
 """
@@ -32,6 +33,7 @@ ADAMW_LEARNING_RATE = 2e-3
 # With the usual 1e-8, AdamW's first step is the sign of the gradient, and where that is rounding noise an honest
 # candidate takes a full step the other way (measured: errors 50 times PyTorch's own). Gradients are near 1e-2 here.
 ADAMW_EPS = 1e-3
+PROMPT_TOKENS = 7
 GENERATED_TOKENS = 4
 INITIAL, SGD, ADAMW = "initial", "SGD", "AdamW"
 TARGET_LOGIT = "gradient of the logits, at the target"
@@ -182,6 +184,8 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
         _accumulate(model, step, result, INITIAL)
     if run.only is not None:
         return
+    _set_weights(model, initial)
+    _decode(model, run.evaluation, result, run.device)
 
     optimizers: dict[str, Callable[[], torch.optim.Optimizer]] = {
         SGD: lambda: torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE),
@@ -261,6 +265,20 @@ def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
             result.record("gradient norm", f"{phase}: {step.name}", torch.stack(norms).norm())
 
 
+def _decode(model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
+    """One token at a time, with a cache: the text's own tokens, which are the same in every arm."""
+    ids = batch.input_ids.to(device)
+    model.eval()
+    with torch.no_grad():
+        outputs = model(input_ids=ids[:, :PROMPT_TOKENS], past_key_values=_empty_cache(model, ids), use_cache=True)
+        logits = []
+        for token in ids[:, PROMPT_TOKENS : PROMPT_TOKENS + GENERATED_TOKENS].split(1, dim=1):
+            outputs = model(input_ids=token, past_key_values=outputs.past_key_values, use_cache=True)
+            logits.append(outputs.logits)
+    model.train()
+    result.record("logits", f"{INITIAL}: decoding", torch.cat(logits, 1))
+
+
 def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
     ids, labels = batch.input_ids.to(device), batch.labels.to(device)
     with torch.no_grad(), _chunked_head(model, batch):
@@ -272,21 +290,16 @@ def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device
             outputs = model(input_ids=ids, labels=labels, use_cache=False)
         result.record("loss", f"{SGD}: evaluation", outputs.loss)
         result.record("logits", f"{SGD}: evaluation", outputs.logits)
-        outputs = model(input_ids=ids[:, :7], past_key_values=_empty_cache(model, ids), use_cache=True)
-        for position in range(7, 7 + GENERATED_TOKENS):  # the text's own tokens: the same in every arm
-            token = ids[:, position : position + 1]
-            outputs = model(input_ids=token, past_key_values=outputs.past_key_values, use_cache=True)
-        result.record("logits", f"{SGD}: decoding", outputs.logits)
         generated = model.generate(
-            input_ids=ids[:, :7],
-            attention_mask=torch.ones_like(ids[:, :7]),
+            input_ids=ids[:, :PROMPT_TOKENS],
+            attention_mask=torch.ones_like(ids[:, :PROMPT_TOKENS]),
             max_new_tokens=GENERATED_TOKENS,
             do_sample=False,
             output_scores=True,
             return_dict_in_generate=True,
         )
     model.train()
-    result.generated = generated.sequences[:, 7:].cpu()
+    result.generated = generated.sequences[:, PROMPT_TOKENS:].cpu()
     result.scores = torch.stack(generated.scores).double().cpu()
 
 

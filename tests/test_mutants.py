@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     trained = [mutant for mutant in chosen if mutant.check is None]
     pairs = [(mutant, dtype) for mutant in trained for dtype in mutant.dtypes if every or dtype == "float32"]
     pairs.sort(key=lambda pair: (pair[0].model, pair[1]))
-    # Training truth and baseline costs as much as two candidates: a group is split only so far that workers end together.
+    # Truth and baseline cost as much as two candidates: groups are split, so that workers end together.
     size = max(4, len(pairs) // (3 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
     seen: dict[str, int] = {}
     parameters = []

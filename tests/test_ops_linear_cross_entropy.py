@@ -41,6 +41,7 @@ ALL: dict[str, Any] = {
 }
 ALONE: dict[str, dict[str, Any]] = {
     "plain": {},
+    "no_bias": {"bias": False},
     **{name: {name: value} for name, value in ALL.items()},
     "all": ALL,
 }
