@@ -35,6 +35,7 @@ from convergence.compare import BY_ELEMENT, Pair, Verdict, compare
 from convergence.records import Blame
 from convergence.train import (
     ADAMW,
+    DECODING,
     HIDDEN,
     INITIAL,
     LOGITS,
@@ -158,12 +159,13 @@ class _Search:
 
     def choose_steps(self, candidate: Trajectory | None) -> _Shown:
         """Settle on the fewest steps that show the failure clearly, and return how they show it."""
-        names = [step.name for step in self.run.steps]
+        names = [*(step.name for step in self.run.steps), DECODING]
         scopes: list[frozenset[str] | None] = [frozenset(names), None]
         if candidate is not None:
             shares = {name: self.share(candidate, {name}) for name in names}
             names.sort(key=lambda name: -shares[name])
-            self.clearest = names[0]
+            # A module cannot be called again after decoding: its cache has moved on.
+            self.clearest = next(name for name in names if name != DECODING)
             fewest = next((n for n in range(1, len(names)) if self.share(candidate, names[:n]) >= CLEAR), None)
             scopes = [frozenset(names[:fewest]), *scopes] if fewest else scopes
         best, chosen = _Shown(0.0, "nothing failed"), None

@@ -33,6 +33,7 @@ ADAMW_LEARNING_RATE = 2e-3
 # With the usual 1e-8, AdamW's first step is the sign of the gradient, and where that is rounding noise an honest
 # candidate takes a full step the other way (measured: errors 50 times PyTorch's own). Gradients are near 1e-2 here.
 ADAMW_EPS = 1e-3
+DECODING = "decoding"
 PROMPT_TOKENS = 7
 GENERATED_TOKENS = 4
 INITIAL, SGD, ADAMW = "initial", "SGD", "AdamW"
@@ -182,10 +183,11 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
             continue
         _set_weights(model, near_initial(seed))
         _accumulate(model, step, result, INITIAL)
+    if run.only is None or DECODING in run.only:
+        _set_weights(model, initial)
+        _decode(model, run.evaluation, result, run.device)
     if run.only is not None:
         return
-    _set_weights(model, initial)
-    _decode(model, run.evaluation, result, run.device)
 
     optimizers: dict[str, Callable[[], torch.optim.Optimizer]] = {
         SGD: lambda: torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE),
@@ -276,7 +278,7 @@ def _decode(model: Any, batch: Batch, result: Trajectory, device: torch.device) 
             outputs = model(input_ids=token, past_key_values=outputs.past_key_values, use_cache=True)
             logits.append(outputs.logits)
     model.train()
-    result.record("logits", f"{INITIAL}: decoding", torch.cat(logits, 1))
+    result.record("logits", f"{INITIAL}: {DECODING}", torch.cat(logits, 1))
 
 
 def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
