@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,16 +222,17 @@ def environment(versions: dict[str, str], device: str, at: str) -> str:
     return ", ".join((versions.get("device", device), *(names or ["versions not written down"]), at[:10] or "undated"))
 
 
-def without_line(honest: Sequence[Run], candidates: Callable[[str], Iterable[str]]) -> dict[str, list[str]]:
-    """Which candidates a model, dtype and seed that was run has no line of: they raised, or the run was stopped."""
-    seen: dict[tuple[str, str, int], set[str]] = {}
-    for run in honest:
-        seen.setdefault((run.model, run.dtype, run.seed), set()).add(run.name)
-    missing = {
-        "/".join(map(str, group)): [name for name in candidates(group[0]) if name not in names]
-        for group, names in sorted(seen.items())
-    }
-    return {group: names for group, names in missing.items() if names}
+def without_line(honest: Sequence[Run], candidates: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    """Which of the ``candidates`` of each model have no line with a dtype and seed that were run: they raised, or the
+    run was stopped."""
+    seen = {(run.model, run.dtype, run.seed, run.name) for run in honest}
+    missing: dict[str, list[str]] = {}
+    for dtype, seed in sorted({(run.dtype, run.seed) for run in honest}):
+        for model, names in candidates.items():
+            group = [name for name in names if (model, dtype, seed, name) not in seen]
+            if group:
+                missing[f"{model}/{dtype}/{seed}"] = group
+    return missing
 
 
 def without_record(mutants: Sequence[Run], expected: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -341,7 +342,8 @@ def alarms(evidence: Evidence) -> list[str]:
         ("Mutants without a record", evidence.no_record),
     ):
         lines.append(f"- {what}: {sum(map(len, missing.values()))}.")
-        lines += [f"  - {group}: {', '.join(names)}" for group, names in missing.items()]
+        for group, names in missing.items():
+            lines.append(f"  - {group}: {', '.join(names) if len(names) <= 3 else f'{len(names)} of them'}")
     return lines
 
 
@@ -448,6 +450,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="the folder to write to (docs)")
     options = parser.parse_args(arguments)
 
+    from convergence.models import MODELS
     from tests.honest import candidates
     from tests.mutants import MUTANTS
 
@@ -455,7 +458,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         evidence = Evidence(read_honest(options.honest), read_mutants(options.records))
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    evidence.no_line = without_line(evidence.honest, lambda model: [honest.name for honest in candidates(model)])
+    expected = {model: [honest.name for honest in candidates(model)] for model in MODELS}
+    evidence.no_line = without_line(evidence.honest, expected)
     trained = [(mutant.name, dtype) for mutant in MUTANTS.values() if mutant.check is None for dtype in mutant.dtypes]
     evidence.no_record = without_record(evidence.mutants, trained)
     text = page(evidence)

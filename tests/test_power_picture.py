@@ -83,10 +83,12 @@ def test_a_survivor_and_what_dies_without_a_number_are_listed(measured):
 
 def test_what_has_no_result_is_listed(measured):
     """A candidate that raises writes no line, so the file alone would not show it."""
-    measured.no_line = without_line(measured.honest, lambda model: ["replica 1", "replica 2"])
+    measured.no_line = without_line(measured.honest, {"llama-tied": ["replica 1", "replica 2"], "gemma": "ABCD"})
     measured.no_record = without_record(measured.mutants, [("weak", "float32"), ("weak", "bfloat16")])
     text = page(measured)
-    assert "without a result: 1.\n  - llama-tied/tf32/5: replica 2\n" in text
+    assert f"without a result: {sum(map(len, measured.no_line.values()))}.\n" in text
+    assert "\n  - llama-tied/tf32/5: replica 2\n" in text
+    assert "\n  - gemma/tf32/5: 4 of them\n" in text
     assert "Mutants without a record: 1.\n  - bfloat16: weak\n" in text
 
 
