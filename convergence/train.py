@@ -97,7 +97,7 @@ class Trajectory:
     """What one arm showed.
 
     Attributes:
-        values: ``values[quantity][step]`` is a tensor on the CPU, in the dtype it arrived in.
+        values: ``values[quantity][step]`` is a tensor in the dtype it arrived in; once trained, on the CPU.
         generated: the greedily generated tokens [batch, tokens], and ``scores`` [tokens, batch, vocab] they came from.
         complaints: what went wrong while it ran, in words.
         notes: what the caller was not given, in words.
@@ -113,7 +113,20 @@ class Trajectory:
     model: Any = None
 
     def record(self, quantity: str, step: str, value: torch.Tensor) -> None:
-        self.values.setdefault(quantity, {})[step] = value.detach().to("cpu", copy=True)
+        self.values.setdefault(quantity, {})[step] = value.detach().clone()
+
+    def to_cpu(self) -> None:
+        """Move all values in one copy per dtype: each copy waits for the GPU, which several processes may share."""
+        places: dict[tuple[torch.dtype, torch.device], list[tuple[str, str]]] = {}
+        for quantity, by_step in self.values.items():
+            for step, value in by_step.items():
+                if value.device.type != "cpu":
+                    places.setdefault((value.dtype, value.device), []).append((quantity, step))
+        for where in places.values():
+            values = [self.values[quantity][step] for quantity, step in where]
+            moved = torch.cat([value.flatten() for value in values]).cpu().split([value.numel() for value in values])
+            for (quantity, step), value, flat in zip(where, values, moved, strict=True):
+                self.values[quantity][step] = flat.view(value.shape)
 
 
 def _nudged(weight: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
@@ -164,6 +177,7 @@ def train(run: Run, model: Any = None) -> Trajectory:
         if run.patch is not None and run.construct is None:
             _apply(run.patch, model)
         _train(run, model, result)
+        result.to_cpu()
     return result
 
 
@@ -203,7 +217,7 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
                 optimizer.step()
         for name, parameter in model.named_parameters():
             result.record(f"parameter {name}", f"{phase}: end", parameter)
-            result.record(f"displacement of {name}", f"{phase}: end", parameter.detach().cpu() - start[name])
+            result.record(f"displacement of {name}", f"{phase}: end", parameter.detach() - start[name].to(run.device))
         if phase == SGD:
             _evaluate(model, run.evaluation, result, run.device)
 
@@ -255,7 +269,7 @@ def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
                     before = logits.detach().clone()
                     result.record(TRAINING_LOGITS, label, logits)
                 (loss * step.scale).backward()
-                if before is not None and not _same_bits(logits.detach(), before):
+                if before is not None and bool(_differ(logits.detach(), before)):
                     result.complaints.append(f"{label}: the logits that the caller holds changed during backward")
             result.record("loss", label, loss)
         norms = []
@@ -457,13 +471,14 @@ def _kept_activations(model: Any, result: Trajectory, label: str | None) -> Iter
             if not module._modules and module not in head:
                 stack.callback(module.register_forward_hook(hook(path)).remove)
         yield
-    for path in dict.fromkeys(path for path, now, before in kept if not _same_bits(now, before)):
+    changed = torch.stack([_differ(now, before) for _, now, before in kept]).tolist() if kept else []
+    for path in dict.fromkeys(path for (path, *_), differs in zip(kept, changed, strict=True) if differs):
         result.complaints.append(f"{label}: the output of {path} changed after it had been returned")
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether both hold the same bits, a NaN's included."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+def _differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Whether both hold other bits anywhere, a NaN's included: a tensor, so that nobody waits for it here."""
+    return (a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).any()
 
 
 @contextlib.contextmanager
