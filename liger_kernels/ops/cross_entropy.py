@@ -1,4 +1,4 @@
-r"""Cross entropy over logits, with every option of the loss, in one read of the logits and one write of their gradient.
+r"""Cross entropy over logits, with every option of the loss, in one read of the logits forward and one backward.
 
 With raw logits x[row, c], z = softcap * tanh(logit_scale * x / softcap) (z = logit_scale * x without a cap),
 lse = log(sum_c exp(z_c)), log p_c = z_c - lse, class weights w, V classes and smoothing eps, a row with target y costs
@@ -262,9 +262,6 @@ def _cross_entropy_fwd_kernel(
     log_probs_ptr,
     entropy_ptr,
     predicted_ptr,
-    grad_ptr,
-    grad_stride,
-    grad_scale_ptr,
     n_rows,
     vocab,
     ignore_index,
@@ -275,6 +272,7 @@ def _cross_entropy_fwd_kernel(
     HAS_SOFTCAP: tl.constexpr,
     PRECISE: tl.constexpr,
     SMOOTHING: tl.constexpr,
+    GRAD_IN_PLACE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -368,21 +366,18 @@ def _cross_entropy_fwd_kernel(
     if predicted_ptr is not None:
         tl.store(predicted_ptr + row, predicted.to(tl.int64), mask=row_mask)
 
-    if grad_ptr is not None:
-        tl.debug_barrier()  # over logits, every lane has read its target's before any lane overwrites it
-        upstream = row_weight
-        if grad_scale_ptr is not None:
-            upstream *= tl.load(grad_scale_ptr)
+    if GRAD_IN_PLACE:
+        tl.debug_barrier()  # every lane has read its target's logit before any lane overwrites it
         _store_grad(
             logits_rows,
-            grad_ptr + row * grad_stride,
+            logits_rows,
             weight_ptr,
             weight_sum,
             row_mask,
             target,
             counts,
             invalid,
-            upstream,
+            row_weight,
             row_max,
             total,
             others,
@@ -411,7 +406,6 @@ def _cross_entropy_bwd_kernel(
     stats_stride,
     upstream_ptr,
     upstream_stride,
-    unless_one_ptr,
     n_rows,
     vocab,
     ignore_index,
@@ -425,9 +419,6 @@ def _cross_entropy_bwd_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    if unless_one_ptr is not None:  # noqa: SIM102 (the outer one is decided when it is compiled)
-        if tl.load(unless_one_ptr) == 1.0:
-            return
     label_smoothing = tl.full((), label_smoothing, tl.float32)
     softcap = tl.full((), softcap, tl.float32)
     logit_scale = tl.full((), logit_scale, tl.float32)
@@ -515,10 +506,9 @@ def forward_rows(
     row_weight: torch.Tensor | None,
     options: LossOptions,
     rows: Rows,
-    grad: torch.Tensor | None = None,
-    grad_scale: torch.Tensor | None = None,
+    grad_in_place: bool = False,
 ) -> None:
-    """Fill ``rows``; ``grad``, which may be ``logits``, gets ``grad_scale`` (0-d, default 1) * dloss/dlogits.
+    """Fill ``rows``; with ``grad_in_place`` also overwrite ``logits`` by each row's dloss/dlogits (upstream of 1).
     ``row_weight`` is float32 [tokens] and contiguous."""
     tokens, vocab = logits.shape
     shape = _launch_shape(tokens, vocab)
@@ -538,9 +528,6 @@ def forward_rows(
         rows.log_probs,
         rows.entropy,
         rows.predicted,
-        grad,
-        0 if grad is None else grad.stride(0),
-        grad_scale,
         tokens,
         vocab,
         options.ignore_index,
@@ -553,6 +540,7 @@ def forward_rows(
         # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff of max.
         enable_fp_fusion=options.logit_scale == 1.0 and options.softcap is None,
         SMOOTHING=options.label_smoothing != 0.0,
+        GRAD_IN_PLACE=grad_in_place,
         **shape,
     )
 
@@ -565,10 +553,8 @@ def backward_rows(
     stats: torch.Tensor,
     upstream: torch.Tensor,
     grad: torch.Tensor,
-    unless_one: torch.Tensor | None = None,
 ) -> None:
-    """Write upstream * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is 0-d or [tokens]. Where
-    ``unless_one`` (0-d) is 1, ``grad`` is left as it is: only the device knows, and nobody waits for it."""
+    """Write upstream * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is 0-d or [tokens]."""
     tokens, vocab = logits.shape
     shape = _launch_shape(tokens, vocab)
     launch(
@@ -586,7 +572,6 @@ def backward_rows(
         stats.stride(0),
         upstream,
         upstream.stride(0) if upstream.dim() else 0,
-        unless_one,
         tokens,
         vocab,
         options.ignore_index,
@@ -632,18 +617,8 @@ def token_accuracy(predicted: torch.Tensor, targets: torch.Tensor, ignore_index:
     return ((predicted == targets) & counted).sum().to(torch.float32) / counted.sum().clamp(min=1)
 
 
-def _empty_grad(logits: torch.Tensor) -> torch.Tensor:
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-
-
 class CrossEntropyFunction(torch.autograd.Function):
-    """Saves the caller's logits and three float32 numbers per row; the gradient is a new tensor.
-
-    For a mean the forward writes the gradient, too, as if the upstream gradient were 1, while each row is still in the
-    cache: one read and one write of memory in all. The backward's launch looks at the upstream gradient on the device,
-    and computes anew only what another one asks for. A sum is usually divided by the caller, so its forward does not
-    guess.
-    """
+    """Saves the caller's logits and three float32 numbers per row; the gradient is a new tensor."""
 
     @staticmethod
     def forward(
@@ -665,20 +640,16 @@ class CrossEntropyFunction(torch.autograd.Function):
         if logits.stride(1) != 1:
             logits = logits.contiguous()  # the kernels step through a row one element at a time
         rows = Rows.empty(logits.shape[0], logits.device, extras, stats=ctx.needs_input_grad[0])
-        grad = scale = None
+        forward_rows(logits, targets, class_weight, row_weight, options, rows)
         if reduction == "mean":
             vocab = logits.shape[1]
             denominator = mean_denominator(targets, class_weight, row_weight, denominator, ignore_index, vocab)
-            # What is compiled can be differentiated again and again, and has no place to remember that it was.
-            if ctx.needs_input_grad[0] and not torch.compiler.is_compiling():
-                grad, scale = _empty_grad(logits), 1.0 / denominator
+            loss = rows.loss.sum() / denominator
         else:
             denominator = None
-        forward_rows(logits, targets, class_weight, row_weight, options, rows, grad, scale)
-        loss = rows.loss if reduction == "none" else rows.loss.sum()
-        loss = loss if denominator is None else loss / denominator
+            loss = rows.loss.sum() if reduction == "sum" else rows.loss
         ctx.save_for_backward(logits, targets, class_weight, row_weight, rows.stats, denominator)
-        ctx.options, ctx.grad = options, grad
+        ctx.options = options
         ctx.set_materialize_grads(False)
         beside = (rows.log_probs, rows.entropy, rows.predicted)
         ctx.mark_non_differentiable(*(t for t in beside if t is not None))
@@ -692,12 +663,8 @@ class CrossEntropyFunction(torch.autograd.Function):
         logits, targets, class_weight, row_weight, stats, denominator = ctx.saved_tensors
         upstream = grad_loss if denominator is None else grad_loss / denominator
         upstream = upstream if row_weight is None else upstream * row_weight
-        grad, unless_one = ctx.grad, grad_loss
-        if grad is None:
-            grad, unless_one = _empty_grad(logits), None
-        else:
-            ctx.grad = None  # whoever gets it may write over it; a second backward pass makes its own
-        backward_rows(logits, targets, class_weight, ctx.options, stats, upstream, grad, unless_one)
+        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        backward_rows(logits, targets, class_weight, ctx.options, stats, upstream, grad)
         return grad, *(None,) * 11
 
 
