@@ -409,6 +409,22 @@ def test_one_launch_forward_one_backward_none_without_gradient(device):
     assert not cross_entropy(logits.detach(), targets).requires_grad
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("upstream", [1.0, 0.25])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_second_backward_pass_computes_the_same_bits_anew(dtype, upstream, reduction, device):
+    """What the first one handed out is the caller's: it may have been written over."""
+    logits, targets, options = make_inputs(130, 300, dtype, device, ALONE["all"])
+    logits.requires_grad_()
+    loss = cross_entropy(logits, targets, **{**options, "reduction": reduction})
+    given = torch.full_like(loss, upstream)
+    (first,) = torch.autograd.grad(loss, logits, given, retain_graph=True)
+    kept = first.clone()
+    first.fill_(float("nan"))  # it is the caller's now
+    (second,) = torch.autograd.grad(loss, logits, given)
+    assert torch.equal(kept, second)
+
+
 def test_the_same_bits_every_time(device):
     logits, targets, options = make_inputs(130, 300, torch.bfloat16, device, ALONE["all"])
     first, second = (run(cross_entropy, logits, targets, **options) for _ in range(2))
