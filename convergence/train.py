@@ -50,11 +50,21 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
+        if func is torch.Tensor.backward:
+            return self._backward(*args, **(kwargs or {}))
 
         def widen(value: Any) -> Any:
             return torch.float64 if value is torch.float32 else value
 
         return func(*map(widen, args), **{key: widen(value) for key, value in (kwargs or {}).items()})
+
+    def _backward(
+        self, loss: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False,
+        inputs: Any = None,
+    ) -> None:  # fmt: skip
+        """A mode is off inside of its own handler; what a backward pass computes again (checkpointing) needs it."""
+        with self:
+            torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 @dataclass

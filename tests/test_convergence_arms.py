@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from convergence.data import IGNORE, steps
 from convergence.models import MODELS
@@ -26,6 +27,23 @@ def test_the_truth_is_not_rounded_to_float32():
     exact_loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
     assert abs(float((outputs.loss - exact_loss).detach())) < 1e-13
     assert float((norm(x) - exact).detach().abs().max()) > 1e-9  # without the mode it is rounded: the test can fail
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_truth_is_not_rounded_where_checkpointing_computes_it_again(use_reentrant):
+    x = torch.randn(7, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, dtype=torch.float64)
+    seen = []
+
+    def in_float32(x):
+        y = x.float() * weight.to(torch.float32)
+        seen.append(y.dtype)
+        return y.exp()
+
+    with InFloat64():
+        torch.utils.checkpoint.checkpoint(in_float32, x, use_reentrant=use_reentrant).sum().backward()
+    assert seen == [torch.float64] * 2
+    assert torch.equal(x.grad, (x * weight).exp().detach() * weight)
 
 
 def test_the_hard_inputs_are_hard_and_always_the_same():
