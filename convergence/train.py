@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import graph
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -59,12 +60,18 @@ class InFloat64(TorchFunctionMode):
         return func(*map(widen, args), **{key: widen(value) for key, value in (kwargs or {}).items()})
 
     def _backward(
-        self, loss: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False,
+        self, loss: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
         inputs: Any = None,
     ) -> None:  # fmt: skip
-        """A mode is off inside of its own handler; what a backward pass computes again (checkpointing) needs it."""
+        """What a backward pass computes again (checkpointing) is widened, too. A mode is off inside of its own handler,
+        and in ``torch.autograd.backward``, which asks for a handler as well: so this is what that function calls."""
+        gradients = (torch.ones_like(loss) if gradient is None else gradient,)
+        wanted = () if inputs is None else tuple(inputs)
+        keep = create_graph if retain_graph is None else retain_graph
         with self:
-            torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+            graph._engine_run_backward(
+                (loss,), gradients, keep, create_graph, wanted, allow_unreachable=True, accumulate_grad=True
+            )
 
 
 @dataclass
