@@ -16,7 +16,9 @@ MODES = ("token", "square", "sample")
 EXPONENT = {"token": 0.0, "square": 0.5, "sample": 1.0}
 # Before 4.53, sdpa and eager attention ignore what position_ids say.
 ISOLATES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 53)
-isolated = pytest.mark.skipif(not ISOLATES, reason="this transformers lets the samples of a packed row see each other")
+isolated = pytest.mark.skipif(
+    not ISOLATES, reason="transformers before 4.53 lets the samples of a packed row see each other"
+)
 Sample = tuple[torch.Tensor, torch.Tensor]  # token ids and labels, [length] each
 
 

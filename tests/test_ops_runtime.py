@@ -135,7 +135,7 @@ def _halve_often_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
     tl.store(y_ptr + i, x)
 
 
-@pytest.mark.skipif(not INTERPRET, reason="this is about the interpreter")
+@pytest.mark.skipif(not INTERPRET, reason="a GPU runs compiled kernels, not the interpreter")
 def test_the_interpreter_prepares_the_language_once_per_launch(monkeypatch) -> None:
     from triton.runtime import interpreter
 

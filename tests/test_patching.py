@@ -135,6 +135,21 @@ def test_upstream_gets_what_the_caller_gave_and_nothing_else(training, monkeypat
     assert all(seen[name] is value for name, value in given.items())
 
 
+def test_a_forward_that_upstream_gets_later_is_the_one_that_runs(monkeypatch):
+    model = tiny("llama")
+    liger_kernels.patch(model)
+    forward, calls = type(model).__mro__[1].forward, []
+
+    @functools.wraps(forward)
+    def later(self, *args, **kwargs):
+        calls.append(kwargs)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model).__mro__[1], "forward", later)
+    model(**batch())
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("family", CORE)
 def test_flash_attention_arguments_reach_no_kernel(family):
     lengths = torch.tensor([0, 9, 18], dtype=torch.int32, device=DEVICE)

@@ -63,9 +63,9 @@ def _repair_bfloat16_in_the_interpreter() -> None:
 
 
 def _hurry_the_interpreter() -> None:
-    """Spare Triton's interpreter a quarter of its time. It replaces the built-in functions of ``triton.language`` when
-    a kernel is launched, and again at every call of a device function, each time looking for them in everything that
-    the modules hold; and it writes a table of NumPy's dtypes each time it looks one up."""
+    """Spare Triton's interpreter repeated work. It replaces the built-in functions of ``triton.language``
+    when a kernel is launched, and again at every call of a device function, each time looking for them in everything
+    that the modules hold; and it writes a table of NumPy's dtypes each time it looks one up."""
     from triton.runtime import interpreter
 
     patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
