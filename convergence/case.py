@@ -92,7 +92,9 @@ def references(model: str, dtype: str, profile: str, device: str, seed: int) -> 
     where, judged = torch.device(device), DTYPES[dtype]
     for nudge in (None, *range(tolerance.REPLICAS)):
         truth = train(result.run(torch.float64, where, rounded_to=judged, nudge=nudge))
-        result.pairs.append((truth, train(result.run(judged, where, nudge=nudge))))
+        baseline = train(result.run(judged, where, nudge=nudge))
+        truth.model = baseline.model = None
+        result.pairs.append((truth, baseline))
     return result
 
 
@@ -174,10 +176,8 @@ def _blame(case: Case, record: Record, verdict: Verdict, trajectory: Trajectory 
     """Say in ``record`` who made ``verdict`` fail. That changes no verdict, and when it fails itself, it is noted."""
     reference = references(case.model, case.dtype, case.profile, case.device, case.seed)
     run = reference.run(DTYPES[case.dtype], torch.device(case.device), construct=_construct(case))
-    bare = functools.partial(dataclasses.replace, model=None)
-    pairs = [(bare(truth), bare(arm)) for truth, arm in reference.pairs]
     failed = {(row[0], row[2]) for row in verdict.failures}
-    arguments = (case.patch, run, pairs, failed, trajectory)
+    arguments = (case.patch, run, reference.pairs, failed, trajectory)
     try:
         record.blame = isolate.call(blame, *arguments, timeout=timeout) if _is_isolated(case) else blame(*arguments)
     except Exception as error:

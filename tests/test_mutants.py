@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from tests.mutants import ABSENT, MUTANTS, restore
 from tests.mutants.mutant import Edit, Mutant, StaleMutant
@@ -39,7 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     trained = [mutant for mutant in chosen if mutant.check is None]
     pairs = [(mutant, dtype) for mutant in trained for dtype in mutant.dtypes if every or dtype == "float32"]
     pairs.sort(key=lambda pair: (pair[0].model, pair[1]))
-    # Truth and baseline cost as much as two candidates: groups are split, so that workers end together.
+    # Groups are split, so that workers end together; each group loads truth and baseline once.
     size = max(4, len(pairs) // (3 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
     seen: dict[str, int] = {}
     parameters = []
@@ -57,8 +59,36 @@ def restored() -> Iterator[None]:
     restore()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared_references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Truth and baseline are trained once in this run: by the xdist worker that needs them first."""
+    from convergence import case
+
+    worker, own = os.environ.get("PYTEST_XDIST_WORKER", ""), tmp_path_factory.getbasetemp()
+    folder = own.parent if worker else own
+    (user := folder / f"references-of-{worker}").touch()
+
+    @functools.lru_cache(maxsize=1)
+    def references(*key: object) -> case.References:
+        file = folder / f"references-{'-'.join(map(str, key))}.pt"
+        with FileLock(file.with_suffix(".lock")):
+            if not file.exists():
+                torch.save(train(*key), file.with_suffix(".part"))
+                file.with_suffix(".part").rename(file)
+        return torch.load(file, weights_only=False, mmap=True)
+
+    train = case.references.__wrapped__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(case, "references", references)
+        yield
+    user.unlink()
+    if not any(folder.glob("references-of-*")):  # the last one clears up: they are hundreds of megabytes each
+        for file in folder.glob("references-*"):
+            file.unlink()
+
+
 def prove(patch: str, model: str, dtype: str, records: Path) -> int:
-    """``pytest convergence`` as users run it, in this process: truth and baseline are trained once for all tests."""
+    """``pytest convergence`` as users run it, in this process, which has truth and baseline already."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     isolated = ("-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
     options = ("--patch", patch, "--models", model, "--dtypes", dtype, "--device", device, "--records", str(records))

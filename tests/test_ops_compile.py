@@ -11,6 +11,7 @@ set of options that makes another program: dtypes, ``None`` arguments, constexpr
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -19,7 +20,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,12 @@ def cross_entropy_cases() -> None:
         run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, new(32000), reduction=reduction)
 
 
-CASES: tuple[Callable[[], None], ...] = (rms_norm_cases, rope_cases, glu_cases, cross_entropy_cases)
+CASES: dict[str, Callable[[], None]] = {
+    "rms_norm": rms_norm_cases,
+    "rope": rope_cases,
+    "glu": glu_cases,
+    "cross_entropy": cross_entropy_cases,
+}
 
 
 def run(op: Callable[..., Any], *args: torch.Tensor, **options: Any) -> None:
@@ -160,8 +165,9 @@ def signature_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return signature, constants, attributes, options
 
 
-def compile_all() -> None:
-    """In the subprocess: compile what the cases launch; print a JSON list of one record per program and target."""
+def compile_all(*names: str) -> None:
+    """In the subprocess: compile what the cases of ``names`` launch; print a JSON list of one record per program and
+    target."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -195,8 +201,8 @@ def compile_all() -> None:
             module.launch = compile_instead
         if hasattr(module, "use_triton"):
             module.use_triton = lambda x, **_: True
-    for case in CASES:
-        case()
+    for name in names:
+        CASES[name]()
     json.dump(list(records.values()), sys.stdout)
 
 
@@ -229,22 +235,28 @@ def trace_all() -> None:
             if len(x) == 64:
                 torch._dynamo.mark_dynamic(x, 0)
         with contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
-            torch.compile(op, backend=partial(count, name), fullgraph=True)(*args)
+            torch.compile(op, backend=functools.partial(count, name), fullgraph=True)(*args)
     json.dump(launched, sys.stdout)
 
 
-def in_subprocess(what: str, cache: Path) -> Any:
+def in_subprocess(cache: Path, *what: str) -> Any:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parent.parent
     env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, __file__, what], env=env, cwd=root, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, __file__, *what], env=env, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return in_subprocess("compile_all", tmp_path_factory.mktemp("triton"))
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """``compiled(name)``: the records of one name in :data:`CASES`."""
+    return functools.cache(lambda name: in_subprocess(tmp_path_factory.mktemp("triton"), "compile_all", name))
+
+
+@pytest.fixture(params=CASES)
+def records(request: pytest.FixtureRequest, compiled: Callable[[str], Any]) -> list[dict[str, Any]]:
+    return compiled(request.param)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -290,15 +302,15 @@ def test_a_narrow_product_is_found() -> None:
     assert not narrow_products(head + wide)
 
 
-def test_every_kernel_is_compiled(records: list[dict[str, Any]]) -> None:
-    assert kernels() == {record["kernel"] for record in records}
+def test_every_kernel_is_compiled(compiled: Callable[[str], list[dict[str, Any]]]) -> None:
+    assert kernels() == {record["kernel"] for name in CASES for record in compiled(name)}
 
 
 @pytest.mark.skipif(TRITON < (3, 6), reason="this Triton asks for a GPU's driver while Dynamo traces a launch")
 def test_dynamo_traces_down_to_the_launches(tmp_path: Path) -> None:
     """Without a graph break, forward and backward, for any number of rows."""
-    assert in_subprocess("trace_all", tmp_path) == {"rms_norm": 2, "swiglu": 2, "geglu": 2, "rope": 2}
+    assert in_subprocess(tmp_path, "trace_all") == {"rms_norm": 2, "swiglu": 2, "geglu": 2, "rope": 2}
 
 
 if __name__ == "__main__":
-    {"compile_all": compile_all, "trace_all": trace_all}[sys.argv[1]]()
+    {"compile_all": compile_all, "trace_all": trace_all}[sys.argv[1]](*sys.argv[2:])

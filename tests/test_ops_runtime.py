@@ -147,3 +147,18 @@ def test_the_interpreter_prepares_the_language_once_per_launch(monkeypatch) -> N
         launch(_halve_often_kernel, (1,), x.device, x, y, BLOCK=4)
         assert y.tolist() == [1.0] * 4
         assert len(prepared) == launched
+
+
+@pytest.mark.skipif(not INTERPRET, reason="a GPU runs compiled kernels, not the interpreter")
+def test_the_interpreter_describes_a_shape_once() -> None:
+    """And never takes one type or shape for another."""
+    types = [tl.block_type(dtype, list(shape)) for dtype in (tl.float32, tl.int64) for shape in ((4, 8), (8, 4), (32,))]
+    for a in types:
+        again = tl.block_type(a.element_ty, list(a.shape))
+        assert (again.shape is a.shape, again == a, str(again)) == (True, True, str(a))
+        assert [a == b for b in types].count(True) == 1
+        value = tl.tensor(None, a)
+        assert (value.dtype, [n.value for n in value.shape]) == (a.scalar, list(a.shape))
+        assert value.shape is tl.tensor(None, again).shape
+    narrow, wide = (tl.block_type(tl.pointer_type(dtype), [4]) for dtype in (tl.int8, tl.int64))
+    assert (narrow.element_ty.element_ty, wide.element_ty.element_ty) == (tl.int8, tl.int64)

@@ -65,7 +65,8 @@ def _repair_bfloat16_in_the_interpreter() -> None:
 def _hurry_the_interpreter() -> None:
     """Spare Triton's interpreter repeated work. It replaces the built-in functions of ``triton.language``
     when a kernel is launched, and again at every call of a device function, each time looking for them in everything
-    that the modules hold; and it writes a table of NumPy's dtypes each time it looks one up."""
+    that the modules hold; it writes a table of NumPy's dtypes each time it looks one up; and it describes the shape of
+    every result anew."""
     from triton.runtime import interpreter
 
     patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
@@ -102,6 +103,29 @@ def _hurry_the_interpreter() -> None:
             known[name] = look_up(dtype)
         return known[name]
 
+    # Every result of every operation is a tensor with a type of its own: most of the time went into their shapes.
+    block_type, tensor, types, shapes = tl.core.block_type, tl.core.tensor, {}, {}
+    init_type, init_tensor = block_type.__init__, tensor.__init__
+
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(element_ty) is not tl.core.dtype:  # a pointer's name does not say all about it
+            init_type(self, element_ty, shape)
+            return
+        key = (element_ty.name, *(getattr(length, "value", length) for length in shape))
+        if key not in types:
+            init_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key])
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        key = (*type.shape,) if type.is_block() else ()
+        if key not in shapes:
+            init_tensor(self, handle, type)
+            shapes[key] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = shapes[key]
+
+    block_type.__init__, tensor.__init__ = init_block_type, init
     interpreter._get_np_dtype = get_np_dtype
     interpreter._patch_builtin, interpreter._patch_lang = patch_builtin, patch_once
     interpreter.GridExecutor.__call__ = run_kernel

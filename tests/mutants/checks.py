@@ -31,7 +31,7 @@ MUTANTS = (
         f"{_OPS}.rms_norm",
         "row = tl.program_id(0).to(tl.int64) * ROWS",
         "row = tl.program_id(0) * ROWS",
-        "test_ops_compile.py::test_offsets_are_64_bits_wide",
+        "test_ops_compile.py::test_offsets_are_64_bits_wide[rms_norm]",
         source="N5",
     ),
     _check(
@@ -40,7 +40,7 @@ MUTANTS = (
         f"{_OPS}.cross_entropy",
         "row = tl.program_id(0).to(tl.int64) * ROWS",
         "row = tl.program_id(0) * ROWS",
-        "test_ops_compile.py::test_offsets_are_64_bits_wide",
+        "test_ops_compile.py::test_offsets_are_64_bits_wide[cross_entropy]",
         times=2,
         source="C25",
     ),
@@ -50,7 +50,7 @@ MUTANTS = (
         f"{_OPS}.rms_norm",
         "eps = tl.full((), eps, tl.float32)",
         "eps = FORMULA.to(tl.float32)",
-        "test_ops_compile.py::test_compiles",
+        "test_ops_compile.py::test_compiles[rms_norm-sm_90]",
         source="N12",
     ),
     _check(
@@ -68,7 +68,7 @@ MUTANTS = (
         f"{_OPS}.cross_entropy",
         "        if SMOOTHING:\n            lower = ",
         "        if SMOOTHING and e:\n            lower = ",
-        "test_ops_compile.py::test_compiles",
+        "test_ops_compile.py::test_compiles[cross_entropy-sm_90]",
         source="C24",
     ),
     _check(
