@@ -41,8 +41,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     trained = [mutant for mutant in chosen if mutant.check is None]
     pairs = [(mutant, dtype) for mutant in trained for dtype in mutant.dtypes if every or dtype == "float32"]
     pairs.sort(key=lambda pair: (pair[0].model, pair[1]))
-    # Groups are split, so that workers end together; each group loads truth and baseline once.
-    size = max(4, len(pairs) // (3 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+    # Small groups, so that workers end together; each loads truth and baseline once.
+    size = max(4, len(pairs) // (12 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
     seen: dict[str, int] = {}
     parameters = []
     for mutant, dtype in pairs:
