@@ -1,4 +1,4 @@
-r"""Cross entropy over logits, with every option of the loss, in one read of the logits forward and one backward.
+r"""Cross entropy over logits, with every option of the loss, in one read of the logits and one write of their gradient.
 
 With raw logits x[row, c], z = softcap * tanh(logit_scale * x / softcap) (z = logit_scale * x without a cap),
 lse = log(sum_c exp(z_c)), log p_c = z_c - lse, class weights w, V classes and smoothing eps, a row with target y costs
@@ -262,6 +262,9 @@ def _cross_entropy_fwd_kernel(
     log_probs_ptr,
     entropy_ptr,
     predicted_ptr,
+    grad_ptr,
+    grad_stride,
+    grad_scale_ptr,
     n_rows,
     vocab,
     ignore_index,
@@ -272,7 +275,6 @@ def _cross_entropy_fwd_kernel(
     HAS_SOFTCAP: tl.constexpr,
     PRECISE: tl.constexpr,
     SMOOTHING: tl.constexpr,
-    GRAD_IN_PLACE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -366,18 +368,21 @@ def _cross_entropy_fwd_kernel(
     if predicted_ptr is not None:
         tl.store(predicted_ptr + row, predicted.to(tl.int64), mask=row_mask)
 
-    if GRAD_IN_PLACE:
-        tl.debug_barrier()  # every lane has read its target's logit before any lane overwrites it
+    if grad_ptr is not None:
+        tl.debug_barrier()  # over logits, every lane has read its target's before any lane overwrites it
+        upstream = row_weight
+        if grad_scale_ptr is not None:
+            upstream *= tl.load(grad_scale_ptr)
         _store_grad(
             logits_rows,
-            logits_rows,
+            grad_ptr + row * grad_stride,
             weight_ptr,
             weight_sum,
             row_mask,
             target,
             counts,
             invalid,
-            row_weight,
+            upstream,
             row_max,
             total,
             others,
@@ -406,6 +411,7 @@ def _cross_entropy_bwd_kernel(
     stats_stride,
     upstream_ptr,
     upstream_stride,
+    unless_one_ptr,
     n_rows,
     vocab,
     ignore_index,
@@ -419,6 +425,9 @@ def _cross_entropy_bwd_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if unless_one_ptr is not None:  # noqa: SIM102 (the outer one is decided when it is compiled)
+        if tl.load(unless_one_ptr) == 1.0:
+            return
     label_smoothing = tl.full((), label_smoothing, tl.float32)
     softcap = tl.full((), softcap, tl.float32)
     logit_scale = tl.full((), logit_scale, tl.float32)
@@ -506,9 +515,10 @@ def forward_rows(
     row_weight: torch.Tensor | None,
     options: LossOptions,
     rows: Rows,
-    grad_in_place: bool = False,
+    grad: torch.Tensor | None = None,
+    grad_scale: torch.Tensor | None = None,
 ) -> None:
-    """Fill ``rows``; with ``grad_in_place`` also overwrite ``logits`` by each row's dloss/dlogits (upstream of 1).
+    """Fill ``rows``; ``grad``, which may be ``logits``, gets ``grad_scale`` (0-d, default 1) * dloss/dlogits.
     ``row_weight`` is float32 [tokens] and contiguous."""
     tokens, vocab = logits.shape
     shape = _launch_shape(tokens, vocab)
@@ -528,6 +538,9 @@ def forward_rows(
         rows.log_probs,
         rows.entropy,
         rows.predicted,
+        grad,
+        0 if grad is None else grad.stride(0),
+        grad_scale,
         tokens,
         vocab,
         options.ignore_index,
@@ -540,7 +553,6 @@ def forward_rows(
         # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff of max.
         enable_fp_fusion=options.logit_scale == 1.0 and options.softcap is None,
         SMOOTHING=options.label_smoothing != 0.0,
-        GRAD_IN_PLACE=grad_in_place,
         **shape,
     )
 
@@ -553,8 +565,10 @@ def backward_rows(
     stats: torch.Tensor,
     upstream: torch.Tensor,
     grad: torch.Tensor,
+    unless_one: torch.Tensor | None = None,
 ) -> None:
-    """Write upstream * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is 0-d or [tokens]."""
+    """Write upstream * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is 0-d or [tokens]. Where
+    ``unless_one`` (0-d) is 1, ``grad`` is left as it is: only the device knows, and nobody waits for it."""
     tokens, vocab = logits.shape
     shape = _launch_shape(tokens, vocab)
     launch(
@@ -572,6 +586,7 @@ def backward_rows(
         stats.stride(0),
         upstream,
         upstream.stride(0) if upstream.dim() else 0,
+        unless_one,
         tokens,
         vocab,
         options.ignore_index,
@@ -617,8 +632,18 @@ def token_accuracy(predicted: torch.Tensor, targets: torch.Tensor, ignore_index:
     return ((predicted == targets) & counted).sum().to(torch.float32) / counted.sum().clamp(min=1)
 
 
+def _empty_grad(logits: torch.Tensor) -> torch.Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
 class CrossEntropyFunction(torch.autograd.Function):
-    """Saves the caller's logits and three float32 numbers per row; the gradient is a new tensor."""
+    """Saves the caller's logits and three float32 numbers per row; the gradient is a new tensor.
+
+    For a mean the forward writes the gradient, too, as if the upstream gradient were 1, while each row is still in the
+    cache: one read and one write of memory in all. The backward's launch looks at the upstream gradient on the device,
+    and computes anew only what another one asks for. A sum is usually divided by the caller, so its forward does not
+    guess.
+    """
 
     @staticmethod
     def forward(
@@ -640,16 +665,20 @@ class CrossEntropyFunction(torch.autograd.Function):
         if logits.stride(1) != 1:
             logits = logits.contiguous()  # the kernels step through a row one element at a time
         rows = Rows.empty(logits.shape[0], logits.device, extras, stats=ctx.needs_input_grad[0])
-        forward_rows(logits, targets, class_weight, row_weight, options, rows)
+        grad = scale = None
         if reduction == "mean":
             vocab = logits.shape[1]
             denominator = mean_denominator(targets, class_weight, row_weight, denominator, ignore_index, vocab)
-            loss = rows.loss.sum() / denominator
+            # What is compiled can be differentiated again and again, and has no place to remember that it was.
+            if ctx.needs_input_grad[0] and not torch.compiler.is_compiling():
+                grad, scale = _empty_grad(logits), 1.0 / denominator
         else:
             denominator = None
-            loss = rows.loss.sum() if reduction == "sum" else rows.loss
+        forward_rows(logits, targets, class_weight, row_weight, options, rows, grad, scale)
+        loss = rows.loss if reduction == "none" else rows.loss.sum()
+        loss = loss if denominator is None else loss / denominator
         ctx.save_for_backward(logits, targets, class_weight, row_weight, rows.stats, denominator)
-        ctx.options = options
+        ctx.options, ctx.grad = options, grad
         ctx.set_materialize_grads(False)
         beside = (rows.log_probs, rows.entropy, rows.predicted)
         ctx.mark_non_differentiable(*(t for t in beside if t is not None))
@@ -663,8 +692,12 @@ class CrossEntropyFunction(torch.autograd.Function):
         logits, targets, class_weight, row_weight, stats, denominator = ctx.saved_tensors
         upstream = grad_loss if denominator is None else grad_loss / denominator
         upstream = upstream if row_weight is None else upstream * row_weight
-        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        backward_rows(logits, targets, class_weight, ctx.options, stats, upstream, grad)
+        grad, unless_one = ctx.grad, grad_loss
+        if grad is None:
+            grad, unless_one = _empty_grad(logits), None
+        else:
+            ctx.grad = None  # whoever gets it may write over it; a second backward pass makes its own
+        backward_rows(logits, targets, class_weight, ctx.options, stats, upstream, grad, unless_one)
         return grad, *(None,) * 11
 
 

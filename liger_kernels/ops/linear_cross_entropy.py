@@ -248,7 +248,7 @@ def _forward_op(
             None if kernel_weight is None else kernel_weight[start:stop],
             options,
             rows.chunk(start, stop),
-            grad_in_place=grad_in_forward,
+            grad=logits if grad_in_forward else None,
         )
         if grad_in_forward:
             sums.add(start, stop, logits)

@@ -65,10 +65,16 @@ MUTANTS = (
         source="C4",
     ),
     _logits(
+        "loss_gradient_of_an_upstream_of_one_stays",
+        "The gradient that the forward wrote for an upstream gradient of 1 is taken whatever comes in.",
+        "backward",
+        ("if tl.load(unless_one_ptr) == 1.0:", "if tl.load(unless_one_ptr) != 0.0:"),
+    ),
+    _logits(
         "c6_logits_become_their_gradient",
         "The backward writes the gradient over the logits, which the caller holds.",
         "backward",
-        ("grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)", "grad = logits"),
+        ("return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)", "return logits"),
         source="C6",
         dies="overwritten",
     ),
