@@ -178,10 +178,11 @@ def _rope_kernel(
     REST: tl.constexpr,
 ):
     """``q_ptr`` or ``k_ptr`` may be None: not rotated. TRANSPOSED applies the transposed map."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    # In 32 bits up to here: a division in 64 would take longer than the loads that wait for it.
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     in_range = token < n_tokens
-    batch = token // seq_len
-    seq = token % seq_len
+    batch = (token // seq_len).to(tl.int64)
+    seq = (token % seq_len).to(tl.int64)
     cos_offset = batch * cos_batch_stride + seq * cos_seq_stride
     sin_offset = batch * sin_batch_stride + seq * sin_seq_stride
     cos_a, cos_b = _load_angles(cos_ptr, cos_offset, in_range, half, PAIRING, HALF)
@@ -377,6 +378,7 @@ def rope(
     _check(q, k, cos, sin)
     if (
         not use_triton(q)
+        or q.shape[0] * q.shape[2] > 2**31 - 2**16  # the kernel counts tokens in 32 bits
         or torch.float64 in (k.dtype, cos.dtype, sin.dtype)
         or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
     ):
