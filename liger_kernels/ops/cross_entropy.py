@@ -170,14 +170,10 @@ def _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISE: 
 
 
 @triton.jit
-def _scaled_logits_slope(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISE: tl.constexpr):
-    """dz/dx: logit_scale, times 1 - tanh^2 in a form that does not cancel where the cap saturates."""
-    if HAS_SOFTCAP:
-        e = _exp(-2.0 * tl.abs(x * (logit_scale / softcap)), PRECISE)
-        slope = logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
-    else:
-        slope = logit_scale
-    return slope
+def _softcap_slope(x, logit_scale, softcap, PRECISE: tl.constexpr):
+    """dz/dx under a cap: logit_scale times 1 - tanh^2, in a form that does not cancel where the cap saturates."""
+    e = _exp(-2.0 * tl.abs(x * (logit_scale / softcap)), PRECISE)
+    return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
 @triton.jit
@@ -213,6 +209,7 @@ def _store_grad(
     PRECISE: tl.constexpr,
     SMOOTHING: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Write upstream * dloss/dx for a tile of rows. The blocks run from last to first: after the forward's pass over
     the same rows the last blocks are still in the cache. ``grad_rows`` may be ``logits_rows``."""
@@ -222,29 +219,37 @@ def _store_grad(
         true_weight = tl.load(weight_ptr + target, mask=counts, other=0.0)
     true_weight = true_weight * (1.0 - label_smoothing)
     total = tl.where(counts, total, 1.0)
+    row_max = tl.where(counts, row_max, 0.0)
     inverse = 1.0 / total
     z_loss_slope = 2.0 * z_loss * (row_max + tl.log(total))
-    rest = tl.where(invalid, float("nan"), 0.0)
+    if not HAS_SOFTCAP:
+        upstream *= logit_scale
+    # A row that does not count has factors of zero, or of NaN where its target is out of range.
+    upstream = tl.where(counts, upstream, tl.where(invalid, float("nan"), 0.0))
+    factor = (true_weight + z_loss_slope) * (inverse * upstream)
+    # p - 1 at the target from the other classes' sum: subtracting would cancel.
+    x_target = tl.load(logits_rows + target, mask=counts, other=0.0).to(tl.float32)
+    z_target = _scaled_logits(x_target, logit_scale, softcap, HAS_SOFTCAP, PRECISE)
+    p_target = _exp(z_target - row_max, PRECISE) * inverse
+    at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream
     n_blocks = tl.cdiv(vocab, BLOCK)
-    for i in range(0, n_blocks):
+    for i in tl.range(0, n_blocks, num_stages=STAGES):
         cols = (n_blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
         in_row = cols < vocab
         mask = row_mask[:, None] & in_row[None, :]
         x = tl.load(logits_rows[:, None] + cols[None, :], mask=mask & counts[:, None], other=0.0).to(tl.float32)
         z = _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP, PRECISE)
-        p = _exp(z - row_max[:, None], PRECISE) * inverse[:, None]
-        is_target = cols[None, :] == target[:, None]
-        # p - 1 at the target from the other classes' sum: subtracting would cancel.
-        grad = tl.where(is_target, -(others * inverse)[:, None], p) * true_weight[:, None] + z_loss_slope[:, None] * p
+        e = _exp(z - row_max[:, None], PRECISE)
+        grad = tl.where(cols[None, :] == target[:, None], at_target[:, None], e * factor[:, None])
         if SMOOTHING:
-            excess = weight_sum * p
+            excess = weight_sum * (e * inverse[:, None])
             if weight_ptr is None:
                 excess -= 1.0
             else:
                 excess -= tl.load(weight_ptr + cols, mask=in_row, other=0.0)[None, :]
-            grad += label_smoothing / vocab * excess
-        grad *= _scaled_logits_slope(x, logit_scale, softcap, HAS_SOFTCAP, PRECISE) * upstream[:, None]
-        grad = tl.where(counts[:, None], grad, rest[:, None])
+            grad += label_smoothing / vocab * excess * upstream[:, None]
+        if HAS_SOFTCAP:
+            grad *= _softcap_slope(x, logit_scale, softcap, PRECISE)
         tl.store(grad_rows[:, None] + cols[None, :], grad.to(grad_rows.dtype.element_ty), mask=mask)
 
 
@@ -277,6 +282,8 @@ def _cross_entropy_fwd_kernel(
     SMOOTHING: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     label_smoothing = tl.full((), label_smoothing, tl.float32)
     softcap = tl.full((), softcap, tl.float32)
@@ -296,42 +303,56 @@ def _cross_entropy_fwd_kernel(
     if entropy_ptr is None and predicted_ptr is None:
         read = counts
 
-    # Sums stay one per lane and are reduced once, after the loop: inside it only the maximum crosses lanes.
-    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
-    others = tl.zeros((ROWS, BLOCK), tl.float32)
-    distance = tl.zeros((ROWS, BLOCK), tl.float32)  # sum of exp(z - max) * (z - max), for the entropy
-    smooth = tl.zeros((ROWS,), tl.float32)  # sum of w_c * (z_c - z_target), for label smoothing
-    predicted = tl.zeros((ROWS,), tl.int32)
-    for start in range(0, vocab, BLOCK):
+    # A maximum and its sums for every GROUP of neighbouring columns, which lie in one lane: nothing crosses lanes, and
+    # nobody waits, until the loop is over.
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    group_max = tl.full((ROWS, GROUPS), float("-inf"), tl.float32)
+    others = tl.zeros((ROWS, GROUPS), tl.float32)  # sum of exp(z - max) but for the target's
+    distance = tl.zeros((ROWS, GROUPS), tl.float32)  # sum of exp(z - max) * (z - max), for the entropy
+    smooth = tl.zeros((ROWS, GROUPS), tl.float32)  # sum of w_c * (z_c - z_target), for label smoothing
+    predicted = tl.zeros((ROWS, GROUPS), tl.int32)
+    for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK)
         in_row = cols < vocab
         mask = read[:, None] & in_row[None, :]
         x = tl.load(logits_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         z = tl.where(mask, _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP, PRECISE), float("-inf"))
-        if predicted_ptr is None:
-            block_max = tl.max(z, 1)
-        else:
-            block_max, where_max = tl.max(z, 1, return_indices=True)
-            predicted = tl.where(block_max > row_max, start + where_max, predicted)
-        new_max = tl.maximum(row_max, block_max)
-        shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
-        decay = _exp(row_max - shift, PRECISE)
-        away = z - shift[:, None]
-        e = tl.where(cols[None, :] == target[:, None], 0.0, _exp(away, PRECISE))
-        if entropy_ptr is not None:
-            moved = tl.where(row_max > float("-inf"), row_max - shift, 0.0)
-            distance = (distance + moved[:, None] * others) * decay[:, None]
-            distance += e * tl.where(e > 0.0, away, 0.0)
-        others = others * decay[:, None] + e
         if SMOOTHING:
             lower = tl.where(mask, z - finite_z_target[:, None], 0.0)
             if weight_ptr is not None:
                 lower *= tl.load(weight_ptr + cols, mask=in_row, other=0.0)[None, :]
-            smooth += tl.sum(lower, 1)
-        row_max = new_max
+            smooth += tl.sum(tl.reshape(lower, (ROWS, GROUPS, GROUP)), 2)
+        z = tl.reshape(z, (ROWS, GROUPS, GROUP))
+        is_target = tl.reshape(cols, (GROUPS, GROUP))[None, :, :] == target[:, None, None]
+        if predicted_ptr is None:
+            block_max = tl.max(z, 2)
+        else:
+            block_max, where_max = tl.max(z, 2, return_indices=True)
+            first = start + tl.arange(0, GROUPS)[None, :] * GROUP
+            predicted = tl.where(block_max > group_max, first + where_max, predicted)
+        new_max = tl.maximum(group_max, block_max)
+        shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
+        decay = _exp(group_max - shift, PRECISE)
+        away = z - shift[:, :, None]
+        e = tl.where(is_target, 0.0, _exp(away, PRECISE))
+        if entropy_ptr is not None:
+            moved = tl.where(group_max > float("-inf"), group_max - shift, 0.0)
+            distance = (distance + moved * others) * decay
+            distance += tl.sum(e * tl.where(e > 0.0, away, 0.0), 2)
+        others = others * decay + tl.sum(e, 2)
+        group_max = new_max
 
+    row_max = tl.max(group_max, 1)
+    if predicted_ptr is not None:  # of equal maxima the first
+        predicted = tl.min(tl.where(group_max == row_max[:, None], predicted, vocab), 1)
+        predicted = tl.where(predicted < vocab, predicted, 0)
     row_max = tl.where(row_max > float("-inf"), row_max, 0.0)
-    others = tl.sum(others, 1)
+    moved = tl.where(group_max > float("-inf"), group_max - row_max[:, None], 0.0)
+    decay = tl.where(group_max > float("-inf"), _exp(moved, PRECISE), 0.0)
+    if entropy_ptr is not None:
+        distance = (distance + moved * others) * decay
+    others = tl.sum(others * decay, 1)
+    smooth = tl.sum(smooth, 1)
     e_target = tl.where(counts, _exp(z_target - row_max, PRECISE), 0.0)
     total = tl.where(read, others + e_target, 1.0)
     log_total = tl.log(total)
@@ -395,6 +416,7 @@ def _cross_entropy_fwd_kernel(
             PRECISE,
             SMOOTHING,
             BLOCK,
+            STAGES,
         )
 
 
@@ -424,6 +446,7 @@ def _cross_entropy_bwd_kernel(
     SMOOTHING: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     if unless_one_ptr is not None:  # noqa: SIM102 (the outer one is decided when it is compiled)
         if tl.load(unless_one_ptr) == 1.0:
@@ -462,6 +485,7 @@ def _cross_entropy_bwd_kernel(
         PRECISE,
         SMOOTHING,
         BLOCK,
+        STAGES,
     )
 
 
@@ -494,14 +518,18 @@ class Rows(NamedTuple):
 
 
 def _launch_shape(tokens: int, vocab: int) -> dict[str, int]:
-    """Launch choices: 16 elements a lane; several rows a program when a row is small; one row in a wide program when
-    it is large, so that few enough rows are in flight for the second pass to find them in the L2 cache."""
-    block = min(next_power_of_2(vocab), 8192)
+    """Launch choices: 16 elements a lane, and two more blocks on their way to it; several rows a program when a row is
+    small. Few enough rows are in flight for the second pass to find them in the L2 cache."""
+    block = min(next_power_of_2(vocab), 4096)
     if INTERPRET:  # every program costs about a millisecond, whatever its size
+        block = min(next_power_of_2(vocab), 8192)
         rows = min(65536 // block, next_power_of_2(tokens))
     else:
         rows = max(1, 4096 // block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 512))}
+    return {"ROWS": rows, "BLOCK": block, "STAGES": 3, "num_warps": min(8, max(1, rows * block // 512))}
+
+
+GROUP = 16  # neighbouring columns that one lane holds
 
 
 def _weight_sum(class_weight: torch.Tensor | None, options: LossOptions) -> torch.Tensor | None:
@@ -553,6 +581,7 @@ def forward_rows(
         # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff of max.
         enable_fp_fusion=options.logit_scale == 1.0 and options.softcap is None,
         SMOOTHING=options.label_smoothing != 0.0,
+        GROUP=min(GROUP, shape["BLOCK"]),
         **shape,
     )
 

@@ -145,14 +145,19 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _launch_shape(n_rows: int, hidden: int, tile: int) -> dict[str, int]:
-    """Launch choices: as many rows a program as a tile of that many elements holds, 16 elements a lane."""
+def _launch_shape(n_rows: int, hidden: int, tile: int, per_lane: int) -> dict[str, int]:
+    """Launch choices: as many rows a program as a tile of that many elements holds, ``per_lane`` elements a lane."""
     block = next_power_of_2(hidden)
     if INTERPRET:  # every program costs about a millisecond, whatever its size
         rows = min(max(1, 65536 // block), next_power_of_2(n_rows))
     else:
         rows = max(1, tile // block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 512))}
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // (32 * per_lane)))}
+
+
+def _stages(tile: int) -> int:
+    """Tiles in flight in the backward: two or three wait in shared memory while one is computed, if they fit there."""
+    return 4 if tile <= 4096 else 3 if tile <= 8192 else 1
 
 
 def _n_programs(device: torch.device) -> int:
@@ -187,7 +192,7 @@ class RMSNormFunction(torch.autograd.Function):
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device) if needs_grad else None
-        shape = _launch_shape(n_rows, hidden, tile=2048)
+        shape = _launch_shape(n_rows, hidden, tile=2048, per_lane=16)
         launch(
             _rms_norm_fwd_kernel,
             (triton.cdiv(n_rows, shape["ROWS"]),),
@@ -213,7 +218,7 @@ class RMSNormFunction(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         rows, dy_rows = as_rows(x), as_rows(dy)
         n_rows, hidden = rows.shape
-        shape = _launch_shape(n_rows, hidden, tile=4096)
+        shape = _launch_shape(n_rows, hidden, tile=4096 if hidden <= 2048 else 8192, per_lane=32)
         n_programs = min(_n_programs(x.device), triton.cdiv(n_rows, shape["ROWS"]))
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[0] else None
         dweight = parts = None
@@ -235,7 +240,7 @@ class RMSNormFunction(torch.autograd.Function):
             n_rows,
             hidden,
             FORMULA=ctx.formula,
-            STAGES=3 if shape["BLOCK"] <= 8192 else 1,  # the rows ahead wait in shared memory
+            STAGES=_stages(shape["ROWS"] * shape["BLOCK"]),
             **shape,
         )
         if dweight is not None:

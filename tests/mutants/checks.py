@@ -184,8 +184,8 @@ MUTANTS = (
         "logit_scale_missing_in_the_gradient",
         "The gradient forgets the factor of the logits.",
         f"{_OPS}.cross_entropy",
-        "        slope = logit_scale\n",
-        "        slope = 1.0\n",
+        "        upstream *= logit_scale\n",
+        "        upstream *= 1.0\n",
         "test_ops_cross_entropy.py::test_every_option",
     ),
     _check(

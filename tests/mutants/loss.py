@@ -23,7 +23,9 @@ def _hidden(name: str, does: str, phase: str, *edits: tuple[str, str], **other: 
     return Mutant(name, does, changed, kernel="linear_cross_entropy", phase=phase, **other)
 
 
-_GRAD = "grad = tl.where(is_target, -(others * inverse)[:, None], p)"
+_AT_TARGET = "at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream"
+_STORED = "grad.to(grad_rows.dtype.element_ty)"
+_SLOPE = "return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))"
 _SCALE = "scale = grad_loss.to(torch.float32) / divisor"
 _UPSTREAM = "upstream = grad_loss if denominator is None else grad_loss / denominator"
 _COUNT = "total = counted.sum().to(torch.float32) if row_weight is None else row_weight.where(counted, 0.0).sum()\n"
@@ -36,7 +38,7 @@ MUTANTS = (
         "c1_target_gradient_cancels",
         "The target's gradient is p - 1 with p rounded to the logits' dtype.",
         "backward",
-        (_GRAD, "grad = tl.where(is_target, p.to(logits_rows.dtype.element_ty).to(tl.float32) - 1.0, p)"),
+        (_AT_TARGET, "at_target = (p_target.to(logits_rows.dtype.element_ty).to(tl.float32) - 1.0) * upstream"),
         source="C1",
         dtypes=("bfloat16",),
     ),
@@ -44,7 +46,7 @@ MUTANTS = (
         "c1_fused_target_gradient_cancels",
         "The target's gradient is p - 1 with p rounded to the logits' dtype, in the fused head.",
         "backward",
-        (_GRAD, "grad = tl.where(is_target, p.to(logits_rows.dtype.element_ty).to(tl.float32) - 1.0, p)"),
+        (_AT_TARGET, "at_target = (p_target.to(logits_rows.dtype.element_ty).to(tl.float32) - 1.0) * upstream"),
         source="C1",
         dtypes=("bfloat16",),
         fused=True,
@@ -98,7 +100,10 @@ MUTANTS = (
         "c16_small_probabilities_filtered",
         "Classes of a probability below 2^-12 get no gradient.",
         "backward",
-        (_GRAD, _GRAD.replace("p)", "tl.where(p < 0.000244140625, 0.0, p))")),
+        (
+            "at_target[:, None], e * factor[:, None])",
+            "at_target[:, None], tl.where(e * inverse[:, None] < 0.000244140625, 0.0, e * factor[:, None]))",
+        ),
         source="C16",
         fused=True,
     ),
@@ -126,7 +131,7 @@ MUTANTS = (
         "softcap_gradient_missing",
         "The gradient forgets the slope of the cap.",
         "backward",
-        ("slope = logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))", "slope = logit_scale"),
+        (_SLOPE, "return logit_scale + 0.0 * e"),
         model="gemma2",
         fused=True,
     ),
@@ -134,7 +139,7 @@ MUTANTS = (
         "softcap_gradient_missing_over_logits",
         "The gradient forgets the slope of the cap, where logits exist.",
         "backward",
-        ("slope = logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))", "slope = logit_scale"),
+        (_SLOPE, "return logit_scale + 0.0 * e"),
         model="gemma2",
     ),
     _logits(
@@ -161,10 +166,7 @@ MUTANTS = (
         "last_classes_without_gradient",
         "The classes beyond the last multiple of 8 get no gradient.",
         "backward",
-        (
-            "        grad = tl.where(counts[:, None], grad, rest[:, None])",
-            "        grad = tl.where(counts[:, None] & (cols < vocab // 8 * 8)[None, :], grad, rest[:, None])",
-        ),
+        (_STORED, f"tl.where((cols < vocab // 8 * 8)[None, :], grad, 0.0){_STORED.removeprefix('grad')}"),
         fused=True,
     ),
     _logits(
@@ -182,16 +184,13 @@ MUTANTS = (
         "logits_gradient_of_one_percent_less",
         "The gradient of the logits is 1% too small.",
         "backward",
-        (
-            "        grad = tl.where(counts[:, None], grad, rest[:, None])",
-            "        grad = tl.where(counts[:, None], grad * 0.99, rest[:, None])",
-        ),
+        (_STORED, f"({_STORED.replace('grad.', 'grad * 0.99).', 1)}"),
     ),
     _logits(
         "target_gradient_of_one_percent_less",
         "The target's gradient alone is 1% too small.",
         "backward",
-        (_GRAD, "grad = tl.where(is_target, -0.99 * (others * inverse)[:, None], p)"),
+        (_AT_TARGET, f"{_AT_TARGET} * 0.99"),
         fused=True,
     ),
     _logits(
