@@ -1,4 +1,4 @@
-"""Faults of the loss: over logits (cross_entropy.py), and from hidden states in chunks (linear_cross_entropy.py)."""
+"""Faults of the loss: over logits (cross_entropy.py), and from hidden states (linear_cross_entropy.py)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from tests.mutants.mutant import Edit, Mutant
 
 _LOGITS = "liger_kernels.ops.cross_entropy"
 _HIDDEN = "liger_kernels.ops.linear_cross_entropy"
+_SHARED = "liger_kernels.ops._linear"
+_ONE_CHUNK = "liger_kernels.ops._linear_one_chunk"
+_TOKEN_CHUNKS = "liger_kernels.ops._linear_token_chunks"
 
 
 def _logits(name: str, does: str, phase: str, *edits: tuple[str, str], fused: bool = False, **other: Any) -> Mutant:
@@ -17,9 +20,11 @@ def _logits(name: str, does: str, phase: str, *edits: tuple[str, str], fused: bo
     return Mutant(name, does, changed, kernel=kernel, phase=phase, fused=fused, **other)
 
 
-def _hidden(name: str, does: str, phase: str, *edits: tuple[str, str], **other: Any) -> Mutant:
+def _hidden(
+    name: str, does: str, phase: str, *edits: tuple[str, str], module: str = _TOKEN_CHUNKS, **other: Any
+) -> Mutant:
     """Of the fused head."""
-    changed = tuple(Edit(_HIDDEN, *edit) for edit in edits)
+    changed = tuple(Edit(module, *edit) for edit in edits)
     return Mutant(name, does, changed, kernel="linear_cross_entropy", phase=phase, **other)
 
 
@@ -225,17 +230,14 @@ MUTANTS = (
         "The head's bias is not added to the logits.",
         "forward",
         ("return torch.addmm(bias, hidden, weight.t(), out=out)", "return torch.mm(hidden, weight.t(), out=out)"),
+        module=_SHARED,
         model="llama-bias",
     ),
     _hidden(
         "c21_sum_of_chunk_means",
         "Every chunk's loss is divided by its own count, and these means are added up.",
         "forward",
-        (
-            "        divisor = mean_denominator(targets, class_weight, row_weight, denominator, ignore_index, vocab)\n",
-            "        divisor = mean_denominator(targets, class_weight, row_weight, denominator, ignore_index, vocab)\n"
-            "        divisor = divisor * chunk_size / max(tokens, 1)\n",
-        ),
+        ("rows.loss, call.divisor()", "rows.loss, call.divisor() * chunk_size / max(tokens, 1)"),
         source="C21",
     ),
     _hidden(
@@ -301,6 +303,7 @@ MUTANTS = (
         "The head gets a gradient only where the hidden states need one, too.",
         "backward",
         ("        grad and weight.requires_grad,", "        grad and weight.requires_grad and hidden.requires_grad,"),
+        module=_HIDDEN,
         dies="missing",
     ),
     _hidden(
@@ -316,5 +319,26 @@ MUTANTS = (
         "backward",
         ("_scaled(d_weight, scale, weight_dtype)", "_scaled(d_weight, scale * 0.0, weight_dtype)"),
         model="llama-tied",
+    ),
+    _hidden(
+        "one_chunk_upstream_gradient_ignored",
+        "The gradient that comes in is taken for 1, where one chunk has all tokens.",
+        "backward",
+        ("upstream = grad_loss.to(torch.float32) / divisor", "upstream = torch.ones_like(grad_loss) / divisor"),
+        module=_ONE_CHUNK,
+    ),
+    _hidden(
+        "one_chunk_mean_over_all_tokens",
+        "The gradient of a mean is divided by all rows, the ignored ones too, where one chunk has all tokens.",
+        "backward",
+        ("upstream = grad_loss.to(torch.float32) / divisor", "upstream = grad_loss.to(torch.float32) / len(hidden)"),
+        module=_ONE_CHUNK,
+    ),
+    _hidden(
+        "one_chunk_weight_gradient_of_one_percent_more",
+        "The head's gradient is 1% too large, where one chunk has all tokens.",
+        "backward",
+        ("torch.mm(d_logits.t(), hidden, out=d_weight)", "torch.mm(d_logits.t(), hidden, out=d_weight).mul_(1.01)"),
+        module=_ONE_CHUNK,
     ),
 )
