@@ -22,6 +22,7 @@ from liger_kernels.ops._linear import TENSORS, Call
 from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput, cross_entropy_ref
 from liger_kernels.ops.linear_cross_entropy import (
+    MEMORY,
     _default_chunk_size,
     linear_cross_entropy,
     linear_cross_entropy_chunk_size,
@@ -180,8 +181,8 @@ def test_what_is_frozen_costs_no_gemm_and_no_buffer(needs, reduction, device, mo
     assert spy.gemms == chunks + recomputed + chunks * (needs[0] + needs[1])
     assert launches().get("_cross_entropy_fwd_kernel", 0) == chunks
     assert launches().get("_cross_entropy_bwd_kernel", 0) == recomputed
-    # Of each gradient: its sum over the chunks, and the result in the parameter's dtype.
-    assert spy.allocated_like(TOKENS, HIDDEN) == [torch.bfloat16] * 2 * needs[0]
+    # Of each gradient: its sum over the chunks, and where that is float32 the result in the parameter's dtype.
+    assert spy.allocated_like(TOKENS, HIDDEN) == [torch.bfloat16] * needs[0]
     assert spy.allocated_like(64, HIDDEN) == [torch.float32, torch.bfloat16] * needs[1]
     assert spy.allocated_like(64) == [torch.float32, torch.bfloat16] * needs[2]
     assert spy.allocated_like(CHUNK, 64) == [torch.bfloat16] * (2 if recomputed else 1)
@@ -303,13 +304,69 @@ def test_without_gradients_only_the_loss_is_computed(chunk_size, mode, reduction
     assert spy.allocated_like(64, HIDDEN) == spy.allocated_like(TOKENS, HIDDEN) == []
 
 
-def test_default_chunks_depend_on_the_shape_only(device, monkeypatch):
+BALANCED, ONE_CHUNK = "_linear_token_chunks", "_linear_one_chunk"
+
+
+class Schedule:
+    """Which schedule a call takes, and in chunks of how many tokens; nothing is computed."""
+
+    def __init__(self, monkeypatch):
+        self.taken = None
+        for schedule in (_linear_one_chunk, _linear_token_chunks):
+            monkeypatch.setattr(schedule, "forward_op", functools.partial(self._take, schedule))
+
+    def _take(self, schedule, *arguments):
+        self.taken = schedule.__name__.rpartition(".")[2], *arguments[TENSORS + 10 :][:1]
+        return (torch.zeros(()),) * 4
+
+    def of(self, tokens, hidden, dtype=torch.bfloat16, **options):
+        zeros = functools.partial(torch.zeros, dtype=dtype)
+        linear_cross_entropy(zeros(tokens, hidden), zeros(3, hidden), torch.zeros(tokens, dtype=torch.long), **options)
+        return self.taken
+
+
+def test_default_schedule_depends_on_shape_and_dtype_only(monkeypatch):
     assert (_default_chunk_size(2047), _default_chunk_size(2048), _default_chunk_size(8192)) == (4096, 2048, 2048)
-    case = Case(device, tokens=4097, hidden=2, vocab=3)
-    spy = Spy(monkeypatch)
-    case.run()
-    assert spy.gemms == 2 * 3
-    assert spy.allocated_like(4096, 8) == [torch.float32]
+    monkeypatch.setitem(linear_cross_entropy.__globals__, "use_triton", lambda x, **how: True)
+    of = Schedule(monkeypatch).of
+    for hidden, chunk in ((5, 4096), (2047, 4096), (2048, 2048)):
+        assert of(2 * hidden + chunk, hidden) == (ONE_CHUNK,)
+        assert of(2 * hidden + chunk + 1, hidden) == (BALANCED, chunk)
+        assert of(chunk, hidden, torch.float32) == (ONE_CHUNK,)
+        assert of(chunk + 1, hidden, torch.float32) == (BALANCED, chunk)
+        assert of(7, hidden, torch.float16) == (BALANCED, chunk)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert of(7, 2048) == (BALANCED, 2048)
+
+
+def test_schedule_is_what_the_call_says(monkeypatch):
+    monkeypatch.setitem(linear_cross_entropy.__globals__, "use_triton", lambda x, **how: True)
+    of = Schedule(monkeypatch).of
+    assert of(5000, 5, memory="fast") == of(7, 5, memory="fast") == (ONE_CHUNK,)
+    assert of(5000, 5, memory="balanced") == of(7, 5, memory="balanced") == (BALANCED, 4096)
+    assert of(5000, 5, torch.float16, memory="fast") == (BALANCED, 4096)
+    assert of(7, 5, chunk_size=6) == (BALANCED, 6)
+    assert of(7, 5, chunk_size=7) == of(7, 5, chunk_size=8) == (ONE_CHUNK,)
+    assert of(7, 5, torch.float16, chunk_size=8) == (BALANCED, 8)
+    with linear_cross_entropy_chunk_size(6):
+        assert of(7, 5) == (BALANCED, 6)
+        assert of(7, 5, memory="fast") == (ONE_CHUNK,)
+        assert of(7, 5, memory="balanced") == (BALANCED, 4096)
+        assert of(7, 5, chunk_size=3) == (BALANCED, 3)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_memory(dtype, reduction, memory, device):
+    Case(device, dtype, reduction=reduction, **ALL).assert_right(memory=memory)
+
+
+def test_memory_is_checked(device):
+    with pytest.raises(ValueError, match=r"memory is 'tiny'; it must be one of 'fast', 'balanced'.*, or None"):
+        Case(device).run(memory="tiny")
+    with pytest.raises(ValueError, match="memory is 'fast' and chunk_size is 5; give one of them"):
+        Case(device).run(memory="fast", chunk_size=5)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -426,6 +483,17 @@ def test_backward_twice_and_nothing_overwritten(chunk_size, reduction, device):
     assert torch.equal(case.targets, targets)
     for leaf, tensor in zip(leaves, case.tensors, strict=True):
         assert torch.equal(leaf, tensor)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@every_schedule
+def test_a_graph_that_was_not_retained_is_gone(chunk_size, reduction, device):
+    case = Case(device, reduction=reduction)
+    hidden, weight, bias = case.leaves()
+    loss = linear_cross_entropy(hidden, weight, case.targets, bias, reduction=reduction, chunk_size=chunk_size)
+    loss.backward(case.upstream)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward(case.upstream)
 
 
 @every_schedule
@@ -705,18 +773,17 @@ def test_ops_are_registered_as_torch_wants_them(chunk_size, reduction, device):
         return
     observed = reduction != "none"
     check(_linear_token_chunks.forward_op, (*call, chunk_size, observed))
-    loss, *_, divisor, stats, d_hidden, d_weight, d_bias, d_logits = _linear_token_chunks.forward_op(
+    loss, *_, divisor, stats, d_hidden, d_weight, _, d_logits = _linear_token_chunks.forward_op(
         *detached, chunk_size, observed
     )
     upstream = torch.ones_like(loss)
     if reduction == "none":
         check(_linear_token_chunks.recompute_op, (upstream, stats, *detached, chunk_size))
     else:
-        dtypes = torch.bfloat16, torch.bfloat16
-        check(
-            _linear_token_chunks.scale_op,
-            (upstream, divisor, d_hidden, d_weight, d_bias, d_logits, *dtypes, chunk_size),
-        )
+        check(_linear_token_chunks.scale_op, (upstream, divisor, d_logits, chunk_size))
+        check(_linear_token_chunks.scaled_op, (d_hidden, divisor, torch.bfloat16))
+        check(_linear_token_chunks.scaled_op, (d_weight, divisor, torch.bfloat16))
+        check(_linear_token_chunks.scale_in_place_op, (d_hidden, divisor))
 
 
 def test_is_the_packages_own():

@@ -68,8 +68,9 @@ class _GradientSums:
 
 
 def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``grad`` times the 0-d float32 ``scale`` in float32, rounded once to ``dtype``, without a float32 copy."""
-    out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+    """``grad`` times the 0-d float32 ``scale`` in float32, rounded once to ``dtype``: over ``grad`` where that is its
+    own dtype, and without a float32 copy where it is not."""
+    out = grad if grad.dtype == dtype else torch.empty(grad.shape, dtype=dtype, device=grad.device)
     # A 0-d factor would be rounded to grad's dtype first; one of shape [1] makes the product float32.
     return torch.mul(grad, scale.reshape(1), out=out)
 
@@ -149,47 +150,34 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 @torch.library.custom_op("liger_kernels::linear_cross_entropy_scale", mutates_args=())
-def scale_op(
-    grad_loss: Tensor,
-    divisor: Tensor,
-    d_hidden: Tensor,
-    d_weight: Tensor,
-    d_bias: Tensor,
-    d_logits: Tensor,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward of "mean" and "sum"."""
+def scale_op(grad_loss: Tensor, divisor: Tensor, d_logits: Tensor, chunk_size: int) -> Tensor:
+    """What the backward of "mean" and "sum" has to multiply the gradients by, 0-d float32."""
     scale = grad_loss.to(torch.float32) / divisor
     observer = current_observer()
     if observer is not None and d_logits.dim() == 2:
         for start, stop in _chunks(len(d_logits), chunk_size):
             observer(start, d_logits[start:stop].float() * scale)
-    return (
-        _scaled(d_hidden, scale, d_hidden.dtype),
-        _scaled(d_weight, scale, weight_dtype),
-        _scaled(d_bias, scale, bias_dtype),
-    )
+    return scale
 
 
 @scale_op.register_fake
-def _fake_scale(
-    grad_loss: Tensor,
-    divisor: Tensor,
-    d_hidden: Tensor,
-    d_weight: Tensor,
-    d_bias: Tensor,
-    d_logits: Tensor,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        d_hidden.new_empty(d_hidden.shape),
-        d_weight.new_empty(d_weight.shape, dtype=weight_dtype),
-        d_bias.new_empty(d_bias.shape, dtype=bias_dtype),
-    )
+def _fake_scale(grad_loss: Tensor, divisor: Tensor, d_logits: Tensor, chunk_size: int) -> Tensor:
+    return divisor.new_empty(())
+
+
+@torch.library.custom_op("liger_kernels::linear_cross_entropy_scaled", mutates_args=())
+def scaled_op(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return _scaled(grad.clone() if grad.dtype == dtype else grad, scale, dtype)
+
+
+@scaled_op.register_fake
+def _fake_scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad.new_empty(grad.shape, dtype=dtype)
+
+
+@torch.library.custom_op("liger_kernels::linear_cross_entropy_scale_", mutates_args=("grad",))
+def scale_in_place_op(grad: Tensor, scale: Tensor) -> None:
+    _scaled(grad, scale, grad.dtype)
 
 
 @torch.library.custom_op(
@@ -224,8 +212,8 @@ def recompute_op(grad_loss: Tensor, stats: Tensor, *arguments: Any) -> tuple[Ten
         sums.add(start, stop, logits)
     return (
         _scaled(sums.d_hidden, scale, hidden.dtype),
-        _scaled(sums.d_weight, scale, weight.dtype),
-        _scaled(sums.d_bias, scale, hidden.dtype if bias is None else bias.dtype),
+        _scaled(sums.d_weight, scale, hidden.dtype),
+        _scaled(sums.d_bias, scale, hidden.dtype),
     )
 
 
@@ -238,23 +226,43 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     call = Call(*inputs[:-2])
     *_, divisor, stats, d_hidden, d_weight, d_bias, d_logits = output
     ctx.needs, ctx.reduction, ctx.chunk_size, ctx.rest = call.needs, call.reduction, inputs[-2], inputs[TENSORS:-1]
-    ctx.dtypes = call.weight.dtype, call.hidden.dtype if call.bias is None else call.bias.dtype
+    ctx.dtype = call.hidden.dtype
     if call.reduction == "none":
         ctx.save_for_backward(stats, *call._replace(denominator=None)[:TENSORS])
     else:
-        ctx.save_for_backward(divisor, d_hidden, d_weight, d_bias, d_logits)
+        ctx.save_for_backward(divisor)
+        # Not saved: the last backward pass scales them in place. Detached: an output knows its node, which would keep
+        # itself alive.
+        ctx.sums = tuple(t.detach() for t in (d_hidden, d_weight, d_bias, d_logits))
     ctx.set_materialize_grads(False)  # nobody has a gradient for the gradients, and zeros would cost their memory again
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     grads: tuple[Tensor | None, ...] = (None, None, None)
-    if grad_loss is not None:
-        if ctx.reduction == "none":
-            computed = recompute_op(grad_loss, *ctx.saved_tensors, *ctx.rest)
-        else:
-            computed = scale_op(grad_loss, *ctx.saved_tensors, *ctx.dtypes, ctx.chunk_size)
+    if grad_loss is not None and ctx.reduction == "none":
+        computed = recompute_op(grad_loss, *ctx.saved_tensors, *ctx.rest)
         grads = tuple(grad if needed else None for grad, needed in zip(computed, ctx.needs, strict=True))
+    elif grad_loss is not None:
+        (divisor,) = ctx.saved_tensors  # raises where an earlier pass was the last one
+        last = not torch._C._autograd._get_current_graph_task_keep_graph()
+        *sums, d_logits = ctx.sums
+        if last:
+            ctx.sums = None
+        scale = scale_op(grad_loss, divisor, d_logits, ctx.chunk_size)
+        grads = tuple(
+            _finished(grad, scale, ctx.dtype, last) if needed else None
+            for grad, needed in zip(sums, ctx.needs, strict=True)
+        )
     return *grads, *(None,) * (len(Call._fields) - 1)
+
+
+def _finished(grad: Tensor, scale: Tensor, dtype: torch.dtype, last: bool) -> Tensor:
+    """Whoever comes for a gradient last gets the very tensor that was kept: a second one beside the float32 sum of
+    d weight would raise the peak."""
+    if not last or grad.dtype != dtype:
+        return scaled_op(grad, scale, dtype)
+    scale_in_place_op(grad, scale)
+    return grad
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)

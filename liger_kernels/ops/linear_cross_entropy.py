@@ -6,11 +6,12 @@ Schedules, each a ``torch.library`` custom op that ``torch.compile(fullgraph=Tru
 hidden size H, V classes, chunks of C tokens and b bytes an element, the GEMMs' operations and the peak of memory beyond
 the inputs, both gradients among it:
 
-- one chunk (``_linear_one_chunk.py``): 6 T H V; b (T V + V H + T H). The logits are kept for the backward, which
-  overwrites them by their gradient.
-- token chunks (``_linear_token_chunks.py``): 6 T H V; 4 V H + 2 b T H + b max(C V, V H). The gradients are computed in
-  the forward and summed over the chunks in float32, after Liger Kernel's idea (arXiv:2410.10989). With "none" the
-  backward computes the logits again: 8 T H V.
+- one chunk (``_linear_one_chunk.py``, "fast"): 6 T H V; b (T V + V H + T H). The logits are kept for the backward,
+  which overwrites them by their gradient.
+- token chunks (``_linear_token_chunks.py``, "balanced"): 6 T H V; 4 V H + b T H + b V max(C, H), or V C in
+  float32, whose sum is the gradient itself. The gradients are computed in the forward and summed over the chunks in
+  float32, after Liger Kernel's idea (arXiv:2410.10989); a backward pass that retains the graph makes copies. With
+  "none" the backward computes the logits again: 8 T H V.
 
 Without gradients only the loss is computed; what needs no gradient costs no buffer and no GEMM.
 
@@ -40,6 +41,8 @@ from liger_kernels.ops.cross_entropy import (
     cross_entropy_ref,
     with_extras,
 )
+
+MEMORY = ("fast", "balanced")
 
 _chunk_size: int | None = None
 
@@ -89,7 +92,8 @@ def _observe_all_rows(grad: Tensor) -> None:
 
 @contextlib.contextmanager
 def linear_cross_entropy_chunk_size(tokens: int) -> Iterator[None]:
-    """Inside, :func:`linear_cross_entropy` takes chunks of ``tokens`` rows where its ``chunk_size`` is not given."""
+    """Inside, :func:`linear_cross_entropy` takes chunks of ``tokens`` rows where neither its ``chunk_size`` nor its
+    ``memory`` is given."""
     global _chunk_size
     before = _chunk_size
     _chunk_size = _check_chunk_size(tokens)
@@ -108,9 +112,36 @@ def _check_chunk_size(tokens: int) -> int:
 
 
 def _default_chunk_size(hidden_size: int) -> int:
-    """From the shape only, so that a result never depends on the state of the machine. Smaller chunks read and write
-    d weight too often; with a small hidden size its GEMM needs more rows to be worth that."""
+    """Smaller chunks read and write d weight too often; with a small hidden size its GEMM needs more rows to be worth
+    that."""
     return 2048 if hidden_size >= 2048 else 4096
+
+
+def _schedule(hidden: Tensor, chunk_size: int | None, memory: str | None) -> tuple[bool, int]:
+    """Whether one chunk has all tokens, and how many a chunk has where not: from the arguments, their shape and dtype
+    only, so that a result never depends on the state of the machine."""
+    tokens, hidden_size = hidden.shape
+    if memory is not None and memory not in MEMORY:
+        raise ValueError(f"memory is {memory!r}; it must be one of {', '.join(map(repr, MEMORY))}, or None to choose")
+    if memory is not None and chunk_size is not None:
+        raise ValueError(
+            f"memory is {memory!r} and chunk_size is {chunk_size}; give one of them: a chunk size is token chunks of "
+            "that size"
+        )
+    if memory is None and chunk_size is None:
+        chunk_size = _chunk_size
+    if hidden.dtype == torch.float16:  # whose gradients would underflow
+        one_chunk = False
+    elif chunk_size is not None:
+        one_chunk = _check_chunk_size(chunk_size) >= tokens
+    elif memory is None:
+        # So many tokens' logits take about the memory of what token chunks hold instead: some logits, and in 16 bits
+        # the float32 sum of d weight. A compiled program would copy the kept logits before it overwrites them.
+        few = (0 if hidden.dtype == torch.float32 else 2 * hidden_size) + _default_chunk_size(hidden_size)
+        one_chunk = tokens <= few and not torch.compiler.is_compiling()
+    else:
+        one_chunk = memory == "fast"
+    return one_chunk, _default_chunk_size(hidden_size) if chunk_size is None else _check_chunk_size(chunk_size)
 
 
 def linear_cross_entropy(
@@ -130,8 +161,9 @@ def linear_cross_entropy(
     reduction: str = "mean",
     extras: tuple[str, ...] = (),
     chunk_size: int | None = None,
+    memory: str | None = None,
 ) -> Tensor | CrossEntropyOutput:
-    """:func:`cross_entropy` of ``F.linear(hidden, weight, bias)``, without holding the logits.
+    """:func:`cross_entropy` of ``F.linear(hidden, weight, bias)`` with one buffer of logits, all or a chunk of them.
 
     Under autocast, hidden, weight and bias are cast as ``F.linear`` casts them.
 
@@ -142,7 +174,12 @@ def linear_cross_entropy(
         bias: [vocab], of the same dtype, or None.
         class_weight, row_weight, denominator, ignore_index, label_smoothing, softcap, logit_scale, z_loss, reduction,
             extras: as in :func:`cross_entropy`.
-        chunk_size: tokens whose logits are held at once; by default 2048, or 4096 for a hidden size below 2048.
+        chunk_size: tokens whose logits are held at once; where that is all of them, as with "fast".
+        memory: how much of it may buy time; the numbers stand at the top of this file. "fast" holds all logits between
+            forward and backward, which take the fewest operations (float16: as "balanced"). "balanced" holds those of
+            2048 tokens, or of 4096 for a hidden size below 2048. By default "fast" for at most 2 * hidden size + that
+            many tokens in bfloat16, for at most that many in float32, and else "balanced"; so it is in a program that
+            ``torch.compile`` compiles, where "fast" costs a copy of the logits. Not together with ``chunk_size``.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), 0-d or [tokens] for "none"; with ``extras`` a
@@ -170,9 +207,7 @@ def linear_cross_entropy(
     if any(p.dtype != hidden.dtype or p.device != hidden.device for p in parameters):
         given = ", ".join(f"{t.dtype} on {t.device}" for t in (hidden, *parameters))
         raise ValueError(f"hidden, weight and bias are {given}; they must have one dtype and device: cast or move them")
-    if chunk_size is None:
-        chunk_size = _default_chunk_size(hidden.shape[1]) if _chunk_size is None else _chunk_size
-    _check_chunk_size(chunk_size)
+    one_chunk, chunk_size = _schedule(hidden, chunk_size, memory)
     if not use_triton(hidden, opaque=True):
         return linear_cross_entropy_ref(
             hidden,
@@ -203,7 +238,7 @@ def linear_cross_entropy(
         grad and weight.requires_grad,
         grad and bias is not None and bias.requires_grad,
     )
-    if chunk_size >= tokens and hidden.dtype != torch.float16:
+    if one_chunk:
         out = _linear_one_chunk.forward_op(*call)
     else:
         out = _linear_token_chunks.forward_op(*call, chunk_size, current_observer() is not None)

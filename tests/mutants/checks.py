@@ -179,6 +179,14 @@ MUTANTS = (
         "test_ops_linear_cross_entropy.py::test_backward_twice_and_nothing_overwritten",
     ),
     _check(
+        "retained_gradients_scaled_in_place",
+        "A backward pass that retains the graph scales the kept gradients for good.",
+        f"{_OPS}._linear_token_chunks",
+        "        if last:\n            ctx.sums = None\n",
+        "        last = True\n",
+        "test_ops_linear_cross_entropy.py::test_backward_twice_and_nothing_overwritten",
+    ),
+    _check(
         "kept_logits_keep_themselves",
         "The logits are kept for the backward in a cycle of references, and stay when the loss is dropped.",
         f"{_OPS}._linear_one_chunk",
