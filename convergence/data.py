@@ -39,6 +39,7 @@ class Step:
         frozen: "head" or "body": the part that does not train in this step.
         reads_logits: whether the caller reads ``outputs.logits`` before the backward pass.
         trains: whether the optimizers take this step too, or only the observation at the initial weights does.
+        whole: whether our fused head takes the rows as it would on its own, all at once, and not in several chunks.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Step:
     frozen: str | None = None
     reads_logits: bool = False
     trains: bool = False
+    whole: bool = False
 
 
 @functools.cache
@@ -118,19 +120,19 @@ def steps(profile: str, seed: int, dtype: torch.dtype) -> list[Step]:
         return [Step(f"plain {i}", [sample.batch(4, 16)], trains=i < 3) for i in range(8)]
     return [
         Step("masked", [sample.masked(3, 21)], trains=True),
-        Step("packed", [sample.packed(3, 21)], trains=True),
+        Step("packed", [sample.packed(3, 21)], trains=True, whole=True),
         Step("accumulated", [sample.masked(3, 19), sample.batch(1, 13)], num_items=True, trains=True),
         Step("accumulated mean", [sample.batch(2, 17), sample.masked(2, 11)]),
-        Step("scaled", [sample.batch(3, 21)], scale=0.25, trains=True),
+        Step("scaled", [sample.batch(3, 21)], scale=0.25, trains=True, whole=True),
         Step("label smoothing", [sample.masked(3, 21)], label_smoothing=0.1),
         Step("logits read", [sample.masked(3, 21)], reads_logits=True),
         Step("frozen head", [sample.packed(3, 21)], frozen="head"),
         Step("frozen body", [sample.masked(3, 21)], frozen="body"),
         *(
-            Step(f"text {i}", [sample.spread(1 + 10 * i, 6, 35 + i)])
+            Step(f"text {i}", [sample.spread(1 + 10 * i, 6, 35 + i)], whole=i % 2 == 1)
             for i in range(TEXTS if dtype is torch.bfloat16 else 0)
         ),
-        Step("padded", [sample.padded(3, 21)]),
+        Step("padded", [sample.padded(3, 21)], whole=True),
     ]
 
 

@@ -253,7 +253,7 @@ def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
         for i, batch in enumerate(step.batches):
             label = f"{phase}: {step.name}" + (f", batch {i + 1}" if len(step.batches) > 1 else "")
             with (
-                _chunked_head(model, batch),
+                contextlib.nullcontext() if step.whole else _chunked_head(model, batch),
                 _observed_head(model, batch, result, label if phase == INITIAL else None, step) as head,
                 _kept_activations(model, result, label if phase == INITIAL else None),
             ):

@@ -48,6 +48,11 @@ STAGES = {
             ("matrix/trainers",),
             leaves_records=True,
         ),
+        Stage(
+            "packing",
+            "the loss of packed samples, through this version's collators, Trainer and trl's SFT",
+            ("tests/test_packing.py",),
+        ),
     ),
     "triton": (
         Stage(

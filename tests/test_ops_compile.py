@@ -99,7 +99,7 @@ def cross_entropy_cases() -> None:
     run(cross_entropy, new(64, 32000, grad=False), targets, extras=everything)
     for reduction in ("mean", "none"):
         run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, reduction=reduction, softcap=30.0)
-        run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, new(32000), reduction=reduction)
+        run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, new(32000), reduction=reduction, chunk_size=32)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -309,7 +309,7 @@ def test_every_kernel_is_compiled(compiled: Callable[[str], list[dict[str, Any]]
 @pytest.mark.skipif(TRITON < (3, 6), reason="this Triton asks for a GPU's driver while Dynamo traces a launch")
 def test_dynamo_traces_down_to_the_launches(tmp_path: Path) -> None:
     """Without a graph break, forward and backward, for any number of rows."""
-    assert in_subprocess(tmp_path, "trace_all") == {"rms_norm": 2, "swiglu": 2, "geglu": 2, "rope": 2}
+    assert in_subprocess(tmp_path, "trace_all") == {"rms_norm": 3, "swiglu": 2, "geglu": 2, "rope": 2}
 
 
 if __name__ == "__main__":

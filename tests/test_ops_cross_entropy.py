@@ -413,7 +413,7 @@ def test_one_launch_forward_one_backward_none_without_gradient(device):
 @pytest.mark.parametrize("upstream", [1.0, 0.25])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_second_backward_pass_computes_the_same_bits_anew(dtype, upstream, reduction, device):
-    """What the first one handed out is the caller's: it may have been written over."""
+    """The first one hands out what a mean's forward wrote, if the upstream gradient is 1; the second one cannot."""
     logits, targets, options = make_inputs(130, 300, dtype, device, ALONE["all"])
     logits.requires_grad_()
     loss = cross_entropy(logits, targets, **{**options, "reduction": reduction})

@@ -1,35 +1,39 @@
-"""``linear_cross_entropy`` against float64 by the three-way rule: options, chunks, frozen parts, autocast, compile."""
+"""``linear_cross_entropy`` against float64 by the three-way rule: options, schedules, frozen parts, compile."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from convergence.tolerance import three_way, unit_roundoff
+from liger_kernels.ops import _linear_one_chunk, _linear_token_chunks, observe_logits_grad
 from liger_kernels.ops import linear_cross_entropy as linear_cross_entropy_of_package
+from liger_kernels.ops._linear import TENSORS, Call
 from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput, cross_entropy_ref
 from liger_kernels.ops.linear_cross_entropy import (
+    MEMORY,
     _default_chunk_size,
-    _forward_op,
-    _recompute_op,
-    _scale_op,
     linear_cross_entropy,
     linear_cross_entropy_chunk_size,
     linear_cross_entropy_ref,
-    observe_logits_grad,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "none")
 TOKENS, HIDDEN, VOCAB, CHUNK = 23, 12, 67, 5  # five chunks, the last one partial
+every_schedule = pytest.mark.parametrize("chunk_size", [CHUNK, TOKENS], ids=["token chunks", "one chunk"])
 
 ALL: dict[str, Any] = {
     "label_smoothing": 0.2,
@@ -103,8 +107,9 @@ class Case:
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_option(dtype, options, reduction, device):
-    Case(device, dtype, reduction=reduction, **options).assert_right(chunk_size=CHUNK)
+@every_schedule
+def test_every_option(chunk_size, dtype, options, reduction, device):
+    Case(device, dtype, reduction=reduction, **options).assert_right(chunk_size=chunk_size)
 
 
 @settings(derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -131,8 +136,9 @@ def test_options_together(device, chunk_size, **case):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 @pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
-def test_frozen_parts(needs, bias, reduction, device):
-    Case(device, torch.bfloat16, bias=bias, needs=needs, reduction=reduction).assert_right(chunk_size=CHUNK)
+@every_schedule
+def test_frozen_parts(chunk_size, needs, bias, reduction, device):
+    Case(device, torch.bfloat16, bias=bias, needs=needs, reduction=reduction).assert_right(chunk_size=chunk_size)
 
 
 class Spy:
@@ -176,8 +182,8 @@ def test_what_is_frozen_costs_no_gemm_and_no_buffer(needs, reduction, device, mo
     assert spy.gemms == chunks + recomputed + chunks * (needs[0] + needs[1])
     assert launches().get("_cross_entropy_fwd_kernel", 0) == chunks
     assert launches().get("_cross_entropy_bwd_kernel", 0) == recomputed
-    # Of each gradient: its sum over the chunks, and the result in the parameter's dtype.
-    assert spy.allocated_like(TOKENS, HIDDEN) == [torch.bfloat16] * 2 * needs[0]
+    # Of each gradient: its sum over the chunks, and where that is float32 the result in the parameter's dtype.
+    assert spy.allocated_like(TOKENS, HIDDEN) == [torch.bfloat16] * needs[0]
     assert spy.allocated_like(64, HIDDEN) == [torch.float32, torch.bfloat16] * needs[1]
     assert spy.allocated_like(64) == [torch.float32, torch.bfloat16] * needs[2]
     assert spy.allocated_like(CHUNK, 64) == [torch.bfloat16] * (2 if recomputed else 1)
@@ -185,36 +191,183 @@ def test_what_is_frozen_costs_no_gemm_and_no_buffer(needs, reduction, device, mo
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
+def test_what_is_frozen_costs_nothing_in_one_chunk(needs, reduction, device, monkeypatch):
+    """Three GEMMs in all, one buffer of logits, and each gradient written once, in its own dtype."""
+    case = Case(device, torch.bfloat16, needs=needs, reduction=reduction, vocab=64)
+    spy = Spy(monkeypatch)
+    reset_launches()
+    case.run(chunk_size=TOKENS)
+    assert spy.gemms == 1 + needs[0] + needs[1]
+    assert launches() == {"_cross_entropy_fwd_kernel": 1} | ({"_cross_entropy_bwd_kernel": 1} if any(needs) else {})
+    assert spy.allocated_like(TOKENS, 64) == [torch.bfloat16]
+    assert spy.allocated_like(TOKENS, HIDDEN) == [torch.bfloat16] * needs[0]
+    assert spy.allocated_like(64, HIDDEN) == [torch.bfloat16] * needs[1]
+    assert spy.allocated_like(64) == [torch.bfloat16] * needs[2]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_float16_is_never_one_chunk(reduction, device):
+    """Its gradient would underflow with 1 / denominator and the upstream gradient in it."""
+    case = Case(device, torch.float16, tokens=TOKENS, reduction=reduction)
+    case.upstream = torch.full_like(case.upstream, 2.0**-20)
+    _, small = case.run(chunk_size=TOKENS)
+    case.upstream = torch.full_like(case.upstream, 1.0)
+    _, grads = case.run(chunk_size=TOKENS)
+    for grad, other in zip(small, grads, strict=True):
+        torch.testing.assert_close(grad.float(), other.float() * 2.0**-20, rtol=1e-3, atol=2.0**-24)
+
+
+class Kept:
+    """Whether the memory of the logits is still held, wherever the tensors over it have gone."""
+
+    def __init__(self, monkeypatch):
+        self.storages = []
+        make = _linear_one_chunk.logits_buffer
+        monkeypatch.setattr(_linear_one_chunk, "logits_buffer", lambda *args: self._seen(make(*args)))
+        for name in ("forward_rows", "backward_rows"):  # Triton's interpreter leaves cycles that hold its arguments
+            monkeypatch.setattr(_linear_one_chunk, name, self._cleared(getattr(_linear_one_chunk, name)))
+
+    def _cleared(self, launch):
+        def launched(*args, **kwargs):
+            launch(*args, **kwargs)
+            gc.collect()
+
+        return launched
+
+    def _seen(self, buffer):
+        self.storages.append(StorageWeakRef(buffer.untyped_storage()))
+        return buffer
+
+    def alive(self):
+        return [not storage.expired() for storage in self.storages]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("how", ["backward", "backward, retained", "dropped"])
+def test_logits_are_released(how, reduction, device, monkeypatch):
+    """By the backward pass or with the loss, at once: not when the garbage collector finds a cycle."""
+    case = Case(device, torch.bfloat16, reduction=reduction)
+    kept = Kept(monkeypatch)
+    case.run(chunk_size=TOKENS)  # torch imports parts of itself at a first call, and an import's error keeps frames
+    leaves = case.leaves()
+    gc.collect()
+    assert not any(kept.alive())
+    kept.storages.clear()
+    gc.disable()
+    try:
+        loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], chunk_size=TOKENS, **case.options)
+        assert kept.alive() == [True]
+        if how == "dropped":
+            del loss
+        else:
+            loss.backward(case.upstream, retain_graph=how == "backward, retained")
+        assert kept.alive() == [False]
+        if how == "backward, retained":
+            loss.backward(case.upstream)
+            assert kept.alive() == [False, False]
+    finally:
+        gc.enable()
+
+
+def test_logits_are_not_kept_without_gradients(device, monkeypatch):
+    case = Case(device)
+    kept = Kept(monkeypatch)
+    hidden, weight, bias = case.tensors
+    loss = linear_cross_entropy(hidden, weight, case.targets, bias, chunk_size=TOKENS)
+    assert kept.alive() == [False]
+    assert not loss.requires_grad
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_only_the_loss_is_computed(mode, reduction, device, monkeypatch):
+@every_schedule
+def test_without_gradients_only_the_loss_is_computed(chunk_size, mode, reduction, device, monkeypatch):
     case = Case(device, torch.bfloat16, reduction=reduction, vocab=64, **ALL)
-    expected, _ = case.run(chunk_size=CHUNK)
+    expected, _ = case.run(chunk_size=chunk_size)
     leaves = case.leaves()
     spy = Spy(monkeypatch)
     writes = []
 
-    def forward_rows(*args, grad_in_place):
-        writes.append(grad_in_place)
-        return launch_forward(*args, grad_in_place=grad_in_place)
+    def forward_rows(*args, grad=None):
+        writes.append(grad)
+        return launch_forward(*args, grad=grad)
 
-    launch_forward = linear_cross_entropy.__globals__["forward_rows"]
-    monkeypatch.setitem(linear_cross_entropy.__globals__, "forward_rows", forward_rows)
+    launch_forward = _linear_one_chunk.forward_rows
+    for schedule in (_linear_one_chunk, _linear_token_chunks):
+        monkeypatch.setattr(schedule, "forward_rows", forward_rows)
     with mode():
-        loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], chunk_size=CHUNK, **case.options)
+        loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], chunk_size=chunk_size, **case.options)
     assert torch.equal(loss, expected)
     assert not loss.requires_grad
-    assert writes == [False] * math.ceil(TOKENS / CHUNK)
-    assert spy.gemms == math.ceil(TOKENS / CHUNK)
+    assert writes == [None] * math.ceil(TOKENS / chunk_size)
+    assert spy.gemms == math.ceil(TOKENS / chunk_size)
     assert spy.allocated_like(64, HIDDEN) == spy.allocated_like(TOKENS, HIDDEN) == []
 
 
-def test_default_chunks_depend_on_the_shape_only(device, monkeypatch):
+BALANCED, ONE_CHUNK = "_linear_token_chunks", "_linear_one_chunk"
+
+
+class Schedule:
+    """Which schedule a call takes, and in chunks of how many tokens; nothing is computed."""
+
+    def __init__(self, monkeypatch):
+        self.taken = None
+        for schedule in (_linear_one_chunk, _linear_token_chunks):
+            monkeypatch.setattr(schedule, "forward_op", functools.partial(self._take, schedule))
+
+    def _take(self, schedule, *arguments):
+        self.taken = schedule.__name__.rpartition(".")[2], *arguments[TENSORS + 10 :][:1]
+        return (torch.zeros(()),) * 4
+
+    def of(self, tokens, hidden, dtype=torch.bfloat16, **options):
+        zeros = functools.partial(torch.zeros, dtype=dtype)
+        linear_cross_entropy(zeros(tokens, hidden), zeros(3, hidden), torch.zeros(tokens, dtype=torch.long), **options)
+        return self.taken
+
+
+def test_default_schedule_depends_on_shape_and_dtype_only(monkeypatch):
     assert (_default_chunk_size(2047), _default_chunk_size(2048), _default_chunk_size(8192)) == (4096, 2048, 2048)
-    case = Case(device, tokens=4097, hidden=2, vocab=3)
-    spy = Spy(monkeypatch)
-    case.run()
-    assert spy.gemms == 2 * 3
-    assert spy.allocated_like(4096, 8) == [torch.float32]
+    monkeypatch.setitem(linear_cross_entropy.__globals__, "use_triton", lambda x, **how: True)
+    of = Schedule(monkeypatch).of
+    for hidden, chunk in ((5, 4096), (2047, 4096), (2048, 2048)):
+        assert of(2 * hidden + chunk, hidden) == (ONE_CHUNK,)
+        assert of(2 * hidden + chunk + 1, hidden) == (BALANCED, chunk)
+        assert of(chunk, hidden, torch.float32) == (ONE_CHUNK,)
+        assert of(chunk + 1, hidden, torch.float32) == (BALANCED, chunk)
+        assert of(7, hidden, torch.float16) == (BALANCED, chunk)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert of(7, 2048) == (BALANCED, 2048)
+
+
+def test_schedule_is_what_the_call_says(monkeypatch):
+    monkeypatch.setitem(linear_cross_entropy.__globals__, "use_triton", lambda x, **how: True)
+    of = Schedule(monkeypatch).of
+    assert of(5000, 5, memory="fast") == of(7, 5, memory="fast") == (ONE_CHUNK,)
+    assert of(5000, 5, memory="balanced") == of(7, 5, memory="balanced") == (BALANCED, 4096)
+    assert of(5000, 5, torch.float16, memory="fast") == (BALANCED, 4096)
+    assert of(7, 5, chunk_size=6) == (BALANCED, 6)
+    assert of(7, 5, chunk_size=7) == of(7, 5, chunk_size=8) == (ONE_CHUNK,)
+    assert of(7, 5, torch.float16, chunk_size=8) == (BALANCED, 8)
+    with linear_cross_entropy_chunk_size(6):
+        assert of(7, 5) == (BALANCED, 6)
+        assert of(7, 5, memory="fast") == (ONE_CHUNK,)
+        assert of(7, 5, memory="balanced") == (BALANCED, 4096)
+        assert of(7, 5, chunk_size=3) == (BALANCED, 3)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_memory(dtype, reduction, memory, device):
+    Case(device, dtype, reduction=reduction, **ALL).assert_right(memory=memory)
+
+
+def test_memory_is_checked(device):
+    with pytest.raises(ValueError, match=r"memory is 'tiny'; it must be one of 'fast', 'balanced'.*, or None"):
+        Case(device).run(memory="tiny")
+    with pytest.raises(ValueError, match="memory is 'fast' and chunk_size is 5; give one of them"):
+        Case(device).run(memory="fast", chunk_size=5)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -251,7 +404,11 @@ def test_whole_chunks_ignored(reduction, device):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("tokens", [0, TOKENS])
-@pytest.mark.parametrize("function", [linear_cross_entropy, linear_cross_entropy_ref])
+@pytest.mark.parametrize(
+    "function",
+    [linear_cross_entropy, functools.partial(linear_cross_entropy, chunk_size=CHUNK), linear_cross_entropy_ref],
+    ids=["one chunk", "token chunks", "reference"],
+)
 def test_nothing_to_learn_from_is_zero_with_zero_gradients(function, tokens, reduction, device):
     case = Case(device, tokens=tokens, reduction=reduction, label_smoothing=0.1)
     case.targets.fill_(-100)
@@ -294,13 +451,15 @@ def test_float16_keeps_small_gradients_of_a_mean_taken_outside(device):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_true_class_gradient_when_p_goes_to_1(dtype, reduction, device):
+@pytest.mark.parametrize("chunk_size", [3, 8], ids=["token chunks", "one chunk"])
+def test_true_class_gradient_when_p_goes_to_1(chunk_size, dtype, reduction, device):
     """hidden is the identity and weight 12 times it: each row's target has p = 1 - 7 exp(-12)."""
     hidden = torch.eye(8, dtype=dtype, device=device).requires_grad_()
     weight = (12 * torch.eye(8, dtype=dtype, device=device)).requires_grad_()
     seen = []
     with observe_logits_grad(lambda start, grad: seen.append(grad)):
-        loss = linear_cross_entropy(hidden, weight, torch.arange(8, device=device), chunk_size=3, reduction=reduction)
+        targets = torch.arange(8, device=device)
+        loss = linear_cross_entropy(hidden, weight, targets, chunk_size=chunk_size, reduction=reduction)
         loss.backward(torch.ones_like(loss))
     q = 7 * math.exp(-12) / (1 + 7 * math.exp(-12))
     grad = torch.cat(seen).diagonal().double() * (8 if reduction == "mean" else 1)
@@ -308,11 +467,12 @@ def test_true_class_gradient_when_p_goes_to_1(dtype, reduction, device):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_backward_twice_and_nothing_overwritten(reduction, device):
+@every_schedule
+def test_backward_twice_and_nothing_overwritten(chunk_size, reduction, device):
     case = Case(device, torch.bfloat16, reduction=reduction, **ALL)
     leaves = case.leaves()
     targets = case.targets.clone()
-    loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], chunk_size=CHUNK, **case.options)
+    loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], chunk_size=chunk_size, **case.options)
     kept = loss.detach().clone()
     first = torch.autograd.grad(loss, leaves, case.upstream, retain_graph=True)
     copies = [grad.clone() for grad in first]
@@ -326,18 +486,31 @@ def test_backward_twice_and_nothing_overwritten(reduction, device):
         assert torch.equal(leaf, tensor)
 
 
-def test_the_same_bits_every_time(device):
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@every_schedule
+def test_a_graph_that_was_not_retained_is_gone(chunk_size, reduction, device):
+    case = Case(device, reduction=reduction)
+    hidden, weight, bias = case.leaves()
+    loss = linear_cross_entropy(hidden, weight, case.targets, bias, reduction=reduction, chunk_size=chunk_size)
+    loss.backward(case.upstream)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward(case.upstream)
+
+
+@every_schedule
+def test_the_same_bits_every_time(chunk_size, device):
     case = Case(device, torch.bfloat16, **ALL)
-    (loss, grads), (again, grads_again) = (case.run(chunk_size=CHUNK) for _ in range(2))
+    (loss, grads), (again, grads_again) = (case.run(chunk_size=chunk_size) for _ in range(2))
     assert torch.equal(loss, again)
     for one, other in zip(grads, grads_again, strict=True):
         assert torch.equal(one, other)
 
 
-def test_non_contiguous_inputs(device):
+@every_schedule
+def test_non_contiguous_inputs(chunk_size, device):
     case = Case(device)
     hidden, weight, bias = case.tensors
-    expected = case.run(chunk_size=CHUNK)
+    expected = case.run(chunk_size=chunk_size)
     case.tensors = [
         torch.stack([hidden, hidden.neg()], 1)[:, 0],
         weight.t().contiguous().t(),
@@ -346,12 +519,13 @@ def test_non_contiguous_inputs(device):
     case.leaves = lambda dtype=None: [t.detach().requires_grad_() for t in case.tensors]
     case.targets = torch.stack([case.targets, case.targets], 1)[:, 1]
     assert not any(t.is_contiguous() for t in (*case.tensors, case.targets))
-    torch.testing.assert_close(case.run(chunk_size=CHUNK), expected)
+    torch.testing.assert_close(case.run(chunk_size=chunk_size), expected)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_of_float32_masters(dtype, reduction, device):
+@every_schedule
+def test_autocast_of_float32_masters(chunk_size, dtype, reduction, device):
     case = Case(device, reduction=reduction)
 
     def under_autocast(function):
@@ -362,7 +536,7 @@ def test_autocast_of_float32_masters(dtype, reduction, device):
             loss.backward(case.upstream)  # inside, which must not turn float32 sums into 16 bits
         return loss, [leaf.grad for leaf in leaves]
 
-    with linear_cross_entropy_chunk_size(CHUNK):
+    with linear_cross_entropy_chunk_size(chunk_size):
         loss, grads = under_autocast(linear_cross_entropy)
     torchs, torch_grads = under_autocast(linear_cross_entropy_ref)
     truth, true_grads = case.run(linear_cross_entropy_ref, torch.float64)
@@ -381,7 +555,8 @@ def test_autocast_leaves_float64_alone_as_linear_does(device):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_observer_sees_the_gradient_of_the_raw_logits(dtype, reduction, device):
+@every_schedule
+def test_observer_sees_the_gradient_of_the_raw_logits(chunk_size, dtype, reduction, device):
     """float64 goes through the reference, in one piece."""
     case = Case(device, dtype, reduction=reduction, **ALL)
 
@@ -394,19 +569,19 @@ def test_observer_sees_the_gradient_of_the_raw_logits(dtype, reduction, device):
         return logits.grad
 
     seen = []
-    expected = case.run(chunk_size=CHUNK)
+    expected = case.run(chunk_size=chunk_size)
     reset_launches()
-    case.run(chunk_size=CHUNK)
+    case.run(chunk_size=chunk_size)
     schedule = launches()
     reset_launches()
     with observe_logits_grad(lambda start, grad: seen.append((start, grad))):
-        observed = case.run(chunk_size=CHUNK)
+        observed = case.run(chunk_size=chunk_size)
     assert launches() == schedule
     assert torch.equal(observed[0], expected[0])
     for one, other in zip(observed[1], expected[1], strict=True):
         assert torch.equal(one, other)
     whole = dtype == torch.float64
-    assert [start for start, _ in seen] == ([0] if whole else list(range(0, TOKENS, CHUNK)))
+    assert [start for start, _ in seen] == ([0] if whole else list(range(0, TOKENS, chunk_size)))
     assert {grad.dtype for _, grad in seen} == {torch.float64 if whole else torch.float32}
     three_way(
         torch.cat([grad for _, grad in seen]), logits_gradient(dtype), logits_gradient(torch.float64), dtype, "logits"
@@ -414,18 +589,19 @@ def test_observer_sees_the_gradient_of_the_raw_logits(dtype, reduction, device):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_observer_is_called_by_every_backward_and_may_write(reduction, device):
+@every_schedule
+def test_observer_is_called_by_every_backward_and_may_write(chunk_size, reduction, device):
     case = Case(device, reduction=reduction)
-    expected = case.run(chunk_size=CHUNK)
+    expected = case.run(chunk_size=chunk_size)
     leaves = case.leaves()
     calls = []
     with observe_logits_grad(lambda start, grad: (calls.append(start), grad.zero_())):
-        loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], chunk_size=CHUNK, **case.options)
+        loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], chunk_size=chunk_size, **case.options)
         assert calls == []
         grads = torch.autograd.grad(loss, leaves, case.upstream, retain_graph=True)
         torch.autograd.grad(loss, leaves, case.upstream, retain_graph=True)
     torch.autograd.grad(loss, leaves, case.upstream)
-    assert calls == 2 * list(range(0, TOKENS, CHUNK))
+    assert calls == 2 * list(range(0, TOKENS, chunk_size))
     for one, other in zip(grads, expected[1], strict=True):
         assert torch.equal(one, other)
 
@@ -483,16 +659,17 @@ def test_bad_arguments_are_named(change, error, message):
         linear_cross_entropy(**arguments)
 
 
-def test_extras_only_on_request_and_without_gradient(device):
+@every_schedule
+def test_extras_only_on_request_and_without_gradient(chunk_size, device):
     case = Case(device)
     plain, _ = case.run()
     assert isinstance(plain, torch.Tensor)
     leaves = case.leaves()
     for extra in EXTRAS:
-        out = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], extras=(extra,), chunk_size=CHUNK)
+        out = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], extras=(extra,), chunk_size=chunk_size)
         assert [name for name in EXTRAS if getattr(out, name) is not None] == [extra]
         assert not getattr(out, extra).requires_grad
-    out = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], extras=EXTRAS, chunk_size=CHUNK)
+    out = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], extras=EXTRAS, chunk_size=chunk_size)
     logits = F.linear(*leaves)
     counted = case.targets != -100
     assert torch.equal(out.predicted_tokens, logits.argmax(-1))
@@ -500,25 +677,27 @@ def test_extras_only_on_request_and_without_gradient(device):
     assert torch.equal(out.log_probs != 0, counted)
 
 
-def test_float64_and_the_reference_path_agree(device, monkeypatch):
+@every_schedule
+def test_float64_and_the_reference_path_agree(chunk_size, device, monkeypatch):
     """What a CPU without the interpreter runs: the same public function, without one launch."""
     case = Case(device, **ALL)
     truth = case.run(linear_cross_entropy_ref)
     reset_launches()
     case.run(dtype=torch.float64)
     monkeypatch.setitem(linear_cross_entropy.__globals__, "use_triton", lambda x, **how: False)
-    loss, grads = case.run(chunk_size=CHUNK)
+    loss, grads = case.run(chunk_size=chunk_size)
     assert launches() == {}
     assert torch.equal(loss, truth[0])
     for one, other in zip(grads, truth[1], strict=True):
         assert torch.equal(one, other)
 
 
-def test_weight_changed_before_the_backward_of_none_is_refused(device):
-    """It computes the logits again, and would do so with the wrong weight."""
-    case = Case(device, reduction="none")
+@pytest.mark.parametrize(("chunk_size", "reduction"), [(CHUNK, "none"), *((TOKENS, r) for r in REDUCTIONS)])
+def test_weight_changed_before_the_backward_that_needs_it_is_refused(chunk_size, reduction, device):
+    """It would multiply by the wrong weight."""
+    case = Case(device, reduction=reduction)
     hidden, weight, bias = case.leaves()
-    loss = linear_cross_entropy(hidden, weight, case.targets, bias, reduction="none")
+    loss = linear_cross_entropy(hidden, weight, case.targets, bias, reduction=reduction, chunk_size=chunk_size)
     with torch.no_grad():
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -542,8 +721,11 @@ class Head(torch.nn.Module):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_compiles_without_a_graph_break(reduction, backend, device):
+@every_schedule
+def test_compiles_without_a_graph_break(chunk_size, reduction, backend, device, monkeypatch):
     torch._dynamo.reset()
+    # What is cached on disk goes by the op's name and schema: another backward would not be seen.
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     head = Head(linear_cross_entropy, reduction=reduction, softcap=5.0, label_smoothing=0.1).to(device)
     compiled = torch.compile(head, fullgraph=True, backend=backend)
     for tokens in (TOKENS, TOKENS + 4):  # the second makes the number of tokens symbolic
@@ -552,7 +734,7 @@ def test_compiles_without_a_graph_break(reduction, backend, device):
         for module in (head, compiled):
             module.zero_grad()
             hidden = case.tensors[0].clone().requires_grad_()
-            with linear_cross_entropy_chunk_size(CHUNK):
+            with linear_cross_entropy_chunk_size(chunk_size):
                 loss, *extras = module(hidden, case.targets)
             loss.sum().backward()
             results.append([loss, *extras, hidden.grad, head.linear.weight.grad, head.linear.bias.grad])
@@ -573,27 +755,38 @@ def test_compiles_under_autocast_and_without_gradients(reduction, device):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_op_is_registered_as_torch_wants_it(reduction, device):
+@every_schedule
+def test_ops_are_registered_as_torch_wants_them(chunk_size, reduction, device):
     """Schema, autograd registration, and fake outputs equal to the real ones in shape, dtype and stride."""
     case = Case(device, torch.bfloat16, **ALL)
     hidden, weight, bias = case.leaves()
     options = (0, 0.2, 5.0, 1.7, 0.02)
-    observed = reduction != "none"
     row_weight = torch.rand(len(hidden), device=device)
     weights = (case.options["class_weight"], row_weight, row_weight.sum())
-    arguments = (hidden, weight, bias, case.targets, *weights, *options, reduction,
-                 " ".join(EXTRAS), CHUNK, True, True, True, observed)  # fmt: skip
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(_forward_op, arguments, test_utils=checks)
-    out = [t.detach() for t in _forward_op(*arguments)]
-    upstream = torch.ones_like(out[0])
+    call = Call(hidden, weight, bias, case.targets, *weights, *options, reduction, " ".join(EXTRAS), True, True, True)
+    detached = Call(*(t.detach() for t in call[:TENSORS]), *call[TENSORS:])
+    check = functools.partial(
+        torch.library.opcheck, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
+    if chunk_size == TOKENS:
+        check(_linear_one_chunk.forward_op, tuple(call))
+        loss, *_, divisor, stats, logits = _linear_one_chunk.forward_op(*detached)
+        check(_linear_one_chunk.logits_op, detached[:3])
+        check(_linear_one_chunk.backward_op, (torch.ones_like(loss), divisor, stats, logits, *detached))
+        return
+    observed = reduction != "none"
+    check(_linear_token_chunks.forward_op, (*call, chunk_size, observed))
+    loss, *_, divisor, stats, d_hidden, d_weight, _, d_logits = _linear_token_chunks.forward_op(
+        *detached, chunk_size, observed
+    )
+    upstream = torch.ones_like(loss)
     if reduction == "none":
-        tensors = [t.detach() for t in (out[5], hidden, weight, bias)]
-        backward = (*tensors, case.targets, *weights[:2], *options, CHUNK, True, True, True)
-        torch.library.opcheck(_recompute_op, (upstream, *backward), test_utils=checks)
+        check(_linear_token_chunks.recompute_op, (upstream, stats, *detached, chunk_size))
     else:
-        dtypes = torch.bfloat16, torch.bfloat16
-        torch.library.opcheck(_scale_op, (upstream, out[4], *out[6:], *dtypes, CHUNK), test_utils=checks)
+        check(_linear_token_chunks.scale_op, (upstream, divisor, d_logits, chunk_size))
+        check(_linear_token_chunks.scaled_op, (d_hidden, divisor, torch.bfloat16))
+        check(_linear_token_chunks.scaled_op, (d_weight, divisor, torch.bfloat16))
+        check(_linear_token_chunks.scale_in_place_op, (d_hidden, divisor))
 
 
 def test_is_the_packages_own():

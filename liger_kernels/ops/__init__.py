@@ -3,10 +3,11 @@
 Every op takes CUDA, ROCm, XPU and CPU tensors; see :mod:`liger_kernels.ops._runtime` for which of them run a kernel.
 """
 
+from liger_kernels.ops._linear import observe_logits_grad
 from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_ref
 from liger_kernels.ops.glu import geglu, geglu_ref, swiglu, swiglu_ref
-from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref, observe_logits_grad
+from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from liger_kernels.ops.packing import PackedTargets, packing_weights
 from liger_kernels.ops.rms_norm import rms_norm, rms_norm_ref
 from liger_kernels.ops.rope import rope, rope_ref

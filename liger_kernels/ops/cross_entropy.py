@@ -1,4 +1,4 @@
-r"""Cross entropy over logits, with every option of the loss, in one read of the logits forward and one backward.
+r"""Cross entropy over logits, with every option of the loss, in one read of the logits and one write of their gradient.
 
 With raw logits x[row, c], z = softcap * tanh(logit_scale * x / softcap) (z = logit_scale * x without a cap),
 lse = log(sum_c exp(z_c)), log p_c = z_c - lse, class weights w, V classes and smoothing eps, a row with target y costs
@@ -170,14 +170,10 @@ def _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISE: 
 
 
 @triton.jit
-def _scaled_logits_slope(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISE: tl.constexpr):
-    """dz/dx: logit_scale, times 1 - tanh^2 in a form that does not cancel where the cap saturates."""
-    if HAS_SOFTCAP:
-        e = _exp(-2.0 * tl.abs(x * (logit_scale / softcap)), PRECISE)
-        slope = logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
-    else:
-        slope = logit_scale
-    return slope
+def _softcap_slope(x, logit_scale, softcap, PRECISE: tl.constexpr):
+    """dz/dx under a cap: logit_scale times 1 - tanh^2, in a form that does not cancel where the cap saturates."""
+    e = _exp(-2.0 * tl.abs(x * (logit_scale / softcap)), PRECISE)
+    return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
 @triton.jit
@@ -213,6 +209,7 @@ def _store_grad(
     PRECISE: tl.constexpr,
     SMOOTHING: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Write upstream * dloss/dx for a tile of rows. The blocks run from last to first: after the forward's pass over
     the same rows the last blocks are still in the cache. ``grad_rows`` may be ``logits_rows``."""
@@ -222,29 +219,37 @@ def _store_grad(
         true_weight = tl.load(weight_ptr + target, mask=counts, other=0.0)
     true_weight = true_weight * (1.0 - label_smoothing)
     total = tl.where(counts, total, 1.0)
+    row_max = tl.where(counts, row_max, 0.0)
     inverse = 1.0 / total
     z_loss_slope = 2.0 * z_loss * (row_max + tl.log(total))
-    rest = tl.where(invalid, float("nan"), 0.0)
+    if not HAS_SOFTCAP:
+        upstream *= logit_scale
+    # A row that does not count has factors of zero, or of NaN where its target is out of range.
+    upstream = tl.where(counts, upstream, tl.where(invalid, float("nan"), 0.0))
+    factor = (true_weight + z_loss_slope) * (inverse * upstream)
+    # p - 1 at the target from the other classes' sum: subtracting would cancel.
+    x_target = tl.load(logits_rows + target, mask=counts, other=0.0).to(tl.float32)
+    z_target = _scaled_logits(x_target, logit_scale, softcap, HAS_SOFTCAP, PRECISE)
+    p_target = _exp(z_target - row_max, PRECISE) * inverse
+    at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream
     n_blocks = tl.cdiv(vocab, BLOCK)
-    for i in range(0, n_blocks):
+    for i in tl.range(0, n_blocks, num_stages=STAGES):
         cols = (n_blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
         in_row = cols < vocab
         mask = row_mask[:, None] & in_row[None, :]
         x = tl.load(logits_rows[:, None] + cols[None, :], mask=mask & counts[:, None], other=0.0).to(tl.float32)
         z = _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP, PRECISE)
-        p = _exp(z - row_max[:, None], PRECISE) * inverse[:, None]
-        is_target = cols[None, :] == target[:, None]
-        # p - 1 at the target from the other classes' sum: subtracting would cancel.
-        grad = tl.where(is_target, -(others * inverse)[:, None], p) * true_weight[:, None] + z_loss_slope[:, None] * p
+        e = _exp(z - row_max[:, None], PRECISE)
+        grad = tl.where(cols[None, :] == target[:, None], at_target[:, None], e * factor[:, None])
         if SMOOTHING:
-            excess = weight_sum * p
+            excess = weight_sum * (e * inverse[:, None])
             if weight_ptr is None:
                 excess -= 1.0
             else:
                 excess -= tl.load(weight_ptr + cols, mask=in_row, other=0.0)[None, :]
-            grad += label_smoothing / vocab * excess
-        grad *= _scaled_logits_slope(x, logit_scale, softcap, HAS_SOFTCAP, PRECISE) * upstream[:, None]
-        grad = tl.where(counts[:, None], grad, rest[:, None])
+            grad += label_smoothing / vocab * excess * upstream[:, None]
+        if HAS_SOFTCAP:
+            grad *= _softcap_slope(x, logit_scale, softcap, PRECISE)
         tl.store(grad_rows[:, None] + cols[None, :], grad.to(grad_rows.dtype.element_ty), mask=mask)
 
 
@@ -262,6 +267,9 @@ def _cross_entropy_fwd_kernel(
     log_probs_ptr,
     entropy_ptr,
     predicted_ptr,
+    grad_ptr,
+    grad_stride,
+    grad_scale_ptr,
     n_rows,
     vocab,
     ignore_index,
@@ -272,9 +280,10 @@ def _cross_entropy_fwd_kernel(
     HAS_SOFTCAP: tl.constexpr,
     PRECISE: tl.constexpr,
     SMOOTHING: tl.constexpr,
-    GRAD_IN_PLACE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     label_smoothing = tl.full((), label_smoothing, tl.float32)
     softcap = tl.full((), softcap, tl.float32)
@@ -294,42 +303,56 @@ def _cross_entropy_fwd_kernel(
     if entropy_ptr is None and predicted_ptr is None:
         read = counts
 
-    # Sums stay one per lane and are reduced once, after the loop: inside it only the maximum crosses lanes.
-    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
-    others = tl.zeros((ROWS, BLOCK), tl.float32)
-    distance = tl.zeros((ROWS, BLOCK), tl.float32)  # sum of exp(z - max) * (z - max), for the entropy
-    smooth = tl.zeros((ROWS,), tl.float32)  # sum of w_c * (z_c - z_target), for label smoothing
-    predicted = tl.zeros((ROWS,), tl.int32)
-    for start in range(0, vocab, BLOCK):
+    # A maximum and its sums for every GROUP of neighbouring columns, which lie in one lane: nothing crosses lanes, and
+    # nobody waits, until the loop is over.
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    group_max = tl.full((ROWS, GROUPS), float("-inf"), tl.float32)
+    others = tl.zeros((ROWS, GROUPS), tl.float32)  # sum of exp(z - max) but for the target's
+    distance = tl.zeros((ROWS, GROUPS), tl.float32)  # sum of exp(z - max) * (z - max), for the entropy
+    smooth = tl.zeros((ROWS, GROUPS), tl.float32)  # sum of w_c * (z_c - z_target), for label smoothing
+    predicted = tl.zeros((ROWS, GROUPS), tl.int32)
+    for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK)
         in_row = cols < vocab
         mask = read[:, None] & in_row[None, :]
         x = tl.load(logits_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         z = tl.where(mask, _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP, PRECISE), float("-inf"))
-        if predicted_ptr is None:
-            block_max = tl.max(z, 1)
-        else:
-            block_max, where_max = tl.max(z, 1, return_indices=True)
-            predicted = tl.where(block_max > row_max, start + where_max, predicted)
-        new_max = tl.maximum(row_max, block_max)
-        shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
-        decay = _exp(row_max - shift, PRECISE)
-        away = z - shift[:, None]
-        e = tl.where(cols[None, :] == target[:, None], 0.0, _exp(away, PRECISE))
-        if entropy_ptr is not None:
-            moved = tl.where(row_max > float("-inf"), row_max - shift, 0.0)
-            distance = (distance + moved[:, None] * others) * decay[:, None]
-            distance += e * tl.where(e > 0.0, away, 0.0)
-        others = others * decay[:, None] + e
         if SMOOTHING:
             lower = tl.where(mask, z - finite_z_target[:, None], 0.0)
             if weight_ptr is not None:
                 lower *= tl.load(weight_ptr + cols, mask=in_row, other=0.0)[None, :]
-            smooth += tl.sum(lower, 1)
-        row_max = new_max
+            smooth += tl.sum(tl.reshape(lower, (ROWS, GROUPS, GROUP)), 2)
+        z = tl.reshape(z, (ROWS, GROUPS, GROUP))
+        is_target = tl.reshape(cols, (GROUPS, GROUP))[None, :, :] == target[:, None, None]
+        if predicted_ptr is None:
+            block_max = tl.max(z, 2)
+        else:
+            block_max, where_max = tl.max(z, 2, return_indices=True)
+            first = start + tl.arange(0, GROUPS)[None, :] * GROUP
+            predicted = tl.where(block_max > group_max, first + where_max, predicted)
+        new_max = tl.maximum(group_max, block_max)
+        shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
+        decay = _exp(group_max - shift, PRECISE)
+        away = z - shift[:, :, None]
+        e = tl.where(is_target, 0.0, _exp(away, PRECISE))
+        if entropy_ptr is not None:
+            moved = tl.where(group_max > float("-inf"), group_max - shift, 0.0)
+            distance = (distance + moved * others) * decay
+            distance += tl.sum(e * tl.where(e > 0.0, away, 0.0), 2)
+        others = others * decay + tl.sum(e, 2)
+        group_max = new_max
 
+    row_max = tl.max(group_max, 1)
+    if predicted_ptr is not None:  # of equal maxima the first
+        predicted = tl.min(tl.where(group_max == row_max[:, None], predicted, vocab), 1)
+        predicted = tl.where(predicted < vocab, predicted, 0)
     row_max = tl.where(row_max > float("-inf"), row_max, 0.0)
-    others = tl.sum(others, 1)
+    moved = tl.where(group_max > float("-inf"), group_max - row_max[:, None], 0.0)
+    decay = tl.where(group_max > float("-inf"), _exp(moved, PRECISE), 0.0)
+    if entropy_ptr is not None:
+        distance = (distance + moved * others) * decay
+    others = tl.sum(others * decay, 1)
+    smooth = tl.sum(smooth, 1)
     e_target = tl.where(counts, _exp(z_target - row_max, PRECISE), 0.0)
     total = tl.where(read, others + e_target, 1.0)
     log_total = tl.log(total)
@@ -366,18 +389,21 @@ def _cross_entropy_fwd_kernel(
     if predicted_ptr is not None:
         tl.store(predicted_ptr + row, predicted.to(tl.int64), mask=row_mask)
 
-    if GRAD_IN_PLACE:
-        tl.debug_barrier()  # every lane has read its target's logit before any lane overwrites it
+    if grad_ptr is not None:
+        tl.debug_barrier()  # over logits, every lane has read its target's before any lane overwrites it
+        upstream = row_weight
+        if grad_scale_ptr is not None:
+            upstream *= tl.load(grad_scale_ptr)
         _store_grad(
             logits_rows,
-            logits_rows,
+            grad_ptr + row * grad_stride,
             weight_ptr,
             weight_sum,
             row_mask,
             target,
             counts,
             invalid,
-            row_weight,
+            upstream,
             row_max,
             total,
             others,
@@ -390,6 +416,7 @@ def _cross_entropy_fwd_kernel(
             PRECISE,
             SMOOTHING,
             BLOCK,
+            STAGES,
         )
 
 
@@ -406,6 +433,7 @@ def _cross_entropy_bwd_kernel(
     stats_stride,
     upstream_ptr,
     upstream_stride,
+    unless_one_ptr,
     n_rows,
     vocab,
     ignore_index,
@@ -418,7 +446,11 @@ def _cross_entropy_bwd_kernel(
     SMOOTHING: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
+    if unless_one_ptr is not None:  # noqa: SIM102 (the outer one is decided when it is compiled)
+        if tl.load(unless_one_ptr) == 1.0:
+            return
     label_smoothing = tl.full((), label_smoothing, tl.float32)
     softcap = tl.full((), softcap, tl.float32)
     logit_scale = tl.full((), logit_scale, tl.float32)
@@ -453,6 +485,7 @@ def _cross_entropy_bwd_kernel(
         PRECISE,
         SMOOTHING,
         BLOCK,
+        STAGES,
     )
 
 
@@ -485,14 +518,18 @@ class Rows(NamedTuple):
 
 
 def _launch_shape(tokens: int, vocab: int) -> dict[str, int]:
-    """Launch choices: 16 elements a lane; several rows a program when a row is small; one row in a wide program when
-    it is large, so that few enough rows are in flight for the second pass to find them in the L2 cache."""
-    block = min(next_power_of_2(vocab), 8192)
+    """Launch choices: 16 elements a lane, and two more blocks on their way to it; several rows a program when a row is
+    small. Few enough rows are in flight for the second pass to find them in the L2 cache."""
+    block = min(next_power_of_2(vocab), 4096)
     if INTERPRET:  # every program costs about a millisecond, whatever its size
+        block = min(next_power_of_2(vocab), 8192)
         rows = min(65536 // block, next_power_of_2(tokens))
     else:
         rows = max(1, 4096 // block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 512))}
+    return {"ROWS": rows, "BLOCK": block, "STAGES": 3, "num_warps": min(8, max(1, rows * block // 512))}
+
+
+GROUP = 16  # neighbouring columns that one lane holds
 
 
 def _weight_sum(class_weight: torch.Tensor | None, options: LossOptions) -> torch.Tensor | None:
@@ -506,9 +543,10 @@ def forward_rows(
     row_weight: torch.Tensor | None,
     options: LossOptions,
     rows: Rows,
-    grad_in_place: bool = False,
+    grad: torch.Tensor | None = None,
+    grad_scale: torch.Tensor | None = None,
 ) -> None:
-    """Fill ``rows``; with ``grad_in_place`` also overwrite ``logits`` by each row's dloss/dlogits (upstream of 1).
+    """Fill ``rows``; ``grad``, which may be ``logits``, gets ``grad_scale`` (0-d, default 1) * dloss/dlogits.
     ``row_weight`` is float32 [tokens] and contiguous."""
     tokens, vocab = logits.shape
     shape = _launch_shape(tokens, vocab)
@@ -528,6 +566,9 @@ def forward_rows(
         rows.log_probs,
         rows.entropy,
         rows.predicted,
+        grad,
+        0 if grad is None else grad.stride(0),
+        grad_scale,
         tokens,
         vocab,
         options.ignore_index,
@@ -540,7 +581,7 @@ def forward_rows(
         # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff of max.
         enable_fp_fusion=options.logit_scale == 1.0 and options.softcap is None,
         SMOOTHING=options.label_smoothing != 0.0,
-        GRAD_IN_PLACE=grad_in_place,
+        GROUP=min(GROUP, shape["BLOCK"]),
         **shape,
     )
 
@@ -553,8 +594,10 @@ def backward_rows(
     stats: torch.Tensor,
     upstream: torch.Tensor,
     grad: torch.Tensor,
+    unless_one: torch.Tensor | None = None,
 ) -> None:
-    """Write upstream * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is 0-d or [tokens]."""
+    """Write upstream * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is 0-d or [tokens]. Where
+    ``unless_one`` (0-d) is 1, ``grad`` is left as it is: only the device knows, and nobody waits for it."""
     tokens, vocab = logits.shape
     shape = _launch_shape(tokens, vocab)
     launch(
@@ -572,6 +615,7 @@ def backward_rows(
         stats.stride(0),
         upstream,
         upstream.stride(0) if upstream.dim() else 0,
+        unless_one,
         tokens,
         vocab,
         options.ignore_index,
@@ -617,8 +661,18 @@ def token_accuracy(predicted: torch.Tensor, targets: torch.Tensor, ignore_index:
     return ((predicted == targets) & counted).sum().to(torch.float32) / counted.sum().clamp(min=1)
 
 
+def _empty_grad(logits: torch.Tensor) -> torch.Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
 class CrossEntropyFunction(torch.autograd.Function):
-    """Saves the caller's logits and three float32 numbers per row; the gradient is a new tensor."""
+    """Saves the caller's logits and three float32 numbers per row; the gradient is a new tensor.
+
+    For a mean the forward writes the gradient, too, as if the upstream gradient were 1, while each row is still in the
+    cache: one read and one write of memory in all. The backward's launch looks at the upstream gradient on the device,
+    and computes anew only what another one asks for. A sum is usually divided by the caller, so its forward does not
+    guess.
+    """
 
     @staticmethod
     def forward(
@@ -640,16 +694,20 @@ class CrossEntropyFunction(torch.autograd.Function):
         if logits.stride(1) != 1:
             logits = logits.contiguous()  # the kernels step through a row one element at a time
         rows = Rows.empty(logits.shape[0], logits.device, extras, stats=ctx.needs_input_grad[0])
-        forward_rows(logits, targets, class_weight, row_weight, options, rows)
+        grad = scale = None
         if reduction == "mean":
             vocab = logits.shape[1]
             denominator = mean_denominator(targets, class_weight, row_weight, denominator, ignore_index, vocab)
-            loss = rows.loss.sum() / denominator
+            # What is compiled can be differentiated again and again, and has no place to remember that it was.
+            if ctx.needs_input_grad[0] and not torch.compiler.is_compiling():
+                grad, scale = _empty_grad(logits), 1.0 / denominator
         else:
             denominator = None
-            loss = rows.loss.sum() if reduction == "sum" else rows.loss
+        forward_rows(logits, targets, class_weight, row_weight, options, rows, grad, scale)
+        loss = rows.loss if reduction == "none" else rows.loss.sum()
+        loss = loss if denominator is None else loss / denominator
         ctx.save_for_backward(logits, targets, class_weight, row_weight, rows.stats, denominator)
-        ctx.options = options
+        ctx.options, ctx.grad = options, grad
         ctx.set_materialize_grads(False)
         beside = (rows.log_probs, rows.entropy, rows.predicted)
         ctx.mark_non_differentiable(*(t for t in beside if t is not None))
@@ -663,8 +721,12 @@ class CrossEntropyFunction(torch.autograd.Function):
         logits, targets, class_weight, row_weight, stats, denominator = ctx.saved_tensors
         upstream = grad_loss if denominator is None else grad_loss / denominator
         upstream = upstream if row_weight is None else upstream * row_weight
-        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        backward_rows(logits, targets, class_weight, ctx.options, stats, upstream, grad)
+        grad, unless_one = ctx.grad, grad_loss
+        if grad is None:
+            grad, unless_one = _empty_grad(logits), None
+        else:
+            ctx.grad = None  # whoever gets it may write over it; a second backward pass makes its own
+        backward_rows(logits, targets, class_weight, ctx.options, stats, upstream, grad, unless_one)
         return grad, *(None,) * 11
 
 

@@ -129,20 +129,35 @@ def _rms_norm_bwd_kernel(
         tl.store(dweight_ptr + program.to(tl.int64) * hidden + col, tl.sum(dweight, axis=0), mask=in_row)
 
 
+@triton.jit
+def _sum_parts_kernel(parts_ptr, dweight_ptr, n_parts, hidden, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of ``parts_ptr`` [n_parts, hidden] over its rows, rounded once."""
+    part = tl.arange(0, PARTS)
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = (part < n_parts)[:, None] & (col < hidden)[None, :]
+    parts = tl.load(parts_ptr + part[:, None].to(tl.int64) * hidden + col[None, :], mask=mask, other=0.0)
+    tl.store(dweight_ptr + col, tl.sum(parts, axis=0).to(dweight_ptr.dtype.element_ty), mask=col < hidden)
+
+
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` [..., columns] as [rows, columns] with unit stride along a row: a view wherever one exists."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _launch_shape(n_rows: int, hidden: int, tile: int) -> dict[str, int]:
-    """Launch choices: as many rows a program as a tile of that many elements holds, 16 elements a lane."""
+def _launch_shape(n_rows: int, hidden: int, tile: int, per_lane: int) -> dict[str, int]:
+    """Launch choices: as many rows a program as a tile of that many elements holds, ``per_lane`` elements a lane."""
     block = next_power_of_2(hidden)
     if INTERPRET:  # every program costs about a millisecond, whatever its size
         rows = min(max(1, 65536 // block), next_power_of_2(n_rows))
     else:
         rows = max(1, tile // block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 512))}
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // (32 * per_lane)))}
+
+
+def _stages(tile: int) -> int:
+    """Tiles in flight in the backward: two or three wait in shared memory while one is computed, if they fit there."""
+    return 4 if tile <= 4096 else 3 if tile <= 8192 else 1
 
 
 def _n_programs(device: torch.device) -> int:
@@ -151,6 +166,15 @@ def _n_programs(device: torch.device) -> int:
     if device.type == "xpu":
         return torch.xpu.get_device_properties(device).gpu_subslice_count
     return 2  # the interpreter: the fewest with which partial sums are still added up
+
+
+def _sum_parts(parts: torch.Tensor, dweight: torch.Tensor) -> None:
+    """``dweight`` [hidden] = the sum of ``parts`` [n_parts, hidden]: one launch where torch needs two or three."""
+    n_parts, hidden = parts.shape
+    block = next_power_of_2(hidden) if INTERPRET else 32  # columns of a program, 128 bytes of each part
+    grid = (triton.cdiv(hidden, block),)
+    shape = {"PARTS": next_power_of_2(n_parts), "BLOCK": block, "num_warps": 8}
+    launch(_sum_parts_kernel, grid, parts.device, parts, dweight, n_parts, hidden, **shape)
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -168,7 +192,7 @@ class RMSNormFunction(torch.autograd.Function):
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device) if needs_grad else None
-        shape = _launch_shape(n_rows, hidden, tile=2048)
+        shape = _launch_shape(n_rows, hidden, tile=2048, per_lane=16)
         launch(
             _rms_norm_fwd_kernel,
             (triton.cdiv(n_rows, shape["ROWS"]),),
@@ -194,11 +218,12 @@ class RMSNormFunction(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         rows, dy_rows = as_rows(x), as_rows(dy)
         n_rows, hidden = rows.shape
-        shape = _launch_shape(n_rows, hidden, tile=4096)
+        shape = _launch_shape(n_rows, hidden, tile=4096 if hidden <= 2048 else 8192, per_lane=32)
         n_programs = min(_n_programs(x.device), triton.cdiv(n_rows, shape["ROWS"]))
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[0] else None
-        parts = None
+        dweight = parts = None
         if ctx.needs_input_grad[1]:
+            dweight = torch.empty_like(weight)
             parts = torch.empty((n_programs, hidden), dtype=torch.float32, device=x.device)
         launch(
             _rms_norm_bwd_kernel,
@@ -215,10 +240,12 @@ class RMSNormFunction(torch.autograd.Function):
             n_rows,
             hidden,
             FORMULA=ctx.formula,
-            STAGES=3 if shape["BLOCK"] <= 8192 else 1,  # the rows ahead wait in shared memory
+            STAGES=_stages(shape["ROWS"] * shape["BLOCK"]),
             **shape,
         )
-        return dx, None if parts is None else parts.sum(0).to(weight.dtype), None, None
+        if dweight is not None:
+            _sum_parts(parts, dweight)
+        return dx, dweight, None, None
 
 
 def rms_norm(

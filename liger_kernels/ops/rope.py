@@ -178,10 +178,11 @@ def _rope_kernel(
     REST: tl.constexpr,
 ):
     """``q_ptr`` or ``k_ptr`` may be None: not rotated. TRANSPOSED applies the transposed map."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    # In 32 bits up to here: a division in 64 would take longer than the loads that wait for it.
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     in_range = token < n_tokens
-    batch = token // seq_len
-    seq = token % seq_len
+    batch = (token // seq_len).to(tl.int64)
+    seq = (token % seq_len).to(tl.int64)
     cos_offset = batch * cos_batch_stride + seq * cos_seq_stride
     sin_offset = batch * sin_batch_stride + seq * sin_seq_stride
     cos_a, cos_b = _load_angles(cos_ptr, cos_offset, in_range, half, PAIRING, HALF)
@@ -241,23 +242,22 @@ def _rope_kernel(
 
 
 def _launch_shape(n_tokens: int, q_heads: int, k_heads: int, rotary_dim: int, head_dim: int) -> dict[str, int]:
-    """Launch choices: all heads of a token in one program (its angles are read once), several tokens if heads are few,
-    16 pairs a lane."""
+    """Launch choices: one token a program, so that its angles are read once, and a loop over blocks of 8 heads; more
+    tokens where heads are few."""
     half = next_power_of_2(rotary_dim // 2)
-    heads = max(1, 4096 // half)
+    heads = max(1, min(8, 512 // half))
     q_block, k_block = min(next_power_of_2(q_heads), heads), min(next_power_of_2(k_heads), heads)
-    pairs = max(q_block, k_block) * half
+    tokens = 4 if max(q_heads, k_heads) <= 8 else 1
     if INTERPRET:  # every program costs about a millisecond, whatever its size
-        tokens = min(max(1, 65536 // pairs), next_power_of_2(n_tokens))
-    else:
-        tokens = max(1, 1024 // pairs)
+        q_block, k_block = next_power_of_2(q_heads), next_power_of_2(k_heads)
+        tokens = min(max(1, 65536 // (max(q_block, k_block) * half)), next_power_of_2(n_tokens))
     return {
         "TOKENS": tokens,
         "Q_HEADS": q_block,
         "K_HEADS": k_block,
         "HALF": half,
         "REST": next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 0,
-        "num_warps": min(8, max(1, tokens * pairs // 512)),
+        "num_warps": min(8, max(2, tokens * max(q_block, k_block) * half // 1024)),
     }
 
 
@@ -377,6 +377,7 @@ def rope(
     _check(q, k, cos, sin)
     if (
         not use_triton(q)
+        or q.shape[0] * q.shape[2] > 2**31 - 2**16  # the kernel counts tokens in 32 bits
         or torch.float64 in (k.dtype, cos.dtype, sin.dtype)
         or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
     ):

@@ -125,7 +125,7 @@ MUTANTS = (
     _check(
         "c3_fused_first_upstream_gradient_for_every_row",
         "Without reduction, the fused head scales its gradients by the first row's upstream gradient.",
-        f"{_OPS}.linear_cross_entropy",
+        f"{_OPS}._linear_token_chunks",
         "upstream, scale = _normalised(grad_loss if row_weight is None else grad_loss * row_weight)\n",
         "upstream, scale = _normalised(grad_loss[:1].expand_as(grad_loss))\n",
         "test_ops_linear_cross_entropy.py::test_every_option",
@@ -152,7 +152,7 @@ MUTANTS = (
     _check(
         "c16_logits_in_bfloat16_blocks",
         "The product of hidden states and weight is added up in bfloat16, 8 columns at a time.",
-        f"{_OPS}.linear_cross_entropy",
+        f"{_OPS}._linear",
         "        return torch.mm(hidden, weight.t(), out=out)",
         "        out.zero_()\n"
         "        for k in range(0, hidden.shape[1], 8):\n"
@@ -164,11 +164,35 @@ MUTANTS = (
     _check(
         "c16_weight_gradient_in_bfloat16",
         "The head's gradient is rounded to bfloat16 after every chunk.",
-        f"{_OPS}.linear_cross_entropy",
+        f"{_OPS}._linear_token_chunks",
         "beta=keep, out=out)\n        if self.needs_bias",
         "beta=keep, out=out)\n            out.copy_(out.bfloat16())\n        if self.needs_bias",
         "test_ops_linear_cross_entropy.py::test_weight_gradient_is_summed_in_float32",
         source="C16",
+    ),
+    _check(
+        "kept_logits_used_twice",
+        "A second backward pass takes the gradient of the logits for the logits.",
+        f"{_OPS}._linear_one_chunk",
+        "logits, ctx.logits = ctx.logits, None",
+        "logits = ctx.logits",
+        "test_ops_linear_cross_entropy.py::test_backward_twice_and_nothing_overwritten",
+    ),
+    _check(
+        "retained_gradients_scaled_in_place",
+        "A backward pass that retains the graph scales the kept gradients for good.",
+        f"{_OPS}._linear_token_chunks",
+        "        if last:\n            ctx.sums = None\n",
+        "        last = True\n",
+        "test_ops_linear_cross_entropy.py::test_backward_twice_and_nothing_overwritten",
+    ),
+    _check(
+        "kept_logits_keep_themselves",
+        "The logits are kept for the backward in a cycle of references, and stay when the loss is dropped.",
+        f"{_OPS}._linear_one_chunk",
+        "ctx.logits = logits.detach()",
+        "ctx.logits = logits",
+        "test_ops_linear_cross_entropy.py::test_logits_are_released",
     ),
     _check(
         "c27_label_smoothing_ignored",
@@ -184,8 +208,8 @@ MUTANTS = (
         "logit_scale_missing_in_the_gradient",
         "The gradient forgets the factor of the logits.",
         f"{_OPS}.cross_entropy",
-        "        slope = logit_scale\n",
-        "        slope = 1.0\n",
+        "        upstream *= logit_scale\n",
+        "        upstream *= 1.0\n",
         "test_ops_cross_entropy.py::test_every_option",
     ),
     _check(
@@ -226,10 +250,10 @@ MUTANTS = (
     _check(
         "p18_op_writes_its_input",
         "The custom op writes to an input that its schema says it leaves alone.",
-        f"{_OPS}.linear_cross_entropy",
-        "    tokens, vocab = len(hidden), len(weight)\n    device = hidden.device\n",
-        "    tokens, vocab = len(hidden), len(weight)\n    hidden.mul_(2.0)\n    device = hidden.device\n",
-        "test_ops_linear_cross_entropy.py::test_op_is_registered_as_torch_wants_it",
+        f"{_OPS}._linear_token_chunks",
+        "    tokens, vocab, device = len(hidden), len(weight), hidden.device\n",
+        "    tokens, vocab, device = len(hidden), len(weight), hidden.device\n    hidden.mul_(2.0)\n",
+        "test_ops_linear_cross_entropy.py::test_ops_are_registered_as_torch_wants_them",
         source="P18",
     ),
     _check(

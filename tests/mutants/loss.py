@@ -1,4 +1,4 @@
-"""Faults of the loss: over logits (cross_entropy.py), and from hidden states in chunks (linear_cross_entropy.py)."""
+"""Faults of the loss: over logits (cross_entropy.py), and from hidden states (linear_cross_entropy.py)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from tests.mutants.mutant import Edit, Mutant
 
 _LOGITS = "liger_kernels.ops.cross_entropy"
 _HIDDEN = "liger_kernels.ops.linear_cross_entropy"
+_SHARED = "liger_kernels.ops._linear"
+_ONE_CHUNK = "liger_kernels.ops._linear_one_chunk"
+_TOKEN_CHUNKS = "liger_kernels.ops._linear_token_chunks"
 
 
 def _logits(name: str, does: str, phase: str, *edits: tuple[str, str], fused: bool = False, **other: Any) -> Mutant:
@@ -17,17 +20,22 @@ def _logits(name: str, does: str, phase: str, *edits: tuple[str, str], fused: bo
     return Mutant(name, does, changed, kernel=kernel, phase=phase, fused=fused, **other)
 
 
-def _hidden(name: str, does: str, phase: str, *edits: tuple[str, str], **other: Any) -> Mutant:
+def _hidden(
+    name: str, does: str, phase: str, *edits: tuple[str, str], module: str = _TOKEN_CHUNKS, **other: Any
+) -> Mutant:
     """Of the fused head."""
-    changed = tuple(Edit(_HIDDEN, *edit) for edit in edits)
+    changed = tuple(Edit(module, *edit) for edit in edits)
     return Mutant(name, does, changed, kernel="linear_cross_entropy", phase=phase, **other)
 
 
-_GRAD = "grad = tl.where(is_target, -(others * inverse)[:, None], p)"
+_AT_TARGET = "at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream"
+_STORED = "grad.to(grad_rows.dtype.element_ty)"
+_SLOPE = "return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))"
 _SCALE = "scale = grad_loss.to(torch.float32) / divisor"
 _UPSTREAM = "upstream = grad_loss if denominator is None else grad_loss / denominator"
 _COUNT = "total = counted.sum().to(torch.float32) if row_weight is None else row_weight.where(counted, 0.0).sum()\n"
 _LAUNCH = "    launch(\n        _cross_entropy_fwd"
+_FINISHED = "_finished(grad, scale, ctx.dtype, last)"
 _KEEP = "keep = 1.0 if start else 0.0"
 _ADD = "            sums.add(start, stop, logits)\n        if keep_logits:"
 
@@ -36,7 +44,7 @@ MUTANTS = (
         "c1_target_gradient_cancels",
         "The target's gradient is p - 1 with p rounded to the logits' dtype.",
         "backward",
-        (_GRAD, "grad = tl.where(is_target, p.to(logits_rows.dtype.element_ty).to(tl.float32) - 1.0, p)"),
+        (_AT_TARGET, "at_target = (p_target.to(logits_rows.dtype.element_ty).to(tl.float32) - 1.0) * upstream"),
         source="C1",
         dtypes=("bfloat16",),
     ),
@@ -44,7 +52,7 @@ MUTANTS = (
         "c1_fused_target_gradient_cancels",
         "The target's gradient is p - 1 with p rounded to the logits' dtype, in the fused head.",
         "backward",
-        (_GRAD, "grad = tl.where(is_target, p.to(logits_rows.dtype.element_ty).to(tl.float32) - 1.0, p)"),
+        (_AT_TARGET, "at_target = (p_target.to(logits_rows.dtype.element_ty).to(tl.float32) - 1.0) * upstream"),
         source="C1",
         dtypes=("bfloat16",),
         fused=True,
@@ -65,10 +73,16 @@ MUTANTS = (
         source="C4",
     ),
     _logits(
+        "loss_gradient_of_an_upstream_of_one_stays",
+        "The gradient that the forward wrote for an upstream gradient of 1 is taken whatever comes in.",
+        "backward",
+        ("if tl.load(unless_one_ptr) == 1.0:", "if tl.load(unless_one_ptr) != 0.0:"),
+    ),
+    _logits(
         "c6_logits_become_their_gradient",
         "The backward writes the gradient over the logits, which the caller holds.",
         "backward",
-        ("grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)", "grad = logits"),
+        ("return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)", "return logits"),
         source="C6",
         dies="overwritten",
     ),
@@ -92,7 +106,10 @@ MUTANTS = (
         "c16_small_probabilities_filtered",
         "Classes of a probability below 2^-12 get no gradient.",
         "backward",
-        (_GRAD, _GRAD.replace("p)", "tl.where(p < 0.000244140625, 0.0, p))")),
+        (
+            "at_target[:, None], e * factor[:, None])",
+            "at_target[:, None], tl.where(e * inverse[:, None] < 0.000244140625, 0.0, e * factor[:, None]))",
+        ),
         source="C16",
         fused=True,
     ),
@@ -120,7 +137,7 @@ MUTANTS = (
         "softcap_gradient_missing",
         "The gradient forgets the slope of the cap.",
         "backward",
-        ("slope = logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))", "slope = logit_scale"),
+        (_SLOPE, "return logit_scale + 0.0 * e"),
         model="gemma2",
         fused=True,
     ),
@@ -128,7 +145,7 @@ MUTANTS = (
         "softcap_gradient_missing_over_logits",
         "The gradient forgets the slope of the cap, where logits exist.",
         "backward",
-        ("slope = logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))", "slope = logit_scale"),
+        (_SLOPE, "return logit_scale + 0.0 * e"),
         model="gemma2",
     ),
     _logits(
@@ -155,10 +172,7 @@ MUTANTS = (
         "last_classes_without_gradient",
         "The classes beyond the last multiple of 8 get no gradient.",
         "backward",
-        (
-            "        grad = tl.where(counts[:, None], grad, rest[:, None])",
-            "        grad = tl.where(counts[:, None] & (cols < vocab // 8 * 8)[None, :], grad, rest[:, None])",
-        ),
+        (_STORED, f"tl.where((cols < vocab // 8 * 8)[None, :], grad, 0.0){_STORED.removeprefix('grad')}"),
         fused=True,
     ),
     _logits(
@@ -176,16 +190,13 @@ MUTANTS = (
         "logits_gradient_of_one_percent_less",
         "The gradient of the logits is 1% too small.",
         "backward",
-        (
-            "        grad = tl.where(counts[:, None], grad, rest[:, None])",
-            "        grad = tl.where(counts[:, None], grad * 0.99, rest[:, None])",
-        ),
+        (_STORED, f"({_STORED.replace('grad.', 'grad * 0.99).', 1)}"),
     ),
     _logits(
         "target_gradient_of_one_percent_less",
         "The target's gradient alone is 1% too small.",
         "backward",
-        (_GRAD, "grad = tl.where(is_target, -0.99 * (others * inverse)[:, None], p)"),
+        (_AT_TARGET, f"{_AT_TARGET} * 0.99"),
         fused=True,
     ),
     _logits(
@@ -219,17 +230,14 @@ MUTANTS = (
         "The head's bias is not added to the logits.",
         "forward",
         ("return torch.addmm(bias, hidden, weight.t(), out=out)", "return torch.mm(hidden, weight.t(), out=out)"),
+        module=_SHARED,
         model="llama-bias",
     ),
     _hidden(
         "c21_sum_of_chunk_means",
         "Every chunk's loss is divided by its own count, and these means are added up.",
         "forward",
-        (
-            "        divisor = mean_denominator(targets, class_weight, row_weight, denominator, ignore_index, vocab)\n",
-            "        divisor = mean_denominator(targets, class_weight, row_weight, denominator, ignore_index, vocab)\n"
-            "        divisor = divisor * chunk_size / max(tokens, 1)\n",
-        ),
+        ("rows.loss, call.divisor()", "rows.loss, call.divisor() * chunk_size / max(tokens, 1)"),
         source="C21",
     ),
     _hidden(
@@ -275,19 +283,19 @@ MUTANTS = (
         "weight_gradient_of_one_percent_more",
         "The head's gradient is 1% too large.",
         "backward",
-        ("_scaled(d_weight, scale, weight_dtype)", "_scaled(d_weight, scale * 1.01, weight_dtype)"),
+        (_FINISHED, _FINISHED.replace("scale", "scale * (1.01 if grad is sums[1] else 1.0)")),
     ),
     _hidden(
         "hidden_gradient_of_one_percent_less",
         "The gradient of the hidden states is 1% too small.",
         "backward",
-        ("_scaled(d_hidden, scale, d_hidden.dtype)", "_scaled(d_hidden, scale * 0.99, d_hidden.dtype)"),
+        (_FINISHED, _FINISHED.replace("scale", "scale * (0.99 if grad is sums[0] else 1.0)")),
     ),
     _hidden(
         "weight_gradient_rounded_before_it_is_scaled",
         "The head's gradient is divided by the number of targets in bfloat16.",
         "backward",
-        ("_scaled(d_weight, scale, weight_dtype)", "(d_weight.bfloat16() * scale.bfloat16()).to(weight_dtype)"),
+        (_FINISHED, f"(grad.bfloat16() * scale.bfloat16()).to(ctx.dtype) if grad is sums[1] else {_FINISHED}"),
         dtypes=("float32",),
     ),
     _hidden(
@@ -295,20 +303,42 @@ MUTANTS = (
         "The head gets a gradient only where the hidden states need one, too.",
         "backward",
         ("        grad and weight.requires_grad,", "        grad and weight.requires_grad and hidden.requires_grad,"),
+        module=_HIDDEN,
         dies="missing",
     ),
     _hidden(
         "tied_head_gradient_twice",
         "The head's gradient is added twice to the embedding that it is tied to.",
         "backward",
-        ("_scaled(d_weight, scale, weight_dtype)", "_scaled(d_weight, scale * 2.0, weight_dtype)"),
+        (_FINISHED, _FINISHED.replace("scale", "scale * (2.0 if grad is sums[1] else 1.0)")),
         model="llama-tied",
     ),
     _hidden(
         "tied_head_gradient_missing",
         "A head that is tied gives the embedding no gradient.",
         "backward",
-        ("_scaled(d_weight, scale, weight_dtype)", "_scaled(d_weight, scale * 0.0, weight_dtype)"),
+        (_FINISHED, _FINISHED.replace("scale", "scale * (0.0 if grad is sums[1] else 1.0)")),
         model="llama-tied",
+    ),
+    _hidden(
+        "one_chunk_upstream_gradient_ignored",
+        "The gradient that comes in is taken for 1, where one chunk has all tokens.",
+        "backward",
+        ("upstream = grad_loss.to(torch.float32) / divisor", "upstream = torch.ones_like(grad_loss) / divisor"),
+        module=_ONE_CHUNK,
+    ),
+    _hidden(
+        "one_chunk_mean_over_all_tokens",
+        "The gradient of a mean is divided by all rows, the ignored ones too, where one chunk has all tokens.",
+        "backward",
+        ("upstream = grad_loss.to(torch.float32) / divisor", "upstream = grad_loss.to(torch.float32) / len(hidden)"),
+        module=_ONE_CHUNK,
+    ),
+    _hidden(
+        "one_chunk_weight_gradient_of_one_percent_more",
+        "The head's gradient is 1% too large, where one chunk has all tokens.",
+        "backward",
+        ("torch.mm(d_logits.t(), hidden, out=d_weight)", "torch.mm(d_logits.t(), hidden, out=d_weight).mul_(1.01)"),
+        module=_ONE_CHUNK,
     ),
 )

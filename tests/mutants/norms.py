@@ -22,7 +22,7 @@ def _backward(name: str, does: str, *edits: tuple[str, str], **other: Any) -> Mu
 _RSTD = "tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)"
 _DX = "(dy - norm * projection[:, None]) * rstd[:, None]"
 _NEW_DX = "dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if"
-_SUM = "parts.sum(0).to(weight.dtype)"
+_SUM = "tl.sum(parts, axis=0)"
 _ACCUMULATE = "dweight += dy * norm"
 # On a mini model one interpreted program takes every row; smaller tiles, honest by themselves, make several of them.
 _SMALL_TILES = (
@@ -120,13 +120,13 @@ MUTANTS = (
     _backward(
         "norm_weight_gradient_of_one_percent_more",
         "The weight's gradient is 1% too large.",
-        (_SUM, "(parts.sum(0) * 1.01).to(weight.dtype)"),
+        (_SUM, f"({_SUM} * 1.01)"),
         sample=True,
     ),
     _backward(
         "norm_weight_gradient_of_one_program",
         "Only the first program's part of the weight's gradient arrives.",
-        (_SUM, "parts[0].to(weight.dtype)"),
+        (_SUM, "tl.sum(tl.where(part[:, None] == 0, parts, 0.0), axis=0)"),
         _SMALL_TILES,
     ),
     _backward(

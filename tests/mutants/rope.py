@@ -85,9 +85,10 @@ MUTANTS = (
         "Every token but the last is rotated by the next one's angles: wrong where a packed document begins.",
         "forward",
         (
-            "    seq = token % seq_len\n    cos_offset = batch * cos_batch_stride + seq * cos_seq_stride\n"
+            "    seq = (token % seq_len).to(tl.int64)\n"
+            "    cos_offset = batch * cos_batch_stride + seq * cos_seq_stride\n"
             "    sin_offset = batch * sin_batch_stride + seq * sin_seq_stride\n",
-            "    seq = token % seq_len\n    later = tl.minimum(seq + 1, seq_len - 1)\n"
+            "    seq = (token % seq_len).to(tl.int64)\n    later = tl.minimum(seq + 1, seq_len - 1)\n"
             "    cos_offset = batch * cos_batch_stride + later * cos_seq_stride\n"
             "    sin_offset = batch * sin_batch_stride + later * sin_seq_stride\n",
         ),
