@@ -86,7 +86,7 @@ def test_the_specified_numbers(case, mode, device):
     ids=["plain", "all options"],
 )
 def test_kernels_and_fused_loss(case, mode, reduction, options, device):
-    """float32 kernels and the fused loss, in chunks, against the float64 reference: values and gradients."""
+    """float32 kernels and the fused loss, in every schedule, against the float64 reference: values and gradients."""
     options = {name: value.to(device) if name == "class_weight" else value for name, value in options.items()}
     found, rows = packed(case, mode, device, class_weight=options.get("class_weight"))
     targets = found.shift_labels.flatten()
@@ -104,6 +104,7 @@ def test_kernels_and_fused_loss(case, mode, reduction, options, device):
     for function, reference, leaves, more in (
         (cross_entropy, cross_entropy_ref, (hidden,), {}),
         (linear_cross_entropy, linear_cross_entropy_ref, (hidden, weight), {"chunk_size": 4}),
+        (linear_cross_entropy, linear_cross_entropy_ref, (hidden, weight), {"memory": "fast"}),
     ):
         ours = run(function, torch.float32, *leaves, **more)
         own = run(reference, torch.float32, *leaves)
