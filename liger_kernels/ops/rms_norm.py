@@ -243,7 +243,7 @@ class RMSNormFunction(torch.autograd.Function):
             STAGES=_stages(shape["ROWS"] * shape["BLOCK"]),
             **shape,
         )
-        if dweight is not None:
+        if dweight is not None and parts is not None:
             _sum_parts(parts, dweight)
         return dx, dweight, None, None
 

@@ -112,8 +112,9 @@ class Case:
         from datasets import Dataset
 
         if self.trainer == "Trainer":
-            from transformers import Trainer as trainer
-            from transformers import TrainingArguments as config
+            import transformers
+
+            trainer, config = transformers.Trainer, transformers.TrainingArguments
         else:
             trainer, config = find(self.trainer), find(self.config_name)
         wanted = {**COMMON, **self.options, **options, "output_dir": str(output)}
@@ -161,14 +162,14 @@ def _metrics_of_logits(prediction: Any) -> dict[str, float]:
 
 
 def _completion_only() -> dict[str, Any]:
-    from trl import DataCollatorForCompletionOnlyLM
+    from trl import DataCollatorForCompletionOnlyLM  # type: ignore[attr-defined]  # the newest has none
 
     ids = material.tokenizer()(material.ANSWER)["input_ids"]
     return {"data_collator": DataCollatorForCompletionOnlyLM(ids, tokenizer=material.tokenizer())}
 
 
 def _completion_only_padding_free() -> dict[str, Any]:
-    from trl import DataCollatorForCompletionOnlyLM
+    from trl import DataCollatorForCompletionOnlyLM  # type: ignore[attr-defined]  # the newest has none
 
     if not takes(DataCollatorForCompletionOnlyLM, "padding_free"):
         raise ImportError("no padding_free in DataCollatorForCompletionOnlyLM")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,7 +39,7 @@ class Record:
     patched: list[dict[str, float]] = field(default_factory=list)
     replicas: int = 0
     statistics: list[dict[str, Any]] = field(default_factory=list)
-    failures: list[tuple[str, ...]] = field(default_factory=list)
+    failures: Sequence[tuple[str, ...]] = field(default_factory=list)
     census: dict[str, int] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
     head: str = ""
