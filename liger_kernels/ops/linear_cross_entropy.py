@@ -179,7 +179,8 @@ def linear_cross_entropy(
             forward and backward, which take the fewest operations (float16: as "balanced"). "balanced" holds those of
             2048 tokens, or of 4096 for a hidden size below 2048. By default "fast" for at most 2 * hidden size + that
             many tokens in bfloat16, for at most that many in float32, and else "balanced"; so it is in a program that
-            ``torch.compile`` compiles, where "fast" costs a copy of the logits. Not together with ``chunk_size``.
+            ``torch.compile`` compiles, where "fast" costs a copy of the logits. Without gradients nothing is kept, so
+            always as "balanced". Not together with ``chunk_size``.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), 0-d or [tokens] for "none"; with ``extras`` a
@@ -222,6 +223,11 @@ def linear_cross_entropy(
             **options._asdict(),
         )
     grad = torch.is_grad_enabled()
+    needs = (
+        grad and hidden.requires_grad,
+        grad and weight.requires_grad,
+        grad and bias is not None and bias.requires_grad,
+    )
     targets = targets.contiguous()
     call = Call(
         hidden,
@@ -234,11 +240,9 @@ def linear_cross_entropy(
         *options,
         reduction,
         " ".join(extras),
-        grad and hidden.requires_grad,
-        grad and weight.requires_grad,
-        grad and bias is not None and bias.requires_grad,
+        *needs,
     )
-    if one_chunk:
+    if one_chunk and any(needs):  # else there is nothing to keep logits for
         out = _linear_one_chunk.forward_op(*call)
     else:
         out = _linear_token_chunks.forward_op(*call, chunk_size, current_observer() is not None)
