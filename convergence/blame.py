@@ -289,7 +289,7 @@ class _Search:
         parts = self.of(kernel)
         paths = list(dict.fromkeys(part.path for part in parts))
         if "cross_entropy" in kernel or paths == [""]:  # a head and its model are one; a model's output is its loss
-            return [(next(filter(None, paths), "the model itself"), _pass(self.rerun(parts).forward))]
+            return [(next(filter(None, paths), "the model itself"), _pass(self.loss_is_off(parts)))]
         runs = {path: self.rerun([part for part in parts if part.path == path]) for path in paths}
         found = [path for path in paths if runs[path].shown.fails]
         if not found:
@@ -303,6 +303,15 @@ class _Search:
             names = ", ".join(found)
             return [(f"{names} and others of {len(paths)}", _pass("forward" in which.values()))]
         return list(which.items())
+
+    def loss_is_off(self, parts: Collection[Part]) -> bool:
+        """Whether ``parts`` make the loss wrong. The steps that show a failure best may show it in gradients only."""
+        if self.rerun(parts).forward:
+            return True
+        chosen, self.only = self.only, frozenset([*(step.name for step in self.run.steps), DECODING])
+        forward = self.only != chosen and self.rerun(parts).forward
+        self.only = chosen
+        return forward
 
     def outputs_off(self, parts: Collection[Part]) -> set[str]:
         """The paths of those modules whose output, on what an unpatched model feeds them, is off."""
