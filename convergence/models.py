@@ -109,10 +109,7 @@ def initialise(model: Any, seed: int) -> None:
 
 _GEMMA = ("rms_norm", "rope", "geglu")
 _ROWS = (
-    MiniModel("llama-untied", "LlamaForCausalLM"),
-    MiniModel("llama-tied", "LlamaForCausalLM", overrides={"tie_word_embeddings": True}),
-    MiniModel("llama-bias", "LlamaForCausalLM", head_bias=True),
-    MiniModel("gemma", "GemmaForCausalLM", _GEMMA, {"head_dim": 12, "tie_word_embeddings": True}),
+    # Those that take longest come first, so that workers which share them out finish together.
     MiniModel(
         "gemma2",
         "Gemma2ForCausalLM",
@@ -133,10 +130,6 @@ _ROWS = (
         _GEMMA,
         {**_ALTERNATING, **_NORMED_HEADS, "query_pre_attn_scalar": 60, "tie_word_embeddings": True},
     ),
-    MiniModel("mistral", "MistralForCausalLM"),
-    MiniModel("qwen2", "Qwen2ForCausalLM"),
-    MiniModel("qwen3", "Qwen3ForCausalLM", overrides=_NORMED_HEADS),
-    MiniModel("phi3", "Phi3ForCausalLM"),
     MiniModel(
         "mixtral",
         "MixtralForCausalLM",
@@ -144,6 +137,14 @@ _ROWS = (
         kernels=("rms_norm", "rope"),  # its experts are one tensor, no module to recognise
         overrides={"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
     ),
+    MiniModel("llama-untied", "LlamaForCausalLM"),
+    MiniModel("llama-tied", "LlamaForCausalLM", overrides={"tie_word_embeddings": True}),
+    MiniModel("llama-bias", "LlamaForCausalLM", head_bias=True),
+    MiniModel("gemma", "GemmaForCausalLM", _GEMMA, {"head_dim": 12, "tie_word_embeddings": True}),
+    MiniModel("mistral", "MistralForCausalLM"),
+    MiniModel("qwen2", "Qwen2ForCausalLM"),
+    MiniModel("qwen3", "Qwen3ForCausalLM", overrides=_NORMED_HEADS),
+    MiniModel("phi3", "Phi3ForCausalLM"),
 )
 MODELS = {row.name: row for row in _ROWS}
 CORE = ("llama", "gemma", "gemma2", "gemma3")

@@ -165,9 +165,9 @@ def signature_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return signature, constants, attributes, options
 
 
-def compile_all(*names: str) -> None:
-    """In the subprocess: compile what the cases of ``names`` launch; print a JSON list of one record per program and
-    target."""
+def compile_all(name: str, *targets: str) -> None:
+    """In the subprocess: compile for ``targets`` what the cases of ``name`` launch; print a JSON list of one record per
+    program and target."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -181,28 +181,28 @@ def compile_all(*names: str) -> None:
     def compile_instead(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
         signature, constants, attributes, options = signature_of(kernel, args, kwargs)
         shown = {kernel.arg_names[i]: value for (i,), value in constants.items()}
-        for name, (backend, architecture, warp_size, limit) in TARGETS.items():
+        for target in targets:
+            backend, architecture, warp_size, limit = TARGETS[target]
             what = f"{kernel.__name__} {signature} {shown} {attributes} {options}"
-            if f"{name} {what}" in records:
+            if f"{target} {what}" in records:
                 continue
             source = ASTSource(kernel, signature, constants, attributes)
-            record = {"target": name, "kernel": kernel.__name__, "what": what, "limit": limit, "error": None}
-            records[f"{name} {what}"] = record
+            record = {"target": target, "kernel": kernel.__name__, "what": what, "limit": limit, "error": None}
+            records[f"{target} {what}"] = record
             try:
                 compiled = triton.compile(source, target=GPUTarget(backend, architecture, warp_size), options=options)
             except Exception as error:
                 record["error"] = f"{type(error).__name__}: {error}"
             else:
                 record["shared"] = compiled.metadata.shared
-                record["ttir"] = compiled.asm["ttir"] if name == "sm_90" else None
+                record["ttir"] = compiled.asm["ttir"] if target == "sm_90" else None
 
     for module in op_modules():
         if hasattr(module, "launch"):
             module.launch = compile_instead
         if hasattr(module, "use_triton"):
             module.use_triton = lambda x, **_: True
-    for name in names:
-        CASES[name]()
+    CASES[name]()
     json.dump(list(records.values()), sys.stdout)
 
 
@@ -249,9 +249,15 @@ def in_subprocess(cache: Path, *what: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """``compiled(name)``: the records of one name in :data:`CASES`."""
-    return functools.cache(lambda name: in_subprocess(tmp_path_factory.mktemp("triton"), "compile_all", name))
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], list[dict[str, Any]]]:
+    """``compiled(name)``: the records of one name in :data:`CASES`, for sm_90 and for what the chosen tests ask for."""
+    mine = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    parameters = [item.callspec.params for item in mine if hasattr(item, "callspec")]
+    asked = {"sm_90"} | {chosen["target"] for chosen in parameters if "target" in chosen}
+    targets = [target for target in TARGETS if target in asked]
+    return functools.cache(lambda name: in_subprocess(tmp_path_factory.mktemp("triton"), "compile_all", name, *targets))
 
 
 @pytest.fixture(params=CASES)

@@ -60,6 +60,7 @@ MUTANTS = (
             "rows, dy_rows = as_rows(x), as_rows(dy)\n        n_rows, hidden = rows.shape",
             "rows, dy_rows = as_rows(x), as_rows(dy)\n        n_rows, hidden = x.shape[:2]",
         ),
+        dies="raised",
         source="N7",
     ),
     _forward(

@@ -1,0 +1,127 @@
+"""Triton's interpreter, which runs the kernels on a CPU: one repair, and what makes it faster.
+
+Imported only where ``TRITON_INTERPRET=1`` is set. It replaces functions of Triton's in this process.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.language import semantic
+from triton.runtime import interpreter
+
+
+def repair_bfloat16() -> None:
+    """Make Triton's interpreter convert between float32 and bfloat16 as every device does.
+
+    Triton (3.6, 3.7) truncates where it should round to nearest: twice the error, and all of it towards zero, which
+    moves gradients by parts of 1000 in one direction. The way back gets subnormal numbers wrong.
+    """
+    convert = interpreter._convert_float
+
+    def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source, target) == (tl.float32, tl.bfloat16) and rounding != interpreter._ir.ROUNDING_MODE.RTZ:
+            return torch.from_numpy(np.array(data)).to(torch.bfloat16).view(torch.uint16).numpy()
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return torch.from_numpy(np.array(data)).view(torch.bfloat16).to(torch.float32).numpy()
+        return convert(data, source, target, rounding)
+
+    interpreter._convert_float = convert_float
+
+
+def hurry() -> None:
+    """Spare Triton's interpreter repeated work. It replaces the built-in functions of ``triton.language``
+    when a kernel is launched, and again at every call of a device function, each time looking for them in everything
+    that the modules hold; it writes a table of NumPy's dtypes each time it looks one up; and it describes the shape of
+    every result anew, and compares it with others length by length."""
+    patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[int] = set()
+    replacements: dict[tuple[str, ...], list[tuple[Any, str, Any]]] = {}
+
+    @functools.cache
+    def functions(owner: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(owner) if inspect.isfunction(member)]
+
+    def patch_builtin(owner: Any, *others: Any) -> None:
+        for name in functions(owner):
+            member = getattr(owner, name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(owner, name, member, *others)
+
+    def patch_once(fn: Any) -> Any:
+        if id(fn.__globals__) in patched:
+            return None  # only a launch reads what is returned, and a launch is always the first
+        is_launch = not patched
+        patched.add(id(fn.__globals__))
+        languages = tuple(name for name, value in fn.__globals__.items() if value is tl or value is tl.core)
+        if not is_launch or languages not in replacements:
+            scope = patch(fn)
+            if is_launch and scope is not None:  # Triton 3.3 takes nothing back, and returns None
+                replacements[languages] = [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
+            return scope
+        scope = interpreter._LangPatchScope()
+        for replacement in replacements[languages]:
+            scope.set_attr(*replacement)
+        return scope
+
+    def run_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            patched.clear()
+
+    look_up, known = interpreter._get_np_dtype, {}
+
+    def get_np_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = look_up(dtype)
+        return known[name]
+
+    # Every result of every operation is a tensor with a type of its own: a quarter of the time went into their shapes.
+    block_type, tensor, types, shapes = tl.core.block_type, tl.core.tensor, {}, {}
+    init_type, init_tensor = block_type.__init__, tensor.__init__
+
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(element_ty) is not tl.core.dtype:  # a pointer's name does not say all about it
+            init_type(self, element_ty, shape)
+            return
+        key = (element_ty.name, *(getattr(length, "value", length) for length in shape))
+        if key not in types:
+            init_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key])
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        key = (*type.shape,) if type.is_block() else ()
+        if key not in shapes:
+            init_tensor(self, handle, type)
+            shapes[key] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = shapes[key]
+
+    # Operands mostly have one shape, which is then one object, and one dtype: nothing to broadcast, nothing to cast.
+    owner: Any = getattr(semantic, "TritonSemantic", semantic)  # functions of a module in Triton 3.3
+    broadcast, first = owner.broadcast_impl_value, int(owner is not semantic)
+
+    def broadcast_other_shapes(*args: Any) -> Any:
+        lhs, rhs = args[first], args[first + 1]
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(*args)
+
+    cast = owner.cast
+
+    def cast_other_dtypes(*args: Any, **kwargs: Any) -> Any:
+        x, dtype = args[first], args[first + 1]
+        return x if type(dtype) is tl.core.dtype and dtype.name == x.dtype.name else cast(*args, **kwargs)
+
+    owner.broadcast_impl_value, owner.cast = broadcast_other_shapes, cast_other_dtypes
+    block_type.__init__, tensor.__init__ = init_block_type, init
+    interpreter._get_np_dtype = get_np_dtype
+    interpreter._patch_builtin, interpreter._patch_lang = patch_builtin, patch_once
+    interpreter.GridExecutor.__call__ = run_kernel
