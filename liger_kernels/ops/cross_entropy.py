@@ -181,13 +181,24 @@ def _scaled_logits_slope(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr, PRE
 
 
 @triton.jit
-def _load_target(targets_ptr, row, row_mask, ignore_index, vocab):
-    """The rows' targets (-1 where there is none), whether a row counts, and whether its target is out of range."""
+def _load_target(targets_ptr, row, row_mask, ignore_index, vocab, first, classes):
+    """The rows' targets (-1 where there is none), whether a row counts, and whether its target is out of range; then
+    the target's column and whether it is one of the ``vocab`` columns. They are all classes, or those from ``first`` on
+    of ``classes``."""
     target = tl.load(targets_ptr + row, mask=row_mask, other=ignore_index).to(tl.int64)
     ignored = target == ignore_index
-    in_range = (target >= 0) & (target < vocab)
+    known = vocab
+    if classes is not None:
+        known = classes
+    in_range = (target >= 0) & (target < known)
     counts = in_range & (ignored == 0)
-    return tl.where(counts, target, -1).to(tl.int32), counts, (in_range == 0) & (ignored == 0)
+    target = tl.where(counts, target, -1).to(tl.int32)
+    column = target
+    here = counts
+    if first is not None:
+        column = target - first
+        here = counts & (column >= 0) & (column < vocab)
+    return target, counts, (in_range == 0) & (ignored == 0), column, here
 
 
 @triton.jit
@@ -198,6 +209,7 @@ def _store_grad(
     weight_sum,
     row_mask,
     target,
+    column,
     counts,
     invalid,
     upstream,
@@ -215,7 +227,8 @@ def _store_grad(
     BLOCK: tl.constexpr,
 ):
     """Write upstream * dloss/dx for a tile of rows. The blocks run from last to first: after the forward's pass over
-    the same rows the last blocks are still in the cache. ``grad_rows`` may be ``logits_rows``."""
+    the same rows the last blocks are still in the cache. ``grad_rows`` may be ``logits_rows``; ``column`` is where the
+    target's logit would be in them."""
     if weight_ptr is None:
         true_weight = tl.full(target.shape, 1.0, tl.float32)
     else:
@@ -233,7 +246,7 @@ def _store_grad(
         x = tl.load(logits_rows[:, None] + cols[None, :], mask=mask & counts[:, None], other=0.0).to(tl.float32)
         z = _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP, PRECISE)
         p = _exp(z - row_max[:, None], PRECISE) * inverse[:, None]
-        is_target = cols[None, :] == target[:, None]
+        is_target = cols[None, :] == column[:, None]
         # p - 1 at the target from the other classes' sum: subtracting would cancel.
         grad = tl.where(is_target, -(others * inverse)[:, None], p) * true_weight[:, None] + z_loss_slope[:, None] * p
         if SMOOTHING:
@@ -265,6 +278,10 @@ def _cross_entropy_fwd_kernel(
     grad_ptr,
     grad_stride,
     grad_scale_ptr,
+    carry_ptr,
+    carry_stride,
+    first,
+    classes,
     n_rows,
     vocab,
     ignore_index,
@@ -285,10 +302,16 @@ def _cross_entropy_fwd_kernel(
 
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < n_rows
-    target, counts, invalid = _load_target(targets_ptr, row, row_mask, ignore_index, vocab)
+    target, counts, invalid, column, here = _load_target(
+        targets_ptr, row, row_mask, ignore_index, vocab, first, classes
+    )
     logits_rows = logits_ptr + row * logits_stride
-    x_target = tl.load(logits_rows + target, mask=counts, other=0.0).to(tl.float32)
+    x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
     z_target = _scaled_logits(x_target, logit_scale, softcap, HAS_SOFTCAP, PRECISE)
+    carry_rows = row
+    if carry_ptr is not None:
+        carry_rows = carry_ptr + row
+        z_target = tl.where(here, z_target, tl.load(carry_rows, mask=row_mask, other=0.0))
     finite_z_target = tl.where(z_target > float("-inf"), z_target, 0.0)
 
     # Ignored rows are read only if something is reported about them.
@@ -302,6 +325,18 @@ def _cross_entropy_fwd_kernel(
     distance = tl.zeros((ROWS, BLOCK), tl.float32)  # sum of exp(z - max) * (z - max), for the entropy
     smooth = tl.zeros((ROWS,), tl.float32)  # sum of w_c * (z_c - z_target), for label smoothing
     predicted = tl.zeros((ROWS,), tl.int32)
+    first_class = 0
+    if carry_ptr is not None:  # the classes before these
+        first_class = first
+        lane = (tl.arange(0, BLOCK) == 0)[None, :]
+        row_max = tl.load(carry_rows + carry_stride, mask=row_mask, other=float("-inf"))
+        before = tl.load(carry_rows + carry_stride + carry_stride, mask=row_mask, other=0.0)
+        others = tl.where(lane, before[:, None], others)
+        if entropy_ptr is not None:
+            before = tl.load(carry_rows + carry_stride + carry_stride + carry_stride, mask=row_mask, other=0.0)
+            distance = tl.where(lane, before[:, None], distance)
+        if predicted_ptr is not None:
+            predicted = tl.load(predicted_ptr + row, mask=row_mask, other=0).to(tl.int32)
     for start in range(0, vocab, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         in_row = cols < vocab
@@ -312,12 +347,12 @@ def _cross_entropy_fwd_kernel(
             block_max = tl.max(z, 1)
         else:
             block_max, where_max = tl.max(z, 1, return_indices=True)
-            predicted = tl.where(block_max > row_max, start + where_max, predicted)
+            predicted = tl.where(block_max > row_max, first_class + start + where_max, predicted)
         new_max = tl.maximum(row_max, block_max)
         shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
         decay = _exp(row_max - shift, PRECISE)
         away = z - shift[:, None]
-        e = tl.where(cols[None, :] == target[:, None], 0.0, _exp(away, PRECISE))
+        e = tl.where(cols[None, :] == column[:, None], 0.0, _exp(away, PRECISE))
         if entropy_ptr is not None:
             moved = tl.where(row_max > float("-inf"), row_max - shift, 0.0)
             distance = (distance + moved[:, None] * others) * decay[:, None]
@@ -330,8 +365,15 @@ def _cross_entropy_fwd_kernel(
             smooth += tl.sum(lower, 1)
         row_max = new_max
 
-    row_max = tl.where(row_max > float("-inf"), row_max, 0.0)
     others = tl.sum(others, 1)
+    if carry_ptr is not None:
+        tl.store(carry_rows, z_target, mask=row_mask)
+        tl.store(carry_rows + carry_stride, row_max, mask=row_mask)
+        tl.store(carry_rows + carry_stride + carry_stride, others, mask=row_mask)
+        if entropy_ptr is not None:
+            sum_of_distance = tl.sum(distance, 1)
+            tl.store(carry_rows + carry_stride + carry_stride + carry_stride, sum_of_distance, mask=row_mask)
+    row_max = tl.where(row_max > float("-inf"), row_max, 0.0)
     e_target = tl.where(counts, _exp(z_target - row_max, PRECISE), 0.0)
     total = tl.where(read, others + e_target, 1.0)
     log_total = tl.log(total)
@@ -380,6 +422,7 @@ def _cross_entropy_fwd_kernel(
             weight_sum,
             row_mask,
             target,
+            column,
             counts,
             invalid,
             upstream,
@@ -412,6 +455,8 @@ def _cross_entropy_bwd_kernel(
     upstream_ptr,
     upstream_stride,
     unless_one_ptr,
+    first,
+    classes,
     n_rows,
     vocab,
     ignore_index,
@@ -435,7 +480,7 @@ def _cross_entropy_bwd_kernel(
 
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < n_rows
-    target, counts, invalid = _load_target(targets_ptr, row, row_mask, ignore_index, vocab)
+    target, counts, invalid, column, _ = _load_target(targets_ptr, row, row_mask, ignore_index, vocab, first, classes)
     weight_sum = tl.full((), vocab, tl.float32)
     if weight_sum_ptr is not None:
         weight_sum = tl.load(weight_sum_ptr)
@@ -447,6 +492,7 @@ def _cross_entropy_bwd_kernel(
         weight_sum,
         row_mask,
         target,
+        column,
         counts,
         invalid,
         tl.load(upstream_ptr + row * upstream_stride, mask=row_mask, other=0.0).to(tl.float32),
@@ -493,6 +539,21 @@ class Rows(NamedTuple):
         return Rows(*(None if t is None else t[..., start:stop] for t in self))  # type: ignore[arg-type]
 
 
+class Slab(NamedTuple):
+    """Where a head's logits are those of some of its classes only. Not for label smoothing.
+
+    Attributes:
+        first: the class of the first column.
+        classes: how many there are in all.
+        carry: float32 [4, tokens], what the forward knows of the classes before: the target's z, the maximum, and the
+            sums of exp(z - maximum) and of exp(z - maximum) * (z - maximum) without the target's.
+    """
+
+    first: int
+    classes: int
+    carry: torch.Tensor | None = None
+
+
 def _launch_shape(tokens: int, vocab: int) -> dict[str, int]:
     """Launch choices: 16 elements a lane; several rows a program when a row is small; one row in a wide program when
     it is large, so that few enough rows are in flight for the second pass to find them in the L2 cache."""
@@ -517,9 +578,10 @@ def forward_rows(
     rows: Rows,
     grad: torch.Tensor | None = None,
     grad_scale: torch.Tensor | None = None,
+    slab: Slab | None = None,
 ) -> None:
-    """Fill ``rows``; ``grad``, which may be ``logits``, gets ``grad_scale`` (0-d, default 1) * dloss/dlogits.
-    ``row_weight`` is float32 [tokens] and contiguous."""
+    """Fill ``rows``, with a ``slab`` from the classes up to its last one; ``grad``, which may be ``logits``, gets
+    ``grad_scale`` (0-d, default 1) * dloss/dlogits. ``row_weight`` is float32 [tokens] and contiguous."""
     tokens, vocab = logits.shape
     shape = _launch_shape(tokens, vocab)
     launch(
@@ -541,6 +603,10 @@ def forward_rows(
         grad,
         0 if grad is None else grad.stride(0),
         grad_scale,
+        None if slab is None else slab.carry,
+        0 if slab is None or slab.carry is None else slab.carry.stride(0),
+        None if slab is None else slab.first,
+        None if slab is None else slab.classes,
         tokens,
         vocab,
         options.ignore_index,
@@ -566,6 +632,7 @@ def backward_rows(
     upstream: torch.Tensor,
     grad: torch.Tensor,
     unless_one: torch.Tensor | None = None,
+    slab: Slab | None = None,
 ) -> None:
     """Write upstream * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is 0-d or [tokens]. Where
     ``unless_one`` (0-d) is 1, ``grad`` is left as it is: only the device knows, and nobody waits for it."""
@@ -587,6 +654,8 @@ def backward_rows(
         upstream,
         upstream.stride(0) if upstream.dim() else 0,
         unless_one,
+        None if slab is None else slab.first,
+        None if slab is None else slab.classes,
         tokens,
         vocab,
         options.ignore_index,
