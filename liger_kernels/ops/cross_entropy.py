@@ -246,6 +246,7 @@ def _store_grad(
     z_target = _scaled_logits(x_target, logit_scale, softcap, HAS_SOFTCAP, PRECISE)
     p_target = _exp(z_target - row_max, PRECISE) * inverse
     at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream
+    tl.debug_barrier()  # over logits, every lane has read its target's before any lane overwrites it
     n_blocks = tl.cdiv(vocab, BLOCK)
     for i in tl.range(0, n_blocks, num_stages=STAGES):
         cols = (n_blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
@@ -436,7 +437,6 @@ def _cross_entropy_fwd_kernel(
         tl.store(predicted_ptr + row, predicted.to(tl.int64), mask=row_mask)
 
     if grad_ptr is not None:
-        tl.debug_barrier()  # over logits, every lane has read its target's before any lane overwrites it
         upstream = row_weight
         if grad_scale_ptr is not None:
             upstream *= tl.load(grad_scale_ptr)
