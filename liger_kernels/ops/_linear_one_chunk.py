@@ -34,31 +34,24 @@ from liger_kernels.ops.cross_entropy import backward_rows, forward_rows
     schema=f"({ARGUMENTS}) -> ({', '.join(['Tensor'] * 7)})",
 )
 def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
-    """loss, log_probs, entropy, predicted, divisor, stats, logits; the last two only where a gradient is needed.
-
-    ``logits`` are [tokens, vocab with padding].
-    """
+    """loss, log_probs, entropy, predicted, divisor, stats, logits [tokens, vocab with padding]."""
     call = Call(*arguments)
-    keep, device = any(call.needs), call.hidden.device
-    rows = call.rows(stats=keep)
+    rows = call.rows(stats=True)
     buffer = logits_buffer(call.hidden, call.weight, len(call.hidden))
     logits = logits_of(call.hidden, call.weight, call.bias, buffer)
     forward_rows(logits, call.targets, call.class_weight, call.row_weight, call.options, rows)
     loss, divisor = rows.loss, call.divisor()
     if call.reduction != "none":
         loss = loss.sum() / divisor
-    kept = present(buffer if keep else None, device, buffer.dtype)
-    return loss, *beside(rows), divisor, present(rows.stats, device), kept
+    return loss, *beside(rows), divisor, present(rows.stats, buffer.device), buffer
 
 
 @forward_op.register_fake
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     call = Call(*arguments)
     tokens = call.hidden.shape[0]
-    kept = (3, tokens), (tokens, padded(call.weight.shape[0]))
-    stats, logits = kept if any(call.needs) else ((0,), (0,))
     new = call.hidden.new_empty
-    return *fake_rows(call), new(stats, dtype=torch.float32), new(logits)
+    return *fake_rows(call), new(3, tokens, dtype=torch.float32), new(tokens, padded(call.weight.shape[0]))
 
 
 @torch.library.custom_op("liger_kernels::linear_cross_entropy_logits", mutates_args=())

@@ -128,7 +128,7 @@ def _slab_size(hidden_size: int) -> int:
 
 
 def _schedule(
-    hidden: Tensor, label_smoothing: float, chunk_size: int | None, memory: str | None
+    hidden: Tensor, label_smoothing: float, needs_grad: bool, chunk_size: int | None, memory: str | None
 ) -> tuple[str, tuple[int, ...]]:
     """A name of :data:`MEMORY`, and the size of its chunks or slabs: from the arguments, their shape and dtype only, so
     that a result never depends on the state of the machine."""
@@ -152,6 +152,8 @@ def _schedule(
             one_chunk = tokens <= chunk
         memory = "fast" if one_chunk else "balanced"
     if hidden.dtype == torch.float16 or (memory == "small" and label_smoothing):
+        memory = "balanced"
+    if memory == "fast" and not needs_grad:  # nothing to keep logits for
         memory = "balanced"
     sizes = {"fast": (), "balanced": (chunk,), "small": (_slab_size(hidden_size),)}
     return memory, sizes[memory]
@@ -193,8 +195,8 @@ def linear_cross_entropy(
             for a hidden size below 2048. "small" holds little but the gradients, and computes the logits twice (label
             smoothing: as "balanced"). float16 is always "balanced". By default "fast" for at most 2 * hidden size +
             2048 or 4096 tokens in bfloat16, for at most 2048 or 4096 in float32, and else "balanced"; so it is in a
-            program that ``torch.compile`` compiles, where "fast" costs a copy of the logits. Not together with
-            ``chunk_size``.
+            program that ``torch.compile`` compiles, where "fast" costs a copy of the logits. Without gradients there
+            is nothing to keep logits for: "fast" is "balanced". Not together with ``chunk_size``.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), 0-d or [tokens] for "none"; with ``extras`` a
@@ -222,7 +224,13 @@ def linear_cross_entropy(
     if any(p.dtype != hidden.dtype or p.device != hidden.device for p in parameters):
         given = ", ".join(f"{t.dtype} on {t.device}" for t in (hidden, *parameters))
         raise ValueError(f"hidden, weight and bias are {given}; they must have one dtype and device: cast or move them")
-    schedule, size = _schedule(hidden, options.label_smoothing, chunk_size, memory)
+    grad = torch.is_grad_enabled()
+    needs = (
+        grad and hidden.requires_grad,
+        grad and weight.requires_grad,
+        grad and bias is not None and bias.requires_grad,
+    )
+    schedule, size = _schedule(hidden, options.label_smoothing, any(needs), chunk_size, memory)
     if not use_triton(hidden, opaque=True):
         return linear_cross_entropy_ref(
             hidden,
@@ -236,7 +244,6 @@ def linear_cross_entropy(
             extras=extras,
             **options._asdict(),
         )
-    grad = torch.is_grad_enabled()
     targets = targets.contiguous()
     call = Call(
         hidden,
@@ -249,9 +256,7 @@ def linear_cross_entropy(
         *options,
         reduction,
         " ".join(extras),
-        grad and hidden.requires_grad,
-        grad and weight.requires_grad,
-        grad and bias is not None and bias.requires_grad,
+        *needs,
     )
     if schedule == "fast":
         out = _linear_one_chunk.forward_op(*call)
