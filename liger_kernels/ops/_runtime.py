@@ -103,7 +103,7 @@ def _hurry_the_interpreter() -> None:
             known[name] = look_up(dtype)
         return known[name]
 
-    # Every result of every operation is a tensor with a type of its own: most of the time went into their shapes.
+    # Every result of every operation is a tensor with a type of its own: a quarter of the time went into their shapes.
     block_type, tensor, types, shapes = tl.core.block_type, tl.core.tensor, {}, {}
     init_type, init_tensor = block_type.__init__, tensor.__init__
 

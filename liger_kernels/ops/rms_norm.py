@@ -168,13 +168,15 @@ def _n_programs(device: torch.device) -> int:
     return 2  # the interpreter: the fewest with which partial sums are still added up
 
 
-def _sum_parts(parts: torch.Tensor, dweight: torch.Tensor) -> None:
-    """``dweight`` [hidden] = the sum of ``parts`` [n_parts, hidden]: one launch where torch needs two or three."""
+def _sum_parts(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of ``parts`` [n_parts, hidden] over its rows, in ``dtype``: one launch where torch needs two or three."""
     n_parts, hidden = parts.shape
+    dweight = torch.empty(hidden, dtype=dtype, device=parts.device)
     block = next_power_of_2(hidden) if INTERPRET else 32  # columns of a program, 128 bytes of each part
     grid = (triton.cdiv(hidden, block),)
     shape = {"PARTS": next_power_of_2(n_parts), "BLOCK": block, "num_warps": 8}
     launch(_sum_parts_kernel, grid, parts.device, parts, dweight, n_parts, hidden, **shape)
+    return dweight
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -221,9 +223,8 @@ class RMSNormFunction(torch.autograd.Function):
         shape = _launch_shape(n_rows, hidden, tile=4096 if hidden <= 2048 else 8192, per_lane=32)
         n_programs = min(_n_programs(x.device), triton.cdiv(n_rows, shape["ROWS"]))
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[0] else None
-        dweight = parts = None
+        parts = None
         if ctx.needs_input_grad[1]:
-            dweight = torch.empty_like(weight)
             parts = torch.empty((n_programs, hidden), dtype=torch.float32, device=x.device)
         launch(
             _rms_norm_bwd_kernel,
@@ -243,9 +244,7 @@ class RMSNormFunction(torch.autograd.Function):
             STAGES=_stages(shape["ROWS"] * shape["BLOCK"]),
             **shape,
         )
-        if dweight is not None and parts is not None:
-            _sum_parts(parts, dweight)
-        return dx, dweight, None, None
+        return dx, None if parts is None else _sum_parts(parts, weight.dtype), None, None
 
 
 def rms_norm(

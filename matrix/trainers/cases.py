@@ -161,20 +161,30 @@ def _metrics_of_logits(prediction: Any) -> dict[str, float]:
     }
 
 
-def _completion_only() -> dict[str, Any]:
-    from trl import DataCollatorForCompletionOnlyLM  # type: ignore[attr-defined]  # the newest has none
+def _completion_collator() -> Any:
+    """trl's, up to 0.19.
 
+    Raises:
+        ImportError: this trl has none.
+    """
+    trl = importlib.import_module("trl")
+    if not hasattr(trl, "DataCollatorForCompletionOnlyLM"):
+        raise ImportError("no DataCollatorForCompletionOnlyLM")
+    return trl.DataCollatorForCompletionOnlyLM
+
+
+def _completion_only() -> dict[str, Any]:
+    collator = _completion_collator()
     ids = material.tokenizer()(material.ANSWER)["input_ids"]
-    return {"data_collator": DataCollatorForCompletionOnlyLM(ids, tokenizer=material.tokenizer())}
+    return {"data_collator": collator(ids, tokenizer=material.tokenizer())}
 
 
 def _completion_only_padding_free() -> dict[str, Any]:
-    from trl import DataCollatorForCompletionOnlyLM  # type: ignore[attr-defined]  # the newest has none
-
-    if not takes(DataCollatorForCompletionOnlyLM, "padding_free"):
+    collator = _completion_collator()
+    if not takes(collator, "padding_free"):
         raise ImportError("no padding_free in DataCollatorForCompletionOnlyLM")
     ids = material.tokenizer()(material.ANSWER)["input_ids"]
-    return {"data_collator": DataCollatorForCompletionOnlyLM(ids, tokenizer=material.tokenizer(), padding_free=True)}
+    return {"data_collator": collator(ids, tokenizer=material.tokenizer(), padding_free=True)}
 
 
 def _length_reward(completions: list[str], **_: Any) -> list[float]:

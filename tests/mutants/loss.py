@@ -82,7 +82,11 @@ MUTANTS = (
         "c6_logits_become_their_gradient",
         "The backward writes the gradient over the logits, which the caller holds.",
         "backward",
-        ("return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)", "return logits"),
+        (
+            "        unless_one = None if grad is None else grad_loss\n"
+            "        grad = _empty_grad(logits) if grad is None else grad\n",
+            "        unless_one, grad = None, logits\n",
+        ),
         source="C6",
         dies="overwritten",
     ),

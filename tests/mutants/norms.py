@@ -61,7 +61,6 @@ MUTANTS = (
             "rows, dy_rows = as_rows(x), as_rows(dy)\n        n_rows, hidden = x.shape[:2]",
         ),
         source="N7",
-        dies="raised",
     ),
     _forward(
         "norm_ignores_eps",
