@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,14 +133,15 @@ def loss_case(rows: int, vocab: int, weights: bool = False) -> Case:
     )
 
 
-def linear_loss_case(rows: int, hidden: int, vocab: int, weights: bool = False) -> Case:
+def linear_loss_case(rows: int, hidden: int, vocab: int, weights: bool = False, memory: str | None = None) -> Case:
     def inputs(n: int) -> Tensors:
         leaves = randn(n, hidden), randn(vocab, hidden, scale=hidden**-0.5), torch.randint(vocab, (n,), device="cuda")
         return (*leaves, *(row_weights(n) if weights else ()))
 
-    ours, eager = ops.linear_cross_entropy, ops.linear_cross_entropy_ref
+    ours, eager = partial(ops.linear_cross_entropy, memory=memory), ops.linear_cross_entropy_ref
+    variant = " (row_weight)" if weights else f" ({memory})" if memory else ""
     return Case(
-        "linear_cross_entropy (row_weight)" if weights else "linear_cross_entropy",
+        f"linear_cross_entropy{variant}",
         f"{rows}x{hidden}x{vocab}",
         rows,
         inputs,
@@ -189,6 +191,11 @@ CASES = [
     linear_loss_case(8192, 4096, 128256),
     linear_loss_case(8192, 4096, 128256, weights=True),
     linear_loss_case(8192, 2048, 262144),
+    *(
+        linear_loss_case(*shape, memory=memory)
+        for shape in ((8192, 4096, 128256), (8192, 2048, 262144))
+        for memory in ("fast", "balanced", "small")
+    ),
     packing_case(1 << 20, 4096),
 ]
 

@@ -100,6 +100,8 @@ def cross_entropy_cases() -> None:
     for reduction in ("mean", "none"):
         run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, reduction=reduction, softcap=30.0)
         run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, new(32000), reduction=reduction, chunk_size=32)
+        run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, reduction=reduction, memory="small")
+    run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, extras=everything, softcap=30.0, memory="small")
 
 
 CASES: dict[str, Callable[[], None]] = {

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from convergence.tolerance import three_way, unit_roundoff
-from liger_kernels.ops import _linear_one_chunk, _linear_token_chunks, observe_logits_grad
+from liger_kernels.ops import _linear_one_chunk, _linear_token_chunks, _linear_vocabulary_slabs, observe_logits_grad
 from liger_kernels.ops import linear_cross_entropy as linear_cross_entropy_of_package
 from liger_kernels.ops._linear import TENSORS, Call
 from liger_kernels.ops._runtime import launches, reset_launches
@@ -33,7 +33,13 @@ from liger_kernels.ops.linear_cross_entropy import (
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "none")
 TOKENS, HIDDEN, VOCAB, CHUNK = 23, 12, 67, 5  # five chunks, the last one partial
-every_schedule = pytest.mark.parametrize("chunk_size", [CHUNK, TOKENS], ids=["token chunks", "one chunk"])
+SLAB = 24  # three slabs of the vocabulary, the last one partial
+many_and_one = pytest.mark.parametrize("chunk_size", [CHUNK, TOKENS], ids=["token chunks", "one chunk"])
+every_schedule = pytest.mark.parametrize(
+    "schedule",
+    [{"chunk_size": CHUNK}, {"chunk_size": TOKENS}, {"memory": "small"}],
+    ids=["token chunks", "one chunk", "vocabulary slabs"],
+)
 
 ALL: dict[str, Any] = {
     "label_smoothing": 0.2,
@@ -49,6 +55,11 @@ ALONE: dict[str, dict[str, Any]] = {
     **{name: {name: value} for name, value in ALL.items()},
     "all": ALL,
 }
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch):
+    monkeypatch.setitem(linear_cross_entropy.__globals__, "_slab_size", lambda hidden_size: SLAB)
 
 
 class Case:
@@ -108,8 +119,8 @@ class Case:
 @pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_schedule
-def test_every_option(chunk_size, dtype, options, reduction, device):
-    Case(device, dtype, reduction=reduction, **options).assert_right(chunk_size=chunk_size)
+def test_every_option(schedule, dtype, options, reduction, device):
+    Case(device, dtype, reduction=reduction, **options).assert_right(**schedule)
 
 
 @settings(derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -131,14 +142,18 @@ def test_every_option(chunk_size, dtype, options, reduction, device):
 )
 def test_options_together(device, chunk_size, **case):
     Case(device, **case).assert_right(chunk_size=chunk_size)
+    if not case["label_smoothing"] and case["dtype"] != torch.float16:  # which do not go in slabs
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(linear_cross_entropy.__globals__, "_slab_size", lambda hidden_size: 3 * chunk_size)
+            Case(device, **case).assert_right(memory="small")
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 @pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
 @every_schedule
-def test_frozen_parts(chunk_size, needs, bias, reduction, device):
-    Case(device, torch.bfloat16, bias=bias, needs=needs, reduction=reduction).assert_right(chunk_size=chunk_size)
+def test_frozen_parts(schedule, needs, bias, reduction, device):
+    Case(device, torch.bfloat16, bias=bias, needs=needs, reduction=reduction).assert_right(**schedule)
 
 
 class Spy:
@@ -204,6 +219,56 @@ def test_what_is_frozen_costs_nothing_in_one_chunk(needs, reduction, device, mon
     assert spy.allocated_like(TOKENS, HIDDEN) == [torch.bfloat16] * needs[0]
     assert spy.allocated_like(64, HIDDEN) == [torch.bfloat16] * needs[1]
     assert spy.allocated_like(64) == [torch.bfloat16] * needs[2]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
+def test_what_is_frozen_costs_nothing_in_slabs(needs, reduction, device, monkeypatch):
+    """Each slab's logits twice, in one buffer a pass; d weight written once, in its own dtype; d hidden in float32."""
+    case = Case(device, torch.bfloat16, needs=needs, reduction=reduction, vocab=64)
+    spy = Spy(monkeypatch)
+    reset_launches()
+    case.run(memory="small")
+    slabs = math.ceil(64 / SLAB)
+    assert spy.gemms == slabs * (1 + any(needs) + needs[0] + needs[1])
+    backward = {"_cross_entropy_bwd_kernel": slabs} if any(needs) else {}
+    assert launches() == {"_cross_entropy_fwd_kernel": slabs} | backward
+    assert spy.allocated_like(TOKENS, SLAB) == [torch.bfloat16] * (1 + any(needs))
+    assert spy.allocated_like(TOKENS, HIDDEN) == [torch.float32] * needs[0]
+    assert spy.allocated_like(64, HIDDEN) == [torch.bfloat16] * needs[1]
+    assert spy.allocated_like(64) == [torch.bfloat16] * needs[2]
+    assert max(math.prod(shape) for shape, _ in spy.allocated) < TOKENS * 64, "tokens x vocab was held"
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_option_together_in_slabs(dtype, reduction, device):
+    """Label smoothing alone goes in token chunks instead."""
+    options = {name: value for name, value in ALL.items() if name != "label_smoothing"}
+    Case(device, dtype, reduction=reduction, **options).assert_right(memory="small")
+    rows = Case(device, dtype, reduction=reduction, row_weight=torch.rand(TOKENS, device=device), **options)
+    rows.assert_right(memory="small")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_hidden_gradient_is_summed_in_float32_over_slabs(reduction, device):
+    """The first slab's part is so large that in bfloat16 none of the later ones, 7% together, would change it."""
+    case = Case(device, torch.bfloat16, tokens=4, hidden=2, vocab=40 * SLAB, bias=False, reduction=reduction)
+    case.targets.fill_(0)
+    case.upstream.fill_(0.7)
+    case.tensors[1].fill_(15.0)
+    case.tensors[1][0] = -200.0
+    case.tensors[0].zero_()
+    case.assert_right(memory="small")
+
+
+def test_argmax_and_target_in_any_slab(device):
+    """The largest logit, and the target's, in every class once: equal logits count for the first of them."""
+    hidden = torch.eye(VOCAB, device=device)
+    targets = (torch.arange(VOCAB, device=device) * 29) % VOCAB
+    call = functools.partial(linear_cross_entropy, hidden, targets=targets, extras=EXTRAS, reduction="none")
+    for weight in (7 * torch.eye(VOCAB, device=device), torch.zeros(VOCAB, VOCAB, device=device)):
+        torch.testing.assert_close(call(weight, memory="small"), call(weight, memory="fast"))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -275,7 +340,7 @@ def test_logits_are_released(how, reduction, device, monkeypatch):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@every_schedule
+@many_and_one
 def test_without_gradients_only_the_loss_is_computed(chunk_size, mode, reduction, device, monkeypatch):
     case = Case(device, torch.bfloat16, reduction=reduction, vocab=64, **ALL)
     expected, _ = case.run(chunk_size=chunk_size)
@@ -299,7 +364,7 @@ def test_without_gradients_only_the_loss_is_computed(chunk_size, mode, reduction
     assert spy.allocated_like(64, HIDDEN) == spy.allocated_like(TOKENS, HIDDEN) == []
 
 
-BALANCED, ONE_CHUNK = "_linear_token_chunks", "_linear_one_chunk"
+BALANCED, ONE_CHUNK, SLABS = "_linear_token_chunks", "_linear_one_chunk", "_linear_vocabulary_slabs"
 
 
 class Schedule:
@@ -307,7 +372,7 @@ class Schedule:
 
     def __init__(self, monkeypatch):
         self.taken = None
-        for schedule in (_linear_one_chunk, _linear_token_chunks):
+        for schedule in (_linear_one_chunk, _linear_token_chunks, _linear_vocabulary_slabs):
             monkeypatch.setattr(schedule, "forward_op", functools.partial(self._take, schedule))
 
     def _take(self, schedule, *arguments):
@@ -341,6 +406,8 @@ def test_schedule_is_what_the_call_says(monkeypatch):
     assert of(7, 5, grad=False) == of(7, 5, grad=False, memory="fast") == (BALANCED, 4096)  # nothing to keep logits for
     assert of(5000, 5, memory="balanced") == of(7, 5, memory="balanced") == (BALANCED, 4096)
     assert of(5000, 5, torch.float16, memory="fast") == (BALANCED, 4096)
+    assert of(7, 5, memory="small") == (SLABS, SLAB)
+    assert of(7, 5, memory="small", label_smoothing=0.1) == of(7, 5, torch.float16, memory="small") == (BALANCED, 4096)
     assert of(7, 5, chunk_size=6) == (BALANCED, 6)
     assert of(7, 5, chunk_size=7) == of(7, 5, chunk_size=8) == (ONE_CHUNK,)
     assert of(7, 5, torch.float16, chunk_size=8) == (BALANCED, 8)
@@ -370,8 +437,8 @@ def test_result_does_not_depend_on_the_chunks(reduction, device):
     """A sum of the chunks' means, or a denominator of one chunk, would be off by a factor."""
     case = Case(device, reduction=reduction, **ALL)
     whole, whole_grads = case.run(chunk_size=TOKENS)
-    for chunk_size in (1, 2, 7, TOKENS - 1, TOKENS + 1):
-        loss, grads = case.run(chunk_size=chunk_size)
+    for how in ({"chunk_size": 1}, {"chunk_size": 7}, {"chunk_size": TOKENS + 1}, {"memory": "balanced"}):
+        loss, grads = case.run(**how)
         torch.testing.assert_close(loss, whole)
         torch.testing.assert_close(grads, whole_grads)
 
@@ -463,11 +530,11 @@ def test_true_class_gradient_when_p_goes_to_1(chunk_size, dtype, reduction, devi
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @every_schedule
-def test_backward_twice_and_nothing_overwritten(chunk_size, reduction, device):
+def test_backward_twice_and_nothing_overwritten(schedule, reduction, device):
     case = Case(device, torch.bfloat16, reduction=reduction, **ALL)
     leaves = case.leaves()
     targets = case.targets.clone()
-    loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], chunk_size=chunk_size, **case.options)
+    loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], **schedule, **case.options)
     kept = loss.detach().clone()
     first = torch.autograd.grad(loss, leaves, case.upstream, retain_graph=True)
     copies = [grad.clone() for grad in first]
@@ -483,29 +550,29 @@ def test_backward_twice_and_nothing_overwritten(chunk_size, reduction, device):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @every_schedule
-def test_a_graph_that_was_not_retained_is_gone(chunk_size, reduction, device):
+def test_a_graph_that_was_not_retained_is_gone(schedule, reduction, device):
     case = Case(device, reduction=reduction)
     hidden, weight, bias = case.leaves()
-    loss = linear_cross_entropy(hidden, weight, case.targets, bias, reduction=reduction, chunk_size=chunk_size)
+    loss = linear_cross_entropy(hidden, weight, case.targets, bias, reduction=reduction, **schedule)
     loss.backward(case.upstream)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward(case.upstream)
 
 
 @every_schedule
-def test_the_same_bits_every_time(chunk_size, device):
+def test_the_same_bits_every_time(schedule, device):
     case = Case(device, torch.bfloat16, **ALL)
-    (loss, grads), (again, grads_again) = (case.run(chunk_size=chunk_size) for _ in range(2))
+    (loss, grads), (again, grads_again) = (case.run(**schedule) for _ in range(2))
     assert torch.equal(loss, again)
     for one, other in zip(grads, grads_again, strict=True):
         assert torch.equal(one, other)
 
 
 @every_schedule
-def test_non_contiguous_inputs(chunk_size, device):
+def test_non_contiguous_inputs(schedule, device):
     case = Case(device)
     hidden, weight, bias = case.tensors
-    expected = case.run(chunk_size=chunk_size)
+    expected = case.run(**schedule)
     case.tensors = [
         torch.stack([hidden, hidden.neg()], 1)[:, 0],
         weight.t().contiguous().t(),
@@ -514,12 +581,12 @@ def test_non_contiguous_inputs(chunk_size, device):
     case.leaves = lambda dtype=None: [t.detach().requires_grad_() for t in case.tensors]
     case.targets = torch.stack([case.targets, case.targets], 1)[:, 1]
     assert not any(t.is_contiguous() for t in (*case.tensors, case.targets))
-    torch.testing.assert_close(case.run(chunk_size=chunk_size), expected)
+    torch.testing.assert_close(case.run(**schedule), expected)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@every_schedule
+@many_and_one
 def test_autocast_of_float32_masters(chunk_size, dtype, reduction, device):
     case = Case(device, reduction=reduction)
 
@@ -550,7 +617,7 @@ def test_autocast_leaves_float64_alone_as_linear_does(device):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@every_schedule
+@many_and_one
 def test_observer_sees_the_gradient_of_the_raw_logits(chunk_size, dtype, reduction, device):
     """float64 goes through the reference, in one piece."""
     case = Case(device, dtype, reduction=reduction, **ALL)
@@ -584,7 +651,19 @@ def test_observer_sees_the_gradient_of_the_raw_logits(chunk_size, dtype, reducti
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@every_schedule
+def test_observer_of_slabs_sees_whole_rows(reduction, device):
+    case = Case(device, reduction=reduction, softcap=5.0)
+    seen = {}
+    for memory in ("small", "fast"):
+        with observe_logits_grad(lambda start, grad: seen.setdefault(memory, []).append((start, grad))):  # noqa: B023
+            case.run(memory=memory)
+    ((start, grad),), ((_, other),) = seen["small"], seen["fast"]
+    assert start == 0
+    torch.testing.assert_close(grad, other)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@many_and_one
 def test_observer_is_called_by_every_backward_and_may_write(chunk_size, reduction, device):
     case = Case(device, reduction=reduction)
     expected = case.run(chunk_size=chunk_size)
@@ -655,16 +734,16 @@ def test_bad_arguments_are_named(change, error, message):
 
 
 @every_schedule
-def test_extras_only_on_request_and_without_gradient(chunk_size, device):
+def test_extras_only_on_request_and_without_gradient(schedule, device):
     case = Case(device)
     plain, _ = case.run()
     assert isinstance(plain, torch.Tensor)
     leaves = case.leaves()
     for extra in EXTRAS:
-        out = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], extras=(extra,), chunk_size=chunk_size)
+        out = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], extras=(extra,), **schedule)
         assert [name for name in EXTRAS if getattr(out, name) is not None] == [extra]
         assert not getattr(out, extra).requires_grad
-    out = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], extras=EXTRAS, chunk_size=chunk_size)
+    out = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], extras=EXTRAS, **schedule)
     logits = F.linear(*leaves)
     counted = case.targets != -100
     assert torch.equal(out.predicted_tokens, logits.argmax(-1))
@@ -673,14 +752,14 @@ def test_extras_only_on_request_and_without_gradient(chunk_size, device):
 
 
 @every_schedule
-def test_float64_and_the_reference_path_agree(chunk_size, device, monkeypatch):
+def test_float64_and_the_reference_path_agree(schedule, device, monkeypatch):
     """What a CPU without the interpreter runs: the same public function, without one launch."""
     case = Case(device, **ALL)
     truth = case.run(linear_cross_entropy_ref)
     reset_launches()
     case.run(dtype=torch.float64)
     monkeypatch.setitem(linear_cross_entropy.__globals__, "use_triton", lambda x, **how: False)
-    loss, grads = case.run(chunk_size=chunk_size)
+    loss, grads = case.run(**schedule)
     assert launches() == {}
     assert torch.equal(loss, truth[0])
     for one, other in zip(grads, truth[1], strict=True):
@@ -716,7 +795,7 @@ class Head(torch.nn.Module):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@every_schedule
+@many_and_one
 def test_compiles_without_a_graph_break(chunk_size, reduction, backend, device, monkeypatch):
     torch._dynamo.reset()
     # What is cached on disk goes by the op's name and schema: another backward would not be seen.
@@ -738,19 +817,26 @@ def test_compiles_without_a_graph_break(chunk_size, reduction, backend, device, 
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_compiles_under_autocast_and_without_gradients(reduction, device):
+@pytest.mark.parametrize("memory", [None, *MEMORY])
+def test_compiles_under_autocast_and_without_gradients(memory, reduction, device):
     torch._dynamo.reset()
-    head = Head(linear_cross_entropy, reduction=reduction).to(device)
+    head = Head(linear_cross_entropy, reduction=reduction, memory=memory).to(device)
     compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
     case = Case(device)
     with torch.autocast(device.type, torch.bfloat16):
         torch.testing.assert_close(compiled(case.tensors[0], case.targets), head(case.tensors[0], case.targets))
+    gradients = []
+    for module in (head, compiled):
+        module.zero_grad()
+        module(case.tensors[0], case.targets)[0].sum().backward()
+        gradients.append([p.grad for p in head.parameters()])
+    torch.testing.assert_close(*gradients)
     with torch.no_grad():
         torch.testing.assert_close(compiled(case.tensors[0], case.targets), head(case.tensors[0], case.targets))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@every_schedule
+@many_and_one
 def test_ops_are_registered_as_torch_wants_them(chunk_size, reduction, device):
     """Schema, autograd registration, and fake outputs equal to the real ones in shape, dtype and stride."""
     case = Case(device, torch.bfloat16, **ALL)
@@ -769,6 +855,9 @@ def test_ops_are_registered_as_torch_wants_them(chunk_size, reduction, device):
         check(_linear_one_chunk.logits_op, detached[:3])
         check(_linear_one_chunk.backward_op, (torch.ones_like(loss), divisor, stats, logits, *detached))
         return
+    check(_linear_vocabulary_slabs.forward_op, (*call, SLAB))
+    loss, *_, divisor, stats = _linear_vocabulary_slabs.forward_op(*detached, SLAB)
+    check(_linear_vocabulary_slabs.backward_op, (torch.ones_like(loss), divisor, stats, *detached, SLAB))
     observed = reduction != "none"
     check(_linear_token_chunks.forward_op, (*call, chunk_size, observed))
     loss, *_, divisor, stats, d_hidden, d_weight, _, d_logits = _linear_token_chunks.forward_op(

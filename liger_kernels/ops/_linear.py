@@ -146,3 +146,11 @@ def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tenso
     if bias is None:
         return torch.mm(hidden, weight.t(), out=out)
     return torch.addmm(bias, hidden, weight.t(), out=out)
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor, keep: float) -> None:
+    """float32 ``out`` becomes keep * out + a @ b, summed in float32. With 0, ``out`` is not read."""
+    if a.dtype != torch.float32 and a.is_cuda and torch.version.hip is None:
+        torch.addmm(out, a, b, beta=keep, out_dtype=torch.float32, out=out)
+    else:  # no GEMM here reads 16 bits and writes 32
+        torch.addmm(out, a.float(), b.float(), beta=keep, out=out)

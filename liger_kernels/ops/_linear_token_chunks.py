@@ -21,6 +21,7 @@ from liger_kernels.ops._linear import (
     ARGUMENTS,
     TENSORS,
     Call,
+    add_product,
     beside,
     current_observer,
     fake_gradients,
@@ -55,11 +56,7 @@ class _GradientSums:
             torch.mm(d_logits, self.weight, out=self.d_hidden[start:stop])
         keep = 1.0 if start else 0.0  # 0 never reads what it overwrites
         if self.needs_weight:
-            out = self.d_weight
-            if rows.dtype != torch.float32 and rows.is_cuda and torch.version.hip is None:
-                torch.addmm(out, d_logits.t(), rows, beta=keep, out_dtype=torch.float32, out=out)
-            else:  # no GEMM here reads 16 bits and writes 32
-                torch.addmm(out, d_logits.t().float(), rows.float(), beta=keep, out=out)
+            add_product(self.d_weight, d_logits.t(), rows, keep)
         if self.needs_bias:
             if start:
                 self.d_bias += d_logits.sum(0, dtype=torch.float32)

@@ -177,13 +177,24 @@ def _softcap_slope(x, logit_scale, softcap, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _load_target(targets_ptr, row, row_mask, ignore_index, vocab):
-    """The rows' targets (-1 where there is none), whether a row counts, and whether its target is out of range."""
+def _load_target(targets_ptr, row, row_mask, ignore_index, vocab, first, classes):
+    """The rows' targets (-1 where there is none), whether a row counts, and whether its target is out of range; then
+    the target's column and whether it is one of the ``vocab`` columns. They are all classes, or those from ``first`` on
+    of ``classes``."""
     target = tl.load(targets_ptr + row, mask=row_mask, other=ignore_index).to(tl.int64)
     ignored = target == ignore_index
-    in_range = (target >= 0) & (target < vocab)
+    known = vocab
+    if classes is not None:
+        known = classes
+    in_range = (target >= 0) & (target < known)
     counts = in_range & (ignored == 0)
-    return tl.where(counts, target, -1).to(tl.int32), counts, (in_range == 0) & (ignored == 0)
+    target = tl.where(counts, target, -1).to(tl.int32)
+    column = target
+    here = counts
+    if first is not None:
+        column = target - first
+        here = counts & (column >= 0) & (column < vocab)
+    return target, counts, (in_range == 0) & (ignored == 0), column, here
 
 
 @triton.jit
@@ -194,6 +205,7 @@ def _store_grad(
     weight_sum,
     row_mask,
     target,
+    column,
     counts,
     invalid,
     upstream,
@@ -212,7 +224,8 @@ def _store_grad(
     STAGES: tl.constexpr,
 ):
     """Write upstream * dloss/dx for a tile of rows. The blocks run from last to first: after the forward's pass over
-    the same rows the last blocks are still in the cache. ``grad_rows`` may be ``logits_rows``."""
+    the same rows the last blocks are still in the cache. ``grad_rows`` may be ``logits_rows``; ``column`` is where the
+    target's logit would be in them."""
     if weight_ptr is None:
         true_weight = tl.full(target.shape, 1.0, tl.float32)
     else:
@@ -228,7 +241,8 @@ def _store_grad(
     upstream = tl.where(counts, upstream, tl.where(invalid, float("nan"), 0.0))
     factor = (true_weight + z_loss_slope) * (inverse * upstream)
     # p - 1 at the target from the other classes' sum: subtracting would cancel.
-    x_target = tl.load(logits_rows + target, mask=counts, other=0.0).to(tl.float32)
+    here = counts & (column >= 0) & (column < vocab)
+    x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
     z_target = _scaled_logits(x_target, logit_scale, softcap, HAS_SOFTCAP, PRECISE)
     p_target = _exp(z_target - row_max, PRECISE) * inverse
     at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream
@@ -241,7 +255,7 @@ def _store_grad(
         x = tl.load(logits_rows[:, None] + cols[None, :], mask=mask & counts[:, None], other=0.0).to(tl.float32)
         z = _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP, PRECISE)
         e = _exp(z - row_max[:, None], PRECISE)
-        grad = tl.where(cols[None, :] == target[:, None], at_target[:, None], e * factor[:, None])
+        grad = tl.where(cols[None, :] == column[:, None], at_target[:, None], e * factor[:, None])
         if SMOOTHING:
             excess = weight_sum * (e * inverse[:, None])
             if weight_ptr is None:
@@ -271,6 +285,10 @@ def _cross_entropy_fwd_kernel(
     grad_ptr,
     grad_stride,
     grad_scale_ptr,
+    carry_ptr,
+    carry_stride,
+    first,
+    classes,
     n_rows,
     vocab,
     ignore_index,
@@ -293,10 +311,16 @@ def _cross_entropy_fwd_kernel(
 
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < n_rows
-    target, counts, invalid = _load_target(targets_ptr, row, row_mask, ignore_index, vocab)
+    target, counts, invalid, column, here = _load_target(
+        targets_ptr, row, row_mask, ignore_index, vocab, first, classes
+    )
     logits_rows = logits_ptr + row * logits_stride
-    x_target = tl.load(logits_rows + target, mask=counts, other=0.0).to(tl.float32)
+    x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
     z_target = _scaled_logits(x_target, logit_scale, softcap, HAS_SOFTCAP, PRECISE)
+    carry_rows = row
+    if carry_ptr is not None:
+        carry_rows = carry_ptr + row
+        z_target = tl.where(here, z_target, tl.load(carry_rows, mask=row_mask, other=0.0))
     finite_z_target = tl.where(z_target > float("-inf"), z_target, 0.0)
 
     # Ignored rows are read only if something is reported about them.
@@ -312,6 +336,20 @@ def _cross_entropy_fwd_kernel(
     distance = tl.zeros((ROWS, GROUPS), tl.float32)  # sum of exp(z - max) * (z - max), for the entropy
     smooth = tl.zeros((ROWS, GROUPS), tl.float32)  # sum of w_c * (z_c - z_target), for label smoothing
     predicted = tl.zeros((ROWS, GROUPS), tl.int32)
+    first_class = 0
+    if carry_ptr is not None:  # the classes before these, as if the first lane had seen them
+        first_class = first
+        lane = (tl.arange(0, GROUPS) == 0)[None, :]
+        before = tl.load(carry_rows + carry_stride, mask=row_mask, other=float("-inf"))
+        group_max = tl.where(lane, before[:, None], group_max)
+        before = tl.load(carry_rows + carry_stride + carry_stride, mask=row_mask, other=0.0)
+        others = tl.where(lane, before[:, None], others)
+        if entropy_ptr is not None:
+            before = tl.load(carry_rows + carry_stride + carry_stride + carry_stride, mask=row_mask, other=0.0)
+            distance = tl.where(lane, before[:, None], distance)
+        if predicted_ptr is not None:
+            known = tl.load(predicted_ptr + row, mask=row_mask, other=0).to(tl.int32)
+            predicted = tl.where(lane, known[:, None], predicted)
     for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK)
         in_row = cols < vocab
@@ -324,13 +362,13 @@ def _cross_entropy_fwd_kernel(
                 lower *= tl.load(weight_ptr + cols, mask=in_row, other=0.0)[None, :]
             smooth += tl.sum(tl.reshape(lower, (ROWS, GROUPS, GROUP)), 2)
         z = tl.reshape(z, (ROWS, GROUPS, GROUP))
-        is_target = tl.reshape(cols, (GROUPS, GROUP))[None, :, :] == target[:, None, None]
+        is_target = tl.reshape(cols, (GROUPS, GROUP))[None, :, :] == column[:, None, None]
         if predicted_ptr is None:
             block_max = tl.max(z, 2)
         else:
             block_max, where_max = tl.max(z, 2, return_indices=True)
-            first = start + tl.arange(0, GROUPS)[None, :] * GROUP
-            predicted = tl.where(block_max > group_max, first + where_max, predicted)
+            of_group = first_class + start + tl.arange(0, GROUPS)[None, :] * GROUP
+            predicted = tl.where(block_max > group_max, of_group + where_max, predicted)
         new_max = tl.maximum(group_max, block_max)
         shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
         decay = _exp(group_max - shift, PRECISE)
@@ -345,14 +383,22 @@ def _cross_entropy_fwd_kernel(
 
     row_max = tl.max(group_max, 1)
     if predicted_ptr is not None:  # of equal maxima the first
-        predicted = tl.min(tl.where(group_max == row_max[:, None], predicted, vocab), 1)
-        predicted = tl.where(predicted < vocab, predicted, 0)
+        none = 2**31 - 1
+        predicted = tl.min(tl.where(group_max == row_max[:, None], predicted, none), 1)
+        predicted = tl.where(predicted < none, predicted, 0)
+    known_max = row_max
     row_max = tl.where(row_max > float("-inf"), row_max, 0.0)
     moved = tl.where(group_max > float("-inf"), group_max - row_max[:, None], 0.0)
     decay = tl.where(group_max > float("-inf"), _exp(moved, PRECISE), 0.0)
     if entropy_ptr is not None:
-        distance = (distance + moved * others) * decay
+        distance = tl.sum((distance + moved * others) * decay, 1)
     others = tl.sum(others * decay, 1)
+    if carry_ptr is not None:
+        tl.store(carry_rows, z_target, mask=row_mask)
+        tl.store(carry_rows + carry_stride, known_max, mask=row_mask)
+        tl.store(carry_rows + carry_stride + carry_stride, others, mask=row_mask)
+        if entropy_ptr is not None:
+            tl.store(carry_rows + carry_stride + carry_stride + carry_stride, distance, mask=row_mask)
     smooth = tl.sum(smooth, 1)
     e_target = tl.where(counts, _exp(z_target - row_max, PRECISE), 0.0)
     total = tl.where(read, others + e_target, 1.0)
@@ -385,7 +431,7 @@ def _cross_entropy_fwd_kernel(
         log_prob = tl.where(counts, -nll, tl.where(invalid, float("nan"), 0.0))
         tl.store(log_probs_ptr + row, log_prob, mask=row_mask)
     if entropy_ptr is not None:
-        mean_distance = (tl.sum(distance, 1) + tl.where(e_target > 0.0, e_target * (z_target - row_max), 0.0)) / total
+        mean_distance = (distance + tl.where(e_target > 0.0, e_target * (z_target - row_max), 0.0)) / total
         tl.store(entropy_ptr + row, log_total - mean_distance, mask=row_mask)
     if predicted_ptr is not None:
         tl.store(predicted_ptr + row, predicted.to(tl.int64), mask=row_mask)
@@ -401,6 +447,7 @@ def _cross_entropy_fwd_kernel(
             weight_sum,
             row_mask,
             target,
+            column,
             counts,
             invalid,
             upstream,
@@ -434,6 +481,8 @@ def _cross_entropy_bwd_kernel(
     upstream_ptr,
     upstream_stride,
     unless_one_ptr,
+    first,
+    classes,
     n_rows,
     vocab,
     ignore_index,
@@ -458,7 +507,7 @@ def _cross_entropy_bwd_kernel(
 
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < n_rows
-    target, counts, invalid = _load_target(targets_ptr, row, row_mask, ignore_index, vocab)
+    target, counts, invalid, column, _ = _load_target(targets_ptr, row, row_mask, ignore_index, vocab, first, classes)
     weight_sum = tl.full((), vocab, tl.float32)
     if weight_sum_ptr is not None:
         weight_sum = tl.load(weight_sum_ptr)
@@ -470,6 +519,7 @@ def _cross_entropy_bwd_kernel(
         weight_sum,
         row_mask,
         target,
+        column,
         counts,
         invalid,
         tl.load(upstream_ptr + row * upstream_stride, mask=row_mask, other=0.0).to(tl.float32),
@@ -517,6 +567,21 @@ class Rows(NamedTuple):
         return Rows(*(None if t is None else t[..., start:stop] for t in self))  # type: ignore[arg-type]
 
 
+class Slab(NamedTuple):
+    """Where a head's logits are those of some of its classes only. Not for label smoothing.
+
+    Attributes:
+        first: the class of the first column.
+        classes: how many there are in all.
+        carry: float32 [4, tokens], what the forward knows of the classes before: the target's z, the maximum, and the
+            sums of exp(z - maximum) and of exp(z - maximum) * (z - maximum) without the target's.
+    """
+
+    first: int
+    classes: int
+    carry: torch.Tensor | None = None
+
+
 def _launch_shape(tokens: int, vocab: int) -> dict[str, int]:
     """Launch choices: 16 elements a lane, and two more blocks on their way to it; several rows a program when a row is
     small. Few enough rows are in flight for the second pass to find them in the L2 cache."""
@@ -545,9 +610,10 @@ def forward_rows(
     rows: Rows,
     grad: torch.Tensor | None = None,
     grad_scale: torch.Tensor | None = None,
+    slab: Slab | None = None,
 ) -> None:
-    """Fill ``rows``; ``grad``, which may be ``logits``, gets ``grad_scale`` (0-d, default 1) * dloss/dlogits.
-    ``row_weight`` is float32 [tokens] and contiguous."""
+    """Fill ``rows``, with a ``slab`` from the classes up to its last one; ``grad``, which may be ``logits``, gets
+    ``grad_scale`` (0-d, default 1) * dloss/dlogits. ``row_weight`` is float32 [tokens] and contiguous."""
     tokens, vocab = logits.shape
     shape = _launch_shape(tokens, vocab)
     launch(
@@ -569,6 +635,10 @@ def forward_rows(
         grad,
         0 if grad is None else grad.stride(0),
         grad_scale,
+        None if slab is None else slab.carry,
+        0 if slab is None or slab.carry is None else slab.carry.stride(0),
+        None if slab is None else slab.first,
+        None if slab is None else slab.classes,
         tokens,
         vocab,
         options.ignore_index,
@@ -595,6 +665,7 @@ def backward_rows(
     upstream: torch.Tensor,
     grad: torch.Tensor,
     unless_one: torch.Tensor | None = None,
+    slab: Slab | None = None,
 ) -> None:
     """Write upstream * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is 0-d or [tokens]. Where
     ``unless_one`` (0-d) is 1, ``grad`` is left as it is: only the device knows, and nobody waits for it."""
@@ -616,6 +687,8 @@ def backward_rows(
         upstream,
         upstream.stride(0) if upstream.dim() else 0,
         unless_one,
+        None if slab is None else slab.first,
+        None if slab is None else slab.classes,
         tokens,
         vocab,
         options.ignore_index,

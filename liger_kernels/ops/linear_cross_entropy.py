@@ -12,11 +12,15 @@ the inputs, both gradients among it:
   float32, whose sum is the gradient itself. The gradients are computed in the forward and summed over the chunks in
   float32, after Liger Kernel's idea (arXiv:2410.10989); a backward pass that retains the graph makes copies. With
   "none" the backward computes the logits again: 8 T H V.
+- vocabulary slabs of S classes (``_linear_vocabulary_slabs.py``, "small"): 8 T H V; b (V H + T S) + 4 T H. The forward
+  only takes the loss from each slab of logits; the backward computes it again and finishes its rows of d weight. It is
+  never chosen by default.
 
 Without gradients only the loss is computed; what needs no gradient costs no buffer and no GEMM.
 
-float16 always goes in token chunks, also where one covers all tokens: one chunk has the upstream gradient and
-1 / denominator in its logits' gradient, most of which float16 would flush to zero.
+float16 always goes in token chunks, also where one covers all tokens: the other schedules have the upstream gradient
+and 1 / denominator in the logits' gradient, most of which float16 would flush to zero. Label smoothing does not go in
+slabs.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernels.ops import _linear_one_chunk, _linear_token_chunks
+from liger_kernels.ops import _linear_one_chunk, _linear_token_chunks, _linear_vocabulary_slabs
 from liger_kernels.ops._linear import Call, current_observer
 from liger_kernels.ops._runtime import use_triton
 from liger_kernels.ops.cross_entropy import (
@@ -42,7 +46,7 @@ from liger_kernels.ops.cross_entropy import (
     with_extras,
 )
 
-MEMORY = ("fast", "balanced")
+MEMORY = ("fast", "balanced", "small")
 
 _chunk_size: int | None = None
 
@@ -117,9 +121,17 @@ def _default_chunk_size(hidden_size: int) -> int:
     return 2048 if hidden_size >= 2048 else 4096
 
 
-def _schedule(hidden: Tensor, chunk_size: int | None, memory: str | None) -> tuple[bool, int]:
-    """Whether one chunk has all tokens, and how many a chunk has where not: from the arguments, their shape and dtype
-    only, so that a result never depends on the state of the machine."""
+def _slab_size(hidden_size: int) -> int:
+    """Every slab reads and writes the float32 d hidden once: the more classes, the less that weighs, and the more
+    memory its logits take."""
+    return max(2048, -(-hidden_size // 256) * 256)
+
+
+def _schedule(
+    hidden: Tensor, label_smoothing: float, needs_grad: bool, chunk_size: int | None, memory: str | None
+) -> tuple[str, tuple[int, ...]]:
+    """A name of :data:`MEMORY`, and the size of its chunks or slabs: from the arguments, their shape and dtype only, so
+    that a result never depends on the state of the machine."""
     tokens, hidden_size = hidden.shape
     if memory is not None and memory not in MEMORY:
         raise ValueError(f"memory is {memory!r}; it must be one of {', '.join(map(repr, MEMORY))}, or None to choose")
@@ -128,20 +140,23 @@ def _schedule(hidden: Tensor, chunk_size: int | None, memory: str | None) -> tup
             f"memory is {memory!r} and chunk_size is {chunk_size}; give one of them: a chunk size is token chunks of "
             "that size"
         )
-    if memory is None and chunk_size is None:
-        chunk_size = _chunk_size
-    if hidden.dtype == torch.float16:  # whose gradients would underflow
-        one_chunk = False
-    elif chunk_size is not None:
-        one_chunk = _check_chunk_size(chunk_size) >= tokens
-    elif memory is None:
+    chunk = _default_chunk_size(hidden_size)
+    if memory is None:
         # So many tokens' logits take about the memory of what token chunks hold instead: some logits, and in 16 bits
         # the float32 sum of d weight. A compiled program would copy the kept logits before it overwrites them.
-        few = (0 if hidden.dtype == torch.float32 else 2 * hidden_size) + _default_chunk_size(hidden_size)
+        few = chunk + (0 if hidden.dtype == torch.float32 else 2 * hidden_size)
         one_chunk = tokens <= few and not torch.compiler.is_compiling()
-    else:
-        one_chunk = memory == "fast"
-    return one_chunk, _default_chunk_size(hidden_size) if chunk_size is None else _check_chunk_size(chunk_size)
+        chunk_size = _chunk_size if chunk_size is None else chunk_size
+        if chunk_size is not None:
+            chunk = _check_chunk_size(chunk_size)
+            one_chunk = tokens <= chunk
+        memory = "fast" if one_chunk else "balanced"
+    if hidden.dtype == torch.float16 or (memory == "small" and label_smoothing):
+        memory = "balanced"
+    if memory == "fast" and not needs_grad:  # nothing to keep logits for
+        memory = "balanced"
+    sizes = {"fast": (), "balanced": (chunk,), "small": (_slab_size(hidden_size),)}
+    return memory, sizes[memory]
 
 
 def linear_cross_entropy(
@@ -176,11 +191,12 @@ def linear_cross_entropy(
             extras: as in :func:`cross_entropy`.
         chunk_size: tokens whose logits are held at once; where that is all of them, as with "fast".
         memory: how much of it may buy time; the numbers stand at the top of this file. "fast" holds all logits between
-            forward and backward, which take the fewest operations (float16: as "balanced"). "balanced" holds those of
-            2048 tokens, or of 4096 for a hidden size below 2048. By default "fast" for at most 2 * hidden size + that
-            many tokens in bfloat16, for at most that many in float32, and else "balanced"; so it is in a program that
-            ``torch.compile`` compiles, where "fast" costs a copy of the logits. Without gradients nothing is kept, so
-            always as "balanced". Not together with ``chunk_size``.
+            forward and backward, which take the fewest operations. "balanced" holds those of 2048 tokens, or of 4096
+            for a hidden size below 2048. "small" holds little but the gradients, and computes the logits twice (label
+            smoothing: as "balanced"). float16 is always "balanced". By default "fast" for at most 2 * hidden size +
+            2048 or 4096 tokens in bfloat16, for at most 2048 or 4096 in float32, and else "balanced"; so it is in a
+            program that ``torch.compile`` compiles, where "fast" costs a copy of the logits. Without gradients there
+            is nothing to keep logits for: "fast" is "balanced". Not together with ``chunk_size``.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), 0-d or [tokens] for "none"; with ``extras`` a
@@ -208,7 +224,13 @@ def linear_cross_entropy(
     if any(p.dtype != hidden.dtype or p.device != hidden.device for p in parameters):
         given = ", ".join(f"{t.dtype} on {t.device}" for t in (hidden, *parameters))
         raise ValueError(f"hidden, weight and bias are {given}; they must have one dtype and device: cast or move them")
-    one_chunk, chunk_size = _schedule(hidden, chunk_size, memory)
+    grad = torch.is_grad_enabled()
+    needs = (
+        grad and hidden.requires_grad,
+        grad and weight.requires_grad,
+        grad and bias is not None and bias.requires_grad,
+    )
+    schedule, size = _schedule(hidden, options.label_smoothing, any(needs), chunk_size, memory)
     if not use_triton(hidden, opaque=True):
         return linear_cross_entropy_ref(
             hidden,
@@ -222,12 +244,6 @@ def linear_cross_entropy(
             extras=extras,
             **options._asdict(),
         )
-    grad = torch.is_grad_enabled()
-    needs = (
-        grad and hidden.requires_grad,
-        grad and weight.requires_grad,
-        grad and bias is not None and bias.requires_grad,
-    )
     targets = targets.contiguous()
     call = Call(
         hidden,
@@ -242,10 +258,12 @@ def linear_cross_entropy(
         " ".join(extras),
         *needs,
     )
-    if one_chunk and any(needs):  # else there is nothing to keep logits for
+    if schedule == "fast":
         out = _linear_one_chunk.forward_op(*call)
+    elif schedule == "balanced":
+        out = _linear_token_chunks.forward_op(*call, *size, current_observer() is not None)
     else:
-        out = _linear_token_chunks.forward_op(*call, chunk_size, current_observer() is not None)
+        out = _linear_vocabulary_slabs.forward_op(*call, *size)
     loss, log_probs, entropy, predicted, *_ = out
     return with_extras(loss, extras, targets, ignore_index, log_probs.detach(), entropy.detach(), predicted)
 

@@ -184,9 +184,9 @@ MUTANTS = (
         "Rows whose label is -100 are learnt as class 0.",
         "forward",
         (
-            "    in_range = (target >= 0) & (target < vocab)",
+            "    in_range = (target >= 0) & (target < known)",
             "    target = tl.where(ignored & row_mask, 0, target)\n    ignored = row_mask == 0\n"
-            "    in_range = (target >= 0) & (target < vocab)",
+            "    in_range = (target >= 0) & (target < known)",
         ),
         fused=True,
     ),
