@@ -59,4 +59,4 @@ def test_select_takes_names_families_and_groups():
     assert [m.name for m in select("all")] == list(MODELS)
     assert {m.family for m in select("core")} == {"llama", "gemma", "gemma2", "gemma3"}
     assert [m.name for m in select("llama-tied")] == ["llama-tied"]
-    assert [m.name for m in select("gemma2, llama")] == ["llama-untied", "llama-tied", "llama-bias", "gemma2"]
+    assert [m.name for m in select("gemma2, llama")] == ["gemma2", "llama-untied", "llama-tied", "llama-bias"]
