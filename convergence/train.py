@@ -53,6 +53,8 @@ class InFloat64(TorchFunctionMode):
             return args[0].double()
         if func is torch.Tensor.backward:
             return self._backward(*args, **(kwargs or {}))
+        if func is torch.multinomial:  # a GPU draws other random numbers in float64: the truth samples what others do
+            return func(args[0].to(torch.float32), *args[1:], **(kwargs or {}))
 
         def widen(value: Any) -> Any:
             return torch.float64 if value is torch.float32 else value

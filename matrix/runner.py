@@ -61,8 +61,10 @@ def canonical(name: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Every installed distribution of this process with its version, without local labels (``+cpu``)."""
-    found = {canonical(d.metadata["Name"]): d.version.partition("+")[0] for d in importlib.metadata.distributions()}
+    """Every distribution that this process imports from, with its version, without local labels (``+cpu``)."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():  # in the order of sys.path: the first is what is imported
+        found.setdefault(canonical(distribution.metadata["Name"]), distribution.version.partition("+")[0])
     return dict(sorted(found.items()))
 
 

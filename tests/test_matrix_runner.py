@@ -159,6 +159,15 @@ def test_an_environment_with_other_versions_is_not_the_cell(stages: Stages, tmp_
     assert not record.passed
 
 
+def test_of_two_installed_versions_the_imported_one_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("1.0", "2.0+cpu"):
+        metadata = tmp_path / version / "Some_Package-1.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: Some_Package\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(str(tmp_path / version))
+    assert runner.environment()["some-package"] == "2.0"
+
+
 def test_the_code_digest_sees_a_change(tmp_path: Path) -> None:
     (tmp_path / "matrix" / "cells").mkdir(parents=True)
     (tmp_path / "tests").mkdir()

@@ -27,19 +27,41 @@ from liger_kernels.ops._linear import (
     fake_rows,
     logits_buffer,
     logits_of,
+    padded,
     present,
 )
 from liger_kernels.ops.cross_entropy import Slab, backward_rows, forward_rows
 
+# 8192 x 2048 x 262144 on an H200, with 1, 2, 4, 8: 58.4, 54.8, 54.9, 54.5 ms.
+WIDE = 8  # times as many classes, where their logits cost no memory
 
-def _slabs(call: Call, columns: int) -> Iterator[tuple[int, int, Tensor]]:
-    """First and last + 1 class of each slab, and its logits, which the next one overwrites."""
-    vocab = len(call.weight)
-    buffer = logits_buffer(call.hidden, call.weight[:columns], len(call.hidden))
-    for first in range(0, vocab, columns):
-        stop = min(first + columns, vocab)
+
+def _slabs(call: Call, columns: int, unwritten: Tensor | None = None) -> Iterator[tuple[int, int, Tensor]]:
+    """First and last + 1 class of each slab, and its logits, which the next one overwrites.
+
+    Args:
+        columns: classes of a slab whose logits need memory of their own.
+        unwritten: d weight, of which every slab finishes its rows. The rows behind hold its logits, as long as those of
+            more than ``columns`` classes fit: wide slabs cost nothing there, and read and write d hidden less often.
+    """
+    tokens, hidden_size = call.hidden.shape
+    vocab, step = len(call.weight), padded(max(1, columns // 8))
+    own, first = None, 0
+    while first < vocab:
+        # d weight's rows of these classes, and their logits, which begin at an aligned address
+        fit = 0 if unwritten is None else ((vocab - first) * hidden_size - step) // (tokens + hidden_size)
+        size = min(WIDE * columns, fit // step * step)
+        if unwritten is not None and size > columns:
+            begin = padded((first + size) * hidden_size)
+            buffer = unwritten.view(-1)[begin : begin + tokens * size].view(tokens, size)
+        else:
+            size = min(columns, vocab - first)
+            own = logits_buffer(call.hidden, call.weight[:columns], tokens) if own is None else own
+            buffer = own
+        stop = first + size
         bias = None if call.bias is None else call.bias[first:stop]
         yield first, stop, logits_of(call.hidden, call.weight[first:stop], bias, buffer)
+        first = stop
 
 
 @torch.library.custom_op(
@@ -57,7 +79,7 @@ def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
         rows.predicted.zero_()
     carry = torch.zeros((4, tokens), dtype=torch.float32, device=device)
     carry[1] = float("-inf")
-    for first, _, logits in _slabs(call, columns):
+    for first, _, logits in _slabs(call, 2 * columns):  # nothing else is held yet
         slab = Slab(first, vocab, carry)
         forward_rows(logits, call.targets, call.class_weight, call.row_weight, call.options, rows, slab=slab)
     loss, divisor = rows.loss, call.divisor()
@@ -95,7 +117,7 @@ def backward_op(grad_loss: Tensor, divisor: Tensor, stats: Tensor, *arguments: A
     d_bias = new(call.needs_bias, (vocab,))
     d_hidden = new(call.needs_hidden, hidden.shape, torch.float32)
     observed = new(observer is not None, (len(hidden), vocab), torch.float32)
-    for first, stop, logits in _slabs(call, columns):
+    for first, stop, logits in _slabs(call, columns, d_weight if call.needs_weight else None):
         slab = Slab(first, vocab)
         backward_rows(logits, call.targets, call.class_weight, call.options, stats, upstream, grad=logits, slab=slab)
         if observer is not None:

@@ -13,8 +13,8 @@ the inputs, both gradients among it:
   float32, after Liger Kernel's idea (arXiv:2410.10989); a backward pass that retains the graph makes copies. With
   "none" the backward computes the logits again: 8 T H V.
 - vocabulary slabs of S classes (``_linear_vocabulary_slabs.py``, "small"): 8 T H V; b (V H + T S) + 4 T H. The forward
-  only takes the loss from each slab of logits; the backward computes it again and finishes its rows of d weight. It is
-  never chosen by default.
+  only takes the loss from each slab of logits; the backward computes it again and finishes its rows of d weight. What
+  is not written yet of d weight holds the logits of wider slabs. It is never chosen by default.
 
 Without gradients only the loss is computed; what needs no gradient costs no buffer and no GEMM.
 

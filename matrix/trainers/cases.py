@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from matrix.trainers import material
 
 STEPS = 3
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COMMON: dict[str, Any] = {
-    "use_cpu": True,
+    "use_cpu": DEVICE.type == "cpu",
     "bf16": False,
     "report_to": "none",
     "save_strategy": "no",

@@ -102,6 +102,7 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, refe
             if name not in (*_ROUNDED, "step") and isinstance(value, (int, float)):
                 quantity = "gradient norm" if name == "grad_norm" else f"logged {name}"
                 result.record(quantity, f"{SGD}: {i}", torch.tensor(float(value), dtype=torch.float64))
+    result.to_cpu()
     return Seen(result, logged, ran, len(calls), trainer)
 
 
@@ -112,7 +113,7 @@ def _prepare_reference(trainer: Any, dtype: torch.dtype, distance: float) -> Non
     if reference is not None:
         generator = torch.Generator().manual_seed(1)
         for parameter in reference.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
             parameter.data = (parameter.data * (1 + distance * noise)).to(dtype)
 
 

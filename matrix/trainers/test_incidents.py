@@ -22,7 +22,7 @@ from convergence.tolerance import rms, three_way
 from convergence.train import InFloat64, Run, train
 from liger_kernels.ops import linear_cross_entropy
 from matrix.trainers import material
-from matrix.trainers.cases import CASES, COMMON, find, takes
+from matrix.trainers.cases import CASES, COMMON, DEVICE, find, takes
 from matrix.trainers.judge import Record, honest, versions, without
 from matrix.trainers.observe import Arm, plain, run
 from matrix.trainers.test_trainers import WAYS, by_instance
@@ -72,10 +72,11 @@ def test_dpo_without_labels(way: str, folders: dict[str, Path], tmp_path: Path) 
 def test_log_probabilities_without_labels(family: str, folders: dict[str, Path]) -> None:
     """As trl up to 0.28 computes them in DPO: positionally, without labels, from the logits, with their gradient. Newer
     trl has a head of its own there, so the test above does not reach the model's in every version."""
-    ids, mask = collated()["input_ids"], torch.ones_like(collated()["input_ids"])
+    ids = collated()["input_ids"].to(DEVICE)
+    mask = torch.ones_like(ids)
 
     def gradients(model: Any) -> tuple[list[str], list[torch.Tensor]]:
-        logits = model.train()(ids, attention_mask=mask, use_cache=False).logits
+        logits = model.to(DEVICE).train()(ids, attention_mask=mask, use_cache=False).logits
         chosen = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).sum()
         F.logsigmoid(-0.01 * chosen).backward()
         return [name for name, _ in model.named_parameters()], [p.grad for p in model.parameters()]
@@ -163,6 +164,10 @@ def collated() -> dict[str, Any]:
     }
 
 
+def to_device(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+
+
 @pytest.mark.parametrize("family", list(material.FAMILIES))
 def test_collator_arguments_reach_the_loss_and_no_kernel(
     family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -174,12 +179,13 @@ def test_collator_arguments_reach_the_loss_and_no_kernel(
         return linear_cross_entropy(*args, **kwargs)
 
     monkeypatch.setattr(liger_kernels.patching.deferred, "linear_cross_entropy", watched)
-    own, ours = plain(folders[family]).train(), by_instance(folders[family]).train()
+    inputs = to_device(collated())
+    own, ours = (load(folders[family]).to(DEVICE).train() for load in (plain, by_instance))
     for extra in ({}, {"num_items_in_batch": 7}):
-        loss, loss_own = (model(**collated(), **extra).loss for model in (ours, own))
-        exact = plain(folders[family]).train().double()
+        loss, loss_own = (model(**inputs, **extra).loss for model in (ours, own))
+        exact = plain(folders[family]).to(DEVICE).train().double()
         with InFloat64():
-            truth = exact(**collated(), **extra).loss
+            truth = exact(**inputs, **extra).loss
         three_way(loss, loss_own, truth, torch.float32, str(extra), rounding_steps(own))
     assert len(passed) == 2
     assert passed[0] <= {
@@ -197,10 +203,10 @@ def test_a_loss_function_of_the_user_stays_and_gets_real_logits(folders: dict[st
 
     losses = []
     for load in (by_instance, plain):
-        model = load(folders["llama"]).train()
+        model = load(folders["llama"]).to(DEVICE).train()
         # The class decides in every version; assigning to the instance works from 4.50.
         model.__class__ = type("Mine", (type(model),), {"loss_function": property(lambda self: my_loss)})
-        losses.append(model(**collated()).loss)
+        losses.append(model(**to_device(collated())).loss)
         assert type(seen["logits"]) is torch.Tensor
         assert seen.keys() >= COLLATED
     torch.testing.assert_close(*losses)
@@ -238,7 +244,7 @@ def observed(
     rounded_to: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """What the proof records as the gradient of the logits of ``step``, micro batches after one another."""
-    run = Run(template, [step], step.batches[0], dtype, torch.device("cpu"), patch, only=frozenset({step.name}))
+    run = Run(template, [step], step.batches[0], dtype, DEVICE, patch, only=frozenset({step.name}))
     run.rounded_to = rounded_to
     return torch.cat(list(train(run).values[LOGITS].values()), dim=1)
 
@@ -249,10 +255,11 @@ def test_gradients_of_the_logits_are_what_autograd_delivers(
     template, inputs = plain(folders["llama"]).train(), collated()
     # Two rows: of a single one, what up to 4.48 cuts off the end for the loss needs no copy.
     batch = Batch(*(inputs[name].repeat(2, 1) for name in ("input_ids", "labels", "position_ids")))
-    exact_model = plain(folders["llama"]).double()
+    exact_model = plain(folders["llama"]).to(DEVICE).double()
+    asked = {"input_ids": batch.input_ids.to(DEVICE), "position_ids": batch.position_ids.to(DEVICE)}
     with InFloat64():
         # With a cache, upstream does not look for documents in the position ids.
-        logits = exact_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+        logits = exact_model(**asked, use_cache=False).logits.cpu()
     targets = F.pad(batch.labels, (0, 1), value=IGNORE)[:, 1:]
     logits = logits.detach().requires_grad_()
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
