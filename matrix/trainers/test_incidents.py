@@ -256,7 +256,7 @@ def test_gradients_of_the_logits_are_what_autograd_delivers(
     # Two rows: of a single one, what up to 4.48 cuts off the end for the loss needs no copy.
     batch = Batch(*(inputs[name].repeat(2, 1) for name in ("input_ids", "labels", "position_ids")))
     exact_model = plain(folders["llama"]).to(DEVICE).double()
-    asked = {"input_ids": batch.input_ids.to(DEVICE), "position_ids": batch.position_ids.to(DEVICE)}
+    asked = {name: inputs[name].repeat(2, 1).to(DEVICE) for name in ("input_ids", "position_ids")}
     with InFloat64():
         # With a cache, upstream does not look for documents in the position ids.
         logits = exact_model(**asked, use_cache=False).logits.cpu()
