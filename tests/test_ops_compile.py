@@ -167,9 +167,9 @@ def signature_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return signature, constants, attributes, options
 
 
-def compile_all(name: str, *targets: str) -> None:
-    """In the subprocess: compile for ``targets`` what the cases of ``name`` launch; print a JSON list of one record per
-    program and target."""
+def compile_all(names: str, *targets: str) -> None:
+    """In the subprocess: compile for ``targets`` what the cases of ``names`` (``a,b``) launch; print a JSON list of one
+    record per program and target."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -204,7 +204,8 @@ def compile_all(name: str, *targets: str) -> None:
             module.launch = compile_instead
         if hasattr(module, "use_triton"):
             module.use_triton = lambda x, **_: True
-    CASES[name]()
+    for name in names.split(","):
+        CASES[name]()
     json.dump(list(records.values()), sys.stdout)
 
 
