@@ -1,0 +1,234 @@
+"""Time and peak memory of one training step (forward and backward) of whole models, patched and not, on one GPU.
+
+``python -m benchmarks.models [model ...] [--arms eager,ours,...] [--shapes 1x512,...] [--json FILE]``
+
+Random weights in bfloat16, random tokens, every position a target, sdpa attention, no optimizer. Each arm is a model of
+its own with the same weights. Before anything is timed, an arm's loss and gradients are compared with eager's: that
+catches an arm that computes something else, and proves nothing more (``pytest convergence`` does). Times are medians of
+whole steps by CUDA events, so gaps that the host leaves are in them; memory is the peak of a step, weights and
+gradients included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import importlib.metadata
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import liger_kernels
+
+_COMMON = {"attention_dropout": 0.0, "use_cache": False}
+# Published shapes; Gemma 3's with 12 of its 26 layers, so that eager holds the logits of 16384 tokens, too.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": (
+        "LlamaForCausalLM",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "vocab_size": 262144,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3": (
+        "Qwen3ForCausalLM",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def _liger(model: Any) -> Any:
+    from convergence.patches import liger_kernel_instance
+
+    liger_kernel_instance(model)
+    return model
+
+
+def _ours(model: Any) -> Any:
+    liger_kernels.patch(model)
+    return model
+
+
+# liger comes last: it changes transformers for every model of the process.
+ARMS: dict[str, Callable[[Any], Any]] = {
+    "eager": lambda model: model,
+    "ours": _ours,
+    "compile": torch.compile,
+    "ours+compile": lambda model: torch.compile(_ours(model)),
+    "liger": _liger,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; milliseconds and GiB."""
+
+    model: str
+    shape: str
+    arm: str
+    ms: float
+    spread_ms: float
+    gib: float
+
+
+def build(name: str, seed: int = 0) -> Any:
+    import transformers
+
+    architecture, shape = MODELS[name]
+    model_class = getattr(transformers, architecture)
+    torch.manual_seed(seed)
+    with torch.device("cuda"):
+        model = model_class(model_class.config_class(**shape, **_COMMON, attn_implementation="sdpa"))
+    return model.to(torch.bfloat16).train()
+
+
+def step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach()
+
+
+def outcome(model: Any, ids: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = float(step(model, ids))
+    inner = getattr(model, "_orig_mod", model)
+    return loss, {name: p.grad.float() for name, p in inner.named_parameters() if p.grad is not None}
+
+
+def differs(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]) -> str:
+    """Why an arm is not the eager model; empty when it is. In bfloat16 a gradient's direction is known to a percent."""
+    if not abs(found[0] - expected[0]) <= 2e-3 * abs(expected[0]):
+        return f"its loss is {found[0]} instead of {expected[0]}"
+    if found[1].keys() != expected[1].keys():
+        return f"gradients of {sorted(found[1].keys() ^ expected[1].keys())[:3]} are missing on one side"
+    for name, gradient in found[1].items():
+        cosine = float(torch.cosine_similarity(gradient.flatten(), expected[1][name].flatten(), dim=0))
+        if not cosine > 0.99:
+            return f"the gradient of {name} points elsewhere: cosine {cosine:.4f}"
+    return ""
+
+
+def measure(model: Any, ids: torch.Tensor, repeats: int) -> tuple[list[float], float]:
+    """Milliseconds of each step, and the peak of memory in GiB."""
+    for _ in range(3):
+        step(model, ids)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step(model, ids)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return times, torch.cuda.max_memory_allocated() / 2**30
+
+
+def release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(MODELS)}; all by default")
+    parser.add_argument("--arms", default=",".join(ARMS), help="default: all; liger only where it is installed")
+    parser.add_argument("--shapes", default="1x512,4x2048,2x8192", help="batch x length (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE, too")
+    parser.add_argument("--repeats", type=int, default=10, help="measured steps per arm (default 10)")
+    arguments = parser.parse_args()
+    arms, models = arguments.arms.split(","), arguments.models or list(MODELS)
+    for kind, given, known in (("arms", arms, ARMS), ("models", models, MODELS)):
+        if unknown := sorted(set(given) - set(known)):
+            parser.error(f"unknown {kind} {unknown}; there are {list(known)}")
+    try:
+        shapes = [(int(b), int(n)) for b, _, n in (shape.partition("x") for shape in arguments.shapes.split(","))]
+    except ValueError:
+        parser.error(f"--shapes is {arguments.shapes!r}; it must be like 1x512,4x2048")
+    if not torch.cuda.is_available():
+        parser.error("benchmarks need a GPU; torch.cuda.is_available() is False")
+    if "liger" in arms and not any(d.metadata["Name"] == "liger_kernel" for d in importlib.metadata.distributions()):
+        print("liger: skipped, liger_kernel is not installed")
+        arms.remove("liger")
+    rows: list[Row] = []
+    failed = False
+    for name in models:
+        # of the first shape, so that a compiled arm compiles no further one for it
+        checked = torch.randint(MODELS[name][1]["vocab_size"], shapes[0], device="cuda")
+        expected = outcome(build(name), checked)
+        for arm in sorted(arms, key=list(ARMS).index):
+            torch.compiler.reset()
+            model = ARMS[arm](build(name))
+            if wrong := differs(outcome(model, checked), expected):
+                failed = True
+                print(f"{name} {arm}: WRONG, not measured: {wrong}", flush=True)
+                continue
+            for batch, length in shapes:
+                ids = torch.randint(MODELS[name][1]["vocab_size"], (batch, length), device="cuda")
+                release()
+                times, gib = measure(model, ids, arguments.repeats)
+                low, _, high = statistics.quantiles(times, n=4)
+                row = Row(name, f"{batch}x{length}", arm, statistics.median(times), (high - low) / 2, gib)
+                rows.append(row)
+                print(f"{row.model} {row.shape} {row.arm}: {row.ms:.2f} ms, {row.gib:.2f} GiB", flush=True)
+            del model
+            release()
+        del expected
+        release()
+    print("\n" + table(rows))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({"device": torch.cuda.get_device_name(), "rows": [asdict(row) for row in rows]}, file, indent=1)
+    return int(failed or not rows)
+
+
+def table(rows: list[Row]) -> str:
+    import transformers
+
+    lines = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"bfloat16, {datetime.date.today()}",
+        "",
+        "| model | tokens | arm | step, ms | peak, GiB |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [f"| {r.model} | {r.shape} | {r.arm} | {r.ms:.1f} ± {r.spread_ms:.1f} | {r.gib:.1f} |" for r in rows]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

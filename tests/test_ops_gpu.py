@@ -1,0 +1,121 @@
+"""What only a GPU shows: no op makes the host wait, and a patched model's step can be captured as a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import liger_kernels
+from convergence.models import MODELS
+from liger_kernels import ops
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+BF16 = torch.bfloat16
+
+
+def new(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, device="cuda", requires_grad=True)
+
+
+def norm(formula: str) -> Any:
+    return ops.rms_norm(new(96, 256), new(256), formula=formula)
+
+
+def rotated() -> tuple[torch.Tensor, ...]:
+    cos, sin = (torch.randn(1, 16, 64, dtype=BF16, device="cuda") for _ in range(2))
+    return ops.rope(new(2, 4, 16, 64), new(2, 2, 16, 64), cos, sin)
+
+
+def targets(rows: int = 96, vocab: int = 1000) -> torch.Tensor:
+    return torch.randint(vocab, (rows,), device="cuda").masked_fill_(torch.rand(rows, device="cuda") < 0.3, -100)
+
+
+def loss(**options: Any) -> Any:
+    return ops.cross_entropy(new(96, 1000), targets(), **options)
+
+
+def head_loss(**options: Any) -> Any:
+    return ops.linear_cross_entropy(new(96, 64), new(1000, 64), targets(), new(1000), **options)
+
+
+EXTRAS = ("token_accuracy", "predicted_tokens", "entropy", "log_probs")
+CALLS: dict[str, Callable[[], Any]] = {
+    **{f"rms_norm {f}": lambda f=f: norm(f) for f in ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")},
+    "rope": rotated,
+    "swiglu": lambda: ops.swiglu(new(96, 256), new(96, 256)),
+    "geglu": lambda: ops.geglu(new(96, 256), new(96, 256)),
+    "cross_entropy": loss,
+    "cross_entropy none, everything": lambda: loss(
+        reduction="none", label_smoothing=0.1, softcap=30.0, z_loss=1e-4, extras=EXTRAS
+    ),
+    **{f"linear_cross_entropy {m}": lambda m=m: head_loss(memory=m) for m in ("fast", "balanced", "small")},
+    "linear_cross_entropy none, everything": lambda: head_loss(
+        reduction="none", softcap=30.0, z_loss=1e-4, extras=EXTRAS, memory="balanced"
+    ),
+}
+
+
+@pytest.fixture
+def waiting_raises() -> Iterator[Callable[[], None]]:
+    """Call it: from then on whatever makes the host wait for the GPU raises."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+def test_the_host_waits_for_nothing(call: Callable[[], Any], waiting_raises: Callable[[], None]) -> None:
+    def forward_backward() -> None:
+        results = call()
+        results = [y for y in (results if isinstance(results, tuple) else (results,)) if y is not None]
+        results = [y for y in results if y.requires_grad]
+        torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+
+    forward_backward()  # compiles
+    torch.cuda.synchronize()
+    waiting_raises()
+    forward_backward()
+
+
+def test_waiting_is_noticed(waiting_raises: Callable[[], None]) -> None:
+    x = new(4)
+    waiting_raises()
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        x.sum().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["llama-untied", "gemma"])
+def test_a_cuda_graph_of_a_patched_step(name: str, dtype: torch.dtype) -> None:
+    """Captured once, replayed on other tokens: the loss and every gradient, bit for bit those of an ordinary step."""
+    model: Any = MODELS[name].build(0).to("cuda", dtype)
+    liger_kernels.patch(model)
+    vocab = model.config.vocab_size
+    ids = torch.randint(3, vocab, (2, 32), device="cuda")
+
+    def step() -> torch.Tensor:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    ids.copy_(torch.randint(3, vocab, (2, 32), device="cuda"))
+    graph.replay()
+    replayed = loss.detach().clone(), [p.grad.clone() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    expected = step()
+    assert torch.equal(replayed[0], expected)
+    for (parameter_name, parameter), gradient in zip(model.named_parameters(), replayed[1], strict=True):
+        assert torch.equal(parameter.grad, gradient), parameter_name
