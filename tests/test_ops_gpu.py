@@ -92,8 +92,8 @@ def test_waiting_is_noticed(waiting_raises: Callable[[], None]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize("name", ["llama-untied", "gemma"])
 def test_a_cuda_graph_of_a_patched_step(name: str, dtype: torch.dtype) -> None:
-    """Captured once and replayed on other tokens, it is as exact as PyTorch's own step, and the same bits again. Not the
-    bits of an ordinary step: transformers makes another attention mask while a stream is captured."""
+    """Captured once and replayed on other tokens, it is as exact as PyTorch's own step, and the same bits again. Not
+    the bits of an ordinary step: transformers makes another attention mask while a stream is captured."""
     own: Any = MODELS[name].build(0).to("cuda", dtype)
     truth, ours = copy.deepcopy(own).double(), copy.deepcopy(own)
     liger_kernels.patch(ours)
