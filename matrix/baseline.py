@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from matrix import records
-from matrix.records import GOOD, NOT_THERE, CellRecord, StageResult, share
+from matrix.records import NOT_THERE, CellRecord, StageResult, share
 
 SCHEMA = 1
+# "not provided": a flag of upstream's asked for what this package does not have, and got the answer that says so.
+GOOD = (*records.GOOD, "not provided")
 FILE = Path(__file__).parent / "baseline.json"
 
 # Half the bound is where the replicas of the baseline are themselves (an error ratio's bound is twice the worst

@@ -200,6 +200,15 @@ def test_what_is_worse_fails_by_name(
     assert f"{kind}: {name}" in (tmp_path / "gate.md").read_text()
 
 
+def test_a_flag_that_is_refused_as_it_should_be_is_no_failure(decide: Gate) -> None:
+    """But a change where it was not refused before."""
+
+    def refuse(record: CellRecord) -> None:
+        record.stages[1].findings["llama"].verdict = "not provided"
+
+    assert failures(decide(refuse)) == [("changed verdict", "llama")]
+
+
 def test_a_cell_without_a_record_fails(decide: Gate, tmp_path: Path) -> None:
     decide()
     (tmp_path / "records" / f"{CELL.name}.json").unlink()
@@ -365,6 +374,14 @@ def test_a_baseline_survives_its_file(tmp_path: Path) -> None:
     path.write_text('{"schema": 0}')
     with pytest.raises(ValueError, match="is no baseline of schema 1"):
         baseline.load(path)
+
+
+def test_the_accepted_baseline_has_every_cell() -> None:
+    accepted = baseline.load()
+    assert accepted is not None
+    assert {*accepted.cells} == {gate.PROJECT.name, *cells.load_all()}
+    assert all(record.passed for record in accepted.cells.values())
+    assert all(accepted.history[-1][key] for key in ("who", "when", "why", "commit"))
 
 
 def test_a_difference_reads_as_one_line() -> None:
