@@ -14,6 +14,13 @@ def fused_linear(model: Any) -> Any:
     return liger_kernels.patch(model)
 
 
+def fused_linear_small(model: Any) -> Any:
+    """As ``fused_linear``, with the loss in slabs of the vocabulary, which hold the least memory."""
+    import liger_kernels
+
+    return liger_kernels.patch(model, memory="small")
+
+
 def fused_cross_entropy(model: Any) -> Any:
     """Everything but the fused head: logits exist, and their loss is fused."""
     import liger_kernels

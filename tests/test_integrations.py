@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import liger_kernels
+from liger_kernels.integrations import apply_liger_kernel_to_instance
 from tests.patching_checks import DEVICE, SIZES, batch, tiny, upstream_symbols
 
 FAMILIES = ("llama", "gemma", "gemma2", "gemma3", "mistral", "mixtral", "qwen2", "qwen3", "phi3")
@@ -23,14 +24,16 @@ def _reverted():
 def test_signature(family):
     door = getattr(liger_kernels, f"apply_liger_kernel_to_{family}")
     activation = "geglu" if family.startswith("gemma") else "swiglu"
-    names = ["rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", activation, "model"]
+    names = ["rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", activation, "model", "memory"]
     parameters = inspect.signature(door).parameters
     assert list(parameters) == names
     assert {n: p.default for n, p in parameters.items()} == {
         **dict.fromkeys(names, True),
         "cross_entropy": False,
         "model": None,
+        "memory": None,
     }
+    assert parameters["memory"].kind is inspect.Parameter.KEYWORD_ONLY  # upstream's own come by position, too
     assert door.__name__ == f"apply_liger_kernel_to_{family}"
 
 
@@ -135,3 +138,51 @@ def test_a_family_that_the_installed_transformers_lacks(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.models.qwen3.modeling_qwen3", None)
     with pytest.raises(ValueError, match="the installed transformers has no qwen3"):
         liger_kernels.apply_liger_kernel_to_qwen3()
+
+
+# The schedule of the fused loss.
+
+
+def test_memory_through_the_doors(tmp_path):
+    plain = tiny("gemma2")
+    plain.save_pretrained(tmp_path)
+    auto = liger_kernels.AutoLigerKernelForCausalLM
+    doors = (
+        lambda: auto.from_pretrained(tmp_path, memory="small"),
+        lambda: auto.from_config(plain.config, memory="small"),
+    )
+    assert [liger_kernels.status(door()).memory for door in doors] == ["small", "small"]
+    assert liger_kernels.apply_liger_kernel_to_gemma2(model=tiny("gemma2"), memory="small").memory == "small"
+    assert liger_kernels.apply_liger_kernel_to_llama(model=tiny("llama"), memory="fast").memory == "fast"
+    liger_kernels.apply_liger_kernel_to_llama(memory="small")
+    assert liger_kernels.status(tiny("llama")).memory == "small"
+    liger_kernels.apply_liger_kernel_to_llama()
+    assert liger_kernels.status(tiny("llama")).memory is None
+
+
+@pytest.mark.parametrize("memory", ["tiny", "small"])
+def test_a_bad_memory_is_refused_at_the_door(memory):
+    before = upstream_symbols(tiny("llama"))
+    options = {"memory": memory, "fused_linear_cross_entropy": memory != "small"}
+    for door in (
+        liger_kernels.apply_liger_kernel_to_llama,
+        lambda **options: liger_kernels.apply_liger_kernel_to_llama(model=tiny("llama"), **options),
+        lambda **options: apply_liger_kernel_to_instance(tiny("llama"), **options),
+    ):
+        with pytest.raises(ValueError, match=r"memory is 'tiny'; it must be|memory='small' is a schedule of"):
+            door(**options)
+    assert upstream_symbols(tiny("llama")) == before
+
+
+def test_memory_in_a_trainers_configuration():
+    """``TrainingArguments(use_liger_kernel=True, liger_kernel_config={"memory": "small"})`` ends here."""
+    model = tiny("llama")
+    report = apply_liger_kernel_to_instance(model, memory="small")
+    assert report.memory == "small"
+    assert apply_liger_kernel_to_instance(model, memory="small") is report
+    assert apply_liger_kernel_to_instance(model) is report  # the flag alone asks for no other
+    with pytest.raises(ValueError, match=r"already patched with memory='small', not 'fast'"):
+        apply_liger_kernel_to_instance(model, memory="fast")
+    weighted = tiny("llama")
+    report = liger_kernels.patch(weighted, loss_reduction="sample", memory="small")
+    assert apply_liger_kernel_to_instance(weighted, rope=False) is report

@@ -28,6 +28,7 @@ from liger_kernels.ops.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_chunk_size,
     linear_cross_entropy_ref,
+    linear_cross_entropy_slab_size,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -433,6 +434,10 @@ def test_schedule_is_what_the_call_says(monkeypatch):
         assert of(7, 5, memory="fast") == (ONE_CHUNK,)
         assert of(7, 5, memory="balanced") == (BALANCED, 4096)
         assert of(7, 5, chunk_size=3) == (BALANCED, 3)
+    with linear_cross_entropy_slab_size(6):
+        assert of(7, 5, memory="small") == (SLABS, 6)
+        assert of(7, 5) == (ONE_CHUNK,)
+    assert of(7, 5, memory="small") == (SLABS, SLAB)
 
 
 @pytest.mark.parametrize("memory", MEMORY)
@@ -722,6 +727,8 @@ def test_chunk_size_must_be_positive(size, device):
         pass
     with pytest.raises(ValueError, match="must be at least 1 token"):
         Case(device).run(chunk_size=size)
+    with pytest.raises(ValueError, match="must be at least 1 class"), linear_cross_entropy_slab_size(size):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from liger_kernels.integrations.packing import PackingLossMixin
-from liger_kernels.patching import KERNELS, PatchReport, patch, status
+from liger_kernels.patching import KERNELS, PatchReport, check_options, patch, status
 
 __all__ = [
     "AutoLigerKernelForCausalLM",
@@ -40,27 +40,39 @@ __all__ = [
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """``AutoModelForCausalLM`` whose models come back patched.
 
-    ``from_pretrained`` and ``from_config`` take what upstream's take, and ``kernels=`` and ``loss_reduction=`` of
-    :func:`liger_kernels.patch`.
+    ``from_pretrained`` and ``from_config`` take what upstream's take, and ``kernels=``, ``loss_reduction=`` and
+    ``memory=`` of :func:`liger_kernels.patch`.
     """
 
     @classmethod
     def from_pretrained(
-        cls, *args: Any, kernels: Iterable[str] | None = None, loss_reduction: str = "token", **kwargs: Any
+        cls,
+        *args: Any,
+        kernels: Iterable[str] | None = None,
+        loss_reduction: str = "token",
+        memory: str | None = None,
+        **kwargs: Any,
     ) -> Any:
         """``AutoModelForCausalLM.from_pretrained(*args, **kwargs)``, patched with ``kernels`` (all by default)."""
+        wanted = check_options(kernels, loss_reduction, memory)  # before anything is loaded
         loaded = AutoModelForCausalLM.from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
-        patch(model, kernels, loss_reduction)
+        patch(model, wanted, loss_reduction, memory)
         return loaded
 
     @classmethod
     def from_config(
-        cls, *args: Any, kernels: Iterable[str] | None = None, loss_reduction: str = "token", **kwargs: Any
+        cls,
+        *args: Any,
+        kernels: Iterable[str] | None = None,
+        loss_reduction: str = "token",
+        memory: str | None = None,
+        **kwargs: Any,
     ) -> Any:
         """``AutoModelForCausalLM.from_config(*args, **kwargs)``, patched with ``kernels`` (all by default)."""
+        wanted = check_options(kernels, loss_reduction, memory)
         model = AutoModelForCausalLM.from_config(*args, **kwargs)
-        patch(model, kernels, loss_reduction)
+        patch(model, wanted, loss_reduction, memory)
         return model
 
 
@@ -72,8 +84,8 @@ _building = _Building()
 _originals: dict[type, Callable[..., None]] = {}
 
 
-def _patch_when_built(cls: type, kernels: list[str]) -> None:
-    """Let the constructor of ``cls`` patch what it has built. Called again, the last ``kernels`` count."""
+def _patch_when_built(cls: type, kernels: list[str], memory: str | None) -> None:
+    """Let the constructor of ``cls`` patch what it has built. Called again, the last options count."""
     original = _originals.setdefault(cls, cls.__init__)  # type: ignore[misc]
 
     @functools.wraps(original)
@@ -84,7 +96,7 @@ def _patch_when_built(cls: type, kernels: list[str]) -> None:
         finally:
             _building.depth -= 1
         if _building.depth == 0:  # the outermost model patches all of its parts
-            patch(self, kernels)
+            patch(self, kernels, memory=memory)
 
     cls.__init__ = init  # type: ignore[misc]
 
@@ -105,19 +117,23 @@ def apply_liger_kernel_to_instance(
     rms_norm: bool = True,
     swiglu: bool = True,
     geglu: bool = True,
+    memory: str | None = None,
 ) -> PatchReport:
     """Patch ``model``, of any family, as the ``use_liger_kernel`` flag of a trainer does, with its configuration.
 
-    A model that has been patched before with at least these kernels stays as it is.
+    A model that has been patched before with at least these kernels stays as it is. ``memory`` is that of
+    :func:`liger_kernels.patch`.
 
     Returns:
         Its :class:`liger_kernels.PatchReport`.
 
     Raises:
         TypeError: another switch than these.
-        ValueError: both losses are asked for, or the model is patched already without one of the kernels.
+        ValueError: both losses are asked for, an unknown ``memory`` or one without the fused linear loss, or the model
+            is patched already without one of the kernels or with another ``memory``.
     """
     kernels = _kernels(
+        memory,
         rope=rope,
         cross_entropy=cross_entropy,
         linear_cross_entropy=fused_linear_cross_entropy,
@@ -126,22 +142,26 @@ def apply_liger_kernel_to_instance(
         geglu=geglu,
     )
     report = status(model)
-    return report if report is not None and set(kernels) <= set(report.kernels) else patch(model, kernels)
+    if report is None or not set(kernels) <= set(report.kernels):
+        return patch(model, kernels, memory=memory)
+    return patch(model, report.kernels, report.loss_reduction, report.memory if memory is None else memory)
 
 
-def _kernels(**switches: bool) -> list[str]:
+def _kernels(memory: str | None, **switches: bool) -> list[str]:
     if switches["cross_entropy"] and switches["linear_cross_entropy"]:
         raise ValueError(
             "cross_entropy and fused_linear_cross_entropy cannot both be True: the fused linear loss leaves no logits "
             "for the other; choose one"
         )
-    return [name for name in KERNELS if switches.get(name)]
+    kernels = [name for name in KERNELS if switches.get(name)]
+    check_options(kernels, "token", memory)
+    return kernels
 
 
-def _apply(family: str, model: nn.Module | None, **switches: bool) -> PatchReport | None:
-    kernels = _kernels(**switches)
+def _apply(family: str, model: nn.Module | None, memory: str | None, **switches: bool) -> PatchReport | None:
+    kernels = _kernels(memory, **switches)
     if model is not None:
-        return patch(model, kernels)
+        return patch(model, kernels, memory=memory)
     name = f"transformers.models.{family}.modeling_{family}"
     try:
         module = importlib.import_module(name)
@@ -149,7 +169,7 @@ def _apply(family: str, model: nn.Module | None, **switches: bool) -> PatchRepor
         raise ValueError(f"the installed transformers has no {family} ({name}); install one that has") from error
     for _, cls in inspect.getmembers(module, inspect.isclass):
         if issubclass(cls, PreTrainedModel) and cls.__module__ == name and "__init__" in vars(cls):
-            _patch_when_built(cls, kernels)
+            _patch_when_built(cls, kernels, memory)
     return None
 
 
@@ -160,12 +180,14 @@ _DOC = """Patch {family} models: ``model``, or with ``model=None`` every one tha
         cross_entropy: fuse the loss of the head's logits. Not together with ``fused_linear_cross_entropy``.
         fused_linear_cross_entropy: compute the loss from hidden states, without logits.
         model: the model to patch, in place.
+        memory: the schedule of the fused linear loss, as in :func:`liger_kernels.patch`.
 
     Returns:
         The :class:`liger_kernels.PatchReport` of ``model``; None without one.
 
     Raises:
-        ValueError: both losses are asked for, or the installed transformers has no {family}.
+        ValueError: both losses are asked for, an unknown ``memory`` or one without the fused linear loss, or the
+            installed transformers has no {family}.
     """
 
 
@@ -177,10 +199,13 @@ def _swiglu_door(family: str) -> Callable[..., PatchReport | None]:
         rms_norm: bool = True,
         swiglu: bool = True,
         model: nn.Module | None = None,
+        *,
+        memory: str | None = None,
     ) -> PatchReport | None:
         return _apply(
             family,
             model,
+            memory,
             rope=rope,
             cross_entropy=cross_entropy,
             linear_cross_entropy=fused_linear_cross_entropy,
@@ -199,10 +224,13 @@ def _geglu_door(family: str) -> Callable[..., PatchReport | None]:
         rms_norm: bool = True,
         geglu: bool = True,
         model: nn.Module | None = None,
+        *,
+        memory: str | None = None,
     ) -> PatchReport | None:
         return _apply(
             family,
             model,
+            memory,
             rope=rope,
             cross_entropy=cross_entropy,
             linear_cross_entropy=fused_linear_cross_entropy,

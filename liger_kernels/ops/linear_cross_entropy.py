@@ -49,6 +49,7 @@ from liger_kernels.ops.cross_entropy import (
 MEMORY = ("fast", "balanced", "small")
 
 _chunk_size: int | None = None
+_slab: int | None = None
 
 
 def linear_cross_entropy_ref(
@@ -95,24 +96,37 @@ def _observe_all_rows(grad: Tensor) -> None:
 
 
 @contextlib.contextmanager
+def linear_cross_entropy_slab_size(classes: int) -> Iterator[None]:
+    """Inside, :func:`linear_cross_entropy` with ``memory="small"`` takes slabs of ``classes`` where their logits need
+    memory of their own; where they need none they may be wider."""
+    global _slab
+    before = _slab
+    _slab = _check_size(classes, "slab size", "class", "classes")
+    try:
+        yield
+    finally:
+        _slab = before
+
+
+@contextlib.contextmanager
 def linear_cross_entropy_chunk_size(tokens: int) -> Iterator[None]:
     """Inside, :func:`linear_cross_entropy` takes chunks of ``tokens`` rows where neither its ``chunk_size`` nor its
     ``memory`` is given."""
     global _chunk_size
     before = _chunk_size
-    _chunk_size = _check_chunk_size(tokens)
+    _chunk_size = _check_size(tokens, "chunk size", "token", "tokens")
     try:
         yield
     finally:
         _chunk_size = before
 
 
-def _check_chunk_size(tokens: int) -> int:
-    if not isinstance(tokens, int):
-        raise TypeError(f"the chunk size is a {type(tokens).__name__}; it must be an int, a number of tokens")
-    if tokens < 1:
-        raise ValueError(f"the chunk size is {tokens}; it must be at least 1 token")
-    return tokens
+def _check_size(size: int, name: str, one: str, several: str) -> int:
+    if not isinstance(size, int):
+        raise TypeError(f"the {name} is a {type(size).__name__}; it must be an int, a number of {several}")
+    if size < 1:
+        raise ValueError(f"the {name} is {size}; it must be at least 1 {one}")
+    return size
 
 
 def _default_chunk_size(hidden_size: int) -> int:
@@ -125,6 +139,19 @@ def _slab_size(hidden_size: int) -> int:
     """Every slab reads and writes the float32 d hidden once: the more classes, the less that weighs, and the more
     memory its logits take."""
     return max(2048, -(-hidden_size // 256) * 256)
+
+
+def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | None) -> str | None:
+    """What ``memory`` does not go with, so that "balanced", which goes with everything, runs instead; None if it runs.
+
+    Args:
+        dtype: of the product: where autocast is enabled, its dtype.
+    """
+    if memory in ("fast", "small") and dtype == torch.float16:
+        return "float16"
+    if memory == "small" and label_smoothing:
+        return "label smoothing"
+    return None
 
 
 def _schedule(
@@ -148,14 +175,14 @@ def _schedule(
         one_chunk = tokens <= few and not torch.compiler.is_compiling()
         chunk_size = _chunk_size if chunk_size is None else chunk_size
         if chunk_size is not None:
-            chunk = _check_chunk_size(chunk_size)
+            chunk = _check_size(chunk_size, "chunk size", "token", "tokens")
             one_chunk = tokens <= chunk
         memory = "fast" if one_chunk else "balanced"
-    if hidden.dtype == torch.float16 or (memory == "small" and label_smoothing):
+    if balanced_because(hidden.dtype, label_smoothing, memory) is not None:
         memory = "balanced"
     if memory == "fast" and not needs_grad:  # nothing to keep logits for
         memory = "balanced"
-    sizes = {"fast": (), "balanced": (chunk,), "small": (_slab_size(hidden_size),)}
+    sizes = {"fast": (), "balanced": (chunk,), "small": (_slab_size(hidden_size) if _slab is None else _slab,)}
     return memory, sizes[memory]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from liger_kernels.ops.linear_cross_entropy import MEMORY
 from liger_kernels.patching.glu import is_glu_candidate, recognise_glu
 from liger_kernels.patching.head import HeadRecipe, ModelRecipe, patched_heads
 from liger_kernels.patching.norms import is_norm_candidate, recognise_norm
@@ -25,6 +26,7 @@ __all__ = [
     "Left",
     "PatchReport",
     "Replacement",
+    "check_options",
     "packing_denominator",
     "patch",
     "patched",
@@ -54,7 +56,12 @@ class _State:
         return self.report.fallbacks
 
 
-def patch(model: nn.Module, kernels: Iterable[str] | None = None, loss_reduction: str = "token") -> PatchReport:
+def patch(
+    model: nn.Module,
+    kernels: Iterable[str] | None = None,
+    loss_reduction: str = "token",
+    memory: str | None = None,
+) -> PatchReport:
     """Let ``model`` run on this package's kernels, in place; other models of its family stay as they are.
 
     Each module is recognised by what it computes and replaced only where a kernel computes the same; the rest is left
@@ -70,16 +77,19 @@ def patch(model: nn.Module, kernels: Iterable[str] | None = None, loss_reduction
             transformers does; "sample", every sample alike; "square", a sample of n targets by the root of n
             (docs/packing.md). The last two take ``cu_seq_lens_q``, ``seq_idx`` or ``position_ids`` with the labels, and
             ``num_items_in_batch`` in their own unit (:func:`packing_denominator`, :class:`PackingLossMixin`).
+        memory: the schedule of ``linear_cross_entropy``: "fast" holds all logits, "balanced" some tokens', "small"
+            hardly any, and computes them twice; None lets shape and dtype choose between the first two. Where a step
+            cannot take it (float16; label smoothing with "small"), "balanced" runs, and ``fallbacks`` counts it. A head
+            whose loss is not fused has no use for it, and a warning says so.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, or ``kernels`` is a single string.
-        ValueError: an unknown kernel or loss reduction, a model that is patched already with others, or one without a
-            loss that could be weighted.
+        ValueError: an unknown kernel, loss reduction or schedule, a schedule without ``linear_cross_entropy`` among the
+            kernels, a model that is patched already with others, or one without a loss that could be weighted.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch() takes a torch.nn.Module, not {type(model).__name__}; load or build the model first")
-    wanted = _checked(kernels)
-    check_loss_reduction(loss_reduction)
+    wanted = check_options(kernels, loss_reduction, memory)
     state: _State | None = model.__dict__.get("_liger_kernels")
     if state is not None:
         if set(state.report.kernels) != set(wanted):
@@ -87,13 +97,14 @@ def patch(model: nn.Module, kernels: Iterable[str] | None = None, loss_reduction
                 f"this model is already patched with kernels={list(state.report.kernels)}, not {list(wanted)}; "
                 "call unpatch(model) first"
             )
-        if state.report.loss_reduction != loss_reduction:
-            raise ValueError(
-                f"this model is already patched with loss_reduction={state.report.loss_reduction!r}, not "
-                f"{loss_reduction!r}; call unpatch(model) first"
-            )
+        for name, given in (("loss_reduction", loss_reduction), ("memory", memory)):
+            before = getattr(state.report, name)
+            if before != given:
+                raise ValueError(
+                    f"this model is already patched with {name}={before!r}, not {given!r}; call unpatch(model) first"
+                )
         return state.report
-    state = _State(PatchReport(wanted, loss_reduction=loss_reduction))
+    state = _State(PatchReport(wanted, loss_reduction=loss_reduction, memory=memory))
     _patch_modules(model, state)
     if {"cross_entropy", "linear_cross_entropy"} & set(wanted):
         for path, owner in list(model.named_modules()):
@@ -110,6 +121,12 @@ def patch(model: nn.Module, kernels: Iterable[str] | None = None, loss_reduction
         warnings.warn(
             f"liger_kernels.patch() replaced nothing in this {type(model).__name__} (kernels={list(wanted)}): "
             "it will run exactly as before. print() the report for the reasons.",
+            stacklevel=2,
+        )
+    elif memory is not None and not state.report.fuses_head:
+        warnings.warn(
+            f"memory={memory!r} has no effect in this {type(model).__name__}: its loss is not computed from hidden "
+            "states. print() the report for the reasons.",
             stacklevel=2,
         )
     return state.report
@@ -140,14 +157,17 @@ def unpatch(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def patched(
-    model: nn.Module, kernels: Iterable[str] | None = None, loss_reduction: str = "token"
+    model: nn.Module,
+    kernels: Iterable[str] | None = None,
+    loss_reduction: str = "token",
+    memory: str | None = None,
 ) -> Iterator[PatchReport]:
     """``with patched(model) as report:`` runs the model patched inside the block, and as it was after it.
 
     A model that was patched before stays patched after the block.
     """
     before = status(model)
-    report = patch(model, kernels, loss_reduction)
+    report = patch(model, kernels, loss_reduction, memory)
     try:
         yield report
     finally:
@@ -161,7 +181,21 @@ def status(model: nn.Module) -> PatchReport | None:
     return state.report if state is not None else None
 
 
-def _checked(kernels: Iterable[str] | None) -> tuple[str, ...]:
+def check_options(kernels: Iterable[str] | None, loss_reduction: str, memory: str | None) -> tuple[str, ...]:
+    """The names of ``kernels``, in order; raises what :func:`patch` does for its options, whatever the model."""
+    wanted = _kernel_names(kernels)
+    check_loss_reduction(loss_reduction)
+    if memory is not None and memory not in MEMORY:
+        raise ValueError(f"memory is {memory!r}; it must be one of {', '.join(map(repr, MEMORY))}, or None to choose")
+    if memory is not None and "linear_cross_entropy" not in wanted:
+        raise ValueError(
+            f"memory={memory!r} is a schedule of linear_cross_entropy, which is not among kernels={list(wanted)}; add "
+            "it, or leave memory out"
+        )
+    return wanted
+
+
+def _kernel_names(kernels: Iterable[str] | None) -> tuple[str, ...]:
     if kernels is None:
         return KERNELS
     if isinstance(kernels, str):
@@ -237,7 +271,7 @@ def _patch_loss(model: nn.Module, path: str, owner: nn.Module, state: _State) ->
         plain = _plain_linears(head) if fused else []
         if plain:
             for linear in plain:
-                _replace(head_path, linear, HeadRecipe(fused=True), state)
+                _replace(head_path, linear, HeadRecipe(fused=True, memory=state.report.memory), state)
         elif "cross_entropy" in state.report.kernels:
             if fused:
                 reason = "it is not a plain linear layer: it runs itself, and the loss over its logits is fused"

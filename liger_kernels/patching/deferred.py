@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from liger_kernels.ops import cross_entropy, linear_cross_entropy
+from liger_kernels.ops.linear_cross_entropy import balanced_because
 from liger_kernels.patching.packing import Packing
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
@@ -38,7 +39,7 @@ class Product:
     hidden: torch.Tensor
     head: nn.Module
     features: int
-    fallbacks: Counter[str]  # of the model: why real logits had to be computed
+    fallbacks: Counter[str]  # of the model: why real logits had to be computed, or another schedule had to run
     logits: torch.Tensor | None = None
     extras: tuple[str, ...] = ()  # what else the pass of the loss is to compute ...
     token_accuracy: torch.Tensor | None = None  # ... and what it found
@@ -46,6 +47,7 @@ class Product:
     grad: bool = True
     versions: tuple[int, ...] | None = None
     packing: Packing | None = None  # what the rows weigh, where they do not all weigh the same
+    memory: str | None = None  # the schedule that the fused loss is to run
 
     def __post_init__(self) -> None:
         device = self.hidden.device.type
@@ -67,8 +69,8 @@ class Product:
             RuntimeError: when the hidden states or the head's parameters have changed since.
         """
         if self.logits is None:
-            if reason is not None and not torch.compiler.is_compiling():
-                self.fallbacks[reason] += 1
+            if reason is not None:
+                count(self.fallbacks, reason)
             if not self.unchanged():
                 raise RuntimeError(
                     "these logits were never computed, and the LM head's weights (or the hidden states) have been "
@@ -98,6 +100,11 @@ class Product:
             self.versions = self._versions()
 
 
+def count(fallbacks: Counter[str], reason: str) -> None:
+    if not torch.compiler.is_compiling():
+        fallbacks[reason] += 1
+
+
 @dataclass
 class Request:
     """What the fused loss of a head needs to know; the head's forward turns it into the loss."""
@@ -106,12 +113,14 @@ class Request:
     vocabulary: int | None  # only so many classes from the first
     targets: torch.Tensor
     options: dict[str, Any] = field(default_factory=dict)
+    memory: str | None = None  # the schedule; None: what shape and dtype say
 
     def loss(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         if self.vocabulary is not None:
             weight = weight[: self.vocabulary]
             bias = bias[: self.vocabulary] if bias is not None else None
-        return linear_cross_entropy(rows(hidden, self.views), weight, self.targets, bias, **self.options)
+        hidden = rows(hidden, self.views)
+        return linear_cross_entropy(hidden, weight, self.targets, bias, memory=self.memory, **self.options)
 
     def loss_of_logits(self, logits: torch.Tensor) -> Any:
         logits = rows(logits, self.views)
@@ -321,10 +330,14 @@ class DeferredLogits:
             target = product.packing.weigh(
                 product.hidden, lambda x: rows(x[..., None], self._views)[..., 0], target, options
             )
-        request = Request(self._views, self._vocabulary, target, options)
+        request = Request(self._views, self._vocabulary, target, options, product.memory)
         if product.logits is not None:
             loss = request.loss_of_logits(product.logits)
         else:
+            dtype = product.autocast if product.autocast is not None else product.hidden.dtype
+            reason = balanced_because(dtype, options["label_smoothing"], product.memory)
+            if reason is not None:
+                count(product.fallbacks, f"memory={product.memory!r} does not go with {reason}: 'balanced' ran")
             loss = product.head.fused_loss(product.hidden, request)  # type: ignore[operator]
         if product.extras:
             loss, product.token_accuracy = loss.loss, loss.token_accuracy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass, make_dataclass
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_kernels.patching.deferred import DeferredLogits, Product, Request
+from liger_kernels.patching.deferred import DeferredLogits, Product, Request, count
 from liger_kernels.patching.packing import captured, plain_count
 from liger_kernels.patching.swap import Recipe, recipe_of
 
@@ -28,10 +28,12 @@ class HeadRecipe(Recipe):
     """An LM head that, armed, answers with deferred logits.
 
     With ``fused`` the product itself waits (a plain linear layer); without, the head computes its logits at once and
-    only the cross entropy over them is ours (an adapter, a quantised layer, or by the user's choice).
+    only the cross entropy over them is ours (an adapter, a quantised layer, or by the user's choice). ``memory`` is the
+    schedule of the fused loss, as in :func:`liger_kernels.ops.linear_cross_entropy`.
     """
 
     fused: bool
+    memory: str | None = None
 
     @property
     def kernel(self) -> str:
@@ -42,20 +44,22 @@ class HeadRecipe(Recipe):
         return "loss of hidden states and weight, no logits" if self.fused else "loss of the head's own logits"
 
     def namespace(self, base: Any) -> dict[str, Any]:
-        fused = self.fused
+        fused, memory = self.fused, self.memory
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             fallbacks = self._liger_kernels_armed
             if fallbacks is None or self._liger_kernels_request is not None or len(args) != 1 or kwargs:
                 return base.__call__(self, *args, **kwargs)
             hidden = args[0]
-            if fused and (obstacle := _obstacle(self)) is None:
-                product = Product(hidden, self, self.out_features, fallbacks, extras=self._liger_kernels_extras)
+            obstacle = _obstacle(self) if fused else None
+            if fused and obstacle is None:
+                extras = self._liger_kernels_extras
+                product = Product(hidden, self, self.out_features, fallbacks, extras=extras, memory=memory)
                 dtype = product.autocast if product.autocast is not None else hidden.dtype
             else:
                 logits = base.__call__(self, hidden)
-                if fused:
-                    _count(fallbacks, obstacle)
+                if obstacle is not None:
+                    count(fallbacks, obstacle)
                 product = Product(hidden, self, logits.shape[-1], fallbacks, logits, self._liger_kernels_extras)
                 dtype = logits.dtype
             product.packing = self._liger_kernels_packing
@@ -109,11 +113,6 @@ def _obstacle(head: Any) -> str | None:
     return None
 
 
-def _count(fallbacks: Counter[str], reason: str | None) -> None:
-    if not torch.compiler.is_compiling():
-        fallbacks[str(reason)] += 1
-
-
 @dataclass(frozen=True)
 class ModelRecipe(Recipe):
     """A model that arms its head while its own forward runs in training with labels.
@@ -158,7 +157,7 @@ class ModelRecipe(Recipe):
                 return upstream(self, *args, **kwargs)
             if self.loss_function is not ForCausalLMLoss:  # a user's own, or one of another kind: it gets real logits
                 name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
-                _count(self._liger_kernels.fallbacks, f"the loss function is {name}, not ForCausalLMLoss")
+                count(self._liger_kernels.fallbacks, f"the loss function is {name}, not ForCausalLMLoss")
                 output = upstream(self, *args, **kwargs)
                 return released(output, labels, kwargs.get("shift_labels")) if accuracy else output
             heads = patched_heads(self.get_output_embeddings())

@@ -33,8 +33,11 @@ class PatchReport:
         kernels: the kernels that were asked for.
         replaced: what was replaced.
         left: what was left alone, with the reason.
-        fallbacks: how often real logits had to be computed in a training forward, by reason; it goes on counting.
+        fallbacks: how often real logits had to be computed in a training forward, or another schedule than ``memory``
+            had to run, by reason; it goes on counting.
         loss_reduction: what the loss averages over: "token", "square" or "sample".
+        memory: the schedule of the fused loss that was chosen: "fast", "balanced" or "small"; None where it follows
+            shape and dtype.
     """
 
     kernels: tuple[str, ...]
@@ -42,6 +45,7 @@ class PatchReport:
     left: list[Left] = field(default_factory=list)
     fallbacks: Counter[str] = field(default_factory=Counter)
     loss_reduction: str = "token"
+    memory: str | None = None
 
     @property
     def fuses_head(self) -> bool:
@@ -77,8 +81,13 @@ class PatchReport:
             )
         if self.loss_reduction != "token":
             lines += ["", f"the loss of packed rows is weighted: loss_reduction={self.loss_reduction!r}"]
+        if self.memory is not None:
+            effect = (
+                "the schedule of the fused loss" if self.fuses_head else "without effect: no loss is fused with a head"
+            )
+            lines += ["", f"memory={self.memory!r}: {effect}"]
         if self.fallbacks:
-            lines += ["", "real logits were computed in training, without the saving, because:"]
+            lines += ["", "real logits were computed in training, or another schedule ran, because:"]
             lines += [f"  {count} x {reason}" for reason, count in self.fallbacks.most_common()]
         return "\n".join(lines)
 
