@@ -86,6 +86,7 @@ def _ours(model: Any) -> Any:
 ARMS: dict[str, Callable[[Any], Any]] = {
     "eager": lambda model: model,
     "ours": _ours,
+    "ours-small": lambda model: liger_kernels.patch(model, memory="small") and model,
     "compile": torch.compile,
     "ours+compile": lambda model: torch.compile(_ours(model)),
     "liger": _liger,
