@@ -1,12 +1,9 @@
-"""Time and peak memory of each op, forward and backward, against its eager formula, in one run on one GPU.
+"""Time, peak memory and error of each op, forward and backward, ours and its peers', in one run on one GPU.
 
-``python -m benchmarks [op ...] [--json FILE] [--repeats N]``
+``python -m benchmarks [op ...] [--peers eager,compile,liger,fla,cce,quack,trl] [--dtype bfloat16] [--json FILE]``
 
-An op is compared with its own float64 reference first, on fewer rows; where that fails no time is reported and the run
-exits 1. Times are medians of CUDA-event times. Before each measured call the L2 cache is flushed, and the launches are
-queued behind a device-side sleep, so that neither warm caches nor gaps between launches are measured; the time that
-the host needs to issue one forward and backward is its own column. Bytes are those of a perfect kernel: each input
-read once, each output written once, in forward and in backward; they are compared with a device copy in the same run.
+An op is compared with its own float64 reference first; where that fails no time is reported and the run exits 1. A peer
+that is wrong, or raises, gets no time either, but the run goes on and its exit code is the same.
 """
 
 from __future__ import annotations
@@ -14,354 +11,171 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import statistics
+import math
+import platform
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+from benchmarks import report, timing
+from benchmarks.cases import Case, Place, Tensors, cases
+from benchmarks.peers import DISTRIBUTIONS, PEERS, Table
+from benchmarks.report import Peer, Row
+from benchmarks.timing import Gpu
 from convergence.tolerance import three_way
-from liger_kernels import ops
 
-Tensors = tuple[torch.Tensor, ...]
-
-SLEEP_CYCLES = 8_000_000  # about 4 ms: longer than the host needs to queue one op's launches
-FLUSH_BYTES = 256 << 20  # several times the L2 of any current GPU
-CHECKED_ROWS = 384
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+WRONG_FROM = 0.1  # a relative error that no rounding explains: the peer computes something else
+Results = tuple[Tensors, Tensors]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One op at one shape. ``inputs(rows)`` makes leaf tensors; ours and eager take them and return a tensor or two."""
-
-    op: str
-    shape: str
-    rows: int
-    inputs: Callable[[int], Tensors]
-    ours: Callable[..., Any]
-    eager: Callable[..., Any]
-    bytes: int
+def results(function: Callable[..., Any], inputs: Tensors, dtype: torch.dtype) -> Results:
+    """The outputs, and the gradients of the inputs under upstream gradients that are the same for every ``function``:
+    random numbers of ``dtype``, whatever the dtype of an output is. The inputs stay as they are."""
+    inputs = timing.copies(inputs)
+    outputs = timing.as_tuple(function(*inputs))
+    kept = tuple(y.detach().clone() for y in outputs)
+    generator = torch.Generator(outputs[0].device).manual_seed(0)
+    upstream = [torch.randn(y.shape, generator=generator, device=y.device).to(dtype).to(y.dtype) for y in outputs]
+    return kept, timing.backward(outputs, [x for x in inputs if x.requires_grad], upstream)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table; times in milliseconds, memory in MiB beyond the inputs."""
-
-    op: str
-    shape: str
-    ours_ms: float
-    spread_ms: float
-    eager_ms: float
-    of_copy: float
-    ours_mib: float
-    eager_mib: float
-    host_ms: float
+def error(found: Results, truth: Results) -> float:
+    """The norm of the difference over the truth's, the worst over outputs and gradients."""
+    worst = 0.0
+    for ours, theirs in zip((*found[0], *found[1]), (*truth[0], *truth[1]), strict=True):
+        if ours.shape != theirs.shape:
+            return math.inf
+        size = float(theirs.double().norm())
+        relative = float((ours.double() - theirs.double()).norm()) / size if size else 0.0
+        worst = math.nan if math.isnan(relative) else max(worst, relative)
+    return worst
 
 
-def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).to(torch.bfloat16).requires_grad_()
+def compare(case: Case, dtype: torch.dtype) -> tuple[float, Tensors, Results]:
+    """Holds ours to the three-way rule against eager and float64. Returns its error, the inputs and the truth.
 
-
-def norm_case(rows: int, hidden: int, formula: str) -> Case:
-    return Case(
-        f"rms_norm ({formula})",
-        f"{rows}x{hidden}",
-        rows,
-        lambda n: (randn(n, hidden), randn(hidden)),
-        lambda x, w: ops.rms_norm(x, w, 1e-6, formula=formula),
-        lambda x, w: ops.rms_norm_ref(x, w, 1e-6, formula=formula),
-        5 * rows * hidden * 2,
-    )
-
-
-def rope_case(batch: int, seq: int, heads: int, kv_heads: int, dim: int) -> Case:
-    def inputs(rows: int) -> Tensors:
-        length = min(rows, seq)
-        angles = torch.rand(1, length, dim // 2, device="cuda") * 6.3
-        cos, sin = (f(angles).repeat(1, 1, 2).to(torch.bfloat16) for f in (torch.cos, torch.sin))
-        # attention projects to [batch, seq, heads * dim] and rotates a transposed view of that
-        q = (randn(batch, length, h, dim).transpose(1, 2).detach().requires_grad_() for h in (heads, kv_heads))
-        return (*q, cos, sin)
-
-    return Case(
-        "rope",
-        f"{batch}x{seq}, {heads}/{kv_heads} heads x {dim}",
-        seq,
-        inputs,
-        ops.rope,
-        ops.rope_ref,
-        4 * batch * seq * (heads + kv_heads) * dim * 2,
-    )
-
-
-def glu_case(name: str, rows: int, inner: int) -> Case:
-    ours, eager = getattr(ops, name), getattr(ops, f"{name}_ref")
-    return Case(
-        name, f"{rows}x{inner}", rows, lambda n: (randn(n, inner), randn(n, inner)), ours, eager, 8 * rows * inner * 2
-    )
-
-
-def row_weights(rows: int) -> Tensors:
-    """The weight of each row and their sum, as a loss of packed rows takes them."""
-    weight = torch.rand(rows, device="cuda")
-    return weight, weight.sum()
-
-
-def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """``loss`` whose last two arguments are its row weights and denominator."""
-    return lambda *inputs: loss(*inputs[:-2], row_weight=inputs[-2], denominator=inputs[-1])
-
-
-def loss_case(rows: int, vocab: int, weights: bool = False) -> Case:
-    def inputs(n: int) -> Tensors:
-        return randn(n, vocab, scale=3), torch.randint(vocab, (n,), device="cuda"), *(row_weights(n) if weights else ())
-
-    ours, eager = ops.cross_entropy, ops.cross_entropy_ref
-    return Case(
-        "cross_entropy (row_weight)" if weights else "cross_entropy",
-        f"{rows}x{vocab}",
-        rows,
-        inputs,
-        weighted(ours) if weights else ours,
-        weighted(eager) if weights else eager,
-        2 * rows * vocab * 2,  # logits read, their gradient written: one pass can do both
-    )
-
-
-def linear_loss_case(rows: int, hidden: int, vocab: int, weights: bool = False, memory: str | None = None) -> Case:
-    def inputs(n: int) -> Tensors:
-        leaves = randn(n, hidden), randn(vocab, hidden, scale=hidden**-0.5), torch.randint(vocab, (n,), device="cuda")
-        return (*leaves, *(row_weights(n) if weights else ()))
-
-    ours, eager = partial(ops.linear_cross_entropy, memory=memory), ops.linear_cross_entropy_ref
-    variant = " (row_weight)" if weights else f" ({memory})" if memory else ""
-    return Case(
-        f"linear_cross_entropy{variant}",
-        f"{rows}x{hidden}x{vocab}",
-        rows,
-        inputs,
-        weighted(ours) if weights else ours,
-        weighted(eager) if weights else eager,
-        0,  # bound by its matrix products, not by memory
-    )
-
-
-def packing_case(rows: int, longest: int) -> Case:
-    """Targets, row weights and denominator of one packed row; forward only."""
-
-    def inputs(n: int) -> Tensors:
-        most = min(longest, n // 4)
-        lengths = torch.randint(1, most + 1, (8 * n // most,))  # four times as many tokens as are taken
-        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[:n]
-        labels = torch.randint(100, (1, n)).masked_fill(torch.rand(1, n) < 0.3, -100)
-        return labels.to("cuda"), positions[None].to("cuda")
-
-    def ours(labels: torch.Tensor, positions: torch.Tensor) -> Tensors:
-        found = ops.packing_weights(labels, position_ids=positions, loss_reduction="square")
-        return found.row_weight, found.denominator
-
-    def eager(labels: torch.Tensor, positions: torch.Tensor) -> Tensors:
-        index = (positions[0] == 0).cumsum(0)
-        goes_on = torch.nn.functional.pad(index[1:] == index[:-1], (0, 1))
-        counted = goes_on & (labels[0].roll(-1) != -100)
-        counts = torch.bincount(index, weights=counted.double())[index]
-        weight = torch.where(counted, counts.clamp(min=1).rsqrt(), 0.0)
-        return weight.float(), weight.sum().float()
-
-    return Case("packing_weights", f"{rows} tokens", rows, inputs, ours, eager, rows * (8 + 8 + 8 + 4 + 4))
-
-
-CASES = [
-    norm_case(2048, 4096, "cast_then_scale"),
-    norm_case(8192, 4096, "cast_then_scale"),
-    norm_case(8192, 4096, "offset_scale_then_cast"),
-    norm_case(8192, 8192, "cast_then_scale"),
-    norm_case(32768, 4096, "cast_then_scale"),
-    rope_case(4, 8192, 32, 8, 128),
-    glu_case("swiglu", 8192, 11008),
-    glu_case("geglu", 8192, 14336),
-    loss_case(8192, 32768),
-    loss_case(8192, 128256),
-    loss_case(8192, 128256, weights=True),
-    linear_loss_case(8192, 4096, 128256),
-    linear_loss_case(8192, 4096, 128256, weights=True),
-    linear_loss_case(8192, 2048, 262144),
-    *(
-        linear_loss_case(*shape, memory=memory)
-        for shape in ((8192, 4096, 128256), (8192, 2048, 262144))
-        for memory in ("fast", "balanced", "small")
-    ),
-    packing_case(1 << 20, 4096),
-]
-
-
-def backward(outputs: Tensors, wanted: list[torch.Tensor], upstream: list[torch.Tensor]) -> Tensors:
-    """The gradients of the inputs ``wanted``; none where none has any."""
-    return torch.autograd.grad(outputs, wanted, upstream) if wanted else ()
-
-
-def forward_backward(function: Callable[..., Any], inputs: Tensors, seed: int = 0) -> tuple[Tensors, Tensors]:
-    """The outputs, and the gradients of the inputs under random upstream gradients."""
-    outputs = function(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    torch.manual_seed(seed)
-    upstream = [torch.randn_like(y) for y in outputs]
-    wanted = [x for x in inputs if x.requires_grad]
-    return outputs, backward(outputs, wanted, upstream)
-
-
-def check(case: Case) -> None:
-    """The three-way rule on fewer rows. Raises AssertionError."""
+    Raises:
+        AssertionError: naming the output or gradient that is further from the truth than eager's.
+    """
     torch.manual_seed(1)
-    inputs = case.inputs(min(case.rows, CHECKED_ROWS))
+    inputs = case.inputs(case.checked_rows or case.rows)
     wide = tuple(x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs)
-    results = [forward_backward(*arm) for arm in ((case.ours, inputs), (case.eager, inputs), (case.eager, wide))]
-    for group in range(2):
-        for i, (ours, eager, truth) in enumerate(zip(*(result[group] for result in results), strict=True)):
-            three_way(ours, eager, truth, ours.dtype, f"{case.op} {('output', 'gradient')[group]} {i}")
+    ours, eager = (results(function, inputs, dtype) for function in (case.ours, case.eager))
+    truth = results(case.truth, wide, dtype)
+    for group, kind in enumerate(("output", "gradient")):
+        for i, tensors in enumerate(zip(ours[group], eager[group], truth[group], strict=True)):
+            three_way(*tensors, tensors[0].dtype, f"{case.op} {kind} {i}")
+    return error(ours, truth), inputs, truth
 
 
-def measure(function: Callable[..., Any], inputs: Tensors, repeats: int) -> tuple[list[float], float, float]:
-    """Forward plus backward: device times in ms (one per repeat), peak MiB beyond the inputs, host time in ms."""
-    wanted = [x for x in inputs if x.requires_grad]
-    flush = torch.empty(FLUSH_BYTES // 4, device="cuda")
-
-    def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-        flush.zero_()
-        torch.cuda._sleep(SLEEP_CYCLES)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = call()
-        end.record()
-        end.synchronize()
-        return result, start.elapsed_time(end)
-
-    def step() -> float:
-        outputs, forward = timed(lambda: function(*inputs))
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        upstream = [torch.ones_like(y) for y in outputs]
-        _, back = timed(lambda: backward(outputs, wanted, upstream))
-        return forward + (back if wanted else 0.0)
-
-    for _ in range(3):
-        step()
-    times = [step() for _ in range(repeats)]
-
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    forward_backward(function, inputs)
-    torch.cuda.synchronize()
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-
-    outputs = function(*inputs)
-    upstream = [torch.ones_like(y) for y in (outputs if isinstance(outputs, tuple) else (outputs,))]
-    del outputs
-    host = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        outputs = function(*inputs)
-        backward(outputs if isinstance(outputs, tuple) else (outputs,), wanted, upstream)
-        host.append((time.perf_counter() - start) * 1e3)
-    return times, peak, statistics.median(host)
+def try_peer(function: Callable[..., Any], checked: Tensors, truth: Results, inputs: Tensors, gpu: Gpu, n: int) -> Peer:
+    """Its error on the inputs ``checked`` and its times on ``inputs``, or why there are none."""
+    try:
+        found = error(results(function, checked, checked[0].dtype), truth)
+        if not found <= WRONG_FROM:
+            return Peer(None, found, f"WRONG: its relative error is {found:.1e}")
+        return Peer(gpu.measure(function, inputs, n), found)
+    except Exception as problem:  # whatever a peer does, the others are measured
+        first_line = (str(problem).splitlines() or [""])[0]
+        return Peer(None, None, f"failed: {type(problem).__name__}: {first_line}")
 
 
-def copy_gb_per_s() -> float:
-    """What a device-to-device copy of 1 GiB reaches, counting bytes read and written."""
-    a = torch.empty(1 << 28, device="cuda")
-    b = torch.empty_like(a)
-    times = []
-    for _ in range(12):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        b.copy_(a)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return 2 * a.numel() * 4 / statistics.median(times) / 1e6
-
-
-def table(rows: list[Row], ceiling: float) -> str:
-    lines = [
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bfloat16, "
-        f"{datetime.date.today()}; device copy {ceiling:.0f} GB/s",
-        "",
-        "| op | shape | ours, ms | eager, ms | eager / ours | of copy | ours, MiB | eager, MiB | host, ms |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for r in rows:
-        of_copy = f"{r.of_copy:.0%}" if r.of_copy else ""
-        lines.append(
-            f"| {r.op} | {r.shape} | {r.ours_ms:.3f} ± {r.spread_ms:.3f} | {r.eager_ms:.3f} | "
-            f"{r.eager_ms / r.ours_ms:.1f} | {of_copy} | {r.ours_mib:.0f} | {r.eager_mib:.0f} | {r.host_ms:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def main() -> int:
-    names = sorted({case.op.split()[0] for case in CASES})
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("ops", nargs="*", metavar="op", help=f"which ops, of {', '.join(names)}; all by default")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE, too")
-    parser.add_argument("--repeats", type=int, default=20, help="measured calls per arm (default 20)")
-    arguments = parser.parse_args()
-    unknown = sorted(set(arguments.ops) - set(names))
-    if unknown:
-        parser.error(f"unknown ops {unknown}; there are {names}")
-    if not torch.cuda.is_available():
-        parser.error("benchmarks need a GPU; torch.cuda.is_available() is False")
-    ceiling = copy_gb_per_s()
+def run(
+    chosen: Sequence[Case], peers: Table, dtype: torch.dtype, repeats: int, ceilings: Mapping[str, float], gpu: Gpu
+) -> tuple[list[Row], bool]:
+    """The rows of ``chosen``, and whether ours was right in all. Arms of one formula and shape are measured once."""
     rows: list[Row] = []
-    failed = False
-    for case in CASES:
-        if arguments.ops and case.op.split()[0] not in arguments.ops:
-            continue
+    tried: dict[tuple[str, str], dict[str, Peer]] = {}
+    right = True
+    for case in chosen:
         try:
-            check(case)
-        except AssertionError as error:
-            failed = True
-            print(f"{case.op} {case.shape}: WRONG, not measured: {error}", flush=True)
+            found, checked, truth = compare(case, dtype)
+        except Exception as problem:
+            right = False
+            what = "WRONG" if isinstance(problem, AssertionError) else f"failed: {type(problem).__name__}"
+            print(f"{case.op} {case.shape}: {what}, not measured: {problem}", flush=True)
             continue
         torch.manual_seed(0)
         inputs = case.inputs(case.rows)
-        times, ours_mib, host_ms = measure(case.ours, inputs, arguments.repeats)
-        eager_times, eager_mib, _ = measure(case.eager, inputs, arguments.repeats)
-        ours_ms = statistics.median(times)
-        quartiles = statistics.quantiles(times, n=4)
-        rows.append(
-            Row(
-                case.op,
-                case.shape,
-                ours_ms,
-                (quartiles[2] - quartiles[0]) / 2,
-                statistics.median(eager_times),
-                case.bytes / ours_ms / 1e6 / ceiling,
-                ours_mib,
-                eager_mib,
-                host_ms,
-            )
-        )
-        print(f"{case.op} {case.shape}: {ours_ms:.3f} ms, eager {rows[-1].eager_ms:.3f} ms", flush=True)
-        del inputs
-        torch.cuda.empty_cache()
-    print("\n" + table(rows, ceiling))
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            result = {
-                "device": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "copy_gb_per_s": ceiling,
-                "rows": [asdict(row) for row in rows],
-            }
-            json.dump(result, file, indent=1)
-    return int(failed or not rows)
+        ours = gpu.measure(case.ours, inputs, repeats)
+        arms = tried.setdefault((case.formula, case.shape), {})
+        if not arms:
+            for arm, function in peers.arms(case).items():
+                arms[arm] = try_peer(function, checked, truth, inputs, gpu, repeats)
+                gpu.release()
+        shown = [f"{arm} {peer.note or f'{peer.ms:.3f} ms'}" for arm, peer in arms.items()]
+        print(", ".join([f"{case.op} {case.shape}: {ours.ms:.3f} ms", *shown]), flush=True)
+        del inputs, checked, truth
+        gpu.release()
+        own_copy = gpu.copy_gb_per_s(case.bytes)
+        rows.append(Row.of(case, ours, found, own_copy, ceilings, arms))
+    return rows, right
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    names = sorted({case.name for case in cases(Place("cpu"))})
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("ops", nargs="*", metavar="op", help=f"which ops, of {', '.join(names)}; all by default")
+    parser.add_argument("--peers", default="eager", help=f"of {','.join(PEERS)}, or all (default: %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", help=f"of {', '.join(DTYPES)} (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured to FILE, too")
+    parser.add_argument(
+        "--repeats", type=int, default=20, help="measured calls per arm, fewer of slow ones (default 20)"
+    )
+    options = parser.parse_args(arguments)
+    options.peers = list(PEERS) if options.peers == "all" else options.peers.split(",")
+    for kind, given, known in (
+        ("ops", options.ops, names),
+        ("peers", options.peers, PEERS),
+        ("dtypes", [options.dtype], DTYPES),
+    ):
+        if unknown := sorted(set(given) - set(known)):
+            parser.error(f"unknown {kind} {unknown}; there are {list(known)}")
+    if options.repeats < 2:
+        parser.error(f"--repeats is {options.repeats}; a median and its spread need at least 2")
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {options.json.absolute().parent}")
+    return options
+
+
+def benchmark(options: argparse.Namespace, known: Sequence[Case], peers: Table, gpu: Gpu) -> int:
+    """Measures what the ``options`` name of the cases ``known``, prints and writes it. Returns the exit code."""
+    for peer, why in peers.skipped.items():
+        print(f"{peer}: {why}", flush=True)
+    dtype = DTYPES[options.dtype]
+    ceilings = {"copy_gb_per_s": gpu.copy_gb_per_s(), "matmul_tflop_per_s": gpu.matmul_tflop_per_s(dtype)}
+    chosen = [case for case in known if not options.ops or case.name in options.ops]
+    rows, right = run(chosen, peers, dtype, options.repeats, ceilings, gpu)
+    if rows:
+        packages = ["torch", "triton", *(DISTRIBUTIONS[peer] for peer in peers.loaded)]
+        where = {
+            "device": gpu.name,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "versions": report.versions(packages),
+            "dtype": options.dtype,
+            "date": str(datetime.date.today()),
+            **ceilings,
+        }
+        print("\n" + report.table(where, rows, peers.skipped))
+        if options.json:
+            options.json.write_text(json.dumps(report.as_json(where, rows, peers.skipped), indent=1) + "\n")
+    return int(not right or not rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if not torch.cuda.is_available():
+        print("benchmarks need a GPU; torch.cuda.is_available() is False", file=sys.stderr)
+        return 2
+    gpu = Gpu()
+    return benchmark(options, cases(Place(gpu.device, DTYPES[options.dtype])), Table(options.peers), gpu)
 
 
 if __name__ == "__main__":

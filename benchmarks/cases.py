@@ -1,0 +1,231 @@
+"""What is measured: each op at the shapes of the documentation, with its eager formula and its truth.
+
+Bytes are those of a perfect kernel: each input read once, each output written once, in forward and in backward (a loss:
+in one pass for both). ``flops`` counts floating-point operations, roughly where no matrix product is among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from liger_kernels import ops
+
+Tensors = tuple[torch.Tensor, ...]
+
+EPS = 1e-6
+# Of a loss; float64 logits of all rows would not fit. The other ops are compared over all rows.
+CHECKED_ROWS = 384
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where inputs are made, and in which dtype."""
+
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+
+    def randn(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, device=self.device) * scale).to(self.dtype).requires_grad_()
+
+    def targets(self, rows: int, classes: int) -> torch.Tensor:
+        return torch.randint(classes, (rows,), device=self.device)
+
+    def row_weights(self, rows: int) -> Tensors:
+        """The weight of each row and their sum, as a loss of packed rows takes them."""
+        weight = torch.rand(rows, device=self.device)
+        return weight, weight.sum()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one shape.
+
+    ``inputs(rows)`` makes leaf tensors; ``ours``, ``eager`` and ``truth`` take them and return a tensor or several.
+    ``eager`` is what a model runs without kernels, ``truth`` is right in float64. Peers are found by ``formula``: cases
+    that differ only in how ours goes about it share one, and are measured against the same results.
+    """
+
+    formula: str
+    shape: str
+    rows: int
+    inputs: Callable[[int], Tensors] = field(repr=False)
+    ours: Callable[..., Any] = field(repr=False)
+    eager: Callable[..., Any] = field(repr=False)
+    truth: Callable[..., Any] = field(repr=False)
+    bytes: int
+    flops: int
+    memory: str | None = None
+    checked_rows: int | None = None
+
+    @property
+    def op(self) -> str:
+        return f"{self.formula} ({self.memory})" if self.memory else self.formula
+
+    @property
+    def name(self) -> str:
+        """What is asked for on the command line."""
+        return self.formula.split()[0]
+
+
+def norm(place: Place, rows: int, hidden: int, formula: str) -> Case:
+    reference = lambda x, weight: ops.rms_norm_ref(x, weight, EPS, formula=formula)  # noqa: E731
+    return Case(
+        f"rms_norm ({formula})",
+        f"{rows}x{hidden}",
+        rows,
+        lambda n: (place.randn(n, hidden), place.randn(hidden)),
+        lambda x, weight: ops.rms_norm(x, weight, EPS, formula=formula),
+        reference,
+        reference,
+        5 * rows * hidden * place.dtype.itemsize,
+        12 * rows * hidden,
+    )
+
+
+def rope(place: Place, batch: int, seq: int, heads: int, kv_heads: int, dim: int) -> Case:
+    def inputs(rows: int) -> Tensors:
+        angles = torch.rand(1, rows, dim // 2, device=place.device) * 6.3
+        cos, sin = (f(angles).repeat(1, 1, 2).to(place.dtype) for f in (torch.cos, torch.sin))
+        # attention projects to [batch, seq, heads * dim] and rotates a transposed view of that
+        q, k = (place.randn(batch, rows, h, dim).transpose(1, 2).detach() for h in (heads, kv_heads))
+        return q.requires_grad_(), k.requires_grad_(), cos, sin
+
+    elements = batch * seq * (heads + kv_heads) * dim
+    return Case(
+        "rope",
+        f"{batch}x{seq}, {heads}/{kv_heads} heads x {dim}",
+        seq,
+        inputs,
+        ops.rope,
+        ops.rope_ref,
+        ops.rope_ref,
+        4 * elements * place.dtype.itemsize,
+        6 * elements,
+    )
+
+
+def glu(place: Place, name: str, rows: int, inner: int) -> Case:
+    reference = getattr(ops, f"{name}_ref")
+    return Case(
+        name,
+        f"{rows}x{inner}",
+        rows,
+        lambda n: (place.randn(n, inner), place.randn(n, inner)),
+        getattr(ops, name),
+        reference,
+        reference,
+        8 * rows * inner * place.dtype.itemsize,
+        20 * rows * inner,
+    )
+
+
+def float_loss(logits: torch.Tensor, targets: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    """The loss as models of transformers compute it; ``weights`` are those of the rows, and their sum."""
+    if not weights:
+        return F.cross_entropy(logits.float(), targets)
+    row_weight, denominator = weights
+    return (F.cross_entropy(logits.float(), targets, reduction="none") * row_weight).sum() / denominator
+
+
+def linear_float_loss(hidden: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    return float_loss(F.linear(hidden, weight), *rest)
+
+
+def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """``loss`` whose last two arguments are its row weights and denominator."""
+    return lambda *inputs: loss(*inputs[:-2], row_weight=inputs[-2], denominator=inputs[-1])
+
+
+def loss(place: Place, rows: int, vocab: int, weights: bool = False) -> Case:
+    def inputs(n: int) -> Tensors:
+        drawn = place.randn(n, vocab, scale=3), place.targets(n, vocab)
+        return (*drawn, *place.row_weights(n)) if weights else drawn
+
+    return Case(
+        "cross_entropy (row_weight)" if weights else "cross_entropy",
+        f"{rows}x{vocab}",
+        rows,
+        inputs,
+        weighted(ops.cross_entropy) if weights else ops.cross_entropy,
+        float_loss,
+        weighted(ops.cross_entropy_ref) if weights else ops.cross_entropy_ref,
+        2 * rows * vocab * place.dtype.itemsize,
+        8 * rows * vocab,
+        checked_rows=CHECKED_ROWS,
+    )
+
+
+def linear_loss(
+    place: Place, rows: int, hidden: int, vocab: int, weights: bool = False, memory: str | None = None
+) -> Case:
+    def inputs(n: int) -> Tensors:
+        leaves = place.randn(n, hidden), place.randn(vocab, hidden, scale=hidden**-0.5), place.targets(n, vocab)
+        return (*leaves, *place.row_weights(n)) if weights else leaves
+
+    ours = partial(ops.linear_cross_entropy, memory=memory)
+    return Case(
+        f"linear_cross_entropy{' (row_weight)' if weights else ''}",
+        f"{rows}x{hidden}x{vocab}",
+        rows,
+        inputs,
+        weighted(ours) if weights else ours,
+        linear_float_loss,
+        weighted(ops.linear_cross_entropy_ref) if weights else ops.linear_cross_entropy_ref,
+        2 * (rows + vocab) * hidden * place.dtype.itemsize,
+        (8 if memory == "small" else 6) * rows * hidden * vocab,
+        memory=memory,
+        checked_rows=CHECKED_ROWS,
+    )
+
+
+def packing(place: Place, rows: int, longest: int) -> Case:
+    """Targets, row weights and denominator of one packed row; forward only."""
+
+    def inputs(n: int) -> Tensors:
+        most = min(longest, n // 4)
+        lengths = torch.randint(1, most + 1, (8 * n // most,))  # four times as many tokens as are taken
+        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[:n]
+        labels = torch.randint(100, (1, n)).masked_fill(torch.rand(1, n) < 0.3, -100)
+        return labels.to(place.device), positions[None].to(place.device)
+
+    def ours(labels: torch.Tensor, positions: torch.Tensor) -> Tensors:
+        found = ops.packing_weights(labels, position_ids=positions, loss_reduction="square")
+        return found.row_weight, found.denominator
+
+    def eager(labels: torch.Tensor, positions: torch.Tensor) -> Tensors:
+        index = (positions[0] == 0).cumsum(0)
+        goes_on = F.pad(index[1:] == index[:-1], (0, 1))
+        counted = goes_on & (labels[0].roll(-1) != -100)
+        counts = torch.bincount(index, weights=counted.double())[index]
+        weight = torch.where(counted, counts.clamp(min=1).rsqrt(), 0.0)
+        return weight.float(), weight.sum().float()
+
+    return Case("packing_weights", f"{rows} tokens", rows, inputs, ours, eager, eager, rows * 32, rows * 4)
+
+
+def cases(place: Place) -> list[Case]:
+    """All of them. Nothing is allocated before a case's ``inputs`` are called."""
+    heads = ((8192, 4096, 128256), (8192, 2048, 262144), (32768, 4096, 128256))
+    return [
+        *(norm(place, *shape, "cast_then_scale") for shape in ((2048, 4096), (8192, 2048), (8192, 4096))),
+        norm(place, 8192, 4096, "offset_scale_then_cast"),
+        *(norm(place, *shape, "cast_then_scale") for shape in ((8192, 8192), (32768, 4096))),
+        rope(place, 4, 8192, 32, 8, 128),
+        glu(place, "swiglu", 8192, 11008),
+        glu(place, "geglu", 8192, 14336),
+        *(loss(place, 8192, vocab) for vocab in (32768, 128256, 262144)),
+        loss(place, 8192, 128256, weights=True),
+        *(
+            linear_loss(place, *shape, memory=memory)
+            for shape in heads
+            for memory in (None, "fast", "balanced", "small")
+        ),
+        linear_loss(place, *heads[0], weights=True),
+        packing(place, 1 << 20, 4096),
+    ]

@@ -1,0 +1,140 @@
+"""The results as a table in Markdown and as JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.cases import Case
+from benchmarks.timing import Measured
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What one arm of a peer reached; ``note`` says why there is no time."""
+
+    measured: Measured | None = None
+    error: float | None = None
+    note: str = ""
+
+    @property
+    def ms(self) -> float | None:
+        return self.measured.ms if self.measured else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ours at one shape, and every arm that was tried there.
+
+    ``error`` is the norm of the difference from float64 over the truth's, the worst over outputs and gradients.
+    ``of_copy`` and ``of_matmul`` are shares of what the ceilings allow, ``of_own_copy`` of a copy of the case's bytes.
+    """
+
+    op: str
+    shape: str
+    bytes: int
+    flops: int
+    ours_ms: float
+    spread_ms: float
+    ours_mib: float
+    host_ms: float
+    error: float
+    of_copy: float
+    of_own_copy: float
+    of_matmul: float
+    peers: dict[str, Peer] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        case: Case,
+        ours: Measured,
+        error: float,
+        own_copy_gb_per_s: float,
+        ceilings: Mapping[str, float],
+        peers: dict[str, Peer],
+    ) -> Row:
+        reached = {"copy_gb_per_s": case.bytes / ours.ms / 1e6, "matmul_tflop_per_s": case.flops / ours.ms / 1e9}
+        return cls(
+            case.op,
+            case.shape,
+            case.bytes,
+            case.flops,
+            ours.ms,
+            ours.spread_ms,
+            ours.mib,
+            ours.host_ms,
+            error,
+            reached["copy_gb_per_s"] / ceilings["copy_gb_per_s"],
+            reached["copy_gb_per_s"] / own_copy_gb_per_s,
+            reached["matmul_tflop_per_s"] / ceilings["matmul_tflop_per_s"],
+            peers,
+        )
+
+    @property
+    def ceiling(self) -> str:
+        """Its share of the nearer ceiling, and which that is."""
+        if self.of_copy >= self.of_matmul:
+            return f"{self.of_copy:.0%} of copy ({self.of_own_copy:.0%})"
+        return f"{self.of_matmul:.0%} of matmul"
+
+
+def versions(distributions: Sequence[str]) -> dict[str, str]:
+    """Of the distributions that are installed."""
+    found = {}
+    for name in distributions:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def as_json(where: Mapping[str, Any], rows: Sequence[Row], skipped: Mapping[str, str]) -> dict[str, Any]:
+    return {**where, "skipped": dict(skipped), "rows": [_flat(row) for row in rows]}
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    peers = {}
+    for arm, peer in row.peers.items():
+        numbers = asdict(peer.measured) if peer.measured else {}
+        peers[arm] = {**numbers, "error": peer.error, "note": peer.note}
+    return {**asdict(row), "peers": peers}
+
+
+def table(where: Mapping[str, Any], rows: Sequence[Row], skipped: Mapping[str, str]) -> str:
+    """One line for each case; a peer's cell is its ms (its time over ours), MiB and error."""
+    arms = list(dict.fromkeys(arm for row in rows for arm in row.peers))
+    named = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    header = ["op", "shape", "ours, ms", "of the ceiling (of a copy of its size)", "host, ms", "MiB", "error"]
+    copy, matmul = where["copy_gb_per_s"], where["matmul_tflop_per_s"]
+    lines = [
+        f"{where['device']}, {named}, {where['dtype']}, {where['date']}; device copy {copy:.0f} GB/s, "
+        f"matmul {matmul:.0f} TFLOP/s. Peers: ms (over ours), MiB, error.",
+        "",
+        _line([*header, *arms]),
+        _line(["---"] * (len(header) + len(arms))),
+    ]
+    notes = [f"- {peer}: {why}" for peer, why in skipped.items()]
+    for row in rows:
+        ours = [row.op, row.shape, f"{row.ours_ms:.3f} ± {row.spread_ms:.3f}", row.ceiling, f"{row.host_ms:.2f}"]
+        ours += [f"{row.ours_mib:.0f}", f"{row.error:.1e}"]
+        lines.append(_line([*ours, *(_cell(row.peers.get(arm), row.ours_ms) for arm in arms)]))
+        notes += [f"- {row.op} {row.shape}, {arm}: {peer.note}" for arm, peer in row.peers.items() if peer.note]
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def _cell(peer: Peer | None, ours_ms: float) -> str:
+    if peer is None:
+        return ""
+    if peer.measured is None:
+        return peer.note.partition(":")[0]
+    found = peer.measured
+    error = "" if peer.error is None else f", {peer.error:.1e}"
+    return f"{found.ms:.3f} ({found.ms / ours_ms:.2f}), {found.mib:.0f}{error}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,0 +1,243 @@
+"""The benchmarks' driver on a CPU, with a stopwatch that shows made-up numbers: nothing is timed here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.__main__ import benchmark, main, parse
+from benchmarks.cases import Case, Place, cases, glu, linear_loss, loss, norm, packing, rope
+from benchmarks.peers import Arms, Table
+from benchmarks.timing import Measured
+from liger_kernels import ops
+
+CPU = Place("cpu", torch.float32)
+NORM = norm(CPU, 6, 8, "cast_then_scale")
+SWIGLU = glu(CPU, "swiglu", 4, 8)
+
+
+class Stopwatch:
+    """What :class:`benchmarks.timing.Gpu` does, with numbers in place of times."""
+
+    name = "some GPU"
+
+    def __init__(self) -> None:
+        self.measured: list[Callable[..., Any]] = []
+
+    def measure(self, function: Callable[..., Any], given: tuple[torch.Tensor, ...], repeats: int) -> Measured:
+        self.measured.append(function)
+        return Measured(0.5 * len(self.measured), 0.01, 3.0, 0.25)
+
+    def copy_gb_per_s(self, n_bytes: int = 1) -> float:
+        return 1e-3
+
+    def matmul_tflop_per_s(self, dtype: torch.dtype) -> float:
+        return 1e-6
+
+    def release(self) -> None:
+        pass
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """``bench(cases, peers, packages, *options)``: the exit code, and what --json wrote."""
+
+    def go(known: list[Case], peers: str = "eager", packages: Any = None, *options: str) -> tuple[int, dict[str, Any]]:
+        file = tmp_path / "result.json"
+        parsed = parse(["--dtype", "float32", "--peers", peers, "--json", str(file), *options])
+        code = benchmark(parsed, known, Table(parsed.peers, packages or {}), Stopwatch())  # type: ignore[arg-type]
+        return code, json.loads(file.read_text()) if file.exists() else {}
+
+    return go
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ropes"], "unknown ops ['ropes']; there are ['cross_entropy'"),
+        (["--peers", "eager,lger"], "unknown peers ['lger']; there are ['eager', 'compile', 'liger'"),
+        (["--dtype", "int8"], "unknown dtypes ['int8']; there are ['bfloat16', 'float16', 'float32']"),
+        (["--repeats", "1"], "--repeats is 1; a median and its spread need at least 2"),
+        (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+    ],
+)
+def test_what_is_wrong_with_the_arguments(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([]) == 2
+    assert "need a GPU" in capsys.readouterr().err
+
+
+def test_table_and_json(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def liger() -> dict[str, Arms]:
+        return {NORM.formula: {"liger": NORM.eager, "liger-wide": lambda x, w: NORM.eager(x.double(), w).float()}}
+
+    code, found = bench([NORM, SWIGLU], "eager,liger", {"liger": liger})
+    assert code == 0
+    table = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert table[0] == [
+        *("op", "shape", "ours, ms", "of the ceiling (of a copy of its size)", "host, ms", "MiB", "error"),
+        *("eager", "liger", "liger-wide"),
+    ]
+    ours = table[2]
+    assert ours[:3] == ["rms_norm (cast_then_scale)", "6x8", "0.500 ± 0.010"]
+    # 5 * 6 * 8 float32 in half a millisecond, of 1 MB/s; 12 * 6 * 8 operations, of 1 MFLOP/s
+    assert ours[3] == "192% of copy (192%)"
+    assert ours[4:6] == ["0.25", "3"]
+    assert ours[7].startswith("1.000 (2.00), 3, ")
+    assert [cell.partition(" ")[0] for cell in ours[8:]] == ["1.500", "2.000"]
+    assert found["device"] == "some GPU"
+    assert found["dtype"] == "float32"
+    assert found["copy_gb_per_s"] == 1e-3
+    row = found["rows"][0]
+    assert (row["op"], row["shape"], row["ours_ms"], row["spread_ms"], row["ours_mib"]) == (*ours[:2], 0.5, 0.01, 3.0)
+    assert 0 < row["error"] < 1e-6
+    assert row["peers"]["liger"].items() >= {"ms": 1.5, "mib": 3.0, "host_ms": 0.25, "note": ""}.items()
+    assert list(found["rows"][1]["peers"]) == ["eager"]
+
+
+def test_a_peer_that_is_not_installed_is_named_once(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def fla() -> dict[str, Arms]:
+        raise ModuleNotFoundError("No module named 'einops'", name="einops")
+
+    def cce() -> dict[str, Arms]:
+        raise RuntimeError("no CUDA runtime")
+
+    code, found = bench([NORM, SWIGLU], "eager,fla,cce", {"fla": fla, "cce": cce})
+    assert code == 0
+    expected = {
+        "fla": "skipped: einops is not installed",
+        "cce": "skipped: its import failed: RuntimeError: no CUDA runtime",
+    }
+    assert found["skipped"] == expected
+    assert [list(row["peers"]) for row in found["rows"]] == [["eager"]] * 2
+    before, _, table = capsys.readouterr().out.partition("| op ")
+    assert before.count(expected["fla"]) == table.count(expected["fla"]) == 1
+
+
+def test_a_peer_that_fails_or_is_wrong_gets_no_time_and_ends_nothing(
+    bench: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("only on Hopper\nand a long trace")
+
+    def liger() -> dict[str, Arms]:
+        shifted = lambda x, weight: NORM.eager(x, weight + 1)  # noqa: E731
+        return {NORM.formula: {"liger": raising, "liger-shifted": shifted, "liger-nan": lambda x, w: x * w * torch.nan}}
+
+    code, found = bench([NORM, SWIGLU], "liger,eager", {"liger": liger})
+    assert code == 0
+    peers = found["rows"][0]["peers"]
+    assert peers["liger"] == {"error": None, "note": "failed: NotImplementedError: only on Hopper"}
+    for arm in ("liger-shifted", "liger-nan"):
+        assert peers[arm]["note"].startswith("WRONG: its relative error is ")
+        assert "ms" not in peers[arm]
+    assert peers["eager"]["ms"] == 1.0
+    assert len(found["rows"]) == 2
+    assert "| failed | WRONG | WRONG |" in capsys.readouterr().out
+
+
+def wrong_gradient(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The right output; the gradient of ``up`` is a tenth too large."""
+    more = ops.swiglu_ref(gate.detach(), up)
+    return ops.swiglu_ref(gate, up) + 0.1 * (more - more.detach())
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [
+        (lambda gate, up: ops.swiglu_ref(gate, up) * 1.01, "WRONG, not measured: swiglu output 0"),
+        (wrong_gradient, "WRONG, not measured: swiglu gradient 1"),
+        (lambda gate, up: gate.no_such_method(), "failed: AttributeError, not measured"),
+    ],
+)
+def test_ours_that_is_wrong_gets_no_time_and_fails_the_run(
+    ours: Callable[..., Any], said: str, bench: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = bench([dataclasses.replace(SWIGLU, ours=ours), NORM])
+    assert code == 1
+    assert [row["op"] for row in found["rows"]] == [NORM.op]
+    assert said in capsys.readouterr().out
+
+
+def test_a_peer_gets_its_own_copy_of_the_inputs(bench: Any) -> None:
+    """Kernels that write gradients over their inputs do not spoil what the next arm computes."""
+
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+            y = ops.swiglu_ref(gate, up)
+            gate.data.zero_()
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return dy, dy
+
+    def liger() -> dict[str, Arms]:
+        return {"swiglu": {"liger": InPlace.apply}}
+
+    code, found = bench([SWIGLU], "liger,eager", {"liger": liger})
+    assert code == 0
+    assert found["rows"][0]["peers"]["liger"]["note"].startswith("WRONG")
+    assert found["rows"][0]["peers"]["eager"]["error"] < 1e-6
+
+
+def test_schedules_of_one_formula_share_their_peers(bench: Any) -> None:
+    """And stand in rows of their own."""
+    known = [linear_loss(CPU, 8, 16, 32, memory=memory) for memory in ("fast", "small")]
+    code, found = bench(known)
+    assert code == 0
+    fast, small = found["rows"]
+    assert (fast["op"], small["op"]) == ("linear_cross_entropy (fast)", "linear_cross_entropy (small)")
+    assert fast["peers"] == small["peers"]
+    assert small["flops"] / fast["flops"] == pytest.approx(8 / 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) -> None:
+    place = Place("cpu", dtype)
+    code, found = bench(
+        [
+            norm(place, 8, 32, "offset_scale_then_cast"),
+            rope(place, 2, 8, 4, 2, 16),
+            glu(place, "geglu", 4, 16),
+            loss(place, 16, 64),
+            loss(place, 16, 64, weights=True),
+            linear_loss(place, 16, 32, 64),
+            linear_loss(place, 16, 32, 64, weights=True),
+            packing(place, 256, 32),
+        ],
+        "eager",
+        None,
+        "--dtype",
+        str(dtype).removeprefix("torch."),
+    )
+    assert code == 0
+    assert len(found["rows"]) == 8
+    assert all(row["peers"]["eager"]["note"] == "" for row in found["rows"])
+
+
+def test_no_case_is_listed_twice_and_each_op_can_be_chosen(bench: Any) -> None:
+    known = cases(CPU)
+    rows = [(case.op, case.shape) for case in known]
+    assert len(set(rows)) == len(rows)
+    for name in {case.name for case in known}:
+        assert parse([name]).ops == [name]
+    code, found = bench([NORM, SWIGLU], "eager", None, "swiglu")
+    assert code == 0
+    assert [row["op"] for row in found["rows"]] == ["swiglu"]
