@@ -11,6 +11,7 @@ _HIDDEN = "liger_kernels.ops.linear_cross_entropy"
 _SHARED = "liger_kernels.ops._linear"
 _ONE_CHUNK = "liger_kernels.ops._linear_one_chunk"
 _TOKEN_CHUNKS = "liger_kernels.ops._linear_token_chunks"
+_SLABS = "liger_kernels.ops._linear_vocabulary_slabs"
 
 
 def _logits(name: str, does: str, phase: str, *edits: tuple[str, str], fused: bool = False, **other: Any) -> Mutant:
@@ -344,5 +345,21 @@ MUTANTS = (
         "backward",
         ("torch.mm(d_logits.t(), hidden, out=d_weight)", "torch.mm(d_logits.t(), hidden, out=d_weight).mul_(1.01)"),
         module=_ONE_CHUNK,
+    ),
+    _hidden(
+        "slabs_hidden_gradient_of_the_last_slab",
+        "The hidden states' gradient is overwritten by every slab of the vocabulary.",
+        "backward",
+        ("keep=1.0 if first else 0.0", "keep=0.0"),
+        module=_SLABS,
+        memory="small",
+    ),
+    _hidden(
+        "slabs_write_over_their_own_logits",
+        "A wide slab keeps its logits where its own rows of d weight are written.",
+        "backward",
+        ("begin = padded((first + size) * hidden_size)", "begin = padded(first * hidden_size)"),
+        module=_SLABS,
+        memory="small",
     ),
 )

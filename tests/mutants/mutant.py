@@ -66,6 +66,7 @@ class Mutant:
         phase: "forward" or "backward": where the guilty kernel is wrong; None where no kernel is.
         dies: what the suite must say: "statistics" (any judged number), or the name of another finding.
         fused: whether the loss is computed from hidden states, or from logits that exist.
+        memory: the schedule of the fused loss, as ``patch`` takes it.
         check: the test that must fail, for a fault that no training can show; the suite is not run then.
         sample: whether the default run tries it.
     """
@@ -81,6 +82,7 @@ class Mutant:
     phase: str | None = None
     dies: str = "statistics"
     fused: bool = True
+    memory: str | None = None
     check: str | None = None
     sample: bool = False
 
@@ -92,7 +94,9 @@ class Mutant:
         if kernels is None:
             left_out = "cross_entropy" if self.fused else "linear_cross_entropy"
             kernels = [kernel for kernel in liger_kernels.KERNELS if kernel != left_out]
-        report = liger_kernels.patch(model, kernels=kernels)
+        wanted = list(kernels)
+        memory = self.memory if "linear_cross_entropy" in wanted else None
+        report = liger_kernels.patch(model, kernels=wanted, memory=memory)
         if self.after is not None:
             self.after(model)
         return report
