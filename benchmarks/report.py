@@ -26,13 +26,14 @@ class Peer:
 
 @dataclass(frozen=True)
 class Row:
-    """Ours at one shape, and every arm that was tried there.
+    """Ours at one shape, and every arm of its ``formula`` that was tried there.
 
     ``error`` is the norm of the difference from float64 over the truth's, the worst over outputs and gradients.
     ``of_copy`` and ``of_matmul`` are shares of what the ceilings allow, ``of_own_copy`` of a copy of the case's bytes.
     """
 
     op: str
+    formula: str
     shape: str
     bytes: int
     flops: int
@@ -59,6 +60,7 @@ class Row:
         reached = {"copy_gb_per_s": case.bytes / ours.ms / 1e6, "matmul_tflop_per_s": case.flops / ours.ms / 1e9}
         return cls(
             case.op,
+            case.formula,
             case.shape,
             case.bytes,
             case.flops,

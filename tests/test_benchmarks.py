@@ -15,6 +15,8 @@ from benchmarks.__main__ import benchmark, main, parse
 from benchmarks.cases import Case, Place, cases, glu, linear_loss, loss, norm, packing, rope
 from benchmarks.peers import Arms, Table
 from benchmarks.timing import Measured
+from docs.roofline_picture import main as draw
+from docs.roofline_picture import points
 from liger_kernels import ops
 
 CPU = Place("cpu", torch.float32)
@@ -241,3 +243,31 @@ def test_no_case_is_listed_twice_and_each_op_can_be_chosen(bench: Any) -> None:
     code, found = bench([NORM, SWIGLU], "eager", None, "swiglu")
     assert code == 0
     assert [row["op"] for row in found["rows"]] == ["swiglu"]
+
+
+def test_points_under_the_roofline(bench: Any) -> None:
+    """Ours of every row, its peers once, each as a share of the ceiling that binds it."""
+    known = [NORM, *(linear_loss(CPU, 8, 16, 32, memory=memory) for memory in ("small", "fast"))]
+    _, found = bench(known)
+    drawn = list(points(found))
+    assert [(point.op, point.ours) for point in drawn] == [
+        *(("rms_norm", True), ("rms_norm", False)),
+        *(("linear_cross_entropy", True), ("linear_cross_entropy", False), ("linear_cross_entropy", True)),
+    ]
+    row = found["rows"][0]
+    assert drawn[0].share == pytest.approx(max(row["of_copy"], row["of_matmul"]))
+    assert drawn[0].share / drawn[1].share == pytest.approx(row["peers"]["eager"]["ms"] / row["ours_ms"])
+    # the peer of the schedule that computes logits twice needs 6 operations for its 8
+    ours, peer, _ = drawn[2:]
+    times = found["rows"][1]["peers"]["eager"]["ms"] / found["rows"][1]["ours_ms"]
+    assert ours.tflop_per_s / peer.tflop_per_s == pytest.approx(times * 8 / 6)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{}", "is not what python -m benchmarks"), ("{", "Expecting")])
+def test_the_picture_needs_a_result(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(SystemExit):
+        draw([str(tmp_path / "result.json"), str(tmp_path / "out.svg")])
+    assert message in capsys.readouterr().err
