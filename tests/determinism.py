@@ -37,6 +37,7 @@ PROMISED = {
     "rms_norm, scale_then_cast": {RUNS, BATCH},
     "rms_norm, offset_scale_then_cast": {RUNS, BATCH},
     "rms_norm, no weight": {RUNS, BATCH},
+    "add_rms_norm": {RUNS, BATCH},
     "rope": {RUNS, BATCH},
     "swiglu": {RUNS, BATCH},
     "geglu": {RUNS, BATCH},
@@ -96,6 +97,21 @@ def _norm(formula: str, weighted: bool = True) -> Case:
         return {"y": y, "d x": grads.pop("d x")}, grads
 
     return Case(inputs, compute)
+
+
+def _sum_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    names = ("x", "residual", "dy", "dtotal")
+    rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in names}
+    return rows, {"weight": torch.randn(sizes.hidden, dtype=dtype)}
+
+
+def _sum(
+    x: torch.Tensor, residual: torch.Tensor, dy: torch.Tensor, dtotal: torch.Tensor, weight: torch.Tensor
+) -> tuple[Tensors, Tensors]:
+    leaves = {"d x": x.requires_grad_(), "d residual": residual.requires_grad_(), "d weight": weight.requires_grad_()}
+    y, total = ops.add_rms_norm(x, residual, weight)
+    grads = _grads((y, total), leaves, (dy, dtotal))
+    return {"y": y, "total": total, "d x": grads.pop("d x"), "d residual": grads.pop("d residual")}, grads
 
 
 def _rope_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
@@ -187,6 +203,7 @@ def _grads(
 CASES = {
     **{f"rms_norm, {f}": _norm(f) for f in ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")},
     "rms_norm, no weight": _norm("cast_then_scale", weighted=False),
+    "add_rms_norm": Case(_sum_inputs, _sum),
     "rope": Case(_rope_inputs, _rope),
     "swiglu": _glu(ops.swiglu),
     "geglu": _glu(ops.geglu),

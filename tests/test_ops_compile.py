@@ -43,17 +43,24 @@ def new(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> torch.Tens
 
 
 def rms_norm_cases() -> None:
-    from liger_kernels.ops import rms_norm
+    from liger_kernels.ops import add_rms_norm, rms_norm
 
     for formula in ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast"):
         run(rms_norm, new(64, 4096), new(4096), formula=formula)
+        run(add_rms_norm, new(64, 4096), new(64, 4096), new(4096), formula=formula)
     for hidden in (80, 8192, 65536):
         run(rms_norm, new(64, hidden, dtype=FP32), new(hidden, dtype=FP32))
+        run(add_rms_norm, *(new(64, hidden, dtype=FP32) for _ in range(2)), new(hidden, dtype=FP32))
     run(rms_norm, new(64, 4096, dtype=FP16), new(4096, dtype=FP32))
     run(rms_norm, new(64, 4096))
     run(rms_norm, new(64, 4096), new(4096, grad=False))
     run(rms_norm, new(64, 4096, grad=False), new(4096))
     run(rms_norm, new(64, 4096, grad=False), new(4096, grad=False))
+    run(add_rms_norm, new(64, 4096), new(64, 4096, dtype=FP32), new(4096))
+    run(add_rms_norm, new(64, 4096, dtype=FP16), new(64, 4096), new(4096, dtype=FP32, grad=False))
+    run(add_rms_norm, new(64, 4096, grad=False), new(64, 4096))
+    run(add_rms_norm, new(64, 4096, grad=False), new(64, 4096, grad=False), new(4096))
+    run(add_rms_norm, new(64, 4096, grad=False), new(64, 4096, grad=False), new(4096, grad=False))
 
 
 def rope_cases() -> None:
@@ -214,7 +221,7 @@ def trace_all() -> None:
     launches it put into each graph, forward and backward."""
     import torch.utils._triton
 
-    from liger_kernels.ops import geglu, rms_norm, rope, swiglu
+    from liger_kernels.ops import add_rms_norm, geglu, rms_norm, rope, swiglu
 
     for module in op_modules():
         if hasattr(module, "use_triton"):
@@ -230,6 +237,7 @@ def trace_all() -> None:
     cos, sin = (torch.randn(1, 16, 128).to(BF16) for _ in range(2))
     for name, op, args in (
         ("rms_norm", rms_norm, [new(64, 128), new(128)]),
+        ("add_rms_norm", add_rms_norm, [new(64, 128), new(64, 128), new(128)]),
         ("swiglu", swiglu, [new(64, 128), new(64, 128)]),
         ("geglu", lambda x: geglu(*x.chunk(2, dim=-1)), [new(64, 128)]),
         ("rope", lambda q, k: rope(q, k, cos, sin), [new(64, 8, 16, 128), new(64, 2, 16, 128)]),
@@ -318,7 +326,8 @@ def test_every_kernel_is_compiled(compiled: Callable[[str], list[dict[str, Any]]
 @pytest.mark.skipif(TRITON < (3, 6), reason="this Triton asks for a GPU's driver while Dynamo traces a launch")
 def test_dynamo_traces_down_to_the_launches(tmp_path: Path) -> None:
     """Without a graph break, forward and backward, for any number of rows."""
-    assert in_subprocess(tmp_path, "trace_all") == {"rms_norm": 3, "swiglu": 2, "geglu": 2, "rope": 2}
+    launched = in_subprocess(tmp_path, "trace_all")
+    assert launched == {"rms_norm": 3, "add_rms_norm": 3, "swiglu": 2, "geglu": 2, "rope": 2}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""rms_norm against its reference."""
+"""rms_norm and add_rms_norm against their references."""
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liger_kernels.ops import launches, reset_launches, rms_norm, rms_norm_ref
+from liger_kernels.ops import add_rms_norm, add_rms_norm_ref, launches, reset_launches, rms_norm, rms_norm_ref
 from liger_kernels.ops.rms_norm import FORMULAS, MAX_HIDDEN
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
 
@@ -23,6 +24,17 @@ def check(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, formu
         return op(view(x), weight[0] if weight else None, eps, formula=formula)
 
     return check_op(partial(call, rms_norm), partial(call, rms_norm_ref), [x] if weight is None else [x, weight])
+
+
+def check_sum(
+    leaves: list[torch.Tensor], eps: float = 1e-6, formula: str = "cast_then_scale", results: slice = slice(2)
+):
+    """``leaves`` are x, residual and maybe a weight; of y and total, only ``results`` are used."""
+
+    def call(op, *leaves):
+        return op(*leaves, eps=eps, formula=formula)[results]
+
+    return check_op(partial(call, add_rms_norm), partial(call, add_rms_norm_ref), leaves)
 
 
 def eps_for(hidden: int, eps: float, scale: float) -> float:
@@ -43,7 +55,9 @@ def test_matches_reference(device, dtype, formula, hidden) -> None:
 def test_programs_walk_over_many_tiles(device, dtype) -> None:
     """More rows than two tiles of every program, with a part of a tile at the end."""
     rows = 5001 if device.type == "cpu" else 50001
-    check(randn(rows, 40, dtype=dtype, device=device), randn(40, dtype=dtype, device=device))
+    weight = randn(40, dtype=dtype, device=device)
+    check(randn(rows, 40, dtype=dtype, device=device), weight)
+    check_sum([*(randn(rows, 40, dtype=dtype, device=device) for _ in range(2)), weight])
 
 
 @EXAMPLES
@@ -201,3 +215,216 @@ def test_bad_input(device, arguments, error, message) -> None:
     args, kwargs = arguments(torch.randn(2, 8, device=device), torch.randn(8, device=device))
     with pytest.raises(error, match=message):
         rms_norm(*args, **kwargs)
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [1, 80, 1155])
+def test_sum_matches_reference(device, dtype, formula, hidden) -> None:
+    x, residual = (randn(3, 5, hidden, dtype=dtype, device=device, scale=2.0) for _ in range(2))
+    check_sum([x, residual, randn(hidden, dtype=dtype, device=device)], eps_for(hidden, 1e-6, 2.0), formula)
+
+
+@EXAMPLES
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=0, max_size=3),
+    hidden=st.integers(1, 300),
+    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.sampled_from([*DTYPES, None])),
+    formula=st.sampled_from(FORMULAS),
+    eps=st.sampled_from([0.0, 1e-12, 1e-5, 0.5]),
+    results=st.sampled_from([slice(0, 1), slice(1, 2), slice(2)]),
+    seed=st.integers(0, 2**32),
+)
+def test_sum_of_any_shape_and_dtypes_with_either_gradient(shape, hidden, dtypes, formula, eps, results, seed) -> None:
+    torch.manual_seed(seed)
+    leaves = [randn(*shape, hidden, dtype=dtype, device=DEVICE) for dtype in dtypes[:2]]
+    if dtypes[2] is not None:
+        leaves.append(randn(hidden, dtype=dtypes[2], device=DEVICE, grad=results != slice(1, 2)))
+    check_sum(leaves, eps_for(hidden, eps, 1.0), formula, results)
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, repeat=2)), ids=str)
+def test_total_has_the_bits_of_torchs_sum_and_y_those_of_its_norm(device, dtypes) -> None:
+    """Of two dtypes, a GPU may add up y's row in another order than of total's alone."""
+    x, residual = (randn(65, 512, dtype=dtype, device=device) for dtype in dtypes)
+    weight = randn(512, dtype=dtypes[0], device=device)
+    for formula in FORMULAS:
+        y, total = add_rms_norm(x, residual, weight, formula=formula)
+        assert total.dtype == (x + residual).dtype
+        assert torch.equal(total, x + residual)
+        if dtypes[0] == dtypes[1] or device.type == "cpu":
+            assert torch.equal(y, rms_norm(total, weight, formula=formula))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_two_gradients_are_added_before_they_are_rounded(device, dtype) -> None:
+    """Rounding one of them first changes far more elements than the order of a sum does."""
+    x, residual = (randn(64, 512, dtype=dtype, device=device) for _ in range(2))
+    dy, dtotal = (randn(64, 512, dtype=dtype, device=device, grad=False) for _ in range(2))
+    (_, total), (dx, dresidual) = run(add_rms_norm, [x, residual], [dy, dtotal])
+    (through_norm,) = run(rms_norm_ref, [total.detach().double().requires_grad_()], [dy.double()])[1]
+    once = (through_norm + dtotal.double()).to(dtype)
+    twice = through_norm.to(dtype) + dtotal
+    for gradient in (dx, dresidual):
+        assert (gradient == once).float().mean() > 0.99
+        assert (gradient == twice).float().mean() < 0.95
+
+
+def test_a_sum_that_only_the_norm_uses_has_the_norms_gradient(device) -> None:
+    x, residual = (randn(33, 200, dtype=torch.bfloat16, device=device) for _ in range(2))
+    weight, dy = (randn(*shape, dtype=torch.bfloat16, device=device) for shape in ((200,), (33, 200)))
+    y, total = add_rms_norm(x, residual, weight)
+    ours = torch.autograd.grad(y, [x, residual, weight], dy)
+    leaf = total.detach().requires_grad_()
+    dtotal, dweight = torch.autograd.grad(rms_norm(leaf, weight), [leaf, weight], dy)
+    assert all(map(torch.equal, ours, (dtotal, dtotal, dweight)))
+
+
+def test_a_sum_of_which_the_norm_is_not_used_costs_no_backward(device) -> None:
+    x, residual = randn(5, 64, dtype=torch.bfloat16, device=device), randn(5, 64, dtype=torch.float32, device=device)
+    weight = randn(64, dtype=torch.float32, device=device)
+    _, total = add_rms_norm(x, residual, weight)
+    reset_launches()
+    upstream = torch.randn_like(total)
+    gradients = torch.autograd.grad(total, [x, residual, weight], upstream, allow_unused=True)
+    assert not launches()
+    assert torch.equal(gradients[0], upstream.bfloat16())
+    assert torch.equal(gradients[1], upstream)
+    assert gradients[2] is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_chain_of_sums_as_in_a_model(device, dtype) -> None:
+    """Every total is used twice: it is normalised, and it is the next one's residual."""
+
+    def layers(op, x, residual, first, second, third):
+        y, total = op(x, residual, first)
+        y, total = op(y * 0.5, total, second)
+        return op(y, total, third)
+
+    leaves = [randn(40, 72, dtype=dtype, device=device) for _ in range(2)]
+    leaves += [randn(72, dtype=dtype, device=device) for _ in range(3)]
+    check_op(partial(layers, add_rms_norm), partial(layers, add_rms_norm_ref), leaves)
+
+
+def test_sum_of_a_tensor_with_itself(device) -> None:
+    for dtype in DTYPES:
+        x = randn(6, 48, dtype=dtype, device=device)
+        check_op(lambda x: add_rms_norm(x, x), lambda x: add_rms_norm_ref(x, x), [x])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda y, total: torch.cat((total, y), dim=-1), lambda y, total: (y.sum() + 100.0, total.sum() + 100.0)],
+    ids=["halves", "sums"],
+)
+@pytest.mark.parametrize("view", [lambda x: x[:, 3:67], lambda x: x.view(70, 12).t()[:, :64]], ids=["columns", "t"])
+def test_sum_of_views_with_strided_gradients(device, view, use) -> None:
+    """The gradients that come in are the halves of one tensor, or one number in every place. It is they that count: a
+    sum near zero would be compared by its noise, hence the 100."""
+
+    def call(op, x, residual, weight):
+        return use(*op(x.split(64, dim=-1)[1], view(residual), weight[::2]))
+
+    for dtype in DTYPES:
+        leaves = [randn(*shape, dtype=dtype, device=device) for shape in ((12, 200), (12, 70), (128,))]
+        check_op(partial(call, add_rms_norm), partial(call, add_rms_norm_ref), leaves)
+
+
+@pytest.mark.parametrize("results", [slice(0, 1), slice(1, 2), slice(2)], ids=["y", "total", "both"])
+def test_gradients_of_the_two_terms_are_two_tensors(device, results) -> None:
+    """The op gives autograd one tensor for both; whoever then changes one gradient must not change the other."""
+    leaves = [randn(5, 64, dtype=torch.float32, device=device) for _ in range(2)]
+    for _ in range(2):
+        outputs = add_rms_norm(*leaves)[results]
+        upstream = [torch.ones_like(y) for y in outputs]
+        torch.autograd.backward(outputs, upstream)
+        assert all(torch.equal(g, torch.ones_like(g)) for g in upstream)
+    dx, dresidual = (leaf.grad for leaf in leaves)
+    assert torch.equal(dx, dresidual)
+    (once,) = {tuple(g.flatten().tolist()) for g in run(lambda *t: add_rms_norm(*t)[results], leaves)[1]}
+    assert dx.flatten().tolist() == [2 * g for g in once]
+    before = dresidual.clone()
+    dx.zero_()
+    assert torch.equal(dresidual, before)
+
+
+def test_total_changed_in_place_makes_the_backward_raise(device) -> None:
+    y, total = add_rms_norm(*(randn(5, 64, dtype=torch.float32, device=device) for _ in range(2)))
+    total.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_sum_of_no_rows(device) -> None:
+    leaves = [randn(2, 0, 64, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    leaves.append(randn(64, dtype=torch.bfloat16, device=device))
+    results, gradients = run(add_rms_norm, leaves)
+    assert [t.shape for t in results + gradients] == [leaves[0].shape] * 4 + [leaves[2].shape]
+    assert torch.equal(gradients[2], torch.zeros_like(gradients[2]))
+
+
+@pytest.mark.parametrize("hidden", [MAX_HIDDEN, MAX_HIDDEN + 1])
+def test_sum_of_very_wide_rows(device, hidden) -> None:
+    reset_launches()
+    check_sum([randn(*shape, hidden, dtype=torch.bfloat16, device=device) for shape in ((3,), (3,), ())])
+    assert bool(launches()) == (hidden == MAX_HIDDEN)
+
+
+def test_frozen_terms_cost_nothing(device) -> None:
+    leaves = [randn(*shape, 64, dtype=torch.float32, device=device) for shape in ((5,), (5,), ())]
+    _, gradients = run(add_rms_norm, leaves)
+    for wanted in itertools.product((False, True), repeat=3):
+        some = [leaf.detach().requires_grad_(needed) for leaf, needed in zip(leaves, wanted, strict=True)]
+        reset_launches()
+        _, found = run(add_rms_norm, some)
+        assert all(map(torch.equal, found, itertools.compress(gradients, wanted)))
+        assert len(found) == sum(wanted)
+        expected = {"_rms_norm_fwd_kernel": 1} | ({"_rms_norm_bwd_kernel": 1} if any(wanted) else {})
+        assert launches() == expected | ({"_sum_parts_kernel": 1} if wanted[2] else {})
+
+
+def test_sum_under_autocast_is_the_sum_without(device) -> None:
+    """Autocast casts neither an addition nor a norm."""
+    leaves = [randn(*shape, dtype=torch.float32, device=device) for shape in ((7, 96), (7, 96), (96,))]
+    leaves[0] = leaves[0].detach().bfloat16().requires_grad_()
+    without = run(add_rms_norm, leaves)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        under = run(add_rms_norm, leaves)
+        (reference, _) = run(add_rms_norm_ref, leaves)
+    assert all(map(torch.equal, under[0] + under[1], without[0] + without[1]))
+    assert [t.dtype for t in under[0]] == [t.dtype for t in reference]
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_reference_gradient_of_the_sum(formula) -> None:
+    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 5), (3, 5), (5,))]
+    assert torch.autograd.gradcheck(lambda *t: add_rms_norm_ref(*t, 1e-3, formula=formula), leaves)
+
+
+def test_float64_sums_run_the_reference(device) -> None:
+    reset_launches()
+    narrow = [torch.randn(*shape, 8, device=device) for shape in ((2,), (2,), ())]
+    for wide in range(3):
+        leaves = [t.double() if i == wide else t for i, t in enumerate(narrow)]
+        assert all(map(torch.equal, add_rms_norm(*leaves), add_rms_norm_ref(*leaves)))
+    assert not launches()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (lambda x, w: ((x, x, w), {"formula": "gemma"}), ValueError, "formula is 'gemma'; allowed are"),
+        (lambda x, w: ((x.int(), x, w), {}), TypeError, "x is torch.int32; it must be floating point"),
+        (lambda x, w: ((x, x.int(), w), {}), TypeError, "residual is torch.int32; it must be floating point"),
+        (lambda x, w: ((x, x[:1], w), {}), ValueError, r"residual has shape \(1, 8\), x \(2, 8\); they must be equal"),
+        (lambda x, w: ((x[:1], x, w), {}), ValueError, r"residual has shape \(2, 8\), x \(1, 8\); they must be equal"),
+        (lambda x, w: ((x, x.to("meta"), w), {}), ValueError, "residual is on meta, x on"),
+        (lambda x, w: ((x, x, w[1:]), {}), ValueError, r"weight has shape \(7,\); .* must be \[8\]"),
+        (lambda x, w: ((x, x, w.to("meta")), {}), ValueError, "weight is on meta, x on"),
+    ],
+)
+def test_bad_input_of_the_sum(device, arguments, error, message) -> None:
+    args, kwargs = arguments(torch.randn(2, 8, device=device), torch.randn(8, device=device))
+    with pytest.raises(error, match=message):
+        add_rms_norm(*args, **kwargs)

@@ -9,12 +9,14 @@ from liger_kernels.ops.cross_entropy import CrossEntropyOutput, cross_entropy, c
 from liger_kernels.ops.glu import geglu, geglu_ref, swiglu, swiglu_ref
 from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from liger_kernels.ops.packing import PackedTargets, packing_weights
-from liger_kernels.ops.rms_norm import rms_norm, rms_norm_ref
+from liger_kernels.ops.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from liger_kernels.ops.rope import rope, rope_ref
 
 __all__ = [
     "CrossEntropyOutput",
     "PackedTargets",
+    "add_rms_norm",
+    "add_rms_norm_ref",
     "cross_entropy",
     "cross_entropy_ref",
     "geglu",

@@ -14,6 +14,11 @@ Without a weight all three are norm.to(x.dtype). With u = dL/dy * weight (or 1 +
 The backward kernel runs about as many programs as the device has multiprocessors. Each one walks over many rows with
 the next rows' loads in flight and keeps its part of dL/dweight in float32 registers; the parts are added afterwards, in
 a fixed order.
+
+:func:`add_rms_norm` adds before it normalises, as between two blocks of a model: total = x + residual, y = norm of
+total, in the same two kernels. total goes on beside y, so that both have a gradient:
+
+    dL/dx = dL/dresidual = dL/dtotal + (dL/dx above, of total)
 """
 
 from __future__ import annotations
@@ -47,10 +52,26 @@ def rms_norm_ref(
     return ((1.0 + weight.to(wide)) * norm).to(x.dtype)
 
 
+def add_rms_norm_ref(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    formula: str = "cast_then_scale",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`add_rms_norm` in plain torch: the definition of correct, for any floating-point dtypes."""
+    total = x + residual
+    return rms_norm_ref(total, weight, eps, formula=formula), total
+
+
 @triton.jit
 def _rms_norm_fwd_kernel(
     x_ptr,
     x_stride,
+    residual_ptr,
+    residual_stride,
+    total_ptr,
     weight_ptr,
     y_ptr,
     rstd_ptr,
@@ -61,12 +82,19 @@ def _rms_norm_fwd_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """With ``residual_ptr``, x + residual is normalised, and written to ``total_ptr``."""
     eps = tl.full((), eps, tl.float32)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     mask = (row < n_rows)[:, None] & (col < hidden)[None, :]
 
-    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=mask, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row[:, None] * residual_stride + col[None, :], mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row[:, None] * hidden + col[None, :], x, mask=mask)
+    dtype: tl.constexpr = x.dtype
+    x = x.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd, mask=row < n_rows)
@@ -74,7 +102,7 @@ def _rms_norm_fwd_kernel(
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + col, mask=col < hidden, other=0.0).to(tl.float32)
         if FORMULA == "cast_then_scale":
-            y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+            y = y.to(dtype).to(tl.float32)
         if FORMULA == "offset_scale_then_cast":
             weight += 1.0
         y *= weight[None, :]
@@ -89,6 +117,8 @@ def _rms_norm_bwd_kernel(
     x_stride,
     weight_ptr,
     rstd_ptr,
+    dtotal_ptr,
+    dtotal_stride,
     dx_ptr,
     dweight_ptr,
     n_rows,
@@ -98,7 +128,8 @@ def _rms_norm_bwd_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """``dweight_ptr`` [programs, hidden] gets each program's own sum. It or ``dx_ptr`` may be None: not computed."""
+    """``dweight_ptr`` [programs, hidden] gets each program's own sum. It or ``dx_ptr`` may be None: not computed.
+    With ``dtotal_ptr``, what it holds is added to dx."""
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     in_row = col < hidden
@@ -123,6 +154,9 @@ def _rms_norm_bwd_kernel(
                 dy *= weight[None, :]
             projection = tl.sum(dy * norm, axis=1) / hidden
             dx = (dy - norm * projection[:, None]) * rstd[:, None]
+            if dtotal_ptr is not None:
+                dtotal = tl.load(dtotal_ptr + row[:, None] * dtotal_stride + col[None, :], mask=mask, other=0.0)
+                dx += dtotal.to(tl.float32)
             tl.store(dx_ptr + row[:, None] * hidden + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
     if dweight_ptr is not None:
@@ -155,9 +189,12 @@ def _launch_shape(n_rows: int, hidden: int, tile: int, per_lane: int) -> dict[st
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // (32 * per_lane)))}
 
 
-def _stages(tile: int) -> int:
+def _stages(tile: int, *loaded: torch.Tensor | None) -> int:
     """Tiles in flight in the backward: two or three wait in shared memory while one is computed, if they fit there."""
-    return 4 if tile <= 4096 else 3 if tile <= 8192 else 1
+    if tile > 8192:
+        return 1
+    bytes_per_tile = tile * sum(t.element_size() for t in loaded if t is not None)
+    return min(4 if tile <= 4096 else 3, 1 + 2**17 // bytes_per_tile)
 
 
 def _n_programs(device: torch.device) -> int:
@@ -180,20 +217,35 @@ def _sum_parts(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """Saves x, weight and one float32 number per row; the gradients are new tensors."""
+    """The norm of x, or, with a residual, the norm of their sum and the sum.
+
+    Saves what was normalised, the weight and one float32 number per row; the gradients are new tensors, but where the
+    norm was not used: then the sum's gradient is that of both terms, as it is in torch's own addition.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float, formula: str) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        eps: float,
+        formula: str,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         rows = as_rows(x)
         if weight is not None:
             weight = weight.contiguous()
         n_rows, hidden = rows.shape
         dtype = x.dtype
+        residual_rows = total = None
+        if residual is not None:
+            residual_rows = as_rows(residual)
+            dtype = torch.promote_types(dtype, residual.dtype)
+            total = torch.empty(x.shape, dtype=dtype, device=x.device)
         if weight is not None and formula == "cast_then_scale":
             dtype = torch.promote_types(dtype, weight.dtype)
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
-        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device) if needs_grad else None
+        rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device) if any(ctx.needs_input_grad) else None
         shape = _launch_shape(n_rows, hidden, tile=2048, per_lane=16)
         launch(
             _rms_norm_fwd_kernel,
@@ -201,6 +253,9 @@ class RMSNormFunction(torch.autograd.Function):
             x.device,
             rows,
             rows.stride(0),
+            residual_rows,
+            None if residual_rows is None else residual_rows.stride(0),
+            total,
             weight,
             y,
             rstd,
@@ -210,21 +265,32 @@ class RMSNormFunction(torch.autograd.Function):
             FORMULA=formula,
             **shape,
         )
-        ctx.save_for_backward(x, weight, rstd)
+        ctx.save_for_backward(x if total is None else total, weight, rstd)
         ctx.formula = formula
-        return y
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        if total is None:
+            return y
+        if not torch.compiler.is_compiling():  # Dynamo does not know it, and hands over zeros
+            ctx.set_materialize_grads(False)
+        return y, total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        if dy is None:
+            return *_of_terms(ctx, dtotal), None, None, None
         x, weight, rstd = ctx.saved_tensors
         rows, dy_rows = as_rows(x), as_rows(dy)
         n_rows, hidden = rows.shape
+        needs_dx = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
+        dtotal_rows = as_rows(dtotal) if needs_dx and dtotal is not None else None
         shape = _launch_shape(n_rows, hidden, tile=4096 if hidden <= 2048 else 8192, per_lane=32)
         n_programs = min(_n_programs(x.device), triton.cdiv(n_rows, shape["ROWS"]))
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[0] else None
         parts = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[2]:
             parts = torch.empty((n_programs, hidden), dtype=torch.float32, device=x.device)
         launch(
             _rms_norm_bwd_kernel,
@@ -236,15 +302,48 @@ class RMSNormFunction(torch.autograd.Function):
             rows.stride(0),
             weight,
             rstd,
+            dtotal_rows,
+            None if dtotal_rows is None else dtotal_rows.stride(0),
             dx,
             parts,
             n_rows,
             hidden,
             FORMULA=ctx.formula,
-            STAGES=_stages(shape["ROWS"] * shape["BLOCK"]),
+            STAGES=_stages(shape["ROWS"] * shape["BLOCK"], dy_rows, rows, dtotal_rows),
             **shape,
         )
-        return dx, None if parts is None else _sum_parts(parts, weight.dtype), None, None
+        return *_of_terms(ctx, dx), None if parts is None else _sum_parts(parts, weight.dtype), None, None
+
+
+def _of_terms(ctx: Any, d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The gradient ``d`` of what was normalised as that of x and of the residual, each in its own dtype."""
+    return tuple(
+        d.to(dtype) if d is not None and needed else None
+        for dtype, needed in zip(ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
+    )
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor | None, formula: str) -> None:
+    if formula not in FORMULAS:
+        raise ValueError(f"formula is {formula!r}; allowed are {', '.join(map(repr, FORMULAS))}")
+    if not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype}; it must be floating point")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., hidden] with at least one column")
+    if weight is not None:
+        if weight.shape != x.shape[-1:]:
+            raise ValueError(
+                f"weight has shape {tuple(weight.shape)}; for x of shape {tuple(x.shape)} it must be [{x.shape[-1]}]"
+            )
+        if not weight.is_floating_point():
+            raise TypeError(f"weight is {weight.dtype}; it must be floating point")
+        if weight.device != x.device:
+            raise ValueError(f"weight is on {weight.device}, x on {x.device}; move it there")
+
+
+def _runs_kernel(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    float64 = any(t is not None and t.dtype == torch.float64 for t in others)
+    return use_triton(x) and x.shape[-1] <= MAX_HIDDEN and not float64
 
 
 def rms_norm(
@@ -266,21 +365,44 @@ def rms_norm(
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
     """
-    if formula not in FORMULAS:
-        raise ValueError(f"formula is {formula!r}; allowed are {', '.join(map(repr, FORMULAS))}")
-    if not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype}; it must be floating point")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., hidden] with at least one column")
-    if weight is not None:
-        if weight.shape != x.shape[-1:]:
-            raise ValueError(
-                f"weight has shape {tuple(weight.shape)}; for x of shape {tuple(x.shape)} it must be [{x.shape[-1]}]"
-            )
-        if not weight.is_floating_point():
-            raise TypeError(f"weight is {weight.dtype}; it must be floating point")
-        if weight.device != x.device:
-            raise ValueError(f"weight is on {weight.device}, x on {x.device}; move it there")
-    if not use_triton(x) or x.shape[-1] > MAX_HIDDEN or (weight is not None and weight.dtype == torch.float64):
+    _check(x, weight, formula)
+    if not _runs_kernel(x, weight):
         return rms_norm_ref(x, weight, eps, formula=formula)
-    return RMSNormFunction.apply(x, weight, eps, formula)
+    return RMSNormFunction.apply(x, None, weight, eps, formula)
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    formula: str = "cast_then_scale",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``total = x + residual`` and ``rms_norm(total, weight, eps, formula=formula)``, without reading total back.
+
+    Args:
+        x, residual: [..., hidden] of one shape, float16, bfloat16, float32, or float64 (which runs the reference); any
+            strides, and of two dtypes where they differ. Never overwritten.
+        weight, eps, formula: as for :func:`rms_norm`.
+
+    Returns:
+        (y, total), new contiguous tensors of that shape. total is torch's x + residual, bit for bit, in the dtype that
+        x and residual promote to; y is what :func:`rms_norm` returns for it. An in-place change of total before the
+        backward makes the backward raise, because total is saved for it.
+
+    Raises:
+        TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
+    """
+    _check(x, weight, formula)
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}; they must be equal, nothing is broadcast"
+        )
+    if not residual.is_floating_point():
+        raise TypeError(f"residual is {residual.dtype}; it must be floating point")
+    if residual.device != x.device:
+        raise ValueError(f"residual is on {residual.device}, x on {x.device}; move it there")
+    if not _runs_kernel(x, residual, weight):
+        return add_rms_norm_ref(x, residual, weight, eps, formula=formula)
+    return RMSNormFunction.apply(x, residual, weight, eps, formula)

@@ -9,6 +9,9 @@ from tests.mutants.mutant import Edit, Mutant
 
 _OPS = "liger_kernels.ops"
 _COMPARE = "convergence.compare"
+_ADD_DTOTAL = "dx += dtotal.to(tl.float32)"
+_SUM_OF_TERMS = "(x.to(tl.float32) + residual.to(tl.float32))"
+_TOTAL = f"{_SUM_OF_TERMS}.to(total_ptr.dtype.element_ty)"
 
 
 def _check(name: str, does: str, module: str, old: str, new: str, check: str, times: int = 1, **other: Any) -> Mutant:
@@ -75,8 +78,8 @@ MUTANTS = (
         "n18_norm_assumes_contiguous_rows",
         "The row stride is taken for the number of columns.",
         f"{_OPS}.rms_norm",
-        "            rows,\n            rows.stride(0),\n            weight,\n            y,",
-        "            rows,\n            hidden,\n            weight,\n            y,",
+        "            rows,\n            rows.stride(0),\n            residual_rows,",
+        "            rows,\n            hidden,\n            residual_rows,",
         "test_ops_rms_norm.py::test_views_are_read_where_they_lie",
         source="N18",
     ),
@@ -84,9 +87,84 @@ MUTANTS = (
         "norm_rounds_elsewhere",
         "Llama's norm is multiplied by its weight before it is rounded.",
         f"{_OPS}.rms_norm",
-        "            y = y.to(x_ptr.dtype.element_ty).to(tl.float32)\n",
+        "            y = y.to(dtype).to(tl.float32)\n",
         "            y = y.to(tl.float32)\n",
         "test_ops_rms_norm.py::test_rounds_where_the_formula_rounds",
+    ),
+    Mutant(
+        "n14_total_gradient_through_the_norm",
+        "The gradient of the sum itself goes through the norm with that of its output.",
+        (
+            Edit(
+                f"{_OPS}.rms_norm",
+                "        if dx_ptr is not None:\n",
+                "        if dx_ptr is not None:\n"
+                "            if dtotal_ptr is not None:\n"
+                "                dy += tl.load(dtotal_ptr + row[:, None] * dtotal_stride + col, mask, other=0.0)\n",
+            ),
+            Edit(f"{_OPS}.rms_norm", _ADD_DTOTAL, "dx += 0.0"),
+        ),
+        check="tests/test_ops_rms_norm.py::test_sum_matches_reference",
+        dies="test",
+        source="N14",
+    ),
+    _check(
+        "total_gradient_dropped",
+        "The gradient of the sum itself, which goes on as the residual, is not added to the norm's.",
+        f"{_OPS}.rms_norm",
+        _ADD_DTOTAL,
+        "dx += 0.0",
+        "test_ops_rms_norm.py::test_a_chain_of_sums_as_in_a_model",
+    ),
+    _check(
+        "total_gradient_added_after_rounding",
+        "The norm's gradient is rounded before the sum's own is added to it.",
+        f"{_OPS}.rms_norm",
+        _ADD_DTOTAL,
+        "dx = dx.to(dx_ptr.dtype.element_ty).to(tl.float32) + dtotal.to(tl.float32)",
+        "test_ops_rms_norm.py::test_the_two_gradients_are_added_before_they_are_rounded",
+    ),
+    _check(
+        "total_gradient_overwritten",
+        "The gradient of x and residual is written over that of their sum.",
+        f"{_OPS}.rms_norm",
+        "dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None\n"
+        "        dtotal_rows = as_rows(dtotal) if needs_dx and dtotal is not None else None",
+        "dtotal_rows = as_rows(dtotal) if needs_dx and dtotal is not None else None\n"
+        "        dx = dtotal_rows.view(x.shape) if dtotal is not None else torch.empty_like(x)",
+        "test_ops_rms_norm.py::test_sum_matches_reference",
+        source="N3",
+    ),
+    Mutant(
+        "total_not_rounded_before_its_norm",
+        "The sum is normalised as it is in registers, and not as it is returned.",
+        (
+            Edit(f"{_OPS}.rms_norm", f"x = {_TOTAL}", f"exact = {_SUM_OF_TERMS}\n        x = {_TOTAL}"),
+            Edit(
+                f"{_OPS}.rms_norm",
+                "    x = x.to(tl.float32)\n",
+                "    x = x.to(tl.float32)\n    if residual_ptr is not None:\n        x = exact\n",
+            ),
+        ),
+        check="tests/test_ops_rms_norm.py::test_total_has_the_bits_of_torchs_sum_and_y_those_of_its_norm",
+        dies="test",
+    ),
+    _check(
+        "total_rounded_twice",
+        "The sum of a bfloat16 and a float32 tensor is rounded to bfloat16 before it is float32.",
+        f"{_OPS}.rms_norm",
+        _TOTAL,
+        f"{_SUM_OF_TERMS}.to(x_ptr.dtype.element_ty).to(total_ptr.dtype.element_ty)",
+        "test_ops_rms_norm.py::test_total_has_the_bits_of_torchs_sum_and_y_those_of_its_norm",
+    ),
+    _check(
+        "residual_assumed_contiguous",
+        "The residual's row stride is taken for the number of columns.",
+        f"{_OPS}.rms_norm",
+        "None if residual_rows is None else residual_rows.stride(0)",
+        "None if residual_rows is None else hidden",
+        "test_ops_rms_norm.py::test_sum_of_views_with_strided_gradients",
+        source="N18",
     ),
     _check(
         "g1_activation_not_rounded_when_recomputed",
@@ -380,7 +458,6 @@ MUTANTS = (
 # Rows of the corpus that nothing here can be made to show, by the reason why.
 ABSENT = {
     "there is no such kernel here, and such modules are left alone": {
-        "N14": "a norm fused with the residual",
         "G3": "kernels for experts",
         "G4": "kernels for experts",
         "G5": "kernels for experts",
