@@ -1,12 +1,13 @@
 """Time and peak memory of one training step (forward and backward) of whole models, patched and not, on one GPU.
 
-``python -m benchmarks.models [model ...] [--arms eager,ours,...] [--shapes 1x512,...] [--json FILE]``
+``python -m benchmarks.models [model ...] [--arms eager,ours,...] [--shapes 1x512,...] [--layers N] [--json FILE]``
 
 Random weights in bfloat16, random tokens, every position a target, sdpa attention, no optimizer. Each arm is a model of
 its own with the same weights. Before anything is timed, an arm's loss and gradients are compared with eager's: that
 catches an arm that computes something else, and proves nothing more (``pytest convergence`` does). Times are medians of
 whole steps by CUDA events, so gaps that the host leaves are in them; memory is the peak of a step, weights and
-gradients included.
+gradients included. The first step of a shape is a number of its own: there kernels, and compiled arms as a whole, are
+compiled, every shape as a program of its own; ``--layers`` makes a model shallow whose arms would take minutes to.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import importlib.metadata
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +98,7 @@ ARMS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; milliseconds and GiB."""
+    """One line of the table: milliseconds, GiB, and the seconds of the first step."""
 
     model: str
     shape: str
@@ -103,12 +106,16 @@ class Row:
     ms: float
     spread_ms: float
     gib: float
+    first_s: float
+    layers: int
 
 
-def build(name: str, seed: int = 0) -> Any:
+def build(name: str, layers: int | None = None, seed: int = 0) -> Any:
+    """The model with random weights; with ``layers`` of its layers, where given."""
     import transformers
 
     architecture, shape = MODELS[name]
+    shape = {**shape, **({"num_hidden_layers": layers} if layers else {})}
     model_class = getattr(transformers, architecture)
     torch.manual_seed(seed)
     with torch.device("cuda"):
@@ -142,9 +149,18 @@ def differs(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float,
     return ""
 
 
+def seconds(call: Callable[[], Any]) -> tuple[Any, float]:
+    """What ``call`` returns, and how long host and device took for it."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = call()
+    torch.cuda.synchronize()
+    return result, time.perf_counter() - start
+
+
 def measure(model: Any, ids: torch.Tensor, repeats: int) -> tuple[list[float], float]:
     """Milliseconds of each step, and the peak of memory in GiB."""
-    for _ in range(3):
+    for _ in range(2):
         step(model, ids)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -171,11 +187,14 @@ def main() -> int:
     parser.add_argument("--shapes", default="1x512,4x2048,2x8192", help="batch x length (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE, too")
     parser.add_argument("--repeats", type=int, default=10, help="measured steps per arm (default 10)")
+    parser.add_argument("--layers", type=int, metavar="N", help="cut every model to its first N layers")
     arguments = parser.parse_args()
     arms, models = arguments.arms.split(","), arguments.models or list(MODELS)
     for kind, given, known in (("arms", arms, ARMS), ("models", models, MODELS)):
         if unknown := sorted(set(given) - set(known)):
             parser.error(f"unknown {kind} {unknown}; there are {list(known)}")
+    if arguments.layers is not None and arguments.layers < 1:
+        parser.error(f"--layers is {arguments.layers}; a model has at least 1")
     try:
         shapes = [(int(b), int(n)) for b, _, n in (shape.partition("x") for shape in arguments.shapes.split(","))]
     except ValueError:
@@ -190,22 +209,30 @@ def main() -> int:
     for name in models:
         # of the first shape, so that a compiled arm compiles no further one for it
         checked = torch.randint(MODELS[name][1]["vocab_size"], shapes[0], device="cuda")
-        expected = outcome(build(name), checked)
+        expected = outcome(build(name, arguments.layers), checked)
         for arm in sorted(arms, key=list(ARMS).index):
             torch.compiler.reset()
-            model = ARMS[arm](build(name))
-            if wrong := differs(outcome(model, checked), expected):
+            model = ARMS[arm](build(name, arguments.layers))
+            found, first_s = seconds(partial(outcome, model, checked))
+            if wrong := differs(found, expected):
                 failed = True
                 print(f"{name} {arm}: WRONG, not measured: {wrong}", flush=True)
                 continue
-            for batch, length in shapes:
+            del found
+            for i, (batch, length) in enumerate(shapes):
                 ids = torch.randint(MODELS[name][1]["vocab_size"], (batch, length), device="cuda")
+                if i:
+                    torch.compiler.reset()  # every shape is a program of its own, as the first one is
+                    _, first_s = seconds(partial(step, model, ids))
                 release()
                 times, gib = measure(model, ids, arguments.repeats)
                 low, _, high = statistics.quantiles(times, n=4)
-                row = Row(name, f"{batch}x{length}", arm, statistics.median(times), (high - low) / 2, gib)
+                ms, spread = statistics.median(times), (high - low) / 2
+                layers = model.config.num_hidden_layers
+                row = Row(name, f"{batch}x{length}", arm, ms, spread, gib, first_s, layers)
                 rows.append(row)
-                print(f"{row.model} {row.shape} {row.arm}: {row.ms:.2f} ms, {row.gib:.2f} GiB", flush=True)
+                shown = f"{ms:.2f} ms, {gib:.2f} GiB, first step {first_s:.1f} s"
+                print(f"{row.model} {row.shape} {row.arm}: {shown}", flush=True)
             del model
             release()
         del expected
@@ -224,10 +251,20 @@ def table(rows: list[Row]) -> str:
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"bfloat16, {datetime.date.today()}",
         "",
-        "| model | tokens | arm | step, ms | peak, GiB |",
-        "|---|---|---|---|---|",
+        "| model | layers | tokens | arm | step, ms | peak, GiB | first step, s |",
+        "|---|---|---|---|---|---|---|",
     ]
-    lines += [f"| {r.model} | {r.shape} | {r.arm} | {r.ms:.1f} ± {r.spread_ms:.1f} | {r.gib:.1f} |" for r in rows]
+    for r in rows:
+        cells = (
+            r.model,
+            str(r.layers),
+            r.shape,
+            r.arm,
+            f"{r.ms:.1f} ± {r.spread_ms:.1f}",
+            f"{r.gib:.1f}",
+            f"{r.first_s:.1f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
