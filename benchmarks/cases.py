@@ -88,6 +88,21 @@ def norm(place: Place, rows: int, hidden: int, formula: str) -> Case:
     )
 
 
+def add_norm(place: Place, rows: int, hidden: int) -> Case:
+    """Both results are used, as in a model: the sum is the next block's residual."""
+    return Case(
+        "add_rms_norm",
+        f"{rows}x{hidden}",
+        rows,
+        lambda n: (place.randn(n, hidden), place.randn(n, hidden), place.randn(hidden)),
+        ops.add_rms_norm,
+        ops.add_rms_norm_ref,
+        ops.add_rms_norm_ref,
+        8 * rows * hidden * place.dtype.itemsize,
+        14 * rows * hidden,
+    )
+
+
 def rope(place: Place, batch: int, seq: int, heads: int, kv_heads: int, dim: int) -> Case:
     def inputs(rows: int) -> Tensors:
         angles = torch.rand(1, rows, dim // 2, device=place.device) * 6.3
@@ -216,6 +231,7 @@ def cases(place: Place) -> list[Case]:
         *(norm(place, *shape, "cast_then_scale") for shape in ((2048, 4096), (8192, 2048), (8192, 4096))),
         norm(place, 8192, 4096, "offset_scale_then_cast"),
         *(norm(place, *shape, "cast_then_scale") for shape in ((8192, 8192), (32768, 4096))),
+        *(add_norm(place, *shape) for shape in ((2048, 4096), (8192, 4096), (32768, 4096))),
         rope(place, 4, 8192, 32, 8, 128),
         glu(place, "swiglu", 8192, 11008),
         glu(place, "geglu", 8192, 14336),
