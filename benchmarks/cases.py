@@ -74,7 +74,9 @@ class Case:
 
 
 def norm(place: Place, rows: int, hidden: int, formula: str) -> Case:
-    reference = lambda x, weight: ops.rms_norm_ref(x, weight, EPS, formula=formula)  # noqa: E731
+    def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return ops.rms_norm_ref(x, weight, EPS, formula=formula)
+
     return Case(
         f"rms_norm ({formula})",
         f"{rows}x{hidden}",

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 import liger_kernels
+from benchmarks.timing import spread
 
 _COMMON = {"attention_dropout": 0.0, "use_cache": False}
 # Published shapes; Gemma 3's with 12 of its 26 layers, so that eager holds the logits of 16384 tokens, too.
@@ -226,10 +227,8 @@ def main() -> int:
                     _, first_s = seconds(partial(step, model, ids))
                 release()
                 times, gib = measure(model, ids, arguments.repeats)
-                low, _, high = statistics.quantiles(times, n=4)
-                ms, spread = statistics.median(times), (high - low) / 2
-                layers = model.config.num_hidden_layers
-                row = Row(name, f"{batch}x{length}", arm, ms, spread, gib, first_s, layers)
+                ms, layers = statistics.median(times), model.config.num_hidden_layers
+                row = Row(name, f"{batch}x{length}", arm, ms, spread(times), gib, first_s, layers)
                 rows.append(row)
                 shown = f"{ms:.2f} ms, {gib:.2f} GiB, first step {first_s:.1f} s"
                 print(f"{row.model} {row.shape} {row.arm}: {shown}", flush=True)

@@ -24,6 +24,7 @@ LLAMA, GEMMA = "rms_norm (cast_then_scale)", "rms_norm (offset_scale_then_cast)"
 def liger() -> dict[str, Arms]:
     from liger_kernel.ops import (
         LigerCrossEntropyFunction,
+        LigerFusedAddRMSNormFunction,
         LigerFusedLinearCrossEntropyFunction,
         LigerGELUMulFunction,
         LigerRMSNormFunction,
@@ -41,6 +42,7 @@ def liger() -> dict[str, Arms]:
     return {
         LLAMA: {"liger": lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama")},
         GEMMA: {"liger": lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 1.0, "gemma")},
+        "add_rms_norm": {"liger": lambda *inputs: LigerFusedAddRMSNormFunction.apply(*inputs, EPS, 0.0, "llama")},
         "rope": {"liger": LigerRopeFunction.apply},
         "swiglu": {"liger": LigerSiLUMulFunction.apply},
         "geglu": {"liger": LigerGELUMulFunction.apply},
@@ -63,6 +65,7 @@ def fla() -> dict[str, Arms]:
 
     return {
         LLAMA: {"fla": lambda x, weight: rms_norm(x, weight, None, eps=EPS)},
+        "add_rms_norm": {"fla": lambda x, residual, weight: rms_norm(x, weight, None, residual, EPS, True)},
         "rope": {"fla": _by_tensor(rotary_embedding)},
         "swiglu": {"fla": swiglu},
         "cross_entropy": {"fla": lambda logits, targets: cross_entropy_loss(logits, targets)[0].mean()},
@@ -79,6 +82,9 @@ def quack() -> dict[str, Arms]:
     return {
         LLAMA: {"quack": lambda x, weight: rmsnorm(x, weight, eps=EPS)},
         GEMMA: {"quack": lambda x, weight: rmsnorm(x, weight, eps=EPS, weight_offset=1.0)},
+        "add_rms_norm": {
+            "quack": lambda x, residual, weight: rmsnorm(x, weight, None, residual, eps=EPS, prenorm=True)
+        },
         "rope": {"quack": _by_tensor(apply_rotary_emb)},
         "cross_entropy": {"quack": cross_entropy},
         "linear_cross_entropy": {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import benchmark, main, parse
-from benchmarks.cases import Case, Place, cases, glu, linear_loss, loss, norm, packing, rope
+from benchmarks.cases import Case, Place, add_norm, cases, glu, linear_loss, loss, norm, packing, rope
 from benchmarks.peers import Arms, Table
 from benchmarks.timing import Measured
 from docs.roofline_picture import main as draw
@@ -62,7 +62,7 @@ def bench(tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ropes"], "unknown ops ['ropes']; there are ['cross_entropy'"),
+        (["ropes"], "unknown ops ['ropes']; there are ['add_rms_norm'"),
         (["--peers", "eager,lger"], "unknown peers ['lger']; there are ['eager', 'compile', 'liger'"),
         (["--dtype", "int8"], "unknown dtypes ['int8']; there are ['bfloat16', 'float16', 'float32']"),
         (["--repeats", "1"], "--repeats is 1; a median and its spread need at least 2"),
@@ -216,6 +216,7 @@ def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) ->
     code, found = bench(
         [
             norm(place, 8, 32, "offset_scale_then_cast"),
+            add_norm(place, 8, 32),
             rope(place, 2, 8, 4, 2, 16),
             glu(place, "geglu", 4, 16),
             loss(place, 16, 64),
@@ -230,7 +231,7 @@ def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) ->
         str(dtype).removeprefix("torch."),
     )
     assert code == 0
-    assert len(found["rows"]) == 8
+    assert len(found["rows"]) == 9
     assert all(row["peers"]["eager"]["note"] == "" for row in found["rows"])
 
 
