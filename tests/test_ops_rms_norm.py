@@ -396,6 +396,19 @@ def test_sum_under_autocast_is_the_sum_without(device) -> None:
     assert [t.dtype for t in under[0]] == [t.dtype for t in reference]
 
 
+@pytest.mark.parametrize("results", [slice(0, 1), slice(1, 2), slice(2)], ids=["y", "total", "both"])
+def test_compiled_sum_with_either_gradient(device, results) -> None:
+    """Without a graph break. On a CPU the reference is compiled; tests/test_ops_compile.py traces the kernels."""
+
+    def call(op, *leaves):
+        return op(*leaves)[results]
+
+    leaves = [randn(9, 200, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    leaves.append(randn(200, dtype=torch.float32, device=device, grad=results != slice(1, 2)))
+    compiled = torch.compile(partial(call, add_rms_norm), fullgraph=True, backend="aot_eager")
+    check_op(compiled, partial(call, add_rms_norm_ref), leaves)
+
+
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_reference_gradient_of_the_sum(formula) -> None:
     leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 5), (3, 5), (5,))]
