@@ -83,7 +83,9 @@ class PatchReport:
             lines += ["", f"the loss of packed rows is weighted: loss_reduction={self.loss_reduction!r}"]
         if self.memory is not None:
             effect = (
-                "the schedule of the fused loss" if self.fuses_head else "without effect: no loss is fused with a head"
+                "the schedule of the fused loss"
+                if self.fuses_head
+                else "without effect: no loss is computed from hidden states"
             )
             lines += ["", f"memory={self.memory!r}: {effect}"]
         if self.fallbacks:
