@@ -50,8 +50,9 @@ def error(found: Results, truth: Results) -> float:
     for ours, theirs in zip((*found[0], *found[1]), (*truth[0], *truth[1]), strict=True):
         if ours.shape != theirs.shape:
             return math.inf
-        size = float(theirs.double().norm())
-        relative = float((ours.double() - theirs.double()).norm()) / size if size else 0.0
+        exact = theirs.detach().double()
+        size = float(exact.norm())
+        relative = float((ours.detach().double() - exact).norm()) / size if size else 0.0
         worst = math.nan if math.isnan(relative) else max(worst, relative)
     return worst
 
