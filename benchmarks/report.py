@@ -108,7 +108,9 @@ def _flat(row: Row) -> dict[str, Any]:
 
 def table(where: Mapping[str, Any], rows: Sequence[Row], skipped: Mapping[str, str]) -> str:
     """One line for each case; a peer's cell is its ms (its time over ours), MiB and error."""
-    arms = list(dict.fromkeys(arm for row in rows for arm in row.peers))
+    seen = list(dict.fromkeys(arm for row in rows for arm in row.peers))
+    peers = list(dict.fromkeys(arm.partition("-")[0] for arm in seen))
+    arms = sorted(seen, key=lambda arm: peers.index(arm.partition("-")[0]))  # those of one peer side by side
     named = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     header = ["op", "shape", "ours, ms", "of the ceiling (of a copy of its size)", "host, ms", "MiB", "error"]
     copy, matmul = where["copy_gb_per_s"], where["matmul_tflop_per_s"]
@@ -124,8 +126,8 @@ def table(where: Mapping[str, Any], rows: Sequence[Row], skipped: Mapping[str, s
         ours = [row.op, row.shape, f"{row.ours_ms:.3f} ± {row.spread_ms:.3f}", row.ceiling, f"{row.host_ms:.2f}"]
         ours += [f"{row.ours_mib:.0f}", f"{row.error:.1e}"]
         lines.append(_line([*ours, *(_cell(row.peers.get(arm), row.ours_ms) for arm in arms)]))
-        notes += [f"- {row.op} {row.shape}, {arm}: {peer.note}" for arm, peer in row.peers.items() if peer.note]
-    return "\n".join([*lines, *([""] if notes else []), *notes])
+        notes += [f"- {row.formula} {row.shape}, {arm}: {peer.note}" for arm, peer in row.peers.items() if peer.note]
+    return "\n".join([*lines, *([""] if notes else []), *dict.fromkeys(notes)])
 
 
 def _cell(peer: Peer | None, ours_ms: float) -> str:

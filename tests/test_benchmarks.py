@@ -210,6 +210,25 @@ def test_schedules_of_one_formula_share_their_peers(bench: Any) -> None:
     assert small["flops"] / fast["flops"] == pytest.approx(8 / 6)
 
 
+def test_arms_of_one_peer_stand_side_by_side_and_a_note_stands_once(
+    bench: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*inputs: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such shape")
+
+    head = "linear_cross_entropy"
+    packages = {
+        "liger": lambda: {"swiglu": {"liger": SWIGLU.eager}, head: {"liger": broken, "liger-fp32": broken}},
+        "fla": lambda: {"swiglu": {"fla": SWIGLU.eager}, head: {"fla": broken}},
+    }
+    known = [SWIGLU, *(linear_loss(CPU, 8, 16, 32, memory=memory) for memory in ("fast", "small"))]
+    code, _ = bench(known, "liger,fla", packages)
+    assert code == 0
+    shown = capsys.readouterr().out
+    assert "| error | liger | liger-fp32 | fla |" in shown
+    assert shown.count("- linear_cross_entropy 8x16x32, liger-fp32: failed: RuntimeError: no such shape") == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) -> None:
     place = Place("cpu", dtype)
