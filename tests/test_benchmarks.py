@@ -14,7 +14,7 @@ import torch
 from benchmarks.__main__ import benchmark, main, parse
 from benchmarks.cases import Case, Place, add_norm, cases, glu, linear_loss, loss, norm, packing, rope
 from benchmarks.peers import Arms, Table
-from benchmarks.timing import Measured
+from benchmarks.timing import FEWEST, Gpu, Measured
 from docs.roofline_picture import main as draw
 from docs.roofline_picture import points
 from liger_kernels import ops
@@ -291,3 +291,44 @@ def test_the_picture_needs_a_result(
     with pytest.raises(SystemExit):
         draw([str(tmp_path / "result.json"), str(tmp_path / "out.svg")])
     assert message in capsys.readouterr().err
+
+
+class SlowHand(Gpu):
+    """A GPU whose every call takes ``ms``."""
+
+    def __init__(self, ms: float) -> None:
+        self.ms = ms
+
+    def _timed(self, call: Callable[[], Any]) -> tuple[Any, float]:
+        return call(), self.ms
+
+
+@pytest.fixture
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1 << 20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 4 << 20)
+
+
+def test_every_measured_call_finds_the_inputs_as_they_were(without_cuda: None) -> None:
+    seen = []
+
+    def overwriting(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append(float(x.sum()))
+        y = x * weight
+        x.data.zero_()
+        return y
+
+    given = torch.ones(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    found = SlowHand(0.5).measure(overwriting, given, 7)
+    assert set(seen) == {32.0}
+    assert float(given[0].sum()) == 32.0
+    assert (found.ms, found.spread_ms, found.mib) == (1.0, 0.0, 3.0)  # forward and backward
+
+
+@pytest.mark.parametrize(("ms", "calls"), [(0.5, 20), (300.0, FEWEST)])
+def test_slow_arms_are_measured_less_often(ms: float, calls: int, without_cuda: None) -> None:
+    count = []
+    SlowHand(ms).measure(lambda x: count.append(x) or x * 2, (torch.ones(3, requires_grad=True),), 20)
+    assert len(count) == 3 + calls + 1 + 1 + calls  # warm-up, times, memory, upstream gradients, host
