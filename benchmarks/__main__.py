@@ -166,7 +166,8 @@ def benchmark(options: argparse.Namespace, known: Sequence[Case], peers: Table, 
         }
         print("\n" + report.table(where, rows, peers.skipped))
         if options.json:
-            options.json.write_text(json.dumps(report.as_json(where, rows, peers.skipped), indent=1) + "\n")
+            result = report.as_json(where, rows, peers.skipped)
+            options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     return int(not right or not rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -102,7 +103,8 @@ def _flat(row: Row) -> dict[str, Any]:
     peers = {}
     for arm, peer in row.peers.items():
         numbers = asdict(peer.measured) if peer.measured else {}
-        peers[arm] = {**numbers, "error": peer.error, "note": peer.note}
+        finite = peer.error is not None and math.isfinite(peer.error)  # JSON has no NaN; the note has it
+        peers[arm] = {**numbers, "error": peer.error if finite else None, "note": peer.note}
     return {**asdict(row), "peers": peers}
 
 

@@ -148,6 +148,7 @@ def test_a_peer_that_fails_or_is_wrong_gets_no_time_and_ends_nothing(
     for arm in ("liger-shifted", "liger-nan"):
         assert peers[arm]["note"].startswith("WRONG: its relative error is ")
         assert "ms" not in peers[arm]
+    assert peers["liger-nan"]["error"] is None  # JSON has no NaN
     assert peers["eager"]["ms"] == 1.0
     assert len(found["rows"]) == 2
     assert "| failed | WRONG | WRONG |" in capsys.readouterr().out
