@@ -51,6 +51,35 @@ assert torch.equal(swiglu(x, x), swiglu_ref(x, x)) and not launches()
     assert done.returncode == 0, done.stderr
 
 
+def _one_argument(value, CONSTANT: tl.constexpr):
+    pass
+
+
+def test_one_program_is_kept_for_what_triton_would_compile_once() -> None:
+    """Arguments of one key are arguments of one program: by Triton's own binder, for NVIDIA's GPUs."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    kernel = JITFunction(_one_argument)
+    binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+    numbers = [
+        sign * (base + more) for sign in (1, -1) for base in (0, 16, 2**31, 2**40) for more in (-16, -1, 0, 1, 8)
+    ]
+    tensors = [torch.empty(32, dtype=dtype)[start:] for dtype in dtypes for start in range(9)]
+    values = [*numbers, *tensors, None, True, False, 0.0, 1.0, 16.5]
+    known: dict[object, object] = {}
+    for value in values:
+        key = _runtime._program_key(kernel, torch.device("cuda", 0), (value,), {"CONSTANT": 4})
+        _, specialization, _ = binder(value, CONSTANT=4, debug=False)
+        assert known.setdefault(key, specialization) == specialization, value
+    assert len(known) > 2 * len(dtypes)
+    other = _runtime._program_key(kernel, torch.device("cuda", 0), (None,), {"CONSTANT": 8})
+    assert other not in known
+    assert other != _runtime._program_key(kernel, torch.device("cuda", 1), (None,), {"CONSTANT": 8})
+
+
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     y = torch.empty(len(x), dtype=dtype, device=x.device)
     launch(_cast_kernel, (1,), x.device, x, y, len(x), BLOCK=next_power_of_2(len(x)))

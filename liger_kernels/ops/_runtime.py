@@ -20,6 +20,7 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra import libdevice
 except ImportError:  # a machine without Triton still imports, and runs the references
 
     class _NoTriton:
@@ -31,7 +32,7 @@ except ImportError:  # a machine without Triton still imports, and runs the refe
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
 
-    triton = tl = _NoTriton()
+    triton = tl = libdevice = _NoTriton()
     HAS_TRITON = False
 else:
     HAS_TRITON = True
@@ -46,6 +47,11 @@ if INTERPRET:
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _launches: Counter[str] = Counter()
+
+# To find the program of a launch Triton binds the arguments, what it specialises on and all options anew, which takes
+# the host longer than some kernels run. Here it is asked once for each set of what it would specialise on.
+_KEEP_PROGRAMS = HAS_TRITON and not INTERPRET and torch.version.hip is None
+_programs: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
 
 
 def use_triton(x: torch.Tensor, *, opaque: bool = False) -> bool:
@@ -72,8 +78,40 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         kernel[grid](*args, **kwargs)
         return
     _launches[kernel.__name__] += 1
+    if not (_KEEP_PROGRAMS and device.type == "cuda"):
+        with _device_guard(device):
+            kernel[grid](*args, **kwargs)
+        return
+    key = _program_key(kernel, device, args, kwargs)
+    known = _programs.get(key)
     with _device_guard(device):
-        kernel[grid](*args, **kwargs)
+        if known is None:
+            program = kernel[grid](*args, **kwargs)
+            constants = tuple(kwargs[name] for name in kernel.arg_names[len(args) :])
+            _programs[key] = program, constants, kernel  # the kernel is held, or another one might get its id
+        else:
+            program, constants, _ = known
+            program[(*grid, 1, 1)](*args, *constants)
+
+
+def _program_key(kernel: Any, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Whatever Triton compiles into a program for an NVIDIA GPU: dtypes, which addresses and numbers are multiples of
+    16, which numbers are 1 or need 64 bits, which arguments are None, and all constants and options."""
+    return (
+        id(kernel),
+        device.index,
+        *[
+            (a.dtype, a.data_ptr() % 16 == 0)
+            if isinstance(a, torch.Tensor)
+            else (a == 1, a % 16 == 0, -(2**31) <= a < 2**31)
+            if type(a) is int
+            else float
+            if type(a) is float
+            else a
+            for a in args
+        ],
+        *kwargs.values(),
+    )
 
 
 def _device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -23,6 +23,7 @@ total, in the same two kernels. total goes on beside y, so that both have a grad
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -197,6 +198,7 @@ def _stages(tile: int, *loaded: torch.Tensor | None) -> int:
     return min(4 if tile <= 4096 else 3, 1 + 2**17 // bytes_per_tile)
 
 
+@functools.cache
 def _n_programs(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
@@ -244,7 +246,7 @@ class RMSNormFunction(torch.autograd.Function):
             total = torch.empty(x.shape, dtype=dtype, device=x.device)
         if weight is not None and formula == "cast_then_scale":
             dtype = torch.promote_types(dtype, weight.dtype)
-        y = torch.empty(x.shape, dtype=dtype, device=x.device)
+        y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device) if any(ctx.needs_input_grad) else None
         shape = _launch_shape(n_rows, hidden, tile=2048, per_lane=16)
         launch(
@@ -285,7 +287,7 @@ class RMSNormFunction(torch.autograd.Function):
         rows, dy_rows = as_rows(x), as_rows(dy)
         n_rows, hidden = rows.shape
         needs_dx = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
         dtotal_rows = as_rows(dtotal) if needs_dx and dtotal is not None else None
         shape = _launch_shape(n_rows, hidden, tile=4096 if hidden <= 2048 else 8192, per_lane=32)
         n_programs = min(_n_programs(x.device), triton.cdiv(n_rows, shape["ROWS"]))

@@ -21,7 +21,7 @@ def _backward(name: str, does: str, *edits: tuple[str, str], **other: Any) -> Mu
 
 _RSTD = "tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)"
 _DX = "(dy - norm * projection[:, None]) * rstd[:, None]"
-_NEW_DX = "dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if"
+_NEW_DX = "dx = torch.empty_like(x, memory_format=torch.contiguous_format) if"
 _SUM = "tl.sum(parts, axis=0)"
 _ACCUMULATE = "dweight += dy * norm"
 # On a mini model one interpreted program takes every row; smaller tiles, honest by themselves, make several of them.
