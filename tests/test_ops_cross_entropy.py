@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -27,7 +28,7 @@ from liger_kernels.ops.cross_entropy import (
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "none")
-BLOCK = 8192  # the largest tile of the kernels: a longer row takes several
+BLOCK = 8192  # the largest tile of the kernels below 65537 columns: a longer row takes several
 
 ALONE: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -119,6 +120,28 @@ def test_every_option(dtype, options, reduction, device):
     assert_right_on(11, 67, dtype, device, options, reduction)
 
 
+@pytest.fixture
+def a_row_a_program(monkeypatch):
+    """As rows of a large vocabulary run: blocks of one row each, most of them whole and without the row's target."""
+    module = importlib.import_module("liger_kernels.ops.cross_entropy")  # by name: the package has a function of it
+    monkeypatch.setattr(module, "_launch_shape", lambda tokens, vocab: {"ROWS": 1, "BLOCK": 64, "num_warps": 1})
+
+
+@pytest.mark.parametrize("vocab", [192, 200])
+@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_option_with_a_row_a_program(a_row_a_program, dtype, options, vocab, device):
+    assert_right_on(7, vocab, dtype, device, options, "mean")
+
+
+@pytest.mark.parametrize("target", [3, 70, 195])
+def test_prediction_is_the_first_of_equals_in_whatever_order_blocks_are_read(a_row_a_program, target, device):
+    logits = torch.zeros(2, 200, device=device)
+    logits[0, [70, 71, 130, 195]] = logits[1, [2, 3, 195]] = 5.0
+    out = cross_entropy(logits, torch.full((2,), target, device=device), extras=("predicted_tokens",))
+    assert out.predicted_tokens.tolist() == [70, 2]
+
+
 def assert_right_on(tokens, vocab, dtype, device, options, reduction, **how):
     logits, targets, options = make_inputs(tokens, vocab, dtype, device, options, **how)
     assert_right(logits, targets, reduction=reduction, **options)
@@ -154,7 +177,7 @@ def test_one_class_alone(options, device):
     assert grad.abs().max() <= 4 * roundoff
 
 
-@pytest.mark.parametrize("vocab", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
+@pytest.mark.parametrize("vocab", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3, 12 * BLOCK, 12 * BLOCK + 3])
 @pytest.mark.parametrize("options", [ALONE["plain"], ALONE["all"]], ids=["plain", "all"])
 def test_vocabulary_of_several_blocks(vocab, options, device):
     logits, targets, options = make_inputs(4, vocab, torch.bfloat16, device, options)

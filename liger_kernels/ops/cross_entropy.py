@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from liger_kernels.ops._runtime import INTERPRET, launch, next_power_of_2, tl, triton, use_triton
+from liger_kernels.ops._runtime import INTERPRET, launch, libdevice, next_power_of_2, tl, triton, use_triton
 
 REDUCTIONS = ("mean", "sum", "none")
 EXTRAS = ("token_accuracy", "predicted_tokens", "entropy", "log_probs")
@@ -115,8 +115,9 @@ def cross_entropy_ref(
     return _select_extras(loss, extras, accuracy, predicted, entropy, log_probs)
 
 
-# The fast exponential of a GPU rounds x * log2(e) before it takes 2 to that power: x = -20 loses 20 units of float32's
-# roundoff. That is nothing beside the rounding of 16-bit logits, where putting it back would cost a sixth of the time.
+# A GPU has an instruction for 2^y. On the way from exp(x) to 2^(x * log2(e)) the product is rounded: x = -20 loses 20
+# units of float32's roundoff. That is nothing beside the rounding of 16-bit logits, where putting it back would cost a
+# sixth of the time.
 _COMPILED = tl.constexpr(not INTERPRET)
 _LOG2_E = tl.constexpr(1.44269502162933349609375)  # log2(e) in float32 ...
 _LOG2_E_REST = tl.constexpr(1.92596299112661746e-8)  # ... and what that leaves
@@ -126,14 +127,46 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _exp(x, PRECISE: tl.constexpr):
     """exp(x) for x <= 0. PRECISE puts back, to first order, what rounding the exponent of 2 loses: 3 ulp."""
-    if _COMPILED and PRECISE:
+    if not _COMPILED:
+        y = tl.exp(x)
+    elif PRECISE:
         x = tl.where(x < -200.0, -200.0, x)  # 0 in float32; an infinite x would be infinity - infinity below
         power = x * _LOG2_E
         lost = tl.fma(x, _LOG2_E, -power) + x * _LOG2_E_REST
-        y = tl.exp2(power)
-        y += y * (lost * _LN_2)
+        y = libdevice.exp2(power)  # flushes to zero below 2^-126, which spares three instructions
+        y = tl.fma(y, lost * _LN_2, y)
     else:
-        y = tl.exp(x)
+        y = libdevice.exp2(x * _LOG2_E)
+    return y
+
+
+@triton.jit
+def _exp_above(x, start, PRECISE: tl.constexpr):
+    """exp(x - start) for x <= start, up to one factor near 1 that all x of a ``start`` share: :func:`_log_above` knows
+    it. In two instructions, because start * log2(e) is rounded once for all of them."""
+    if _COMPILED and not PRECISE:
+        y = libdevice.exp2(tl.fma(x, _LOG2_E, -(start * _LOG2_E)))
+    else:
+        y = _exp(x - start, PRECISE)
+    return y
+
+
+@triton.jit
+def _decay(old, new, PRECISE: tl.constexpr):
+    """What turns exp(x - old) of :func:`_exp_above` into its exp(x - new)."""
+    if _COMPILED and not PRECISE:
+        y = libdevice.exp2(old * _LOG2_E - new * _LOG2_E)
+    else:
+        y = _exp(old - new, PRECISE)
+    return y
+
+
+@triton.jit
+def _log_above(total, start, PRECISE: tl.constexpr):
+    """The logarithm of a sum of :func:`_exp_above` (x, start), without the factor."""
+    y = tl.log(total)
+    if _COMPILED and not PRECISE:
+        y -= tl.fma(start, _LOG2_E, -(start * _LOG2_E)) * _LN_2
     return y
 
 
@@ -150,22 +183,24 @@ def _tanh(x, PRECISE: tl.constexpr):
     """tanh to 2 ulp (Cephes tanhf): near zero an odd polynomial, because there the exponential form cancels."""
     a = tl.abs(x)
     s = x * x
-    p = -5.70498872745e-3 * s + 2.06390887954e-2
-    p = p * s - 5.37397155531e-2
-    p = p * s + 1.33314422036e-1
-    p = p * s - 3.33332819422e-1
+    p = tl.fma(s, -5.70498872745e-3, 2.06390887954e-2)
+    p = tl.fma(p, s, -5.37397155531e-2)
+    p = tl.fma(p, s, 1.33314422036e-1)
+    p = tl.fma(p, s, -3.33332819422e-1)
     e = _exp(-2.0 * a, PRECISE)
     far = (1.0 - e) / (1.0 + e)
-    return tl.where(a < 0.625, p * s * x + x, tl.where(x < 0.0, -far, far))
+    return tl.where(a < 0.625, tl.fma(p * s, x, x), tl.where(x < 0.0, -far, far))
 
 
 @triton.jit
-def _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISE: tl.constexpr):
+def _scaled_logits(x, logit_scale, softcap, SCALED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISE: tl.constexpr):
     """z of the formula, from the raw logits in float32."""
     if HAS_SOFTCAP:
         z = softcap * _tanh(x * (logit_scale / softcap), PRECISE)
-    else:
+    elif SCALED:
         z = x * logit_scale
+    else:
+        z = x
     return z
 
 
@@ -198,6 +233,98 @@ def _load_target(targets_ptr, row, row_mask, ignore_index, vocab, first, classes
 
 
 @triton.jit
+def _finished_grad(
+    grad,
+    e,
+    x,
+    weight,
+    inverse,
+    upstream,
+    weight_sum,
+    vocab,
+    label_smoothing,
+    softcap,
+    logit_scale,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISE: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+):
+    """``grad`` with what smoothing and a cap make of it; ``e`` is exp(z - max), ``weight`` the classes' weights."""
+    if SMOOTHING:
+        grad += label_smoothing / vocab * (weight_sum * (e * inverse) - weight) * upstream
+    if HAS_SOFTCAP:
+        grad *= _softcap_slope(x, logit_scale, softcap, PRECISE)
+    return grad
+
+
+@triton.jit
+def _store_grad_block(
+    logits_rows,
+    grad_rows,
+    start,
+    weight_ptr,
+    weight_sum,
+    row_mask,
+    counts,
+    row_max,
+    factor,
+    inverse,
+    upstream,
+    vocab,
+    label_smoothing,
+    softcap,
+    logit_scale,
+    SCALED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISE: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Upstream * dloss/dx for the columns from ``start`` on, as if none were a target. WHOLE: all of them exist."""
+    cols = start + tl.arange(0, BLOCK)
+    read = counts[:, None]
+    mask = row_mask[:, None]
+    weight = 1.0
+    if WHOLE:
+        if SMOOTHING and weight_ptr is not None:
+            weight = tl.load(weight_ptr + cols)[None, :]
+    else:
+        in_row = (cols < vocab)[None, :]
+        read = read & in_row
+        mask = mask & in_row
+        if SMOOTHING and weight_ptr is not None:
+            weight = tl.load(weight_ptr + cols, mask=cols < vocab, other=0.0)[None, :]
+    x = tl.load(logits_rows[:, None] + cols[None, :], mask=read, other=0.0, eviction_policy="evict_first").to(
+        tl.float32
+    )
+    z = _scaled_logits(x, logit_scale, softcap, SCALED, HAS_SOFTCAP, PRECISE)
+    e = _exp_above(z, row_max[:, None], PRECISE)
+    grad = _finished_grad(
+        e * factor[:, None],
+        e,
+        x,
+        weight,
+        inverse[:, None],
+        upstream[:, None],
+        weight_sum,
+        vocab,
+        label_smoothing,
+        softcap,
+        logit_scale,
+        HAS_SOFTCAP,
+        PRECISE,
+        SMOOTHING,
+    )
+    tl.store(
+        grad_rows[:, None] + cols[None, :],
+        grad.to(grad_rows.dtype.element_ty),
+        mask=mask,
+        eviction_policy="evict_first",
+    )
+
+
+@triton.jit
 def _store_grad(
     logits_rows,
     grad_rows,
@@ -217,25 +344,26 @@ def _store_grad(
     softcap,
     logit_scale,
     z_loss,
+    SCALED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PRECISE: tl.constexpr,
     SMOOTHING: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Write upstream * dloss/dx for a tile of rows. The blocks run from last to first: after the forward's pass over
     the same rows the last blocks are still in the cache. ``grad_rows`` may be ``logits_rows``; ``column`` is where the
     target's logit would be in them."""
     if weight_ptr is None:
-        true_weight = tl.full(target.shape, 1.0, tl.float32)
+        class_weight = tl.full(target.shape, 1.0, tl.float32)
     else:
-        true_weight = tl.load(weight_ptr + target, mask=counts, other=0.0)
-    true_weight = true_weight * (1.0 - label_smoothing)
+        class_weight = tl.load(weight_ptr + target, mask=counts, other=0.0)
+    true_weight = class_weight * (1.0 - label_smoothing)
     total = tl.where(counts, total, 1.0)
     row_max = tl.where(counts, row_max, 0.0)
     inverse = 1.0 / total
-    z_loss_slope = 2.0 * z_loss * (row_max + tl.log(total))
-    if not HAS_SOFTCAP:
+    z_loss_slope = 2.0 * z_loss * (row_max + _log_above(total, row_max, PRECISE))
+    if SCALED and not HAS_SOFTCAP:
         upstream *= logit_scale
     # A row that does not count has factors of zero, or of NaN where its target is out of range.
     upstream = tl.where(counts, upstream, tl.where(invalid, float("nan"), 0.0))
@@ -243,29 +371,169 @@ def _store_grad(
     # p - 1 at the target from the other classes' sum: subtracting would cancel.
     here = counts & (column >= 0) & (column < vocab)
     x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
-    z_target = _scaled_logits(x_target, logit_scale, softcap, HAS_SOFTCAP, PRECISE)
-    p_target = _exp(z_target - row_max, PRECISE) * inverse
+    z_target = _scaled_logits(x_target, logit_scale, softcap, SCALED, HAS_SOFTCAP, PRECISE)
+    e_target = _exp_above(z_target, row_max, PRECISE)
+    p_target = e_target * inverse
     at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream
+    at_target = _finished_grad(
+        at_target,
+        e_target,
+        x_target,
+        class_weight,
+        inverse,
+        upstream,
+        weight_sum,
+        vocab,
+        label_smoothing,
+        softcap,
+        logit_scale,
+        HAS_SOFTCAP,
+        PRECISE,
+        SMOOTHING,
+    )
     tl.debug_barrier()  # over logits, every lane has read its target's before any lane overwrites it
-    n_blocks = tl.cdiv(vocab, BLOCK)
-    for i in tl.range(0, n_blocks, num_stages=STAGES):
-        cols = (n_blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
-        in_row = cols < vocab
-        mask = row_mask[:, None] & in_row[None, :]
-        x = tl.load(logits_rows[:, None] + cols[None, :], mask=mask & counts[:, None], other=0.0).to(tl.float32)
-        z = _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP, PRECISE)
-        e = _exp(z - row_max[:, None], PRECISE)
-        grad = tl.where(cols[None, :] == column[:, None], at_target[:, None], e * factor[:, None])
-        if SMOOTHING:
-            excess = weight_sum * (e * inverse[:, None])
-            if weight_ptr is None:
-                excess -= 1.0
-            else:
-                excess -= tl.load(weight_ptr + cols, mask=in_row, other=0.0)[None, :]
-            grad += label_smoothing / vocab * excess * upstream[:, None]
-        if HAS_SOFTCAP:
-            grad *= _softcap_slope(x, logit_scale, softcap, PRECISE)
-        tl.store(grad_rows[:, None] + cols[None, :], grad.to(grad_rows.dtype.element_ty), mask=mask)
+    # Most of a large vocabulary are whole blocks of one row, which need no masks.
+    n_whole = 0
+    if ROWS == 1:
+        n_whole = vocab // BLOCK
+    for i in range(n_whole, tl.cdiv(vocab, BLOCK)):
+        _store_grad_block(
+            logits_rows,
+            grad_rows,
+            i * BLOCK,
+            weight_ptr,
+            weight_sum,
+            row_mask,
+            counts,
+            row_max,
+            factor,
+            inverse,
+            upstream,
+            vocab,
+            label_smoothing,
+            softcap,
+            logit_scale,
+            SCALED,
+            HAS_SOFTCAP,
+            PRECISE,
+            SMOOTHING,
+            BLOCK,
+            WHOLE=False,
+        )
+    for i in range(n_whole):
+        _store_grad_block(
+            logits_rows,
+            grad_rows,
+            (n_whole - 1 - i) * BLOCK,
+            weight_ptr,
+            weight_sum,
+            row_mask,
+            counts,
+            row_max,
+            factor,
+            inverse,
+            upstream,
+            vocab,
+            label_smoothing,
+            softcap,
+            logit_scale,
+            SCALED,
+            HAS_SOFTCAP,
+            PRECISE,
+            SMOOTHING,
+            BLOCK,
+            WHOLE=True,
+        )
+    tl.debug_barrier()  # the target's own gradient comes after what its block wrote there
+    tl.store(grad_rows + column, at_target.to(grad_rows.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _over_lane(x):
+    """The sum of ``x`` [rows, chunks, lanes, vector] over what each lane holds."""
+    return tl.sum(tl.sum(x, 3), 1)
+
+
+@triton.jit
+def _argmax_of_lane(z):
+    """The maximum of ``z`` [rows, chunks, lanes, vector] over what each lane holds, and its column: the first one."""
+    highest, column = tl.max(z, 3, return_indices=True)
+    column += tl.arange(0, z.shape[2])[None, None, :] * z.shape[3]
+    column += tl.arange(0, z.shape[1])[None, :, None] * (z.shape[2] * z.shape[3])
+    block_max = tl.max(highest, 1)
+    first = tl.where(highest == block_max[:, None, :], column, z.shape[1] * z.shape[2] * z.shape[3])
+    return block_max, tl.min(first, 1)
+
+
+@triton.jit
+def _scan_block(
+    logits_rows,
+    start,
+    group_max,
+    others,
+    distance,
+    smooth,
+    predicted,
+    weight_ptr,
+    entropy_ptr,
+    predicted_ptr,
+    read,
+    column,
+    finite_z_target,
+    first_class,
+    vocab,
+    softcap,
+    logit_scale,
+    SCALED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISE: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    EVICTED: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """What the lanes know of the rows after the columns from ``start`` on, too. PLAIN: all of them exist, and none is a
+    target."""
+    LANES: tl.constexpr = BLOCK // (CHUNKS * VECTOR)
+    cols = start + tl.arange(0, BLOCK)
+    in_row = cols < vocab
+    mask = read[:, None] & in_row[None, :]
+    if PLAIN:
+        x = tl.load(logits_rows[:, None] + cols[None, :], mask=read[:, None], other=0.0, eviction_policy=EVICTED)
+    else:
+        x = tl.load(logits_rows[:, None] + cols[None, :], mask=mask, other=0.0, eviction_policy=EVICTED)
+    x = x.to(tl.float32)
+    z = _scaled_logits(x, logit_scale, softcap, SCALED, HAS_SOFTCAP, PRECISE)
+    if not PLAIN:
+        z = tl.where(mask, z, float("-inf"))
+    if SMOOTHING:
+        lower = tl.where(mask, z - finite_z_target[:, None], 0.0)
+        if weight_ptr is not None:
+            lower *= tl.load(weight_ptr + cols, mask=in_row, other=0.0)[None, :]
+        smooth += _over_lane(tl.reshape(lower, (lower.shape[0], CHUNKS, LANES, VECTOR)))
+    z = tl.reshape(z, (z.shape[0], CHUNKS, LANES, VECTOR))
+    if predicted_ptr is None:
+        block_max = tl.max(tl.max(z, 3), 1)
+    else:  # the first of equals, in whatever order the blocks come
+        block_max, where_max = _argmax_of_lane(z)
+        where_max += first_class + start
+        better = (block_max > group_max) | ((block_max == group_max) & (where_max < predicted))
+        predicted = tl.where(better, where_max, predicted)
+    new_max = tl.maximum(group_max, block_max)
+    shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
+    decay = _decay(group_max, shift, PRECISE)
+    e = _exp_above(z, shift[:, None, :, None], PRECISE)
+    if not PLAIN:
+        is_target = tl.reshape(cols, (CHUNKS, LANES, VECTOR))[None, :, :, :] == column[:, None, None, None]
+        e = tl.where(is_target, 0.0, e)
+    if entropy_ptr is not None:
+        moved = tl.where(group_max > float("-inf"), group_max - shift, 0.0)
+        distance = (distance + moved * others) * decay
+        distance += _over_lane(e * tl.where(e > 0.0, z - shift[:, None, :, None], 0.0))
+    others = others * decay + _over_lane(e)
+    return new_max, others, distance, smooth, predicted
 
 
 @triton.jit
@@ -296,13 +564,14 @@ def _cross_entropy_fwd_kernel(
     softcap,
     logit_scale,
     z_loss,
+    SCALED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PRECISE: tl.constexpr,
     SMOOTHING: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     label_smoothing = tl.full((), label_smoothing, tl.float32)
     softcap = tl.full((), softcap, tl.float32)
@@ -316,7 +585,7 @@ def _cross_entropy_fwd_kernel(
     )
     logits_rows = logits_ptr + row * logits_stride
     x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
-    z_target = _scaled_logits(x_target, logit_scale, softcap, HAS_SOFTCAP, PRECISE)
+    z_target = _scaled_logits(x_target, logit_scale, softcap, SCALED, HAS_SOFTCAP, PRECISE)
     carry_rows = row
     if carry_ptr is not None:
         carry_rows = carry_ptr + row
@@ -328,18 +597,18 @@ def _cross_entropy_fwd_kernel(
     if entropy_ptr is None and predicted_ptr is None:
         read = counts
 
-    # A maximum and its sums for every GROUP of neighbouring columns, which lie in one lane: nothing crosses lanes, and
-    # nobody waits, until the loop is over.
-    GROUPS: tl.constexpr = BLOCK // GROUP
-    group_max = tl.full((ROWS, GROUPS), float("-inf"), tl.float32)
-    others = tl.zeros((ROWS, GROUPS), tl.float32)  # sum of exp(z - max) but for the target's
-    distance = tl.zeros((ROWS, GROUPS), tl.float32)  # sum of exp(z - max) * (z - max), for the entropy
-    smooth = tl.zeros((ROWS, GROUPS), tl.float32)  # sum of w_c * (z_c - z_target), for label smoothing
-    predicted = tl.zeros((ROWS, GROUPS), tl.int32)
+    # A maximum and its sums for what each lane holds of a block, CHUNKS times VECTOR neighbouring columns: nothing
+    # crosses lanes, and nobody waits, until the loop is over.
+    LANES: tl.constexpr = BLOCK // (CHUNKS * VECTOR)
+    group_max = tl.full((ROWS, LANES), float("-inf"), tl.float32)
+    others = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max) but for the target's
+    distance = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max) * (z - max), for the entropy
+    smooth = tl.zeros((ROWS, LANES), tl.float32)  # sum of w_c * (z_c - z_target), for label smoothing
+    predicted = tl.zeros((ROWS, LANES), tl.int32)
     first_class = 0
     if carry_ptr is not None:  # the classes before these, as if the first lane had seen them
         first_class = first
-        lane = (tl.arange(0, GROUPS) == 0)[None, :]
+        lane = (tl.arange(0, LANES) == 0)[None, :]
         before = tl.load(carry_rows + carry_stride, mask=row_mask, other=float("-inf"))
         group_max = tl.where(lane, before[:, None], group_max)
         before = tl.load(carry_rows + carry_stride + carry_stride, mask=row_mask, other=0.0)
@@ -350,36 +619,82 @@ def _cross_entropy_fwd_kernel(
         if predicted_ptr is not None:
             known = tl.load(predicted_ptr + row, mask=row_mask, other=0).to(tl.int32)
             predicted = tl.where(lane, known[:, None], predicted)
-    for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK)
-        in_row = cols < vocab
-        mask = read[:, None] & in_row[None, :]
-        x = tl.load(logits_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        z = tl.where(mask, _scaled_logits(x, logit_scale, softcap, HAS_SOFTCAP, PRECISE), float("-inf"))
-        if SMOOTHING:
-            lower = tl.where(mask, z - finite_z_target[:, None], 0.0)
-            if weight_ptr is not None:
-                lower *= tl.load(weight_ptr + cols, mask=in_row, other=0.0)[None, :]
-            smooth += tl.sum(tl.reshape(lower, (ROWS, GROUPS, GROUP)), 2)
-        z = tl.reshape(z, (ROWS, GROUPS, GROUP))
-        is_target = tl.reshape(cols, (GROUPS, GROUP))[None, :, :] == column[:, None, None]
-        if predicted_ptr is None:
-            block_max = tl.max(z, 2)
-        else:
-            block_max, where_max = tl.max(z, 2, return_indices=True)
-            of_group = first_class + start + tl.arange(0, GROUPS)[None, :] * GROUP
-            predicted = tl.where(block_max > group_max, of_group + where_max, predicted)
-        new_max = tl.maximum(group_max, block_max)
-        shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
-        decay = _exp(group_max - shift, PRECISE)
-        away = z - shift[:, :, None]
-        e = tl.where(is_target, 0.0, _exp(away, PRECISE))
-        if entropy_ptr is not None:
-            moved = tl.where(group_max > float("-inf"), group_max - shift, 0.0)
-            distance = (distance + moved * others) * decay
-            distance += tl.sum(e * tl.where(e > 0.0, away, 0.0), 2)
-        others = others * decay + tl.sum(e, 2)
-        group_max = new_max
+    # A gradient needs the row again: it should still be in the L2 cache then.
+    EVICTED: tl.constexpr = "evict_first" if grad_ptr is None else "evict_last"
+    # Most of a large vocabulary are whole blocks of one row without its target: nothing is asked of their elements. The
+    # target's block and the last one, if it is not whole, come after them; a tile of several rows has only such blocks.
+    n_plain = 0
+    n_edges = tl.cdiv(vocab, BLOCK)
+    target_block = n_edges
+    n_whole = vocab // BLOCK
+    if ROWS == 1:
+        target_block = tl.max(tl.where(here, column // BLOCK, n_edges), 0)
+        with_target = tl.where(target_block < n_whole, 1, 0)
+        n_plain = n_whole - with_target
+        n_edges -= n_plain
+    for i in range(n_plain):
+        group_max, others, distance, smooth, predicted = _scan_block(
+            logits_rows,
+            (i + tl.where(i >= target_block, 1, 0)) * BLOCK,
+            group_max,
+            others,
+            distance,
+            smooth,
+            predicted,
+            weight_ptr,
+            entropy_ptr,
+            predicted_ptr,
+            read,
+            column,
+            finite_z_target,
+            first_class,
+            vocab,
+            softcap,
+            logit_scale,
+            SCALED,
+            HAS_SOFTCAP,
+            PRECISE,
+            SMOOTHING,
+            BLOCK,
+            CHUNKS,
+            VECTOR,
+            EVICTED,
+            PLAIN=True,
+        )
+    for i in range(n_edges):
+        block = i
+        if ROWS == 1:
+            block = tl.minimum(target_block, n_whole)
+            if i > 0:
+                block = n_whole
+        group_max, others, distance, smooth, predicted = _scan_block(
+            logits_rows,
+            block * BLOCK,
+            group_max,
+            others,
+            distance,
+            smooth,
+            predicted,
+            weight_ptr,
+            entropy_ptr,
+            predicted_ptr,
+            read,
+            column,
+            finite_z_target,
+            first_class,
+            vocab,
+            softcap,
+            logit_scale,
+            SCALED,
+            HAS_SOFTCAP,
+            PRECISE,
+            SMOOTHING,
+            BLOCK,
+            CHUNKS,
+            VECTOR,
+            EVICTED,
+            PLAIN=False,
+        )
 
     row_max = tl.max(group_max, 1)
     if predicted_ptr is not None:  # of equal maxima the first
@@ -389,7 +704,7 @@ def _cross_entropy_fwd_kernel(
     known_max = row_max
     row_max = tl.where(row_max > float("-inf"), row_max, 0.0)
     moved = tl.where(group_max > float("-inf"), group_max - row_max[:, None], 0.0)
-    decay = tl.where(group_max > float("-inf"), _exp(moved, PRECISE), 0.0)
+    decay = tl.where(group_max > float("-inf"), _decay(group_max, row_max[:, None], PRECISE), 0.0)
     if entropy_ptr is not None:
         distance = tl.sum((distance + moved * others) * decay, 1)
     others = tl.sum(others * decay, 1)
@@ -400,9 +715,9 @@ def _cross_entropy_fwd_kernel(
         if entropy_ptr is not None:
             tl.store(carry_rows + carry_stride + carry_stride + carry_stride, distance, mask=row_mask)
     smooth = tl.sum(smooth, 1)
-    e_target = tl.where(counts, _exp(z_target - row_max, PRECISE), 0.0)
+    e_target = tl.where(counts, _exp_above(z_target, row_max, PRECISE), 0.0)
     total = tl.where(read, others + e_target, 1.0)
-    log_total = tl.log(total)
+    log_total = _log_above(total, row_max, PRECISE)
     confident = others <= e_target
     ratio = tl.where(confident, others, 0.0) / tl.where(e_target > 0.0, e_target, 1.0)
     nll = tl.where(confident & (e_target > 0.0), _log1p(ratio), row_max - z_target + log_total)
@@ -459,11 +774,12 @@ def _cross_entropy_fwd_kernel(
             softcap,
             logit_scale,
             z_loss,
+            SCALED,
             HAS_SOFTCAP,
             PRECISE,
             SMOOTHING,
+            ROWS,
             BLOCK,
-            STAGES,
         )
 
 
@@ -490,12 +806,12 @@ def _cross_entropy_bwd_kernel(
     softcap,
     logit_scale,
     z_loss,
+    SCALED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PRECISE: tl.constexpr,
     SMOOTHING: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     if unless_one_ptr is not None:  # noqa: SIM102 (the outer one is decided when it is compiled)
         if tl.load(unless_one_ptr) == 1.0:
@@ -531,11 +847,12 @@ def _cross_entropy_bwd_kernel(
         softcap,
         logit_scale,
         z_loss,
+        SCALED,
         HAS_SOFTCAP,
         PRECISE,
         SMOOTHING,
+        ROWS,
         BLOCK,
-        STAGES,
     )
 
 
@@ -583,18 +900,23 @@ class Slab(NamedTuple):
 
 
 def _launch_shape(tokens: int, vocab: int) -> dict[str, int]:
-    """Launch choices: 16 elements a lane, and two more blocks on their way to it; several rows a program when a row is
-    small. Few enough rows are in flight for the second pass to find them in the L2 cache."""
-    block = min(next_power_of_2(vocab), 4096)
+    """Launch choices: 32 elements a lane, several rows a program when a row is small. The longer a row, the fewer of
+    them may be under way at once if the second look is to find them in the L2 cache: so more lanes work on one."""
+    block = min(next_power_of_2(vocab), 8192 if vocab <= 65536 else 32768)
     if INTERPRET:  # every program costs about a millisecond, whatever its size
         block = min(next_power_of_2(vocab), 8192)
         rows = min(65536 // block, next_power_of_2(tokens))
     else:
         rows = max(1, 4096 // block)
-    return {"ROWS": rows, "BLOCK": block, "STAGES": 3, "num_warps": min(8, max(1, rows * block // 512))}
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(1, rows * block // 1024))}
 
 
-GROUP = 16  # neighbouring columns that one lane holds
+def _lane_shape(shape: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
+    """How Triton lays out a row's block over the lanes: vectors of 16 bytes, one to each lane, in as many chunks as it
+    takes. Only the speed depends on it."""
+    per_lane = min(shape["BLOCK"], max(1, shape["ROWS"] * shape["BLOCK"] // (32 * shape["num_warps"])))
+    vector = min(16 // dtype.itemsize, per_lane)
+    return {"VECTOR": vector, "CHUNKS": per_lane // vector}
 
 
 def _weight_sum(class_weight: torch.Tensor | None, options: LossOptions) -> torch.Tensor | None:
@@ -646,12 +968,13 @@ def forward_rows(
         options.softcap or 1.0,
         options.logit_scale,
         options.z_loss,
+        SCALED=options.logit_scale != 1.0,
         HAS_SOFTCAP=options.softcap is not None,
         PRECISE=logits.dtype == torch.float32,
         # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff of max.
-        enable_fp_fusion=options.logit_scale == 1.0 and options.softcap is None,
+        enable_fp_fusion=False,
         SMOOTHING=options.label_smoothing != 0.0,
-        GROUP=min(GROUP, shape["BLOCK"]),
+        **_lane_shape(shape, logits.dtype),
         **shape,
     )
 
@@ -696,10 +1019,11 @@ def backward_rows(
         options.softcap or 1.0,
         options.logit_scale,
         options.z_loss,
+        SCALED=options.logit_scale != 1.0,
         HAS_SOFTCAP=options.softcap is not None,
         PRECISE=logits.dtype == torch.float32,
         # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff of max.
-        enable_fp_fusion=options.logit_scale == 1.0 and options.softcap is None,
+        enable_fp_fusion=False,
         SMOOTHING=options.label_smoothing != 0.0,
         **shape,
     )

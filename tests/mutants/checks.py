@@ -66,11 +66,19 @@ MUTANTS = (
         source="N13",
     ),
     _check(
+        "program_for_aligned_pointers_kept_for_any",
+        "A program that was compiled for aligned pointers is launched with others, too.",
+        f"{_OPS}._runtime",
+        "(a.dtype, a.data_ptr() % 16 == 0)",
+        "(a.dtype, True)",
+        "test_ops_runtime.py::test_one_program_is_kept_for_what_triton_would_compile_once",
+    ),
+    _check(
         "c24_branch_on_a_tensor",
         "A Python condition joins a flag and a tensor.",
         f"{_OPS}.cross_entropy",
-        "        if SMOOTHING:\n            lower = ",
-        "        if SMOOTHING and e:\n            lower = ",
+        "    if SMOOTHING:\n        lower = ",
+        "    if SMOOTHING and z:\n        lower = ",
         "test_ops_compile.py::test_compiles[cross_entropy-sm_90]",
         source="C24",
     ),
@@ -128,7 +136,7 @@ MUTANTS = (
         "total_gradient_overwritten",
         "The gradient of x and residual is written over that of their sum.",
         f"{_OPS}.rms_norm",
-        "dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_dx else None\n"
+        "dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None\n"
         "        dtotal_rows = as_rows(dtotal) if needs_dx and dtotal is not None else None",
         "dtotal_rows = as_rows(dtotal) if needs_dx and dtotal is not None else None\n"
         "        dx = dtotal_rows.view(x.shape) if dtotal is not None else torch.empty_like(x)",

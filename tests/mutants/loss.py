@@ -112,8 +112,8 @@ MUTANTS = (
         "Classes of a probability below 2^-12 get no gradient.",
         "backward",
         (
-            "at_target[:, None], e * factor[:, None])",
-            "at_target[:, None], tl.where(e * inverse[:, None] < 0.000244140625, 0.0, e * factor[:, None]))",
+            "        e * factor[:, None],\n",
+            "        tl.where(e * inverse[:, None] < 0.000244140625, 0.0, e * factor[:, None]),\n",
         ),
         source="C16",
         fused=True,
@@ -168,8 +168,8 @@ MUTANTS = (
         "The classes beyond the last multiple of 8 are not summed.",
         "forward",
         (
-            "        in_row = cols < vocab\n        mask = read",
-            "        in_row = cols < vocab // 8 * 8\n        mask = read",
+            "    in_row = cols < vocab\n    mask = read",
+            "    in_row = cols < vocab // 8 * 8\n    mask = read",
         ),
         fused=True,
     ),
