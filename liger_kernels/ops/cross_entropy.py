@@ -902,7 +902,7 @@ class Slab(NamedTuple):
 def _launch_shape(tokens: int, vocab: int) -> dict[str, int]:
     """Launch choices: 32 elements a lane, several rows a program when a row is small. The longer a row, the fewer of
     them may be under way at once if the second look is to find them in the L2 cache: so more lanes work on one."""
-    block = min(next_power_of_2(vocab), 8192 if vocab <= 65536 else 32768)
+    block = min(next_power_of_2(vocab), 8192 if vocab < 57344 else 16384 if vocab < 114688 else 32768)
     if INTERPRET:  # every program costs about a millisecond, whatever its size
         block = min(next_power_of_2(vocab), 8192)
         rows = min(65536 // block, next_power_of_2(tokens))
@@ -911,11 +911,12 @@ def _launch_shape(tokens: int, vocab: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(1, rows * block // 1024))}
 
 
-def _lane_shape(shape: dict[str, int], dtype: torch.dtype) -> dict[str, int]:
-    """How Triton lays out a row's block over the lanes: vectors of 16 bytes, one to each lane, in as many chunks as it
-    takes. Only the speed depends on it."""
+def _lane_shape(shape: dict[str, int], logits: torch.Tensor) -> dict[str, int]:
+    """How Triton lays out a row's block over the lanes: vectors of 16 bytes, or single elements where not every row
+    starts at a multiple of them, one to each lane, in as many chunks as it takes. Only the speed depends on it."""
     per_lane = min(shape["BLOCK"], max(1, shape["ROWS"] * shape["BLOCK"] // (32 * shape["num_warps"])))
-    vector = min(16 // dtype.itemsize, per_lane)
+    aligned = logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
+    vector = min(16 // logits.element_size(), per_lane) if aligned else 1
     return {"VECTOR": vector, "CHUNKS": per_lane // vector}
 
 
@@ -974,7 +975,7 @@ def forward_rows(
         # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff of max.
         enable_fp_fusion=False,
         SMOOTHING=options.label_smoothing != 0.0,
-        **_lane_shape(shape, logits.dtype),
+        **_lane_shape(shape, logits),
         **shape,
     )
 

@@ -1,0 +1,81 @@
+"""Every kernel once, for compute-sanitizer: ``compute-sanitizer --tool memcheck --kernel-name kernel_substring=_kernel
+python -m tests.sanitized``, and the same with ``--tool racecheck`` and ``--without-gemm``.
+
+``--without-gemm`` leaves out the calls of the fused head, because racecheck cannot follow cuBLAS ("failed to handle a
+hardware exception"); the kernels that it launches run over slabs of logits that are there. ``--wrong`` ends with a
+kernel that writes out of bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from liger_kernels.ops import launches
+from liger_kernels.ops._runtime import tl, triton
+from liger_kernels.ops.cross_entropy import LossOptions, Rows, Slab, backward_rows, forward_rows
+from tests.test_ops_gpu import CALLS, EXTRAS, targets
+
+
+def slabs(dtype: torch.dtype, rows: int = 40, vocab: int = 3000, columns: int = 1024) -> None:
+    """Forward and backward in slabs of ``columns`` classes, the gradient over the logits."""
+    logits = torch.randn(rows, vocab, device="cuda").to(dtype)
+    labels = targets(rows, vocab)
+    for extras in ((), EXTRAS):
+        options = LossOptions(-100, 0.0, None, 1.0, 1e-4)
+        found = Rows.empty(rows, logits.device, extras, stats=True)
+        assert found.stats is not None
+        carry = torch.zeros(4, rows, device="cuda")
+        carry[1] = float("-inf")
+        for start in range(0, vocab, columns):
+            slab = Slab(start, vocab, carry)
+            forward_rows(logits[:, start : start + columns], labels, None, None, options, found, slab=slab)
+        for start in range(0, vocab, columns):
+            part = logits[:, start : start + columns]
+            backward_rows(part, labels, None, options, found.stats, carry[0, 0] + 1, part, slab=Slab(start, vocab))
+
+
+def whole_rows(dtype: torch.dtype, vocab: int) -> None:
+    """Rows of many blocks, the gradient over the logits in the forward's own launch."""
+    logits = torch.randn(8, vocab, device="cuda").to(dtype)
+    found = Rows.empty(8, logits.device, (), stats=True)
+    options = LossOptions(-100, 0.0, None, 1.0, 0.0)
+    forward_rows(logits, targets(8, vocab), None, None, options, found, grad=logits)
+
+
+@triton.jit
+def _out_of_bounds_kernel(x_ptr, BLOCK: tl.constexpr):
+    tl.store(x_ptr + (1 << 28) + tl.arange(0, BLOCK), 1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.sanitized", description=__doc__)
+    parser.add_argument("--without-gemm", action="store_true")
+    parser.add_argument("--wrong", action="store_true")
+    arguments = parser.parse_args()
+    calls: dict[str, Any] = {
+        name: call for name, call in CALLS.items() if not (arguments.without_gemm and name.startswith("linear"))
+    }
+    for name, call in calls.items():
+        results = call()
+        results = [y for y in (results if isinstance(results, tuple) else (results,)) if y is not None]
+        results = [y for y in results if y.requires_grad]
+        torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+        torch.cuda.synchronize()
+        print(name, flush=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        slabs(dtype)
+        for vocab in (20000, 50257, 70000, 140000):
+            whole_rows(dtype, vocab)
+        torch.cuda.synchronize()
+        print(f"cross entropy in slabs and in many blocks, {dtype}", flush=True)
+    if arguments.wrong:
+        _out_of_bounds_kernel[(1,)](torch.empty(32, device="cuda"), 32)
+        torch.cuda.synchronize()
+    print(f"{sum(launches().values())} launches of {len(launches())} kernels")
+
+
+if __name__ == "__main__":
+    main()
