@@ -217,11 +217,12 @@ def compile_all(names: str, *targets: str) -> None:
 
 
 def trace_all() -> None:
-    """In the subprocess: let Dynamo trace the row operations, the number of rows unknown; print how many kernel
+    """In the subprocess: let Dynamo trace the ops, the number of rows unknown; print how many kernel
     launches it put into each graph, forward and backward."""
     import torch.utils._triton
 
-    from liger_kernels.ops import add_rms_norm, geglu, rms_norm, rope, swiglu
+    from liger_kernels.ops import add_rms_norm, cross_entropy, geglu, rms_norm, rope, swiglu
+    from liger_kernels.ops.cross_entropy import EXTRAS
 
     for module in op_modules():
         if hasattr(module, "use_triton"):
@@ -235,11 +236,14 @@ def trace_all() -> None:
         raise NotImplementedError  # the graph is all we want
 
     cos, sin = (torch.randn(1, 16, 128).to(BF16) for _ in range(2))
+    targets = torch.zeros(64, dtype=torch.int64)
     for name, op, args in (
         ("rms_norm", rms_norm, [new(64, 128), new(128)]),
         ("add_rms_norm", add_rms_norm, [new(64, 128), new(64, 128), new(128)]),
         ("swiglu", swiglu, [new(64, 128), new(64, 128)]),
         ("geglu", lambda x: geglu(*x.chunk(2, dim=-1)), [new(64, 128)]),
+        ("cross_entropy", cross_entropy, [new(64, 1000), targets]),
+        ("cross_entropy, extras", lambda x, y: cross_entropy(x, y, extras=EXTRAS), [new(64, 1000), targets]),
         ("rope", lambda q, k: rope(q, k, cos, sin), [new(64, 8, 16, 128), new(64, 2, 16, 128)]),
     ):
         for x in args:
@@ -327,7 +331,8 @@ def test_every_kernel_is_compiled(compiled: Callable[[str], list[dict[str, Any]]
 def test_dynamo_traces_down_to_the_launches(tmp_path: Path) -> None:
     """Without a graph break, forward and backward, for any number of rows."""
     launched = in_subprocess(tmp_path, "trace_all")
-    assert launched == {"rms_norm": 3, "add_rms_norm": 3, "swiglu": 2, "geglu": 2, "rope": 2}
+    losses = {"cross_entropy": 2, "cross_entropy, extras": 2}
+    assert launched == {"rms_norm": 3, "add_rms_norm": 3, "swiglu": 2, "geglu": 2, "rope": 2, **losses}
 
 
 if __name__ == "__main__":

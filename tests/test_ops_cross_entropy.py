@@ -124,7 +124,7 @@ def test_every_option(dtype, options, reduction, device):
 def a_row_a_program(monkeypatch):
     """As rows of a large vocabulary run: blocks of one row each, most of them whole and without the row's target."""
     module = importlib.import_module("liger_kernels.ops.cross_entropy")  # by name: the package has a function of it
-    monkeypatch.setattr(module, "_launch_shape", lambda tokens, vocab: {"ROWS": 1, "BLOCK": 64, "num_warps": 1})
+    monkeypatch.setattr(module, "_launch_shape", lambda logits: {"ROWS": 1, "BLOCK": 64, "num_warps": 1})
 
 
 @pytest.mark.parametrize("vocab", [192, 200])
@@ -145,6 +145,21 @@ def test_prediction_is_the_first_of_equals_in_whatever_order_blocks_are_read(a_r
 def assert_right_on(tokens, vocab, dtype, device, options, reduction, **how):
     logits, targets, options = make_inputs(tokens, vocab, dtype, device, options, **how)
     assert_right(logits, targets, reduction=reduction, **options)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("extras", [(), EXTRAS], ids=["loss", "extras"])
+def test_compiled(reduction, extras, device):
+    """Without a graph break. On a CPU the reference is compiled; tests/test_ops_compile.py traces the kernels."""
+    logits, targets, _ = make_inputs(11, 67, torch.bfloat16, device, {})
+    compiled = torch.compile(cross_entropy, fullgraph=True, backend="aot_eager")
+    out, grad = run(compiled, logits, targets, reduction=reduction, extras=extras)
+    torchs, torch_grad = run(cross_entropy_ref, logits, targets, reduction=reduction, extras=extras)
+    truth, true_grad = run(cross_entropy_ref, logits.double(), targets, reduction=reduction, extras=extras)
+    three_way(grad, torch_grad, true_grad, torch.bfloat16, "gradient")
+    for name in ("loss", *(set(extras) & {"entropy", "log_probs"})):
+        results = [getattr(o, name, o) for o in (out, torchs, truth)]
+        three_way(*results, torch.float32, name)
 
 
 @settings(derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -117,15 +117,21 @@ def test_an_empty_grid_launches_nothing(device) -> None:
 
 
 @pytest.mark.parametrize(("index", "guarded"), [(0, False), (1, True), (None, False)])
-def test_launches_under_the_tensors_own_device(monkeypatch, index, guarded) -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_launches_under_the_tensors_own_device(monkeypatch, index, guarded, keeps) -> None:
     """Triton launches on the current device: of another one's tensors that is an error, or a wrong result."""
     entered = []
 
     class Kernel:
         __name__ = "_kernel"
+        arg_names = ("x", "BLOCK")
 
         def __getitem__(self, grid):
-            return lambda *args, **kwargs: entered.append(grid)
+            return lambda *args, **kwargs: (entered.append(grid), Program())[1]
+
+    class Program:
+        def __getitem__(self, grid):
+            return lambda *args: entered.append(("kept", grid, args))
 
     class Guard:
         def __init__(self, device):
@@ -139,9 +145,15 @@ def test_launches_under_the_tensors_own_device(monkeypatch, index, guarded) -> N
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    device = torch.device("cuda", index)
-    launch(Kernel(), (2,), device)
-    assert entered == ([device, (2,), "left"] if guarded else [(2,)])
+    monkeypatch.setattr(_runtime, "_KEEP_PROGRAMS", keeps)
+    monkeypatch.setattr(_runtime, "_programs", {})
+    device, kernel = torch.device("cuda", index), Kernel()
+    launched: list[object] = [(2,), ("kept", (2, 1, 1), (5, 8)) if keeps else (2,), (2,)]
+    for x in (5, 5, 1):  # the same program again, and another one
+        launch(kernel, (2,), device, x, BLOCK=8)
+        here = [launched.pop(0)]
+        assert entered == ([device, *here, "left"] if guarded else here)
+        entered.clear()
     reset_launches()
 
 

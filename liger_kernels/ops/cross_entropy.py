@@ -899,24 +899,33 @@ class Slab(NamedTuple):
     carry: torch.Tensor | None = None
 
 
-def _launch_shape(tokens: int, vocab: int) -> dict[str, int]:
-    """Launch choices: 32 elements a lane, several rows a program when a row is small. The longer a row, the fewer of
-    them may be under way at once if the second look is to find them in the L2 cache: so more lanes work on one."""
-    block = min(next_power_of_2(vocab), 8192 if vocab < 57344 else 16384 if vocab < 114688 else 32768)
+def _aligned(logits: torch.Tensor) -> bool:
+    """Whether every row starts where a lane can read 16 bytes at once, as far as Triton looks."""
+    return logits.stride(0) % 16 == 0 and logits.storage_offset() * logits.element_size() % 16 == 0
+
+
+def _launch_shape(logits: torch.Tensor) -> dict[str, int]:
+    """Launch choices: 64 bytes a lane, several rows a program when a row is small. The longer a row, the fewer of them
+    may be under way at once if the second look is to find them in the L2 cache: so more lanes work on one. Rows that
+    are read element by element go in small blocks."""
+    tokens, vocab = logits.shape
+    size = logits.element_size()
+    block_bytes = 2**14 if vocab * size < 112 * 2**10 else 2**15 if vocab * size < 224 * 2**10 else 2**16
+    block, lane = (block_bytes // size, 64 // size) if _aligned(logits) else (4096, 16)
     if INTERPRET:  # every program costs about a millisecond, whatever its size
         block = min(next_power_of_2(vocab), 8192)
         rows = min(65536 // block, next_power_of_2(tokens))
     else:
+        block = min(next_power_of_2(vocab), block)
         rows = max(1, 4096 // block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(1, rows * block // 1024))}
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(1, rows * block // (32 * lane)))}
 
 
 def _lane_shape(shape: dict[str, int], logits: torch.Tensor) -> dict[str, int]:
-    """How Triton lays out a row's block over the lanes: vectors of 16 bytes, or single elements where not every row
-    starts at a multiple of them, one to each lane, in as many chunks as it takes. Only the speed depends on it."""
+    """How Triton lays out a row's block over the lanes: vectors of 16 bytes, or single elements where rows are not
+    aligned, one to each lane, in as many chunks as it takes. Only the speed depends on it."""
     per_lane = min(shape["BLOCK"], max(1, shape["ROWS"] * shape["BLOCK"] // (32 * shape["num_warps"])))
-    aligned = logits.stride(0) % 16 == 0 and logits.data_ptr() % 16 == 0
-    vector = min(16 // logits.element_size(), per_lane) if aligned else 1
+    vector = min(16 // logits.element_size(), per_lane) if _aligned(logits) else 1
     return {"VECTOR": vector, "CHUNKS": per_lane // vector}
 
 
@@ -938,7 +947,7 @@ def forward_rows(
     """Fill ``rows``, with a ``slab`` from the classes up to its last one; ``grad``, which may be ``logits``, gets
     ``grad_scale`` (0-d, default 1) * dloss/dlogits. ``row_weight`` is float32 [tokens] and contiguous."""
     tokens, vocab = logits.shape
-    shape = _launch_shape(tokens, vocab)
+    shape = _launch_shape(logits)
     launch(
         _cross_entropy_fwd_kernel,
         (triton.cdiv(tokens, shape["ROWS"]),),
@@ -994,7 +1003,7 @@ def backward_rows(
     """Write upstream * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is 0-d or [tokens]. Where
     ``unless_one`` (0-d) is 1, ``grad`` is left as it is: only the device knows, and nobody waits for it."""
     tokens, vocab = logits.shape
-    shape = _launch_shape(tokens, vocab)
+    shape = _launch_shape(logits)
     launch(
         _cross_entropy_bwd_kernel,
         (triton.cdiv(tokens, shape["ROWS"]),),
@@ -1107,8 +1116,9 @@ class CrossEntropyFunction(torch.autograd.Function):
         ctx.save_for_backward(logits, targets, class_weight, row_weight, rows.stats, denominator)
         ctx.options, ctx.grad = options, grad
         ctx.set_materialize_grads(False)
-        beside = (rows.log_probs, rows.entropy, rows.predicted)
-        ctx.mark_non_differentiable(*(t for t in beside if t is not None))
+        # Tensors only: Dynamo takes every result for one whose gradient it can make contiguous.
+        beside = [t for t in (rows.log_probs, rows.entropy, rows.predicted) if t is not None]
+        ctx.mark_non_differentiable(*beside)
         return loss, *beside
 
     @staticmethod
@@ -1329,5 +1339,7 @@ def cross_entropy(
         )
     targets = targets.contiguous()
     weights = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
-    loss, *beside = CrossEntropyFunction.apply(logits, targets, *weights, *options, reduction, tuple(extras))
+    loss, *found = CrossEntropyFunction.apply(logits, targets, *weights, *options, reduction, tuple(extras))
+    predict = "token_accuracy" in extras or "predicted_tokens" in extras
+    beside = [found.pop(0) if asked else None for asked in ("log_probs" in extras, "entropy" in extras, predict)]
     return with_extras(loss, extras, targets, ignore_index, *beside)
