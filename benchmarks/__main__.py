@@ -87,9 +87,16 @@ def try_peer(function: Callable[..., Any], checked: Tensors, truth: Results, inp
 
 
 def run(
-    chosen: Sequence[Case], peers: Table, dtype: torch.dtype, repeats: int, ceilings: Mapping[str, float], gpu: Gpu
+    chosen: Sequence[Case],
+    peers: Table,
+    dtype: torch.dtype,
+    repeats: int,
+    ceilings: Mapping[str, float],
+    gpu: Gpu,
+    keep: Callable[[list[Row]], None] = lambda rows: None,
 ) -> tuple[list[Row], bool]:
-    """The rows of ``chosen``, and whether ours was right in all. Arms of one formula and shape are measured once."""
+    """The rows of ``chosen``, and whether ours was right in all. Arms of one formula and shape are measured once.
+    ``keep`` gets the rows so far after each case: what was measured outlives a run that is cut off."""
     rows: list[Row] = []
     tried: dict[tuple[str, str], dict[str, Peer]] = {}
     right = True
@@ -115,6 +122,7 @@ def run(
         gpu.release()
         own_copy = gpu.copy_gb_per_s(case.bytes)
         rows.append(Row.of(case, ours, found, own_copy, ceilings, arms))
+        keep(rows)
     return rows, right
 
 
@@ -151,23 +159,26 @@ def benchmark(options: argparse.Namespace, known: Sequence[Case], peers: Table, 
     dtype = DTYPES[options.dtype]
     ceilings = {"copy_gb_per_s": gpu.copy_gb_per_s(), "matmul_tflop_per_s": gpu.matmul_tflop_per_s(dtype)}
     chosen = [case for case in known if not options.ops or case.name in options.ops]
-    rows, right = run(chosen, peers, dtype, options.repeats, ceilings, gpu)
-    if rows:
-        packages = ["torch", "triton", *(DISTRIBUTIONS[peer] for peer in peers.loaded)]
-        where = {
-            "device": gpu.name,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "versions": report.versions(packages),
-            "dtype": options.dtype,
-            "date": str(datetime.date.today()),
-            **ceilings,
-        }
-        print("\n" + report.table(where, rows, peers.skipped))
+    packages = ["torch", "triton", *(DISTRIBUTIONS[peer] for peer in peers.loaded)]
+    where = {
+        "device": gpu.name,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "versions": report.versions(packages),
+        "dtype": options.dtype,
+        "date": str(datetime.date.today()),
+        **ceilings,
+    }
+
+    def keep(rows: list[Row]) -> None:
         if options.json:
             result = report.as_json(where, rows, peers.skipped)
             options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+
+    rows, right = run(chosen, peers, dtype, options.repeats, ceilings, gpu, keep)
+    if rows:
+        print("\n" + report.table(where, rows, peers.skipped))
     return int(not right or not rows)
 
 

@@ -177,6 +177,16 @@ def test_ours_that_is_wrong_gets_no_time_and_fails_the_run(
     assert said in capsys.readouterr().out
 
 
+def test_what_was_measured_outlives_a_run_that_is_cut_off(bench: Any, tmp_path: Path) -> None:
+    def cut_off(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench([NORM, dataclasses.replace(SWIGLU, ours=cut_off)])
+    (written,) = tmp_path.glob("*.json")
+    assert [row["op"] for row in json.loads(written.read_text())["rows"]] == [NORM.op]
+
+
 def test_a_peer_gets_its_own_copy_of_the_inputs(bench: Any) -> None:
     """Kernels that write gradients over their inputs do not spoil what the next arm computes."""
 

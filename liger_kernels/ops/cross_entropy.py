@@ -1341,5 +1341,7 @@ def cross_entropy(
     weights = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
     loss, *found = CrossEntropyFunction.apply(logits, targets, *weights, *options, reduction, tuple(extras))
     predict = "token_accuracy" in extras or "predicted_tokens" in extras
-    beside = [found.pop(0) if asked else None for asked in ("log_probs" in extras, "entropy" in extras, predict)]
+    asked = {"log_probs": "log_probs" in extras, "entropy": "entropy" in extras, "predicted": predict}
+    given = [name for name, is_asked in asked.items() if is_asked]
+    beside = [found[given.index(name)] if name in given else None for name in asked]
     return with_extras(loss, extras, targets, ignore_index, *beside)
