@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from liger_kernels.ops import launches
+from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows, Slab, backward_rows, forward_rows
 from liger_kernels.ops._runtime import tl, triton
-from liger_kernels.ops.cross_entropy import LossOptions, Rows, Slab, backward_rows, forward_rows
 from tests.test_ops_gpu import CALLS, EXTRAS, targets
 
 

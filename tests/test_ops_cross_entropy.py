@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
@@ -14,17 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from convergence.tolerance import three_way, unit_roundoff
+from liger_kernels.ops import _cross_entropy_rows
+from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows, backward_rows, forward_rows
 from liger_kernels.ops._runtime import launches, reset_launches
-from liger_kernels.ops.cross_entropy import (
-    EXTRAS,
-    CrossEntropyOutput,
-    LossOptions,
-    Rows,
-    backward_rows,
-    cross_entropy,
-    cross_entropy_ref,
-    forward_rows,
-)
+from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput, cross_entropy, cross_entropy_ref
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "none")
@@ -123,8 +115,7 @@ def test_every_option(dtype, options, reduction, device):
 @pytest.fixture
 def a_row_a_program(monkeypatch):
     """As rows of a large vocabulary run: blocks of one row each, most of them whole and without the row's target."""
-    module = importlib.import_module("liger_kernels.ops.cross_entropy")  # by name: the package has a function of it
-    monkeypatch.setattr(module, "_launch_shape", lambda logits: {"ROWS": 1, "BLOCK": 64, "num_warps": 1})
+    monkeypatch.setattr(_cross_entropy_rows, "_launch_shape", lambda logits: {"ROWS": 1, "BLOCK": 64, "num_warps": 1})
 
 
 @pytest.mark.parametrize("vocab", [192, 200])

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernels.ops.cross_entropy import LossOptions, Rows, mean_denominator
+from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows
+from liger_kernels.ops.cross_entropy import mean_denominator
 
 Observer = Callable[[int, Tensor], None]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._cross_entropy_rows import backward_rows, forward_rows
 from liger_kernels.ops._linear import (
     ARGUMENTS,
     TENSORS,
@@ -25,7 +26,6 @@ from liger_kernels.ops._linear import (
     padded,
     present,
 )
-from liger_kernels.ops.cross_entropy import backward_rows, forward_rows
 
 
 @torch.library.custom_op(

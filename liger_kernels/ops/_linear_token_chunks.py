@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._cross_entropy_rows import backward_rows, forward_rows
 from liger_kernels.ops._linear import (
     ARGUMENTS,
     TENSORS,
@@ -30,7 +31,6 @@ from liger_kernels.ops._linear import (
     logits_of,
     present,
 )
-from liger_kernels.ops.cross_entropy import backward_rows, forward_rows
 
 
 def _chunks(tokens: int, chunk_size: int) -> Iterator[tuple[int, int]]:

@@ -91,7 +91,8 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
             _programs[key] = program, constants, kernel  # the kernel is held, or another one might get its id
         else:
             program, constants, _ = known
-            program[(*grid, 1, 1)](*args, *constants)
+            grid += (1, 1)
+            program[grid](*args, *constants)
 
 
 def _program_key(kernel: Any, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -40,7 +40,7 @@ MUTANTS = (
     _check(
         "c25_loss_offset_of_32_bits",
         "The row number is multiplied by the stride in 32 bits.",
-        f"{_OPS}.cross_entropy",
+        f"{_OPS}._cross_entropy_rows",
         "row = tl.program_id(0).to(tl.int64) * ROWS",
         "row = tl.program_id(0) * ROWS",
         "test_ops_compile.py::test_offsets_are_64_bits_wide[cross_entropy]",
@@ -76,7 +76,7 @@ MUTANTS = (
     _check(
         "c24_branch_on_a_tensor",
         "A Python condition joins a flag and a tensor.",
-        f"{_OPS}.cross_entropy",
+        f"{_OPS}._cross_entropy_rows",
         "    if SMOOTHING:\n        lower = ",
         "    if SMOOTHING and z:\n        lower = ",
         "test_ops_compile.py::test_compiles[cross_entropy-sm_90]",
@@ -202,7 +202,7 @@ MUTANTS = (
     _check(
         "c2_first_upstream_gradient_for_every_row",
         "Without reduction, every row is scaled by the first row's upstream gradient.",
-        f"{_OPS}.cross_entropy",
+        f"{_OPS}._cross_entropy_rows",
         "upstream_ptr + row * upstream_stride",
         "upstream_ptr + row * 0",
         "test_ops_cross_entropy.py::test_every_option",
@@ -300,7 +300,7 @@ MUTANTS = (
     _check(
         "slabs_forget_the_classes_before",
         "The sum over the classes begins anew with every slab of the vocabulary.",
-        f"{_OPS}.cross_entropy",
+        f"{_OPS}._cross_entropy_rows",
         "others = tl.where(lane, before[:, None], others)",
         "others = tl.where(lane, before[:, None] * 0.0, others)",
         "test_ops_linear_cross_entropy.py::test_every_option_together_in_slabs",
@@ -308,7 +308,7 @@ MUTANTS = (
     _check(
         "c27_label_smoothing_ignored",
         "The loss accepts label_smoothing and does not use it.",
-        f"{_OPS}.cross_entropy",
+        f"{_OPS}._cross_entropy_rows",
         "SMOOTHING=options.label_smoothing != 0.0,",
         "SMOOTHING=False,",
         "test_ops_cross_entropy.py::test_every_option",
@@ -318,7 +318,7 @@ MUTANTS = (
     _check(
         "logit_scale_missing_in_the_gradient",
         "The gradient forgets the factor of the logits.",
-        f"{_OPS}.cross_entropy",
+        f"{_OPS}._cross_entropy_rows",
         "        upstream *= logit_scale\n",
         "        upstream *= 1.0\n",
         "test_ops_cross_entropy.py::test_every_option",
@@ -326,7 +326,7 @@ MUTANTS = (
     _check(
         "z_loss_without_gradient",
         "The z-loss is added to the loss, not to the gradient.",
-        f"{_OPS}.cross_entropy",
+        f"{_OPS}._cross_entropy_rows",
         "z_loss_slope = 2.0 * z_loss",
         "z_loss_slope = 0.0 * z_loss",
         "test_ops_cross_entropy.py::test_every_option",
@@ -456,7 +456,7 @@ MUTANTS = (
     _check(
         "loss_in_blocks_that_follow_the_batch",
         "A small batch is read in narrower blocks, so that a row is added up in another order.",
-        f"{_OPS}.cross_entropy",
+        f"{_OPS}._cross_entropy_rows",
         '    return {"ROWS": rows, "BLOCK": block, ',
         '    block = block if tokens > 8 else min(block, 1024)\n    return {"ROWS": rows, "BLOCK": block, ',
         "test_ops_determinism.py::test_promises_hold[cross_entropy, none-float32]",

@@ -1,4 +1,4 @@
-"""Faults of the loss: over logits (cross_entropy.py), and from hidden states (linear_cross_entropy.py)."""
+"""Faults of the loss: over logits (cross_entropy.py and its kernels), and from hidden states."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from tests.mutants.mutant import Edit, Mutant
 
 _LOGITS = "liger_kernels.ops.cross_entropy"
+_ROWS = "liger_kernels.ops._cross_entropy_rows"
 _HIDDEN = "liger_kernels.ops.linear_cross_entropy"
 _SHARED = "liger_kernels.ops._linear"
 _ONE_CHUNK = "liger_kernels.ops._linear_one_chunk"
@@ -14,10 +15,18 @@ _TOKEN_CHUNKS = "liger_kernels.ops._linear_token_chunks"
 _SLABS = "liger_kernels.ops._linear_vocabulary_slabs"
 
 
-def _logits(name: str, does: str, phase: str, *edits: tuple[str, str], fused: bool = False, **other: Any) -> Mutant:
-    """Of the kernels of cross_entropy.py, over logits that exist unless ``fused``."""
+def _logits(
+    name: str,
+    does: str,
+    phase: str,
+    *edits: tuple[str, str],
+    fused: bool = False,
+    module: str = _ROWS,
+    **other: Any,
+) -> Mutant:
+    """Of the cross entropy over logits that exist unless ``fused``."""
     kernel = "linear_cross_entropy" if fused else "cross_entropy"
-    changed = tuple(Edit(_LOGITS, *edit) for edit in edits)
+    changed = tuple(Edit(module, *edit) for edit in edits)
     return Mutant(name, does, changed, kernel=kernel, phase=phase, fused=fused, **other)
 
 
@@ -65,6 +74,7 @@ MUTANTS = (
         "backward",
         (_UPSTREAM, "upstream = torch.ones_like(grad_loss) / (1 if denominator is None else denominator)"),
         source="C4",
+        module=_LOGITS,
     ),
     _hidden(
         "c4_fused_upstream_gradient_ignored",
@@ -90,6 +100,7 @@ MUTANTS = (
         ),
         source="C6",
         dies="overwritten",
+        module=_LOGITS,
     ),
     _logits(
         "c8_mean_over_all_tokens",
@@ -97,6 +108,7 @@ MUTANTS = (
         "forward",
         (_COUNT, "total = torch.full((), float(targets.numel()), device=targets.device)\n"),
         source="C8",
+        module=_LOGITS,
     ),
     _logits(
         "c8_fused_mean_over_all_tokens",
@@ -106,6 +118,7 @@ MUTANTS = (
         source="C8",
         fused=True,
         sample=True,
+        module=_LOGITS,
     ),
     _logits(
         "c16_small_probabilities_filtered",
