@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_kernels.ops._runtime import INTERPRET, launch, libdevice, next_power_of_2, tl, triton
+from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, libdevice, next_power_of_2, tl, triton
 
 
 class LossOptions(NamedTuple):
@@ -864,7 +864,7 @@ def forward_rows(
     shape = _launch_shape(logits)
     launch(
         _cross_entropy_fwd_kernel,
-        (triton.cdiv(tokens, shape["ROWS"]),),
+        (cdiv(tokens, shape["ROWS"]),),
         logits.device,
         logits,
         logits.stride(0),
@@ -920,7 +920,7 @@ def backward_rows(
     shape = _launch_shape(logits)
     launch(
         _cross_entropy_bwd_kernel,
-        (triton.cdiv(tokens, shape["ROWS"]),),
+        (cdiv(tokens, shape["ROWS"]),),
         logits.device,
         logits,
         logits.stride(0),

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from liger_kernels.ops._runtime import INTERPRET, launch, next_power_of_2, tl, triton, use_triton
+from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, next_power_of_2, tl, triton, use_triton
 from liger_kernels.ops.rms_norm import as_rows
 
 
@@ -144,8 +144,8 @@ def _launch_shape(n_rows: int, n_cols: int) -> tuple[tuple[int], int, dict[str, 
     else:
         block = 1024 if n_cols >= 1024 else next_power_of_2(n_cols)
         rows = 1024 // block
-    row_blocks = triton.cdiv(n_cols, block)
-    return (triton.cdiv(n_rows, rows) * row_blocks,), row_blocks, {"ROWS": rows, "BLOCK": block, "num_warps": 4}
+    row_blocks = cdiv(n_cols, block)
+    return (cdiv(n_rows, rows) * row_blocks,), row_blocks, {"ROWS": rows, "BLOCK": block, "num_warps": 4}
 
 
 class GLUFunction(torch.autograd.Function):

@@ -23,13 +23,12 @@ total, in the same two kernels. total goes on beside y, so that both have a grad
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from liger_kernels.ops._runtime import INTERPRET, launch, next_power_of_2, tl, triton, use_triton
+from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, next_power_of_2, tl, triton, use_triton
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
 
@@ -198,7 +197,6 @@ def _stages(tile: int, *loaded: torch.Tensor | None) -> int:
     return min(4 if tile <= 4096 else 3, 1 + 2**17 // bytes_per_tile)
 
 
-@functools.cache
 def _n_programs(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
@@ -212,7 +210,7 @@ def _sum_parts(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     n_parts, hidden = parts.shape
     dweight = torch.empty(hidden, dtype=dtype, device=parts.device)
     block = next_power_of_2(hidden) if INTERPRET else 32  # columns of a program, 128 bytes of each part
-    grid = (triton.cdiv(hidden, block),)
+    grid = (cdiv(hidden, block),)
     shape = {"PARTS": next_power_of_2(n_parts), "BLOCK": block, "num_warps": 8}
     launch(_sum_parts_kernel, grid, parts.device, parts, dweight, n_parts, hidden, **shape)
     return dweight
@@ -251,7 +249,7 @@ class RMSNormFunction(torch.autograd.Function):
         shape = _launch_shape(n_rows, hidden, tile=2048, per_lane=16)
         launch(
             _rms_norm_fwd_kernel,
-            (triton.cdiv(n_rows, shape["ROWS"]),),
+            (cdiv(n_rows, shape["ROWS"]),),
             x.device,
             rows,
             rows.stride(0),
@@ -290,7 +288,7 @@ class RMSNormFunction(torch.autograd.Function):
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
         dtotal_rows = as_rows(dtotal) if needs_dx and dtotal is not None else None
         shape = _launch_shape(n_rows, hidden, tile=4096 if hidden <= 2048 else 8192, per_lane=32)
-        n_programs = min(_n_programs(x.device), triton.cdiv(n_rows, shape["ROWS"]))
+        n_programs = min(_n_programs(x.device), cdiv(n_rows, shape["ROWS"]))
         parts = None
         if ctx.needs_input_grad[2]:
             parts = torch.empty((n_programs, hidden), dtype=torch.float32, device=x.device)

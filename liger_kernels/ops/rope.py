@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from liger_kernels.ops._runtime import INTERPRET, launch, next_power_of_2, tl, triton, use_triton
+from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, next_power_of_2, tl, triton, use_triton
 
 PAIRINGS = ("half", "interleaved", "interleaved_repeat")
 
@@ -290,7 +290,7 @@ def _rotate(
     shape = _launch_shape(n_tokens, q_heads, k_heads, rotary_dim, head_dim)
     launch(
         _rope_kernel,
-        (triton.cdiv(n_tokens, shape["TOKENS"]),),
+        (cdiv(n_tokens, shape["TOKENS"]),),
         cos.device,
         q,
         *strides[0],
