@@ -138,6 +138,22 @@ def assert_right_on(tokens, vocab, dtype, device, options, reduction, **how):
     assert_right(logits, targets, reduction=reduction, **options)
 
 
+@pytest.mark.parametrize("vocab", [300, 20000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_padding_columns_hold_the_lowest_number(dtype, vocab, device):
+    """As models mask the classes that only pad the vocabulary; whole lanes and whole blocks see nothing else."""
+    logits, targets, _ = make_inputs(9, vocab, dtype, device, {})
+    lowest = torch.finfo(dtype).min
+    logits.data[:, vocab // 3 :] = lowest
+    logits.data[2] = lowest  # a row of them alone is uniform
+    targets = targets.where(targets < 0, targets % (vocab // 3))
+    ours, grad = run(cross_entropy, logits, targets, reduction="none")
+    torchs, torch_grad = run(cross_entropy_ref, logits, targets, reduction="none")
+    truth, true_grad = run(cross_entropy_ref, logits.double(), targets, reduction="none")
+    three_way(ours, torchs, truth, torch.float32, "loss")
+    three_way(grad, torch_grad, true_grad, dtype, "gradient", 9)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("extras", [(), EXTRAS], ids=["loss", "extras"])
 def test_compiled(reduction, extras, device):

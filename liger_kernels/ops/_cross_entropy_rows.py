@@ -33,6 +33,7 @@ class LossOptions(NamedTuple):
 _COMPILED = tl.constexpr(not INTERPRET)
 _LOG2_E = tl.constexpr(1.44269502162933349609375)  # log2(e) in float32 ...
 _LOG2_E_REST = tl.constexpr(1.92596299112661746e-8)  # ... and what that leaves
+_HALF_LOG2_E = tl.constexpr(0.721347510814666748046875)  # of the one in float32
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -55,9 +56,11 @@ def _exp(x, PRECISE: tl.constexpr):
 @triton.jit
 def _exp_above(x, start, PRECISE: tl.constexpr):
     """exp(x - start) for x <= start, up to one factor near 1 that all x of a ``start`` share: :func:`_log_above` knows
-    it. In two instructions, because start * log2(e) is rounded once for all of them."""
+    it. In three instructions, because start * log2(e) is rounded once for all of them. Halves, because a logit may be
+    the lowest number there is: columns that only pad the vocabulary are, and times log2(e) it is infinite."""
     if _COMPILED and not PRECISE:
-        y = libdevice.exp2(tl.fma(x, _LOG2_E, -(start * _LOG2_E)))
+        half = tl.fma(x, _HALF_LOG2_E, -(start * _HALF_LOG2_E))
+        y = libdevice.exp2(half + half)
     else:
         y = _exp(x - start, PRECISE)
     return y
@@ -67,7 +70,8 @@ def _exp_above(x, start, PRECISE: tl.constexpr):
 def _decay(old, new, PRECISE: tl.constexpr):
     """What turns exp(x - old) of :func:`_exp_above` into its exp(x - new)."""
     if _COMPILED and not PRECISE:
-        y = libdevice.exp2(old * _LOG2_E - new * _LOG2_E)
+        half = old * _HALF_LOG2_E - new * _HALF_LOG2_E
+        y = libdevice.exp2(half + half)
     else:
         y = _exp(old - new, PRECISE)
     return y
@@ -78,7 +82,7 @@ def _log_above(total, start, PRECISE: tl.constexpr):
     """The logarithm of a sum of :func:`_exp_above` (x, start), without the factor."""
     y = tl.log(total)
     if _COMPILED and not PRECISE:
-        y -= tl.fma(start, _LOG2_E, -(start * _LOG2_E)) * _LN_2
+        y -= tl.fma(start, _HALF_LOG2_E, -(start * _HALF_LOG2_E)) * (2.0 * _LN_2)
     return y
 
 
