@@ -189,7 +189,7 @@ def test_collator_arguments_reach_the_loss_and_no_kernel(
         three_way(loss, loss_own, truth, torch.float32, str(extra), rounding_steps(own))
     assert len(passed) == 2
     assert passed[0] <= {
-        *("class_weight", "ignore_index", "label_smoothing", "reduction", "logit_scale", "softcap", "extras")
+        *("class_weight", "ignore_index", "label_smoothing", "reduction", "logit_scale", "softcap", "extras", "memory")
     }
     assert not fallbacks(ours)
 
