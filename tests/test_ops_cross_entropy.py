@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from convergence.tolerance import three_way, unit_roundoff
 from liger_kernels.ops import _cross_entropy_rows
 from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows, backward_rows, forward_rows
-from liger_kernels.ops._runtime import launches, reset_launches
+from liger_kernels.ops._runtime import INTERPRET, launches, reset_launches, tl
 from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput, cross_entropy, cross_entropy_ref
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -138,10 +139,30 @@ def assert_right_on(tokens, vocab, dtype, device, options, reduction, **how):
     assert_right(logits, targets, reduction=reduction, **options)
 
 
+@pytest.fixture
+def compiled_exponential(monkeypatch):
+    """The exponential of compiled kernels for 16-bit logits, in the interpreter, too. On a GPU they have it anyway."""
+    if INTERPRET:
+        monkeypatch.setattr(_cross_entropy_rows, "_COMPILED", tl.constexpr(True))
+        monkeypatch.setattr(_cross_entropy_rows, "libdevice", SimpleNamespace(exp2=lambda x: tl.exp2(x)))
+
+
+@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_option_with_the_compiled_exponential(compiled_exponential, dtype, options, device):
+    assert_right_on(7, 200, dtype, device, options, "mean")
+
+
 @pytest.mark.parametrize("vocab", [300, 20000])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_padding_columns_hold_the_lowest_number(dtype, vocab, device):
+@pytest.mark.parametrize(
+    ("dtype", "exponential"),
+    [*((dtype, None) for dtype in DTYPES), *((dtype, "compiled_exponential") for dtype in DTYPES[1:])],
+    ids=str,
+)
+def test_padding_columns_hold_the_lowest_number(request, dtype, exponential, vocab, device):
     """As models mask the classes that only pad the vocabulary; whole lanes and whole blocks see nothing else."""
+    if exponential:
+        request.getfixturevalue(exponential)
     logits, targets, _ = make_inputs(9, vocab, dtype, device, {})
     lowest = torch.finfo(dtype).min
     logits.data[:, vocab // 3 :] = lowest

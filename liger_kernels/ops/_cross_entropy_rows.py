@@ -33,7 +33,6 @@ class LossOptions(NamedTuple):
 _COMPILED = tl.constexpr(not INTERPRET)
 _LOG2_E = tl.constexpr(1.44269502162933349609375)  # log2(e) in float32 ...
 _LOG2_E_REST = tl.constexpr(1.92596299112661746e-8)  # ... and what that leaves
-_HALF_LOG2_E = tl.constexpr(0.721347510814666748046875)  # of the one in float32
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -50,39 +49,6 @@ def _exp(x, PRECISE: tl.constexpr):
         y = tl.fma(y, lost * _LN_2, y)
     else:
         y = libdevice.exp2(x * _LOG2_E)
-    return y
-
-
-@triton.jit
-def _exp_above(x, start, PRECISE: tl.constexpr):
-    """exp(x - start) for x <= start, up to one factor near 1 that all x of a ``start`` share: :func:`_log_above` knows
-    it. In three instructions, because start * log2(e) is rounded once for all of them. Halves, because a logit may be
-    the lowest number there is: columns that only pad the vocabulary are, and times log2(e) it is infinite."""
-    if _COMPILED and not PRECISE:
-        half = tl.fma(x, _HALF_LOG2_E, -(start * _HALF_LOG2_E))
-        y = libdevice.exp2(half + half)
-    else:
-        y = _exp(x - start, PRECISE)
-    return y
-
-
-@triton.jit
-def _decay(old, new, PRECISE: tl.constexpr):
-    """What turns exp(x - old) of :func:`_exp_above` into its exp(x - new)."""
-    if _COMPILED and not PRECISE:
-        half = old * _HALF_LOG2_E - new * _HALF_LOG2_E
-        y = libdevice.exp2(half + half)
-    else:
-        y = _exp(old - new, PRECISE)
-    return y
-
-
-@triton.jit
-def _log_above(total, start, PRECISE: tl.constexpr):
-    """The logarithm of a sum of :func:`_exp_above` (x, start), without the factor."""
-    y = tl.log(total)
-    if _COMPILED and not PRECISE:
-        y -= tl.fma(start, _HALF_LOG2_E, -(start * _HALF_LOG2_E)) * (2.0 * _LN_2)
     return y
 
 
@@ -215,7 +181,7 @@ def _store_grad_block(
         tl.float32
     )
     z = _scaled_logits(x, logit_scale, softcap, SCALED, HAS_SOFTCAP, PRECISE)
-    e = _exp_above(z, row_max[:, None], PRECISE)
+    e = _exp(z - row_max[:, None], PRECISE)
     grad = _finished_grad(
         e * factor[:, None],
         e,
@@ -278,7 +244,7 @@ def _store_grad(
     total = tl.where(counts, total, 1.0)
     row_max = tl.where(counts, row_max, 0.0)
     inverse = 1.0 / total
-    z_loss_slope = 2.0 * z_loss * (row_max + _log_above(total, row_max, PRECISE))
+    z_loss_slope = 2.0 * z_loss * (row_max + tl.log(total))
     if SCALED and not HAS_SOFTCAP:
         upstream *= logit_scale
     # A row that does not count has factors of zero, or of NaN where its target is out of range.
@@ -288,7 +254,7 @@ def _store_grad(
     here = counts & (column >= 0) & (column < vocab)
     x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
     z_target = _scaled_logits(x_target, logit_scale, softcap, SCALED, HAS_SOFTCAP, PRECISE)
-    e_target = _exp_above(z_target, row_max, PRECISE)
+    e_target = _exp(z_target - row_max, PRECISE)
     p_target = e_target * inverse
     at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream
     at_target = _finished_grad(
@@ -439,8 +405,8 @@ def _scan_block(
         predicted = tl.where(better, where_max, predicted)
     new_max = tl.maximum(group_max, block_max)
     shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
-    decay = _decay(group_max, shift, PRECISE)
-    e = _exp_above(z, shift[:, None, :, None], PRECISE)
+    decay = _exp(group_max - shift, PRECISE)
+    e = _exp(z - shift[:, None, :, None], PRECISE)
     if not PLAIN:
         is_target = tl.reshape(cols, (CHUNKS, LANES, VECTOR))[None, :, :, :] == column[:, None, None, None]
         e = tl.where(is_target, 0.0, e)
@@ -620,7 +586,7 @@ def _cross_entropy_fwd_kernel(
     known_max = row_max
     row_max = tl.where(row_max > float("-inf"), row_max, 0.0)
     moved = tl.where(group_max > float("-inf"), group_max - row_max[:, None], 0.0)
-    decay = tl.where(group_max > float("-inf"), _decay(group_max, row_max[:, None], PRECISE), 0.0)
+    decay = tl.where(group_max > float("-inf"), _exp(group_max - row_max[:, None], PRECISE), 0.0)
     if entropy_ptr is not None:
         distance = tl.sum((distance + moved * others) * decay, 1)
     others = tl.sum(others * decay, 1)
@@ -631,9 +597,9 @@ def _cross_entropy_fwd_kernel(
         if entropy_ptr is not None:
             tl.store(carry_rows + carry_stride + carry_stride + carry_stride, distance, mask=row_mask)
     smooth = tl.sum(smooth, 1)
-    e_target = tl.where(counts, _exp_above(z_target, row_max, PRECISE), 0.0)
+    e_target = tl.where(counts, _exp(z_target - row_max, PRECISE), 0.0)
     total = tl.where(read, others + e_target, 1.0)
-    log_total = _log_above(total, row_max, PRECISE)
+    log_total = tl.log(total)
     confident = others <= e_target
     ratio = tl.where(confident, others, 0.0) / tl.where(e_target > 0.0, e_target, 1.0)
     nll = tl.where(confident & (e_target > 0.0), _log1p(ratio), row_max - z_target + log_total)
