@@ -78,7 +78,7 @@ def _tanh(x, PRECISE: tl.constexpr):
 def _scaled_logits(x, logit_scale, softcap, SCALED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISE: tl.constexpr):
     """z of the formula, from the raw logits in float32."""
     if HAS_SOFTCAP:
-        z = softcap * _tanh(x * (logit_scale / softcap), PRECISE)
+        z = softcap * _tanh(x * logit_scale / softcap, PRECISE)
     elif SCALED:
         z = x * logit_scale
     else:
@@ -89,7 +89,7 @@ def _scaled_logits(x, logit_scale, softcap, SCALED: tl.constexpr, HAS_SOFTCAP: t
 @triton.jit
 def _softcap_slope(x, logit_scale, softcap, PRECISE: tl.constexpr):
     """dz/dx under a cap: logit_scale times 1 - tanh^2, in a form that does not cancel where the cap saturates."""
-    e = _exp(-2.0 * tl.abs(x * (logit_scale / softcap)), PRECISE)
+    e = _exp(-2.0 * tl.abs(x * logit_scale / softcap), PRECISE)
     return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
