@@ -117,8 +117,7 @@ def test_an_empty_grid_launches_nothing(device) -> None:
 
 
 @pytest.mark.parametrize(("index", "guarded"), [(0, False), (1, True), (None, False)])
-@pytest.mark.parametrize("keeps", [False, True])
-def test_launches_under_the_tensors_own_device(monkeypatch, index, guarded, keeps) -> None:
+def test_launches_under_the_tensors_own_device(monkeypatch, index, guarded) -> None:
     """Triton launches on the current device: of another one's tensors that is an error, or a wrong result."""
     entered = []
 
@@ -145,15 +144,17 @@ def test_launches_under_the_tensors_own_device(monkeypatch, index, guarded, keep
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(_runtime, "_KEEP_PROGRAMS", keeps)
-    monkeypatch.setattr(_runtime, "_programs", {})
-    device, kernel = torch.device("cuda", index), Kernel()
-    launched: list[object] = [(2,), ("kept", (2, 1, 1), (5, 8)) if keeps else (2,), (2,)]
-    for x in (5, 5, 1):  # the same program again, and another one
-        launch(kernel, (2,), device, x, BLOCK=8)
-        here = [launched.pop(0)]
-        assert entered == ([device, *here, "left"] if guarded else here)
-        entered.clear()
+    device = torch.device("cuda", index)
+    for keeps in (False, True):
+        monkeypatch.setattr(_runtime, "_KEEP_PROGRAMS", keeps)
+        monkeypatch.setattr(_runtime, "_programs", {})
+        kernel = Kernel()
+        launched: list[object] = [(2,), ("kept", (2, 1, 1), (5, 8)) if keeps else (2,), (2,)]
+        for x in (5, 5, 1):  # the same program again, and another one
+            launch(kernel, (2,), device, x, BLOCK=8)
+            here = [launched.pop(0)]
+            assert entered == ([device, *here, "left"] if guarded else here)
+            entered.clear()
     reset_launches()
 
 
