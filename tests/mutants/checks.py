@@ -74,6 +74,22 @@ MUTANTS = (
         "test_ops_runtime.py::test_one_program_is_kept_for_what_triton_would_compile_once",
     ),
     _check(
+        "exponential_multiplies_before_it_subtracts",
+        "Compiled, the exponential rounds the maximum times log2(e), which is infinite for a dtype's lowest number.",
+        f"{_OPS}._cross_entropy_rows",
+        "e = _exp(z - shift[:, None, :, None], PRECISE)",
+        "e = libdevice.exp2(tl.fma(z, _LOG2_E, -(shift[:, None, :, None] * _LOG2_E)))",
+        "test_ops_cross_entropy.py::test_padding_columns_hold_the_lowest_number[torch.bfloat16-compiled_exponential-300]",
+    ),
+    _check(
+        "prediction_follows_the_order_of_blocks",
+        "Of equal logits the one whose block is read first is predicted.",
+        f"{_OPS}._cross_entropy_rows",
+        "better = (block_max > group_max) | ((block_max == group_max) & (where_max < predicted))",
+        "better = block_max > group_max",
+        "test_ops_cross_entropy.py::test_prediction_is_the_first_of_equals_in_whatever_order_blocks_are_read[70]",
+    ),
+    _check(
         "c24_branch_on_a_tensor",
         "A Python condition joins a flag and a tensor.",
         f"{_OPS}._cross_entropy_rows",
