@@ -71,13 +71,14 @@ def test_one_program_is_kept_for_what_triton_would_compile_once() -> None:
     values = [*numbers, *tensors, None, True, False, 0.0, 1.0, 16.5]
     known: dict[object, object] = {}
     for value in values:
-        key = _runtime._program_key(kernel, torch.device("cuda", 0), (value,), {"CONSTANT": 4})
+        key, (passed,) = _runtime._program_key(kernel, torch.device("cuda", 0), (value,), {"CONSTANT": 4})
+        assert passed is value or passed == value.data_ptr()
         _, specialization, _ = binder(value, CONSTANT=4, debug=False)
         assert known.setdefault(key, specialization) == specialization, value
     assert len(known) > 2 * len(dtypes)
-    other = _runtime._program_key(kernel, torch.device("cuda", 0), (None,), {"CONSTANT": 8})
+    other, _ = _runtime._program_key(kernel, torch.device("cuda", 0), (None,), {"CONSTANT": 8})
     assert other not in known
-    assert other != _runtime._program_key(kernel, torch.device("cuda", 1), (None,), {"CONSTANT": 8})
+    assert other != _runtime._program_key(kernel, torch.device("cuda", 1), (None,), {"CONSTANT": 8})[0]
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -130,7 +131,7 @@ def test_launches_under_the_tensors_own_device(monkeypatch, index, guarded) -> N
 
     class Program:
         def __getitem__(self, grid):
-            return lambda *args: entered.append(("kept", grid, args))
+            return lambda *args, stream: entered.append(("kept", grid, args, stream))
 
     class Guard:
         def __init__(self, device):
@@ -144,12 +145,13 @@ def test_launches_under_the_tensors_own_device(monkeypatch, index, guarded) -> N
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
     device = torch.device("cuda", index)
     for keeps in (False, True):
         monkeypatch.setattr(_runtime, "_KEEP_PROGRAMS", keeps)
         monkeypatch.setattr(_runtime, "_programs", {})
         kernel = Kernel()
-        launched: list[object] = [(2,), ("kept", (2, 1, 1), (5, 8)) if keeps else (2,), (2,)]
+        launched: list[object] = [(2,), ("kept", (2, 1, 1), (5, 8), 70) if keeps else (2,), (2,)]
         for x in (5, 5, 1):  # the same program again, and another one
             launch(kernel, (2,), device, x, BLOCK=8)
             here = [launched.pop(0)]

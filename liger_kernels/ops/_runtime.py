@@ -10,7 +10,6 @@ reference.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import Counter
 from typing import Any
@@ -46,6 +45,7 @@ if INTERPRET:
     _interpreter.hurry()
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_ACCELERATORS = {"cuda": torch.cuda, "xpu": torch.xpu}
 _launches: Counter[str] = Counter()
 
 # To find the program of a launch Triton binds the arguments, what it specialises on and all options anew, which takes
@@ -64,7 +64,7 @@ def use_triton(x: torch.Tensor, *, opaque: bool = False) -> bool:
         return False
     if x.device.type == "cpu":
         return INTERPRET and (opaque or not torch.compiler.is_compiling())
-    return x.device.type in ("cuda", "xpu")
+    return x.device.type in _ACCELERATORS
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
@@ -78,49 +78,55 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         kernel[grid](*args, **kwargs)
         return
     _launches[kernel.__name__] += 1
-    if not (_KEEP_PROGRAMS and device.type == "cuda"):
-        with _device_guard(device):
-            kernel[grid](*args, **kwargs)
-        return
-    key = _program_key(kernel, device, args, kwargs)
+    start = _start_kept if _KEEP_PROGRAMS and device.type == "cuda" else _start
+    of_type = _ACCELERATORS.get(device.type)
+    if of_type is None or device.index is None or device.index == of_type.current_device():
+        start(kernel, grid, device, args, kwargs)
+    else:
+        with of_type.device(device):
+            start(kernel, grid, device, args, kwargs)
+
+
+def _start(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return kernel[grid](*args, **kwargs)
+
+
+def _start_kept(
+    kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    key, values = _program_key(kernel, device, args, kwargs)
     known = _programs.get(key)
-    with _device_guard(device):
-        if known is None:
-            program = kernel[grid](*args, **kwargs)
-            constants = tuple(kwargs[name] for name in kernel.arg_names[len(args) :])
-            _programs[key] = program, constants, kernel  # the kernel is held, or another one might get its id
-        else:
-            program, constants, _ = known
-            grid += (1, 1)
-            program[grid](*args, *constants)
+    if known is None:
+        program = _start(kernel, grid, device, args, kwargs)
+        constants = tuple(kwargs[name] for name in kernel.arg_names[len(args) :])
+        _programs[key] = program, constants, kernel  # the kernel is held, or another one might get its id
+    else:
+        program, constants, _ = known
+        grid += (1, 1)
+        program[grid](*values, *constants, stream=torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
 
 
-def _program_key(kernel: Any, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _program_key(
+    kernel: Any, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], list[Any]]:
     """Whatever Triton compiles into a program for an NVIDIA GPU: dtypes, which addresses and numbers are multiples of
-    16, which numbers are 1 or need 64 bits, which arguments are None, and all constants and options."""
-    return (
-        id(kernel),
-        device.index,
-        *[
-            (a.dtype, a.data_ptr() % 16 == 0)
-            if isinstance(a, torch.Tensor)
-            else (a == 1, a % 16 == 0, -(2**31) <= a < 2**31)
-            if type(a) is int
-            else float
-            if type(a) is float
-            else a
-            for a in args
-        ],
-        *kwargs.values(),
-    )
-
-
-def _device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    if device.type == "cuda" and device.index is not None and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    if device.type == "xpu" and device.index is not None and device.index != torch.xpu.current_device():
-        return torch.xpu.device(device)
-    return contextlib.nullcontext()
+    16, which numbers are 1 or need 64 bits, which arguments are None, and all constants and options; and the arguments,
+    tensors as their addresses, about which the launcher then does not ask the driver."""
+    key: list[Any] = [id(kernel), device.index]
+    values = []
+    for a in args:
+        if type(a) is int:
+            key.append((a == 1, a % 16 == 0, -(2**31) <= a < 2**31))
+        elif isinstance(a, torch.Tensor):
+            key.append(a.dtype)
+            a = a.data_ptr()
+            key.append(a % 16 == 0)
+        else:
+            key.append(float if type(a) is float else a)
+        values.append(a)
+    return (*key, *kwargs.values()), values
 
 
 def launches() -> dict[str, int]:

@@ -129,11 +129,13 @@ def _glu_bwd_kernel(
         tl.store(dgate_ptr + row * n_cols + col, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
 
 
-def _as_2d(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """One long row each where all are contiguous, else [rows, columns] with unit stride along a row."""
+def _as_2d(*tensors: torch.Tensor) -> tuple[int, int, list[tuple[torch.Tensor, int]]]:
+    """Numbers of rows and columns, and each tensor as rows with the stride between them: one long row each where all
+    are contiguous."""
+    numel, n_cols = tensors[0].numel(), tensors[0].shape[-1]
     if all(t.is_contiguous() for t in tensors):
-        return tuple(t.view(1, -1) for t in tensors)
-    return tuple(as_rows(t) for t in tensors)
+        return 1, numel, [(t, numel) for t in tensors]
+    return numel // n_cols, n_cols, [as_rows(t) for t in tensors]
 
 
 def _launch_shape(n_rows: int, n_cols: int) -> tuple[tuple[int], int, dict[str, int]]:
@@ -154,17 +156,14 @@ class GLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
         y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
-        gate_rows, up_rows = _as_2d(gate, up)
-        n_rows, n_cols = gate_rows.shape
+        n_rows, n_cols, (gate_rows, up_rows) = _as_2d(gate, up)
         grid, row_blocks, shape = _launch_shape(n_rows, n_cols)
         launch(
             _glu_fwd_kernel,
             grid,
             gate.device,
-            gate_rows,
-            gate_rows.stride(0),
-            up_rows,
-            up_rows.stride(0),
+            *gate_rows,
+            *up_rows,
             y,
             n_rows,
             n_cols,
@@ -182,19 +181,15 @@ class GLUFunction(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if ctx.needs_input_grad[0] else None
         dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if ctx.needs_input_grad[1] else None
-        dy_rows, gate_rows, up_rows = _as_2d(dy, gate, up)
-        n_rows, n_cols = gate_rows.shape
+        n_rows, n_cols, (dy_rows, gate_rows, up_rows) = _as_2d(dy, gate, up)
         grid, row_blocks, shape = _launch_shape(n_rows, n_cols)
         launch(
             _glu_bwd_kernel,
             grid,
             gate.device,
-            dy_rows,
-            dy_rows.stride(0),
-            gate_rows,
-            gate_rows.stride(0),
-            up_rows,
-            up_rows.stride(0),
+            *dy_rows,
+            *gate_rows,
+            *up_rows,
             dgate,
             dup,
             n_rows,

@@ -173,10 +173,14 @@ def _sum_parts_kernel(parts_ptr, dweight_ptr, n_parts, hidden, PARTS: tl.constex
     tl.store(dweight_ptr + col, tl.sum(parts, axis=0).to(dweight_ptr.dtype.element_ty), mask=col < hidden)
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` [..., columns] as [rows, columns] with unit stride along a row: a view wherever one exists."""
+def as_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """``x`` [..., columns] as rows with unit stride along a row, and the stride between them: a view wherever one
+    exists, and ``x`` itself, which costs the host less, where it is contiguous."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
     x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return x, x.stride(0)
 
 
 def _launch_shape(n_rows: int, hidden: int, tile: int, per_lane: int) -> dict[str, int]:
@@ -189,26 +193,23 @@ def _launch_shape(n_rows: int, hidden: int, tile: int, per_lane: int) -> dict[st
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // (32 * per_lane)))}
 
 
-def _stages(tile: int, *loaded: torch.Tensor | None) -> int:
+def _stages(tile: int, bytes_per_column: int) -> int:
     """Tiles in flight in the backward: two or three wait in shared memory while one is computed, if they fit there."""
-    if tile > 8192:
-        return 1
-    bytes_per_tile = tile * sum(t.element_size() for t in loaded if t is not None)
-    return min(4 if tile <= 4096 else 3, 1 + 2**17 // bytes_per_tile)
+    return 1 if tile > 8192 else min(4 if tile <= 4096 else 3, 1 + 2**17 // (tile * bytes_per_column))
 
 
 def _n_programs(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
+        return torch.cuda.get_device_properties(device.index).multi_processor_count
     if device.type == "xpu":
-        return torch.xpu.get_device_properties(device).gpu_subslice_count
+        return torch.xpu.get_device_properties(device.index).gpu_subslice_count
     return 2  # the interpreter: the fewest with which partial sums are still added up
 
 
 def _sum_parts(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The sum of ``parts`` [n_parts, hidden] over its rows, in ``dtype``: one launch where torch needs two or three."""
     n_parts, hidden = parts.shape
-    dweight = torch.empty(hidden, dtype=dtype, device=parts.device)
+    dweight = parts.new_empty(hidden, dtype=dtype)
     block = next_power_of_2(hidden) if INTERPRET else 32  # columns of a program, 128 bytes of each part
     grid = (cdiv(hidden, block),)
     shape = {"PARTS": next_power_of_2(n_parts), "BLOCK": block, "num_warps": 8}
@@ -232,29 +233,30 @@ class RMSNormFunction(torch.autograd.Function):
         eps: float,
         formula: str,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        rows = as_rows(x)
-        if weight is not None:
-            weight = weight.contiguous()
-        n_rows, hidden = rows.shape
+        rows, stride = as_rows(x)
+        hidden = x.shape[-1]
+        n_rows = x.numel() // hidden
         dtype = x.dtype
-        residual_rows = total = None
+        residual_rows = residual_stride = total = None
         if residual is not None:
-            residual_rows = as_rows(residual)
+            residual_rows, residual_stride = as_rows(residual)
             dtype = torch.promote_types(dtype, residual.dtype)
             total = torch.empty(x.shape, dtype=dtype, device=x.device)
-        if weight is not None and formula == "cast_then_scale":
-            dtype = torch.promote_types(dtype, weight.dtype)
+        if weight is not None:
+            weight = weight.contiguous()
+            if formula == "cast_then_scale":
+                dtype = torch.promote_types(dtype, weight.dtype)
         y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-        rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device) if any(ctx.needs_input_grad) else None
+        rstd = x.new_empty(n_rows, dtype=torch.float32) if any(ctx.needs_input_grad) else None
         shape = _launch_shape(n_rows, hidden, tile=2048, per_lane=16)
         launch(
             _rms_norm_fwd_kernel,
             (cdiv(n_rows, shape["ROWS"]),),
             x.device,
             rows,
-            rows.stride(0),
+            stride,
             residual_rows,
-            None if residual_rows is None else residual_rows.stride(0),
+            residual_stride,
             total,
             weight,
             y,
@@ -267,7 +269,7 @@ class RMSNormFunction(torch.autograd.Function):
         )
         ctx.save_for_backward(x if total is None else total, weight, rstd)
         ctx.formula = formula
-        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        ctx.dtypes = None if residual is None else (x.dtype, residual.dtype)
         if total is None:
             return y
         if not torch.compiler.is_compiling():  # Dynamo does not know it, and hands over zeros
@@ -282,37 +284,41 @@ class RMSNormFunction(torch.autograd.Function):
         if dy is None:
             return *_of_terms(ctx, dtotal), None, None, None
         x, weight, rstd = ctx.saved_tensors
-        rows, dy_rows = as_rows(x), as_rows(dy)
-        n_rows, hidden = rows.shape
-        needs_dx = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        (rows, stride), (dy_rows, dy_stride) = as_rows(x), as_rows(dy)
+        hidden = x.shape[-1]
+        n_rows = x.numel() // hidden
+        needs_x, needs_residual, needs_weight, *_ = ctx.needs_input_grad
+        needs_dx = needs_x or needs_residual
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
-        dtotal_rows = as_rows(dtotal) if needs_dx and dtotal is not None else None
+        dtotal_rows, dtotal_stride = as_rows(dtotal) if needs_dx and dtotal is not None else (None, None)
         shape = _launch_shape(n_rows, hidden, tile=4096 if hidden <= 2048 else 8192, per_lane=32)
         n_programs = min(_n_programs(x.device), cdiv(n_rows, shape["ROWS"]))
-        parts = None
-        if ctx.needs_input_grad[2]:
-            parts = torch.empty((n_programs, hidden), dtype=torch.float32, device=x.device)
+        loaded = dy.element_size() + x.element_size() + (0 if dtotal_rows is None else dtotal_rows.element_size())
+        parts = x.new_empty((n_programs, hidden), dtype=torch.float32) if needs_weight else None
         launch(
             _rms_norm_bwd_kernel,
             (n_programs,),
             x.device,
             dy_rows,
-            dy_rows.stride(0),
+            dy_stride,
             rows,
-            rows.stride(0),
+            stride,
             weight,
             rstd,
             dtotal_rows,
-            None if dtotal_rows is None else dtotal_rows.stride(0),
+            dtotal_stride,
             dx,
             parts,
             n_rows,
             hidden,
             FORMULA=ctx.formula,
-            STAGES=_stages(shape["ROWS"] * shape["BLOCK"], dy_rows, rows, dtotal_rows),
+            STAGES=_stages(shape["ROWS"] * shape["BLOCK"], loaded),
             **shape,
         )
-        return *_of_terms(ctx, dx), None if parts is None else _sum_parts(parts, weight.dtype), None, None
+        dweight = None if parts is None else _sum_parts(parts, weight.dtype)
+        if ctx.dtypes is None:
+            return dx, None, dweight, None, None
+        return *_of_terms(ctx, dx), dweight, None, None
 
 
 def _of_terms(ctx: Any, d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -341,8 +347,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, formula: str) -> None:
             raise ValueError(f"weight is on {weight.device}, x on {x.device}; move it there")
 
 
-def _runs_kernel(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    float64 = any(t is not None and t.dtype == torch.float64 for t in others)
+def _runs_kernel(x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None = None) -> bool:
+    float64 = torch.float64 in (weight is not None and weight.dtype, residual is not None and residual.dtype)
     return use_triton(x) and x.shape[-1] <= MAX_HIDDEN and not float64
 
 
@@ -403,6 +409,6 @@ def add_rms_norm(
         raise TypeError(f"residual is {residual.dtype}; it must be floating point")
     if residual.device != x.device:
         raise ValueError(f"residual is on {residual.device}, x on {x.device}; move it there")
-    if not _runs_kernel(x, residual, weight):
+    if not _runs_kernel(x, weight, residual):
         return add_rms_norm_ref(x, residual, weight, eps, formula=formula)
     return RMSNormFunction.apply(x, residual, weight, eps, formula)

@@ -122,8 +122,8 @@ MUTANTS = (
         "swiglu",
         "forward",
         (
-            "gate_rows.stride(0),\n            up_rows,\n            up_rows.stride(0),\n            y,",
-            "n_cols,\n            up_rows,\n            n_cols,\n            y,",
+            "*gate_rows,\n            *up_rows,\n            y,",
+            "gate_rows[0],\n            n_cols,\n            up_rows[0],\n            n_cols,\n            y,",
         ),
         source="N18",
         model="phi3",

@@ -57,8 +57,8 @@ MUTANTS = (
         "n7_norm_gradient_measures_before_flattening",
         "The backward reads rows and columns off the first two of three dimensions.",
         (
-            "rows, dy_rows = as_rows(x), as_rows(dy)\n        n_rows, hidden = rows.shape",
-            "rows, dy_rows = as_rows(x), as_rows(dy)\n        n_rows, hidden = x.shape[:2]",
+            "= as_rows(x), as_rows(dy)\n        hidden = x.shape[-1]\n        n_rows = x.numel() // hidden",
+            "= as_rows(x), as_rows(dy)\n        n_rows, hidden = x.shape[:2]",
         ),
         dies="raised",
         source="N7",
