@@ -24,7 +24,6 @@ from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput, cross_entropy_ref
 from liger_kernels.ops.linear_cross_entropy import (
     MEMORY,
-    _default_chunk_size,
     linear_cross_entropy,
     linear_cross_entropy_chunk_size,
     linear_cross_entropy_ref,
@@ -60,7 +59,7 @@ ALONE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch):
-    monkeypatch.setitem(linear_cross_entropy.__globals__, "_slab_size", lambda hidden_size: SLAB)
+    monkeypatch.setitem(linear_cross_entropy.__globals__, "_slab_sizes", lambda tokens, hidden_size: (SLAB, SLAB))
 
 
 class Case:
@@ -145,7 +144,9 @@ def test_options_together(device, chunk_size, **case):
     Case(device, **case).assert_right(chunk_size=chunk_size)
     if not case["label_smoothing"] and case["dtype"] != torch.float16:  # which do not go in slabs
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(linear_cross_entropy.__globals__, "_slab_size", lambda hidden_size: 3 * chunk_size)
+            patch.setitem(
+                linear_cross_entropy.__globals__, "_slab_sizes", lambda *shape: (3 * chunk_size, 3 * chunk_size)
+            )
             Case(device, **case).assert_right(memory="small")
 
 
@@ -225,18 +226,21 @@ def test_what_is_frozen_costs_nothing_in_one_chunk(needs, reduction, device, mon
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
 def test_what_is_frozen_costs_nothing_in_slabs(needs, reduction, device, monkeypatch):
-    """Each slab's logits twice, in one buffer a pass; d weight written once, in its own dtype; d hidden in float32."""
+    """Each slab's logits twice, in one buffer a pass; d weight written once, in its own dtype; d hidden in float32, two
+    halves of the tokens, and never again in its own dtype."""
     case = Case(device, torch.bfloat16, needs=needs, reduction=reduction, vocab=64)
     spy = Spy(monkeypatch)
     reset_launches()
     case.run(memory="small")
     slabs, wider = math.ceil(64 / SLAB), math.ceil(64 / (2 * SLAB))
-    assert spy.gemms == wider + slabs * (any(needs) + needs[0] + needs[1])
+    assert spy.gemms == wider + slabs * (any(needs) + 2 * needs[0] + needs[1])
     backward = {"_cross_entropy_bwd_kernel": slabs} if any(needs) else {}
     assert launches() == {"_cross_entropy_fwd_kernel": wider} | backward
     assert spy.allocated_like(TOKENS, 2 * SLAB) == [torch.bfloat16]
     assert spy.allocated_like(TOKENS, SLAB) == [torch.bfloat16] * any(needs)
-    assert spy.allocated_like(TOKENS, HIDDEN) == [torch.float32] * needs[0]
+    for half in (TOKENS // 2, TOKENS - TOKENS // 2):
+        assert spy.allocated_like(half, HIDDEN) == [torch.float32] * needs[0]
+    assert not spy.allocated_like(TOKENS, HIDDEN)
     assert spy.allocated_like(64, HIDDEN) == [torch.bfloat16] * needs[1]
     assert spy.allocated_like(64) == [torch.bfloat16] * needs[2]
     assert max(math.prod(shape) for shape, _ in spy.allocated) < TOKENS * 64, "tokens x vocab was held"
@@ -245,7 +249,7 @@ def test_what_is_frozen_costs_nothing_in_slabs(needs, reduction, device, monkeyp
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("hidden", [63, 64])
 def test_logits_of_wide_slabs_lie_in_what_is_not_written_yet_of_the_weight_gradient(hidden, bias, device, monkeypatch):
-    """Slabs of 192 and 40 classes; the last 8 have a buffer of their own."""
+    """A slab of 192 classes; the last two, of 24, have a buffer of their own."""
     case = Case(device, torch.bfloat16, tokens=8, hidden=hidden, vocab=10 * SLAB, bias=bias)
     case.assert_right(memory="small")
     spy = Spy(monkeypatch)
@@ -278,6 +282,18 @@ def test_hidden_gradient_is_summed_in_float32_over_slabs(reduction, device):
     case.tensors[1][0] = -200.0
     case.tensors[0].zero_()
     case.assert_right(memory="small")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 22, 23])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hidden_gradient_takes_the_memory_of_its_own_sum(dtype, tokens, device, monkeypatch):
+    """Of which it overwrites, a few rows at a time, what it has read."""
+    case = Case(device, dtype, tokens=tokens)
+    _, (whole, *_) = case.run(memory="small")
+    monkeypatch.setattr(_linear_vocabulary_slabs._HiddenSum, "ROWS", 3)
+    _, (d_hidden, *_) = case.run(memory="small")
+    assert torch.equal(d_hidden, whole)
+    assert d_hidden.untyped_storage().nbytes() <= (tokens + 1) * HIDDEN * dtype.itemsize
 
 
 def test_argmax_and_target_in_any_slab(device):
@@ -404,10 +420,9 @@ class Schedule:
 
 
 def test_default_schedule_depends_on_shape_and_dtype_only(monkeypatch):
-    assert (_default_chunk_size(2047), _default_chunk_size(2048), _default_chunk_size(8192)) == (4096, 2048, 2048)
     monkeypatch.setitem(linear_cross_entropy.__globals__, "use_triton", lambda x, **how: True)
     of = Schedule(monkeypatch).of
-    for hidden, chunk in ((5, 4096), (2047, 4096), (2048, 2048)):
+    for hidden, chunk in ((5, 1024), (2047, 1024), (2048, 2048), (3000, 2048)):
         assert of(2 * hidden + chunk, hidden) == (ONE_CHUNK,)
         assert of(2 * hidden + chunk + 1, hidden) == (BALANCED, chunk)
         assert of(chunk, hidden, torch.float32) == (ONE_CHUNK,)
@@ -420,19 +435,23 @@ def test_default_schedule_depends_on_shape_and_dtype_only(monkeypatch):
 def test_schedule_is_what_the_call_says(monkeypatch):
     monkeypatch.setitem(linear_cross_entropy.__globals__, "use_triton", lambda x, **how: True)
     of = Schedule(monkeypatch).of
-    assert of(5000, 5, memory="fast") == of(7, 5, memory="fast") == (ONE_CHUNK,)
-    assert of(7, 5, grad=False) == of(7, 5, grad=False, memory="fast") == (BALANCED, 4096)  # nothing to keep logits for
-    assert of(5000, 5, memory="balanced") == of(7, 5, memory="balanced") == (BALANCED, 4096)
-    assert of(5000, 5, torch.float16, memory="fast") == (BALANCED, 4096)
+    assert of(8192, 5, memory="fast") == of(7, 5, memory="fast") == (ONE_CHUNK,)
+    assert of(8193, 5, memory="fast") == (BALANCED, 8192)
+    assert of(8193, 5, memory="fast", reduction="none") == of(8193, 5, chunk_size=8193) == (ONE_CHUNK,)
+    assert of(8193, 4096) == (BALANCED, 8192)  # what "fast" is there
+    assert of(7, 5, grad=False) == of(7, 5, grad=False, memory="fast") == (BALANCED, 1024)  # nothing to keep logits for
+    assert of(5000, 5, memory="balanced") == of(7, 5, memory="balanced") == (BALANCED, 1024)
+    assert of(5000, 5, torch.float16, memory="fast") == (BALANCED, 1024)
     assert of(7, 5, memory="small") == (SLABS, SLAB)
-    assert of(7, 5, memory="small", label_smoothing=0.1) == of(7, 5, torch.float16, memory="small") == (BALANCED, 4096)
+    assert of(7, 5, memory="small", label_smoothing=0.1) == of(7, 5, torch.float16, memory="small") == (BALANCED, 1024)
     assert of(7, 5, chunk_size=6) == (BALANCED, 6)
     assert of(7, 5, chunk_size=7) == of(7, 5, chunk_size=8) == (ONE_CHUNK,)
     assert of(7, 5, torch.float16, chunk_size=8) == (BALANCED, 8)
     with linear_cross_entropy_chunk_size(6):
         assert of(7, 5) == (BALANCED, 6)
         assert of(7, 5, memory="fast") == (ONE_CHUNK,)
-        assert of(7, 5, memory="balanced") == (BALANCED, 4096)
+        assert of(8193, 5, memory="fast") == (BALANCED, 8192)
+        assert of(7, 5, memory="balanced") == (BALANCED, 1024)
         assert of(7, 5, chunk_size=3) == (BALANCED, 3)
     with linear_cross_entropy_slab_size(6):
         assert of(7, 5, memory="small") == (SLABS, 6)
@@ -879,9 +898,9 @@ def test_ops_are_registered_as_torch_wants_them(chunk_size, reduction, device):
         check(_linear_one_chunk.logits_op, detached[:3])
         check(_linear_one_chunk.backward_op, (torch.ones_like(loss), divisor, stats, logits, *detached))
         return
-    check(_linear_vocabulary_slabs.forward_op, (*call, SLAB))
-    loss, *_, divisor, stats = _linear_vocabulary_slabs.forward_op(*detached, SLAB)
-    check(_linear_vocabulary_slabs.backward_op, (torch.ones_like(loss), divisor, stats, *detached, SLAB))
+    check(_linear_vocabulary_slabs.forward_op, (*call, SLAB, SLAB))
+    loss, *_, divisor, stats = _linear_vocabulary_slabs.forward_op(*detached, SLAB, SLAB)
+    check(_linear_vocabulary_slabs.backward_op, (torch.ones_like(loss), divisor, stats, *detached, SLAB, SLAB))
     observed = reduction != "none"
     check(_linear_token_chunks.forward_op, (*call, chunk_size, observed))
     loss, *_, divisor, stats, d_hidden, d_weight, _, d_logits = _linear_token_chunks.forward_op(

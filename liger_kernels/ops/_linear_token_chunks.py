@@ -31,6 +31,7 @@ from liger_kernels.ops._linear import (
     logits_of,
     present,
 )
+from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, next_power_of_2, tl, triton
 
 
 def _chunks(tokens: int, chunk_size: int) -> Iterator[tuple[int, int]]:
@@ -64,12 +65,26 @@ class _GradientSums:
                 torch.sum(d_logits, 0, dtype=torch.float32, out=self.d_bias)
 
 
-def _scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``grad`` times the 0-d float32 ``scale`` in float32, rounded once to ``dtype``: over ``grad`` where that is its
-    own dtype, and without a float32 copy where it is not."""
-    out = grad if grad.dtype == dtype else torch.empty(grad.shape, dtype=dtype, device=grad.device)
-    # A 0-d factor would be rounded to grad's dtype first; one of shape [1] makes the product float32.
-    return torch.mul(grad, scale.reshape(1), out=out)
+@triton.jit
+def _scale_kernel(grad_ptr, scale_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """torch's own product of two dtypes into a third takes four times as long as the memory needs."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    grad = tl.load(grad_ptr + i, mask=i < n)
+    tl.store(out_ptr + i, (grad.to(tl.float32) * tl.load(scale_ptr)).to(out_ptr.dtype.element_ty), mask=i < n)
+
+
+def _scaled(grad: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    """``out``, which may be ``grad``, becomes it times the 0-d float32 ``scale``, in float32 and rounded once; both are
+    contiguous."""
+    n = grad.numel()
+    # 16 bytes of a 16-bit result a lane; the interpreter's programs cost about a millisecond each, whatever their size.
+    block = min(next_power_of_2(n), 1 << 20) if INTERPRET else 1024
+    launch(_scale_kernel, (cdiv(n, block),), grad.device, grad, scale, out, n, BLOCK=block, num_warps=4)
+    return out
+
+
+def _new(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(grad.shape, dtype=dtype, device=grad.device)
 
 
 def _normalised(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,7 +179,7 @@ def _fake_scale(grad_loss: Tensor, divisor: Tensor, d_logits: Tensor, chunk_size
 
 @torch.library.custom_op("liger_kernels::linear_cross_entropy_scaled", mutates_args=())
 def scaled_op(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return _scaled(grad.clone() if grad.dtype == dtype else grad, scale, dtype)
+    return _scaled(grad.contiguous(), scale, _new(grad, dtype))
 
 
 @scaled_op.register_fake
@@ -174,7 +189,7 @@ def _fake_scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("liger_kernels::linear_cross_entropy_scale_", mutates_args=("grad",))
 def scale_in_place_op(grad: Tensor, scale: Tensor) -> None:
-    _scaled(grad, scale, grad.dtype)
+    _scaled(grad, scale, grad)
 
 
 @torch.library.custom_op(
@@ -207,11 +222,11 @@ def recompute_op(grad_loss: Tensor, stats: Tensor, *arguments: Any) -> tuple[Ten
         if observer is not None:
             observer(start, logits.float() * scale)
         sums.add(start, stop, logits)
-    return (
-        _scaled(sums.d_hidden, scale, hidden.dtype),
-        _scaled(sums.d_weight, scale, hidden.dtype),
-        _scaled(sums.d_bias, scale, hidden.dtype),
+    d_hidden, d_weight, d_bias = (
+        _scaled(grad, scale, grad if grad.dtype == hidden.dtype else _new(grad, hidden.dtype))
+        for grad in (sums.d_hidden, sums.d_weight, sums.d_bias)
     )
+    return d_hidden, d_weight, d_bias
 
 
 @recompute_op.register_fake

@@ -32,6 +32,8 @@ from liger_kernels.ops._linear import (
     present,
 )
 
+# Widths are multiples of it: a product then fills whole waves of an H200's multiprocessors, or nearly so.
+STEP = 1024
 # 8192 x 2048 x 262144 on an H200, with 1, 2, 4, 8: 58.4, 54.8, 54.9, 54.5 ms.
 WIDE = 8  # times as many classes, where their logits cost no memory
 
@@ -45,7 +47,7 @@ def _slabs(call: Call, columns: int, unwritten: Tensor | None = None) -> Iterato
             more than ``columns`` classes fit: wide slabs cost nothing there, and read and write d hidden less often.
     """
     tokens, hidden_size = call.hidden.shape
-    vocab, step = len(call.weight), padded(max(1, columns // 8))
+    vocab, step = len(call.weight), padded(min(columns, STEP))
     own, first = None, 0
     while first < vocab:
         # d weight's rows of these classes, and their logits, which begin at an aligned address
@@ -67,11 +69,11 @@ def _slabs(call: Call, columns: int, unwritten: Tensor | None = None) -> Iterato
 @torch.library.custom_op(
     "liger_kernels::linear_cross_entropy_vocabulary_slabs",
     mutates_args=(),
-    schema=f"({ARGUMENTS}, int columns) -> ({', '.join(['Tensor'] * 6)})",
+    schema=f"({ARGUMENTS}, int columns, int narrow) -> ({', '.join(['Tensor'] * 6)})",
 )
 def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
     """loss, log_probs, entropy, predicted, divisor, stats; the last one only where a gradient is needed."""
-    *shared, columns = arguments
+    *shared, columns, _ = arguments
     call = Call(*shared)
     tokens, vocab, device = len(call.hidden), len(call.weight), call.hidden.device
     rows = call.rows(stats=any(call.needs))
@@ -90,19 +92,54 @@ def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
 
 @forward_op.register_fake
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    call = Call(*arguments[:-1])
+    call = Call(*arguments[:-2])
     stats = (3, call.hidden.shape[0]) if any(call.needs) else (0,)
     return *fake_rows(call), call.hidden.new_empty(stats, dtype=torch.float32)
+
+
+class _HiddenSum:
+    """d hidden [tokens, hidden size], summed in float32.
+
+    In 16 bits it is held as two halves of the tokens, and the result takes the memory of the first, so that it is never
+    held twice.
+    """
+
+    ROWS = 1024  # whose copy is held beside
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.shape, self.dtype = hidden.shape, hidden.dtype
+        tokens, size = hidden.shape
+        half = tokens if hidden.dtype == torch.float32 else -(-tokens // 2)
+        lengths = half, tokens - half
+        self.parts = [torch.empty((n, size), dtype=torch.float32, device=hidden.device) for n in lengths]
+
+    def add(self, d_logits: Tensor, weight: Tensor, keep: float) -> None:
+        for part, rows in zip(self.parts, d_logits.split([len(part) for part in self.parts]), strict=True):
+            if len(part):
+                add_product(part, rows, weight, keep)
+
+    def result(self) -> Tensor:
+        first, second = self.parts
+        if self.dtype == torch.float32:
+            return first
+        tokens, size = self.shape
+        out = first.view(self.dtype).view(-1)[: tokens * size].view(self.shape)
+        for start in range(0, len(first), self.ROWS):  # upwards: row i is written where row i / 2 was read
+            stop = min(start + self.ROWS, len(first))
+            out[start:stop] = first[start:stop].to(self.dtype)
+        out[len(first) :] = second
+        return out
 
 
 @torch.library.custom_op(
     "liger_kernels::linear_cross_entropy_vocabulary_slabs_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_loss, Tensor divisor, Tensor stats, {ARGUMENTS}, int columns) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad_loss, Tensor divisor, Tensor stats, {ARGUMENTS}, int columns, int narrow) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 def backward_op(grad_loss: Tensor, divisor: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden, weight and bias."""
-    *shared, columns = arguments
+    *shared, columns, narrow = arguments
     call = Call(*shared)
     hidden, weight = call.hidden, call.weight
     vocab, observer = len(weight), current_observer()
@@ -115,32 +152,32 @@ def backward_op(grad_loss: Tensor, divisor: Tensor, stats: Tensor, *arguments: A
 
     d_weight = new(call.needs_weight, weight.shape)
     d_bias = new(call.needs_bias, (vocab,))
-    d_hidden = new(call.needs_hidden, hidden.shape, torch.float32)
+    d_hidden = _HiddenSum(hidden) if call.needs_hidden else None
     observed = new(observer is not None, (len(hidden), vocab), torch.float32)
-    for first, stop, logits in _slabs(call, columns, d_weight if call.needs_weight else None):
+    for first, stop, logits in _slabs(call, narrow, d_weight) if call.needs_weight else _slabs(call, columns):
         slab = Slab(first, vocab)
         backward_rows(logits, call.targets, call.class_weight, call.options, stats, upstream, grad=logits, slab=slab)
         if observer is not None:
             observed[:, first:stop] = logits
         if call.needs_weight:
             torch.mm(logits.t(), hidden, out=d_weight[first:stop])
-        if call.needs_hidden:
-            add_product(d_hidden, logits, weight[first:stop], keep=1.0 if first else 0.0)
+        if d_hidden is not None:
+            d_hidden.add(logits, weight[first:stop], keep=1.0 if first else 0.0)
         if call.needs_bias:
             torch.sum(logits, 0, out=d_bias[first:stop])
     if observer is not None:
         observer(0, observed)
-    del logits  # the slab's memory goes before d hidden is held twice
-    return d_hidden.to(hidden.dtype), d_weight, d_bias
+    del logits  # the slab's memory goes before d hidden is rounded
+    return new(False, ()) if d_hidden is None else d_hidden.result(), d_weight, d_bias
 
 
 @backward_op.register_fake
 def _fake_backward(grad_loss: Tensor, divisor: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_gradients(Call(*arguments[:-1]))
+    return fake_gradients(Call(*arguments[:-2]))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    call = Call(*inputs[:-1])
+    call = Call(*inputs[:-2])
     *_, divisor, stats = output
     ctx.needs, ctx.rest = call.needs, inputs[TENSORS:]
     ctx.save_for_backward(divisor, stats, *call._replace(denominator=None)[:TENSORS])
@@ -152,7 +189,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
     if grad_loss is not None:
         computed = backward_op(grad_loss, *ctx.saved_tensors, *ctx.rest)
         grads = tuple(grad if needed else None for grad, needed in zip(computed, ctx.needs, strict=True))
-    return *grads, *(None,) * (len(Call._fields) - 2)
+    return *grads, *(None,) * (len(Call._fields) - 1)
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)

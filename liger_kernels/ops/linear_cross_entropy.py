@@ -16,6 +16,8 @@ the inputs, both gradients among it:
   only takes the loss from each slab of logits; the backward computes it again and finishes its rows of d weight. What
   is not written yet of d weight holds the logits of wider slabs. It is never chosen by default.
 
+"fast" for more than 8192 tokens is chunks of 8192, whose float32 sum of d weight then holds less than all logits would.
+
 Without gradients only the loss is computed; what needs no gradient costs no buffer and no GEMM.
 
 float16 always goes in token chunks, also where one covers all tokens: the other schedules have the upstream gradient
@@ -47,6 +49,9 @@ from liger_kernels.ops.cross_entropy import (
 )
 
 MEMORY = ("fast", "balanced", "small")
+
+# Tokens of a chunk of "fast". One chunk of more takes longer than several of so many do, and holds more.
+FAST_CHUNK = 8192
 
 _chunk_size: int | None = None
 _slab: int | None = None
@@ -129,16 +134,20 @@ def _check_size(size: int, name: str, one: str, several: str) -> int:
     return size
 
 
-def _default_chunk_size(hidden_size: int) -> int:
-    """Smaller chunks read and write d weight too often; with a small hidden size its GEMM needs more rows to be worth
-    that."""
-    return 2048 if hidden_size >= 2048 else 4096
+def _chunk_of_balanced(hidden_size: int) -> int:
+    """Every chunk reads and writes the float32 d weight once. In the end that is held beside d weight in 16 bits, so
+    that chunks of up to hidden size tokens do not raise the peak."""
+    return 2048 if hidden_size >= 2048 else 1024
 
 
-def _slab_size(hidden_size: int) -> int:
-    """Every slab reads and writes the float32 d hidden once: the more classes, the less that weighs, and the more
-    memory its logits take."""
-    return max(2048, -(-hidden_size // 256) * 256)
+def _slab_sizes(tokens: int, hidden_size: int) -> tuple[int, int]:
+    """Classes of a slab, and of one beside d weight, if they take memory of their own.
+
+    Every slab reads and writes the float32 d hidden once: the more classes, the less that weighs, and the more memory
+    its logits take. Beside d weight that is at most 64 MiB in 16 bits, as long as it leaves slabs of 1024 classes.
+    """
+    columns = max(2048, -(-hidden_size // 256) * 256)
+    return columns, min(columns, max(1024, 2**25 // max(tokens, 1) // 1024 * 1024))
 
 
 def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | None) -> str | None:
@@ -155,7 +164,12 @@ def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | N
 
 
 def _schedule(
-    hidden: Tensor, label_smoothing: float, needs_grad: bool, chunk_size: int | None, memory: str | None
+    hidden: Tensor,
+    label_smoothing: float,
+    reduction: str,
+    needs_grad: bool,
+    chunk_size: int | None,
+    memory: str | None,
 ) -> tuple[str, tuple[int, ...]]:
     """A name of :data:`MEMORY`, and the size of its chunks or slabs: from the arguments, their shape and dtype only, so
     that a result never depends on the state of the machine."""
@@ -167,7 +181,7 @@ def _schedule(
             f"memory is {memory!r} and chunk_size is {chunk_size}; give one of them: a chunk size is token chunks of "
             "that size"
         )
-    chunk = _default_chunk_size(hidden_size)
+    chunk = _chunk_of_balanced(hidden_size)
     if memory is None:
         # So many tokens' logits take about the memory of what token chunks hold instead: some logits, and in 16 bits
         # the float32 sum of d weight. A compiled program would copy the kept logits before it overwrites them.
@@ -182,7 +196,11 @@ def _schedule(
         memory = "balanced"
     if memory == "fast" and not needs_grad:  # nothing to keep logits for
         memory = "balanced"
-    sizes = {"fast": (), "balanced": (chunk,), "small": (_slab_size(hidden_size) if _slab is None else _slab,)}
+    many = tokens > FAST_CHUNK and chunk_size is None
+    if memory == "fast" and many and reduction != "none":  # whose chunks would compute the logits again
+        memory, chunk = "balanced", FAST_CHUNK
+    slabs = _slab_sizes(tokens, hidden_size) if _slab is None else (_slab, _slab)
+    sizes = {"fast": (), "balanced": (chunk,), "small": slabs}
     return memory, sizes[memory]
 
 
@@ -218,12 +236,13 @@ def linear_cross_entropy(
             extras: as in :func:`cross_entropy`.
         chunk_size: tokens whose logits are held at once; where that is all of them, as with "fast".
         memory: how much of it may buy time; the numbers stand at the top of this file. "fast" holds all logits between
-            forward and backward, which take the fewest operations. "balanced" holds those of 2048 tokens, or of 4096
-            for a hidden size below 2048. "small" holds little but the gradients, and computes the logits twice (label
-            smoothing: as "balanced"). float16 is always "balanced". By default "fast" for at most 2 * hidden size +
-            2048 or 4096 tokens in bfloat16, for at most 2048 or 4096 in float32, and else "balanced"; so it is in a
-            program that ``torch.compile`` compiles, where "fast" costs a copy of the logits. Without gradients there
-            is nothing to keep logits for: "fast" is "balanced". Not together with ``chunk_size``.
+            forward and backward, which take the fewest operations, or, of more than 8192 tokens, those of 8192 at a
+            time (with "none" all). "balanced" holds those of C = 2048 tokens, or of 1024 for a hidden size below 2048.
+            "small" holds little but the gradients, and computes the logits twice (label smoothing: as "balanced").
+            float16 is always "balanced". By default "fast" for at most 2 * hidden size + C tokens in bfloat16, for at
+            most C in float32, and else "balanced"; so it is in a program that ``torch.compile`` compiles, where "fast"
+            costs a copy of the logits. Without gradients there is nothing to keep logits for: "fast" is "balanced".
+            Not together with ``chunk_size``.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), 0-d or [tokens] for "none"; with ``extras`` a
@@ -257,7 +276,7 @@ def linear_cross_entropy(
         grad and weight.requires_grad,
         grad and bias is not None and bias.requires_grad,
     )
-    schedule, size = _schedule(hidden, options.label_smoothing, any(needs), chunk_size, memory)
+    schedule, size = _schedule(hidden, options.label_smoothing, reduction, any(needs), chunk_size, memory)
     if not use_triton(hidden, opaque=True):
         return linear_cross_entropy_ref(
             hidden,
