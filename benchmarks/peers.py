@@ -75,9 +75,16 @@ def fla() -> dict[str, Arms]:
 
 def quack() -> dict[str, Arms]:
     from quack.cross_entropy import cross_entropy
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy, linear_cross_entropy_func
     from quack.rmsnorm import rmsnorm
     from quack.rotary import apply_rotary_emb
+
+    def head(name: str, *middle: Any) -> Callable[..., Any]:
+        def arm(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            # Its matrix products are not importable beside every version of what they are built with; the rest is.
+            module = importlib.import_module("quack.linear_cross_entropy")
+            return getattr(module, name)(hidden, weight, *middle, targets)
+
+        return arm
 
     return {
         LLAMA: {"quack": lambda x, weight: rmsnorm(x, weight, eps=EPS)},
@@ -88,8 +95,8 @@ def quack() -> dict[str, Arms]:
         "rope": {"quack": _by_tensor(apply_rotary_emb)},
         "cross_entropy": {"quack": cross_entropy},
         "linear_cross_entropy": {
-            "quack": chunked_linear_cross_entropy,
-            "quack-unchunked": lambda hidden, weight, targets: linear_cross_entropy_func(hidden, weight, None, targets),
+            "quack": head("chunked_linear_cross_entropy"),
+            "quack-unchunked": head("linear_cross_entropy_func", None),  # no bias
         },
     }
 
