@@ -435,7 +435,7 @@ def _cross_entropy_fwd_kernel(
     predicted_ptr,
     grad_ptr,
     grad_stride,
-    grad_scale_ptr,
+    grad_divisor_ptr,
     carry_ptr,
     carry_stride,
     first,
@@ -610,8 +610,8 @@ def _cross_entropy_fwd_kernel(
 
     if grad_ptr is not None:
         upstream = row_weight
-        if grad_scale_ptr is not None:
-            upstream *= tl.load(grad_scale_ptr)
+        if grad_divisor_ptr is not None:  # as the backward's upstream gradient is: one division, then the weight
+            upstream *= tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(grad_divisor_ptr))
         _store_grad(
             logits_rows,
             grad_ptr + row * grad_stride,
@@ -800,11 +800,11 @@ def forward_rows(
     options: LossOptions,
     rows: Rows,
     grad: torch.Tensor | None = None,
-    grad_scale: torch.Tensor | None = None,
+    grad_divisor: torch.Tensor | None = None,
     slab: Slab | None = None,
 ) -> None:
     """Fill ``rows``, with a ``slab`` from the classes up to its last one; ``grad``, which may be ``logits``, gets
-    ``grad_scale`` (0-d, default 1) * dloss/dlogits. ``row_weight`` is float32 [tokens] and contiguous."""
+    dloss/dlogits over ``grad_divisor`` (0-d, default 1). ``row_weight`` is float32 [tokens] and contiguous."""
     tokens, vocab = logits.shape
     shape = _launch_shape(logits)
     launch(
@@ -825,7 +825,7 @@ def forward_rows(
         rows.predicted,
         grad,
         0 if grad is None else grad.stride(0),
-        grad_scale,
+        grad_divisor,
         None if slab is None else slab.carry,
         0 if slab is None or slab.carry is None else slab.carry.stride(0),
         None if slab is None else slab.first,

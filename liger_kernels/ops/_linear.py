@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows
-from liger_kernels.ops.cross_entropy import mean_denominator
+from liger_kernels.ops._mean import mean_denominator
 
 Observer = Callable[[int, Tensor], None]
 

@@ -26,6 +26,7 @@ from liger_kernels.ops._linear import (
     padded,
     present,
 )
+from liger_kernels.ops._mean import mean
 
 
 @torch.library.custom_op(
@@ -42,7 +43,7 @@ def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
     forward_rows(logits, call.targets, call.class_weight, call.row_weight, call.options, rows)
     loss, divisor = rows.loss, call.divisor()
     if call.reduction != "none":
-        loss = loss.sum() / divisor
+        loss = mean(loss, divisor)
     return loss, *beside(rows), divisor, present(rows.stats, buffer.device), buffer
 
 

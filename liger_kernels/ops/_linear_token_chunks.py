@@ -31,6 +31,7 @@ from liger_kernels.ops._linear import (
     logits_of,
     present,
 )
+from liger_kernels.ops._mean import mean
 from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, next_power_of_2, tl, triton
 
 
@@ -136,7 +137,7 @@ def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
     if largest is not None:
         divisor = divisor / largest
     if call.reduction != "none":
-        loss = loss.sum() / divisor
+        loss = mean(loss, divisor)
     stats = present(rows.stats, device)
     return loss, *beside(rows), divisor, stats, sums.d_hidden, sums.d_weight, sums.d_bias, d_logits
 

@@ -31,6 +31,7 @@ from liger_kernels.ops._linear import (
     padded,
     present,
 )
+from liger_kernels.ops._mean import mean
 
 # Widths are multiples of it: a product then fills whole waves of an H200's multiprocessors, or nearly so.
 STEP = 1024
@@ -86,7 +87,7 @@ def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
         forward_rows(logits, call.targets, call.class_weight, call.row_weight, call.options, rows, slab=slab)
     loss, divisor = rows.loss, call.divisor()
     if call.reduction != "none":
-        loss = loss.sum() / divisor
+        loss = mean(loss, divisor)
     return loss, *beside(rows), divisor, present(rows.stats, device)
 
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows, backward_rows, forward_rows
+from liger_kernels.ops._mean import mean, mean_denominator
 from liger_kernels.ops._runtime import use_triton
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -104,29 +105,6 @@ def cross_entropy_ref(
     return _select_extras(loss, extras, accuracy, predicted, entropy, log_probs)
 
 
-def mean_denominator(
-    targets: torch.Tensor,
-    class_weight: torch.Tensor | None,
-    row_weight: torch.Tensor | None,
-    given: torch.Tensor | None,
-    ignore_index: int,
-    vocab: int,
-) -> torch.Tensor:
-    """What "mean" divides by, 0-d float32: ``given``, or the rows' total weight. Infinity instead of 0: a mean over
-    nothing is then 0, its gradient too."""
-    if given is not None:
-        total = given.to(torch.float32)
-    else:
-        counted = targets != ignore_index
-        if class_weight is None:
-            total = counted.sum().to(torch.float32) if row_weight is None else row_weight.where(counted, 0.0).sum()
-        else:
-            usable = counted & (targets >= 0) & (targets < vocab)
-            share = class_weight[targets.where(usable, 0)].where(usable, 0.0)
-            total = share.sum() if row_weight is None else (share * row_weight.where(usable, 0.0)).sum()
-    return total.masked_fill(total == 0, math.inf)
-
-
 def token_accuracy(predicted: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """The share of right predictions among the rows not ignored, 0-d float32."""
     counted = targets != ignore_index
@@ -166,18 +144,20 @@ class CrossEntropyFunction(torch.autograd.Function):
         if logits.stride(1) != 1:
             logits = logits.contiguous()  # the kernels step through a row one element at a time
         rows = Rows.empty(logits.shape[0], logits.device, extras, stats=ctx.needs_input_grad[0])
-        grad = scale = None
+        grad = None
         if reduction == "mean":
             vocab = logits.shape[1]
             denominator = mean_denominator(targets, class_weight, row_weight, denominator, ignore_index, vocab)
             # What is compiled can be differentiated again and again, and has no place to remember that it was.
             if ctx.needs_input_grad[0] and not torch.compiler.is_compiling():
-                grad, scale = _empty_grad(logits), 1.0 / denominator
+                grad = _empty_grad(logits)
         else:
             denominator = None
-        forward_rows(logits, targets, class_weight, row_weight, options, rows, grad, scale)
-        loss = rows.loss if reduction == "none" else rows.loss.sum()
-        loss = loss if denominator is None else loss / denominator
+        forward_rows(logits, targets, class_weight, row_weight, options, rows, grad, denominator)
+        if denominator is not None:
+            loss = mean(rows.loss, denominator)
+        else:
+            loss = rows.loss if reduction == "none" else rows.loss.sum()
         ctx.save_for_backward(logits, targets, class_weight, row_weight, rows.stats, denominator)
         ctx.options, ctx.grad = options, grad
         ctx.set_materialize_grads(False)

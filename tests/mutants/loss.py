@@ -8,6 +8,7 @@ from tests.mutants.mutant import Edit, Mutant
 
 _LOGITS = "liger_kernels.ops.cross_entropy"
 _ROWS = "liger_kernels.ops._cross_entropy_rows"
+_MEAN = "liger_kernels.ops._mean"
 _HIDDEN = "liger_kernels.ops.linear_cross_entropy"
 _SHARED = "liger_kernels.ops._linear"
 _ONE_CHUNK = "liger_kernels.ops._linear_one_chunk"
@@ -43,7 +44,7 @@ _STORED = "grad.to(grad_rows.dtype.element_ty)"
 _SLOPE = "return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))"
 _SCALE = "scale = grad_loss.to(torch.float32) / divisor"
 _UPSTREAM = "upstream = grad_loss if denominator is None else grad_loss / denominator"
-_COUNT = "total = counted.sum().to(torch.float32) if row_weight is None else row_weight.where(counted, 0.0).sum()\n"
+_COUNT = "counts = in_range & (target != ignore_index)\n"
 _LAUNCH = "    launch(\n        _cross_entropy_fwd"
 _FINISHED = "_finished(grad, scale, ctx.dtype, last)"
 _KEEP = "keep = 1.0 if start else 0.0"
@@ -106,19 +107,19 @@ MUTANTS = (
         "c8_mean_over_all_tokens",
         "The mean divides by all rows, the ignored ones too.",
         "forward",
-        (_COUNT, "total = torch.full((), float(targets.numel()), device=targets.device)\n"),
+        (_COUNT, "counts = in_range\n"),
         source="C8",
-        module=_LOGITS,
+        module=_MEAN,
     ),
     _logits(
         "c8_fused_mean_over_all_tokens",
         "The mean divides by all rows, the ignored ones too, in the fused head.",
         "forward",
-        (_COUNT, "total = torch.full((), float(targets.numel()), device=targets.device)\n"),
+        (_COUNT, "counts = in_range\n"),
         source="C8",
         fused=True,
         sample=True,
-        module=_LOGITS,
+        module=_MEAN,
     ),
     _logits(
         "c16_small_probabilities_filtered",

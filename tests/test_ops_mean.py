@@ -1,0 +1,57 @@
+"""The mean's denominator and the mean, against float64, through several blocks of rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from liger_kernels.ops import _mean
+from liger_kernels.ops._mean import mean, mean_denominator
+
+VOCAB, IGNORED = 7, -100
+
+
+@pytest.fixture(autouse=True, params=[8, 64], ids=["several blocks", "one block"])
+def block(request, monkeypatch):
+    monkeypatch.setattr(_mean, "_launch_shape", lambda n_rows: {"BLOCK": request.param, "num_warps": 1})
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 8, 23])
+@pytest.mark.parametrize(("by_class", "by_row"), itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_denominator(tokens, by_class, by_row, dtype, device):
+    """Ignored rows count nothing, whatever their weight; classes that do not exist have no weight."""
+    targets = (torch.arange(tokens, device=device, dtype=dtype) * 3) % (VOCAB + 2)
+    targets[2::5] = IGNORED
+    class_weight = torch.rand(VOCAB, device=device) if by_class else None
+    row_weight = torch.rand(tokens, device=device) if by_row else None
+    if by_row:
+        row_weight[2::5] = math.nan
+    counted = [i for i in range(tokens) if targets[i] != IGNORED and not (by_class and targets[i] >= VOCAB)]
+    expected = sum(
+        (float(class_weight[targets[i]]) if by_class else 1.0) * (float(row_weight[i]) if by_row else 1.0)
+        for i in counted
+    )
+    found = mean_denominator(targets, class_weight, row_weight, None, IGNORED, VOCAB)
+    assert found.dtype == torch.float32
+    assert found.shape == ()
+    assert float(found) == pytest.approx(expected or math.inf, rel=1e-6)
+
+
+@pytest.mark.parametrize(("given", "divides_by"), [(0.0, math.inf), (2.5, 2.5)])
+def test_given_denominator(given, divides_by, device):
+    denominator = torch.tensor(given, dtype=torch.float64, device=device)
+    found = mean_denominator(torch.zeros(3, dtype=torch.int64, device=device), None, None, denominator, IGNORED, VOCAB)
+    assert found.dtype == torch.float32
+    assert float(found) == divides_by
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 8, 23])
+def test_mean(tokens, device):
+    losses = torch.randn(tokens, device=device)
+    found = mean(losses, torch.tensor(3.0, device=device))
+    assert float(found) == pytest.approx(float(losses.double().sum()) / 3, rel=1e-6, abs=1e-7)
+    assert float(mean(losses, torch.tensor(math.inf, device=device))) == 0.0
