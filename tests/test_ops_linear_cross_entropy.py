@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from convergence.tolerance import three_way, unit_roundoff
-from liger_kernels.ops import _linear_one_chunk, _linear_token_chunks, _linear_vocabulary_slabs, observe_logits_grad
+from liger_kernels.ops import (
+    _linear,
+    _linear_one_chunk,
+    _linear_token_chunks,
+    _linear_vocabulary_slabs,
+    observe_logits_grad,
+)
 from liger_kernels.ops import linear_cross_entropy as linear_cross_entropy_of_package
 from liger_kernels.ops._linear import TENSORS, Call
 from liger_kernels.ops._runtime import launches, reset_launches
@@ -201,11 +207,12 @@ def test_what_is_frozen_costs_no_gemm_and_no_buffer(needs, reduction, device, mo
     case.run(chunk_size=CHUNK)
     chunks = math.ceil(TOKENS / CHUNK)
     recomputed = chunks if reduction == "none" and any(needs) else 0
-    assert spy.gemms == chunks + recomputed + chunks * (needs[0] + needs[1])
+    assert spy.gemms == chunks + recomputed + chunks * (needs[0] + 2 * needs[1])
     assert over_logits() == (chunks, recomputed)
-    # Of each gradient: its sum over the chunks, and where that is float32 the result in the parameter's dtype.
+    # Of each gradient its sum over the chunks, d weight's in two halves; and d bias, which is small, once more.
     assert spy.allocated_like(TOKENS, HIDDEN) == [torch.bfloat16] * needs[0]
-    assert spy.allocated_like(64, HIDDEN) == [torch.float32, torch.bfloat16] * needs[1]
+    assert spy.allocated_like(32, HIDDEN) == [torch.float32, torch.float32] * needs[1]
+    assert not spy.allocated_like(64, HIDDEN)
     assert spy.allocated_like(64) == [torch.float32, torch.bfloat16] * needs[2]
     assert spy.allocated_like(CHUNK, 64) == [torch.bfloat16] * (2 if recomputed else 1)
     assert max(math.prod(shape) for shape, _ in spy.allocated) < TOKENS * 64, "tokens x vocab was held"
@@ -289,14 +296,18 @@ def test_hidden_gradient_is_summed_in_float32_over_slabs(reduction, device):
 
 @pytest.mark.parametrize("tokens", [1, 2, 22, 23])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_hidden_gradient_takes_the_memory_of_its_own_sum(dtype, tokens, device, monkeypatch):
-    """Of which it overwrites, a few rows at a time, what it has read."""
+def test_gradients_take_the_memory_of_their_own_sums(dtype, tokens, device, monkeypatch):
+    """Of which they overwrite, a few numbers at a time, what has been read."""
     case = Case(device, dtype, tokens=tokens)
-    _, (whole, *_) = case.run(memory="small")
-    monkeypatch.setattr(_linear_vocabulary_slabs._HiddenSum, "ROWS", 3)
-    _, (d_hidden, *_) = case.run(memory="small")
-    assert torch.equal(d_hidden, whole)
-    assert d_hidden.untyped_storage().nbytes() <= (tokens + 1) * HIDDEN * dtype.itemsize
+    schedules = {"memory": "small"}, {"chunk_size": 5}
+    whole = [case.run(**schedule)[1] for schedule in schedules]
+    monkeypatch.setattr(_linear, "APART", 7)
+    for schedule, expected in zip(schedules, whole, strict=True):
+        _, grads = case.run(**schedule)
+        for grad, other in zip(grads, expected, strict=True):
+            assert torch.equal(grad, other)
+            rows = -(-len(grad) // 2) * 2  # two halves
+            assert grad.untyped_storage().nbytes() <= max(rows, 1) * grad[0].numel() * dtype.itemsize
 
 
 def test_argmax_and_target_in_any_slab(device):
@@ -906,7 +917,7 @@ def test_ops_are_registered_as_torch_wants_them(chunk_size, reduction, device):
     check(_linear_vocabulary_slabs.backward_op, (torch.ones_like(loss), divisor, stats, *detached, SLAB, SLAB))
     observed = reduction != "none"
     check(_linear_token_chunks.forward_op, (*call, chunk_size, observed))
-    loss, *_, divisor, stats, d_hidden, d_weight, _, d_logits = _linear_token_chunks.forward_op(
+    loss, *_, divisor, stats, d_hidden, d_weight, more_d_weight, _, d_logits = _linear_token_chunks.forward_op(
         *detached, chunk_size, observed
     )
     upstream = torch.ones_like(loss)
@@ -914,9 +925,9 @@ def test_ops_are_registered_as_torch_wants_them(chunk_size, reduction, device):
         check(_linear_token_chunks.recompute_op, (upstream, stats, *detached, chunk_size))
     else:
         check(_linear_token_chunks.scale_op, (upstream, divisor, d_logits, chunk_size))
-        check(_linear_token_chunks.scaled_op, (d_hidden, divisor, torch.bfloat16))
-        check(_linear_token_chunks.scaled_op, (d_weight, divisor, torch.bfloat16))
-        check(_linear_token_chunks.scale_in_place_op, (d_hidden, divisor))
+        for halves in ((d_hidden, d_hidden[:0]), (d_weight, more_d_weight)):
+            check(_linear_token_chunks.scaled_op, (*halves, divisor, torch.bfloat16))
+            check(_linear_token_chunks.scale_in_place_op, (*halves, divisor, torch.bfloat16))
 
 
 def test_is_the_packages_own():

@@ -1,8 +1,11 @@
-"""What the schedules of the linear cross entropy share: a call's arguments, the logits' buffer, the observer."""
+"""What the schedules of the linear cross entropy share: a call's arguments, the logits' buffer, the observer, and
+float32 sums that are rounded in their own memory."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows
 from liger_kernels.ops._mean import mean_denominator
+from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, next_power_of_2, tl, triton
 
 Observer = Callable[[int, Tensor], None]
 
@@ -155,3 +159,60 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, keep: float) -> None:
         torch.addmm(out, a, b, beta=keep, out_dtype=torch.float32, out=out)
     else:  # no GEMM here reads 16 bits and writes 32
         torch.addmm(out, a.float(), b.float(), beta=keep, out=out)
+
+
+@triton.jit
+def _round_kernel(wide_ptr, scale_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """torch's own product of two dtypes into a third takes four times as long as the memory needs. ``scale_ptr`` may be
+    None: 1."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wide = tl.load(wide_ptr + i, mask=i < n).to(tl.float32)
+    if scale_ptr is not None:
+        wide *= tl.load(scale_ptr)
+    tl.store(out_ptr + i, wide.to(out_ptr.dtype.element_ty), mask=i < n)
+
+
+def rounded(wide: Tensor, scale: Tensor | None, out: Tensor) -> Tensor:
+    """``out``, which may be ``wide``, becomes it times the 0-d float32 ``scale`` (default 1), in float32 and rounded
+    once; both are contiguous."""
+    n = wide.numel()
+    # 16 bytes of a 16-bit result a lane; the interpreter's programs cost about a millisecond each, whatever their size.
+    block = min(next_power_of_2(n), 1 << 20) if INTERPRET else 1024
+    launch(_round_kernel, (cdiv(n, block),), wide.device, wide, scale, out, n, BLOCK=block, num_warps=4)
+    return out
+
+
+APART = 2**22  # the numbers at the front that are copied before they are rounded; every launch doubles what is done
+
+
+Shape = tuple[int, ...]
+
+
+def halves(shape: Shape, dtype: torch.dtype) -> tuple[Shape, Shape]:
+    """The shapes of two float32 tensors that hold the rows of ``shape`` until :func:`round_halves` makes them
+    ``dtype``."""
+    rows = shape[0] if dtype == torch.float32 else -(-shape[0] // 2)
+    return (rows, *shape[1:]), (shape[0] - rows, *shape[1:])
+
+
+def over_first_half(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
+    """``dtype`` [rows of both, ...] in the memory of ``first``."""
+    shape = first.shape[0] + second.shape[0], *first.shape[1:]
+    return first if dtype == torch.float32 else first.view(dtype).view(-1)[: math.prod(shape)].view(shape)
+
+
+def round_halves(first: Tensor, second: Tensor, scale: Tensor | None, out: Tensor) -> Tensor:
+    """``out`` becomes the rows of both times the 0-d ``scale``. It may be :func:`over_first_half` of them, so that a
+    float32 sum is never held beside the result."""
+    flat, front = first.view(-1), out.view(-1)
+    n = first.numel()
+    if front.data_ptr() != flat.data_ptr() or out.dtype == first.dtype:
+        rounded(flat, scale, front[:n])
+    else:
+        ends = [0]
+        while ends[-1] < n:
+            ends.append(min(2 * ends[-1] or APART, n))
+        for start, stop in itertools.pairwise(ends):  # number i goes where number i / 2 was, which must have been read
+            rounded(flat[start:stop] if start else flat[:stop].clone(), scale, front[start:stop])
+    rounded(second.view(-1), scale, front[n:])
+    return out

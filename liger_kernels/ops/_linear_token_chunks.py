@@ -27,12 +27,15 @@ from liger_kernels.ops._linear import (
     current_observer,
     fake_gradients,
     fake_rows,
+    halves,
     logits_buffer,
     logits_of,
+    over_first_half,
     present,
+    round_halves,
+    rounded,
 )
 from liger_kernels.ops._mean import mean
-from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, next_power_of_2, tl, triton
 
 
 def _chunks(tokens: int, chunk_size: int) -> Iterator[tuple[int, int]]:
@@ -41,7 +44,8 @@ def _chunks(tokens: int, chunk_size: int) -> Iterator[tuple[int, int]]:
 
 
 class _GradientSums:
-    """d hidden, d weight and d bias of one pass over the chunks, each only if it is wanted (else without elements)."""
+    """d hidden, d weight (in halves) and d bias of one pass over the chunks, each only if it is wanted (else without
+    elements)."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> None:
         self.hidden, self.weight, (self.needs_hidden, self.needs_weight, self.needs_bias) = hidden, weight, needs
@@ -49,7 +53,11 @@ class _GradientSums:
         # A first chunk writes what later ones add to; only without any chunk there is something to fill.
         new = torch.empty if len(hidden) else torch.zeros
         self.d_hidden = torch.empty(hidden.shape if self.needs_hidden else (0,), dtype=hidden.dtype, device=device)
-        self.d_weight = new(weight.shape if self.needs_weight else (0,), dtype=torch.float32, device=device)
+        first, second = halves(weight.shape, weight.dtype)
+        self.d_weight = (
+            new(first if self.needs_weight else (0,), dtype=torch.float32, device=device),
+            new(second if self.needs_weight else (0,), dtype=torch.float32, device=device),
+        )
         self.d_bias = new((vocab,) if self.needs_bias else (0,), dtype=torch.float32, device=device)
 
     def add(self, start: int, stop: int, d_logits: Tensor) -> None:
@@ -58,34 +66,14 @@ class _GradientSums:
             torch.mm(d_logits, self.weight, out=self.d_hidden[start:stop])
         keep = 1.0 if start else 0.0  # 0 never reads what it overwrites
         if self.needs_weight:
-            add_product(self.d_weight, d_logits.t(), rows, keep)
+            for part, columns in zip(self.d_weight, d_logits.split([len(d) for d in self.d_weight], 1), strict=True):
+                if len(part):
+                    add_product(part, columns.t(), rows, keep)
         if self.needs_bias:
             if start:
                 self.d_bias += d_logits.sum(0, dtype=torch.float32)
             else:
                 torch.sum(d_logits, 0, dtype=torch.float32, out=self.d_bias)
-
-
-@triton.jit
-def _scale_kernel(grad_ptr, scale_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    """torch's own product of two dtypes into a third takes four times as long as the memory needs."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    grad = tl.load(grad_ptr + i, mask=i < n)
-    tl.store(out_ptr + i, (grad.to(tl.float32) * tl.load(scale_ptr)).to(out_ptr.dtype.element_ty), mask=i < n)
-
-
-def _scaled(grad: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """``out``, which may be ``grad``, becomes it times the 0-d float32 ``scale``, in float32 and rounded once; both are
-    contiguous."""
-    n = grad.numel()
-    # 16 bytes of a 16-bit result a lane; the interpreter's programs cost about a millisecond each, whatever their size.
-    block = min(next_power_of_2(n), 1 << 20) if INTERPRET else 1024
-    launch(_scale_kernel, (cdiv(n, block),), grad.device, grad, scale, out, n, BLOCK=block, num_warps=4)
-    return out
-
-
-def _new(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(grad.shape, dtype=dtype, device=grad.device)
 
 
 def _normalised(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,10 +86,10 @@ def _normalised(weight: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "liger_kernels::linear_cross_entropy_token_chunks",
     mutates_args=(),
-    schema=f"({ARGUMENTS}, int chunk_size, bool observed) -> ({', '.join(['Tensor'] * 10)})",
+    schema=f"({ARGUMENTS}, int chunk_size, bool observed) -> ({', '.join(['Tensor'] * 11)})",
 )
 def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
-    """loss, log_probs, entropy, predicted, divisor, stats, d_hidden, d_weight, d_bias, d_logits.
+    """loss, log_probs, entropy, predicted, divisor, stats, d_hidden, two halves of d_weight, d_bias, d_logits.
 
     ``divisor`` is what the gradients are still to be divided by.
     """
@@ -139,7 +127,7 @@ def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
     if call.reduction != "none":
         loss = mean(loss, divisor)
     stats = present(rows.stats, device)
-    return loss, *beside(rows), divisor, stats, sums.d_hidden, sums.d_weight, sums.d_bias, d_logits
+    return loss, *beside(rows), divisor, stats, sums.d_hidden, *sums.d_weight, sums.d_bias, d_logits
 
 
 @forward_op.register_fake
@@ -156,7 +144,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
         *fake_rows(call),
         new(any(call.needs) and not in_forward, 3, tokens),
         new(in_forward and call.needs_hidden, tokens, size, dtype=hidden.dtype),
-        new(in_forward and call.needs_weight, vocab, size),
+        *[new(in_forward and call.needs_weight, *half) for half in halves((vocab, size), hidden.dtype)],
         new(in_forward and call.needs_bias, vocab),
         new(in_forward and observed, tokens, vocab, dtype=hidden.dtype),
     )
@@ -179,18 +167,23 @@ def _fake_scale(grad_loss: Tensor, divisor: Tensor, d_logits: Tensor, chunk_size
 
 
 @torch.library.custom_op("liger_kernels::linear_cross_entropy_scaled", mutates_args=())
-def scaled_op(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return _scaled(grad.contiguous(), scale, _new(grad, dtype))
+def scaled_op(grad: Tensor, rest: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows of ``grad`` and ``rest`` times ``scale``."""
+    shape = len(grad) + len(rest), *grad.shape[1:]
+    out = torch.empty(shape, dtype=dtype, device=grad.device)
+    return round_halves(grad.contiguous(), rest.contiguous(), scale, out)
 
 
 @scaled_op.register_fake
-def _fake_scaled(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return grad.new_empty(grad.shape, dtype=dtype)
+def _fake_scaled(grad: Tensor, rest: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return grad.new_empty((grad.shape[0] + rest.shape[0], *grad.shape[1:]), dtype=dtype)
 
 
 @torch.library.custom_op("liger_kernels::linear_cross_entropy_scale_", mutates_args=("grad",))
-def scale_in_place_op(grad: Tensor, scale: Tensor) -> None:
-    _scaled(grad, scale, grad)
+def scale_in_place_op(grad: Tensor, rest: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+    """The same over the memory of ``grad``."""
+    out = grad if grad.dtype == dtype else over_first_half(grad, rest, dtype)
+    round_halves(grad, rest, scale, out)
 
 
 @torch.library.custom_op(
@@ -223,11 +216,12 @@ def recompute_op(grad_loss: Tensor, stats: Tensor, *arguments: Any) -> tuple[Ten
         if observer is not None:
             observer(start, logits.float() * scale)
         sums.add(start, stop, logits)
-    d_hidden, d_weight, d_bias = (
-        _scaled(grad, scale, grad if grad.dtype == hidden.dtype else _new(grad, hidden.dtype))
-        for grad in (sums.d_hidden, sums.d_weight, sums.d_bias)
+    d_weight = over_first_half(*sums.d_weight, hidden.dtype) if call.needs_weight else sums.d_weight[0]
+    return (
+        rounded(sums.d_hidden, scale, sums.d_hidden),
+        round_halves(*sums.d_weight, scale, d_weight) if call.needs_weight else d_weight,
+        rounded(sums.d_bias, scale, torch.empty(sums.d_bias.shape, dtype=hidden.dtype, device=hidden.device)),
     )
-    return d_hidden, d_weight, d_bias
 
 
 @recompute_op.register_fake
@@ -237,7 +231,7 @@ def _fake_recompute(grad_loss: Tensor, stats: Tensor, *arguments: Any) -> tuple[
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call = Call(*inputs[:-2])
-    *_, divisor, stats, d_hidden, d_weight, d_bias, d_logits = output
+    *_, divisor, stats, d_hidden, d_weight, more_d_weight, d_bias, d_logits = output
     ctx.needs, ctx.reduction, ctx.chunk_size, ctx.rest = call.needs, call.reduction, inputs[-2], inputs[TENSORS:-1]
     ctx.dtype = call.hidden.dtype
     if call.reduction == "none":
@@ -246,7 +240,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         ctx.save_for_backward(divisor)
         # Not saved: the last backward pass scales them in place. Detached: an output knows its node, which would keep
         # itself alive.
-        ctx.sums = tuple(t.detach() for t in (d_hidden, d_weight, d_bias, d_logits))
+        ctx.sums = tuple(t.detach() for t in (d_hidden, d_weight, more_d_weight, d_bias, d_logits))
     ctx.set_materialize_grads(False)  # nobody has a gradient for the gradients, and zeros would cost their memory again
 
 
@@ -258,24 +252,25 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
     elif grad_loss is not None:
         (divisor,) = ctx.saved_tensors  # raises where an earlier pass was the last one
         last = not torch._C._autograd._get_current_graph_task_keep_graph()
-        *sums, d_logits = ctx.sums
+        d_hidden, d_weight, more_d_weight, d_bias, d_logits = ctx.sums
         if last:
             ctx.sums = None
         scale = scale_op(grad_loss, divisor, d_logits, ctx.chunk_size)
+        sums = (d_hidden, d_hidden[:0]), (d_weight, more_d_weight), (d_bias, d_bias[:0])
         grads = tuple(
-            _finished(grad, scale, ctx.dtype, last) if needed else None
-            for grad, needed in zip(sums, ctx.needs, strict=True)
+            _finished(*both, scale, ctx.dtype, last) if needed else None
+            for both, needed in zip(sums, ctx.needs, strict=True)
         )
     return *grads, *(None,) * (len(Call._fields) - 1)
 
 
-def _finished(grad: Tensor, scale: Tensor, dtype: torch.dtype, last: bool) -> Tensor:
-    """Whoever comes for a gradient last gets the very tensor that was kept: a second one beside the float32 sum of
-    d weight would raise the peak."""
-    if not last or grad.dtype != dtype:
-        return scaled_op(grad, scale, dtype)
-    scale_in_place_op(grad, scale)
-    return grad
+def _finished(grad: Tensor, rest: Tensor, scale: Tensor, dtype: torch.dtype, last: bool) -> Tensor:
+    """Whoever comes for a gradient last gets the memory that its sum was kept in: a second tensor beside the float32
+    sum of d weight would raise the peak."""
+    if not last or (grad.dtype != dtype and not len(rest)):
+        return scaled_op(grad, rest, scale, dtype)
+    scale_in_place_op(grad, rest, scale, dtype)
+    return over_first_half(grad, rest, dtype) if grad.dtype != dtype else grad
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -26,10 +26,13 @@ from liger_kernels.ops._linear import (
     current_observer,
     fake_gradients,
     fake_rows,
+    halves,
     logits_buffer,
     logits_of,
+    over_first_half,
     padded,
     present,
+    round_halves,
 )
 from liger_kernels.ops._mean import mean
 
@@ -98,40 +101,6 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     return *fake_rows(call), call.hidden.new_empty(stats, dtype=torch.float32)
 
 
-class _HiddenSum:
-    """d hidden [tokens, hidden size], summed in float32.
-
-    In 16 bits it is held as two halves of the tokens, and the result takes the memory of the first, so that it is never
-    held twice.
-    """
-
-    ROWS = 1024  # whose copy is held beside
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.shape, self.dtype = hidden.shape, hidden.dtype
-        tokens, size = hidden.shape
-        half = tokens if hidden.dtype == torch.float32 else -(-tokens // 2)
-        lengths = half, tokens - half
-        self.parts = [torch.empty((n, size), dtype=torch.float32, device=hidden.device) for n in lengths]
-
-    def add(self, d_logits: Tensor, weight: Tensor, keep: float) -> None:
-        for part, rows in zip(self.parts, d_logits.split([len(part) for part in self.parts]), strict=True):
-            if len(part):
-                add_product(part, rows, weight, keep)
-
-    def result(self) -> Tensor:
-        first, second = self.parts
-        if self.dtype == torch.float32:
-            return first
-        tokens, size = self.shape
-        out = first.view(self.dtype).view(-1)[: tokens * size].view(self.shape)
-        for start in range(0, len(first), self.ROWS):  # upwards: row i is written where row i / 2 was read
-            stop = min(start + self.ROWS, len(first))
-            out[start:stop] = first[start:stop].to(self.dtype)
-        out[len(first) :] = second
-        return out
-
-
 @torch.library.custom_op(
     "liger_kernels::linear_cross_entropy_vocabulary_slabs_backward",
     mutates_args=(),
@@ -153,7 +122,8 @@ def backward_op(grad_loss: Tensor, divisor: Tensor, stats: Tensor, *arguments: A
 
     d_weight = new(call.needs_weight, weight.shape)
     d_bias = new(call.needs_bias, (vocab,))
-    d_hidden = _HiddenSum(hidden) if call.needs_hidden else None
+    first_half, second_half = halves(hidden.shape, hidden.dtype)
+    d_hidden = new(call.needs_hidden, first_half, torch.float32), new(call.needs_hidden, second_half, torch.float32)
     observed = new(observer is not None, (len(hidden), vocab), torch.float32)
     for first, stop, logits in _slabs(call, narrow, d_weight) if call.needs_weight else _slabs(call, columns):
         slab = Slab(first, vocab)
@@ -162,14 +132,19 @@ def backward_op(grad_loss: Tensor, divisor: Tensor, stats: Tensor, *arguments: A
             observed[:, first:stop] = logits
         if call.needs_weight:
             torch.mm(logits.t(), hidden, out=d_weight[first:stop])
-        if d_hidden is not None:
-            d_hidden.add(logits, weight[first:stop], keep=1.0 if first else 0.0)
+        if call.needs_hidden:
+            for part, rows in zip(d_hidden, logits.split([len(part) for part in d_hidden]), strict=True):
+                if len(part):
+                    add_product(part, rows, weight[first:stop], keep=1.0 if first else 0.0)
         if call.needs_bias:
             torch.sum(logits, 0, out=d_bias[first:stop])
     if observer is not None:
         observer(0, observed)
     del logits  # the slab's memory goes before d hidden is rounded
-    return new(False, ()) if d_hidden is None else d_hidden.result(), d_weight, d_bias
+    whole = over_first_half(*d_hidden, hidden.dtype) if call.needs_hidden else new(False, ())
+    if call.needs_hidden and hidden.dtype != torch.float32:
+        round_halves(*d_hidden, None, whole)
+    return whole, d_weight, d_bias
 
 
 @backward_op.register_fake

@@ -8,9 +8,9 @@ the inputs, both gradients among it:
 
 - one chunk (``_linear_one_chunk.py``, "fast"): 6 T H V; b (T V + V H + T H). The logits are kept for the backward,
   which overwrites them by their gradient.
-- token chunks (``_linear_token_chunks.py``, "balanced"): 6 T H V; 4 V H + b T H + b V max(C, H), or V C in
-  float32, whose sum is the gradient itself. The gradients are computed in the forward and summed over the chunks in
-  float32, after Liger Kernel's idea (arXiv:2410.10989); a backward pass that retains the graph makes copies. With
+- token chunks (``_linear_token_chunks.py``, "balanced"): 6 T H V; 4 V H + b T H + b V C. The gradients are computed in the forward and summed over the chunks in
+  float32, after Liger Kernel's idea (arXiv:2410.10989), and rounded in the memory of the sum; a backward pass that
+  retains the graph makes copies. With
   "none" the backward computes the logits again: 8 T H V.
 - vocabulary slabs of S classes (``_linear_vocabulary_slabs.py``, "small"): 8 T H V; b (V H + T S) + 4 T H. The forward
   only takes the loss from each slab of logits; the backward computes it again and finishes its rows of d weight. What
@@ -135,8 +135,7 @@ def _check_size(size: int, name: str, one: str, several: str) -> int:
 
 
 def _chunk_of_balanced(hidden_size: int) -> int:
-    """Every chunk reads and writes the float32 d weight once. In the end that is held beside d weight in 16 bits, so
-    that chunks of up to hidden size tokens do not raise the peak."""
+    """Every chunk reads and writes the float32 d weight once; the logits of a narrow head are large beside it."""
     return 2048 if hidden_size >= 2048 else 1024
 
 

@@ -80,8 +80,7 @@ def patch(
         memory: the schedule of ``linear_cross_entropy``: "fast" holds the logits of up to 8192 tokens, "balanced" of
             1024 or 2048, "small" hardly any, and computes them twice; None lets shape and dtype choose between the
             first two. Where a step cannot take it (float16; label smoothing with "small"), "balanced" runs, and
-            ``fallbacks`` counts it. A head
-            whose loss is not fused has no use for it, and a warning says so.
+            ``fallbacks`` counts it. A head whose loss is not fused has no use for it, and a warning says so.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, or ``kernels`` is a single string.

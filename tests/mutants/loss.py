@@ -46,7 +46,7 @@ _SCALE = "scale = grad_loss.to(torch.float32) / divisor"
 _UPSTREAM = "upstream = grad_loss if denominator is None else grad_loss / denominator"
 _COUNT = "counts = in_range & (target != ignore_index)\n"
 _LAUNCH = "    launch(\n        _cross_entropy_fwd"
-_FINISHED = "_finished(grad, scale, ctx.dtype, last)"
+_FINISHED = "_finished(*both, scale, ctx.dtype, last)"
 _KEEP = "keep = 1.0 if start else 0.0"
 _ADD = "            sums.add(start, stop, logits)\n        if keep_logits:"
 
@@ -302,19 +302,19 @@ MUTANTS = (
         "weight_gradient_of_one_percent_more",
         "The head's gradient is 1% too large.",
         "backward",
-        (_FINISHED, _FINISHED.replace("scale", "scale * (1.01 if grad is sums[1] else 1.0)")),
+        (_FINISHED, _FINISHED.replace("scale", "scale * (1.01 if both is sums[1] else 1.0)")),
     ),
     _hidden(
         "hidden_gradient_of_one_percent_less",
         "The gradient of the hidden states is 1% too small.",
         "backward",
-        (_FINISHED, _FINISHED.replace("scale", "scale * (0.99 if grad is sums[0] else 1.0)")),
+        (_FINISHED, _FINISHED.replace("scale", "scale * (0.99 if both is sums[0] else 1.0)")),
     ),
     _hidden(
         "weight_gradient_rounded_before_it_is_scaled",
         "The head's gradient is divided by the number of targets in bfloat16.",
         "backward",
-        (_FINISHED, f"(grad.bfloat16() * scale.bfloat16()).to(ctx.dtype) if grad is sums[1] else {_FINISHED}"),
+        (_FINISHED, f"(both[0].bfloat16() * scale.bfloat16()).to(ctx.dtype) if both is sums[1] else {_FINISHED}"),
         dtypes=("float32",),
     ),
     _hidden(
@@ -329,14 +329,14 @@ MUTANTS = (
         "tied_head_gradient_twice",
         "The head's gradient is added twice to the embedding that it is tied to.",
         "backward",
-        (_FINISHED, _FINISHED.replace("scale", "scale * (2.0 if grad is sums[1] else 1.0)")),
+        (_FINISHED, _FINISHED.replace("scale", "scale * (2.0 if both is sums[1] else 1.0)")),
         model="llama-tied",
     ),
     _hidden(
         "tied_head_gradient_missing",
         "A head that is tied gives the embedding no gradient.",
         "backward",
-        (_FINISHED, _FINISHED.replace("scale", "scale * (0.0 if grad is sums[1] else 1.0)")),
+        (_FINISHED, _FINISHED.replace("scale", "scale * (0.0 if both is sums[1] else 1.0)")),
         model="llama-tied",
     ),
     _hidden(
