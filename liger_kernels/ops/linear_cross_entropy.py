@@ -8,10 +8,10 @@ the inputs, both gradients among it:
 
 - one chunk (``_linear_one_chunk.py``, "fast"): 6 T H V; b (T V + V H + T H). The logits are kept for the backward,
   which overwrites them by their gradient.
-- token chunks (``_linear_token_chunks.py``, "balanced"): 6 T H V; 4 V H + b T H + b V C. The gradients are computed in the forward and summed over the chunks in
-  float32, after Liger Kernel's idea (arXiv:2410.10989), and rounded in the memory of the sum; a backward pass that
-  retains the graph makes copies. With
-  "none" the backward computes the logits again: 8 T H V.
+- token chunks (``_linear_token_chunks.py``, "balanced"): 6 T H V; 4 V H + b T H + b V C. The gradients are computed in
+  the forward and summed over the chunks in float32, after Liger Kernel's idea (arXiv:2410.10989), and d weight is
+  rounded in the memory of its sum; a backward pass that retains the graph makes copies. With "none" the backward
+  computes the logits again: 8 T H V.
 - vocabulary slabs of S classes (``_linear_vocabulary_slabs.py``, "small"): 8 T H V; b (V H + T S) + 4 T H. The forward
   only takes the loss from each slab of logits; the backward computes it again and finishes its rows of d weight. What
   is not written yet of d weight holds the logits of wider slabs. It is never chosen by default.
