@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, next_power_of_2, tl, triton, use_triton
+from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, libdevice, next_power_of_2, tl, triton, use_triton
 from liger_kernels.ops.rms_norm import as_rows
 
 
@@ -34,6 +34,8 @@ def geglu_ref(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh"
 
 
 # To the right of a tensor: the interpreter does not multiply a constant by one.
+_COMPILED = tl.constexpr(not INTERPRET)
+_MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 _CUBE = tl.constexpr(0.044715)
 _SQRT_1_OVER_2 = tl.constexpr(0.7071067811865476)
@@ -43,8 +45,14 @@ _SQRT_1_OVER_2PI = tl.constexpr(0.3989422804014327)
 @triton.jit
 def _sigmoid(x):
     """sigmoid(x) and its derivative, s * (1 - s), in a form that neither overflows nor cancels where s is near 1."""
-    e = tl.exp(-tl.abs(x))
-    near_one = 1.0 / (1.0 + e)
+    if _COMPILED:
+        # Both without the scaling of results below 2^-126, which takes more instructions than the rest: an e that
+        # small is 0 here, and 1 + e is between 1 and 2.
+        e = libdevice.exp2(tl.abs(x) * _MINUS_LOG2_E)
+        near_one = libdevice.fast_dividef(tl.full((), 1.0, tl.float32), 1.0 + e)
+    else:
+        e = tl.exp(-tl.abs(x))
+        near_one = 1.0 / (1.0 + e)
     return tl.where(x >= 0.0, near_one, e * near_one), e * near_one * near_one
 
 
