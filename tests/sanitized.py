@@ -15,6 +15,7 @@ import torch
 
 from liger_kernels.ops import launches
 from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows, Slab, backward_rows, forward_rows
+from liger_kernels.ops._linear import APART, halves, over_first_half, round_halves
 from liger_kernels.ops._runtime import tl, triton
 from tests.test_ops_gpu import CALLS, EXTRAS, targets
 
@@ -45,6 +46,13 @@ def whole_rows(dtype: torch.dtype, vocab: int) -> None:
     forward_rows(logits, targets(8, vocab), None, None, options, found, grad=logits)
 
 
+def round_in_place(dtype: torch.dtype, columns: int = 1023) -> None:
+    """A float32 sum over its own memory, in more than one launch."""
+    sums = [torch.randn(shape, device="cuda") for shape in halves((2 * APART // columns + 5, columns), dtype)]
+    first, second = sums
+    round_halves(first, second, torch.rand((), device="cuda"), over_first_half(first, second, dtype))
+
+
 @triton.jit
 def _out_of_bounds_kernel(x_ptr, BLOCK: tl.constexpr):
     tl.store(x_ptr + (1 << 28) + tl.arange(0, BLOCK), 1.0)
@@ -67,6 +75,7 @@ def main() -> None:
         print(name, flush=True)
     for dtype in (torch.float32, torch.bfloat16):
         slabs(dtype)
+        round_in_place(dtype)
         for vocab in (20000, 50257, 70000, 140000):
             whole_rows(dtype, vocab)
         torch.cuda.synchronize()
