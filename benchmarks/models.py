@@ -8,6 +8,7 @@ catches an arm that computes something else, and proves nothing more (``pytest c
 whole steps by CUDA events, so gaps that the host leaves are in them; memory is the peak of a step, weights and
 gradients included. The first step of a shape is a number of its own: there kernels, and compiled arms as a whole, are
 compiled, every shape as a program of its own; ``--layers`` makes a model shallow whose arms would take minutes to.
+``graph`` and ``ours+graph`` replay a whole step as a CUDA graph: then there is no host to wait for.
 """
 
 from __future__ import annotations
@@ -89,12 +90,15 @@ def _ours(model: Any) -> Any:
 # liger comes last: it changes transformers for every model of the process.
 ARMS: dict[str, Callable[[Any], Any]] = {
     "eager": lambda model: model,
+    "graph": lambda model: model,
     "ours": _ours,
     "ours-small": lambda model: liger_kernels.patch(model, memory="small") and model,
+    "ours+graph": _ours,
     "compile": torch.compile,
     "ours+compile": lambda model: torch.compile(_ours(model)),
     "liger": _liger,
 }
+GRAPHS = ("graph", "ours+graph")
 
 
 @dataclass(frozen=True)
@@ -131,8 +135,32 @@ def step(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return loss.detach()
 
 
-def outcome(model: Any, ids: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
-    loss = float(step(model, ids))
+def captured(model: Any, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A whole step of these tokens as one CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step(model, ids)
+        model.zero_grad(set_to_none=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(model, ids)
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return loss
+
+    return replay
+
+
+def stepper(model: Any, ids: torch.Tensor, arm: str) -> Callable[[], torch.Tensor]:
+    return captured(model, ids) if arm in GRAPHS else partial(step, model, ids)
+
+
+def outcome(model: Any, ids: torch.Tensor, arm: str) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = float(stepper(model, ids, arm)())
     inner = getattr(model, "_orig_mod", model)
     return loss, {name: p.grad.float() for name, p in inner.named_parameters() if p.grad is not None}
 
@@ -159,17 +187,18 @@ def seconds(call: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def measure(model: Any, ids: torch.Tensor, repeats: int) -> tuple[list[float], float]:
-    """Milliseconds of each step, and the peak of memory in GiB."""
-    for _ in range(2):
-        step(model, ids)
+def measure(model: Any, ids: torch.Tensor, arm: str, repeats: int) -> tuple[list[float], float]:
+    """Milliseconds of each step, and the peak of memory in GiB; that of a graph is taken while it is captured."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    run = stepper(model, ids, arm)
+    for _ in range(2):
+        run()
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        step(model, ids)
+        run()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
@@ -210,11 +239,11 @@ def main() -> int:
     for name in models:
         # of the first shape, so that a compiled arm compiles no further one for it
         checked = torch.randint(MODELS[name][1]["vocab_size"], shapes[0], device="cuda")
-        expected = outcome(build(name, arguments.layers), checked)
+        expected = outcome(build(name, arguments.layers), checked, "eager")
         for arm in sorted(arms, key=list(ARMS).index):
             torch.compiler.reset()
             model = ARMS[arm](build(name, arguments.layers))
-            found, first_s = seconds(partial(outcome, model, checked))
+            found, first_s = seconds(partial(outcome, model, checked, arm))
             if wrong := differs(found, expected):
                 failed = True
                 print(f"{name} {arm}: WRONG, not measured: {wrong}", flush=True)
@@ -226,7 +255,7 @@ def main() -> int:
                     torch.compiler.reset()  # every shape is a program of its own, as the first one is
                     _, first_s = seconds(partial(step, model, ids))
                 release()
-                times, gib = measure(model, ids, arguments.repeats)
+                times, gib = measure(model, ids, arm, arguments.repeats)
                 ms, layers = statistics.median(times), model.config.num_hidden_layers
                 row = Row(name, f"{batch}x{length}", arm, ms, spread(times), gib, first_s, layers)
                 rows.append(row)

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from liger_kernels import ops
 from liger_kernels.ops import _runtime, launches, reset_launches
 from liger_kernels.ops._runtime import INTERPRET, launch, next_power_of_2, tl, triton, use_triton
 
@@ -117,47 +119,118 @@ def test_an_empty_grid_launches_nothing(device) -> None:
     assert launches() == {}
 
 
-@pytest.mark.parametrize(("index", "guarded"), [(0, False), (1, True), (None, False)])
-def test_launches_under_the_tensors_own_device(monkeypatch, index, guarded) -> None:
-    """Triton launches on the current device: of another one's tensors that is an error, or a wrong result."""
-    entered = []
+def compiled(heard: list[object]) -> Any:
+    """A program as Triton makes one, but for the GPU: what it would be launched with goes to ``heard``."""
+    from triton.compiler import CompiledKernel
+
+    program = CompiledKernel.__new__(CompiledKernel)
+    vars(program).update(module="module", function="function", packed_metadata="metadata", name="_kernel", src=None)
+    vars(program).update(dict.fromkeys(("run", "_run"), lambda *args: heard.append(args)))  # Triton 3.3, and since
+    return program
+
+
+@pytest.fixture
+def kernel(monkeypatch) -> Any:
+    """A kernel whose programs are kept, on a machine with several devices, of which 0 is the current one. Its ``heard``
+    is what happened."""
 
     class Kernel:
         __name__ = "_kernel"
         arg_names = ("x", "BLOCK")
 
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: (entered.append(grid), Program())[1]
+        def __init__(self):
+            self.heard = []
 
-    class Program:
         def __getitem__(self, grid):
-            return lambda *args, stream: entered.append(("kept", grid, args, stream))
+            return lambda *args, **kwargs: (self.heard.append(grid), compiled(self.heard))[1]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
+    monkeypatch.setattr(_runtime, "_KEEP_PROGRAMS", True)
+    monkeypatch.setattr(_runtime, "_programs", {})
+    yield Kernel()
+    reset_launches()
+
+
+@pytest.mark.parametrize(("index", "guarded"), [(0, False), (1, True), (None, False)])
+def test_launches_under_the_tensors_own_device(monkeypatch, kernel, index, guarded) -> None:
+    """Triton launches on the current device: of another one's tensors that is an error, or a wrong result."""
 
     class Guard:
         def __init__(self, device):
             self.device = device
 
         def __enter__(self):
-            entered.append(self.device)
+            kernel.heard.append(self.device)
 
         def __exit__(self, *_):
-            entered.append("left")
+            kernel.heard.append("left")
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
     device = torch.device("cuda", index)
     for keeps in (False, True):
         monkeypatch.setattr(_runtime, "_KEEP_PROGRAMS", keeps)
-        monkeypatch.setattr(_runtime, "_programs", {})
-        kernel = Kernel()
-        launched: list[object] = [(2,), ("kept", (2, 1, 1), (5, 8), 70) if keeps else (2,), (2,)]
+        again = (2, 1, 1, 70, "function", "metadata", None, None, None, 5, 8)
+        launched: list[object] = [(2,), again if keeps else (2,), (2,)]
         for x in (5, 5, 1):  # the same program again, and another one
             launch(kernel, (2,), device, x, BLOCK=8)
             here = [launched.pop(0)]
-            assert entered == ([device, *here, "left"] if guarded else here)
-            entered.clear()
-    reset_launches()
+            assert kernel.heard == ([device, *here, "left"] if guarded else here)
+            kernel.heard.clear()
+
+
+def hooks() -> Any:
+    return triton.knobs.runtime if hasattr(triton, "knobs") else triton.compiler.CompiledKernel
+
+
+@pytest.mark.parametrize("grid", [(2,), (2, 3), (2, 3, 4)])
+def test_a_kept_program_is_launched_as_triton_launches_it(kernel, grid) -> None:
+    """But for a description of the launch, and for whom nobody is."""
+    for _ in range(2):
+        launch(kernel, grid, torch.device("cuda", 0), 5, BLOCK=8)
+    assert kernel.heard.pop(0) == grid
+    compiled(kernel.heard)[(*grid, 1, 1)[:3]](5, 8, stream=70)
+    ours, tritons = kernel.heard
+    assert (ours[:6], ours[9:]) == (tritons[:6], tritons[9:])
+    assert ours[6:9] == (None, None, None)
+    assert not any(getattr(hook, "calls", hook) for hook in tritons[7:9])
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_who_wants_to_hear_of_launches_does(monkeypatch, kernel, name) -> None:
+    def hook(metadata):
+        pass
+
+    launch(kernel, (2,), torch.device("cuda", 0), 5, BLOCK=8)
+    chain = getattr(hooks(), name)
+    if chain is None:  # Triton 3.3 has room for one
+        monkeypatch.setattr(hooks(), name, hook)
+    else:
+        monkeypatch.setattr(chain, "calls", [hook])
+    launch(kernel, (2,), torch.device("cuda", 0), 5, BLOCK=8)
+    assert kernel.heard[-1][7:9] == (hooks().launch_enter_hook, hooks().launch_exit_hook)
+    assert (kernel.heard[-1][6] is None) == (hooks().launch_enter_hook is None)  # what Triton makes for a hook
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "rope", "swiglu", "geglu", "cross_entropy"])
+def test_a_second_derivative_is_refused(device, op) -> None:
+    """Zeros would be a wrong number. A first one with ``create_graph`` is the usual one."""
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+    calls = {
+        "rms_norm": lambda: ops.rms_norm(x),
+        "add_rms_norm": lambda: ops.add_rms_norm(x, torch.ones_like(x))[0],
+        "rope": lambda: ops.rope(x[None, None], x[None, None], *torch.randn(2, 1, 4, 8, device=device))[0],
+        "swiglu": lambda: ops.swiglu(x, x),
+        "geglu": lambda: ops.geglu(x, x),
+        "cross_entropy": lambda: ops.cross_entropy(x, torch.zeros(4, dtype=torch.int64, device=device)),
+    }
+    y = calls[op]()
+    (usual,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+    upstream = torch.ones_like(y).requires_grad_()
+    (first,) = torch.autograd.grad(y, x, upstream, create_graph=True)
+    assert torch.equal(first, usual)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
 
 
 @pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (4096, 4096), (4097, 8192), (2**33, 2**33)])

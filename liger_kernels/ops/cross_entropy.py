@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows, backward_rows, forward_rows
 from liger_kernels.ops._mean import mean, mean_denominator
-from liger_kernels.ops._runtime import use_triton
+from liger_kernels.ops._runtime import backward_once, use_triton
 
 REDUCTIONS = ("mean", "sum", "none")
 EXTRAS = ("token_accuracy", "predicted_tokens", "entropy", "log_probs")
@@ -167,7 +166,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         return loss, *beside
 
     @staticmethod
-    @once_differentiable
+    @backward_once
     def backward(ctx: Any, grad_loss: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
         if grad_loss is None:
             return (None,) * 12

@@ -17,9 +17,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
-from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, libdevice, next_power_of_2, tl, triton, use_triton
+from liger_kernels.ops._runtime import (
+    INTERPRET,
+    backward_once,
+    cdiv,
+    launch,
+    libdevice,
+    next_power_of_2,
+    tl,
+    triton,
+    use_triton,
+)
 from liger_kernels.ops.rms_norm import as_rows
 
 
@@ -184,7 +193,7 @@ class GLUFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @backward_once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if ctx.needs_input_grad[0] else None

@@ -26,9 +26,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, next_power_of_2, tl, triton, use_triton
+from liger_kernels.ops._runtime import INTERPRET, backward_once, cdiv, launch, next_power_of_2, tl, triton, use_triton
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
 
@@ -277,7 +276,7 @@ class RMSNormFunction(torch.autograd.Function):
         return y, total
 
     @staticmethod
-    @once_differentiable
+    @backward_once
     def backward(
         ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:

@@ -20,9 +20,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, next_power_of_2, tl, triton, use_triton
+from liger_kernels.ops._runtime import INTERPRET, backward_once, cdiv, launch, next_power_of_2, tl, triton, use_triton
 
 PAIRINGS = ("half", "interleaved", "interleaved_repeat")
 
@@ -336,7 +335,7 @@ class RopeFunction(torch.autograd.Function):
         return q_out, k_out
 
     @staticmethod
-    @once_differentiable
+    @backward_once
     def backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         grads = []

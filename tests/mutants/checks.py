@@ -74,6 +74,22 @@ MUTANTS = (
         "test_ops_runtime.py::test_one_program_is_kept_for_what_triton_would_compile_once",
     ),
     _check(
+        "launch_of_which_a_profiler_does_not_hear",
+        "A kept program is launched past Triton's hooks, so that its profiler sees nothing of it.",
+        f"{_OPS}._runtime",
+        "if _is_watched():",
+        "if False:",
+        "test_ops_runtime.py::test_who_wants_to_hear_of_launches_does",
+    ),
+    _check(
+        "second_derivative_of_zeros",
+        "A kernel's gradient counts as a constant when it is differentiated again.",
+        f"{_OPS}._runtime",
+        "return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)",
+        "return backward(ctx, *grads)",
+        "test_ops_runtime.py::test_a_second_derivative_is_refused",
+    ),
+    _check(
         "sum_rounded_in_its_own_memory_from_its_end",
         "A float32 sum is rounded into its own memory from the last numbers on, over others still to be read.",
         f"{_OPS}._linear",
