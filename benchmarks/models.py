@@ -87,6 +87,13 @@ def _ours(model: Any) -> Any:
     return model
 
 
+def _with_compiled_layers(model: Any) -> Any:
+    """What surrounds the decoder layers is not traced: transformers then leaves causal masks to the attention."""
+    for layer in model.model.layers:
+        layer.compile()
+    return model
+
+
 # liger comes last: it changes transformers for every model of the process.
 ARMS: dict[str, Callable[[Any], Any]] = {
     "eager": lambda model: model,
@@ -96,6 +103,8 @@ ARMS: dict[str, Callable[[Any], Any]] = {
     "ours+graph": _ours,
     "compile": torch.compile,
     "ours+compile": lambda model: torch.compile(_ours(model)),
+    "compile-layers": _with_compiled_layers,
+    "ours+compile-layers": lambda model: _with_compiled_layers(_ours(model)),
     "liger": _liger,
 }
 GRAPHS = ("graph", "ours+graph")

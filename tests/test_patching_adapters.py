@@ -116,3 +116,15 @@ def test_a_compiled_model_trains_the_same(family, order):
     assert out.logits.shape == (2, 9, 67)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_compiled_decoder_layers_train_the_same_without_a_graph_break(family):
+    model = tiny(family)
+    expected = run(copy.deepcopy(model))
+    liger_kernels.patch(model)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    found = gradients(model, model(**batch()).loss)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=name)
