@@ -310,6 +310,26 @@ def test_gradients_take_the_memory_of_their_own_sums(dtype, tokens, device, monk
             assert grad.untyped_storage().nbytes() <= max(rows, 1) * grad[0].numel() * dtype.itemsize
 
 
+def test_a_slab_is_released_before_the_sum_is_rounded(device, monkeypatch):
+    """Rounding copies the front of the sum, which would come on top of the slab's logits."""
+    made, alive = [], []
+
+    def buffer(*args):
+        new = _linear.logits_buffer(*args)
+        made.append(StorageWeakRef(new.untyped_storage()))
+        return new
+
+    def rounded(*args):
+        gc.collect()  # the interpreter leaves cycles behind that hold what a kernel was given
+        alive.extend(not storage.expired() for storage in made)
+        return _linear.round_halves(*args)
+
+    monkeypatch.setattr(_linear_vocabulary_slabs, "logits_buffer", buffer)
+    monkeypatch.setattr(_linear_vocabulary_slabs, "round_halves", rounded)
+    Case(device, torch.bfloat16).run(memory="small")
+    assert alive == [False, False]  # of the forward and of the backward
+
+
 def test_argmax_and_target_in_any_slab(device):
     """The largest logit, and the target's, in every class once: equal logits count for the first of them."""
     hidden = torch.eye(VOCAB, device=device)

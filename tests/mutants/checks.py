@@ -325,8 +325,16 @@ MUTANTS = (
         "The hidden states' gradient is rounded to bfloat16 after every slab of the vocabulary.",
         f"{_OPS}._linear_vocabulary_slabs",
         "keep=1.0 if first else 0.0)\n",
-        "keep=1.0 if first else 0.0)\n            d_hidden.copy_(d_hidden.bfloat16())\n",
+        "keep=1.0 if first else 0.0)\n            [part.copy_(part.bfloat16()) for part in d_hidden]\n",
         "test_ops_linear_cross_entropy.py::test_hidden_gradient_is_summed_in_float32_over_slabs",
+    ),
+    _check(
+        "slab_held_while_its_sum_is_rounded",
+        "The last slab's logits are still there when the hidden states' gradient is rounded.",
+        f"{_OPS}._linear_vocabulary_slabs",
+        "    del logits  #",
+        "    #",
+        "test_ops_linear_cross_entropy.py::test_a_slab_is_released_before_the_sum_is_rounded",
     ),
     _check(
         "slabs_upstream_gradient_ignored",
