@@ -168,8 +168,12 @@ def stepper(model: Any, ids: torch.Tensor, arm: str) -> Callable[[], torch.Tenso
     return captured(model, ids) if arm in GRAPHS else partial(step, model, ids)
 
 
+def first(model: Any, ids: torch.Tensor, arm: str) -> torch.Tensor:
+    return stepper(model, ids, arm)()
+
+
 def outcome(model: Any, ids: torch.Tensor, arm: str) -> tuple[float, dict[str, torch.Tensor]]:
-    loss = float(stepper(model, ids, arm)())
+    loss = float(first(model, ids, arm))
     inner = getattr(model, "_orig_mod", model)
     return loss, {name: p.grad.float() for name, p in inner.named_parameters() if p.grad is not None}
 
@@ -262,7 +266,7 @@ def main() -> int:
                 ids = torch.randint(MODELS[name][1]["vocab_size"], (batch, length), device="cuda")
                 if i:
                     torch.compiler.reset()  # every shape is a program of its own, as the first one is
-                    _, first_s = seconds(partial(step, model, ids))
+                    _, first_s = seconds(partial(first, model, ids, arm))
                 release()
                 times, gib = measure(model, ids, arm, arguments.repeats)
                 ms, layers = statistics.median(times), model.config.num_hidden_layers
