@@ -195,6 +195,14 @@ def halves(shape: Shape, dtype: torch.dtype) -> tuple[Shape, Shape]:
     return (rows, *shape[1:]), (shape[0] - rows, *shape[1:])
 
 
+def add_to_halves(sums: tuple[Tensor, Tensor], a: Tensor, b: Tensor, keep: float) -> None:
+    """:func:`add_product` over the rows of both. A view of ``a`` must not outlive it: ``a`` is a slab of logits, whose
+    memory goes before the sums are rounded."""
+    for part, rows in zip(sums, a.split([len(part) for part in sums]), strict=True):
+        if len(part):
+            add_product(part, rows, b, keep)
+
+
 def over_first_half(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
     """``dtype`` [rows of both, ...] in the memory of ``first``."""
     shape = first.shape[0] + second.shape[0], *first.shape[1:]

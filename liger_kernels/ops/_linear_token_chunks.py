@@ -22,7 +22,7 @@ from liger_kernels.ops._linear import (
     ARGUMENTS,
     TENSORS,
     Call,
-    add_product,
+    add_to_halves,
     beside,
     current_observer,
     fake_gradients,
@@ -66,9 +66,7 @@ class _GradientSums:
             torch.mm(d_logits, self.weight, out=self.d_hidden[start:stop])
         keep = 1.0 if start else 0.0  # 0 never reads what it overwrites
         if self.needs_weight:
-            for part, columns in zip(self.d_weight, d_logits.split([len(d) for d in self.d_weight], 1), strict=True):
-                if len(part):
-                    add_product(part, columns.t(), rows, keep)
+            add_to_halves(self.d_weight, d_logits.t(), rows, keep)
         if self.needs_bias:
             if start:
                 self.d_bias += d_logits.sum(0, dtype=torch.float32)

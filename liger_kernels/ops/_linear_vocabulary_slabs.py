@@ -21,7 +21,7 @@ from liger_kernels.ops._linear import (
     ARGUMENTS,
     TENSORS,
     Call,
-    add_product,
+    add_to_halves,
     beside,
     current_observer,
     fake_gradients,
@@ -101,13 +101,6 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     return *fake_rows(call), call.hidden.new_empty(stats, dtype=torch.float32)
 
 
-def _add_to_halves(d_hidden: tuple[Tensor, Tensor], d_logits: Tensor, weight: Tensor, keep: float) -> None:
-    """A function, because a view of the logits that outlived the loop over the slabs would hold their memory."""
-    for part, rows in zip(d_hidden, d_logits.split([len(part) for part in d_hidden]), strict=True):
-        if len(part):
-            add_product(part, rows, weight, keep)
-
-
 @torch.library.custom_op(
     "liger_kernels::linear_cross_entropy_vocabulary_slabs_backward",
     mutates_args=(),
@@ -140,7 +133,7 @@ def backward_op(grad_loss: Tensor, divisor: Tensor, stats: Tensor, *arguments: A
         if call.needs_weight:
             torch.mm(logits.t(), hidden, out=d_weight[first:stop])
         if call.needs_hidden:
-            _add_to_halves(d_hidden, logits, weight[first:stop], keep=1.0 if first else 0.0)
+            add_to_halves(d_hidden, logits, weight[first:stop], keep=1.0 if first else 0.0)
         if call.needs_bias:
             torch.sum(logits, 0, out=d_bias[first:stop])
     if observer is not None:

@@ -291,8 +291,9 @@ MUTANTS = (
         "c16_weight_gradient_in_bfloat16",
         "The head's gradient is rounded to bfloat16 after every chunk.",
         f"{_OPS}._linear_token_chunks",
-        "add_product(part, columns.t(), rows, keep)\n",
-        "add_product(part, columns.t(), rows, keep)\n                    part.copy_(part.bfloat16())\n",
+        "add_to_halves(self.d_weight, d_logits.t(), rows, keep)\n",
+        "add_to_halves(self.d_weight, d_logits.t(), rows, keep)\n"
+        "            [part.copy_(part.bfloat16()) for part in self.d_weight]\n",
         "test_ops_linear_cross_entropy.py::test_weight_gradient_is_summed_in_float32",
         source="C16",
     ),
