@@ -259,15 +259,38 @@ def test_what_is_frozen_costs_nothing_in_slabs(needs, reduction, device, monkeyp
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("hidden", [63, 64])
 def test_logits_of_wide_slabs_lie_in_what_is_not_written_yet_of_the_weight_gradient(hidden, bias, device, monkeypatch):
-    """A slab of 192 classes; the last two, of 24, have a buffer of their own."""
+    """A slab of 192 classes; the last two, of 24, have a buffer of their own. The forward computes those of both in
+    rows of d weight that only the backward writes, and the backward finds the first slab's computed."""
     case = Case(device, torch.bfloat16, tokens=8, hidden=hidden, vocab=10 * SLAB, bias=bias)
     case.assert_right(memory="small")
     spy = Spy(monkeypatch)
     reset_launches()
     case.run(memory="small")
-    assert over_logits() == (5, 3)
-    assert spy.allocated_like(8, 2 * SLAB) == spy.allocated_like(8, SLAB) == [torch.bfloat16]
+    assert over_logits() == (2, 3)
+    assert spy.gemms == 2 + 2 + 3 * (2 + 1)  # forward; logits, two halves of d hidden and d weight again
+    assert spy.allocated_like(8, SLAB) == spy.allocated_like(10 * SLAB, hidden) == [torch.bfloat16]
+    assert not spy.allocated_like(8, 2 * SLAB)
     assert not spy.allocated_like(8, 8 * SLAB)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 8])
+def test_a_slab_is_kept_for_the_first_backward_pass_alone(tokens, dtype, device):
+    """A second one computes it again, to the same bits, and so does what is compiled."""
+    case = Case(device, dtype, tokens=tokens, hidden=64, vocab=10 * SLAB)
+    hidden, weight, bias = (t.requires_grad_() for t in case.tensors)
+    loss = linear_cross_entropy(hidden, weight, case.targets, bias, memory="small")
+    with pytest.MonkeyPatch.context() as patch:
+        spy = Spy(patch)
+        first = torch.autograd.grad(loss, [hidden, weight, bias], retain_graph=True)
+        kept, spy.gemms = spy.gemms, 0
+        second = torch.autograd.grad(loss, [hidden, weight, bias])
+        assert spy.gemms == kept + 1
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    loss = compiled(hidden, weight, case.targets, bias, memory="small")
+    for one, again, never in zip(first, second, torch.autograd.grad(loss, [hidden, weight, bias]), strict=True):
+        assert torch.equal(one, again)
+        torch.testing.assert_close(one, never)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -932,9 +955,14 @@ def test_ops_are_registered_as_torch_wants_them(chunk_size, reduction, device):
         check(_linear_one_chunk.logits_op, detached[:3])
         check(_linear_one_chunk.backward_op, (torch.ones_like(loss), divisor, stats, logits, *detached))
         return
-    check(_linear_vocabulary_slabs.forward_op, (*call, SLAB, SLAB))
-    loss, *_, divisor, stats = _linear_vocabulary_slabs.forward_op(*detached, SLAB, SLAB)
-    check(_linear_vocabulary_slabs.backward_op, (torch.ones_like(loss), divisor, stats, *detached, SLAB, SLAB))
+    for slab in (SLAB, VOCAB // 8):  # the logits of none or of more than 16 classes are kept
+        check(_linear_vocabulary_slabs.forward_op, (*call, slab, slab, True))
+        loss, *_, divisor, stats, d_weight = _linear_vocabulary_slabs.forward_op(*detached, slab, slab, True)
+        upstream = torch.ones_like(loss)
+        if len(d_weight):
+            check(_linear_vocabulary_slabs.finish_op, (upstream, divisor, stats, d_weight, *detached, slab, slab))
+        else:
+            check(_linear_vocabulary_slabs.backward_op, (upstream, divisor, stats, *detached, slab, slab))
     observed = reduction != "none"
     check(_linear_token_chunks.forward_op, (*call, chunk_size, observed))
     loss, *_, divisor, stats, d_hidden, d_weight, more_d_weight, _, d_logits = _linear_token_chunks.forward_op(

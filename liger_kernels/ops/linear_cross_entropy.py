@@ -12,9 +12,10 @@ the inputs, both gradients among it:
   the forward and summed over the chunks in float32, after Liger Kernel's idea (arXiv:2410.10989), and d weight is
   rounded in the memory of its sum; a backward pass that retains the graph makes copies. With "none" the backward
   computes the logits again: 8 T H V.
-- vocabulary slabs of S classes (``_linear_vocabulary_slabs.py``, "small"): 8 T H V; b (V H + T S) + 4 T H. The forward
-  only takes the loss from each slab of logits; the backward computes it again and finishes its rows of d weight. What
-  is not written yet of d weight holds the logits of wider slabs. It is never chosen by default.
+- vocabulary slabs of S classes (``_linear_vocabulary_slabs.py``, "small"): 8 T H V - 2 T H K; b (V H + T S) + 4 T H.
+  The forward only takes the loss from each slab of logits; the backward computes it again and finishes its rows of
+  d weight. What is not written yet of d weight holds the logits of wider slabs, and between forward and backward those
+  of the first K = V H / (T + H) classes, which are not computed again. It is never chosen by default.
 
 "fast" for more than 8192 tokens is chunks of 8192, whose float32 sum of d weight then holds less than all logits would.
 
@@ -237,7 +238,7 @@ def linear_cross_entropy(
         memory: how much of it may buy time; the numbers stand at the top of this file. "fast" holds all logits between
             forward and backward, which take the fewest operations, or, of more than 8192 tokens, those of 8192 at a
             time (with "none" all). "balanced" holds those of C = 2048 tokens, or of 1024 for a hidden size below 2048.
-            "small" holds little but the gradients, and computes the logits twice (label smoothing: as "balanced").
+            "small" holds little but the gradients, and computes most logits twice (label smoothing: as "balanced").
             float16 is always "balanced". By default "fast" for at most 2 * hidden size + C tokens in bfloat16, for at
             most C in float32, and else "balanced"; so it is in a program that ``torch.compile`` compiles, where "fast"
             costs a copy of the logits. Without gradients there is nothing to keep logits for: "fast" is "balanced".
@@ -308,7 +309,7 @@ def linear_cross_entropy(
     elif schedule == "balanced":
         out = _linear_token_chunks.forward_op(*call, *size, current_observer() is not None)
     else:
-        out = _linear_vocabulary_slabs.forward_op(*call, *size)
+        out = _linear_vocabulary_slabs.forward_op(*call, *size, not torch.compiler.is_compiling())
     loss, log_probs, entropy, predicted, *_ = out
     return with_extras(loss, extras, targets, ignore_index, log_probs.detach(), entropy.detach(), predicted)
 

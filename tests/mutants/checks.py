@@ -338,6 +338,14 @@ MUTANTS = (
         "test_ops_linear_cross_entropy.py::test_a_slab_is_released_before_the_sum_is_rounded",
     ),
     _check(
+        "slab_kept_for_every_backward_pass",
+        "A second backward pass takes the first one's gradient for the logits that the forward kept.",
+        f"{_OPS}._linear_vocabulary_slabs",
+        "d_weight, ctx.d_weight = ctx.saved_tensors, ctx.d_weight, None",
+        "d_weight = ctx.saved_tensors, ctx.d_weight",
+        "test_ops_linear_cross_entropy.py::test_a_slab_is_kept_for_the_first_backward_pass_alone",
+    ),
+    _check(
         "slabs_upstream_gradient_ignored",
         "The gradient that comes in is taken for 1, in slabs of the vocabulary.",
         f"{_OPS}._linear_vocabulary_slabs",
