@@ -24,6 +24,7 @@ def slabs(dtype: torch.dtype, rows: int = 40, vocab: int = 3000, columns: int = 
     """Forward and backward in slabs of ``columns`` classes, the gradient over the logits."""
     logits = torch.randn(rows, vocab, device="cuda").to(dtype)
     labels = targets(rows, vocab)
+    weight = torch.rand(rows, device="cuda")
     for extras in ((), EXTRAS):
         options = LossOptions(-100, 0.0, None, 1.0, 1e-4)
         found = Rows.empty(rows, logits.device, extras, stats=True)
@@ -35,7 +36,8 @@ def slabs(dtype: torch.dtype, rows: int = 40, vocab: int = 3000, columns: int = 
             forward_rows(logits[:, start : start + columns], labels, None, None, options, found, slab=slab)
         for start in range(0, vocab, columns):
             part = logits[:, start : start + columns]
-            backward_rows(part, labels, None, options, found.stats, carry[0, 0] + 1, part, slab=Slab(start, vocab))
+            weighted = options, found.stats, carry[0, 0] + 1, weight.sum()
+            backward_rows(part, labels, None, weight, *weighted, grad=part, slab=Slab(start, vocab))
 
 
 def whole_rows(dtype: torch.dtype, vocab: int) -> None:

@@ -32,6 +32,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "z_loss": {"z_loss": 0.01},
     "class_weight": {"class_weight": True},
     "smoothed_class_weight": {"class_weight": True, "label_smoothing": 0.3},
+    "row_weight": {"row_weight": True},
     "ignore_a_class": {"ignore_index": 3},
     "all": {
         "label_smoothing": 0.2,
@@ -39,13 +40,14 @@ ALONE: dict[str, dict[str, Any]] = {
         "logit_scale": 1.7,
         "z_loss": 0.02,
         "class_weight": True,
+        "row_weight": True,
         "ignore_index": 0,
     },
 }
 
 
 def make_inputs(tokens, vocab, dtype, device, options, spread=3.0, seed=0):
-    """Logits, targets with ignored rows in the middle and at the end, and the options with a drawn class weight."""
+    """Logits, targets with ignored rows in the middle and at the end, and the options with drawn weights."""
     rng = torch.Generator().manual_seed(seed)
     logits = (torch.randn(tokens, vocab, generator=rng) * spread).to(dtype).to(device).requires_grad_()
     targets = torch.randint(0, vocab, (tokens,), generator=rng)
@@ -53,6 +55,8 @@ def make_inputs(tokens, vocab, dtype, device, options, spread=3.0, seed=0):
     options = dict(options)
     if options.pop("class_weight", False):
         options["class_weight"] = (torch.rand(vocab, generator=rng) + 0.25).to(device)
+    if options.pop("row_weight", False):
+        options["row_weight"] = (torch.rand(tokens, generator=rng) + 0.25).to(device)
     return logits, targets.to(device), options
 
 
@@ -116,7 +120,9 @@ def test_every_option(dtype, options, reduction, device):
 @pytest.fixture
 def a_row_a_program(monkeypatch):
     """As rows of a large vocabulary run: blocks of one row each, most of them whole and without the row's target."""
-    monkeypatch.setattr(_cross_entropy_rows, "_launch_shape", lambda logits: {"ROWS": 1, "BLOCK": 64, "num_warps": 1})
+    monkeypatch.setattr(
+        _cross_entropy_rows, "_launch_shape", lambda logits, looks: {"ROWS": 1, "BLOCK": 64, "num_warps": 1}
+    )
 
 
 @pytest.mark.parametrize("vocab", [192, 200])
@@ -387,7 +393,7 @@ def test_rows_beyond_two_to_the_31_elements():
     forward_rows(logits, targets, None, None, options, rows)
     three_way(rows.loss, torchs, truth, torch.float32, "loss")
     assert rows.stats is not None
-    backward_rows(logits, targets, None, options, rows.stats, torch.ones(3), logits)
+    backward_rows(logits, targets, None, None, options, rows.stats, torch.ones(3), None, logits)
     three_way(logits, true_grad.half(), true_grad, torch.float16, "gradient")
 
 
@@ -404,7 +410,15 @@ def test_target_out_of_range(target, device):
     grad = torch.empty_like(logits)
     forward_rows(logits, targets, torch.ones(5, device=device), None, options, rows)
     backward_rows(
-        logits, targets, torch.ones(5, device=device), options, rows.stats, torch.ones(3, device=device), grad
+        logits,
+        targets,
+        torch.ones(5, device=device),
+        None,
+        options,
+        rows.stats,
+        torch.ones(3, device=device),
+        None,
+        grad,
     )
     for rowwise in (rows.loss, rows.log_probs, grad):
         assert rowwise[1].isnan().all()
@@ -522,6 +536,7 @@ def test_reference_is_the_formula(reduction):
     """Written out once more, element by element, from the formula at the top of the op's file."""
     logits, targets, options = make_inputs(7, 5, torch.float64, torch.device("cpu"), ALONE["all"])
     w = options["class_weight"] = options["class_weight"].double()
+    by_row = options["row_weight"] = options["row_weight"].double()
     eps, cap, scale = options["label_smoothing"], options["softcap"], options["logit_scale"]
     out = cross_entropy_ref(logits, targets, reduction=reduction, extras=EXTRAS, **options)
     losses, weights, hits = [], [], []
@@ -536,8 +551,9 @@ def test_reference_is_the_formula(reduction):
             assert out.log_probs[row] == 0
             continue
         smooth = sum(w[c].item() * -log_p[c] for c in range(5))
-        losses.append((1 - eps) * w[y].item() * -log_p[y] + eps / 5 * smooth + options["z_loss"] * lse**2)
-        weights.append(w[y].item())
+        loss = (1 - eps) * w[y].item() * -log_p[y] + eps / 5 * smooth + options["z_loss"] * lse**2
+        losses.append(by_row[row].item() * loss)
+        weights.append(by_row[row].item() * w[y].item())
         hits.append(z.index(max(z)) == y)
         assert out.log_probs[row].item() == pytest.approx(log_p[y])
     expected = {"none": losses, "sum": sum(losses), "mean": sum(losses) / sum(weights)}[reduction]

@@ -653,6 +653,8 @@ def _cross_entropy_bwd_kernel(
     stats_stride,
     upstream_ptr,
     upstream_stride,
+    divisor_ptr,
+    row_weight_ptr,
     unless_one_ptr,
     first,
     classes,
@@ -684,6 +686,11 @@ def _cross_entropy_bwd_kernel(
     weight_sum = tl.full((), vocab, tl.float32)
     if weight_sum_ptr is not None:
         weight_sum = tl.load(weight_sum_ptr)
+    upstream = tl.load(upstream_ptr + row * upstream_stride, mask=row_mask, other=0.0).to(tl.float32)
+    if divisor_ptr is not None:
+        upstream = tl.div_rn(upstream, tl.load(divisor_ptr))
+    if row_weight_ptr is not None:
+        upstream *= tl.load(row_weight_ptr + row, mask=counts, other=0.0)
     stats_rows = stats_ptr + row
     _store_grad(
         logits_ptr + row * logits_stride,
@@ -695,7 +702,7 @@ def _cross_entropy_bwd_kernel(
         column,
         counts,
         invalid,
-        tl.load(upstream_ptr + row * upstream_stride, mask=row_mask, other=0.0).to(tl.float32),
+        upstream,
         tl.load(stats_rows, mask=row_mask, other=0.0),
         tl.load(stats_rows + stats_stride, mask=row_mask, other=1.0),
         tl.load(stats_rows + stats_stride + stats_stride, mask=row_mask, other=0.0),
@@ -761,13 +768,15 @@ def _aligned(logits: torch.Tensor) -> bool:
     return logits.stride(0) % 16 == 0 and logits.storage_offset() * logits.element_size() % 16 == 0
 
 
-def _launch_shape(logits: torch.Tensor) -> dict[str, int]:
+def _launch_shape(logits: torch.Tensor, looks: int) -> dict[str, int]:
     """Launch choices: 64 bytes a lane, several rows a program when a row is small. The longer a row, the fewer of them
-    may be under way at once if the second look is to find them in the L2 cache: so more lanes work on one. Rows that
-    are read element by element go in small blocks."""
+    may be under way at once if the second of two ``looks`` is to find them in the L2 cache: so more lanes work on one.
+    The forward has two even where it writes no gradient: its sums are then the same to the last bit. Rows that are
+    read element by element go in small blocks."""
     tokens, vocab = logits.shape
     size = logits.element_size()
-    block_bytes = 2**14 if vocab * size < 112 * 2**10 else 2**15 if vocab * size < 224 * 2**10 else 2**16
+    row_bytes = vocab * size if looks > 1 else 0
+    block_bytes = 2**14 if row_bytes < 112 * 2**10 else 2**15 if row_bytes < 224 * 2**10 else 2**16
     block, lane = (block_bytes // size, 64 // size) if _aligned(logits) else (4096, 16)
     if INTERPRET:  # every program costs about a millisecond, whatever its size
         block = min(next_power_of_2(vocab), 8192)
@@ -806,7 +815,7 @@ def forward_rows(
     """Fill ``rows``, with a ``slab`` from the classes up to its last one; ``grad``, which may be ``logits``, gets
     dloss/dlogits over ``grad_divisor`` (0-d, default 1). ``row_weight`` is float32 [tokens] and contiguous."""
     tokens, vocab = logits.shape
-    shape = _launch_shape(logits)
+    shape = _launch_shape(logits, looks=2)
     launch(
         _cross_entropy_fwd_kernel,
         (cdiv(tokens, shape["ROWS"]),),
@@ -852,17 +861,20 @@ def backward_rows(
     logits: torch.Tensor,
     targets: torch.Tensor,
     class_weight: torch.Tensor | None,
+    row_weight: torch.Tensor | None,
     options: LossOptions,
     stats: torch.Tensor,
     upstream: torch.Tensor,
+    divisor: torch.Tensor | None,
     grad: torch.Tensor,
     unless_one: torch.Tensor | None = None,
     slab: Slab | None = None,
 ) -> None:
-    """Write upstream * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is 0-d or [tokens]. Where
-    ``unless_one`` (0-d) is 1, ``grad`` is left as it is: only the device knows, and nobody waits for it."""
+    """Write upstream / divisor * row weight * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is 0-d
+    or [tokens], ``divisor`` 0-d. Where ``unless_one`` (0-d) is 1, ``grad`` is left as it is: only the device knows, and
+    nobody waits for it."""
     tokens, vocab = logits.shape
-    shape = _launch_shape(logits)
+    shape = _launch_shape(logits, looks=1)
     launch(
         _cross_entropy_bwd_kernel,
         (cdiv(tokens, shape["ROWS"]),),
@@ -878,6 +890,8 @@ def backward_rows(
         stats.stride(0),
         upstream,
         upstream.stride(0) if upstream.dim() else 0,
+        divisor,
+        row_weight,
         unless_one,
         None if slab is None else slab.first,
         None if slab is None else slab.classes,

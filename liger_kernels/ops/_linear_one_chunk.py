@@ -80,11 +80,18 @@ def backward_op(
     """The gradients of hidden, weight and bias. ``logits`` become their own gradient."""
     call = Call(*arguments)
     hidden, weight = call.hidden, call.weight
-    upstream = grad_loss.to(torch.float32) / divisor
-    if call.row_weight is not None:
-        upstream = upstream * call.row_weight
     d_logits = logits[:, : len(weight)]
-    backward_rows(d_logits, call.targets, call.class_weight, call.options, stats, upstream, grad=d_logits)
+    backward_rows(
+        d_logits,
+        call.targets,
+        call.class_weight,
+        call.row_weight,
+        call.options,
+        stats,
+        grad_loss,
+        divisor,
+        grad=d_logits,
+    )
     observer = current_observer()
     if observer is not None:
         observer(0, d_logits.to(torch.float32, copy=True))

@@ -169,9 +169,6 @@ def _gradients(
     """d hidden and d bias; ``d_weight`` is written where it is needed. ``kept``: it holds logits of the forward's."""
     hidden, weight = call.hidden, call.weight
     vocab, observer = len(weight), current_observer()
-    upstream = grad_loss.to(torch.float32) / divisor
-    if call.row_weight is not None:
-        upstream = upstream * call.row_weight
 
     def new(needed: bool, shape: tuple[int, ...], dtype: torch.dtype = hidden.dtype) -> Tensor:
         return torch.empty(shape if needed else (0,), dtype=dtype, device=hidden.device)
@@ -183,7 +180,18 @@ def _gradients(
     slabs = _backward_slabs(call, narrow, d_weight, kept) if call.needs_weight else _backward_slabs(call, columns)
     for first, stop, logits in slabs:
         slab = Slab(first, vocab)
-        backward_rows(logits, call.targets, call.class_weight, call.options, stats, upstream, grad=logits, slab=slab)
+        backward_rows(
+            logits,
+            call.targets,
+            call.class_weight,
+            call.row_weight,
+            call.options,
+            stats,
+            grad_loss,
+            divisor,
+            grad=logits,
+            slab=slab,
+        )
         if observer is not None:
             observed[:, first:stop] = logits
         if call.needs_weight:

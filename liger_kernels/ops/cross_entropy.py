@@ -171,12 +171,12 @@ class CrossEntropyFunction(torch.autograd.Function):
         if grad_loss is None:
             return (None,) * 12
         logits, targets, class_weight, row_weight, stats, denominator = ctx.saved_tensors
-        upstream = grad_loss if denominator is None else grad_loss / denominator
-        upstream = upstream if row_weight is None else upstream * row_weight
         grad, ctx.grad = ctx.grad, None  # whoever gets it may write over it; a second backward pass makes its own
         unless_one = None if grad is None else grad_loss
         grad = _empty_grad(logits) if grad is None else grad
-        backward_rows(logits, targets, class_weight, ctx.options, stats, upstream, grad, unless_one)
+        backward_rows(
+            logits, targets, class_weight, row_weight, ctx.options, stats, grad_loss, denominator, grad, unless_one
+        )
         return grad, *(None,) * 11
 
 

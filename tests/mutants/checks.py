@@ -249,6 +249,14 @@ MUTANTS = (
         source="C2",
     ),
     _check(
+        "loss_row_weight_left_out_of_the_backward",
+        "The gradient of rows with weights is without them, where another upstream gradient than 1 comes in.",
+        f"{_OPS}._cross_entropy_rows",
+        "upstream *= tl.load(row_weight_ptr + row, mask=counts, other=0.0)",
+        "upstream *= tl.load(row_weight_ptr + row, mask=counts, other=0.0) * 0.0 + 1.0",
+        "test_ops_cross_entropy.py::test_every_option",
+    ),
+    _check(
         "c3_fused_first_upstream_gradient_for_every_row",
         "Without reduction, the fused head scales its gradients by the first row's upstream gradient.",
         f"{_OPS}._linear_token_chunks",
@@ -349,8 +357,8 @@ MUTANTS = (
         "slabs_upstream_gradient_ignored",
         "The gradient that comes in is taken for 1, in slabs of the vocabulary.",
         f"{_OPS}._linear_vocabulary_slabs",
-        "upstream = grad_loss.to(torch.float32) / divisor",
-        "upstream = torch.ones_like(grad_loss) / divisor",
+        "            grad_loss,\n            divisor,\n            grad=logits",
+        "            torch.ones_like(grad_loss),\n            divisor,\n            grad=logits",
         "test_ops_linear_cross_entropy.py::test_every_option_together_in_slabs",
     ),
     _check(

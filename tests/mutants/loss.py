@@ -43,7 +43,8 @@ _AT_TARGET = "at_target = (z_loss_slope * p_target - others * inverse * true_wei
 _STORED = "grad.to(grad_rows.dtype.element_ty)"
 _SLOPE = "return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))"
 _SCALE = "scale = grad_loss.to(torch.float32) / divisor"
-_UPSTREAM = "upstream = grad_loss if denominator is None else grad_loss / denominator"
+_UPSTREAM = "stats, grad_loss, denominator, grad, unless_one"
+_ONE_CHUNK_UPSTREAM = "        grad_loss,\n        divisor,\n        grad=d_logits"
 _COUNT = "counts = in_range & (target != ignore_index)\n"
 _LAUNCH = "    launch(\n        _cross_entropy_fwd"
 _FINISHED = "_finished(*both, scale, ctx.dtype, last)"
@@ -73,7 +74,7 @@ MUTANTS = (
         "c4_upstream_gradient_ignored",
         "The gradient that comes in is taken for 1.",
         "backward",
-        (_UPSTREAM, "upstream = torch.ones_like(grad_loss) / (1 if denominator is None else denominator)"),
+        (_UPSTREAM, _UPSTREAM.replace("grad_loss", "torch.ones_like(grad_loss)")),
         source="C4",
         module=_LOGITS,
     ),
@@ -343,14 +344,14 @@ MUTANTS = (
         "one_chunk_upstream_gradient_ignored",
         "The gradient that comes in is taken for 1, where one chunk has all tokens.",
         "backward",
-        ("upstream = grad_loss.to(torch.float32) / divisor", "upstream = torch.ones_like(grad_loss) / divisor"),
+        (_ONE_CHUNK_UPSTREAM, _ONE_CHUNK_UPSTREAM.replace("grad_loss", "torch.ones_like(grad_loss)")),
         module=_ONE_CHUNK,
     ),
     _hidden(
         "one_chunk_mean_over_all_tokens",
         "The gradient of a mean is divided by all rows, the ignored ones too, where one chunk has all tokens.",
         "backward",
-        ("upstream = grad_loss.to(torch.float32) / divisor", "upstream = grad_loss.to(torch.float32) / len(hidden)"),
+        (_ONE_CHUNK_UPSTREAM, _ONE_CHUNK_UPSTREAM.replace("divisor", "torch.full_like(divisor, len(hidden))")),
         module=_ONE_CHUNK,
     ),
     _hidden(
