@@ -219,6 +219,8 @@ def test_schedules_of_one_formula_share_their_peers(bench: Any) -> None:
     assert (fast["op"], small["op"]) == ("linear_cross_entropy (fast)", "linear_cross_entropy (small)")
     assert fast["peers"] == small["peers"]
     assert small["flops"] / fast["flops"] == pytest.approx(8 / 6)
+    large = [linear_loss(CPU, 8192, 4096, 128256, memory=memory).flops for memory in ("fast", "small")]
+    assert large[1] / large[0] == pytest.approx((4 - 41984 / 128256) / 3)  # what the op keeps, in slabs of 1024 classes
 
 
 def test_arms_of_one_peer_stand_side_by_side_and_a_note_stands_once(
