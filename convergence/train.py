@@ -257,7 +257,8 @@ def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
             with (
                 contextlib.nullcontext() if step.whole else _chunked_head(model, batch),
                 _observed_head(model, batch, result, label if phase == INITIAL else None, step) as head,
-                _kept_activations(model, result, label if phase == INITIAL else None),
+                # Whoever hooks a module may be answered by other code. The optimizers' phases take these steps without.
+                _kept_activations(model, result, label if phase == INITIAL and step.trains else None),
             ):
                 kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
                 if batch.position_ids is not None:

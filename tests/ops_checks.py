@@ -38,12 +38,13 @@ def run(op: Op, leaves: list[torch.Tensor], upstream: list[torch.Tensor] | None 
     return results, list(torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs]))
 
 
-def check_op(op: Op, ref: Op, leaves: list[torch.Tensor], name: str = "op") -> tuple[list, list]:
+def check_op(op: Op, ref: Op, leaves: list[torch.Tensor], name: str = "op", terms: int = 1) -> tuple[list, list]:
     """Assert that ``op`` is as near to the float64 truth as ``ref`` in the inputs' own dtypes, forward and backward.
 
     Also: the results and gradients have the reference's dtypes, and nothing that went in was changed. ``op`` and
-    ``ref`` take the ``leaves``; views of them (halves, transposes) are made inside. An element of a leaf's gradient is
-    a sum of as many terms as the results have elements for each of the leaf's. Returns the results and the gradients.
+    ``ref`` take the ``leaves``; views of them (halves, transposes) are made inside. An element of a result is a sum of
+    ``terms``, one of a leaf's gradient a sum of as many as the results have terms for each of the leaf's elements.
+    Returns the results and the gradients.
     """
     with torch.no_grad():
         shapes = ref(*leaves)
@@ -55,11 +56,13 @@ def check_op(op: Op, ref: Op, leaves: list[torch.Tensor], name: str = "op") -> t
     torchs = run(ref, leaves, upstream)
     doubles = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
     truths = run(ref, doubles, [g.double() for g in upstream])
-    terms = sum(y.numel() for y in ours[0])
+    all_terms = sum(y.numel() for y in ours[0]) * terms
     for part, *lists in zip(("result", "gradient"), ours, torchs, truths, strict=True):
         for i, (our, its, truth) in enumerate(zip(*lists, strict=True)):
             assert our.dtype == its.dtype, f"{name}: {part} {i} is {our.dtype} instead of {its.dtype}"
             # Accumulation is in float32: a 16-bit result is rounded once, however long the sum.
-            chain = max(1, terms // max(1, our.numel())) if part == "gradient" and our.dtype == torch.float32 else 1
+            chain = 1
+            if our.dtype == torch.float32:
+                chain = max(1, all_terms // max(1, our.numel())) if part == "gradient" else terms
             three_way(our, its, truth, our.dtype, f"{name}: {part} {i}", chain)
     return ours

@@ -78,12 +78,14 @@ def rope_cases() -> None:
 
 
 def glu_cases() -> None:
-    from liger_kernels.ops import geglu, swiglu
+    from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
 
     for dtype in (BF16, FP32):
         run(swiglu, new(64, 11008, dtype=dtype), new(64, 11008, dtype=dtype))
         run(geglu, new(64, 11008, dtype=dtype), new(64, 11008, dtype=dtype))
         run(geglu, new(64, 11008, dtype=dtype), new(64, 11008, dtype=dtype), approximate="none")
+        for op in (swiglu_linear, geglu_linear):
+            run(op, new(64, 11008, dtype=dtype), new(64, 11008, dtype=dtype), new(8, 11008, dtype=dtype))
     run(swiglu, *new(64, 2 * 11008, dtype=FP16).chunk(2, dim=-1))
     run(swiglu, *new(64, 2 * 40).chunk(2, dim=-1))
     run(swiglu, new(64, 11008), new(64, 11008, dtype=FP32, grad=False))
@@ -221,7 +223,7 @@ def trace_all() -> None:
     launches it put into each graph, forward and backward."""
     import torch.utils._triton
 
-    from liger_kernels.ops import add_rms_norm, cross_entropy, geglu, rms_norm, rope, swiglu
+    from liger_kernels.ops import add_rms_norm, cross_entropy, geglu, rms_norm, rope, swiglu, swiglu_linear
     from liger_kernels.ops.cross_entropy import EXTRAS
 
     for module in op_modules():
@@ -242,6 +244,7 @@ def trace_all() -> None:
         ("add_rms_norm", add_rms_norm, [new(64, 128), new(64, 128), new(128)]),
         ("swiglu", swiglu, [new(64, 128), new(64, 128)]),
         ("geglu", lambda x: geglu(*x.chunk(2, dim=-1)), [new(64, 128)]),
+        ("swiglu_linear", swiglu_linear, [new(64, 128), new(64, 128), new(32, 128)]),
         ("cross_entropy", cross_entropy, [new(64, 1000), targets]),
         ("cross_entropy, extras", lambda x, y: cross_entropy(x, y, extras=EXTRAS), [new(64, 1000), targets]),
         ("rope", lambda q, k: rope(q, k, cos, sin), [new(64, 8, 16, 128), new(64, 2, 16, 128)]),
@@ -332,7 +335,8 @@ def test_dynamo_traces_down_to_the_launches(tmp_path: Path) -> None:
     """Without a graph break, forward and backward, for any number of rows."""
     launched = in_subprocess(tmp_path, "trace_all")
     losses = {"cross_entropy": 4, "cross_entropy, extras": 4}  # with the denominator and the mean
-    assert launched == {"rms_norm": 3, "add_rms_norm": 3, "swiglu": 2, "geglu": 2, "rope": 2, **losses}
+    units = dict.fromkeys(("swiglu", "geglu", "swiglu_linear"), 2)
+    assert launched == {"rms_norm": 3, "add_rms_norm": 3, "rope": 2, **units, **losses}
 
 
 if __name__ == "__main__":

@@ -7,11 +7,23 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 from convergence.tolerance import FLOOR_ROUNDOFFS, unit_roundoff
-from liger_kernels.ops import geglu, geglu_ref, launches, reset_launches, swiglu, swiglu_ref
+from liger_kernels.ops import (
+    geglu,
+    geglu_linear,
+    geglu_linear_ref,
+    geglu_ref,
+    launches,
+    reset_launches,
+    swiglu,
+    swiglu_linear,
+    swiglu_linear_ref,
+    swiglu_ref,
+)
 from liger_kernels.ops._runtime import launch
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
 
@@ -21,11 +33,22 @@ OPS = {
     "geglu_tanh": (geglu, geglu_ref),
     "geglu_exact": (partial(geglu, approximate="none"), partial(geglu_ref, approximate="none")),
 }
+LINEAR_OPS = {
+    "swiglu": (swiglu_linear, swiglu_linear_ref),
+    "geglu_tanh": (geglu_linear, geglu_linear_ref),
+    "geglu_exact": (partial(geglu_linear, approximate="none"), partial(geglu_linear_ref, approximate="none")),
+}
 
 
 @pytest.fixture(params=OPS)
 def op(request):
     return OPS[request.param]
+
+
+@pytest.fixture(params=LINEAR_OPS)
+def linear_op(request):
+    """The op, its reference, and the op without the linear layer."""
+    return *LINEAR_OPS[request.param], OPS[request.param][0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -213,3 +236,144 @@ def test_unknown_approximation(device) -> None:
     x = torch.randn(3, 5, device=device)
     with pytest.raises(ValueError, match="approximate is 'erf'; allowed are 'tanh' and 'none'"):
         geglu(x, x, approximate="erf")
+
+
+# With the linear layer behind them.
+
+
+def linear_leaves(device, *shape, out=7, dtype=torch.bfloat16, bias=True) -> list[torch.Tensor]:
+    leaves = [randn(*shape, dtype=dtype, device=device, scale=2.0) for _ in range(2)]
+    leaves.append(randn(out, shape[-1], dtype=dtype, device=device, scale=shape[-1] ** -0.5))
+    return [*leaves, randn(out, dtype=dtype, device=device)] if bias else leaves
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1,), (3, 1), (2, 3, 65), (70, 128)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_matches_reference(device, linear_op, dtype, shape, bias) -> None:
+    check_op(*linear_op[:2], linear_leaves(device, *shape, dtype=dtype, bias=bias), terms=shape[-1])
+
+
+@EXAMPLES
+@given(
+    op=st.sampled_from(sorted(LINEAR_OPS)),
+    shape=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    out=st.integers(1, 9),
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+    frozen=st.sets(st.integers(0, 3)),
+    halves=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_linear_of_any_shape_and_option(op, shape, out, dtype, bias, frozen, halves, seed) -> None:
+    torch.manual_seed(seed)
+    gate, up, *parameters = linear_leaves(DEVICE, *shape, out=out, dtype=dtype, bias=bias)
+    leaves = [torch.cat((gate, up), -1).detach().requires_grad_()] if halves else [gate, up]
+
+    def call(f, *leaves):
+        return f(*leaves[0].chunk(2, dim=-1), *leaves[1:]) if halves else f(*leaves)
+
+    leaves = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate([*leaves, *parameters])]
+    check_op(*(partial(call, f) for f in LINEAR_OPS[op]), leaves, terms=shape[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_is_the_unit_and_the_layer_bit_for_bit(device, linear_op, dtype) -> None:
+    """The product of the backward is that of the forward to the last bit, or the gradient of weight would differ."""
+    fused, _, unit = linear_op
+    leaves = linear_leaves(device, 64, 130, dtype=dtype)
+    upstream = [torch.randn(64, 7).to(device, dtype)]
+    (out,), gradients = run(fused, leaves, upstream)
+    (expected,), theirs = run(lambda gate, up, *rest: F.linear(unit(gate, up), *rest), leaves, upstream)
+    assert torch.equal(out, expected)
+    y = unit(*(t.detach() for t in leaves[:2]))
+    assert torch.equal(gradients[2], torch.mm(upstream[0].t(), y))
+    for gradient, their in zip(gradients[:2], theirs[:2], strict=True):
+        assert torch.equal(gradient, their)
+
+
+def test_linear_keeps_no_product(device, linear_op) -> None:
+    saved = []
+    leaves = linear_leaves(device, 5, 8)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        linear_op[0](*leaves)
+    assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in leaves[:3]]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "kernels"),
+    [
+        ({0, 1}, {"_glu_fwd_kernel": 2}),
+        ({2}, {"_glu_fwd_kernel": 1, "_glu_bwd_kernel": 1}),
+        ({0, 1, 2}, {"_glu_fwd_kernel": 1}),
+        (set(), {"_glu_fwd_kernel": 1, "_glu_bwd_kernel": 1}),
+    ],
+    ids=str,
+)
+def test_frozen_parts_of_the_linear_cost_nothing(device, linear_op, monkeypatch, frozen, kernels) -> None:
+    module, products = importlib.import_module("liger_kernels.ops.glu"), []
+
+    def record(kernel, grid, device, *args, **kwargs):
+        products.append(kwargs.get("PRODUCT"))
+        launch(kernel, grid, device, *args, **kwargs)
+
+    monkeypatch.setattr(module, "launch", record)
+    leaves = linear_leaves(device, 4, 16)
+    reset_launches()
+    run(linear_op[0], [t.detach().requires_grad_(i not in frozen) for i, t in enumerate(leaves)])
+    assert launches() == kernels
+    assert products[1:] == [2 not in frozen] * (len(products) - 1) or frozen == {0, 1}
+
+
+def test_linear_of_no_rows(device, linear_op) -> None:
+    leaves = linear_leaves(device, 0, 8)
+    (out,), gradients = run(linear_op[0], leaves)
+    assert out.shape == (0, 7)
+    assert all(torch.equal(g, torch.zeros_like(t)) for g, t in zip(gradients, leaves, strict=True))
+
+
+def test_linear_of_an_expanded_upstream_gradient(device, linear_op) -> None:
+    leaves = linear_leaves(device, 3, 2, 40, bias=False)
+    check_op(*(partial(lambda f, *leaves: f(*leaves).sum(), f) for f in linear_op[:2]), leaves, terms=6 * 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_linear_under_autocast(device, linear_op, dtype) -> None:
+    """As ``F.linear`` casts them, with gradients in the dtypes of the leaves."""
+    leaves = [t.detach().to(dtype if i < 2 else torch.float32) for i, t in enumerate(linear_leaves(device, 6, 40))]
+    results = []
+    for f in linear_op[:2]:
+        given = [t.clone().requires_grad_() for t in leaves]
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            out = f(*given)
+        out.float().square().sum().backward()
+        results.append((out, *(t.grad for t in given)))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.detach().abs().max().item())
+
+
+def test_linear_in_float64_runs_the_reference(device, linear_op) -> None:
+    leaves = [t.detach().double() for t in linear_leaves(device, 3, 5)]
+    reset_launches()
+    assert torch.equal(linear_op[0](*leaves), linear_op[1](*leaves))
+    assert not launches()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda g, u, w, b: (g, u[:1], w, b), r"gate has shape \(3, 5\), up \(1, 5\)"),
+        (lambda g, u, w, b: (g, u, w.t(), b), r"weight has shape \(5, 7\); it must be \[out features, 5\]"),
+        (lambda g, u, w, b: (g, u, w[0], b), r"weight has shape \(5,\); it must be \[out features, 5\]"),
+        (lambda g, u, w, b: (g, u, w, b[1:]), r"bias has shape \(6,\); it must be \[7\]"),
+        (
+            lambda g, u, w, b: (g, u, w.half(), b),
+            "weight \\(and bias\\) are torch.float16 on .*; the product is torch.float32",
+        ),
+        (lambda g, u, w, b: (g, u, w, b.bfloat16()), "torch.float32 on .*, torch.bfloat16 on .*: cast or move them"),
+    ],
+)
+def test_bad_linear(device, linear_op, change, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_op[0](*change(*linear_leaves(device, 3, 5, dtype=torch.float32)))

@@ -51,6 +51,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "rope": rotated,
     "swiglu": lambda: ops.swiglu(new(96, 256), new(96, 256)),
     "geglu": lambda: ops.geglu(new(96, 256), new(96, 256)),
+    "swiglu_linear": lambda: ops.swiglu_linear(new(96, 256), new(96, 256), new(64, 256), new(64)),
+    "geglu_linear": lambda: ops.geglu_linear(new(96, 256), new(96, 256), new(64, 256)),
     "cross_entropy": loss,
     "cross_entropy none, everything": lambda: loss(
         reduction="none", label_smoothing=0.1, softcap=30.0, z_loss=1e-4, extras=EXTRAS

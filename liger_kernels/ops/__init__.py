@@ -6,7 +6,16 @@ Every op takes CUDA, ROCm, XPU and CPU tensors; see :mod:`liger_kernels.ops._run
 from liger_kernels.ops._linear import observe_logits_grad
 from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_ref
-from liger_kernels.ops.glu import geglu, geglu_ref, swiglu, swiglu_ref
+from liger_kernels.ops.glu import (
+    geglu,
+    geglu_linear,
+    geglu_linear_ref,
+    geglu_ref,
+    swiglu,
+    swiglu_linear,
+    swiglu_linear_ref,
+    swiglu_ref,
+)
 from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from liger_kernels.ops.packing import PackedTargets, packing_weights
 from liger_kernels.ops.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
@@ -20,6 +29,8 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_ref",
     "geglu",
+    "geglu_linear",
+    "geglu_linear_ref",
     "geglu_ref",
     "launches",
     "linear_cross_entropy",
@@ -32,5 +43,7 @@ __all__ = [
     "rope",
     "rope_ref",
     "swiglu",
+    "swiglu_linear",
+    "swiglu_linear_ref",
     "swiglu_ref",
 ]

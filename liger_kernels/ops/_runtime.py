@@ -155,6 +155,13 @@ def backward_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return either
 
 
+def as_autocast(t: Any, device: torch.device) -> Any:
+    """``t`` (or None) as ``F.linear`` casts it on ``device`` under autocast: differentiably, and float64 not at all."""
+    if t is None or t.dtype == torch.float64 or not torch.is_autocast_enabled(device.type):
+        return t
+    return t.to(torch.get_autocast_dtype(device.type))
+
+
 def launches() -> dict[str, int]:
     """How often each Triton kernel has been launched in this process, by kernel name (``_rms_norm_fwd_kernel``)."""
     return dict(_launches)

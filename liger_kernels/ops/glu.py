@@ -9,10 +9,16 @@ The activation is rounded to gate's dtype before it is multiplied, as PyTorch's 
 recomputes it, rounding included, from the two inputs, which are all that is saved:
 
     dL/dup = dL/dy * act(gate)        dL/dgate = dL/dy * up * act'(gate)
+
+swiglu_linear and geglu_linear are the unit and the linear layer behind it, y @ weight^T + bias. A linear layer keeps
+its input y for the gradient of its weight; here the backward's kernel, which computes the activation anyway, writes y
+once more, to the same bits, and between forward and backward it is not held.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +26,7 @@ import torch.nn.functional as F
 
 from liger_kernels.ops._runtime import (
     INTERPRET,
+    as_autocast,
     backward_once,
     cdiv,
     launch,
@@ -40,6 +47,25 @@ def swiglu_ref(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def geglu_ref(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
     """:func:`geglu` in plain torch: the definition of correct, for any floating-point dtype."""
     return F.gelu(gate, approximate=approximate) * up
+
+
+def swiglu_linear_ref(
+    gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """:func:`swiglu_linear` in plain torch, which keeps the product."""
+    return F.linear(swiglu_ref(gate, up), weight, bias)
+
+
+def geglu_linear_ref(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    approximate: str = "tanh",
+) -> torch.Tensor:
+    """:func:`geglu_linear` in plain torch, which keeps the product."""
+    return F.linear(geglu_ref(gate, up, approximate=approximate), weight, bias)
 
 
 # To the right of a tensor: the interpreter does not multiply a constant by one.
@@ -126,24 +152,29 @@ def _glu_bwd_kernel(
     n_cols,
     row_blocks,
     ACTIVATION: tl.constexpr,
+    PRODUCT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``dgate_ptr`` or ``dup_ptr`` may be None: not computed."""
+    """``dgate_ptr`` or ``dup_ptr`` may be None: not computed. With ``PRODUCT``, dy becomes the forward's y."""
     program = tl.program_id(0)
     row = (program // row_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = (program % row_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = (row < n_rows) & (col < n_cols)
     dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
-    y, slope = _activate(gate, ACTIVATION)
+    act, slope = _activate(gate, ACTIVATION)
+    act = act.to(gate_ptr.dtype.element_ty).to(tl.float32)
     if dup_ptr is not None:
-        dup = dy * y.to(gate_ptr.dtype.element_ty).to(tl.float32)
+        dup = dy * act
         tl.store(dup_ptr + row * n_cols + col, dup.to(dup_ptr.dtype.element_ty), mask=mask)
-    if dgate_ptr is not None:
+    if PRODUCT or dgate_ptr is not None:
         up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
+    if dgate_ptr is not None:
         dgate = dy * up * slope
         tl.store(dgate_ptr + row * n_cols + col, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    if PRODUCT:
+        tl.store(dy_ptr + row * dy_stride + col, (act * up).to(dy_ptr.dtype.element_ty), mask=mask)
 
 
 def _as_2d(*tensors: torch.Tensor) -> tuple[int, int, list[tuple[torch.Tensor, int]]]:
@@ -167,55 +198,102 @@ def _launch_shape(n_rows: int, n_cols: int) -> tuple[tuple[int], int, dict[str, 
     return (cdiv(n_rows, rows) * row_blocks,), row_blocks, {"ROWS": rows, "BLOCK": block, "num_warps": 4}
 
 
+def _product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+    n_rows, n_cols, (gate_rows, up_rows) = _as_2d(gate, up)
+    grid, row_blocks, shape = _launch_shape(n_rows, n_cols)
+    launch(
+        _glu_fwd_kernel,
+        grid,
+        gate.device,
+        *gate_rows,
+        *up_rows,
+        y,
+        n_rows,
+        n_cols,
+        row_blocks,
+        ACTIVATION=activation,
+        **shape,
+    )
+    return y
+
+
+def _gradients(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str, needs: tuple[bool, bool], product: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of gate and up as far as ``needs`` says. With ``product``, ``dy`` becomes the forward's y; it must
+    then be contiguous."""
+    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if needs[0] else None
+    dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if needs[1] else None
+    n_rows, n_cols, (dy_rows, gate_rows, up_rows) = _as_2d(dy, gate, up)
+    grid, row_blocks, shape = _launch_shape(n_rows, n_cols)
+    launch(
+        _glu_bwd_kernel,
+        grid,
+        gate.device,
+        *dy_rows,
+        *gate_rows,
+        *up_rows,
+        dgate,
+        dup,
+        n_rows,
+        n_cols,
+        row_blocks,
+        ACTIVATION=activation,
+        PRODUCT=product,
+        **shape,
+    )
+    return dgate, dup
+
+
 class GLUFunction(torch.autograd.Function):
     """Saves the caller's gate and up, nothing else; the gradients are new tensors."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-        y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
-        n_rows, n_cols, (gate_rows, up_rows) = _as_2d(gate, up)
-        grid, row_blocks, shape = _launch_shape(n_rows, n_cols)
-        launch(
-            _glu_fwd_kernel,
-            grid,
-            gate.device,
-            *gate_rows,
-            *up_rows,
-            y,
-            n_rows,
-            n_cols,
-            row_blocks,
-            ACTIVATION=activation,
-            **shape,
-        )
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        return y
+        return _product(gate, up, activation)
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if ctx.needs_input_grad[0] else None
-        dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if ctx.needs_input_grad[1] else None
-        n_rows, n_cols, (dy_rows, gate_rows, up_rows) = _as_2d(dy, gate, up)
-        grid, row_blocks, shape = _launch_shape(n_rows, n_cols)
-        launch(
-            _glu_bwd_kernel,
-            grid,
-            gate.device,
-            *dy_rows,
-            *gate_rows,
-            *up_rows,
-            dgate,
-            dup,
-            n_rows,
-            n_cols,
-            row_blocks,
-            ACTIVATION=ctx.activation,
-            **shape,
-        )
+        dgate, dup = _gradients(dy, gate, up, ctx.activation, ctx.needs_input_grad[:2], product=False)
         return dgate, dup, None
+
+
+class GLULinearFunction(torch.autograd.Function):
+    """Saves the caller's gate, up and weight, and not the product, which lies between them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        ctx.activation = activation
+        return F.linear(_product(gate, up, activation), weight, bias)
+
+    @staticmethod
+    @backward_once
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up, weight = ctx.saved_tensors
+        needs_gate, needs_up, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = dout.reshape(-1, dout.shape[-1])
+        dgate = dup = dweight = None
+        if needs_gate or needs_up:
+            y = torch.mm(rows, weight).view(gate.shape)  # its gradient; it becomes the product where that is needed
+            dgate, dup = _gradients(y, gate, up, ctx.activation, (needs_gate, needs_up), product=needs_weight)
+        elif needs_weight:
+            y = _product(gate, up, ctx.activation).to(weight.dtype)
+        if needs_weight:
+            dweight = torch.mm(rows.t(), y.view(-1, y.shape[-1]))
+        return dgate, dup, dweight, rows.sum(0) if needs_bias else None, None
 
 
 def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
@@ -231,6 +309,12 @@ def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
 
 def _runs_kernel(gate: torch.Tensor, up: torch.Tensor) -> bool:
     return use_triton(gate) and up.dtype != torch.float64 and gate.numel() > 0
+
+
+def _gelu(approximate: str) -> str:
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f"approximate is {approximate!r}; allowed are 'tanh' and 'none'")
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -263,9 +347,82 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") ->
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
     """
-    if approximate not in ("tanh", "none"):
-        raise ValueError(f"approximate is {approximate!r}; allowed are 'tanh' and 'none'")
+    activation = _gelu(approximate)
     _check(gate, up)
     if not _runs_kernel(gate, up):
         return geglu_ref(gate, up, approximate=approximate)
-    return GLUFunction.apply(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
+    return GLUFunction.apply(gate, up, activation)
+
+
+def _linear(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    ref: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    _check(gate, up)
+    if weight.dim() != 2 or weight.shape[1] != gate.shape[-1]:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; it must be [out features, {gate.shape[-1]}], as gate and up have "
+            "features"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{weight.shape[0]}], one per row of weight")
+    if not _runs_kernel(gate, up):
+        return F.linear(ref(gate, up), weight, bias)
+    weight, bias = as_autocast(weight, gate.device), as_autocast(bias, gate.device)
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    if torch.is_autocast_enabled(gate.device.type):
+        dtype = torch.get_autocast_dtype(gate.device.type)
+    others = [t for t in (weight, bias) if t is not None]
+    if any(t.dtype != dtype or t.device != gate.device for t in others):
+        given = ", ".join(f"{t.dtype} on {t.device}" for t in others)
+        raise ValueError(f"weight (and bias) are {given}; the product is {dtype} on {gate.device}: cast or move them")
+    return GLULinearFunction.apply(gate, up, weight, bias, activation)
+
+
+def swiglu_linear(
+    gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``F.linear(swiglu(gate, up), weight, bias)`` that does not keep the product for its backward.
+
+    Under autocast, product, weight and bias are cast as ``F.linear`` casts them.
+
+    Args:
+        gate, up: as for :func:`swiglu`.
+        weight: [out features, features], of the dtype that gate and up promote to.
+        bias: [out features] of that dtype, or None.
+
+    Returns:
+        A new tensor [..., out features] of that dtype.
+
+    Raises:
+        TypeError, ValueError: for an argument of a wrong dtype, shape or device.
+    """
+    return _linear(gate, up, weight, bias, "silu", swiglu_ref)
+
+
+def geglu_linear(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    approximate: str = "tanh",
+) -> torch.Tensor:
+    """``F.linear(geglu(gate, up), weight, bias)`` that does not keep the product for its backward.
+
+    Args:
+        gate, up, weight, bias: as for :func:`swiglu_linear`.
+        approximate: as for :func:`geglu`.
+
+    Returns:
+        A new tensor [..., out features] of weight's dtype.
+
+    Raises:
+        TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
+    """
+    activation = _gelu(approximate)
+    return _linear(gate, up, weight, bias, activation, partial(geglu_ref, approximate=approximate))

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +37,7 @@ from torch import Tensor
 
 from liger_kernels.ops import _linear_one_chunk, _linear_token_chunks, _linear_vocabulary_slabs
 from liger_kernels.ops._linear import Call, current_observer
-from liger_kernels.ops._runtime import use_triton
+from liger_kernels.ops._runtime import as_autocast, use_triton
 from liger_kernels.ops.cross_entropy import (
     CrossEntropyOutput,
     as_kernel_weight,
@@ -263,9 +262,7 @@ def linear_cross_entropy(
     options = check_options(ignore_index, label_smoothing, softcap, logit_scale, z_loss, reduction, extras)
     check_targets(targets, class_weight, ignore_index, tokens, vocab, hidden.device)
     check_weights(row_weight, denominator, tokens, hidden.device)
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = _autocast(hidden, dtype), _autocast(weight, dtype), _autocast(bias, dtype)
+    hidden, weight, bias = (as_autocast(t, hidden.device) for t in (hidden, weight, bias))
     parameters = [weight] if bias is None else [weight, bias]
     if any(p.dtype != hidden.dtype or p.device != hidden.device for p in parameters):
         given = ", ".join(f"{t.dtype} on {t.device}" for t in (hidden, *parameters))
@@ -312,8 +309,3 @@ def linear_cross_entropy(
         out = _linear_vocabulary_slabs.forward_op(*call, *size, not torch.compiler.is_compiling())
     loss, log_probs, entropy, predicted, *_ = out
     return with_extras(loss, extras, targets, ignore_index, log_probs.detach(), entropy.detach(), predicted)
-
-
-def _autocast(t: Any, dtype: torch.dtype) -> Any:
-    """As ``F.linear`` casts it under autocast: differentiably, and float64 not at all."""
-    return t if t is None or t.dtype == torch.float64 else t.to(dtype)

@@ -1,20 +1,24 @@
 """Recognise a gated MLP, ``down(act(gate(x)) * up(x))``, by what it computes, and fuse the activation and the product.
 
 The projections themselves stay the modules they are and are called as modules: adapters, hooks and quantised layers
-on them keep working.
+on them keep working. Only where calling ``down`` is ``F.linear`` and nothing else it joins the fused op, which then
+keeps no product for the backward.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
-from liger_kernels.ops import geglu, swiglu
+from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
 from liger_kernels.patching.probe import SAME_FORMULA, bare_copy, describe, relative_difference, takes_one_tensor
 from liger_kernels.patching.swap import Recipe
 
@@ -49,11 +53,12 @@ class GluRecipe(Recipe):
 
     def namespace(self, base: Any) -> dict[str, Any]:
         recipe = self
-        fused = {
-            "silu": swiglu,
-            "gelu_tanh": lambda gate, up: geglu(gate, up, approximate="tanh"),
-            "gelu": lambda gate, up: geglu(gate, up, approximate="none"),
-        }[self.activation]
+        ops: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+            "silu": (swiglu, swiglu_linear),
+            "gelu_tanh": (partial(geglu, approximate="tanh"), partial(geglu_linear, approximate="tanh")),
+            "gelu": (partial(geglu, approximate="none"), partial(geglu_linear, approximate="none")),
+        }
+        fused, fused_linear = ops[self.activation]
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
@@ -63,9 +68,26 @@ class GluRecipe(Recipe):
             else:
                 first, second = gate.chunk(2, dim=-1)
                 gate, up = (first, second) if recipe.gate_first else (second, first)
-            return getattr(self, recipe.down)(fused(gate, up))
+            down = getattr(self, recipe.down)
+            if _is_just_linear(down):
+                return fused_linear(gate, up, down.weight, down.bias)
+            return down(fused(gate, up))
 
         return {"forward": forward}
+
+
+def _is_just_linear(module: nn.Module) -> bool:
+    """Whether calling ``module`` is ``F.linear`` of its weight and bias, and nobody watches or changes that."""
+    return (
+        type(module) is nn.Linear
+        and type(module.weight) in (nn.Parameter, torch.Tensor)  # not sharded, not quantised
+        and "forward" not in module.__dict__
+        and not any(getattr(module, hooks) for hooks in _HOOKS)
+        and not _has_any_global_hook()
+    )
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_glu_candidate(module: nn.Module) -> bool:

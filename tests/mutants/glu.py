@@ -14,8 +14,8 @@ def _glu(name: str, does: str, kernel: str, phase: str, *edits: tuple[str, str],
     return Mutant(name, does, tuple(Edit(_FILE, *edit) for edit in edits), kernel=kernel, phase=phase, **other)
 
 
-_RETURN = "        return dgate, dup, None"
-_BACKWARD_ACTIVATION = "ACTIVATION=ctx.activation"
+_RETURN = "    return dgate, dup\n"
+_BACKWARD_ACTIVATION = "ACTIVATION=activation,\n        PRODUCT"
 _PRODUCT = "y = y.to(gate_ptr.dtype.element_ty).to(tl.float32) * up"
 
 MUTANTS = (
@@ -32,14 +32,14 @@ MUTANTS = (
         "The backward uses another activation than the forward.",
         "swiglu",
         "backward",
-        (_BACKWARD_ACTIVATION, 'ACTIVATION="gelu_tanh"'),
+        (_BACKWARD_ACTIVATION, 'ACTIVATION="gelu_tanh",\n        PRODUCT'),
     ),
     _glu(
         "gate_and_up_gradients_swapped",
         "Each of the two gradients goes to the other projection.",
         "swiglu",
         "backward",
-        (_RETURN, "        return dup, dgate, None"),
+        (_RETURN, "    return dup, dgate\n"),
     ),
     _glu(
         "gate_gradient_without_up",
@@ -53,21 +53,21 @@ MUTANTS = (
         "The gradient of up multiplies by the slope, not by the activation.",
         "swiglu",
         "backward",
-        ("dup = dy * y.to(", "dup = dy * slope.to("),
+        ("dup = dy * act\n", "dup = dy * slope\n"),
     ),
     _glu(
         "gate_gradient_of_one_percent_more",
         "The gate's gradient is 1% too large.",
         "swiglu",
         "backward",
-        (_RETURN, "        return dgate * 1.01, dup, None"),
+        (_RETURN, "    return dgate * 1.01, dup\n"),
     ),
     _glu(
         "swiglu_activates_up",
         "The activation is taken of the wrong factor, forward and backward.",
         "swiglu",
         "forward",
-        ('GLUFunction.apply(gate, up, "silu")', 'GLUFunction.apply(up, gate, "silu")'),
+        ("GLULinearFunction.apply(gate, up,", "GLULinearFunction.apply(up, gate,"),
     ),
     _glu(
         "swiglu_drops_the_tail",
@@ -87,6 +87,28 @@ MUTANTS = (
         (_PRODUCT, _PRODUCT + " * 1.01"),
     ),
     _glu(
+        "product_of_the_slope",
+        "The product that the backward makes again, for the gradient of the weight behind it, has the slope in it.",
+        "swiglu",
+        "backward",
+        ("(act * up).to(dy_ptr", "(slope * up).to(dy_ptr"),
+        sample=True,
+    ),
+    _glu(
+        "product_not_made_again",
+        "The gradient of the weight behind it is taken of the product's gradient instead of the product.",
+        "geglu",
+        "backward",
+        ("PRODUCT=product", "PRODUCT=False"),
+    ),
+    _glu(
+        "linear_gradient_of_one_percent_more",
+        "The gradient of the weight behind the product is 1% too large.",
+        "swiglu",
+        "backward",
+        ("dweight = torch.mm(rows.t(), y", "dweight = 1.01 * torch.mm(rows.t(), y"),
+    ),
+    _glu(
         "gelu_of_the_other_form",
         "The exact gelu stands for its tanh form, forward and backward.",
         "geglu",
@@ -99,7 +121,7 @@ MUTANTS = (
         "The gradient is that of the exact gelu, the output that of its tanh form.",
         "geglu",
         "backward",
-        (_BACKWARD_ACTIVATION, 'ACTIVATION="gelu"'),
+        (_BACKWARD_ACTIVATION, 'ACTIVATION="gelu",\n        PRODUCT'),
         dtypes=("float32",),
     ),
     _glu(
@@ -114,7 +136,7 @@ MUTANTS = (
         "The backward uses another activation than the forward.",
         "geglu",
         "backward",
-        (_BACKWARD_ACTIVATION, 'ACTIVATION="silu"'),
+        (_BACKWARD_ACTIVATION, 'ACTIVATION="silu",\n        PRODUCT'),
     ),
     _glu(
         "n18_swiglu_assumes_contiguous_halves",
@@ -122,8 +144,8 @@ MUTANTS = (
         "swiglu",
         "forward",
         (
-            "*gate_rows,\n            *up_rows,\n            y,",
-            "gate_rows[0],\n            n_cols,\n            up_rows[0],\n            n_cols,\n            y,",
+            "*gate_rows,\n        *up_rows,\n        y,",
+            "gate_rows[0],\n        n_cols,\n        up_rows[0],\n        n_cols,\n        y,",
         ),
         source="N18",
         model="phi3",
