@@ -142,6 +142,22 @@ def glu(place: Place, name: str, rows: int, inner: int) -> Case:
     )
 
 
+def glu_linear(place: Place, name: str, rows: int, inner: int, hidden: int) -> Case:
+    """The unit with the linear layer behind it, whose three products are nearly all of its operations."""
+    reference = getattr(ops, f"{name}_linear_ref")
+    return Case(
+        f"{name}_linear",
+        f"{rows}x{inner}x{hidden}",
+        rows,
+        lambda n: (place.randn(n, inner), place.randn(n, inner), place.randn(hidden, inner, scale=inner**-0.5)),
+        getattr(ops, f"{name}_linear"),
+        reference,
+        reference,
+        (6 * rows * inner + 2 * rows * hidden + 2 * hidden * inner) * place.dtype.itemsize,
+        6 * rows * inner * hidden + 20 * rows * inner,
+    )
+
+
 def float_loss(logits: torch.Tensor, targets: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
     """The loss as models of transformers compute it; ``weights`` are those of the rows, and their sum."""
     if not weights:
@@ -242,6 +258,7 @@ def cases(place: Place) -> list[Case]:
         rope(place, 4, 8192, 32, 8, 128),
         glu(place, "swiglu", 8192, 11008),
         glu(place, "geglu", 8192, 14336),
+        glu_linear(place, "swiglu", 8192, 8192, 2048),
         *(loss(place, 8192, vocab) for vocab in (32768, 128256, 262144)),
         loss(place, 8192, 128256, weights=True),
         *(

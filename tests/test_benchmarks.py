@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import benchmark, main, parse
-from benchmarks.cases import Case, Place, add_norm, cases, glu, linear_loss, loss, norm, packing, rope
+from benchmarks.cases import Case, Place, add_norm, cases, glu, glu_linear, linear_loss, loss, norm, packing, rope
 from benchmarks.peers import Arms, Table
 from benchmarks.timing import FEWEST, Gpu, Measured
 from docs.roofline_picture import main as draw
@@ -251,6 +251,7 @@ def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) ->
             add_norm(place, 8, 32),
             rope(place, 2, 8, 4, 2, 16),
             glu(place, "geglu", 4, 16),
+            glu_linear(place, "swiglu", 4, 16, 8),
             loss(place, 16, 64),
             loss(place, 16, 64, weights=True),
             linear_loss(place, 16, 32, 64),
@@ -263,7 +264,7 @@ def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) ->
         str(dtype).removeprefix("torch."),
     )
     assert code == 0
-    assert len(found["rows"]) == 9
+    assert len(found["rows"]) == 10
     assert all(row["peers"]["eager"]["note"] == "" for row in found["rows"])
 
 

@@ -441,6 +441,76 @@ def test_hooks_before_the_head_fire_around_the_kernel():
     assert seen == [(2, 9, 32)]
 
 
+# The product of a gated MLP, and whoever listens to the projection behind it.
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_the_product_of_an_mlp_is_not_kept(family):
+    """Gate and up of two layers are; every other tensor of their size would be the product or the activation."""
+    kept = []
+    model = tiny(family)
+    liger_kernels.patch(model)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        model(**batch())
+    assert kept.count(2 * 9 * 40) == 4
+
+
+@pytest.mark.parametrize("watch", ["forward", "before", "backward", "every module"])
+def test_hooks_on_the_projection_behind_the_product_fire(watch):
+    model = tiny("llama")
+    liger_kernels.patch(model)
+    down, seen = model.model.layers[0].mlp.down_proj, []
+
+    def hook(module, args, *rest):
+        if module is down:
+            seen.append(args[0].shape)
+
+    handle = {
+        "forward": down.register_forward_hook,
+        "before": down.register_forward_pre_hook,
+        "backward": down.register_full_backward_hook,
+        "every module": torch.nn.modules.module.register_module_forward_hook,
+    }[watch](hook)
+    try:
+        model(**batch()).loss.backward()
+    finally:
+        handle.remove()
+    assert seen == [(2, 9, 40)]  # of the product, or of its gradient
+
+
+@pytest.mark.parametrize("change", ["forward", "class", "weight"])
+def test_another_projection_behind_the_product_runs_itself(change):
+    """A forward replaced on the instance, a subclass, and a weight that is more than numbers."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Weight(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            result = super().__torch_function__(function, types, args, kwargs or {})
+            return 2 * result if function is torch.nn.functional.linear else result
+
+    def doubled(model):
+        for layer in model.model.layers:
+            down = layer.mlp.down_proj
+            if change == "forward":
+                down.forward = lambda x, call=down.forward: 2 * call(x)
+            elif change == "class":
+                down.__class__ = Doubled
+            else:
+                down.weight = Weight(down.weight.detach())
+        return model
+
+    model, expected = tiny("llama"), tiny("llama")
+    liger_kernels.patch(model)
+    with torch.no_grad():
+        for layer in expected.model.layers:
+            layer.mlp.down_proj.weight.mul_(2)
+    torch.testing.assert_close(doubled(model)(**batch()).loss, expected(**batch()).loss)
+
+
 # Bad input and loud failures.
 
 

@@ -423,6 +423,23 @@ MUTANTS = (
         source="P6, P19",
     ),
     _check(
+        "weight_behind_the_product_read_past_its_hooks",
+        "The gated MLP reads the weight of its last projection beside the module, so that no hook on it is called.",
+        "liger_kernels.patching.glu",
+        "        and not any(getattr(module, hooks) for hooks in _HOOKS)\n",
+        "",
+        "test_patching.py::test_hooks_on_the_projection_behind_the_product_fire",
+        source="P6",
+    ),
+    _check(
+        "product_kept_for_the_backward",
+        "The gated MLP always calls its last projection, which keeps the product.",
+        "liger_kernels.patching.glu",
+        "if _is_just_linear(down):",
+        "if False:",
+        "test_patching.py::test_the_product_of_an_mlp_is_not_kept",
+    ),
+    _check(
         "p18_op_writes_its_input",
         "The custom op writes to an input that its schema says it leaves alone.",
         f"{_OPS}._linear_token_chunks",
