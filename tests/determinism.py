@@ -29,8 +29,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 RUNS, BATCH = "run to run", "in any batch"
 REPEATS = 4
 
-# What is promised of each case. For the GEMMs of the fused loss their library chooses an algorithm by the number of
-# rows, and without reduction its upstream gradients are in units of the batch's largest. Counts weighted by class are
+# What is promised of each case. For the GEMMs of a linear layer their library chooses an algorithm by the number of
+# rows, and without reduction the fused loss has its upstream gradients in units of the batch's largest. Counts weighted by class are
 # differences of running sums of float64, which begin with the batch and which no GPU adds up in a fixed order.
 PROMISED = {
     "rms_norm, cast_then_scale": {RUNS, BATCH},
@@ -41,6 +41,8 @@ PROMISED = {
     "rope": {RUNS, BATCH},
     "swiglu": {RUNS, BATCH},
     "geglu": {RUNS, BATCH},
+    "swiglu_linear": {RUNS},
+    "geglu_linear": {RUNS},
     "cross_entropy, none": {RUNS, BATCH},
     "cross_entropy, mean": {RUNS, BATCH},
     "linear_cross_entropy, none": {RUNS},
@@ -146,6 +148,21 @@ def _glu(op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Case:
     return Case(inputs, compute)
 
 
+def _glu_linear(op: Callable[..., torch.Tensor]) -> Case:
+    def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+        rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("gate", "up", "d out")}
+        return rows, {"weight": torch.randn(64, sizes.hidden, dtype=dtype), "bias": torch.randn(64, dtype=dtype)}
+
+    def compute(**inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
+        d_out = inputs.pop("d out")[:, :64]
+        leaves = {f"d {name}": tensor.requires_grad_() for name, tensor in inputs.items()}
+        out = op(**inputs)
+        grads = _grads(out, leaves, d_out)
+        return {"out": out, **{name: grads.pop(name) for name in ("d gate", "d up")}}, grads
+
+    return Case(inputs, compute)
+
+
 def _targets(sizes: Sizes) -> Tensors:
     targets = torch.randint(sizes.vocab, (sizes.loss_rows,))
     targets[::7] = -100
@@ -207,6 +224,8 @@ CASES = {
     "rope": Case(_rope_inputs, _rope),
     "swiglu": _glu(ops.swiglu),
     "geglu": _glu(ops.geglu),
+    "swiglu_linear": _glu_linear(ops.swiglu_linear),
+    "geglu_linear": _glu_linear(ops.geglu_linear),
     **{f"cross_entropy, {r}": _loss(ops.cross_entropy, "logits", r) for r in ("none", "mean")},
     **{f"linear_cross_entropy, {r}": _loss(ops.linear_cross_entropy, "hidden", r) for r in ("none", "mean")},
     "packing_weights": Case(partial(_packed, class_weight=False), _packing),
