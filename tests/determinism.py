@@ -30,8 +30,9 @@ RUNS, BATCH = "run to run", "in any batch"
 REPEATS = 4
 
 # What is promised of each case. For the GEMMs of a linear layer their library chooses an algorithm by the number of
-# rows, and without reduction the fused loss has its upstream gradients in units of the batch's largest. Counts weighted by class are
-# differences of running sums of float64, which begin with the batch and which no GPU adds up in a fixed order.
+# rows, and without reduction the fused loss has its upstream gradients in units of the batch's largest. Counts weighted
+# by class are differences of running sums of float64, which begin with the batch and which no GPU adds up in a fixed
+# order.
 PROMISED = {
     "rms_norm, cast_then_scale": {RUNS, BATCH},
     "rms_norm, scale_then_cast": {RUNS, BATCH},
