@@ -20,39 +20,39 @@ from liger_kernels.ops._runtime import tl, triton
 from tests.test_ops_gpu import CALLS, EXTRAS, targets
 
 
-def slabs(dtype: torch.dtype, rows: int = 40, vocab: int = 3000, columns: int = 1024) -> None:
+def slabs(dtype: torch.dtype, device: str = "cuda", rows: int = 40, vocab: int = 3000, columns: int = 1024) -> None:
     """Forward and backward in slabs of ``columns`` classes, the gradient over the logits."""
-    logits = torch.randn(rows, vocab, device="cuda").to(dtype)
-    labels = targets(rows, vocab)
-    weight = torch.rand(rows, device="cuda")
+    logits = torch.randn(rows, vocab, device=device).to(dtype)
+    labels = targets(rows, vocab, device)
+    weight = torch.rand(rows, device=device)
     for extras in ((), EXTRAS):
         options = LossOptions(-100, 0.0, None, 1.0, 1e-4)
         found = Rows.empty(rows, logits.device, extras, stats=True)
         assert found.stats is not None
-        carry = torch.zeros(4, rows, device="cuda")
+        carry = torch.zeros(4, rows, device=device)
         carry[1] = float("-inf")
         for start in range(0, vocab, columns):
             slab = Slab(start, vocab, carry)
             forward_rows(logits[:, start : start + columns], labels, None, None, options, found, slab=slab)
         for start in range(0, vocab, columns):
             part = logits[:, start : start + columns]
-            weighted = options, found.stats, carry[0, 0] + 1, weight.sum()
-            backward_rows(part, labels, None, weight, *weighted, grad=part, slab=Slab(start, vocab))
+            weighted: Any = {"divisor": weight.sum(), "row_weight": weight, "slab": Slab(start, vocab)}
+            backward_rows(part, labels, None, options, found.stats, carry[0, 0] + 1, part, **weighted)
 
 
-def whole_rows(dtype: torch.dtype, vocab: int) -> None:
+def whole_rows(dtype: torch.dtype, vocab: int, device: str = "cuda") -> None:
     """Rows of many blocks, the gradient over the logits in the forward's own launch."""
-    logits = torch.randn(8, vocab, device="cuda").to(dtype)
+    logits = torch.randn(8, vocab, device=device).to(dtype)
     found = Rows.empty(8, logits.device, (), stats=True)
     options = LossOptions(-100, 0.0, None, 1.0, 0.0)
-    forward_rows(logits, targets(8, vocab), None, None, options, found, grad=logits)
+    forward_rows(logits, targets(8, vocab, device), None, None, options, found, grad=logits)
 
 
-def round_in_place(dtype: torch.dtype, columns: int = 1023) -> None:
+def round_in_place(dtype: torch.dtype, device: str = "cuda", columns: int = 1023) -> None:
     """A float32 sum over its own memory, in more than one launch."""
-    sums = [torch.randn(shape, device="cuda") for shape in halves((2 * APART // columns + 5, columns), dtype)]
+    sums = [torch.randn(shape, device=device) for shape in halves((2 * APART // columns + 5, columns), dtype)]
     first, second = sums
-    round_halves(first, second, torch.rand((), device="cuda"), over_first_half(first, second, dtype))
+    round_halves(first, second, torch.rand((), device=device), over_first_half(first, second, dtype))
 
 
 @triton.jit

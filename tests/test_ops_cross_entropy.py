@@ -393,7 +393,7 @@ def test_rows_beyond_two_to_the_31_elements():
     forward_rows(logits, targets, None, None, options, rows)
     three_way(rows.loss, torchs, truth, torch.float32, "loss")
     assert rows.stats is not None
-    backward_rows(logits, targets, None, None, options, rows.stats, torch.ones(3), None, logits)
+    backward_rows(logits, targets, None, options, rows.stats, torch.ones(3), logits)
     three_way(logits, true_grad.half(), true_grad, torch.float16, "gradient")
 
 
@@ -409,17 +409,8 @@ def test_target_out_of_range(target, device):
     rows = Rows.empty(3, logits.device, EXTRAS, stats=True)
     grad = torch.empty_like(logits)
     forward_rows(logits, targets, torch.ones(5, device=device), None, options, rows)
-    backward_rows(
-        logits,
-        targets,
-        torch.ones(5, device=device),
-        None,
-        options,
-        rows.stats,
-        torch.ones(3, device=device),
-        None,
-        grad,
-    )
+    upstream = torch.ones(3, device=device)
+    backward_rows(logits, targets, torch.ones(5, device=device), options, rows.stats, upstream, grad)
     for rowwise in (rows.loss, rows.log_probs, grad):
         assert rowwise[1].isnan().all()
         assert rowwise[[0, 2]].isfinite().all()

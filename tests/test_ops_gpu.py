@@ -14,6 +14,7 @@ from convergence.models import MODELS
 from convergence.tolerance import three_way
 from convergence.train import InFloat64
 from liger_kernels import ops
+from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy_slab_size
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 BF16 = torch.bfloat16
@@ -32,8 +33,8 @@ def rotated() -> tuple[torch.Tensor, ...]:
     return ops.rope(new(2, 4, 16, 64), new(2, 2, 16, 64), cos, sin)
 
 
-def targets(rows: int = 96, vocab: int = 1000) -> torch.Tensor:
-    return torch.randint(vocab, (rows,), device="cuda").masked_fill_(torch.rand(rows, device="cuda") < 0.3, -100)
+def targets(rows: int = 96, vocab: int = 1000, device: str = "cuda") -> torch.Tensor:
+    return torch.randint(vocab, (rows,), device=device).masked_fill_(torch.rand(rows, device=device) < 0.3, -100)
 
 
 def loss(**options: Any) -> Any:
@@ -42,6 +43,11 @@ def loss(**options: Any) -> Any:
 
 def head_loss(**options: Any) -> Any:
     return ops.linear_cross_entropy(new(96, 64), new(1000, 64), targets(), new(1000), **options)
+
+
+def head_loss_in_two_slabs() -> Any:
+    with linear_cross_entropy_slab_size(128):
+        return head_loss(memory="fast")
 
 
 EXTRAS = ("token_accuracy", "predicted_tokens", "entropy", "log_probs")
@@ -58,6 +64,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         reduction="none", label_smoothing=0.1, softcap=30.0, z_loss=1e-4, extras=EXTRAS
     ),
     **{f"linear_cross_entropy {m}": lambda m=m: head_loss(memory=m) for m in ("fast", "balanced", "small")},
+    "linear_cross_entropy fast, in two slabs": head_loss_in_two_slabs,
     "linear_cross_entropy none, everything": lambda: head_loss(
         reduction="none", softcap=30.0, z_loss=1e-4, extras=EXTRAS, memory="balanced"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -19,13 +20,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from convergence.tolerance import three_way, unit_roundoff
 from liger_kernels.ops import (
     _linear,
-    _linear_one_chunk,
     _linear_token_chunks,
     _linear_vocabulary_slabs,
     observe_logits_grad,
 )
 from liger_kernels.ops import linear_cross_entropy as linear_cross_entropy_of_package
 from liger_kernels.ops._linear import TENSORS, Call
+from liger_kernels.ops._linear_vocabulary_slabs import Cut, kept_by_fast
 from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput, cross_entropy_ref
 from liger_kernels.ops.linear_cross_entropy import (
@@ -40,6 +41,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "none")
 TOKENS, HIDDEN, VOCAB, CHUNK = 23, 12, 67, 5  # five chunks, the last one partial
 SLAB = 24  # three slabs of the vocabulary, the last one partial
+# What "fast" takes in two slabs, of 48 and 19 classes, if it may: the first one's rows of d weight hold d hidden.
+TWO: dict[str, Any] = {"hidden": 64}
 many_and_one = pytest.mark.parametrize("chunk_size", [CHUNK, TOKENS], ids=["token chunks", "one chunk"])
 every_schedule = pytest.mark.parametrize(
     "schedule",
@@ -66,6 +69,12 @@ ALONE: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch):
     monkeypatch.setitem(linear_cross_entropy.__globals__, "_slab_sizes", lambda tokens, hidden_size: (SLAB, SLAB))
+
+
+def in_two_slabs(*args, **options):
+    """The fused head with all logits kept, those of the first classes in d weight."""
+    with linear_cross_entropy_slab_size(SLAB):
+        return linear_cross_entropy(*args, **options, memory="fast")
 
 
 class Case:
@@ -298,6 +307,160 @@ def test_a_slab_is_kept_for_the_first_backward_pass_alone(tokens, dtype, device)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
+def test_what_is_frozen_costs_nothing_in_two_kept_slabs(needs, reduction, device, monkeypatch):
+    """Nothing is computed twice, and beside the gradients, each in its own dtype, nothing is held but the logits of the
+    classes that d weight has no room for, padded."""
+    case = Case(device, torch.bfloat16, needs=needs, reduction=reduction, **TWO)
+    spy = Spy(monkeypatch)
+    reset_launches()
+    case.run(in_two_slabs)
+    slabs = 2 if needs[1] else 1  # without a d weight there is nothing to lie in
+    assert spy.gemms == slabs * (1 + needs[0] + needs[1])
+    assert over_logits() == (slabs, slabs if any(needs) else 0)
+    logits = (TOKENS, 24 if needs[1] else 72)
+    large = [logits, *[(VOCAB, 64)] * needs[1], *[(TOKENS, 64)] * needs[0]]
+    rows = max(TOKENS * 4, VOCAB)  # what is known of each row, and d bias
+    seen = [(shape, dtype) for shape, dtype in spy.allocated if math.prod(shape) > rows]
+    assert sorted(seen, key=str) == sorted([(shape, torch.bfloat16) for shape in large], key=str)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 8])
+def test_two_slabs_are_kept_for_the_first_backward_pass_alone(tokens, dtype, device):
+    """A second one computes both again, to the same bits and in no more memory."""
+    case = Case(device, dtype, tokens=tokens, hidden=64, vocab=10 * SLAB - 3)
+    leaves = hidden, weight, bias = case.leaves()
+    with pytest.MonkeyPatch.context() as patch:
+        spy = Spy(patch)
+        loss = in_two_slabs(hidden, weight, case.targets, bias)
+        assert spy.gemms == 2
+        assert [shape for shape, _ in spy.allocated].count(tuple(weight.shape)) == 1
+        first, second = [], []
+        for grads, gemms, weights in ((first, 4, 0), (second, 6, 1)):
+            spy.gemms, spy.allocated = 0, []
+            grads.extend(torch.autograd.grad(loss, leaves, retain_graph=True))
+            assert spy.gemms == gemms
+            assert [shape for shape, _ in spy.allocated].count(tuple(weight.shape)) == weights
+            assert not spy.allocated_like(tokens, len(weight))
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+    case.assert_right(function=in_two_slabs)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *[options for name, options in ALONE.items() if name not in ("label_smoothing", "all")],
+        {name: value for name, value in ALL.items() if name != "label_smoothing"},
+    ],
+    ids=[name for name in ALONE if name != "label_smoothing"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_option_in_two_kept_slabs(dtype, options, reduction, device):
+    case = Case(device, dtype, reduction=reduction, **TWO, **options)
+    reset_launches()
+    case.run(in_two_slabs)
+    assert over_logits() == (2, 2)
+    case.assert_right(function=in_two_slabs)
+    rows = Case(device, dtype, reduction=reduction, row_weight=torch.rand(TOKENS, device=device), **TWO, **options)
+    rows.assert_right(function=in_two_slabs)
+
+
+@settings(derandomize=True, deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.integers(0, 20),
+    hidden=st.integers(1, 80),
+    vocab=st.integers(20, 150),
+    bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    reduction=st.sampled_from(REDUCTIONS),
+    seed=st.integers(0, 1000),
+)
+def test_shapes_in_two_kept_slabs(device, **case):
+    """Or in one, where d weight has no room for two."""
+    with linear_cross_entropy_slab_size(7):
+        Case(device, **case).assert_right(memory="fast")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
+def test_frozen_parts_in_two_kept_slabs(needs, bias, reduction, device):
+    case = Case(device, torch.bfloat16, bias=bias, needs=needs, reduction=reduction, **TWO)
+    case.assert_right(function=in_two_slabs)
+
+
+@pytest.mark.parametrize("hidden", [63, 65])
+@pytest.mark.parametrize("tokens", [5, 21])
+def test_kept_slabs_begin_at_aligned_addresses(tokens, hidden, device):
+    """Also where the rows of d weight do not end at one."""
+    case = Case(device, torch.bfloat16, tokens=tokens, hidden=hidden)
+    case.assert_right(function=in_two_slabs)
+    call = Call(*case.tensors[:2], None, case.targets, *[None] * 3, *[None] * 5, "mean", "", True, True, False)
+    d_weight, rest = _linear_vocabulary_slabs._kept_memory(call, Cut(40))
+    (_, _, first), (_, _, second) = _linear_vocabulary_slabs._kept_slabs(call, Cut(40), d_weight, rest)
+    assert first.data_ptr() >= d_weight[40:].data_ptr()
+    assert first.data_ptr() + first.nbytes <= d_weight.data_ptr() + d_weight.nbytes
+    for logits in (first, second):
+        assert logits.shape[0] == tokens
+        assert logits.storage_offset() * logits.element_size() % 16 == 0
+        assert logits.stride(0) * logits.element_size() % 16 == 0
+
+
+def test_hidden_gradient_is_summed_in_float32_over_two_kept_slabs(device):
+    """Of rows of weight that are nearly alike, the slabs' parts nearly cancel: rounded before they are added, they
+    would leave their roundoff."""
+    case = Case(device, torch.bfloat16, bias=False, **TWO)
+    case.targets.clamp_(max=47)  # all in the first slab
+    case.tensors[0] *= 2.0**-6
+    case.tensors[1] = (8 + case.tensors[1].float() / 64).to(torch.bfloat16)
+    seen = []
+    with observe_logits_grad(lambda start, grad: seen.append(grad)):
+        _, (d_hidden, *_) = case.run(in_two_slabs)
+    parts = [
+        seen[0][:, classes].double() @ case.tensors[1][classes].double() for classes in (slice(0, 48), slice(48, None))
+    ]
+    truth = sum(parts)
+    error = unit_roundoff(torch.bfloat16) * truth.abs() + 67 * unit_roundoff(torch.float32) * parts[0].abs()
+    assert (parts[0].abs() * unit_roundoff(torch.bfloat16) > 4 * error).float().mean() > 0.5, "nothing cancels"
+    assert ((d_hidden.double() - truth).abs() <= error).all()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_two_kept_slabs_overwrite_nothing_and_are_gone_with_their_graph(reduction, device):
+    """Two backward passes, the same bits in every run, inputs of any strides."""
+    options = {name: value for name, value in ALL.items() if name != "label_smoothing"}
+    case = Case(device, torch.bfloat16, reduction=reduction, **TWO, **options)
+    _, expected = case.run(in_two_slabs)
+    leaves = case.leaves()
+    loss = in_two_slabs(*leaves[:2], case.targets, leaves[2], **case.options)
+    kept = loss.detach().clone()
+    first = torch.autograd.grad(loss, leaves, case.upstream, retain_graph=True)
+    copies = [grad.clone() for grad in first]
+    second = torch.autograd.grad(loss, leaves, case.upstream)
+    for one, copy, two, other in zip(first, copies, second, expected, strict=True):
+        assert torch.equal(one, copy)
+        assert torch.equal(one, two)
+        assert torch.equal(one, other)
+    assert torch.equal(loss, kept)
+    for leaf, tensor in zip(leaves, case.tensors, strict=True):
+        assert torch.equal(leaf, tensor)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward(case.upstream)
+    hidden, weight, bias = case.tensors
+    case.tensors = [
+        torch.stack([hidden, hidden], 1)[:, 0],
+        weight.t().contiguous().t(),
+        torch.stack([bias, bias], 1)[:, 1],
+    ]
+    case.leaves = lambda dtype=None: [t.detach().requires_grad_() for t in case.tensors]
+    for one, other in zip(case.run(in_two_slabs)[1], expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_option_together_in_slabs(dtype, reduction, device):
     """Label smoothing alone goes in token chunks instead."""
@@ -364,6 +527,14 @@ def test_argmax_and_target_in_any_slab(device):
     call = functools.partial(linear_cross_entropy, hidden, targets=targets, extras=EXTRAS, reduction="none")
     for weight in (7 * torch.eye(VOCAB, device=device), torch.zeros(VOCAB, VOCAB, device=device)):
         torch.testing.assert_close(call(weight, memory="small"), call(weight, memory="fast"))
+    hidden, weight = (F.pad(torch.eye(VOCAB, device=device), (0, 256 - VOCAB)) for _ in range(2))
+    for rows in torch.arange(VOCAB, device=device).split(34):
+        for scaled in (7 * weight, 0 * weight):
+            inputs = hidden[rows], scaled.requires_grad_(), targets[rows]
+            reset_launches()
+            ours = in_two_slabs(*inputs, extras=EXTRAS, reduction="none")
+            assert over_logits() == (2, 0)
+            torch.testing.assert_close(ours, linear_cross_entropy_ref(*inputs, extras=EXTRAS, reduction="none"))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -382,14 +553,16 @@ def test_float16_is_never_one_chunk(reduction, device):
 
 
 class Kept:
-    """Whether the memory of the logits is still held, wherever the tensors over it have gone."""
+    """Whether the memory of the logits is still held, wherever the tensors over it have gone: that of d weight, where
+    it has some, and the buffer of the others'."""
 
     def __init__(self, monkeypatch):
         self.storages = []
-        make = _linear_one_chunk.logits_buffer
-        monkeypatch.setattr(_linear_one_chunk, "logits_buffer", lambda *args: self._seen(make(*args)))
+        make = _linear_vocabulary_slabs._kept_memory
+        monkeypatch.setattr(_linear_vocabulary_slabs, "_kept_memory", lambda *args: self._seen(make(*args)))
         for name in ("forward_rows", "backward_rows"):  # Triton's interpreter leaves cycles that hold its arguments
-            monkeypatch.setattr(_linear_one_chunk, name, self._cleared(getattr(_linear_one_chunk, name)))
+            monkeypatch.setattr(_linear_vocabulary_slabs, name, self._cleared(getattr(_linear_vocabulary_slabs, name)))
+        monkeypatch.setattr(_linear_vocabulary_slabs, "rounded", self._cleared(_linear.rounded))
 
     def _cleared(self, launch):
         def launched(*args, **kwargs):
@@ -398,9 +571,9 @@ class Kept:
 
         return launched
 
-    def _seen(self, buffer):
-        self.storages.append(StorageWeakRef(buffer.untyped_storage()))
-        return buffer
+    def _seen(self, memory):
+        self.storages += [StorageWeakRef(t.untyped_storage()) for t in memory if t.numel()]
+        return memory
 
     def alive(self):
         return [not storage.expired() for storage in self.storages]
@@ -408,27 +581,36 @@ class Kept:
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("how", ["backward", "backward, retained", "dropped"])
-def test_logits_are_released(how, reduction, device, monkeypatch):
-    """By the backward pass or with the loss, at once: not when the garbage collector finds a cycle."""
-    case = Case(device, torch.bfloat16, reduction=reduction)
+@pytest.mark.parametrize("slabs", [1, 2])
+def test_logits_are_released(slabs, how, reduction, device, monkeypatch):
+    """By the backward pass or with the loss, at once: not when the garbage collector finds a cycle. d weight goes to
+    whoever asked for it."""
+    case = Case(device, torch.bfloat16, reduction=reduction, **(TWO if slabs == 2 else {}))
+    head = (
+        functools.partial(in_two_slabs, **case.options)
+        if slabs == 2
+        else functools.partial(linear_cross_entropy, chunk_size=TOKENS, **case.options)
+    )
     kept = Kept(monkeypatch)
-    case.run(chunk_size=TOKENS)  # torch imports parts of itself at a first call, and an import's error keeps frames
+    case.run(head)  # torch imports parts of itself at a first call, and an import's error keeps frames
     leaves = case.leaves()
     gc.collect()
-    assert not any(kept.alive())
+    assert kept.alive() == [False] * slabs
     kept.storages.clear()
     gc.disable()
     try:
-        loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], chunk_size=TOKENS, **case.options)
-        assert kept.alive() == [True]
+        loss = head(*leaves[:2], case.targets, leaves[2])
+        assert kept.alive() == [True] * slabs
         if how == "dropped":
             del loss
         else:
             loss.backward(case.upstream, retain_graph=how == "backward, retained")
-        assert kept.alive() == [False]
+        leaves[1].grad = None
+        assert kept.alive() == [False] * slabs
         if how == "backward, retained":
             loss.backward(case.upstream)
-            assert kept.alive() == [False, False]
+            leaves[1].grad = None
+            assert kept.alive() == [False] * (2 * slabs)
     finally:
         gc.enable()
 
@@ -443,12 +625,12 @@ def test_without_gradients_only_the_loss_is_computed(chunk_size, mode, reduction
     spy = Spy(monkeypatch)
     writes = []
 
-    def forward_rows(*args, grad=None):
+    def forward_rows(*args, grad=None, **options):
         writes.append(grad)
-        return launch_forward(*args, grad=grad)
+        return launch_forward(*args, grad=grad, **options)
 
-    launch_forward = _linear_one_chunk.forward_rows
-    for schedule in (_linear_one_chunk, _linear_token_chunks):
+    launch_forward = _linear_token_chunks.forward_rows
+    for schedule in (_linear_vocabulary_slabs, _linear_token_chunks):
         monkeypatch.setattr(schedule, "forward_rows", forward_rows)
     with mode():
         loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], chunk_size=chunk_size, **case.options)
@@ -459,19 +641,25 @@ def test_without_gradients_only_the_loss_is_computed(chunk_size, mode, reduction
     assert spy.allocated_like(64, HIDDEN) == spy.allocated_like(TOKENS, HIDDEN) == []
 
 
-BALANCED, ONE_CHUNK, SLABS = "_linear_token_chunks", "_linear_one_chunk", "_linear_vocabulary_slabs"
+BALANCED, ONE_CHUNK, SLABS = "token chunks", "one chunk", "vocabulary slabs"
 
 
 class Schedule:
-    """Which schedule a call takes, and in chunks of how many tokens; nothing is computed."""
+    """Which schedule a call takes, in chunks of how many tokens or slabs of how many classes; nothing is computed."""
 
     def __init__(self, monkeypatch):
         self.taken = None
-        for schedule in (_linear_one_chunk, _linear_token_chunks, _linear_vocabulary_slabs):
+        for schedule in (_linear_token_chunks, _linear_vocabulary_slabs):
             monkeypatch.setattr(schedule, "forward_op", functools.partial(self._take, schedule))
 
     def _take(self, schedule, *arguments):
-        self.taken = schedule.__name__.rpartition(".")[2], *arguments[TENSORS + 10 :][:1]
+        sizes = arguments[TENSORS + 10 :]
+        if schedule is _linear_token_chunks:
+            self.taken = BALANCED, sizes[0]
+        else:
+            cut = Cut(*sizes)
+            assert not cut.kept
+            self.taken = (SLABS, cut.columns) if cut.columns else (ONE_CHUNK,)
         return (torch.zeros(()),) * 4
 
     def of(self, tokens, hidden, dtype=torch.bfloat16, grad=True, **options):
@@ -518,6 +706,56 @@ def test_schedule_is_what_the_call_says(monkeypatch):
         assert of(7, 5, memory="small") == (SLABS, 6)
         assert of(7, 5) == (ONE_CHUNK,)
     assert of(7, 5, memory="small") == (SLABS, SLAB)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kept"),
+    [
+        ((8192, 4096, 128256), 41 * 1024),
+        ((8192, 2048, 262144), 51 * 1024),
+        ((512, 4096, 128256), 111 * 1024),
+        ((256, 4096, 128256), 0),  # whose logits take less than 64 MiB
+        ((8192, 4096, 49408), 16384),  # whose rows hold d hidden in float32, to the last byte
+        ((8192, 4096, 48128), 0),
+        ((16384, 4096, 128256), 0),
+        ((0, 4096, 128256), 0),
+        ((8192, 1, 8), 0),
+    ],
+)
+def test_fast_keeps_logits_in_d_weight_where_that_is_worth_it(shape, kept):
+    tokens, hidden, vocab = shape
+    assert kept_by_fast(*shape, 2, None) == kept
+    if kept:
+        begin = kept * hidden + 7  # at the next aligned address
+        assert begin + tokens * kept <= vocab * hidden
+        assert 4 * tokens * hidden <= 2 * kept * hidden
+
+
+@pytest.mark.parametrize(
+    ("how", "kept"),
+    [
+        ({}, 48),
+        ({"label_smoothing": 0.1}, 0),
+        ({"needs": (True, False, True)}, 0),
+        ({"needs": (False, True, False)}, 48),
+        ({"tokens": 25}, 0),  # for whose d hidden the rows of 48 classes have no room
+        ({"slab": 48}, 0),
+        ({"slab": None}, 0),
+        ({"function": torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")}, 0),
+    ],
+    ids=str,
+)
+def test_when_fast_keeps_logits_in_d_weight(how, kept, device, monkeypatch):
+    cuts = []
+    make = _linear_vocabulary_slabs._kept_memory
+    monkeypatch.setattr(
+        _linear_vocabulary_slabs, "_kept_memory", lambda call, cut: (cuts.append(cut), make(call, cut))[1]
+    )
+    function, slab = how.pop("function", linear_cross_entropy), how.pop("slab", SLAB)
+    case = Case(device, torch.bfloat16, **TWO, **how)
+    with linear_cross_entropy_slab_size(slab) if slab else contextlib.nullcontext():
+        case.run(function, memory="fast")
+    assert cuts == [Cut(kept)]
 
 
 @pytest.mark.parametrize("memory", MEMORY)
@@ -754,14 +992,16 @@ def test_observer_sees_the_gradient_of_the_raw_logits(chunk_size, dtype, reducti
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_observer_of_slabs_sees_whole_rows(reduction, device):
-    case = Case(device, reduction=reduction, softcap=5.0)
-    seen = {}
-    for memory in ("small", "fast"):
-        with observe_logits_grad(lambda start, grad: seen.setdefault(memory, []).append((start, grad))):  # noqa: B023
-            case.run(memory=memory)
-    ((start, grad),), ((_, other),) = seen["small"], seen["fast"]
-    assert start == 0
-    torch.testing.assert_close(grad, other)
+    case = Case(device, reduction=reduction, softcap=5.0, **TWO)
+    seen = []
+    small, fast = (functools.partial(linear_cross_entropy, memory=memory) for memory in ("small", "fast"))
+    for function in (small, fast, in_two_slabs):
+        with observe_logits_grad(lambda start, grad: seen.append((start, grad))):
+            observed = case.run(function)
+        torch.testing.assert_close(observed, case.run(function), rtol=0, atol=0)
+    assert [(start, grad.dtype) for start, grad in seen] == [(0, torch.float32)] * 3
+    for _, grad in seen[1:]:
+        torch.testing.assert_close(grad, seen[0][1])
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -953,20 +1193,16 @@ def test_ops_are_registered_as_torch_wants_them(chunk_size, reduction, device):
     check = functools.partial(
         torch.library.opcheck, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
     )
-    if chunk_size == TOKENS:
-        check(_linear_one_chunk.forward_op, tuple(call))
-        loss, *_, divisor, stats, logits = _linear_one_chunk.forward_op(*detached)
-        check(_linear_one_chunk.logits_op, detached[:3])
-        check(_linear_one_chunk.backward_op, (torch.ones_like(loss), divisor, stats, logits, *detached))
-        return
-    for slab in (SLAB, VOCAB // 8):  # the logits of none or of more than 16 classes are kept
-        check(_linear_vocabulary_slabs.forward_op, (*call, slab, slab, True))
-        loss, *_, divisor, stats, d_weight = _linear_vocabulary_slabs.forward_op(*detached, slab, slab, True)
+    cuts = [Cut(0)] if chunk_size == TOKENS else [Cut(0, SLAB, SLAB), Cut(16, 8, 8)]
+    for cut in cuts:
+        check(_linear_vocabulary_slabs.forward_op, (*call, *cut))
+        loss, *_, divisor, stats, d_weight, rest = _linear_vocabulary_slabs.forward_op(*detached, *cut)
         upstream = torch.ones_like(loss)
-        if len(d_weight):
-            check(_linear_vocabulary_slabs.finish_op, (upstream, divisor, stats, d_weight, *detached, slab, slab))
-        else:
-            check(_linear_vocabulary_slabs.backward_op, (upstream, divisor, stats, *detached, slab, slab))
+        check(_linear_vocabulary_slabs.backward_op, (upstream, divisor, stats, *detached, *cut))
+        if cut.kept or not cut.columns:
+            check(_linear_vocabulary_slabs.finish_op, (upstream, divisor, stats, d_weight, rest, *detached, *cut))
+    if chunk_size == TOKENS:
+        return
     observed = reduction != "none"
     check(_linear_token_chunks.forward_op, (*call, chunk_size, observed))
     loss, *_, divisor, stats, d_hidden, d_weight, more_d_weight, _, d_logits = _linear_token_chunks.forward_op(

@@ -861,18 +861,19 @@ def backward_rows(
     logits: torch.Tensor,
     targets: torch.Tensor,
     class_weight: torch.Tensor | None,
-    row_weight: torch.Tensor | None,
     options: LossOptions,
     stats: torch.Tensor,
     upstream: torch.Tensor,
-    divisor: torch.Tensor | None,
     grad: torch.Tensor,
+    *,
+    divisor: torch.Tensor | None = None,
+    row_weight: torch.Tensor | None = None,
     unless_one: torch.Tensor | None = None,
     slab: Slab | None = None,
 ) -> None:
     """Write upstream / divisor * row weight * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is 0-d
-    or [tokens], ``divisor`` 0-d. Where ``unless_one`` (0-d) is 1, ``grad`` is left as it is: only the device knows, and
-    nobody waits for it."""
+    or [tokens], ``divisor`` 0-d, ``row_weight`` float32 [tokens] and contiguous. Where ``unless_one`` (0-d) is 1,
+    ``grad`` is left as it is: only the device knows, and nobody waits for it."""
     tokens, vocab = logits.shape
     shape = _launch_shape(logits, looks=1)
     launch(

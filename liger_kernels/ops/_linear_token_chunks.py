@@ -206,11 +206,9 @@ def recompute_op(grad_loss: Tensor, stats: Tensor, *arguments: Any) -> tuple[Ten
             logits,
             call.targets[start:stop],
             call.class_weight,
-            None,  # in ``upstream``
             call.options,
             stats[:, start:stop],
-            upstream[start:stop],
-            None,
+            upstream[start:stop],  # the row weights, too
             grad=logits,
         )
         if observer is not None:

@@ -1,20 +1,27 @@
 """Linear cross entropy in slabs of the vocabulary; which schedule is for what stands in linear_cross_entropy.py.
 
 The forward goes through the logits of all tokens, some classes at a time, and keeps of them what the loss needs of each
-row. The backward computes each slab again, overwrites it by its gradient, and finishes the slab's rows of d weight by
-one GEMM straight into its dtype; d hidden is summed over the slabs in float32.
+row. The backward knows the upstream gradient and the denominator: it overwrites each slab's logits by their gradient,
+rounded once, and finishes the slab's rows of d weight by one GEMM straight into its dtype; d hidden is summed over the
+slabs in float32.
 
-The rows of d weight that are not finished yet hold the logits of wide slabs. So do those of the first slab from the
-forward on: the backward needs the memory anyway, and finds these logits computed.
+The logits of the first slab lie in the memory of d weight, behind the rows that are its own, from the forward to the
+backward, which needs that memory anyway and finds them computed. What becomes of the others makes two schedules:
 
-Not for label smoothing: what it adds up is the distance of every logit to the target's, which an early slab does not
-know.
+- "fast" keeps them, too, in one buffer of their own, and computes nothing twice. d weight is written last, so that its
+  first rows are free for the sum of d hidden. Where the first slab would be too small to be worth it, and for label
+  smoothing, which adds up the distance of every logit to the target's, which an early slab does not know, all classes
+  are one slab in that buffer. Each gradient is one GEMM then.
+- "small" takes them slab by slab in memory that the next one overwrites: in the forward the first rows of d weight, in
+  the backward, which computes them again, those that are not finished yet. Not for label smoothing.
+
+A second backward pass (``retain_graph``) computes the logits again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +31,7 @@ from liger_kernels.ops._linear import (
     ARGUMENTS,
     TENSORS,
     Call,
+    add_product,
     add_to_halves,
     beside,
     current_observer,
@@ -36,6 +44,7 @@ from liger_kernels.ops._linear import (
     padded,
     present,
     round_halves,
+    rounded,
 )
 from liger_kernels.ops._mean import mean
 
@@ -43,21 +52,59 @@ from liger_kernels.ops._mean import mean
 STEP = 1024
 # 8192 x 2048 x 262144 on an H200, with 1, 2, 4, 8: 58.4, 54.8, 54.9, 54.5 ms.
 WIDE = 8  # times as many classes, where their logits cost no memory
+# Bytes that a second slab has to spare "fast": beside the products of so many logits its eight launches are little.
+WORTH = 2**26
+
+
+class Cut(NamedTuple):
+    """How the vocabulary is cut into slabs: the last arguments of the operators, in the order of :data:`CUT`.
+
+    Attributes:
+        kept: the classes of the first slab, whose logits stay in the memory of d weight until the backward; 0: none do.
+        columns: of a later slab whose logits need memory of their own; 0: the later classes are one slab, and kept.
+        narrow: the same in the backward, beside d weight.
+    """
+
+    kept: int
+    columns: int = 0
+    narrow: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether one slab has all classes."""
+        return not self.kept and not self.columns
+
+
+Upstream = tuple[Tensor, Tensor, Tensor]  # the gradient of the loss, the divisor, and the forward's stats
+CUT = "int kept, int columns, int narrow"
+
+
+def _parsed(arguments: tuple[Any, ...]) -> tuple[Call, Cut]:
+    cut = len(Cut._fields)
+    return Call(*arguments[:-cut]), Cut(*arguments[-cut:])
 
 
 def _step(columns: int) -> int:
     return padded(min(columns, STEP))
 
 
-def _beside(call: Call, columns: int, first: int = 0) -> int:
-    """How many classes from ``first`` on are a slab whose logits lie in d weight, behind the rows of these classes; 0
-    where those of no more than ``columns`` would fit. The first slab, which is not computed twice, is as wide as it can
-    be."""
-    tokens, hidden_size = call.hidden.shape
-    step = _step(columns)
-    fit = ((len(call.weight) - first) * hidden_size - step) // (tokens + hidden_size) // step * step
-    size = min(WIDE * columns, fit) if first else fit
-    return size if size > columns else 0
+def _fit(tokens: int, hidden_size: int, classes: int, step: int) -> int:
+    """How many of the last ``classes`` can have their logits in d weight, behind their own rows."""
+    return max(0, (classes * hidden_size - step) // (tokens + hidden_size) // step * step)
+
+
+def kept_by_fast(tokens: int, hidden_size: int, vocab: int, itemsize: int, slab: int | None) -> int:
+    """The first slab of "fast", whose rows of d weight hold the float32 sum of d hidden; 0 where it is not worth it.
+    With ``slab`` it has to be wider than that instead, by whatever number of aligned columns."""
+    size = _fit(tokens, hidden_size, vocab, STEP if slab is None else padded(1))
+    worth = tokens * size * itemsize >= WORTH if slab is None else size > slab
+    return size if worth and size * itemsize >= 4 * tokens else 0
+
+
+def kept_by_small(tokens: int, hidden_size: int, vocab: int, narrow: int) -> int:
+    """The first slab of "small": as wide as it can be, because it is not computed twice."""
+    size = _fit(tokens, hidden_size, vocab, _step(narrow))
+    return size if size > narrow else 0
 
 
 def _logits(call: Call, first: int, stop: int, buffer: Tensor) -> Tensor:
@@ -72,13 +119,35 @@ def _behind(call: Call, d_weight: Tensor, stop: int, size: int) -> Tensor:
     return d_weight.view(-1)[begin : begin + tokens * size].view(tokens, size)
 
 
-def _forward_slabs(call: Call, columns: int, narrow: int, d_weight: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The first class of each slab, and its logits, which the next one overwrites, but for those that ``d_weight``
-    keeps for :func:`_backward_slabs`."""
-    (tokens, hidden_size), vocab = call.hidden.shape, len(call.weight)
-    kept = _beside(call, narrow) if len(d_weight) else 0
+def _new(call: Call, needed: bool, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(shape if needed else (0,), dtype=dtype or call.hidden.dtype, device=call.hidden.device)
+
+
+def _kept_memory(call: Call, cut: Cut) -> tuple[Tensor, Tensor]:
+    """What lies between forward and backward: d weight, with the first slab's logits, and the buffer of the others'."""
+    d_weight = _new(call, bool(cut.kept), call.weight.shape)
+    if cut.columns:
+        return d_weight, _new(call, False, ())
+    return d_weight, logits_buffer(call.hidden, call.weight[cut.kept :], len(call.hidden))
+
+
+def _kept_slabs(call: Call, cut: Cut, d_weight: Tensor, rest: Tensor) -> list[tuple[int, int, Tensor]]:
+    """Those of "fast": first and last + 1 class, and the memory of their logits."""
+    vocab = len(call.weight)
+    first = [(0, cut.kept, _behind(call, d_weight, cut.kept, cut.kept))] if cut.kept else []
+    return [*first, (cut.kept, vocab, rest[:, : vocab - cut.kept])]
+
+
+def _forward_slabs(call: Call, cut: Cut, d_weight: Tensor, rest: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The first class of each slab, and its logits, which the next one overwrites, but for those that are kept."""
+    (tokens, hidden_size), vocab, kept = call.hidden.shape, len(call.weight), cut.kept
+    if not cut.columns:
+        for first, stop, buffer in _kept_slabs(call, cut, d_weight, rest):
+            yield first, _logits(call, first, stop, buffer)
+        return
     if kept:
         yield 0, _logits(call, 0, kept, _behind(call, d_weight, kept, kept))
+    columns = 2 * cut.columns  # little else is held yet
     free = d_weight.view(-1)[: kept * hidden_size]  # these rows are written by the backward
     fit = min(WIDE * columns, len(free) // max(tokens, 1)) // _step(columns) * _step(columns)
     if fit > columns:
@@ -90,25 +159,27 @@ def _forward_slabs(call: Call, columns: int, narrow: int, d_weight: Tensor) -> I
         yield first, _logits(call, first, min(first + width, vocab), buffer)
 
 
-def _backward_slabs(
-    call: Call, columns: int, d_weight: Tensor | None = None, kept: bool = False
-) -> Iterator[tuple[int, int, Tensor]]:
-    """First and last + 1 class of each slab, and its logits, which the next one overwrites.
+def _slabs_again(call: Call, cut: Cut, d_weight: Tensor, kept: bool) -> Iterator[tuple[int, int, Tensor]]:
+    """Those of "small" in the backward: first and last + 1 class, and their logits, which the next one overwrites.
+
+    Every slab finishes its rows of d weight, where that is needed. The rows behind hold its logits, as long as those of
+    more than ``cut.narrow`` classes fit: wide slabs cost nothing there, and read and write d hidden less often.
 
     Args:
-        columns: classes of a slab whose logits need memory of their own.
-        d_weight: of which every slab finishes its rows. The rows behind hold its logits, as long as those of more than
-            ``columns`` classes fit: wide slabs cost nothing there, and read and write d hidden less often.
         kept: whether the first slab's logits are there from the forward.
     """
-    own, first, vocab = None, 0, len(call.weight)
+    own, first, (tokens, hidden_size), vocab = None, 0, call.hidden.shape, len(call.weight)
+    columns = cut.narrow if call.needs_weight else cut.columns
     while first < vocab:
-        size = 0 if d_weight is None else _beside(call, columns, first)
-        stop = first + (size or min(columns, vocab - first))
-        if d_weight is not None and size:
+        size = _fit(tokens, hidden_size, vocab - first, _step(columns)) if call.needs_weight else 0
+        if first:
+            size = min(WIDE * columns, size)
+        if size > columns:
+            stop = first + size
             buffer = _behind(call, d_weight, stop, size)
         else:
-            own = logits_buffer(call.hidden, call.weight[:columns], len(call.hidden)) if own is None else own
+            stop = min(first + columns, vocab)
+            own = logits_buffer(call.hidden, call.weight[:columns], tokens) if own is None else own
             buffer = own
         yield first, stop, buffer if kept and not first else _logits(call, first, stop, buffer)
         first = stop
@@ -117,164 +188,195 @@ def _backward_slabs(
 @torch.library.custom_op(
     "liger_kernels::linear_cross_entropy_vocabulary_slabs",
     mutates_args=(),
-    schema=f"({ARGUMENTS}, int columns, int narrow, bool keep) -> ({', '.join(['Tensor'] * 7)})",
+    schema=f"({ARGUMENTS}, {CUT}) -> ({', '.join(['Tensor'] * 8)})",
 )
 def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
-    """loss, log_probs, entropy, predicted, divisor, stats, d_weight; stats only where a gradient is needed.
+    """loss, log_probs, entropy, predicted, divisor, stats, d_weight, rest; stats only where a gradient is needed.
 
-    With ``keep``, and where it is needed and has room, d_weight holds the first slab's logits for the backward.
+    ``d_weight`` holds the first slab's logits for the backward, and ``rest`` the others', as far as they are kept.
     """
-    *shared, columns, narrow, keep = arguments
-    call = Call(*shared)
-    tokens, vocab, device = len(call.hidden), len(call.weight), call.hidden.device
-    rows = call.rows(stats=any(call.needs))
-    if rows.predicted is not None:
-        rows.predicted.zero_()
-    carry = torch.zeros((4, tokens), dtype=torch.float32, device=device)
-    carry[1] = float("-inf")
-    d_weight = torch.empty(_kept_shape(call, narrow, keep), dtype=call.hidden.dtype, device=device)
-    for first, logits in _forward_slabs(call, 2 * columns, narrow, d_weight):  # little else is held yet
-        slab = Slab(first, vocab, carry)
+    call, cut = _parsed(arguments)
+    vocab, device = len(call.weight), call.hidden.device
+    rows, carry = call.rows(stats=any(call.needs)), None
+    if not cut.whole:
+        if rows.predicted is not None:
+            rows.predicted.zero_()
+        carry = torch.zeros((4, len(call.hidden)), dtype=torch.float32, device=device)
+        carry[1] = float("-inf")
+    d_weight, rest = _kept_memory(call, cut)
+    for first, logits in _forward_slabs(call, cut, d_weight, rest):
+        slab = None if cut.whole else Slab(first, vocab, carry)
         forward_rows(logits, call.targets, call.class_weight, call.row_weight, call.options, rows, slab=slab)
     loss, divisor = rows.loss, call.divisor()
     if call.reduction != "none":
         loss = mean(loss, divisor)
-    return loss, *beside(rows), divisor, present(rows.stats, device), d_weight
-
-
-def _kept_shape(call: Call, narrow: int, keep: bool) -> tuple[int, ...]:
-    vocab, hidden_size = call.weight.shape
-    return (vocab, hidden_size) if keep and call.needs_weight and _beside(call, narrow) else (0, hidden_size)
+    return loss, *beside(rows), divisor, present(rows.stats, device), d_weight, rest
 
 
 @forward_op.register_fake
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    *shared, _, narrow, keep = arguments
-    call = Call(*shared)
-    stats = (3, call.hidden.shape[0]) if any(call.needs) else (0,)
-    new = call.hidden.new_empty
-    return *fake_rows(call), new(stats, dtype=torch.float32), new(_kept_shape(call, narrow, keep))
+    call, cut = _parsed(arguments)
+    tokens, vocab, new = call.hidden.shape[0], call.weight.shape[0], call.hidden.new_empty
+    return (
+        *fake_rows(call),
+        new((3, tokens) if any(call.needs) else (0,), dtype=torch.float32),
+        new(call.weight.shape if cut.kept else (0,)),
+        new((0,) if cut.columns else (tokens, padded(vocab - cut.kept))),
+    )
 
 
-def _gradients(
+def _overwritten(
     call: Call,
-    grad_loss: Tensor,
-    divisor: Tensor,
-    stats: Tensor,
-    columns: int,
-    narrow: int,
-    d_weight: Tensor,
-    kept: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """d hidden and d bias; ``d_weight`` is written where it is needed. ``kept``: it holds logits of the forward's."""
-    hidden, weight = call.hidden, call.weight
-    vocab, observer = len(weight), current_observer()
-
-    def new(needed: bool, shape: tuple[int, ...], dtype: torch.dtype = hidden.dtype) -> Tensor:
-        return torch.empty(shape if needed else (0,), dtype=dtype, device=hidden.device)
-
-    d_bias = new(call.needs_bias, (vocab,))
-    first_half, second_half = halves(hidden.shape, hidden.dtype)
-    d_hidden = new(call.needs_hidden, first_half, torch.float32), new(call.needs_hidden, second_half, torch.float32)
-    observed = new(observer is not None, (len(hidden), vocab), torch.float32)
-    slabs = _backward_slabs(call, narrow, d_weight, kept) if call.needs_weight else _backward_slabs(call, columns)
+    cut: Cut,
+    slabs: Iterable[tuple[int, int, Tensor]],
+    upstream: Upstream,
+    d_bias: Tensor,
+) -> Iterator[tuple[int, int, Tensor]]:
+    """``slabs``, their logits overwritten by the gradient, of which ``d_bias`` and the observer get theirs."""
+    (grad_loss, divisor, stats), vocab, observer = upstream, len(call.weight), current_observer()
+    observed = _new(call, observer is not None, (len(call.hidden), vocab), torch.float32)
     for first, stop, logits in slabs:
-        slab = Slab(first, vocab)
         backward_rows(
             logits,
             call.targets,
             call.class_weight,
-            call.row_weight,
             call.options,
             stats,
             grad_loss,
-            divisor,
             grad=logits,
-            slab=slab,
+            divisor=divisor,
+            row_weight=call.row_weight,
+            slab=None if cut.whole else Slab(first, vocab),
         )
         if observer is not None:
             observed[:, first:stop] = logits
+        if call.needs_bias:
+            torch.sum(logits, 0, out=d_bias[first:stop])
+        yield first, stop, logits
+    if observer is not None:
+        observer(0, observed)
+
+
+def _gradients_of_kept(
+    call: Call, cut: Cut, upstream: Upstream, d_weight: Tensor, rest: Tensor
+) -> tuple[Tensor, Tensor]:
+    """d hidden and d bias of "fast"; ``d_weight`` is written where it is needed."""
+    hidden, weight = call.hidden, call.weight
+    d_hidden = _new(call, call.needs_hidden, hidden.shape)
+    d_bias = _new(call, call.needs_bias, (len(weight),))
+    slabs = list(_overwritten(call, cut, _kept_slabs(call, cut, d_weight, rest), upstream, d_bias))
+    if call.needs_hidden and cut.whole:
+        torch.mm(slabs[0][2], weight, out=d_hidden)
+    elif call.needs_hidden:
+        sums = d_weight[: cut.kept].view(-1).view(torch.float32)[: hidden.numel()].view(hidden.shape)
+        for first, stop, d_logits in slabs:
+            add_product(sums, d_logits, weight[first:stop], keep=1.0 if first else 0.0)
+        rounded(sums, None, d_hidden)
+    if call.needs_weight:
+        for first, stop, d_logits in slabs:  # the first one's rows end where its gradient begins, the second's do not
+            torch.mm(d_logits.t(), hidden, out=d_weight[first:stop])
+    return d_hidden, d_bias
+
+
+def _gradients_again(call: Call, cut: Cut, upstream: Upstream, d_weight: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
+    """The same of "small". ``kept``: ``d_weight`` holds logits of the forward's."""
+    hidden, weight = call.hidden, call.weight
+    d_bias = _new(call, call.needs_bias, (len(weight),))
+    first_half, second_half = (
+        _new(call, call.needs_hidden, half, torch.float32) for half in halves(hidden.shape, hidden.dtype)
+    )
+    slabs = _slabs_again(call, cut, d_weight, kept)
+    for first, stop, logits in _overwritten(call, cut, slabs, upstream, d_bias):
         if call.needs_weight:
             torch.mm(logits.t(), hidden, out=d_weight[first:stop])
         if call.needs_hidden:
-            add_to_halves(d_hidden, logits, weight[first:stop], keep=1.0 if first else 0.0)
-        if call.needs_bias:
-            torch.sum(logits, 0, out=d_bias[first:stop])
-    if observer is not None:
-        observer(0, observed)
+            add_to_halves((first_half, second_half), logits, weight[first:stop], keep=1.0 if first else 0.0)
     del logits  # the slab's memory goes before d hidden is rounded
-    whole = over_first_half(*d_hidden, hidden.dtype) if call.needs_hidden else new(False, ())
+    whole = over_first_half(first_half, second_half, hidden.dtype) if call.needs_hidden else _new(call, False, ())
     if call.needs_hidden and hidden.dtype != torch.float32:
-        round_halves(*d_hidden, None, whole)
+        round_halves(first_half, second_half, None, whole)
     return whole, d_bias
+
+
+def _gradients(
+    call: Call, cut: Cut, upstream: Upstream, d_weight: Tensor, rest: Tensor, kept: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """d hidden, d weight if it is not ``d_weight``, which has it where a slab is kept there, and d bias."""
+    new = _new(call, call.needs_weight and not cut.kept, call.weight.shape)
+    written = d_weight if cut.kept else new
+    if cut.columns:
+        d_hidden, d_bias = _gradients_again(call, cut, upstream, written, kept)
+    else:
+        d_hidden, d_bias = _gradients_of_kept(call, cut, upstream, written, rest)
+    return d_hidden, new, d_bias
 
 
 @torch.library.custom_op(
     "liger_kernels::linear_cross_entropy_vocabulary_slabs_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_loss, Tensor divisor, Tensor stats, {ARGUMENTS}, int columns, int narrow) "
-    "-> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad_loss, Tensor divisor, Tensor stats, {ARGUMENTS}, {CUT}) -> (Tensor, Tensor, Tensor)",
 )
 def backward_op(grad_loss: Tensor, divisor: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of hidden, weight and bias."""
-    *shared, columns, narrow = arguments
-    call = Call(*shared)
-    d_weight = torch.empty(
-        call.weight.shape if call.needs_weight else (0,), dtype=call.hidden.dtype, device=stats.device
-    )
-    d_hidden, d_bias = _gradients(call, grad_loss, divisor, stats, columns, narrow, d_weight)
-    return d_hidden, d_weight, d_bias
+    """The gradients of hidden, weight and bias, from logits that are all computed again."""
+    call, cut = _parsed(arguments)
+    d_weight, rest = _kept_memory(call, cut)
+    if not cut.columns:
+        for _ in _forward_slabs(call, cut, d_weight, rest):
+            pass  # they stay
+    d_hidden, new, d_bias = _gradients(call, cut, (grad_loss, divisor, stats), d_weight, rest, kept=False)
+    return d_hidden, d_weight if cut.kept else new, d_bias
 
 
 @backward_op.register_fake
 def _fake_backward(grad_loss: Tensor, divisor: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_gradients(Call(*arguments[:-2]))
+    return fake_gradients(_parsed(arguments)[0])
 
 
 @torch.library.custom_op(
     "liger_kernels::linear_cross_entropy_vocabulary_slabs_backward_",
-    mutates_args=("d_weight",),
-    schema=f"(Tensor grad_loss, Tensor divisor, Tensor stats, Tensor(a!) d_weight, {ARGUMENTS}, int columns, "
-    "int narrow) -> (Tensor, Tensor)",
+    mutates_args=("d_weight", "rest"),
+    schema="(Tensor grad_loss, Tensor divisor, Tensor stats, Tensor(a!) d_weight, Tensor(b!) rest, "
+    f"{ARGUMENTS}, {CUT}) -> (Tensor, Tensor, Tensor)",
 )
 def finish_op(
-    grad_loss: Tensor, divisor: Tensor, stats: Tensor, d_weight: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor]:
-    """The gradients of hidden and bias. ``d_weight`` holds logits of the forward's, and becomes that of weight."""
-    *shared, columns, narrow = arguments
-    return _gradients(Call(*shared), grad_loss, divisor, stats, columns, narrow, d_weight, kept=True)
+    grad_loss: Tensor, divisor: Tensor, stats: Tensor, d_weight: Tensor, rest: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same from the logits that the forward kept, in their memory. Where ``d_weight`` holds some of them, it
+    becomes the gradient of weight."""
+    return _gradients(*_parsed(arguments), (grad_loss, divisor, stats), d_weight, rest, kept=True)
 
 
 @finish_op.register_fake
 def _fake_finish(
-    grad_loss: Tensor, divisor: Tensor, stats: Tensor, d_weight: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor]:
-    d_hidden, _, d_bias = fake_gradients(Call(*arguments[:-2]))
-    return d_hidden, d_bias
+    grad_loss: Tensor, divisor: Tensor, stats: Tensor, d_weight: Tensor, rest: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    call, cut = _parsed(arguments)
+    return fake_gradients(call._replace(needs_weight=call.needs_weight and not cut.kept))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *shared, columns, narrow, _ = inputs
-    call = Call(*shared)
-    *_, divisor, stats, d_weight = output
-    ctx.needs, ctx.rest = call.needs, (*shared[TENSORS:], columns, narrow)
+    call, cut = _parsed(inputs)
+    *_, divisor, stats, d_weight, rest = output
+    ctx.needs, ctx.cut, ctx.rest = call.needs, cut, inputs[TENSORS:]
     ctx.save_for_backward(divisor, stats, *call._replace(denominator=None)[:TENSORS])
-    # Not saved, and detached, as the logits of one chunk are: the first backward pass overwrites it.
-    ctx.d_weight = d_weight.detach() if len(d_weight) else None
-    ctx.set_materialize_grads(False)
+    # Not saved: a backward pass overwrites them, and autograd would then refuse a second one. Detached: an output knows
+    # its node, which would keep itself alive.
+    ctx.kept = (d_weight.detach(), rest.detach()) if cut.kept or not cut.columns else None
+    ctx.set_materialize_grads(False)  # nobody has a gradient for the logits, and zeros would cost their memory again
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     grads: tuple[Tensor | None, ...] = (None, None, None)
     if grad_loss is not None:
-        (divisor, stats, *tensors), d_weight, ctx.d_weight = ctx.saved_tensors, ctx.d_weight, None
-        if d_weight is None:  # a second pass, or what is compiled
+        (divisor, stats, *tensors), kept, ctx.kept = ctx.saved_tensors, ctx.kept, None
+        if kept is None:  # a second pass, or "small" without a first slab in d weight
             d_hidden, d_weight, d_bias = backward_op(grad_loss, divisor, stats, *tensors, *ctx.rest)
         else:
-            d_hidden, d_bias = finish_op(grad_loss, divisor, stats, d_weight, *tensors, *ctx.rest)
+            d_hidden, d_weight, d_bias = finish_op(grad_loss, divisor, stats, *kept, *tensors, *ctx.rest)
+            d_weight = kept[0] if ctx.cut.kept else d_weight
         computed = d_hidden, d_weight, d_bias
         grads = tuple(grad if needed else None for grad, needed in zip(computed, ctx.needs, strict=True))
-    return *grads, *(None,) * len(Call._fields)
+    return *grads, *(None,) * (len(Call._fields) + len(Cut._fields) - 3)
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -175,7 +175,16 @@ class CrossEntropyFunction(torch.autograd.Function):
         unless_one = None if grad is None else grad_loss
         grad = _empty_grad(logits) if grad is None else grad
         backward_rows(
-            logits, targets, class_weight, row_weight, ctx.options, stats, grad_loss, denominator, grad, unless_one
+            logits,
+            targets,
+            class_weight,
+            ctx.options,
+            stats,
+            grad_loss,
+            grad,
+            divisor=denominator,
+            row_weight=row_weight,
+            unless_one=unless_one,
         )
         return grad, *(None,) * 11
 

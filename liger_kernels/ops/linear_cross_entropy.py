@@ -6,24 +6,28 @@ Schedules, each a ``torch.library`` custom op that ``torch.compile(fullgraph=Tru
 hidden size H, V classes, chunks of C tokens and b bytes an element, the GEMMs' operations and the peak of memory beyond
 the inputs, both gradients among it:
 
-- one chunk (``_linear_one_chunk.py``, "fast"): 6 T H V; b (T V + V H + T H). The logits are kept for the backward,
-  which overwrites them by their gradient.
+- one chunk ("fast"): 6 T H V; b (T (V - K) + V H + T H). The logits are kept for the backward, which overwrites them
+  by their gradient: those of the first K = V H / (T + H) classes in the memory of d weight, behind these classes' rows.
+  K is 0 where that would spare less than 64 MiB, or the first K rows cannot hold d hidden in float32, b K < 4 T; where
+  weight needs no gradient; with label smoothing; and in what ``torch.compile`` compiles.
 - token chunks (``_linear_token_chunks.py``, "balanced"): 6 T H V; 4 V H + b T H + b V C. The gradients are computed in
   the forward and summed over the chunks in float32, after Liger Kernel's idea (arXiv:2410.10989), and d weight is
   rounded in the memory of its sum; a backward pass that retains the graph makes copies. With "none" the backward
   computes the logits again: 8 T H V.
-- vocabulary slabs of S classes (``_linear_vocabulary_slabs.py``, "small"): 8 T H V - 2 T H K; b (V H + T S) + 4 T H.
-  The forward only takes the loss from each slab of logits; the backward computes it again and finishes its rows of
-  d weight. What is not written yet of d weight holds the logits of wider slabs, and between forward and backward those
-  of the first K = V H / (T + H) classes, which are not computed again. It is never chosen by default.
+- vocabulary slabs of S classes ("small"): 8 T H V - 2 T H K; b (V H + T S) + 4 T H. The forward only takes the loss
+  from each slab of logits; the backward computes it again and finishes its rows of d weight. What is not written yet of
+  d weight holds the logits of wider slabs, and between forward and backward those of the first K classes, which are not
+  computed again. It is never chosen by default.
+
+Token chunks are in ``_linear_token_chunks.py``, the other two in ``_linear_vocabulary_slabs.py``.
 
 "fast" for more than 8192 tokens is chunks of 8192, whose float32 sum of d weight then holds less than all logits would.
 
 Without gradients only the loss is computed; what needs no gradient costs no buffer and no GEMM.
 
 float16 always goes in token chunks, also where one covers all tokens: the other schedules have the upstream gradient
-and 1 / denominator in the logits' gradient, most of which float16 would flush to zero. Label smoothing does not go in
-slabs.
+and 1 / denominator in the logits' gradient, most of which float16 would flush to zero. Label smoothing does not go with
+"small".
 """
 
 from __future__ import annotations
@@ -35,8 +39,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernels.ops import _linear_one_chunk, _linear_token_chunks, _linear_vocabulary_slabs
+from liger_kernels.ops import _linear_token_chunks, _linear_vocabulary_slabs
 from liger_kernels.ops._linear import Call, current_observer
+from liger_kernels.ops._linear_vocabulary_slabs import Cut, kept_by_fast, kept_by_small
 from liger_kernels.ops._runtime import as_autocast, use_triton
 from liger_kernels.ops.cross_entropy import (
     CrossEntropyOutput,
@@ -103,7 +108,8 @@ def _observe_all_rows(grad: Tensor) -> None:
 @contextlib.contextmanager
 def linear_cross_entropy_slab_size(classes: int) -> Iterator[None]:
     """Inside, :func:`linear_cross_entropy` with ``memory="small"`` takes slabs of ``classes`` where their logits need
-    memory of their own; where they need none they may be wider."""
+    memory of their own; where they need none they may be wider. With "fast", a first slab of more than ``classes`` is
+    one, however little it spares."""
     global _slab
     before = _slab
     _slab = _check_size(classes, "slab size", "class", "classes")
@@ -164,15 +170,17 @@ def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | N
 
 def _schedule(
     hidden: Tensor,
+    vocab: int,
     label_smoothing: float,
     reduction: str,
-    needs_grad: bool,
+    needs: tuple[bool, bool, bool],
     chunk_size: int | None,
     memory: str | None,
 ) -> tuple[str, tuple[int, ...]]:
     """A name of :data:`MEMORY`, and the size of its chunks or slabs: from the arguments, their shape and dtype only, so
     that a result never depends on the state of the machine."""
     tokens, hidden_size = hidden.shape
+    compiling = torch.compiler.is_compiling()
     if memory is not None and memory not in MEMORY:
         raise ValueError(f"memory is {memory!r}; it must be one of {', '.join(map(repr, MEMORY))}, or None to choose")
     if memory is not None and chunk_size is not None:
@@ -185,7 +193,7 @@ def _schedule(
         # So many tokens' logits take about the memory of what token chunks hold instead: some logits, and in 16 bits
         # the float32 sum of d weight. A compiled program would copy the kept logits before it overwrites them.
         few = chunk + (0 if hidden.dtype == torch.float32 else 2 * hidden_size)
-        one_chunk = tokens <= few and not torch.compiler.is_compiling()
+        one_chunk = tokens <= few and not compiling
         chunk_size = _chunk_size if chunk_size is None else chunk_size
         if chunk_size is not None:
             chunk = _check_size(chunk_size, "chunk size", "token", "tokens")
@@ -193,14 +201,22 @@ def _schedule(
         memory = "fast" if one_chunk else "balanced"
     if balanced_because(hidden.dtype, label_smoothing, memory) is not None:
         memory = "balanced"
-    if memory == "fast" and not needs_grad:  # nothing to keep logits for
+    if memory == "fast" and not any(needs):  # nothing to keep logits for
         memory = "balanced"
     many = tokens > FAST_CHUNK and chunk_size is None
     if memory == "fast" and many and reduction != "none":  # whose chunks would compute the logits again
         memory, chunk = "balanced", FAST_CHUNK
-    slabs = _slab_sizes(tokens, hidden_size) if _slab is None else (_slab, _slab)
-    sizes = {"fast": (), "balanced": (chunk,), "small": slabs}
-    return memory, sizes[memory]
+    if memory == "balanced":
+        return memory, (chunk,)
+    kept, in_d_weight = 0, needs[1] and not compiling  # a compiled program would copy d weight with the kept logits
+    if memory == "fast":
+        if in_d_weight and not label_smoothing:
+            kept = kept_by_fast(tokens, hidden_size, vocab, hidden.dtype.itemsize, _slab)
+        return memory, Cut(kept)
+    columns, narrow = _slab_sizes(tokens, hidden_size) if _slab is None else (_slab, _slab)
+    if in_d_weight:
+        kept = kept_by_small(tokens, hidden_size, vocab, narrow)
+    return memory, Cut(kept, columns, narrow)
 
 
 def linear_cross_entropy(
@@ -235,13 +251,13 @@ def linear_cross_entropy(
             extras: as in :func:`cross_entropy`.
         chunk_size: tokens whose logits are held at once; where that is all of them, as with "fast".
         memory: how much of it may buy time; the numbers stand at the top of this file. "fast" holds all logits between
-            forward and backward, which take the fewest operations, or, of more than 8192 tokens, those of 8192 at a
-            time (with "none" all). "balanced" holds those of C = 2048 tokens, or of 1024 for a hidden size below 2048.
-            "small" holds little but the gradients, and computes most logits twice (label smoothing: as "balanced").
-            float16 is always "balanced". By default "fast" for at most 2 * hidden size + C tokens in bfloat16, for at
-            most C in float32, and else "balanced"; so it is in a program that ``torch.compile`` compiles, where "fast"
-            costs a copy of the logits. Without gradients there is nothing to keep logits for: "fast" is "balanced".
-            Not together with ``chunk_size``.
+            forward and backward, some of them where d weight will be, and takes the fewest operations; of more than
+            8192 tokens it holds those of 8192 at a time (with "none" all). "balanced" holds those of C = 2048 tokens,
+            or of 1024 for a hidden size below 2048. "small" holds little but the gradients, and computes most logits
+            twice (label smoothing: as "balanced"). float16 is always "balanced". By default "fast" for at most
+            2 * hidden size + C tokens in bfloat16, for at most C in float32, and else "balanced"; so it is in a program
+            that ``torch.compile`` compiles, where "fast" costs a copy of the logits. Without gradients there is nothing
+            to keep logits for: "fast" is "balanced". Not together with ``chunk_size``.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), 0-d or [tokens] for "none"; with ``extras`` a
@@ -273,7 +289,7 @@ def linear_cross_entropy(
         grad and weight.requires_grad,
         grad and bias is not None and bias.requires_grad,
     )
-    schedule, size = _schedule(hidden, options.label_smoothing, reduction, any(needs), chunk_size, memory)
+    schedule, size = _schedule(hidden, vocab, options.label_smoothing, reduction, needs, chunk_size, memory)
     if not use_triton(hidden, opaque=True):
         return linear_cross_entropy_ref(
             hidden,
@@ -301,11 +317,9 @@ def linear_cross_entropy(
         " ".join(extras),
         *needs,
     )
-    if schedule == "fast":
-        out = _linear_one_chunk.forward_op(*call)
-    elif schedule == "balanced":
+    if schedule == "balanced":
         out = _linear_token_chunks.forward_op(*call, *size, current_observer() is not None)
     else:
-        out = _linear_vocabulary_slabs.forward_op(*call, *size, not torch.compiler.is_compiling())
+        out = _linear_vocabulary_slabs.forward_op(*call, *size)
     loss, log_probs, entropy, predicted, *_ = out
     return with_extras(loss, extras, targets, ignore_index, log_probs.detach(), entropy.detach(), predicted)

@@ -11,7 +11,6 @@ _ROWS = "liger_kernels.ops._cross_entropy_rows"
 _MEAN = "liger_kernels.ops._mean"
 _HIDDEN = "liger_kernels.ops.linear_cross_entropy"
 _SHARED = "liger_kernels.ops._linear"
-_ONE_CHUNK = "liger_kernels.ops._linear_one_chunk"
 _TOKEN_CHUNKS = "liger_kernels.ops._linear_token_chunks"
 _SLABS = "liger_kernels.ops._linear_vocabulary_slabs"
 
@@ -43,8 +42,8 @@ _AT_TARGET = "at_target = (z_loss_slope * p_target - others * inverse * true_wei
 _STORED = "grad.to(grad_rows.dtype.element_ty)"
 _SLOPE = "return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))"
 _SCALE = "scale = grad_loss.to(torch.float32) / divisor"
-_UPSTREAM = "stats, grad_loss, denominator, grad, unless_one"
-_ONE_CHUNK_UPSTREAM = "        grad_loss,\n        divisor,\n        grad=d_logits"
+_UPSTREAM = "            grad_loss,\n            grad,\n"
+_SLAB_UPSTREAM = "            grad_loss,\n            grad=logits,\n            divisor=divisor,\n"
 _COUNT = "counts = in_range & (target != ignore_index)\n"
 _LAUNCH = "    launch(\n        _cross_entropy_fwd"
 _FINISHED = "_finished(*both, scale, ctx.dtype, last)"
@@ -344,28 +343,64 @@ MUTANTS = (
         "one_chunk_upstream_gradient_ignored",
         "The gradient that comes in is taken for 1, where one chunk has all tokens.",
         "backward",
-        (_ONE_CHUNK_UPSTREAM, _ONE_CHUNK_UPSTREAM.replace("grad_loss", "torch.ones_like(grad_loss)")),
-        module=_ONE_CHUNK,
+        (_SLAB_UPSTREAM, _SLAB_UPSTREAM.replace("grad_loss", "torch.ones_like(grad_loss)")),
+        module=_SLABS,
     ),
     _hidden(
         "one_chunk_mean_over_all_tokens",
         "The gradient of a mean is divided by all rows, the ignored ones too, where one chunk has all tokens.",
         "backward",
-        (_ONE_CHUNK_UPSTREAM, _ONE_CHUNK_UPSTREAM.replace("divisor", "torch.full_like(divisor, len(hidden))")),
-        module=_ONE_CHUNK,
+        (_SLAB_UPSTREAM, _SLAB_UPSTREAM.replace("=divisor", "=torch.full_like(divisor, len(logits))")),
+        module=_SLABS,
     ),
     _hidden(
         "one_chunk_weight_gradient_of_one_percent_more",
         "The head's gradient is 1% too large, where one chunk has all tokens.",
         "backward",
-        ("torch.mm(d_logits.t(), hidden, out=d_weight)", "torch.mm(d_logits.t(), hidden, out=d_weight).mul_(1.01)"),
-        module=_ONE_CHUNK,
+        (
+            "d_logits.t(), hidden, out=d_weight[first:stop])",
+            "d_logits.t(), hidden, out=d_weight[first:stop]).mul_(1.01)",
+        ),
+        module=_SLABS,
+    ),
+    _hidden(
+        "fast_hidden_gradient_of_the_last_slab",
+        "The hidden states' gradient of the second slab of kept logits replaces the first one's.",
+        "backward",
+        (
+            "sums, d_logits, weight[first:stop], keep=1.0 if first else 0.0",
+            "sums, d_logits, weight[first:stop], keep=0.0",
+        ),
+        module=_SLABS,
+        memory="fast",
+    ),
+    _hidden(
+        "fast_hidden_gradient_over_the_kept_logits",
+        "The hidden states' gradient is summed where the first slab's logits lie in the memory of d weight.",
+        "backward",
+        (
+            "d_weight[: cut.kept].view(-1).view(torch.float32)[: hidden.numel()]",
+            "d_weight.view(-1).view(torch.float32)[-hidden.numel() :]",
+        ),
+        module=_SLABS,
+        memory="fast",
+    ),
+    _hidden(
+        "fast_last_rows_over_the_kept_logits",
+        "The second slab's rows of d weight are written where the first one's gradient still lies.",
+        "backward",
+        ("d_logits in slabs:  # the first", "d_logits in reversed(slabs):  # the first"),
+        module=_SLABS,
+        memory="fast",
     ),
     _hidden(
         "slabs_hidden_gradient_of_the_last_slab",
         "The hidden states' gradient is overwritten by every slab of the vocabulary.",
         "backward",
-        ("keep=1.0 if first else 0.0", "keep=0.0"),
+        (
+            "half), logits, weight[first:stop], keep=1.0 if first else 0.0",
+            "half), logits, weight[first:stop], keep=0.0",
+        ),
         module=_SLABS,
         memory="small",
     ),
