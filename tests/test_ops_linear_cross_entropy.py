@@ -713,11 +713,11 @@ def test_schedule_is_what_the_call_says(monkeypatch):
     [
         ((8192, 4096, 128256), 41 * 1024),
         ((8192, 2048, 262144), 51 * 1024),
-        ((512, 4096, 128256), 111 * 1024),
-        ((256, 4096, 128256), 0),  # whose logits take less than 64 MiB
-        ((8192, 4096, 49408), 16384),  # whose rows hold d hidden in float32, to the last byte
-        ((8192, 4096, 48128), 0),
-        ((16384, 4096, 128256), 0),
+        ((8192, 4096, 98305), 32768),  # whose logits take 512 MiB
+        ((8192, 4096, 98304), 0),
+        ((2048, 4096, 128256), 0),
+        ((16384, 4096, 163841), 32768),  # whose rows hold d hidden in float32, to the last byte
+        ((16384, 4096, 163840), 0),
         ((0, 4096, 128256), 0),
         ((8192, 1, 8), 0),
     ],
@@ -741,7 +741,7 @@ def test_fast_keeps_logits_in_d_weight_where_that_is_worth_it(shape, kept):
         ({"tokens": 25}, 0),  # for whose d hidden the rows of 48 classes have no room
         ({"slab": 48}, 0),
         ({"slab": None}, 0),
-        ({"function": torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")}, 0),
+        ({"compiled": True}, 0),
     ],
     ids=str,
 )
@@ -751,7 +751,10 @@ def test_when_fast_keeps_logits_in_d_weight(how, kept, device, monkeypatch):
     monkeypatch.setattr(
         _linear_vocabulary_slabs, "_kept_memory", lambda call, cut: (cuts.append(cut), make(call, cut))[1]
     )
-    function, slab = how.pop("function", linear_cross_entropy), how.pop("slab", SLAB)
+    how = dict(how)
+    slab, function = how.pop("slab", SLAB), linear_cross_entropy
+    if how.pop("compiled", False):
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
     case = Case(device, torch.bfloat16, **TWO, **how)
     with linear_cross_entropy_slab_size(slab) if slab else contextlib.nullcontext():
         case.run(function, memory="fast")

@@ -8,7 +8,7 @@ the inputs, both gradients among it:
 
 - one chunk ("fast"): 6 T H V; b (T (V - K) + V H + T H). The logits are kept for the backward, which overwrites them
   by their gradient: those of the first K = V H / (T + H) classes in the memory of d weight, behind these classes' rows.
-  K is 0 where that would spare less than 64 MiB, or the first K rows cannot hold d hidden in float32, b K < 4 T; where
+  K is 0 where that would spare less than 512 MiB, or the first K rows cannot hold d hidden in float32, b K < 4 T; where
   weight needs no gradient; with label smoothing; and in what ``torch.compile`` compiles.
 - token chunks (``_linear_token_chunks.py``, "balanced"): 6 T H V; 4 V H + b T H + b V C. The gradients are computed in
   the forward and summed over the chunks in float32, after Liger Kernel's idea (arXiv:2410.10989), and d weight is
