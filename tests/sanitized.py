@@ -1,9 +1,9 @@
 """Every kernel once, for compute-sanitizer: ``compute-sanitizer --tool memcheck --kernel-name kernel_substring=_kernel
 python -m tests.sanitized``, and the same with ``--tool racecheck`` and ``--without-gemm``.
 
-``--without-gemm`` leaves out the calls of the fused head, because racecheck cannot follow cuBLAS ("failed to handle a
-hardware exception"); the kernels that it launches run over slabs of logits that are there. ``--wrong`` ends with a
-kernel that writes out of bounds.
+``--without-gemm`` leaves out the calls with a linear layer in them, because racecheck cannot follow cuBLAS ("failed to
+handle a hardware exception"); the kernels that they launch run by themselves, over what a layer would have made.
+``--wrong`` ends with a kernel that writes out of bounds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from liger_kernels.ops import launches
 from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows, Slab, backward_rows, forward_rows
 from liger_kernels.ops._linear import APART, halves, over_first_half, round_halves
 from liger_kernels.ops._runtime import tl, triton
+from liger_kernels.ops.glu import ACTIVATIONS, unit_gradients
 from tests.test_ops_gpu import CALLS, EXTRAS, targets
 
 
@@ -48,6 +49,13 @@ def whole_rows(dtype: torch.dtype, vocab: int, device: str = "cuda") -> None:
     forward_rows(logits, targets(8, vocab, device), None, None, options, found, grad=logits)
 
 
+def unit_over_its_gradient(dtype: torch.dtype, device: str = "cuda", rows: int = 96, columns: int = 250) -> None:
+    """The gated units' backward in which dy becomes the product."""
+    for activation in ACTIVATIONS:
+        dy, gate, up = (torch.randn(rows, columns, device=device).to(dtype) for _ in range(3))
+        unit_gradients(dy, gate, up, activation, (True, True), product=True)
+
+
 def round_in_place(dtype: torch.dtype, device: str = "cuda", columns: int = 1023) -> None:
     """A float32 sum over its own memory, in more than one launch."""
     sums = [torch.randn(shape, device=device) for shape in halves((2 * APART // columns + 5, columns), dtype)]
@@ -66,7 +74,7 @@ def main() -> None:
     parser.add_argument("--wrong", action="store_true")
     arguments = parser.parse_args()
     calls: dict[str, Any] = {
-        name: call for name, call in CALLS.items() if not (arguments.without_gemm and name.startswith("linear"))
+        name: call for name, call in CALLS.items() if not (arguments.without_gemm and "linear" in name)
     }
     for name, call in calls.items():
         results = call()
@@ -77,11 +85,12 @@ def main() -> None:
         print(name, flush=True)
     for dtype in (torch.float32, torch.bfloat16):
         slabs(dtype)
+        unit_over_its_gradient(dtype)
         round_in_place(dtype)
         for vocab in (20000, 50257, 70000, 140000):
             whole_rows(dtype, vocab)
         torch.cuda.synchronize()
-        print(f"cross entropy in slabs and in many blocks, {dtype}", flush=True)
+        print(f"by themselves, {dtype}", flush=True)
     if arguments.wrong:
         _out_of_bounds_kernel[(1,)](torch.empty(32, device="cuda"), 32)
         torch.cuda.synchronize()

@@ -68,6 +68,8 @@ def geglu_linear_ref(
     return F.linear(geglu_ref(gate, up, approximate=approximate), weight, bias)
 
 
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")  # those of the kernels
+
 # To the right of a tensor: the interpreter does not multiply a constant by one.
 _COMPILED = tl.constexpr(not INTERPRET)
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
@@ -218,7 +220,7 @@ def _product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Ten
     return y
 
 
-def _gradients(
+def unit_gradients(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str, needs: tuple[bool, bool], product: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of gate and up as far as ``needs`` says. With ``product``, ``dy`` becomes the forward's y; it must
@@ -259,7 +261,7 @@ class GLUFunction(torch.autograd.Function):
     @backward_once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        dgate, dup = _gradients(dy, gate, up, ctx.activation, ctx.needs_input_grad[:2], product=False)
+        dgate, dup = unit_gradients(dy, gate, up, ctx.activation, ctx.needs_input_grad[:2], product=False)
         return dgate, dup, None
 
 
@@ -288,7 +290,7 @@ class GLULinearFunction(torch.autograd.Function):
         dgate = dup = dweight = None
         if needs_gate or needs_up:
             y = torch.mm(rows, weight).view(gate.shape)  # its gradient; it becomes the product where that is needed
-            dgate, dup = _gradients(y, gate, up, ctx.activation, (needs_gate, needs_up), product=needs_weight)
+            dgate, dup = unit_gradients(y, gate, up, ctx.activation, (needs_gate, needs_up), product=needs_weight)
         elif needs_weight:
             y = _product(gate, up, ctx.activation).to(weight.dtype)
         if needs_weight:
