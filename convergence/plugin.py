@@ -70,6 +70,7 @@ _choose_device(None)
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_summaries] = []
     config.addinivalue_line("markers", "xdist_group(name): runs on one worker with the rest of its group")
+    _share_the_cores(getattr(config, "workerinput", {}).get("workercount", 1))
     device = config.getoption("--device")
     if device not in (None, "cpu", "cuda"):
         raise pytest.UsageError(f"--device {device!r} is unknown; allowed are cpu, cuda")
@@ -88,6 +89,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_earlier] = {}
     if config.getoption("--compare-to"):
         config.stash[_earlier] = _records_to_compare_with(config)
+
+
+def _share_the_cores(workers: int) -> None:
+    """Give every xdist worker, and the processes it starts, its share of torch's threads, unless the user has set how
+    many: fifteen workers of sixteen threads each mostly wait for one another."""
+    import torch
+
+    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+        share = max(1, torch.get_num_threads() // workers)
+        torch.set_num_threads(share)
+        os.environ["OMP_NUM_THREADS"] = str(share)
 
 
 def _use_own_gpu(worker: str) -> None:

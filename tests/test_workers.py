@@ -7,6 +7,11 @@ import re
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from convergence import plugin
+
 _GROUPED = """
 import pytest
 
@@ -28,3 +33,32 @@ def test_cases_of_one_group_run_on_one_worker(tmp_path) -> None:
     places = set(re.findall(r"\[(gw\d)\].*PASSED.*\[(model\d)/", shown))
     assert {model for _, model in places} == {f"model{i}" for i in range(4)}, shown
     assert len(places) == 4, shown
+
+
+@pytest.mark.parametrize(
+    ("workers", "set_by_user", "expected"),
+    [(15, None, (1, "1")), (4, None, (4, "4")), (40, None, (1, "1")), (1, None, (16, None)), (15, "3", (16, "3"))],
+)
+def test_workers_share_the_cores(workers, set_by_user, expected, monkeypatch) -> None:
+    threads = [16]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", set_by_user or "")
+    if set_by_user is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    plugin._share_the_cores(workers)
+    assert (threads[-1], os.environ.get("OMP_NUM_THREADS")) == expected
+
+
+def test_a_worker_has_its_share(tmp_path) -> None:
+    """What a worker of two sees, run as a user runs it."""
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["convergence.plugin"]')
+    (tmp_path / "test_it.py").write_text("import os\n\n\ndef test_it():\n    assert 'OMP_NUM_THREADS' in os.environ\n")
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_") and k != "OMP_NUM_THREADS"}
+    for workers, verdict in ((2, "1 passed"), (0, "1 failed")):
+        command = (sys.executable, "-m", "pytest", f"-n{workers}", "-p", "no:cacheprovider", ".")
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env={**environment, "PYTHONPATH": root}
+        )
+        assert verdict in done.stdout, done.stdout
