@@ -297,8 +297,8 @@ MUTANTS = (
         "recognised_as_the_wrong_activation",
         "silu is taken for gelu.",
         _GLU,
-        '            "silu": swiglu,',
-        '            "silu": geglu,',
+        '"silu": (swiglu, swiglu_linear)',
+        '"silu": (geglu, geglu_linear)',
     ),
     _edited(
         "p17_only_the_first_layer_patched",
