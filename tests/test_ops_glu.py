@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convergence.tolerance import FLOOR_ROUNDOFFS, unit_roundoff
+from convergence.tolerance import FLOOR_ROUNDOFFS, three_way, unit_roundoff
 from liger_kernels.ops import (
     geglu,
     geglu_linear,
@@ -339,18 +339,19 @@ def test_linear_of_an_expanded_upstream_gradient(device, linear_op) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_linear_under_autocast(device, linear_op, dtype) -> None:
-    """As ``F.linear`` casts them, with gradients in the dtypes of the leaves."""
+    """As ``F.linear`` casts them, with gradients in the dtypes of the leaves, and as near to the truth."""
     leaves = [t.detach().to(dtype if i < 2 else torch.float32) for i, t in enumerate(linear_leaves(device, 6, 40))]
+    fused, ref, _ = linear_op
     results = []
-    for f in linear_op[:2]:
-        given = [t.clone().requires_grad_() for t in leaves]
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+    for f, cast in ((fused, True), (ref, True), (ref, False)):
+        given = [(t.clone() if cast else t.double()).requires_grad_() for t in leaves]
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cast):
             out = f(*given)
-        out.float().square().sum().backward()
+        out.square().sum(dtype=torch.float64).backward()
         results.append((out, *(t.grad for t in given)))
-    for ours, theirs in zip(*results, strict=True):
+    for i, (ours, theirs, truth) in enumerate(zip(*results, strict=True)):
         assert ours.dtype == theirs.dtype
-        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.detach().abs().max().item())
+        three_way(ours, theirs, truth, torch.bfloat16, f"tensor {i}")
 
 
 def test_linear_in_float64_runs_the_reference(device, linear_op) -> None:
