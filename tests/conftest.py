@@ -57,3 +57,12 @@ def untouched_memory(device: torch.device, poisoned_empty: None) -> Callable[[in
             torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
     return allocate
+
+
+@pytest.fixture
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slabs of the vocabulary as small as the shapes that the fused head is tested with."""
+    from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy
+    from tests.linear_cross_entropy_checks import SLAB
+
+    monkeypatch.setitem(linear_cross_entropy.__globals__, "_slab_sizes", lambda tokens, hidden_size: (SLAB, SLAB))

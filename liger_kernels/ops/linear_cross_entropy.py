@@ -191,9 +191,10 @@ def _schedule(
     chunk = _chunk_of_balanced(hidden_size)
     if memory is None:
         # So many tokens' logits take about the memory of what token chunks hold instead: some logits, and in 16 bits
-        # the float32 sum of d weight. A compiled program would copy the kept logits before it overwrites them.
+        # the float32 sum of d weight. A compiled program copies the kept logits before it overwrites them; of at most
+        # hidden_size tokens even both copies take no more.
         few = chunk + (0 if hidden.dtype == torch.float32 else 2 * hidden_size)
-        one_chunk = tokens <= few and not compiling
+        one_chunk = tokens <= (min(few, hidden_size) if compiling else few)
         chunk_size = _chunk_size if chunk_size is None else chunk_size
         if chunk_size is not None:
             chunk = _check_size(chunk_size, "chunk size", "token", "tokens")
@@ -255,9 +256,10 @@ def linear_cross_entropy(
             8192 tokens it holds those of 8192 at a time (with "none" all). "balanced" holds those of C = 2048 tokens,
             or of 1024 for a hidden size below 2048. "small" holds little but the gradients, and computes most logits
             twice (label smoothing: as "balanced"). float16 is always "balanced". By default "fast" for at most
-            2 * hidden size + C tokens in bfloat16, for at most C in float32, and else "balanced"; so it is in a program
-            that ``torch.compile`` compiles, where "fast" costs a copy of the logits. Without gradients there is nothing
-            to keep logits for: "fast" is "balanced". Not together with ``chunk_size``.
+            2 * hidden size + C tokens in bfloat16, for at most C in float32, and else "balanced"; in a program that
+            ``torch.compile`` compiles, where "fast" costs a copy of the logits, for no more than hidden size tokens.
+            Without gradients there is nothing to keep logits for: "fast" is "balanced". Not together with
+            ``chunk_size``.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), 0-d or [tokens] for "none"; with ``extras`` a

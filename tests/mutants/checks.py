@@ -95,7 +95,7 @@ MUTANTS = (
         f"{_OPS}._linear",
         "in itertools.pairwise(ends)",
         "in reversed(list(itertools.pairwise(ends)))",
-        "test_ops_linear_cross_entropy.py::test_gradients_take_the_memory_of_their_own_sums[torch.bfloat16-23]",
+        "test_ops_linear_cross_entropy_schedules.py::test_gradients_take_the_memory_of_their_own_sums[torch.bfloat16-23]",
     ),
     _check(
         "exponential_multiplies_before_it_subtracts",
@@ -280,7 +280,7 @@ MUTANTS = (
         f"{_OPS}.linear_cross_entropy",
         "        grad and weight.requires_grad,",
         "        grad,",
-        "test_ops_linear_cross_entropy.py::test_what_is_frozen_costs_no_gemm_and_no_buffer",
+        "test_ops_linear_cross_entropy_schedules.py::test_what_is_frozen_costs_no_gemm_and_no_buffer",
         source="C13",
     ),
     _check(
@@ -302,7 +302,7 @@ MUTANTS = (
         "add_to_halves(self.d_weight, d_logits.t(), rows, keep)\n",
         "add_to_halves(self.d_weight, d_logits.t(), rows, keep)\n"
         "            [part.copy_(part.bfloat16()) for part in self.d_weight]\n",
-        "test_ops_linear_cross_entropy.py::test_weight_gradient_is_summed_in_float32",
+        "test_ops_linear_cross_entropy_schedules.py::test_weight_gradient_is_summed_in_float32",
         source="C16",
     ),
     _check(
@@ -327,7 +327,7 @@ MUTANTS = (
         f"{_OPS}._linear_vocabulary_slabs",
         "ctx.kept = (d_weight.detach(), rest.detach())",
         "ctx.kept = (d_weight, rest)",
-        "test_ops_linear_cross_entropy.py::test_logits_are_released",
+        "test_ops_linear_cross_entropy_schedules.py::test_logits_are_released",
     ),
     _check(
         "slabs_sum_the_hidden_gradient_in_bfloat16",
@@ -336,7 +336,7 @@ MUTANTS = (
         "keep=1.0 if first else 0.0)\n    del",
         "keep=1.0 if first else 0.0)\n"
         "            [part.copy_(part.bfloat16()) for part in (first_half, second_half)]\n    del",
-        "test_ops_linear_cross_entropy.py::test_hidden_gradient_is_summed_in_float32_over_slabs",
+        "test_ops_linear_cross_entropy_schedules.py::test_hidden_gradient_is_summed_in_float32_over_slabs",
     ),
     _check(
         "fast_sums_the_hidden_gradient_in_bfloat16",
@@ -344,7 +344,15 @@ MUTANTS = (
         f"{_OPS}._linear_vocabulary_slabs",
         "keep=1.0 if first else 0.0)\n        rounded",
         "keep=1.0 if first else 0.0)\n            sums.copy_(sums.bfloat16())\n        rounded",
-        "test_ops_linear_cross_entropy.py::test_hidden_gradient_is_summed_in_float32_over_two_kept_slabs",
+        "test_ops_linear_cross_entropy_schedules.py::test_hidden_gradient_is_summed_in_float32_over_two_kept_slabs",
+    ),
+    _check(
+        "compiled_program_keeps_as_many_logits",
+        "A compiled program keeps the logits of as many tokens as any other, though it copies them.",
+        f"{_OPS}.linear_cross_entropy",
+        "(min(few, hidden_size) if compiling else few)",
+        "few",
+        "test_ops_linear_cross_entropy_schedules.py::test_default_schedule_depends_on_shape_and_dtype_only",
     ),
     _check(
         "slab_held_while_its_sum_is_rounded",
@@ -352,7 +360,7 @@ MUTANTS = (
         f"{_OPS}._linear_vocabulary_slabs",
         "    del logits  #",
         "    #",
-        "test_ops_linear_cross_entropy.py::test_a_slab_is_released_before_the_sum_is_rounded",
+        "test_ops_linear_cross_entropy_schedules.py::test_a_slab_is_released_before_the_sum_is_rounded",
     ),
     _check(
         "slab_kept_for_every_backward_pass",
@@ -360,7 +368,7 @@ MUTANTS = (
         f"{_OPS}._linear_vocabulary_slabs",
         "kept, ctx.kept = ctx.saved_tensors, ctx.kept, None",
         "kept = ctx.saved_tensors, ctx.kept",
-        "test_ops_linear_cross_entropy.py::test_a_slab_is_kept_for_the_first_backward_pass_alone",
+        "test_ops_linear_cross_entropy_schedules.py::test_a_slab_is_kept_for_the_first_backward_pass_alone",
     ),
     _check(
         "slabs_upstream_gradient_ignored",
@@ -368,7 +376,7 @@ MUTANTS = (
         f"{_OPS}._linear_vocabulary_slabs",
         "            grad_loss,\n            grad=logits",
         "            torch.ones_like(grad_loss),\n            grad=logits",
-        "test_ops_linear_cross_entropy.py::test_every_option_together_in_slabs",
+        "test_ops_linear_cross_entropy_schedules.py::test_every_option_together_in_slabs",
     ),
     _check(
         "slabs_forget_the_classes_before",
@@ -376,7 +384,7 @@ MUTANTS = (
         f"{_OPS}._cross_entropy_rows",
         "others = tl.where(lane, before[:, None], others)",
         "others = tl.where(lane, before[:, None] * 0.0, others)",
-        "test_ops_linear_cross_entropy.py::test_every_option_together_in_slabs",
+        "test_ops_linear_cross_entropy_schedules.py::test_every_option_together_in_slabs",
     ),
     _check(
         "c27_label_smoothing_ignored",

@@ -1,0 +1,132 @@
+"""What the tests of the fused head share: shapes, options, a call and its results in any dtype, and what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from convergence.tolerance import three_way
+from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput
+from liger_kernels.ops.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_ref,
+    linear_cross_entropy_slab_size,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REDUCTIONS = ("mean", "sum", "none")
+TOKENS, HIDDEN, VOCAB, CHUNK = 23, 12, 67, 5  # five chunks, the last one partial
+SLAB = 24  # three slabs of the vocabulary, the last one partial
+# What "fast" takes in two slabs, of 48 and 19 classes, if it may: the first one's rows of d weight hold d hidden.
+TWO: dict[str, Any] = {"hidden": 64}
+many_and_one = pytest.mark.parametrize("chunk_size", [CHUNK, TOKENS], ids=["token chunks", "one chunk"])
+every_schedule = pytest.mark.parametrize(
+    "schedule",
+    [{"chunk_size": CHUNK}, {"chunk_size": TOKENS}, {"memory": "small"}],
+    ids=["token chunks", "one chunk", "vocabulary slabs"],
+)
+
+ALL: dict[str, Any] = {
+    "label_smoothing": 0.2,
+    "softcap": 5.0,
+    "logit_scale": 1.7,
+    "z_loss": 0.02,
+    "class_weight": True,
+    "ignore_index": 0,
+}
+ALONE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no_bias": {"bias": False},
+    **{name: {name: value} for name, value in ALL.items()},
+    "all": ALL,
+}
+
+
+def in_two_slabs(*args, **options):
+    """The fused head with all logits kept, those of the first classes in d weight."""
+    with linear_cross_entropy_slab_size(SLAB):
+        return linear_cross_entropy(*args, **options, memory="fast")
+
+
+class Case:
+    """Inputs of one call, and its results in any dtype under an upstream gradient that is not 1."""
+
+    def __init__(self, device, dtype=torch.float32, *, tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, bias=True, seed=0,
+                 needs=(True, True, True), **options):  # fmt: skip
+        rng = torch.Generator().manual_seed(seed)
+        draw = lambda *shape: torch.randn(shape, generator=rng).to(dtype).to(device)  # noqa: E731
+        self.tensors = [draw(tokens, hidden), draw(vocab, hidden), draw(vocab) if bias else None]
+        self.needs = needs
+        targets = torch.randint(0, vocab, (tokens,), generator=rng)
+        ignored = options.get("ignore_index", -100)
+        targets[tokens // 3 : tokens // 3 + 1] = targets[tokens - 1 :] = ignored
+        self.targets = targets.to(device)
+        if options.pop("class_weight", False):
+            options["class_weight"] = (torch.rand(vocab, generator=rng) + 0.25).to(device)
+        self.options = options
+        rows = (tokens,) if options.get("reduction") == "none" else ()
+        self.upstream = (torch.randn(rows, generator=rng) - 0.3).to(device)
+
+    def leaves(self, dtype=None):
+        return [
+            None if t is None else t.detach().clone().to(dtype or t.dtype).requires_grad_(needed)
+            for t, needed in zip(self.tensors, self.needs, strict=True)
+        ]
+
+    def run(self, function=linear_cross_entropy, dtype=None, **options):
+        """The loss or named tuple, and the gradients of hidden, weight and bias."""
+        leaves = self.leaves(dtype)
+        out = function(leaves[0], leaves[1], self.targets, leaves[2], **self.options, **options)
+        loss = out.loss if isinstance(out, CrossEntropyOutput) else out
+        if any(leaf is not None and leaf.requires_grad for leaf in leaves):
+            loss.backward(self.upstream.to(loss.dtype))
+        return out, [None if leaf is None else leaf.grad for leaf in leaves]
+
+    def assert_right(self, **options):
+        ours, grads = self.run(extras=EXTRAS, **options)
+        torchs, torch_grads = self.run(linear_cross_entropy_ref, extras=EXTRAS)
+        truth, true_grads = self.run(linear_cross_entropy_ref, torch.float64, extras=EXTRAS)
+        dtype = self.tensors[0].dtype
+        assert ours.loss.dtype == torch.float32
+        # The logits are rounded to the dtype in both, so that is where the loss's digits end.
+        for name in ("loss", "log_probs"):
+            three_way(getattr(ours, name), getattr(torchs, name), getattr(truth, name), dtype, name)
+        # A difference of numbers of order 1 (lse and a mean logit), so 1 is what its roundoff is relative to.
+        three_way(ours.entropy + 1, torchs.entropy + 1, truth.entropy + 1, dtype, "1 + entropy")
+        for name, *three in zip(("hidden", "weight", "bias"), grads, torch_grads, true_grads, strict=True):
+            if three[2] is None:
+                assert three[0] is None, f"a gradient of {name} that nobody asked for"
+                continue
+            assert three[0].dtype == dtype
+            three_way(*three, dtype, f"gradient of {name}", chain=3)  # a matrix product, the loss, a matrix product
+
+
+class Spy:
+    """Counts the GEMMs and records the shapes allocated while a function of torch is called by the op."""
+
+    def __init__(self, monkeypatch):
+        self.gemms, self.allocated = 0, []
+        for name in ("mm", "addmm"):
+            monkeypatch.setattr(torch, name, self._counting(getattr(torch, name)))
+        for name in ("empty", "zeros"):
+            monkeypatch.setattr(torch, name, self._recording(getattr(torch, name)))
+
+    def _counting(self, function):
+        def counted(*args, **kwargs):
+            self.gemms += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    def _recording(self, function):
+        def recorded(*args, **kwargs):
+            out = function(*args, **kwargs)
+            self.allocated.append((tuple(out.shape), out.dtype))
+            return out
+
+        return recorded
+
+    def allocated_like(self, *shape):
+        return [dtype for seen, dtype in self.allocated if seen == shape]
