@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import models
 from benchmarks.__main__ import benchmark, main, parse
 from benchmarks.cases import Case, Place, add_norm, cases, glu, glu_linear, linear_loss, loss, norm, packing, rope
 from benchmarks.peers import Arms, Table
@@ -346,3 +347,46 @@ def test_slow_arms_are_measured_less_often(ms: float, calls: int, without_cuda: 
     count = []
     SlowHand(ms).measure(lambda x: count.append(x) or x * 2, (torch.ones(3, requires_grad=True),), 20)
     assert len(count) == 3 + calls + 1 + 1 + calls  # warm-up, times, memory, upstream gradients, host
+
+
+def test_arms_that_others_would_feel_run_by_themselves():
+    turns, *others = models.groups(list(reversed(models.ARMS)))
+    assert turns == ["eager", "ours", "ours-small"]
+    assert others == [[arm] for arm in models.ARMS if arm not in turns]
+    assert others[-1] == ["liger"]
+    assert models.groups(["compile"]) == [["compile"]]
+
+
+def test_a_models_memory_is_its_own_and_its_steps_take_turns(monkeypatch):
+    """Not that of the other arm's model, nor what the comparison holds; and no step counts that warms up."""
+    arms = {"eager": torch.nn.Linear(255, 1024), "ours": torch.nn.Linear(511, 1024)}  # of 1 and 2 MiB
+    held, steps = 7 * 2**30 + 3 * 2**20, []
+
+    class Event:
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def record(self) -> None:
+            self.at = len(steps)
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return float(end.at - self.at)
+
+    stands_in = {
+        "Event": Event,
+        "memory_allocated": lambda: held,
+        "max_memory_allocated": lambda: held + 2**29 * len(set(map(id, steps))),
+        "reset_peak_memory_stats": lambda: None,
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+    }
+    for name, stand_in in stands_in.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(models, "step", lambda model, ids: steps.append(model))
+    measured = models.measure(arms, torch.zeros(1), repeats=3)
+    assert {arm: gib for arm, (_, gib) in measured.items()} == {"eager": 2**-10 + 0.5, "ours": 2**-9 + 1.0}
+    assert {arm: times for arm, (times, _) in measured.items()} == dict.fromkeys(arms, [1.0] * 3)
+    assert steps == [arms["eager"]] * 2 + [arms["ours"]] * 2 + [*arms.values()] * 3
