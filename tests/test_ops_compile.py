@@ -252,8 +252,10 @@ def trace_all() -> None:
         for x in args:
             if len(x) == 64:
                 torch._dynamo.mark_dynamic(x, 0)
-        with contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
-            torch.compile(op, backend=functools.partial(count, name), fullgraph=True)(*args)
+        for how, dynamic in ((name, None), (f"{name}, dynamic", True)):
+            torch.compiler.reset()
+            with contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
+                torch.compile(op, backend=functools.partial(count, how), dynamic=dynamic, fullgraph=True)(*args)
     json.dump(launched, sys.stdout)
 
 
@@ -332,11 +334,12 @@ def test_every_kernel_is_compiled(compiled: Callable[[str], list[dict[str, Any]]
 
 @pytest.mark.skipif(TRITON < (3, 6), reason="this Triton asks for a GPU's driver while Dynamo traces a launch")
 def test_dynamo_traces_down_to_the_launches(tmp_path: Path) -> None:
-    """Without a graph break, forward and backward, for any number of rows."""
+    """Without a graph break, forward and backward, for any number of rows, also where every number is a symbol."""
     launched = in_subprocess(tmp_path, "trace_all")
     losses = {"cross_entropy": 4, "cross_entropy, extras": 4}  # with the denominator and the mean
     units = dict.fromkeys(("swiglu", "geglu", "swiglu_linear"), 2)
-    assert launched == {"rms_norm": 3, "add_rms_norm": 3, "rope": 2, **units, **losses}
+    expected = {"rms_norm": 3, "add_rms_norm": 3, "rope": 2, **units, **losses}
+    assert launched == expected | {f"{name}, dynamic": count for name, count in expected.items()}
 
 
 if __name__ == "__main__":

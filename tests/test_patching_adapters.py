@@ -101,14 +101,15 @@ def test_head_and_loss_compile_without_a_graph_break():
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("order", ["patch first", "compile first"])
-def test_a_compiled_model_trains_the_same(family, order):
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_compiled_model_trains_the_same(dynamic, order, family):
     model = tiny(family)
     expected = run(copy.deepcopy(model))
     if order == "patch first":
         liger_kernels.patch(model)
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model, dynamic=dynamic, backend="aot_eager")
     else:
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled = torch.compile(model, dynamic=dynamic, backend="aot_eager")
         liger_kernels.patch(model)
     out = compiled(**batch())
     assert type(out).__name__ == "CausalLMOutputWithPast"
@@ -119,12 +120,13 @@ def test_a_compiled_model_trains_the_same(family, order):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_compiled_decoder_layers_train_the_same_without_a_graph_break(family):
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_decoder_layers_train_the_same_without_a_graph_break(dynamic, family):
     model = tiny(family)
     expected = run(copy.deepcopy(model))
     liger_kernels.patch(model)
     for layer in model.model.layers:
-        layer.compile(fullgraph=True, backend="aot_eager")
+        layer.compile(fullgraph=True, dynamic=dynamic, backend="aot_eager")
     found = gradients(model, model(**batch()).loss)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name)

@@ -212,7 +212,7 @@ def check_options(
     ):
         if not isinstance(value, (int, float)):
             raise TypeError(f"{name} is a {type(value).__name__}; it must be a Python number")
-        if not math.isfinite(value):
+        if not -math.inf < value < math.inf:  # of a symbol of torch.compile's, too, unlike math.isfinite
             raise ValueError(f"{name} is {value!r}; it must be finite")
     if not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index is a {type(ignore_index).__name__}; it must be an int")
