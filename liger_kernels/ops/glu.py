@@ -194,7 +194,9 @@ def _launch_shape(n_rows: int, n_cols: int) -> tuple[tuple[int], int, dict[str, 
         block = min(next_power_of_2(n_cols), 65536)
         rows = min(65536 // block, next_power_of_2(n_rows))
     else:
-        block = 1024 if n_cols >= 1024 else next_power_of_2(n_cols)
+        # One long row is as short as the tensor is small; a compiled program would be one of that size alone if the
+        # block depended on it.
+        block = 1024 if n_rows == 1 or n_cols >= 1024 else next_power_of_2(n_cols)
         rows = 1024 // block
     row_blocks = cdiv(n_cols, block)
     return (cdiv(n_rows, rows) * row_blocks,), row_blocks, {"ROWS": rows, "BLOCK": block, "num_warps": 4}

@@ -163,6 +163,7 @@ class ModelRecipe(Recipe):
             heads = patched_heads(self.get_output_embeddings())
             for head in heads:
                 head._liger_kernels_armed = self._liger_kernels.fallbacks
+                head._liger_kernels_request = None  # in a compiled program's guards, not the same as the class's
                 if accuracy:
                     head._liger_kernels_extras = ("token_accuracy",)
             try:
