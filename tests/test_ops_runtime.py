@@ -14,6 +14,7 @@ import torch
 from liger_kernels import ops
 from liger_kernels.ops import _runtime, launches, reset_launches
 from liger_kernels.ops._runtime import INTERPRET, launch, next_power_of_2, tl, triton, use_triton
+from liger_kernels.ops.linear_cross_entropy import MEMORY
 
 
 @triton.jit
@@ -212,17 +213,22 @@ def test_who_wants_to_hear_of_launches_does(monkeypatch, kernel, name) -> None:
     assert (kernel.heard[-1][6] is None) == (hooks().launch_enter_hook is None)  # what Triton makes for a hook
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "rope", "swiglu", "geglu", "cross_entropy"])
+@pytest.mark.parametrize(
+    "op", ["rms_norm", "add_rms_norm", "rope", "swiglu", "geglu", "swiglu_linear", "cross_entropy", *MEMORY]
+)
 def test_a_second_derivative_is_refused(device, op) -> None:
     """Zeros would be a wrong number. A first one with ``create_graph`` is the usual one."""
     x = torch.randn(4, 8, device=device, requires_grad=True)
+    weight, targets = torch.randn(6, 8, device=device), torch.zeros(4, dtype=torch.int64, device=device)
     calls = {
         "rms_norm": lambda: ops.rms_norm(x),
         "add_rms_norm": lambda: ops.add_rms_norm(x, torch.ones_like(x))[0],
         "rope": lambda: ops.rope(x[None, None], x[None, None], *torch.randn(2, 1, 4, 8, device=device))[0],
         "swiglu": lambda: ops.swiglu(x, x),
         "geglu": lambda: ops.geglu(x, x),
-        "cross_entropy": lambda: ops.cross_entropy(x, torch.zeros(4, dtype=torch.int64, device=device)),
+        "swiglu_linear": lambda: ops.swiglu_linear(x, x, weight),
+        "cross_entropy": lambda: ops.cross_entropy(x, targets),
+        **{memory: lambda: ops.linear_cross_entropy(x, weight, targets, memory=op) for memory in MEMORY},
     }
     y = calls[op]()
     (usual,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)

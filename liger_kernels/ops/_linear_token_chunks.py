@@ -36,6 +36,7 @@ from liger_kernels.ops._linear import (
     rounded,
 )
 from liger_kernels.ops._mean import mean
+from liger_kernels.ops._operator import operator
 
 
 def _chunks(tokens: int, chunk_size: int) -> Iterator[tuple[int, int]]:
@@ -81,10 +82,9 @@ def _normalised(weight: Tensor) -> tuple[Tensor, Tensor]:
     return weight / largest, largest
 
 
-@torch.library.custom_op(
-    "liger_kernels::linear_cross_entropy_token_chunks",
-    mutates_args=(),
-    schema=f"({ARGUMENTS}, int chunk_size, bool observed) -> ({', '.join(['Tensor'] * 11)})",
+@operator(
+    "linear_cross_entropy_token_chunks",
+    f"({ARGUMENTS}, int chunk_size, bool observed) -> ({', '.join(['Tensor'] * 11)})",
 )
 def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
     """loss, log_probs, entropy, predicted, divisor, stats, d_hidden, two halves of d_weight, d_bias, d_logits.
@@ -148,7 +148,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
-@torch.library.custom_op("liger_kernels::linear_cross_entropy_scale", mutates_args=())
+@operator("linear_cross_entropy_scale", "(Tensor grad_loss, Tensor divisor, Tensor d_logits, int chunk_size) -> Tensor")
 def scale_op(grad_loss: Tensor, divisor: Tensor, d_logits: Tensor, chunk_size: int) -> Tensor:
     """What the backward of "mean" and "sum" has to multiply the gradients by, 0-d float32."""
     scale = grad_loss.to(torch.float32) / divisor
@@ -164,7 +164,7 @@ def _fake_scale(grad_loss: Tensor, divisor: Tensor, d_logits: Tensor, chunk_size
     return divisor.new_empty(())
 
 
-@torch.library.custom_op("liger_kernels::linear_cross_entropy_scaled", mutates_args=())
+@operator("linear_cross_entropy_scaled", "(Tensor grad, Tensor rest, Tensor scale, ScalarType dtype) -> Tensor")
 def scaled_op(grad: Tensor, rest: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The rows of ``grad`` and ``rest`` times ``scale``."""
     shape = len(grad) + len(rest), *grad.shape[1:]
@@ -177,17 +177,21 @@ def _fake_scaled(grad: Tensor, rest: Tensor, scale: Tensor, dtype: torch.dtype) 
     return grad.new_empty((grad.shape[0] + rest.shape[0], *grad.shape[1:]), dtype=dtype)
 
 
-@torch.library.custom_op("liger_kernels::linear_cross_entropy_scale_", mutates_args=("grad",))
+@operator("linear_cross_entropy_scale_", "(Tensor(a!) grad, Tensor rest, Tensor scale, ScalarType dtype) -> ()")
 def scale_in_place_op(grad: Tensor, rest: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
     """The same over the memory of ``grad``."""
     out = grad if grad.dtype == dtype else over_first_half(grad, rest, dtype)
     round_halves(grad, rest, scale, out)
 
 
-@torch.library.custom_op(
-    "liger_kernels::linear_cross_entropy_recompute",
-    mutates_args=(),
-    schema=f"(Tensor grad_loss, Tensor stats, {ARGUMENTS}, int chunk_size) -> (Tensor, Tensor, Tensor)",
+@scale_in_place_op.register_fake
+def _fake_scale_in_place(grad: Tensor, rest: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+    pass
+
+
+@operator(
+    "linear_cross_entropy_recompute",
+    f"(Tensor grad_loss, Tensor stats, {ARGUMENTS}, int chunk_size) -> (Tensor, Tensor, Tensor)",
 )
 def recompute_op(grad_loss: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The backward of "none"."""

@@ -47,6 +47,7 @@ from liger_kernels.ops._linear import (
     rounded,
 )
 from liger_kernels.ops._mean import mean
+from liger_kernels.ops._operator import operator
 
 # Widths are multiples of it: a product then fills whole waves of an H200's multiprocessors, or nearly so.
 STEP = 1024
@@ -187,10 +188,9 @@ def _slabs_again(call: Call, cut: Cut, d_weight: Tensor, kept: bool) -> Iterator
         first = stop
 
 
-@torch.library.custom_op(
-    "liger_kernels::linear_cross_entropy_vocabulary_slabs",
-    mutates_args=(),
-    schema=f"({ARGUMENTS}, {CUT}) -> ({', '.join(['Tensor'] * 8)})",
+@operator(
+    "linear_cross_entropy_vocabulary_slabs",
+    f"({ARGUMENTS}, {CUT}) -> ({', '.join(['Tensor'] * 8)})",
 )
 def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
     """loss, log_probs, entropy, predicted, divisor, stats, d_weight, rest; stats only where a gradient is needed.
@@ -313,10 +313,9 @@ def _gradients(
     return d_hidden, new, d_bias
 
 
-@torch.library.custom_op(
-    "liger_kernels::linear_cross_entropy_vocabulary_slabs_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_loss, Tensor divisor, Tensor stats, {ARGUMENTS}, {CUT}) -> (Tensor, Tensor, Tensor)",
+@operator(
+    "linear_cross_entropy_vocabulary_slabs_backward",
+    f"(Tensor grad_loss, Tensor divisor, Tensor stats, {ARGUMENTS}, {CUT}) -> (Tensor, Tensor, Tensor)",
 )
 def backward_op(grad_loss: Tensor, divisor: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden, weight and bias, from logits that are all computed again."""
@@ -334,10 +333,9 @@ def _fake_backward(grad_loss: Tensor, divisor: Tensor, stats: Tensor, *arguments
     return fake_gradients(_parsed(arguments)[0])
 
 
-@torch.library.custom_op(
-    "liger_kernels::linear_cross_entropy_vocabulary_slabs_backward_",
-    mutates_args=("d_weight", "rest"),
-    schema="(Tensor grad_loss, Tensor divisor, Tensor stats, Tensor(a!) d_weight, Tensor(b!) rest, "
+@operator(
+    "linear_cross_entropy_vocabulary_slabs_backward_",
+    "(Tensor grad_loss, Tensor divisor, Tensor stats, Tensor(a!) d_weight, Tensor(b!) rest, "
     f"{ARGUMENTS}, {CUT}) -> (Tensor, Tensor, Tensor)",
 )
 def finish_op(

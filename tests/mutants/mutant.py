@@ -171,7 +171,7 @@ def _functions(module: types.ModuleType) -> Iterator[tuple[str, types.FunctionTy
     """The Python functions that ``module`` itself defines, methods included, by dotted name."""
 
     def unwrapped(value: Any) -> Any:
-        value = getattr(value, "_init_fn", value)  # torch.library.custom_op
+        value = getattr(value, "_init_fn", value)  # an operator
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
         if isinstance(value, property):
