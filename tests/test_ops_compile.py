@@ -218,19 +218,56 @@ def compile_all(names: str, *targets: str) -> None:
     json.dump(list(records.values()), sys.stdout)
 
 
-def trace_all() -> None:
-    """In the subprocess: let Dynamo trace the ops, the number of rows unknown; print how many kernel
-    launches it put into each graph, forward and backward."""
+def traced_calls() -> list[tuple[str, Callable[..., Any], list[torch.Tensor]]]:
+    """In the subprocess: names, functions for Dynamo, which may trace launches from now on, and their arguments."""
     import torch.utils._triton
-    from torch.fx.experimental.symbolic_shapes import free_symbols
 
-    from liger_kernels.ops import add_rms_norm, cross_entropy, geglu, rms_norm, rope, swiglu, swiglu_linear
+    from liger_kernels.ops import (
+        add_rms_norm,
+        cross_entropy,
+        geglu,
+        linear_cross_entropy,
+        rms_norm,
+        rope,
+        swiglu,
+        swiglu_linear,
+    )
     from liger_kernels.ops.cross_entropy import EXTRAS
 
     for module in op_modules():
         if hasattr(module, "use_triton"):
             module.use_triton = lambda x, **_: True
     torch.utils._triton.has_triton = lambda: True  # what Dynamo asks a machine without a GPU before it traces a launch
+    cos, sin = (torch.randn(1, 16, 128).to(BF16) for _ in range(2))
+    targets, ones = torch.zeros(64, dtype=torch.int64), torch.ones(1000)
+
+    def two_layers(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return rope(2 * q, 2 * k, cos, sin)
+
+    smoothed = functools.partial(cross_entropy, class_weight=ones, label_smoothing=0.1, softcap=3.0, reduction="none")
+    return [
+        ("rms_norm", rms_norm, [new(64, 128), new(128)]),
+        ("add_rms_norm", add_rms_norm, [new(64, 128), new(64, 128), new(128)]),
+        ("swiglu", swiglu, [new(64, 128), new(64, 128)]),
+        ("swiglu, of few elements", swiglu, [new(64, 8), new(64, 8)]),
+        ("geglu", lambda x: geglu(*x.chunk(2, dim=-1)), [new(64, 128)]),
+        ("swiglu_linear", swiglu_linear, [new(64, 128), new(64, 128), new(32, 128)]),
+        ("cross_entropy", cross_entropy, [new(64, 1000), targets]),
+        ("cross_entropy, extras", lambda x, y: cross_entropy(x, y, extras=EXTRAS), [new(64, 1000), targets]),
+        ("cross_entropy, of computed logits", lambda x, y: cross_entropy(2 * x, y), [new(64, 1000), targets]),
+        ("cross_entropy, options", smoothed, [new(64, 1000), targets]),
+        ("linear_cross_entropy", linear_cross_entropy, [new(64, 128), new(1000, 128), targets]),
+        ("rope", lambda q, k: rope(q, k, cos, sin), [new(64, 8, 16, 128), new(64, 2, 16, 128)]),
+        ("rope, in two layers", two_layers, [new(64, 16, 8, 128), new(64, 16, 2, 128)]),
+    ]
+
+
+def trace_all() -> None:
+    """In the subprocess: let Dynamo trace the ops, the number of rows unknown; print how many kernel
+    launches it put into each graph, forward and backward."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
     launched: dict[str, int] = {}
 
     def count(name: str, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -241,19 +278,7 @@ def trace_all() -> None:
             launched[f"{name}: for this size alone"] = 1
         raise NotImplementedError  # the graph is all we want
 
-    cos, sin = (torch.randn(1, 16, 128).to(BF16) for _ in range(2))
-    targets = torch.zeros(64, dtype=torch.int64)
-    for name, op, args in (
-        ("rms_norm", rms_norm, [new(64, 128), new(128)]),
-        ("add_rms_norm", add_rms_norm, [new(64, 128), new(64, 128), new(128)]),
-        ("swiglu", swiglu, [new(64, 128), new(64, 128)]),
-        ("swiglu, of few elements", swiglu, [new(64, 8), new(64, 8)]),
-        ("geglu", lambda x: geglu(*x.chunk(2, dim=-1)), [new(64, 128)]),
-        ("swiglu_linear", swiglu_linear, [new(64, 128), new(64, 128), new(32, 128)]),
-        ("cross_entropy", cross_entropy, [new(64, 1000), targets]),
-        ("cross_entropy, extras", lambda x, y: cross_entropy(x, y, extras=EXTRAS), [new(64, 1000), targets]),
-        ("rope", lambda q, k: rope(q, k, cos, sin), [new(64, 8, 16, 128), new(64, 2, 16, 128)]),
-    ):
+    for name, op, args in traced_calls():
         for x in args:
             if len(x) == 64:
                 torch._dynamo.mark_dynamic(x, 0)
@@ -262,6 +287,58 @@ def trace_all() -> None:
             with contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
                 torch.compile(op, backend=functools.partial(count, how), dynamic=dynamic, fullgraph=True)(*args)
     json.dump(launched, sys.stdout)
+
+
+def overwritten_inputs() -> None:
+    """In the subprocess: print every argument of a launch, the kernel's name of it, that torch.compile believes to be
+    written, and of which Inductor will let it overwrite a copy: what came into the forward's or the backward's program,
+    to which no kernel of ours writes, and what another launch writes to as well."""
+    import triton
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from triton.backends.compiler import GPUTarget
+
+    class Driver:  # what is asked of it while Triton parses a kernel
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+        get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+
+    def memory(node: torch.fx.Node) -> torch.fx.Node:
+        while node.op == "call_function" and getattr(node.target, "is_view", False):
+            node = node.args[0]  # type: ignore[assignment]
+        return node
+
+    def look(name: str, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        launches = [n.kwargs for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]
+        assert launches
+        written = set()
+        for launch in launches:
+            tensors: Any = launch["kwargs"]
+            for x in launch["tensors_to_clone"]:
+                root = memory(tensors[x])
+                if root.op == "placeholder" or root in written:
+                    found.append(f"{name}: {x}")
+                written.add(root)
+        results = [n if n is None else n.meta["val"] for n in graph.graph.output_node().args[0]]
+        return make_boxed_func(
+            lambda *_: [t if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in results]
+        )
+
+    calls = traced_calls()
+    triton.runtime.driver.set_active(Driver())
+    found: list[str] = []
+    for name, op, args in calls:
+        torch.compiler.reset()
+        backend = aot_autograd(
+            fw_compiler=functools.partial(look, name),
+            bw_compiler=functools.partial(look, name),
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=select_decomp_table(),
+        )
+        run(torch.compile(op, backend=backend, fullgraph=True), *args)
+    json.dump(found, sys.stdout)
 
 
 def in_subprocess(cache: Path, *what: str) -> Any:
@@ -341,11 +418,20 @@ def test_every_kernel_is_compiled(compiled: Callable[[str], list[dict[str, Any]]
 def test_dynamo_traces_down_to_the_launches(tmp_path: Path) -> None:
     """Without a graph break, forward and backward, for any number of rows, also where every number is a symbol."""
     launched = in_subprocess(tmp_path, "trace_all")
-    losses = {"cross_entropy": 4, "cross_entropy, extras": 4}  # with the denominator and the mean
+    # with the denominator and the mean, which "options" does without
+    ways = ("", ", extras", ", of computed logits")
+    losses = {f"cross_entropy{way}": 4 for way in ways} | {"cross_entropy, options": 2, "linear_cross_entropy": 4}
     units = dict.fromkeys(("swiglu", "swiglu, of few elements", "geglu", "swiglu_linear"), 2)
-    expected = {"rms_norm": 3, "add_rms_norm": 3, "rope": 2, **units, **losses}
+    expected = {"rms_norm": 3, "add_rms_norm": 3, "rope": 2, "rope, in two layers": 4, **units, **losses}
     assert launched == expected | {f"{name}, dynamic": count for name, count in expected.items()}
 
 
+@pytest.mark.skipif(TRITON < (3, 6), reason="this Triton asks for a GPU's driver while Dynamo traces a launch")
+def test_a_compiled_program_sees_what_a_kernel_writes_to(tmp_path: Path) -> None:
+    """It goes by the parsed kernel, whatever the address of a store was computed from, and by the program around it."""
+    assert in_subprocess(tmp_path, "overwritten_inputs") == []
+
+
 if __name__ == "__main__":
-    {"compile_all": compile_all, "trace_all": trace_all}[sys.argv[1]](*sys.argv[2:])
+    asked = {function.__name__: function for function in (compile_all, trace_all, overwritten_inputs)}
+    asked[sys.argv[1]](*sys.argv[2:])

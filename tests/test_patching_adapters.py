@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import liger_kernels
+from liger_kernels.ops import rms_norm
 from tests.patching_checks import DEVICE, batch, check_same, compare, gradients, tiny
 
 
@@ -119,6 +120,23 @@ def test_a_compiled_model_trains_the_same(dynamic, order, family):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, msg=name)
     assert out.logits.shape == (2, 9, 67)
+
+
+def test_a_compiled_model_runs_its_own_norms(monkeypatch):
+    """Inductor fuses them with the residuals around them."""
+
+    def refuse(x):
+        raise AssertionError("rms_norm was called")
+
+    model = tiny("gemma2")
+    expected = run(copy.deepcopy(model))
+    liger_kernels.patch(model)
+    monkeypatch.setitem(rms_norm.__globals__, "use_triton", refuse)
+    with pytest.raises(AssertionError, match="rms_norm was called"):
+        model(**batch())
+    found = gradients(model, torch.compile(model, backend="aot_eager")(**batch()).loss)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=name)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

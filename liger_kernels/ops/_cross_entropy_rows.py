@@ -94,11 +94,15 @@ def _softcap_slope(x, logit_scale, softcap, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _load_target(targets_ptr, row, row_mask, ignore_index, vocab, first, classes):
+def _read_target(target, ignore_index, vocab, first, classes):
     """The rows' targets (-1 where there is none), whether a row counts, and whether its target is out of range; then
     the target's column and whether it is one of the ``vocab`` columns. They are all classes, or those from ``first`` on
-    of ``classes``."""
-    target = tl.load(targets_ptr + row, mask=row_mask, other=ignore_index).to(tl.int64)
+    of ``classes``.
+
+    The kernels load ``target`` themselves. From a function that was given the pointer, torch.compile would conclude
+    that what is stored at the target's column is stored into the targets, and would have a copy of them overwritten.
+    """
+    target = target.to(tl.int64)
     ignored = target == ignore_index
     known = vocab
     if classes is not None:
@@ -463,9 +467,8 @@ def _cross_entropy_fwd_kernel(
 
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < n_rows
-    target, counts, invalid, column, here = _load_target(
-        targets_ptr, row, row_mask, ignore_index, vocab, first, classes
-    )
+    target = tl.load(targets_ptr + row, mask=row_mask, other=ignore_index)
+    target, counts, invalid, column, here = _read_target(target, ignore_index, vocab, first, classes)
     logits_rows = logits_ptr + row * logits_stride
     x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
     z_target = _scaled_logits(x_target, logit_scale, softcap, SCALED, HAS_SOFTCAP, PRECISE)
@@ -682,7 +685,8 @@ def _cross_entropy_bwd_kernel(
 
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < n_rows
-    target, counts, invalid, column, _ = _load_target(targets_ptr, row, row_mask, ignore_index, vocab, first, classes)
+    target = tl.load(targets_ptr + row, mask=row_mask, other=ignore_index)
+    target, counts, invalid, column, _ = _read_target(target, ignore_index, vocab, first, classes)
     weight_sum = tl.full((), vocab, tl.float32)
     if weight_sum_ptr is not None:
         weight_sum = tl.load(weight_sum_ptr)
@@ -764,8 +768,10 @@ class Slab(NamedTuple):
 
 
 def _aligned(logits: torch.Tensor) -> bool:
-    """Whether every row starts where a lane can read 16 bytes at once, as far as Triton looks."""
-    return logits.stride(0) % 16 == 0 and logits.storage_offset() * logits.element_size() % 16 == 0
+    """Whether every row starts where a lane can read 16 bytes at once, as far as Triton looks. Dynamo does not tell
+    where computed logits start; Inductor gives them memory that does."""
+    starts = torch.compiler.is_compiling() or logits.storage_offset() * logits.element_size() % 16 == 0
+    return starts and logits.stride(0) % 16 == 0
 
 
 def _launch_shape(logits: torch.Tensor, looks: int) -> dict[str, int]:

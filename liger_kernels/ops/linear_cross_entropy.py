@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernels.ops import _linear_token_chunks, _linear_vocabulary_slabs
-from liger_kernels.ops._linear import Call, current_observer
+from liger_kernels.ops._linear import Call, current_observer, padded
 from liger_kernels.ops._linear_vocabulary_slabs import Cut, kept_by_fast, kept_by_small
 from liger_kernels.ops._runtime import as_autocast, use_triton
 from liger_kernels.ops.cross_entropy import (
@@ -49,6 +49,7 @@ from liger_kernels.ops.cross_entropy import (
     check_options,
     check_targets,
     check_weights,
+    cross_entropy,
     cross_entropy_ref,
     with_extras,
 )
@@ -220,6 +221,15 @@ def _schedule(
     return memory, Cut(kept, columns, narrow)
 
 
+def _is_traced_whole(hidden: Tensor, vocab: int) -> bool:
+    """Whether "fast" is two products and the kernels of :func:`cross_entropy`, which ``torch.compile`` sees itself.
+
+    That spares what an operator costs the host, and the copy of the logits that an operator overwrites in a compiled
+    program. The operator pads the rows of an odd vocabulary, and knows what an observer wants."""
+    aligned = padded(vocab) == vocab
+    return torch.compiler.is_compiling() and use_triton(hidden) and aligned and current_observer() is None
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -298,6 +308,17 @@ def linear_cross_entropy(
             weight,
             targets,
             bias,
+            class_weight=class_weight,
+            row_weight=row_weight,
+            denominator=denominator,
+            reduction=reduction,
+            extras=extras,
+            **options._asdict(),
+        )
+    if schedule == "fast" and _is_traced_whole(hidden, vocab):
+        return cross_entropy(
+            F.linear(hidden, weight, bias),
+            targets,
             class_weight=class_weight,
             row_weight=row_weight,
             denominator=denominator,

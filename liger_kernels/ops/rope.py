@@ -315,6 +315,18 @@ def _rotate(
     )
 
 
+def _empty(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised, of these strides; in a compiled program, with heads inside of tokens or tokens inside of heads."""
+    if not torch.compiler.is_compiling():
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    # All calls of empty_strided for one shape are one tensor to torch.compile, and whoever writes to it gets a copy;
+    # from empty alone every call gets its own.
+    if strides[1] >= strides[2]:
+        return torch.empty(shape, dtype=dtype, device=device)
+    batch, heads, seq_len, head_dim = shape
+    return torch.empty((batch, seq_len, heads, head_dim), dtype=dtype, device=device).transpose(1, 2)
+
+
 class RopeFunction(torch.autograd.Function):
     """Saves cos and sin alone. Results and gradients lie in memory as q and k did."""
 
@@ -343,7 +355,7 @@ class RopeFunction(torch.autograd.Function):
             (dq_out, dk_out), ctx.needs_input_grad[:2], ctx.layouts, strict=True
         ):
             wanted = needed and d_out is not None
-            grads.append(torch.empty_strided(shape, strides, dtype=dtype, device=cos.device) if wanted else None)
+            grads.append(_empty(shape, strides, dtype, cos.device) if wanted else None)
         dq, dk = grads
         if dq is not None or dk is not None:
             dq_out, dk_out = (None if dq is None else dq_out), (None if dk is None else dk_out)
