@@ -6,11 +6,12 @@ Random weights in bfloat16, random tokens, every position a target, sdpa attenti
 its own with the same weights. Before anything is timed, an arm's loss and gradients are compared with eager's: that
 catches an arm that computes something else, and proves nothing more (``pytest convergence`` does). Times are medians of
 whole steps by CUDA events, so gaps that the host leaves are in them, and beside them the fastest step. ``eager``,
-``ours`` and ``ours-small`` take turns, step by step, so that a host that slows down for a while slows them all; the
-other arms run one after the other. Memory is the peak of a step, weights and gradients included, and nothing that the
-comparison or other arms hold. The first step of a shape is a number of its own: there kernels, and compiled arms as a
-whole, are compiled, every shape as a program of its own; ``--layers`` makes a model shallow whose arms would take
-minutes to. ``graph`` and ``ours+graph`` replay a whole step as a CUDA graph: then there is no host to wait for.
+``ours`` and ``ours-small`` take turns, step by step, so that a host that slows down for a while slows them all, and so
+do ``compile`` and ``ours+compile``; the other arms run one after the other. Memory is the peak of a step, weights and
+gradients included, and nothing that the comparison or other arms hold. The first step of a shape is a number of its
+own: there kernels, and compiled arms as a whole, are compiled, every shape as a program of its own; ``--layers`` makes
+a model shallow whose arms would take minutes to. ``graph`` and ``ours+graph`` replay a whole step as a CUDA graph: then
+there is no host to wait for.
 """
 
 from __future__ import annotations
@@ -109,15 +110,17 @@ ARMS: dict[str, Callable[[Any], Any]] = {
     "liger": _liger,
 }
 GRAPHS = ("graph", "ours+graph")
-TURNS = ("eager", "ours", "ours-small")
+TURNS = (("eager", "ours", "ours-small"), ("compile", "ours+compile"))
 
 
 def groups(arms: list[str]) -> list[list[str]]:
-    """The arms that take turns, then each other one by itself: a graph keeps the memory of its step, compiled programs
-    are forgotten all at once, and liger, which comes last, changes transformers for every model of the process."""
-    ordered = sorted(arms, key=list(ARMS).index)
-    turns = [arm for arm in ordered if arm in TURNS]
-    return [group for group in (turns, *([arm] for arm in ordered if arm not in turns)) if group]
+    """Those of the arms that take turns, and each other one by itself: a graph keeps the memory of its step, compiled
+    programs are forgotten all at once, and liger, which comes last, changes transformers for every model of the
+    process."""
+    found: dict[Any, list[str]] = {}
+    for arm in sorted(arms, key=list(ARMS).index):
+        found.setdefault(next((turns for turns in TURNS if arm in turns), arm), []).append(arm)
+    return list(found.values())
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@ r"""Cross entropy of a linear head, from hidden states to loss and gradients.
 
     logits = hidden @ weight^T + bias,    loss = cross_entropy(logits, targets)  (formula in cross_entropy.py)
 
-Schedules, each a ``torch.library`` custom op that ``torch.compile(fullgraph=True)`` traces through. With T tokens,
+Schedules, each a ``torch.library`` operator that ``torch.compile(fullgraph=True)`` traces through. With T tokens,
 hidden size H, V classes, chunks of C tokens and b bytes an element, the GEMMs' operations and the peak of memory beyond
 the inputs, both gradients among it:
 
 - one chunk ("fast"): 6 T H V; b (T (V - K) + V H + T H). The logits are kept for the backward, which overwrites them
   by their gradient: those of the first K = V H / (T + H) classes in the memory of d weight, behind these classes' rows.
   K is 0 where that would spare less than 512 MiB, or the first K rows cannot hold d hidden in float32, b K < 4 T; where
-  weight needs no gradient; with label smoothing; and in what ``torch.compile`` compiles.
+  weight needs no gradient; with label smoothing; and in what ``torch.compile`` compiles, which on a GPU sees the two
+  products and the kernels of cross_entropy.py instead of an operator.
 - token chunks (``_linear_token_chunks.py``, "balanced"): 6 T H V; 4 V H + b T H + b V C. The gradients are computed in
   the forward and summed over the chunks in float32, after Liger Kernel's idea (arXiv:2410.10989), and d weight is
   rounded in the memory of its sum; a backward pass that retains the graph makes copies. With "none" the backward
@@ -192,8 +193,8 @@ def _schedule(
     chunk = _chunk_of_balanced(hidden_size)
     if memory is None:
         # So many tokens' logits take about the memory of what token chunks hold instead: some logits, and in 16 bits
-        # the float32 sum of d weight. A compiled program copies the kept logits before it overwrites them; of at most
-        # hidden_size tokens even both copies take no more.
+        # the float32 sum of d weight. A compiled program does not overwrite the kept logits, but a copy or memory of
+        # the gradient's own; of at most hidden_size tokens even both take no more.
         few = chunk + (0 if hidden.dtype == torch.float32 else 2 * hidden_size)
         one_chunk = tokens <= (min(few, hidden_size) if compiling else few)
         chunk_size = _chunk_size if chunk_size is None else chunk_size
@@ -267,7 +268,7 @@ def linear_cross_entropy(
             or of 1024 for a hidden size below 2048. "small" holds little but the gradients, and computes most logits
             twice (label smoothing: as "balanced"). float16 is always "balanced". By default "fast" for at most
             2 * hidden size + C tokens in bfloat16, for at most C in float32, and else "balanced"; in a program that
-            ``torch.compile`` compiles, where "fast" costs a copy of the logits, for no more than hidden size tokens.
+            ``torch.compile`` compiles, where "fast" holds the logits twice, for no more than hidden size tokens.
             Without gradients there is nothing to keep logits for: "fast" is "balanced". Not together with
             ``chunk_size``.
 
