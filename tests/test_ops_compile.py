@@ -414,7 +414,12 @@ def test_every_kernel_is_compiled(compiled: Callable[[str], list[dict[str, Any]]
     assert kernels() == {record["kernel"] for name in CASES for record in compiled(name)}
 
 
-@pytest.mark.skipif(TRITON < (3, 6), reason="this Triton asks for a GPU's driver while Dynamo traces a launch")
+traces_launches = pytest.mark.skipif(
+    TRITON < (3, 6), reason="Triton before 3.6 asks for a GPU's driver while Dynamo traces a launch"
+)
+
+
+@traces_launches
 def test_dynamo_traces_down_to_the_launches(tmp_path: Path) -> None:
     """Without a graph break, forward and backward, for any number of rows, also where every number is a symbol."""
     launched = in_subprocess(tmp_path, "trace_all")
@@ -426,7 +431,7 @@ def test_dynamo_traces_down_to_the_launches(tmp_path: Path) -> None:
     assert launched == expected | {f"{name}, dynamic": count for name, count in expected.items()}
 
 
-@pytest.mark.skipif(TRITON < (3, 6), reason="this Triton asks for a GPU's driver while Dynamo traces a launch")
+@traces_launches
 def test_a_compiled_program_sees_what_a_kernel_writes_to(tmp_path: Path) -> None:
     """It goes by the parsed kernel, whatever the address of a store was computed from, and by the program around it."""
     assert in_subprocess(tmp_path, "overwritten_inputs") == []

@@ -475,6 +475,15 @@ def test_compiles_without_a_graph_break(chunk_size, reduction, backend, device, 
             torch.testing.assert_close(traced, eager)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
+def test_what_a_compiled_program_sees_of_fast(options, reduction, device, monkeypatch):
+    """Two products and the loss of logits: not compiled here, where no launch would be traced."""
+    monkeypatch.setitem(linear_cross_entropy.__globals__, "_is_traced_whole", lambda hidden, vocab: True)
+    monkeypatch.setattr(_linear_vocabulary_slabs, "forward_op", None)
+    Case(device, reduction=reduction, **options).assert_right(memory="fast")
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("memory", [None, *MEMORY])
 def test_compiles_under_autocast_and_without_gradients(memory, reduction, device):
