@@ -15,6 +15,7 @@ from convergence.models import MODELS
 from convergence.tolerance import three_way
 from convergence.train import InFloat64
 from liger_kernels import ops
+from liger_kernels.ops import _runtime
 from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy_slab_size
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -100,14 +101,18 @@ def test_waiting_is_noticed(waiting_raises: Callable[[], None]) -> None:
         x.sum().item()
 
 
+@pytest.mark.parametrize("short", [0, 1 << 20])
 @pytest.mark.parametrize(
     ("name", "vocab", "kernels"),
     [("llama-untied", 264, None), ("gemma", 263, None), ("llama-untied", 264, ["cross_entropy"])],
     ids=str,
 )
-def test_a_compiled_step(name: str, vocab: int, kernels: list[str] | None) -> None:
+def test_a_compiled_step(
+    name: str, vocab: int, kernels: list[str] | None, short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By Inductor, which other tests leave out: as exact as PyTorch's own step. Of 264 classes, whose rows are aligned,
-    it sees the loss' launches, of 263 an operator."""
+    it sees the loss' launches, of 263 an operator; those of the layers where nothing is short."""
+    monkeypatch.setattr(_runtime, "_SHORT", short)
     torch.compiler.reset()
     own: Any = MODELS[name].build(0).to("cuda")
     if vocab != own.config.vocab_size:

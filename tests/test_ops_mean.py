@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from liger_kernels.ops import _mean
-from liger_kernels.ops._mean import mean, mean_denominator
+from liger_kernels.ops._mean import mean, mean_denominator, mean_denominator_ref
 
 VOCAB, IGNORED = 7, -100
 
@@ -22,7 +22,8 @@ def block(request, monkeypatch):
 @pytest.mark.parametrize("tokens", [0, 1, 8, 23])
 @pytest.mark.parametrize(("by_class", "by_row"), itertools.product([False, True], repeat=2))
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-def test_denominator(tokens, by_class, by_row, dtype, device):
+@pytest.mark.parametrize("function", [mean_denominator, mean_denominator_ref], ids=["kernel", "reference"])
+def test_denominator(function, tokens, by_class, by_row, dtype, device):
     """Ignored rows count nothing, whatever their weight; classes that do not exist have no weight."""
     targets = (torch.arange(tokens, device=device, dtype=dtype) * 3) % (VOCAB + 2)
     targets[2::5] = IGNORED
@@ -35,7 +36,7 @@ def test_denominator(tokens, by_class, by_row, dtype, device):
         (float(class_weight[targets[i]]) if by_class else 1.0) * (float(row_weight[i]) if by_row else 1.0)
         for i in counted
     )
-    found = mean_denominator(targets, class_weight, row_weight, None, IGNORED, VOCAB)
+    found = function(targets, class_weight, row_weight, None, IGNORED, VOCAB)
     assert found.dtype == torch.float32
     assert found.shape == ()
     assert float(found) == pytest.approx(expected or math.inf, rel=1e-6)

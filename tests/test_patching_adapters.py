@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import liger_kernels
-from liger_kernels.ops import rms_norm
+from liger_kernels.ops import _runtime, geglu_linear, rms_norm, rope
 from tests.patching_checks import DEVICE, batch, check_same, compare, gradients, tiny
 
 
@@ -122,19 +122,31 @@ def test_a_compiled_model_trains_the_same(dynamic, order, family):
     assert out.logits.shape == (2, 9, 67)
 
 
-def test_a_compiled_model_runs_its_own_norms(monkeypatch):
-    """Inductor fuses them with the residuals around them."""
+@pytest.mark.parametrize("how", ["short", "long", "of any length"])
+def test_what_a_compiled_model_leaves_to_inductor(how, monkeypatch):
+    """Norms, which it fuses with the residuals around them; all but the head where its launches are what counts."""
+    called = []
 
-    def refuse(x):
-        raise AssertionError("rms_norm was called")
+    def calls(name):
+        def use_triton(x, **_):
+            called.append(name)
+            return False
 
+        return use_triton
+
+    for op in (rms_norm, rope, geglu_linear):
+        monkeypatch.setitem(op.__globals__, "use_triton", calls(op.__name__))
+    if how == "long":
+        monkeypatch.setattr(_runtime, "_SHORT", 2 * 9 * 32 - 1)
     model = tiny("gemma2")
     expected = run(copy.deepcopy(model))
     liger_kernels.patch(model)
-    monkeypatch.setitem(rms_norm.__globals__, "use_triton", refuse)
-    with pytest.raises(AssertionError, match="rms_norm was called"):
-        model(**batch())
-    found = gradients(model, torch.compile(model, backend="aot_eager")(**batch()).loss)
+    model(**batch())
+    assert set(called) == {"rms_norm", "rope", "geglu_linear"}
+    called.clear()
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True if how == "of any length" else None)
+    found = gradients(model, compiled(**batch()).loss)
+    assert set(called) == (set() if how == "short" else {"rope", "geglu_linear"})
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name)
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows, backward_rows, forward_rows
-from liger_kernels.ops._mean import mean, mean_denominator
+from liger_kernels.ops._mean import mean, mean_denominator, mean_denominator_ref
 from liger_kernels.ops._runtime import backward_once, use_triton
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -82,15 +82,9 @@ def cross_entropy_ref(
     # F.cross_entropy of zero rows is cut off from its input: this keeps the graph connected.
     rows = rows + z[:, 0] * 0.0 if not len(rows) else rows
     if reduction == "mean":
-        if denominator is None:
-            share = counted.to(z.dtype)
-            if weights is not None:
-                share = share * weights[targets.where(counted, 0)]
-            if row_weight is not None:
-                share = torch.where(counted, share * row_weight.to(z.dtype), 0.0)
-            denominator = share.sum()
-        denominator = denominator.to(z.dtype)
-        loss = rows.sum() / denominator.masked_fill(denominator == 0, math.inf)
+        loss = rows.sum() / mean_denominator_ref(
+            targets, weights, row_weight, denominator, ignore_index, z.shape[1], z.dtype
+        )
     else:
         loss = rows.sum() if reduction == "sum" else rows
     if not extras:

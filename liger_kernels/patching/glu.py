@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
+from liger_kernels.ops._runtime import left_to_inductor
 from liger_kernels.patching.probe import SAME_FORMULA, bare_copy, describe, relative_difference, takes_one_tensor
 from liger_kernels.patching.swap import Recipe
 
@@ -62,6 +63,8 @@ class GluRecipe(Recipe):
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
+            if left_to_inductor(x):
+                return base.forward(self, *args, **kwargs)
             gate = getattr(self, recipe.gate)(x)
             if recipe.up is not None:
                 up = getattr(self, recipe.up)(x)

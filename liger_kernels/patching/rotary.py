@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from liger_kernels.ops import rope, rope_ref
+from liger_kernels.ops._runtime import left_to_inductor
 from liger_kernels.patching.probe import SAME_FORMULA, describe, relative_difference
 from liger_kernels.patching.swap import Recipe
 
@@ -128,6 +129,7 @@ def _rotary_function(upstream: Callable[..., Any], rotation: Rotation) -> Callab
     scope = {
         "__builtins__": __builtins__,
         "rope": rope,
+        "left_to_inductor": left_to_inductor,
         "upstream": upstream,
         "pairing": rotation.pairing,
         "partial": rotation.partial,
@@ -153,7 +155,7 @@ def _apply_rotary(q: Any, k: Any, cos: Any, sin: Any, *rest: Any, **named: Any) 
         and cos.dim() == sin.dim() == 3
         and (partial or cos.shape[-1] == q.shape[-1])
     )
-    if not usual:
+    if not usual or left_to_inductor(q):
         return upstream(q, k, cos, sin, *rest, **named)
     if unsqueeze_dim == 2:  # heads after the sequence: the kernel takes strides, so a transposed view costs nothing
         q_out, k_out = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, pairing=pairing)
