@@ -11,7 +11,8 @@ do ``compile`` and ``ours+compile``; the other arms run one after the other. Mem
 gradients included, and nothing that the comparison or other arms hold. The first step of a shape is a number of its
 own: there kernels, and compiled arms as a whole, are compiled, every shape as a program of its own; ``--layers`` makes
 a model shallow whose arms would take minutes to. ``graph`` and ``ours+graph`` replay a whole step as a CUDA graph: then
-there is no host to wait for.
+there is no host to wait for, and little with ``compile-graphs`` and ``ours+compile-graphs``, in which torch.compile
+replays forward and backward (``mode="reduce-overhead"``).
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ ARMS: dict[str, Callable[[Any], Any]] = {
     "ours+graph": _ours,
     "compile": torch.compile,
     "ours+compile": lambda model: torch.compile(_ours(model)),
+    "compile-graphs": partial(torch.compile, mode="reduce-overhead"),
+    "ours+compile-graphs": lambda model: torch.compile(_ours(model), mode="reduce-overhead"),
     "compile-layers": _with_compiled_layers,
     "ours+compile-layers": lambda model: _with_compiled_layers(_ours(model)),
     "liger": _liger,
