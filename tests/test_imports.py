@@ -49,6 +49,12 @@ def test_import_loads_nothing_but_itself() -> None:
     assert loaded.split() == ["liger_kernels"]
 
 
+def test_ops_load_nothing_of_the_compiler() -> None:
+    """Neither Dynamo nor SymPy: each takes longer to load than all else here beyond torch."""
+    loaded = python("import sys, liger_kernels.ops; print(*sorted({'sympy', 'torch._dynamo'} & set(sys.modules)))")
+    assert loaded.split() == []
+
+
 BLOCK = """
 import sys
 class Block:

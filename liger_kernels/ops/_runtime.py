@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 try:
     import triton
@@ -80,7 +79,10 @@ def left_to_inductor(x: torch.Tensor) -> bool:
     """Whether a compiled program over ``x`` is faster by torch's own operations than by a kernel of ours.
 
     Where the size of ``x`` is a symbol, it may be any, and the answer is no: a guard would be a program more."""
-    return torch.compiler.is_compiling() and statically_known_true(x.numel() <= _SHORT)
+    if not torch.compiler.is_compiling():
+        return False
+    # By its full name: who compiles has imported it, and for everybody else that would take seconds.
+    return torch.fx.experimental.symbolic_shapes.statically_known_true(x.numel() <= _SHORT)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
