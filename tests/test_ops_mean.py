@@ -42,6 +42,12 @@ def test_denominator(function, tokens, by_class, by_row, dtype, device):
     assert float(found) == pytest.approx(expected or math.inf, rel=1e-6)
 
 
+@pytest.mark.parametrize("function", [mean_denominator, mean_denominator_ref], ids=["kernel", "reference"])
+def test_no_class_weighs_in_for_ignored_rows(function, device):
+    targets, class_weight = torch.tensor([IGNORED, 2], device=device), torch.tensor([math.nan, 1.0, 3.0], device=device)
+    assert float(function(targets, class_weight, None, None, IGNORED, 3)) == 3.0
+
+
 @pytest.mark.parametrize(("given", "divides_by"), [(0.0, math.inf), (2.5, 2.5)])
 def test_given_denominator(given, divides_by, device):
     denominator = torch.tensor(given, dtype=torch.float64, device=device)

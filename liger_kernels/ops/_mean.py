@@ -67,7 +67,7 @@ def mean_denominator_ref(
             counts = counts & (targets >= 0) & (targets < vocab)
         weight = counts.to(dtype)
         if class_weight is not None:
-            weight = weight * class_weight.to(dtype)[targets.where(counts, 0)]
+            weight = torch.where(counts, class_weight.to(dtype)[targets.where(counts, 0)], 0.0)
         if row_weight is not None:
             weight = torch.where(counts, weight * row_weight.to(dtype), 0.0)
         given = weight.sum()
