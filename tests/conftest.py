@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def device() -> torch.device:
     """The GPU where there is one; else the CPU, on which kernels run in Triton's interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def shared_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same folder in every xdist worker of this run, for what one of them makes for all."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if hasattr(request.config, "workerinput") else own
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_for_the_garbage_collector() -> None:
+    """What is there before a module's first test stays, millions of objects; looking through them again and again takes
+    a collection half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -61,17 +61,15 @@ def restored() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shared_references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def shared_references(shared_folder: Path) -> Iterator[None]:
     """Truth and baseline are trained once in this run: by the xdist worker that needs them first."""
     from convergence import case
 
-    worker, own = os.environ.get("PYTEST_XDIST_WORKER", ""), tmp_path_factory.getbasetemp()
-    folder = own.parent if worker else own
-    (user := folder / f"references-of-{worker}").touch()
+    (user := shared_folder / f"references-of-{os.getpid()}").touch()
 
     @functools.lru_cache(maxsize=1)
     def references(*key: object) -> case.References:
-        file = folder / f"references-{'-'.join(map(str, key))}.pt"
+        file = shared_folder / f"references-{'-'.join(map(str, key))}.pt"
         with FileLock(file.with_suffix(".lock")):
             if not file.exists():
                 torch.save(train(*key), file.with_suffix(".part"))
@@ -83,8 +81,8 @@ def shared_references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         patch.setattr(case, "references", references)
         yield
     user.unlink()
-    if not any(folder.glob("references-of-*")):  # the last one clears up: they are hundreds of megabytes each
-        for file in folder.glob("references-*"):
+    if not any(shared_folder.glob("references-of-*")):  # the last one clears up: they are hundreds of megabytes each
+        for file in shared_folder.glob("references-*"):
             file.unlink()
 
 
