@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import peft
 import pytest
@@ -120,6 +121,28 @@ def test_a_compiled_model_trains_the_same(dynamic, order, family):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, msg=name)
     assert out.logits.shape == (2, 9, 67)
+
+
+def test_a_compiled_model_arms_its_head_in_the_program():
+    """What Python still runs of a patched model's forward is where the output changes its class."""
+    model = tiny("llama")
+    liger_kernels.patch(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    ran = set()
+
+    def profile(frame, event, arg):
+        if event == "call":
+            ran.add(frame.f_code.co_name)
+
+    for again in (False, True):
+        with torch._dynamo.config.patch(error_on_recompile=again):
+            sys.setprofile(profile if again else None)
+            try:
+                compiled(**batch())
+            finally:
+                sys.setprofile(None)
+    assert "_released" in ran
+    assert not ran & {"patched_heads", "get_output_embeddings"}
 
 
 @pytest.mark.parametrize("how", ["short", "long", "of any length"])

@@ -168,12 +168,13 @@ class ModelRecipe(Recipe):
                     head._liger_kernels_extras = ("token_accuracy",)
             try:
                 output = upstream(self, *args, **kwargs)
-                return released(output, labels, kwargs.get("shift_labels")) if accuracy else released(output)
             finally:
                 for head in heads:
                     head._liger_kernels_armed = None
                     if accuracy:
                         head._liger_kernels_extras = ()
+            # Not inside the try, where no graph can end: Dynamo would then compile nothing of this function itself.
+            return released(output, labels, kwargs.get("shift_labels")) if accuracy else released(output)
 
         return {"forward": forward}
 
