@@ -515,6 +515,14 @@ MUTANTS = (
         source="P23",
     ),
     _check(
+        "compiled_forward_ends_inside_a_try",
+        "The output is released inside a try, where no graph can end, and Dynamo leaves the whole forward to Python.",
+        "liger_kernels.patching.head",
+        "                output = upstream(self, *args, **kwargs)\n            finally:",
+        "                return released(upstream(self, *args, **kwargs))\n            finally:",
+        "test_patching_adapters.py::test_a_compiled_model_arms_its_head_in_the_program",
+    ),
+    _check(
         "c26_nan_passes",
         "The proof counts a NaN as no difference.",
         _COMPARE,
