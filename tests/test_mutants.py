@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 
 from tests.mutants import ABSENT, MUTANTS, restore
 from tests.mutants.mutant import Edit, Mutant, StaleMutant
+from tests.once import make_once
 
 ROOT = Path(__file__).parent.parent
 NUMBERS = (
@@ -70,10 +70,7 @@ def shared_references(shared_folder: Path) -> Iterator[None]:
     @functools.lru_cache(maxsize=1)
     def references(*key: object) -> case.References:
         file = shared_folder / f"references-{'-'.join(map(str, key))}.pt"
-        with FileLock(file.with_suffix(".lock")):
-            if not file.exists():
-                torch.save(train(*key), file.with_suffix(".part"))
-                file.with_suffix(".part").rename(file)
+        make_once(file, lambda path: torch.save(train(*key), path))
         return torch.load(file, weights_only=False, mmap=True)
 
     train = case.references.__wrapped__

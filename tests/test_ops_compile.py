@@ -13,20 +13,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import pkgutil
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock, Timeout
+from filelock import Timeout
+
+from tests.once import make_once
 
 # name: (backend, architecture, warp size, shared memory that one program may have in bytes)
 TARGETS = {
@@ -374,19 +376,16 @@ def compiled(
     def file_of(name: str) -> Path:
         return shared_folder / f"compiled-{name}.json"
 
+    def make(name: str, file: Path) -> None:
+        file.write_text(json.dumps(in_subprocess(tmp_path_factory.mktemp("triton"), "compile_all", name, *targets)))
+
     @functools.cache
     def records_of(name: str) -> list[dict[str, Any]]:
+        names = itertools.cycle((name, *CASES))  # what another worker is at takes a minute: meanwhile make the next one
         while not file_of(name).exists():
-            for todo in (name, *CASES):  # what another worker is at takes a minute: meanwhile do what comes next
-                file = file_of(todo)
-                with contextlib.suppress(Timeout), FileLock(file.with_suffix(".lock"), timeout=0):
-                    if not file.exists():
-                        made = in_subprocess(tmp_path_factory.mktemp("triton"), "compile_all", todo, *targets)
-                        file.with_suffix(".part").write_text(json.dumps(made))
-                        file.with_suffix(".part").rename(file)
-                        break
-            else:
-                time.sleep(1)
+            todo = next(names)
+            with contextlib.suppress(Timeout):
+                make_once(file_of(todo), functools.partial(make, todo), timeout=1)
         return json.loads(file_of(name).read_text())
 
     return records_of

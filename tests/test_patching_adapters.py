@@ -128,7 +128,7 @@ def test_a_compiled_model_arms_its_head_in_the_program():
     model = tiny("llama")
     liger_kernels.patch(model)
     compiled = torch.compile(model, backend="aot_eager")
-    ran = set()
+    ran, profiler = set(), sys.getprofile()
 
     def profile(frame, event, arg):
         if event == "call":
@@ -136,11 +136,11 @@ def test_a_compiled_model_arms_its_head_in_the_program():
 
     for again in (False, True):
         with torch._dynamo.config.patch(error_on_recompile=again):
-            sys.setprofile(profile if again else None)
+            sys.setprofile(profile if again else profiler)
             try:
                 compiled(**batch())
             finally:
-                sys.setprofile(None)
+                sys.setprofile(profiler)
     assert "_released" in ran
     assert not ran & {"patched_heads", "get_output_embeddings"}
 
