@@ -201,8 +201,7 @@ def captured(arguments: Mapping[str, Any], mode: str) -> Packing:
 
 def loss_reduction_of(model: nn.Module) -> str:
     """The mode of the patched model that ``model`` is or has inside; "token" where nothing is patched."""
-    for module in model.modules():
-        state = module.__dict__.get("_liger_kernels")
-        if state is not None:
-            return str(state.report.loss_reduction)
-    return "token"
+    from liger_kernels.patching import status
+
+    report = status(model)
+    return report.loss_reduction if report is not None else "token"

@@ -16,6 +16,16 @@ import functools
 import inspect
 from typing import Any
 
+from torch import nn
+
+from liger_kernels.patching.probe import describe
+from liger_kernels.patching.report import Left, PatchReport
+
+# Where a patched module keeps the report of its patch. Copies and pickles of the module keep it, too.
+REPORT = "_liger_kernels"
+# Every module whose class was changed, and its class before.
+Undo = list[tuple[nn.Module, type]]
+
 
 class Recipe:
     """What a patched class does differently. A subclass is a frozen dataclass: it can be hashed and pickled."""
@@ -59,6 +69,32 @@ def patched_class(base: Any, recipe: Any) -> Any:
     # The name stays: save_pretrained writes it into the configuration, and weight initialisation looks for "RMSNorm".
     cls = type(base)(base.__name__, (base,), namespace)
     return cls
+
+
+def replace(path: str, module: nn.Module, recipe: Recipe, report: PatchReport, undo: Undo) -> bool:
+    """Let ``module`` follow ``recipe``. If its class does not allow that, ``report`` says that it is left."""
+    base: Any = type(module)
+    try:
+        module.__class__ = patched_class(base, recipe)
+    except Exception as error:  # a class may refuse to be subclassed in any way
+        report.left.append(Left(path, base.__name__, f"its class cannot be subclassed ({describe(error)})"))
+        return False
+    undo.append((module, base))
+    module.__dict__[REPORT] = report
+    return True
+
+
+def restore(undo: Undo) -> None:
+    """Give every module its own class back."""
+    for module, base in reversed(undo):
+        module.__class__ = base
+        module.__dict__.pop(REPORT, None)
+
+
+def base_of(module: nn.Module) -> type | None:
+    """The class that a patched ``module`` had before; None where it has been given yet another class since."""
+    cls = type(module)
+    return cls.__mro__[1] if "_liger_kernels_recipe" in vars(cls) else None
 
 
 def recipe_of(obj: object) -> Recipe | None:
