@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from liger_kernels.ops.linear_cross_entropy import MEMORY
-from liger_kernels.patching.head import HeadRecipe, ModelRecipe, patched_heads
+from liger_kernels.patching.head import HeadRecipe, linears_to_choose_from, patched_heads
+from liger_kernels.patching.model import ModelRecipe
 from liger_kernels.patching.modules import OWN_FORWARD, has_own_forward, patch_modules
 from liger_kernels.patching.packing import check_loss_reduction, packing_denominator
 from liger_kernels.patching.report import Left, PatchReport, Replacement
@@ -221,7 +222,7 @@ def _patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchRepo
         return
     fused = "linear_cross_entropy" in report.kernels
     if not patched_heads(head):
-        plain = _plain_linears(head) if fused else []
+        plain = linears_to_choose_from(head) if fused else []
         if plain:
             for linear in plain:
                 replace(head_path, linear, HeadRecipe(fused=True, memory=report.memory), report, undo)
@@ -242,16 +243,3 @@ def _computes_loss(owner: nn.Module) -> bool:
     from transformers import PreTrainedModel
 
     return isinstance(owner, PreTrainedModel) and "labels" in inspect.signature(type(owner).forward).parameters
-
-
-def _plain_linears(head: nn.Module) -> list[nn.Module]:
-    """The head itself, or the full-size linear layers of a wrapper that has no other parameters (modules_to_save).
-
-    A wrapper with parameters of its own (LoRA) changes the logits and is not opened.
-    """
-    if type(head) is nn.Linear:
-        return [head]
-    linears = [module for module in head.modules() if type(module) is nn.Linear]
-    own = {id(p) for p in head.parameters()} - {id(p) for linear in linears for p in linear.parameters()}
-    sizes = {(linear.in_features, linear.out_features) for linear in linears}
-    return list(linears) if not own and len(sizes) == 1 else []

@@ -38,6 +38,7 @@ class PatchReport:
         loss_reduction: what the loss averages over: "token", "square" or "sample".
         memory: the schedule of the fused loss that was chosen: "fast", "balanced" or "small"; None where it follows
             shape and dtype.
+        forwards: how often the model's forward has run since.
     """
 
     kernels: tuple[str, ...]
@@ -46,6 +47,7 @@ class PatchReport:
     fallbacks: Counter[str] = field(default_factory=Counter)
     loss_reduction: str = "token"
     memory: str | None = None
+    forwards: int = 0
 
     @property
     def fuses_head(self) -> bool:
