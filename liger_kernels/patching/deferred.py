@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 
 from liger_kernels.ops import cross_entropy, linear_cross_entropy
 from liger_kernels.ops.linear_cross_entropy import balanced_because
-from liger_kernels.patching.lazy import Computation, LazyTensor, defer
+from liger_kernels.patching.lazy import Computation, defer
 from liger_kernels.patching.packing import Packing
 from liger_kernels.patching.running import running
 
@@ -213,7 +213,8 @@ class Request:
         shape = (*hidden.shape[:-1], product.features)
         check = _Unchanged(hidden, weight, bias)
         out = cast if cast is not None else hidden.dtype
-        return defer(Computation(shape, out, hidden.device, compute, (hidden, weight, bias), gathered, check))
+        note = functools.partial(count, product.fallbacks, "outputs.logits was read")
+        return defer(Computation(shape, out, hidden.device, compute, (hidden, weight, bias), gathered, check, note))
 
 
 def rows(x: torch.Tensor, views: tuple[tuple[Any, ...], ...]) -> torch.Tensor:
@@ -412,8 +413,6 @@ class DeferredLogits:
             with torch.set_grad_enabled(product.grad):
                 replay = functools.partial(_replayed, self._trail)
                 result = defer(Computation(self._shape, self._dtype, self.device, replay, (result,)))
-        if isinstance(result, LazyTensor) and product.logits is None:
-            result._fallbacks, result._reason = product.fallbacks, "outputs.logits was used"
         return result
 
     def cross_entropy(self, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter, OrderedDict
+import types
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import make_dataclass
 from typing import Any
@@ -41,6 +42,7 @@ class Computation:
         gathered: called instead of ``compute`` where an input's memory has been freed (sharded weights); returns the
             value without gradient.
         check: raises where the value would no longer be that of the forward.
+        note: called before the value is computed.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class Computation:
         inputs: tuple[torch.Tensor | None, ...],
         gathered: Callable[[], torch.Tensor] | None = None,
         check: Callable[[bool], None] | None = None,
+        note: Callable[[], None] | None = None,
     ) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.compute, self.inputs, self.gathered, self.check = compute, inputs, gathered, check
+        self.compute, self.inputs, self.gathered, self.check, self.note = compute, inputs, gathered, check, note
         self.differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         self._result: tuple[torch.Tensor, list[torch.Tensor | None]] | None = None  # with its graph, and its leaves
         self._value: torch.Tensor | None = None
@@ -67,6 +70,8 @@ class Computation:
             here = all(x is None or isinstance(x, LazyTensor) or _is_here(x) for x in self.inputs)
             if self.check is not None:
                 self.check(here)
+            if self.note is not None:
+                self.note()
             if here and differentiable:
                 return self._run()[0].detach()
             with torch.no_grad():
@@ -152,9 +157,6 @@ class LazyTensor(torch.Tensor):
     """A tensor whose value is computed when an operation needs it; see the module's docstring."""
 
     _computation: Computation
-    # Counted when the value is first computed; both are of whoever put this tensor into an output.
-    _fallbacks: Counter[str] | None = None
-    _reason = ""
     _real: torch.Tensor | None = None
 
     @staticmethod
@@ -164,11 +166,9 @@ class LazyTensor(torch.Tensor):
         new._computation = computation
         return new
 
-    def computed(self, reason: str | None = None) -> torch.Tensor:
-        """The ordinary tensor that this one stands for, computed once; ``reason`` is what is counted."""
+    def computed(self) -> torch.Tensor:
+        """The ordinary tensor that this one stands for, computed once."""
         if self._real is None:
-            if self._fallbacks is not None:
-                self._fallbacks[reason or self._reason] += 1
             with torch.set_grad_enabled(self.requires_grad or torch.is_grad_enabled()):
                 self._real = _real_of(self)
         return self._real
@@ -191,7 +191,6 @@ class LazyTensor(torch.Tensor):
         if function in _PASSED_ON and isinstance(args[0], LazyTensor) and (function is _T.view_as or _is_walker(1)):
             passed = _PASSED_ON[function](*args, **kwargs)
             if passed is not None:
-                passed._fallbacks, passed._reason = args[0]._fallbacks, args[0]._reason
                 return passed
         return function(*_real_arguments(args), **_real_arguments(kwargs))
 
@@ -203,9 +202,7 @@ class LazyTensor(torch.Tensor):
             and isinstance(args[0], LazyTensor)
             and all([*size] == [*args[0].shape] for size in args[1:])
         ):
-            new = LazyTensor._new(args[0]._computation)
-            new._fallbacks, new._reason = args[0]._fallbacks, args[0]._reason
-            return new
+            return LazyTensor._new(args[0]._computation)
 
         def value(x: Any) -> Any:
             return x._computation.value(differentiable=False) if isinstance(x, LazyTensor) else x
@@ -234,6 +231,10 @@ def _viewed(lazy: Any, other: Any) -> Any:
     return _step(lazy, lambda x: x.view_as(x), lazy.dtype) if other is lazy else None
 
 
+def _is_getter(value: Any) -> bool:
+    return isinstance(value, types.GetSetDescriptorType)
+
+
 _T = torch.Tensor
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default}
 _PASSED_ON: dict[Any, Callable[..., Any]] = {
@@ -246,12 +247,9 @@ _PASSED_ON: dict[Any, Callable[..., Any]] = {
     _T.bfloat16: lambda lazy: _cast(lazy, torch.bfloat16),
 }
 # What is known of a tensor, or registered on it, without its value.
+_VALUES = ("data", "real", "imag", "T", "mT", "H", "mH")
 _OF_THE_FORM = {
-    *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes")),
-    *(getattr(_T, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad")),
-    *(getattr(_T, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized")),
-    *(getattr(_T, name).__get__ for name in ("is_mkldnn", "is_xpu", "is_mps", "output_nr", "_version")),
-    _T._backward_hooks.__get__,  # type: ignore[union-attr]
+    *(value.__get__ for name, value in vars(torch._C.TensorBase).items() if _is_getter(value) and name not in _VALUES),
     *(_T.size, _T.dim, _T.numel, _T.nelement, _T.stride, _T.is_floating_point, _T.is_complex, _T.element_size),
     *(_T.is_contiguous, _T.get_device, _T.__len__, _T.__hash__, _T.is_inference, _T.register_hook, _T.retain_grad),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference),
@@ -270,7 +268,7 @@ def lazy_output(base: Any, names: tuple[str, ...], accuracy: bool = False) -> ty
     def read(self: Any, name: str, depth: int) -> Any:
         value = self.__dict__.get(name)
         if type(value) is LazyTensor and not self.__dict__.get("_liger_kernels_filling") and not _is_walker(depth):
-            value = value.computed(f"outputs.{name} was read")
+            value = value.computed()
             self[name] = value
         return value
 
