@@ -12,7 +12,7 @@ from torch import nn
 
 from liger_kernels.ops.linear_cross_entropy import MEMORY
 from liger_kernels.patching.head import HeadRecipe, ModelRecipe, patched_heads
-from liger_kernels.patching.modules import OWN_FORWARD, has_own_forward, patch_modules
+from liger_kernels.patching.modules import has_own_forward, own_forward, patch_modules
 from liger_kernels.patching.packing import check_loss_reduction, packing_denominator
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.swap import REPORT, Undo, base_of, recipe_of, replace, restore
@@ -217,7 +217,7 @@ def _patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchRepo
         report.left.append(Left(path, type(owner).__name__, "it has no LM head"))
         return
     if has_own_forward(owner):
-        report.left.append(Left(path, type(owner).__name__, OWN_FORWARD))
+        report.left.append(Left(path, type(owner).__name__, own_forward(owner)))
         return
     fused = "linear_cross_entropy" in report.kernels
     if not patched_heads(head):

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from liger_kernels.patching.probe import describe
-from liger_kernels.patching.report import Left, PatchReport
+from liger_kernels.patching.report import RAN, Left, PatchReport
 
 # Where a patched module keeps the report of its patch. Copies and pickles of the module keep it, too.
 REPORT = "_liger_kernels"
@@ -89,6 +89,7 @@ def restore(undo: Undo) -> None:
     for module, base in reversed(undo):
         module.__class__ = base
         module.__dict__.pop(REPORT, None)
+        module.__dict__.pop(RAN, None)
 
 
 def base_of(module: nn.Module) -> type | None:
