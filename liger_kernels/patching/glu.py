@@ -16,11 +16,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
 from liger_kernels.ops._runtime import left_to_inductor
-from liger_kernels.patching.probe import SAME_FORMULA, bare_copy, describe, relative_difference, takes_one_tensor
+from liger_kernels.patching.probe import (
+    PLAIN,
+    SAME_FORMULA,
+    bare_copy,
+    describe,
+    has_global_hooks,
+    has_hooks,
+    probing,
+    randn,
+    random_linear,
+    relative_difference,
+    signature_of,
+    takes_one_tensor,
+    true_shape,
+)
+from liger_kernels.patching.report import RAN
 from liger_kernels.patching.swap import Recipe
 
 _ACTIVATIONS = {
@@ -60,11 +74,14 @@ class GluRecipe(Recipe):
             "gelu": (partial(geglu, approximate="none"), partial(geglu_linear, approximate="none")),
         }
         fused, fused_linear = ops[self.activation]
+        called = {self.gate, self.up, self.down}
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
-            if left_to_inductor(x):
+            if left_to_inductor(x) or _is_watched(self, called):
                 return base.forward(self, *args, **kwargs)
+            if not torch.compiler.is_compiling() and RAN not in self.__dict__:
+                self.__dict__[RAN] = True
             gate = getattr(self, recipe.gate)(x)
             if recipe.up is not None:
                 up = getattr(self, recipe.up)(x)
@@ -79,18 +96,25 @@ class GluRecipe(Recipe):
         return {"forward": forward}
 
 
+def _is_watched(mlp: nn.Module, called: set[str | None]) -> bool:
+    """Whether somebody watches a module that upstream calls and the kernel does not: the activation, for one."""
+    for name, child in mlp._modules.items():
+        if name not in called and child is not None:
+            if has_hooks(child) or has_global_hooks():
+                return True
+            if child._modules and _is_watched(child, set()):
+                return True
+    return False
+
+
 def _is_just_linear(module: nn.Module) -> bool:
     """Whether calling ``module`` is ``F.linear`` of its weight and bias, and nobody watches or changes that."""
     return (
         type(module) is nn.Linear
-        and type(module.weight) in (nn.Parameter, torch.Tensor)  # not sharded, not quantised
-        and "forward" not in module.__dict__
-        and not any(getattr(module, hooks) for hooks in _HOOKS)
-        and not _has_any_global_hook()
+        and type(module.weight) in PLAIN  # not sharded, not quantised
+        and not has_hooks(module)
+        and not has_global_hooks()
     )
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_glu_candidate(module: nn.Module) -> bool:
@@ -104,8 +128,7 @@ def recognise_glu(module: nn.Module) -> GluRecipe | str:
     A copy with small random projections runs in float64, in training mode, so that dropout shows.
     """
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            torch.manual_seed(0)
+        with probing(), torch.no_grad():
             for gate, up, down in _roles(module):
                 recipe = _match(module, gate, up, down)
                 if recipe is not None:
@@ -122,10 +145,10 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
         shapes[gate] = (hidden, 2 * inner)
     else:
         shapes[up] = (hidden, inner)
-    small = {name: _random_linear(*shape) for name, shape in shapes.items()}
+    small = {name: random_linear(*shape) for name, shape in shapes.items()}
     clone = bare_copy(module, **small)
     clone.__dict__["training"] = True
-    x = 2 * torch.randn(2, 3, hidden, dtype=torch.float64)
+    x = 2 * randn(2, 3, hidden, dtype=torch.float64)
     y = type(module).forward(clone, x)
     for activation, gate_first in itertools.product(_ACTIVATIONS, (True, False) if up is None else (True,)):
         act = _ACTIVATIONS[activation]
@@ -139,26 +162,70 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
     return None
 
 
-def _random_linear(inputs: int, outputs: int) -> nn.Linear:
-    """Random numbers on the CPU, whatever ``from_pretrained`` does meanwhile to torch's initialisation (it switches it
-    off) and to the registration of parameters (it sends them to the meta device)."""
-    linear = nn.Linear(inputs, outputs, device="meta")
-    for name, parameter in list(linear._parameters.items()):
-        assert parameter is not None
-        numbers = torch.randn(parameter.shape, dtype=torch.float64) / inputs**0.5
-        linear._parameters[name] = nn.Parameter(numbers)
-    return linear
+def other_mlp(module: nn.Module) -> str | None:
+    """Why a module that goes from hidden to inner features and back is no gated MLP of ours; None if it does not."""
+    sizes = list(_linear_sizes(module, conv1d=True).values())
+    alone = takes_one_tensor(type(module).forward)
+    if len(sizes) not in (2, 3) or not (alone or _is_no_attention(module)):
+        return None
+    if any(first == second[::-1] and first[0] != first[1] for first, second in itertools.permutations(sizes, 2)):
+        return "it has no gate: no kernel for it" if len(sizes) == 2 else "it is not down(act(gate(x)) * up(x))"
+    if len(sizes) == 2 and any(gate == (down[1], 2 * down[0]) for gate, down in itertools.permutations(sizes)):
+        return f"its forward takes more than one tensor: {', '.join(_names(module))}"
+    return "it has no gate: no kernel for it" if alone and len(set(sizes)) == 1 and len(sizes) == 2 else None
+
+
+def packed_experts(module: nn.Module) -> str | None:
+    """The reason why a module of many experts in few parameters is left; None if it is not one."""
+    shapes = [s for p in module._parameters.values() if p is not None and (s := true_shape(p)) is not None]
+    cubes = [shape for shape in shapes if len(shape) == 3 and shape[0] > 1]
+    if not cubes or isinstance(module, nn.modules.conv._ConvNd):
+        return None
+    pairs = ((a, b) for a, b in itertools.permutations(cubes, 2) if a[0] == b[0])
+    one_of_a_pair = len(_names(module)) > 1 and any("expert" in name for name in vars(module))
+    if not one_of_a_pair and not any(_fit(up[1:], down[1:]) for up, down in pairs):
+        return None
+    return "packed experts: no kernel for them"
+
+
+def _fit(up: tuple[int, ...], down: tuple[int, ...]) -> bool:
+    """Whether a matrix of gate and up (or of up alone) belongs to the one that leads back, in any orientation."""
+    return any(
+        hidden == back and hidden != inner and wide in (inner, 2 * inner)
+        for wide, hidden in (up, up[::-1])
+        for back, inner in (down, down[::-1])
+    )
+
+
+def _is_no_attention(module: nn.Module) -> bool:
+    """Whether a module either has blocks inside (a layer with an MLP of its own) or knows of no other tokens."""
+    others = ("mask", "position", "cu_seqlens", "past_key", "key", "cache")
+    return any(child._modules for child in module._modules.values() if child is not None) or not any(
+        part in name for name in _names(module) for part in others
+    )
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [parameter.name for parameter in signature_of(type(module).forward)[1:]]
+
+
+def _linear_sizes(module: nn.Module, conv1d: bool = False) -> dict[str, tuple[int, int]]:
+    """(in, out) of every linear-like child, with ``conv1d`` also of those that keep their weight transposed."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for name, child in module._modules.items():
+        inputs, outputs = getattr(child, "in_features", None), getattr(child, "out_features", None)
+        if isinstance(inputs, int) and isinstance(outputs, int):
+            sizes[name] = (inputs, outputs)
+        elif conv1d and child is not None and len(child._parameters) == 2 and not child._modules:
+            weight, bias = (None if p is None else true_shape(p) for p in child._parameters.values())
+            if weight is not None and bias is not None and len(weight) == 2 and bias == weight[1:]:
+                sizes[name] = (weight[0], weight[1])
+    return sizes
 
 
 def _roles(module: nn.Module) -> list[tuple[str, str | None, str]]:
     """Every (gate, up, down) that the sizes of the linear-like children allow; up is None for a joint projection."""
-    children: dict[str, Any] = dict(module._modules)
-    sizes: dict[str, tuple[int, int]] = {
-        name: (child.in_features, child.out_features)
-        for name, child in children.items()
-        if isinstance(getattr(child, "in_features", None), int)
-        and isinstance(getattr(child, "out_features", None), int)
-    }
+    sizes = _linear_sizes(module)
     if len(sizes) == 3:
         return [
             (gate, up, down)

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from liger_kernels.patching.deferred import DeferredLogits, Product, Request, count
+from liger_kernels.patching.report import RAN
 from liger_kernels.patching.running import running
-from liger_kernels.patching.swap import RAN, Recipe, recipe_of
+from liger_kernels.patching.swap import Recipe, recipe_of
 
 # Hooks of these packages gather, shard and move weights around a module's call and pass its output through. They want
 # to surround the fused loss. Any other hook on what a head returns is somebody's who expects logits.
@@ -52,16 +53,18 @@ class HeadRecipe(Recipe):
             outer = _entrance(state.outer, self)
             product = Product(hidden, self, outer, 0, state.fallbacks, extras=state.extras, memory=memory)
             product.packing = state.packing
-            obstacle = _obstacle(self, outer) if fused else None
-            if fused and obstacle is None:
+            reason = obstacle(self, outer) if fused else None
+            if fused and reason is None:
                 product.features = self.out_features
                 shape = (*hidden.shape[:-1], product.features)
                 return DeferredLogits(product, shape, product.autocast or hidden.dtype)
             logits = base.__call__(self, hidden)
-            if obstacle is not None:
-                count(state.fallbacks, obstacle)
+            if reason is not None:
+                count(state.fallbacks, reason)
             if type(logits) is not torch.Tensor:
                 return logits
+            if not fused and not torch.compiler.is_compiling():
+                self.__dict__[RAN] = True
             product.logits = logits
             return DeferredLogits(product, tuple(logits.shape), logits.dtype)
 
@@ -102,7 +105,7 @@ def _entrance(outer: nn.Module, head: Any) -> nn.Module:
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
-def _obstacle(head: Any, outer: nn.Module) -> str | None:
+def obstacle(head: Any, outer: nn.Module) -> str | None:
     """Why the head has to compute its logits itself right now."""
     if "forward" in head.__dict__:
         if hasattr(head, "_hf_hook"):
@@ -114,10 +117,17 @@ def _obstacle(head: Any, outer: nn.Module) -> str | None:
             return "a forward hook on the head expects logits"
     if any(not _passes_on(hook) for hooks in _GLOBAL_HOOKS for hook in hooks.values()):
         return "a hook of all modules expects logits"
-    weight = head._parameters.get("weight")
-    if weight is not None and type(weight) not in (nn.Parameter, torch.Tensor) and not is_fsdp2(type(head)):
-        return f"the head's weight is a {type(weight).__name__} (tensor parallel, or quantised)"
-    return None
+    return sharding(head)
+
+
+def sharding(linear: nn.Module) -> str | None:
+    """Why the weight of ``linear`` is not one tensor, not even in its own call."""
+    weight = linear._parameters.get("weight")
+    if weight is None or type(weight) in (nn.Parameter, torch.Tensor) or is_fsdp2(type(linear)):
+        return None
+    if type(weight).__name__ == "DTensor":
+        return "the head's weight is a DTensor: a tensor parallel plan splits it, and the head computes its logits"
+    return f"the head's weight is a {type(weight).__name__}, not a plain tensor"
 
 
 _GLOBAL_HOOKS = (

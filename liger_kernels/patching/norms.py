@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,20 @@ import torch
 from torch import nn
 
 from liger_kernels.ops import rms_norm, rms_norm_ref
-from liger_kernels.patching.probe import SAME_FORMULA, bare_copy, describe, relative_difference, takes_one_tensor
+from liger_kernels.patching.probe import (
+    PLAIN,
+    SAME_FORMULA,
+    bare_copy,
+    describe,
+    full,
+    probing,
+    randn,
+    relative_difference,
+    signature_of,
+    takes_one_tensor,
+    true_shape,
+)
+from liger_kernels.patching.report import RAN
 from liger_kernels.patching.swap import Recipe
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
@@ -45,19 +57,39 @@ class NormRecipe(Recipe):
                 return base.forward(self, *args, **kwargs)
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
             weight = getattr(self, weight_name) if weight_name is not None else None
+            if type(x) not in PLAIN or (weight is not None and not _fits(weight, x)):
+                return base.forward(self, *args, **kwargs)
+            if RAN not in self.__dict__:
+                self.__dict__[RAN] = True
             return rms_norm(x, weight, eps, formula=formula)
 
         return {"forward": forward}
 
 
+def _fits(weight: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether the weight is there as one plain tensor: where it is sharded, something has gathered it."""
+    return type(weight) in PLAIN and weight.numel() == x.shape[-1]
+
+
 def is_norm_candidate(module: nn.Module) -> bool:
-    """A leaf with at most one parameter, a vector. Cheap: nothing is run."""
-    parameters = module._parameters
-    if module._modules or len(parameters) > 1 or type(module).forward is nn.Module.forward:
+    """A leaf of vectors: one, or several or none where it looks like a norm. Cheap: nothing is run."""
+    if module._modules or type(module).forward is nn.Module.forward:
         return False
-    if not parameters or next(iter(parameters.values())) is None:  # without a weight, only an eps makes it a norm
-        return any(_is_eps(value) for value in vars(module).values()) and "Dropout" not in type(module).__name__
-    return next(iter(parameters.values())).dim() == 1  # type: ignore[union-attr]
+    shapes = _vectors(module)
+    if any(shape is not None and len(shape) != 1 for shape in shapes.values()):
+        return False
+    if len(shapes) == 1:
+        return True
+    if not shapes and "Dropout" not in type(module).__name__ and any(_is_eps(value) for value in vars(module).values()):
+        return True  # without a weight, only an eps makes it a norm
+    return looks_like_norm(module)
+
+
+def looks_like_norm(module: nn.Module) -> bool:
+    """Whether a module says of itself that it is a norm: by an eps, by the shape that it normalises, or by its name."""
+    if "normalized_shape" in vars(module) or "Norm" in type(module).__name__:
+        return True
+    return any("eps" in name and _is_eps(value) for name, value in vars(module).items())
 
 
 def recognise_norm(module: nn.Module) -> NormRecipe | str:
@@ -67,28 +99,81 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str:
     decides, among them), in float32, in both 16-bit types and with float32 weights under 16-bit inputs; values, result
     dtypes and gradients must be those of one formula.
     """
+    shapes = _vectors(module)
     if not takes_one_tensor(type(module).forward):
-        return "its forward takes more than one tensor"
-    name, parameter = next(iter(module._parameters.items()), (None, None))
-    if parameter is None:
-        name = None
-    size = parameter.numel() if parameter is not None else 48
+        names = ", ".join(parameter.name for parameter in signature_of(type(module).forward)[1:])
+        return f"its forward takes more than one tensor: {names}" if names else "its forward has no signature to read"
+    name, shape = next(iter(shapes.items()), (None, None))
+    verdict: NormRecipe | str = "it is not an RMS norm"
+    for size in _sizes(module, shape):
+        try:
+            with probing():
+                if len(shapes) <= 1:
+                    weight = randn(size) if name is not None else None
+                    eps = _solve_eps(module, name, weight, size)
+                    verdict = eps if isinstance(eps, str) else _match(module, name, weight, size, eps)
+                if isinstance(verdict, str) and (kind := _kind(module, shapes, size)) is not None:
+                    verdict = kind if len(shapes) > 1 or "not an RMS norm" in verdict else verdict
+            break
+        except Exception as error:  # whatever a stranger's forward raises on the probe means that it is not ours
+            verdict = f"it cannot be probed ({describe(error)})"
+    if isinstance(verdict, str) and name is not None and shape is None:
+        return "its weight is sharded: call patch() before sharding the model"
+    return verdict
+
+
+def normalises(module: nn.Module) -> bool:
+    """Whether the size of what goes in does not show in what comes out, which only a norm does."""
+    shapes = _vectors(module)
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about mixed dtypes, which only the probe mixes
-            torch.manual_seed(0)
-            weight = torch.randn(size) if name is not None else None
-            eps = _solve_eps(module, name, weight, size)
-            if isinstance(eps, str):
-                return eps
-            return _match(module, name, weight, size, eps)
-    except Exception as error:  # whatever a stranger's forward raises on the probe means that it is not ours
-        return f"it cannot be probed ({describe(error)})"
+        with probing():
+            size = _sizes(module, next(iter(shapes.values()), None))[0]
+            return takes_one_tensor(type(module).forward) and _kind(module, shapes, size) is not None
+    except Exception:
+        return False
+
+
+def _kind(module: nn.Module, shapes: dict[str, Any], size: int) -> str | None:
+    """Which norm it is, if it is one: by what it does not see of a row, a scale or a constant that is added."""
+    x = randn(3, size)
+    weights = {name: randn(size) for name in shapes}
+    with torch.no_grad():
+        y, scaled, shifted = (_run(module, x_, **weights) for x_ in (x, 1000 * x, x + 3))
+    if not bool(y.any()) or relative_difference(scaled, y) > 1e-2:  # eps shows a little
+        return None
+    if relative_difference(shifted, y) < 1e-3:
+        return "it is not an RMS norm but a LayerNorm (it subtracts the mean): no kernel for it"
+    return "it is not an RMS norm of ours: no kernel for it"
+
+
+def _vectors(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    """The true shapes of the parameters of a leaf, by name.
+
+    FSDP1 without ``use_orig_params`` leaves plain tensors under the names of parameters.
+    """
+    tensors = {name: p for name, p in module._parameters.items() if p is not None}
+    if not tensors:
+        tensors = {name: v for name, v in vars(module).items() if type(v) is torch.Tensor and v.dim() == 1}  # type: ignore[misc]
+    return {name: true_shape(tensor) for name, tensor in tensors.items()}
+
+
+def _sizes(module: nn.Module, shape: tuple[int, ...] | None) -> list[int]:
+    """Sizes of rows that ``module`` may take, the likeliest first: not every norm has a weight that tells it."""
+    if shape is not None:
+        return [shape[0]]
+    declared = vars(module).get("normalized_shape")
+    if declared is not None:
+        last = declared[-1] if isinstance(declared, (tuple, list)) else declared
+        return [int(last)]
+    own = {v for v in vars(module).values() if isinstance(v, int) and not isinstance(v, bool) and 1 < v <= 1 << 16}
+    return [48, *sorted(own, reverse=True)]
 
 
 def _match(module: nn.Module, name: str | None, weight: torch.Tensor | None, size: int, eps: float) -> NormRecipe | str:
-    rows = torch.tensor([0.0, 1e-2 * eps**0.5, eps**0.5, 1e-2, 1.0, 1.0, 30.0, 3e3])
-    x = torch.randn(len(rows), size) * rows[:, None]
+    rows = full((8,), 1.0)
+    rows[:4] = rows.new_tensor([0.0, 1e-2 * eps**0.5, eps**0.5, 1e-2])
+    rows[6:] = rows.new_tensor([30.0, 3e3])
+    x = randn(len(rows), size) * rows[:, None]
     departures = []
     for formula in FORMULAS if weight is not None else FORMULAS[:1]:
         difference = max(
@@ -120,7 +205,7 @@ def _departure(
         if float((got == expected).double().mean()) < AGREEING_FRACTION:
             return stage, f"in {dtype} it rounds at other places than our formulas do"
     gradients = []
-    for function in (lambda x, w: _run(module, name, x, w), lambda x, w: rms_norm_ref(x, w, eps, formula=formula)):
+    for function in (lambda x, w: _with(module, name, x, w), lambda x, w: rms_norm_ref(x, w, eps, formula=formula)):
         leaf = x[3:].clone().requires_grad_()
         scale = weight.clone().requires_grad_() if weight is not None else None
         y = function(leaf, scale)
@@ -137,24 +222,27 @@ def _both(
     module: nn.Module, name: str | None, x: torch.Tensor, weight: torch.Tensor | None, eps: float, formula: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
-        return _run(module, name, x, weight), rms_norm_ref(x, weight, eps, formula=formula)
+        return _with(module, name, x, weight), rms_norm_ref(x, weight, eps, formula=formula)
 
 
-def _run(module: nn.Module, name: str | None, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    if name is None or weight is None:
-        return type(module).forward(bare_copy(module), x)
+def _with(module: nn.Module, name: str | None, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    return _run(module, x) if name is None or weight is None else _run(module, x, **{name: weight})
+
+
+def _run(module: nn.Module, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
     clone = bare_copy(module)
-    # Not as an nn.Parameter: the probe wants gradients to flow to its own leaf.
-    del clone._parameters[name]
-    clone.__dict__[name] = weight
+    for name, weight in weights.items():
+        # Not as an nn.Parameter: the probe wants gradients to flow to its own leaf.
+        clone._parameters.pop(name, None)
+        clone.__dict__[name] = weight
     return type(module).forward(clone, x)
 
 
 def _solve_eps(module: nn.Module, name: str | None, weight: torch.Tensor | None, size: int) -> float | str:
     """eps from the answer to a row so small that nothing but eps is under the root: y = w x / sqrt(x^2 + eps)."""
-    ones = torch.ones(size) if weight is not None else None
+    ones = full((size,), 1.0) if weight is not None else None
     with torch.no_grad():
-        tiny, large = (_run(module, name, torch.full((1, size), scale), ones) for scale in (1e-12, 1.0))
+        tiny, large = (_with(module, name, full((1, size), scale), ones) for scale in (1e-12, 1.0))
         scale = float(
             large.double().mean()
         )  # 1, or 2 where the formula adds 1 to the weight; eps moves it by parts of 1

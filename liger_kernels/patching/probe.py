@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,12 +16,68 @@ from torch import nn
 # Two float64 evaluations of one formula, one of which may pass through float32 somewhere (many upstream functions
 # upcast to float32 whatever comes in), differ by some roundoffs of float32 (6e-8 each).
 SAME_FORMULA = 1e-6
+# What our kernels take. A subclass (DTensor, FakeTensor, a quantised weight) computes by its own rules.
+PLAIN = (torch.Tensor, nn.Parameter)
+# Probes make their tensors from this one: `deepspeed.zero.Init` exchanges `torch.randn`, `torch.full` and their like.
+_ANCHOR = torch.zeros(0, dtype=torch.float64, device="cpu")
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# The hooks of every module, which torch keeps under private names. A version without one of them has no such hooks.
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
+    getattr(torch.nn.modules.module, f"_global{name}", {}) for name in _HOOKS
+)
+
+
+@contextlib.contextmanager
+def probing() -> Iterator[None]:
+    """Inside, a probe computes on the CPU, in the dtypes that it names, with gradients and the same random numbers.
+
+    It does not matter what is set around it: default dtype and device, gradient and inference mode, autocast.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # about mixed dtypes, which only the probe mixes
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed the accelerators, too
+        if torch.get_default_dtype() is not torch.float32:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float32)
+        yield
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normal random numbers on the CPU."""
+    return _ANCHOR.new_empty(shape, dtype=dtype).normal_()
+
+
+def full(shape: tuple[int, ...], value: float) -> torch.Tensor:
+    """One float32 number everywhere, on the CPU."""
+    return _ANCHOR.new_full(shape, value, dtype=torch.float32)
+
+
+def random_linear(inputs: int, outputs: int) -> nn.Linear:
+    """A projection without bias in float64.
+
+    It is not built by ``nn.Linear.__init__``: ``from_pretrained`` switches initialisation off and sends parameters to
+    the meta device, and ``deepspeed.zero.Init`` shards what is built.
+    """
+    linear = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(linear)
+    linear.__dict__.update(in_features=inputs, out_features=outputs)
+    weight = randn(outputs, inputs, dtype=torch.float64) / inputs**0.5
+    linear._parameters.update(weight=nn.Parameter(weight), bias=None)
+    return _unhooked(linear)
 
 
 def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
     """A shallow copy of ``module`` without hooks, in which the parameters and submodules named are replaced.
 
-    The copy shares nothing that probing could change: its containers of parameters, submodules and hooks are its own.
+    The copy shares nothing that probing could change: its containers of parameters, submodules and hooks are its own,
+    and so are its submodules.
     """
     clone: Any = object.__new__(type(module))
     clone.__dict__.update(module.__dict__)
@@ -30,9 +88,43 @@ def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
             clone.__dict__[name] = OrderedDict()
         elif isinstance(value, (list, dict, set)) and name not in ("_parameters", "_buffers", "_modules"):
             clone.__dict__[name] = copy.copy(value)
+    children = clone.__dict__["_modules"]
+    for name, child in children.items():
+        if name not in members and child is not None and not isinstance(child, torch.jit.ScriptModule):
+            children[name] = bare_copy(child)
     for name, value in members.items():
         clone.__dict__["_parameters" if isinstance(value, nn.Parameter) else "_modules"][name] = value
-    return clone
+    return _unhooked(clone)
+
+
+def _unhooked(module: Any) -> Any:
+    """Let a call of ``module`` be its ``forward`` and nothing else: no hooks of every module, no compiled program."""
+    module.__dict__["_compiled_call_impl"] = module.forward
+    return module
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody watches or changes what goes through ``module``: a hook, or a forward of its own."""
+    first, second, third, fourth = _HOOKS
+    state = module.__dict__
+    return bool(state.get(first) or state.get(second) or state.get(third) or state.get(fourth) or "forward" in state)
+
+
+def has_global_hooks() -> bool:
+    """Whether somebody watches every module of the process."""
+    first, second, third, fourth = _GLOBAL_HOOKS
+    return bool(first or second or third or fourth)
+
+
+def true_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The shape of a parameter as its module sees it, also where it is sharded now; None where nothing tells."""
+    whole = getattr(tensor, "ds_shape", None)  # deepspeed, ZeRO-3
+    if whole is not None:
+        return tuple(whole)
+    # A DTensor's shape is that of the whole. FSDP1 leaves flat or empty views, and marks them.
+    if not tensor.numel() or getattr(tensor, "_fsdp_flattened", False):
+        return None
+    return tuple(tensor.shape)
 
 
 def takes_one_tensor(function: Callable[..., Any]) -> bool:
@@ -40,14 +132,19 @@ def takes_one_tensor(function: Callable[..., Any]) -> bool:
 
     The signature is part of the formula: a norm that also takes a gate is not an RMSNorm, however it behaves without.
     """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())[1:]
-    except (TypeError, ValueError):
-        return False
+    parameters = signature_of(function)[1:]
     return len(parameters) == 1 and parameters[0].kind in (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
     )
+
+
+def signature_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of ``function``; none where they cannot be read."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except Exception:  # whatever a stranger's __signature__ raises
+        return []
 
 
 def relative_difference(a: Any, b: torch.Tensor) -> float:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+# What a replaced module has in its ``__dict__`` once its kernel has run.
+RAN = "_liger_kernels_ran"
+
 
 @dataclass(frozen=True)
 class Replacement:
@@ -18,11 +21,12 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Left:
-    """One object that looked like a candidate and was left alone, and why."""
+    """One norm, MLP, rotary function, block of experts or head that was left alone, and why."""
 
     path: str
     what: str
     reason: str
+    since: bool = False  # whether it came about after patch()
 
 
 @dataclass
@@ -38,7 +42,8 @@ class PatchReport:
         loss_reduction: what the loss averages over: "token", "square" or "sample".
         memory: the schedule of the fused loss that was chosen: "fast", "balanced" or "small"; None where it follows
             shape and dtype.
-        forwards: how often the model's forward has run since.
+        forwards: how many forwards of the patched model have run, those of compiled programs not counted.
+        never_ran: what was replaced and has run in none of these forwards, as :func:`liger_kernels.status` found it.
     """
 
     kernels: tuple[str, ...]
@@ -48,6 +53,7 @@ class PatchReport:
     loss_reduction: str = "token"
     memory: str | None = None
     forwards: int = 0
+    never_ran: list[Replacement] = field(default_factory=list)
 
     @property
     def fuses_head(self) -> bool:
@@ -61,25 +67,19 @@ class PatchReport:
     def __str__(self) -> str:
         lines = []
         if self.replaced:
-            groups = Counter((r.kernel, r.was, r.formula) for r in self.replaced)
-            lines += _table(
+            lines += _grouped(
                 ("kernel", "replaces", "formula", "times", "first at"),
-                [
-                    (*key, str(n), next(r.path for r in self.replaced if (r.kernel, r.was, r.formula) == key))
-                    for key, n in groups.items()
-                ],
+                [((r.kernel, r.was, r.formula), r.path) for r in self.replaced],
             )
         else:
             lines.append("NOTHING WAS REPLACED: this model runs exactly as it did.")
         if self.left:
-            reasons = Counter((item.what, item.reason) for item in self.left)
             lines += ["", "left alone:"]
-            lines += _table(
-                ("what", "times", "why", "first at"),
-                [
-                    (key[0], str(n), key[1], next(i.path for i in self.left if (i.what, i.reason) == key))
-                    for key, n in reasons.items()
-                ],
+            lines += _grouped(("what", "why", "times", "first at"), [((i.what, i.reason), i.path) for i in self.left])
+        if self.never_ran:
+            lines += ["", f"replaced, but never ran in {self.forwards} forward{'s' * (self.forwards != 1)}:"]
+            lines += _grouped(
+                ("kernel", "replaces", "times", "first at"), [((r.kernel, r.was), r.path) for r in self.never_ran]
             )
         if self.loss_reduction != "token":
             lines += ["", f"the loss of packed rows is weighted: loss_reduction={self.loss_reduction!r}"]
@@ -94,6 +94,15 @@ class PatchReport:
             lines += ["", "real logits were computed in training, or another schedule ran, because:"]
             lines += [f"  {count} x {reason}" for reason, count in self.fallbacks.most_common()]
         return "\n".join(lines)
+
+
+def _grouped(header: tuple[str, ...], rows: list[tuple[tuple[str, ...], str]]) -> list[str]:
+    """A table with one row for each distinct key, how often it occurs and the first path."""
+    first: dict[tuple[str, ...], str] = {}
+    for key, path in rows:
+        first.setdefault(key, path or "the model itself")
+    times = Counter(key for key, _ in rows)
+    return _table(header, [(*key, str(times[key]), path) for key, path in first.items()])
 
 
 def _table(header: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:

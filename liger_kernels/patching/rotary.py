@@ -19,7 +19,16 @@ import torch
 
 from liger_kernels.ops import rope, rope_ref
 from liger_kernels.ops._runtime import left_to_inductor
-from liger_kernels.patching.probe import SAME_FORMULA, describe, relative_difference
+from liger_kernels.patching.probe import (
+    PLAIN,
+    SAME_FORMULA,
+    describe,
+    probing,
+    randn,
+    relative_difference,
+    signature_of,
+)
+from liger_kernels.patching.report import RAN
 from liger_kernels.patching.swap import Recipe
 
 PAIRINGS = ("half", "interleaved", "interleaved_repeat")
@@ -51,23 +60,37 @@ class RopeRecipe(Recipe):
 
     def namespace(self, base: Any) -> dict[str, Any]:
         by_name = {rotation.name: rotation for rotation in self.rotations}
+        runs = [0]  # of our kernel, in any attention of this class
 
         def replace(name: str, upstream: Callable[..., Any]) -> Callable[..., Any] | None:
-            return _rotary_function(upstream, by_name[name]) if name in by_name else None
+            return _rotary_function(upstream, by_name[name], runs) if name in by_name else None
 
-        return {
-            attribute: rebound
+        rebound = {
+            attribute: new
             for attribute, function in _methods(base)
-            if (rebound := _rebind(function, replace)) is not function
+            if (new := _rebind(function, replace)) is not function
         }
+        inner = rebound.get("forward", base.forward)
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or RAN in self.__dict__:
+                return inner(self, *args, **kwargs)
+            before = runs[0]
+            output = inner(self, *args, **kwargs)
+            if runs[0] != before:  # not every instance rotates
+                self.__dict__[RAN] = True
+            return output
+
+        return {**rebound, "forward": forward}
 
 
 def rotary_names(cls: type) -> dict[str, Callable[..., Any]]:
-    """Globals that the methods of ``cls`` call and that take ``(q, k, cos, sin, ...)``: candidates for a rotation."""
+    """Globals that the methods of ``cls`` call and that take angles, as cos and sin or as complex numbers."""
     found: dict[str, Callable[..., Any]] = {}
 
     def collect(name: str, function: Callable[..., Any]) -> None:
-        if _first_parameters(function) == ["q", "k", "cos", "sin"]:
+        parameters = {parameter.name for parameter in signature_of(function)}
+        if {"cos", "sin"} <= parameters or "freqs_cis" in parameters:
             found[name] = function
 
     for _, method in _methods(cls):
@@ -81,13 +104,14 @@ def recognise_rotation(name: str, function: Callable[..., Any]) -> Rotation | st
     It runs in float64 on random q, k and random, independent cos and sin: no identity between angles hides a
     difference.
     """
-    parameters = inspect.signature(function).parameters
-    unknown = set(parameters) - {"q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"}
+    names = [parameter.name for parameter in signature_of(function)]
+    if names[:4] != ["q", "k", "cos", "sin"]:
+        return f"it takes ({', '.join(names)}), not (q, k, cos, sin)"
+    unknown = set(names) - {"q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"}
     if unknown:
         return f"its signature has {', '.join(sorted(unknown))}"
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            torch.manual_seed(0)
+        with probing(), torch.no_grad():
             for pairing in PAIRINGS:
                 if _matches(function, pairing, rotary_dim=8):
                     partial = _matches(function, pairing, rotary_dim=4)
@@ -102,7 +126,7 @@ def recognise_rotation(name: str, function: Callable[..., Any]) -> Rotation | st
 def _sample(rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random q [2, 3, 5, 8], k [2, 1, 5, 8] and cos, sin [2, 5, rotary_dim] in float64."""
     shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, rotary_dim), (2, 5, rotary_dim))
-    q, k, cos, sin = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    q, k, cos, sin = (randn(*shape, dtype=torch.float64) for shape in shapes)
     return q, k, cos, sin
 
 
@@ -122,7 +146,9 @@ def _matches(function: Callable[..., Any], pairing: str, rotary_dim: int) -> boo
     )
 
 
-def _rotary_function(upstream: Callable[..., Any], rotation: Rotation) -> Callable[..., Any]:
+def _rotary_function(
+    upstream: Callable[..., Any], rotation: Rotation, runs: list[int] | None = None
+) -> Callable[..., Any]:
     """``upstream`` with our kernel where its arguments are those that were probed, itself where they are not."""
     # All that the function needs are globals of its own, not a closure or defaults: Dynamo looks for those on the
     # function of this name in upstream's module, which has none.
@@ -130,6 +156,9 @@ def _rotary_function(upstream: Callable[..., Any], rotation: Rotation) -> Callab
         "__builtins__": __builtins__,
         "rope": rope,
         "left_to_inductor": left_to_inductor,
+        "torch": torch,
+        "PLAIN": PLAIN,
+        "runs": [0] if runs is None else runs,
         "upstream": upstream,
         "pairing": rotation.pairing,
         "partial": rotation.partial,
@@ -142,21 +171,31 @@ def _rotary_function(upstream: Callable[..., Any], rotation: Rotation) -> Callab
 # Globals that each copy of the function below has of its own; here they are only declared.
 upstream: Callable[..., Any] = rope_ref
 pairing, partial, casts_back, takes_position_ids = "half", False, False, False
+runs = [0]
 
 
-def _apply_rotary(q: Any, k: Any, cos: Any, sin: Any, *rest: Any, **named: Any) -> Any:
-    """The code of what :func:`_rotary_function` makes."""
+def _apply_rotary(*args: Any, **named: Any) -> Any:
+    """The code of what :func:`_rotary_function` makes. Upstream gets every call that is not of the form probed."""
+    q, k, cos, sin = args[:4] if len(args) >= 4 else (None, None, None, None)
+    rest = args[4:]
     unsqueeze_dim = named.get("unsqueeze_dim", rest[0] if rest and not takes_position_ids else 1)
     usual = (
         len(rest) <= (0 if takes_position_ids else 1)
         and named.keys() <= {"unsqueeze_dim"}
+        and type(unsqueeze_dim) is int
         and unsqueeze_dim in (1, 2)
+        and type(q) in PLAIN
+        and type(k) in PLAIN
+        and type(cos) in PLAIN
+        and type(sin) in PLAIN
         and q.dim() == k.dim() == 4
         and cos.dim() == sin.dim() == 3
         and (partial or cos.shape[-1] == q.shape[-1])
     )
     if not usual or left_to_inductor(q):
-        return upstream(q, k, cos, sin, *rest, **named)
+        return upstream(*args, **named)
+    if not torch.compiler.is_compiling():
+        runs[0] += 1
     if unsqueeze_dim == 2:  # heads after the sequence: the kernel takes strides, so a transposed view costs nothing
         q_out, k_out = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, pairing=pairing)
         q_out, k_out = q_out.transpose(1, 2), k_out.transpose(1, 2)
@@ -226,16 +265,12 @@ def _global_names(code: types.CodeType) -> set[str]:
     return names
 
 
-def _first_parameters(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)[:4]
-
-
 def _methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
-    """The methods that ``cls`` has beyond those of ``nn.Module``, each as attribute look-up would find it."""
+    """The methods that ``cls`` has beyond those of torch's own classes, each as attribute look-up would find it."""
     seen: set[str] = set()
     for ancestor in cls.__mro__:
         if ancestor.__module__.startswith("torch.") or ancestor is object:
-            return
+            continue  # FSDP2 puts a class of its own before that of the model
         for attribute, value in vars(ancestor).items():
             if attribute not in seen and isinstance(value, types.FunctionType) and attribute != "__init__":
                 seen.add(attribute)
