@@ -8,7 +8,7 @@ from torch import nn
 
 from liger_kernels.patching.head import HeadRecipe, obstacle, patched_heads
 from liger_kernels.patching.model import ModelRecipe
-from liger_kernels.patching.modules import has_own_forward, never_ran, own_forward, package_of
+from liger_kernels.patching.modules import has_own_forward, never_ran, package_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.swap import recipe_of
 
@@ -31,10 +31,16 @@ def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
     return report
 
 
+def _runs_ours(module: Any) -> bool:
+    """Whether accelerate's hook, which replaces a forward on the instance, calls the one of the patched class."""
+    return getattr(module.__dict__.get("_old_forward"), "__func__", None) is type(module).forward
+
+
 def _changed(module: Any, recipe: Any) -> str | None:
     """Why the kernel of ``module`` does not run there any more, or is not what its class asks for now."""
-    if has_own_forward(module):
-        return own_forward(module)
+    if has_own_forward(module) and not _runs_ours(module):
+        who = package_of(module.__dict__["forward"])
+        return f"{who or 'somebody'} replaced its forward on the instance after patch(), and this package's is hidden"
     cls: Any = next(c for c in type(module).__mro__ if "_liger_kernels_base" in vars(c))  # FSDP2 puts one before it
     base = cls._liger_kernels_base
     if cls._liger_kernels_base_forward is not base.forward:
