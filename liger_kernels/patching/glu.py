@@ -26,6 +26,7 @@ from liger_kernels.patching.probe import (
     describe,
     has_global_hooks,
     has_hooks,
+    is_watched,
     probing,
     randn,
     random_linear,
@@ -78,7 +79,7 @@ class GluRecipe(Recipe):
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
-            if left_to_inductor(x) or _is_watched(self, called):
+            if left_to_inductor(x) or _skips_watched(self, called):
                 return base.forward(self, *args, **kwargs)
             if not torch.compiler.is_compiling() and RAN not in self.__dict__:
                 self.__dict__[RAN] = True
@@ -96,13 +97,11 @@ class GluRecipe(Recipe):
         return {"forward": forward}
 
 
-def _is_watched(mlp: nn.Module, called: set[str | None]) -> bool:
+def _skips_watched(mlp: nn.Module, called: set[str | None]) -> bool:
     """Whether somebody watches a module that upstream calls and the kernel does not: the activation, for one."""
     for name, child in mlp._modules.items():
         if name not in called and child is not None:
-            if has_hooks(child) or has_global_hooks():
-                return True
-            if child._modules and _is_watched(child, set()):
+            if is_watched(child) or has_global_hooks() or (child._modules and _skips_watched(child, set())):
                 return True
     return False
 
