@@ -15,7 +15,7 @@ from torch import nn
 
 import liger_kernels
 from liger_kernels.patching.modules import never_ran
-from liger_kernels.patching.report import RAN
+from liger_kernels.patching.swap import RAN
 from tests import zoo
 from tests.patching_checks import DEVICE, batch, gradients, tiny
 
@@ -24,10 +24,10 @@ LEFT = {
     ("mixtral", "MixtralForCausalLM"): {"MixtralExperts": "packed experts"},
     ("qwen3_moe", "Qwen3MoeForCausalLM"): {"Qwen3MoeExperts": "packed experts"},
     ("gpt_oss", "GptOssForCausalLM"): {"GptOssExperts": "packed experts", "GptOssAttention": "apply_rotary_pos_emb: "},
-    ("gpt2", "GPT2LMHeadModel"): {"LayerNorm": "subtracts the mean", "GPT2MLP": "no gate"},
-    ("gpt_neox", "GPTNeoXForCausalLM"): {"LayerNorm": "subtracts the mean", "GPTNeoXMLP": "no gate"},
-    ("phi", "PhiForCausalLM"): {"LayerNorm": "subtracts the mean", "PhiMLP": "no gate"},
-    ("opt", "OPTForCausalLM"): {"LayerNorm": "subtracts the mean", "OPTDecoderLayer": "no gate"},
+    ("gpt2", "GPT2LMHeadModel"): {"LayerNorm": "subtracts the mean", "GPT2MLP": "two projections"},
+    ("gpt_neox", "GPTNeoXForCausalLM"): {"LayerNorm": "subtracts the mean", "GPTNeoXMLP": "two projections"},
+    ("phi", "PhiForCausalLM"): {"LayerNorm": "subtracts the mean", "PhiMLP": "two projections"},
+    ("opt", "OPTForCausalLM"): {"LayerNorm": "subtracts the mean", "OPTDecoderLayer": "two projections"},
     ("cohere", "CohereForCausalLM"): {"CohereLayerNorm": "subtracts the mean"},
     ("olmo", "OlmoForCausalLM"): {"OlmoLayerNorm": "subtracts the mean"},
     ("bamba", "BambaForCausalLM"): {"BambaRMSNormGated": "more than one tensor: hidden_states, gate"},
@@ -35,7 +35,10 @@ LEFT = {
         "DeepseekV3Attention": "apply_rotary_pos_emb_interleave: it is none of the rotations",
         "DeepseekV3Experts": "packed experts",
     },
-    ("gemma4", "Gemma4ForCausalLM"): {"Gemma4TextAttention": r"apply_rotary_pos_emb: it takes \(x, cos, sin"},
+    ("gemma4", "Gemma4ForCausalLM"): {
+        "Gemma4TextDecoderLayer": "two projections",
+        "Gemma4TextAttention": r"apply_rotary_pos_emb: it takes \(x, cos, sin",
+    },
     ("llama", "LlamaForCausalLM"): {},
     ("mamba", "MambaForCausalLM"): {},
 }
@@ -194,7 +197,8 @@ def test_an_odd_module_is_left_and_no_obstacle():
     assert [r.path for r in report.replaced] == ["4"]
     reasons = {item.path: item.reason for item in report.left}
     assert set(reasons) == {"0", "1", "2", "3"}
-    assert "TorchScript" in reasons["0"] and "TorchScript" in reasons["1"]
+    assert "TorchScript" in reasons["0"]
+    assert "TorchScript" in reasons["1"]
     assert "cannot be examined (RuntimeError: not now)" in reasons["2"]
     assert "signature" in reasons["3"]
 
@@ -410,9 +414,11 @@ def test_zero_3_models_are_recognised(dtype, one_rank):
         report = liger_kernels.patch(inside, MODULES)  # as apply_liger_kernel_to_llama does
         after = transformers.LlamaForCausalLM(llama)
     assert inside.model.norm.weight.numel() == 0
-    assert report.counts() == EVERYTHING and report.left == []
+    assert report.counts() == EVERYTHING
+    assert report.left == []
     report = liger_kernels.patch(after, MODULES)
-    assert report.counts() == EVERYTHING and report.left == []
+    assert report.counts() == EVERYTHING
+    assert report.left == []
 
 
 class NeedsItsSize(nn.RMSNorm):

@@ -214,7 +214,11 @@ def _patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchRepo
     head = owner.get_output_embeddings()  # type: ignore[operator]
     head_path = next((p for p, m in model.named_modules() if m is head), path)
     if not isinstance(head, nn.Module):
-        report.left.append(Left(path, type(owner).__name__, "it has no LM head"))
+        if owner.base_model is not owner:  # what has no model inside is a base model: it has no loss
+            report.left.append(Left(path, type(owner).__name__, "it has no LM head"))
+        return
+    if isinstance(head, nn.Embedding) or head is owner.get_input_embeddings():  # type: ignore[operator]
+        report.left.append(Left(head_path, type(head).__name__, "it is the input embedding, too: no linear head"))
         return
     if has_own_forward(owner):
         report.left.append(Left(path, type(owner).__name__, own_forward(owner)))

@@ -35,8 +35,7 @@ from liger_kernels.patching.probe import (
     takes_one_tensor,
     true_shape,
 )
-from liger_kernels.patching.report import RAN
-from liger_kernels.patching.swap import Recipe
+from liger_kernels.patching.swap import RAN, Recipe
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -100,9 +99,10 @@ class GluRecipe(Recipe):
 def _skips_watched(mlp: nn.Module, called: set[str | None]) -> bool:
     """Whether somebody watches a module that upstream calls and the kernel does not: the activation, for one."""
     for name, child in mlp._modules.items():
-        if name not in called and child is not None:
-            if is_watched(child) or has_global_hooks() or (child._modules and _skips_watched(child, set())):
-                return True
+        if name in called or child is None:
+            continue
+        if is_watched(child) or has_global_hooks() or (child._modules and _skips_watched(child, set())):
+            return True
     return False
 
 
@@ -172,7 +172,11 @@ def other_mlp(module: nn.Module) -> str | None:
     if len(sizes) not in (2, 3) or not (alone or _is_no_attention(module)):
         return None
     if any(first == second[::-1] and first[0] != first[1] for first, second in itertools.permutations(sizes, 2)):
-        return "it has no gate: no kernel for it" if len(sizes) == 2 else "it is not down(act(gate(x)) * up(x))"
+        return (
+            "two projections instead of gate, up and down: no kernel for it"
+            if len(sizes) == 2
+            else "it is not down(act(gate(x)) * up(x))"
+        )
     if len(sizes) == 3 or module._parameters:
         return None
     if any(gate == (down[1], 2 * down[0]) and down[0] != down[1] for gate, down in itertools.permutations(sizes)):
@@ -180,7 +184,11 @@ def other_mlp(module: nn.Module) -> str | None:
     if not alone or sizes[0] != sizes[1]:
         return None
     square = sizes[0][0] == sizes[0][1]
-    return "it has no gate: no kernel for it" if square else "it has no projection behind its gate: no kernel for it"
+    return (
+        "two projections instead of gate, up and down: no kernel for it"
+        if square
+        else "two projections and none behind them: no kernel for it"
+    )
 
 
 def packed_experts(module: nn.Module) -> str | None:

@@ -11,9 +11,9 @@ from torch import nn
 from liger_kernels.patching.glu import is_glu_candidate, other_mlp, packed_experts, recognise_glu
 from liger_kernels.patching.norms import is_norm_candidate, looks_like_norm, normalises, recognise_norm
 from liger_kernels.patching.probe import describe, module_of
-from liger_kernels.patching.report import RAN, Left, PatchReport, Replacement
+from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.rotary import RopeRecipe, Rotation, recognise_rotation, rotary_names
-from liger_kernels.patching.swap import Recipe, Undo, recipe_of, replace
+from liger_kernels.patching.swap import RAN, Recipe, Undo, recipe_of, replace
 
 # What a module gets: a recipe or None, and the reasons why all or some of it is left.
 Verdict = tuple[Recipe | None, tuple[str, ...]]

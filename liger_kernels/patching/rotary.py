@@ -29,8 +29,7 @@ from liger_kernels.patching.probe import (
     relative_difference,
     signature_of,
 )
-from liger_kernels.patching.report import RAN
-from liger_kernels.patching.swap import Recipe
+from liger_kernels.patching.swap import RAN, Recipe
 
 PAIRINGS = ("half", "interleaved", "interleaved_repeat")
 
