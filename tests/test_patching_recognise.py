@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -13,6 +14,7 @@ import liger_kernels
 from liger_kernels.patching.glu import GluRecipe, is_glu_candidate, recognise_glu
 from liger_kernels.patching.norms import NormRecipe, is_norm_candidate, recognise_norm
 from liger_kernels.patching.rotary import Rotation, recognise_rotation
+from tests.patching_checks import tiny
 
 
 class Norm(nn.Module):
@@ -282,3 +284,140 @@ def test_rotations_with_heads_after_the_sequence_and_unusual_calls_give_upstream
     flat = torch.randn(2, 5, 8)  # no heads at all: upstream broadcasts it, so upstream gets it
     for got, expected in zip(ours(flat, flat, cos, sin, 0), half(flat, flat, cos, sin, 0), strict=True):
         assert torch.equal(got, expected)
+
+
+# What is set around a probe does not reach it, and what watches modules does not see it.
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+AROUND = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "bfloat16 by default": lambda: default_dtype(torch.bfloat16),
+    "float16 by default": lambda: default_dtype(torch.float16),
+    "float64 by default": lambda: default_dtype(torch.float64),
+    "autocast to bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "autocast to float16": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "meta device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_is_set_around_the_patch_does_not_reach_the_probes(around):
+    model = tiny("llama")
+    with AROUND[around]():
+        report = liger_kernels.patch(model)
+    assert report.counts() == {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+    assert report.left == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto"])
+def test_a_model_that_is_loaded_in_16_bits_after_the_patch_of_its_class_has_every_kernel(dtype, tmp_path):
+    import transformers
+
+    tiny("llama").to(torch.bfloat16).save_pretrained(tmp_path)
+    liger_kernels.apply_liger_kernel_to_llama(fused_linear_cross_entropy=True)
+    try:
+        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    finally:
+        liger_kernels.revert_liger_kernel()
+    assert liger_kernels.status(model).counts() == {
+        "rms_norm": 5,
+        "rope": 2,
+        "swiglu": 2,
+        "linear_cross_entropy": 1,
+    }
+
+
+def test_no_hook_sees_a_probe():
+    module = torch.nn.modules.module
+    model, seen = tiny("llama"), []
+
+    def see(*args):
+        seen.append(args)
+
+    for part in model.modules():
+        part.register_forward_hook(see)
+        part.register_forward_pre_hook(see)
+    handles = [
+        module.register_module_forward_hook(see),
+        module.register_module_forward_pre_hook(see),
+        module.register_module_full_backward_hook(see),
+        module.register_module_parameter_registration_hook(see),
+        module.register_module_module_registration_hook(see),
+    ]
+    try:
+        report = liger_kernels.patch(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == []
+    assert report.counts() == {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+
+
+@pytest.mark.parametrize("size", [2, 7, 48, 64, 1024])
+def test_a_norm_without_weight_is_recognised_at_every_size(size):
+    for eps in (1e-5, None):
+        recipe = recognise_norm(nn.RMSNorm(size, eps=eps, elementwise_affine=False))
+        assert recipe == NormRecipe("cast_then_scale", eps or torch.finfo(torch.float32).eps, None)
+
+
+class ClampsWhatIsLarge(Mlp):
+    def combine(self, gate, up):
+        return super().combine(gate.clamp(max=10), up.clamp(-10, 10))
+
+
+def test_a_clamp_that_usual_numbers_do_not_reach_is_seen():
+    assert isinstance(recognise_glu(ClampsWhatIsLarge()), str)
+
+
+# Upstream's own rotary function answers every call that is not of the form that was probed.
+
+
+def queries_or_both(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    rotated = q * cos + rotate_half(q) * sin
+    return rotated if k is None else (rotated, k * cos + rotate_half(k) * sin)
+
+
+CALLS = {
+    "all by position": lambda f, q, k, cos, sin: f(q, k, cos, sin),
+    "heads after the sequence": lambda f, q, k, cos, sin: f(
+        q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2
+    ),
+    "angles by name": lambda f, q, k, cos, sin: f(q, k, cos=cos, sin=sin),
+    "all by name": lambda f, q, k, cos, sin: f(sin=sin, cos=cos, k=k, q=q, unsqueeze_dim=1),
+    "queries alone": lambda f, q, k, cos, sin: f(q, cos=cos, sin=sin),
+    "None for the keys": lambda f, q, k, cos, sin: f(q, None, cos, sin),
+    "angles without a batch": lambda f, q, k, cos, sin: f(q, k, cos[0], sin[0], unsqueeze_dim=0),
+    "no heads": lambda f, q, k, cos, sin: f(q[:, 0], k[:, 0], cos, sin, unsqueeze_dim=0),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_of_a_rotary_function_gives_upstreams_result(call):
+    from liger_kernels.patching.rotary import _rotary_function
+
+    rotation = recognise_rotation("queries_or_both", queries_or_both)
+    assert rotation == Rotation("queries_or_both", "half", partial=False, casts_back=False)
+    ours = _rotary_function(queries_or_both, rotation)
+    torch.manual_seed(0)
+    tensors = (torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), *torch.randn(2, 2, 5, 8))
+    torch.testing.assert_close(CALLS[call](ours, *tensors), CALLS[call](queries_or_both, *tensors))
+
+
+def test_a_missing_argument_is_upstreams_error():
+    from liger_kernels.patching.rotary import _rotary_function
+
+    ours = _rotary_function(half, Rotation("half", "half", partial=False, casts_back=False))
+    with pytest.raises(TypeError, match=r"half\(\) missing"):
+        ours(torch.randn(2, 4, 5, 8))

@@ -26,6 +26,7 @@ from liger_kernels.patching.probe import (
     describe,
     has_global_hooks,
     has_hooks,
+    is_watched,
     probing,
     randn,
     random_linear,
@@ -34,8 +35,7 @@ from liger_kernels.patching.probe import (
     takes_one_tensor,
     true_shape,
 )
-from liger_kernels.patching.report import RAN
-from liger_kernels.patching.swap import Recipe
+from liger_kernels.patching.swap import RAN, Recipe
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -78,7 +78,7 @@ class GluRecipe(Recipe):
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
-            if left_to_inductor(x) or _is_watched(self, called):
+            if left_to_inductor(x) or _skips_watched(self, called):
                 return base.forward(self, *args, **kwargs)
             if not torch.compiler.is_compiling() and RAN not in self.__dict__:
                 self.__dict__[RAN] = True
@@ -96,14 +96,13 @@ class GluRecipe(Recipe):
         return {"forward": forward}
 
 
-def _is_watched(mlp: nn.Module, called: set[str | None]) -> bool:
+def _skips_watched(mlp: nn.Module, called: set[str | None]) -> bool:
     """Whether somebody watches a module that upstream calls and the kernel does not: the activation, for one."""
     for name, child in mlp._modules.items():
-        if name not in called and child is not None:
-            if has_hooks(child) or has_global_hooks():
-                return True
-            if child._modules and _is_watched(child, set()):
-                return True
+        if name in called or child is None:
+            continue
+        if is_watched(child) or has_global_hooks() or (child._modules and _skips_watched(child, set())):
+            return True
     return False
 
 
@@ -148,16 +147,20 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
     small = {name: random_linear(*shape) for name, shape in shapes.items()}
     clone = bare_copy(module, **small)
     clone.__dict__["training"] = True
-    x = 2 * randn(2, 3, hidden, dtype=torch.float64)
-    y = type(module).forward(clone, x)
+    # Usual numbers, and large ones, which show a clamp.
+    samples = [scale * randn(2, 3, hidden, dtype=torch.float64) for scale in (2.0, 1e3)]
+    outputs = [type(module).forward(clone, x) for x in samples]
     for activation, gate_first in itertools.product(_ACTIVATIONS, (True, False) if up is None else (True,)):
         act = _ACTIVATIONS[activation]
-        if up is None:
-            first, second = small[gate](x).chunk(2, dim=-1)
-            product = act(first) * second if gate_first else act(second) * first
+        for x, y in zip(samples, outputs, strict=True):
+            if up is None:
+                first, second = small[gate](x).chunk(2, dim=-1)
+                product = act(first) * second if gate_first else act(second) * first
+            else:
+                product = act(small[gate](x)) * small[up](x)
+            if relative_difference(y, small[down](product)) >= SAME_FORMULA:
+                break
         else:
-            product = act(small[gate](x)) * small[up](x)
-        if relative_difference(y, small[down](product)) < SAME_FORMULA:
             return GluRecipe(activation, gate, up, down, gate_first)
     return None
 
@@ -169,16 +172,29 @@ def other_mlp(module: nn.Module) -> str | None:
     if len(sizes) not in (2, 3) or not (alone or _is_no_attention(module)):
         return None
     if any(first == second[::-1] and first[0] != first[1] for first, second in itertools.permutations(sizes, 2)):
-        return "it has no gate: no kernel for it" if len(sizes) == 2 else "it is not down(act(gate(x)) * up(x))"
-    if len(sizes) == 2 and any(gate == (down[1], 2 * down[0]) for gate, down in itertools.permutations(sizes)):
+        return (
+            "two projections instead of gate, up and down: no kernel for it"
+            if len(sizes) == 2
+            else "it is not down(act(gate(x)) * up(x))"
+        )
+    if len(sizes) == 3 or module._parameters:
+        return None
+    if any(gate == (down[1], 2 * down[0]) and down[0] != down[1] for gate, down in itertools.permutations(sizes)):
         return f"its forward takes more than one tensor: {', '.join(_names(module))}"
-    return "it has no gate: no kernel for it" if alone and len(set(sizes)) == 1 and len(sizes) == 2 else None
+    if not alone or sizes[0] != sizes[1]:
+        return None
+    square = sizes[0][0] == sizes[0][1]
+    return (
+        "two projections instead of gate, up and down: no kernel for it"
+        if square
+        else "two projections and none behind them: no kernel for it"
+    )
 
 
 def packed_experts(module: nn.Module) -> str | None:
     """The reason why a module of many experts in few parameters is left; None if it is not one."""
     shapes = [s for p in module._parameters.values() if p is not None and (s := true_shape(p)) is not None]
-    cubes = [shape for shape in shapes if len(shape) == 3 and shape[0] > 1]
+    cubes = [shape for shape in shapes if len(shape) == 3]
     if not cubes or isinstance(module, nn.modules.conv._ConvNd):
         return None
     pairs = ((a, b) for a, b in itertools.permutations(cubes, 2) if a[0] == b[0])
@@ -189,11 +205,10 @@ def packed_experts(module: nn.Module) -> str | None:
 
 
 def _fit(up: tuple[int, ...], down: tuple[int, ...]) -> bool:
-    """Whether a matrix of gate and up (or of up alone) belongs to the one that leads back, in any orientation."""
+    """Whether a matrix of gate and up (or of up alone) belongs to the one that leads back, both stored alike."""
     return any(
         hidden == back and hidden != inner and wide in (inner, 2 * inner)
-        for wide, hidden in (up, up[::-1])
-        for back, inner in (down, down[::-1])
+        for (wide, hidden), (back, inner) in ((up, down), (up[::-1], down[::-1]))
     )
 
 

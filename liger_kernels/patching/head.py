@@ -11,13 +11,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from liger_kernels.patching.deferred import DeferredLogits, Product, Request, count
-from liger_kernels.patching.report import RAN
+from liger_kernels.patching.probe import INFRASTRUCTURE, module_of
 from liger_kernels.patching.running import running
-from liger_kernels.patching.swap import Recipe, recipe_of
-
-# Hooks of these packages gather, shard and move weights around a module's call and pass its output through. They want
-# to surround the fused loss. Any other hook on what a head returns is somebody's who expects logits.
-_INFRASTRUCTURE = ("torch.distributed.", "deepspeed.", "accelerate.")
+from liger_kernels.patching.swap import RAN, Recipe, recipe_of
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ def _entrance(outer: nn.Module, head: Any) -> nn.Module:
     for module in reversed(chain):
         package = type(module).__module__
         chooses = package.startswith("peft.") and linears_to_choose_from(module)
-        if not (chooses or package.startswith(_INFRASTRUCTURE) or isinstance(module, _CONTAINERS)):
+        if not (chooses or package.startswith(INFRASTRUCTURE) or isinstance(module, _CONTAINERS)):
             break
         if not isinstance(module, _CONTAINERS):
             entrance = module
@@ -145,8 +141,9 @@ def _is_watched(module: nn.Module) -> bool:
 
 
 def _passes_on(hook: Any) -> bool:
-    owner = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-    return owner.startswith(_INFRASTRUCTURE)
+    """Whether ``hook`` gathers, shards or moves weights around a call, and passes its output on: it shall surround the
+    fused loss. Any other hook on what a head returns is somebody's who expects logits."""
+    return module_of(hook).startswith(INFRASTRUCTURE)
 
 
 def in_transform() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any
 
 from torch import nn
 
@@ -21,14 +20,18 @@ def patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchRepor
     try:
         if not _computes_loss(owner):
             return
-        head = _head_of(owner)
+        head, inputs = owner.get_output_embeddings(), owner.get_input_embeddings()  # type: ignore[operator]
     except Exception as error:  # a model's own code may raise whatever it likes
         report.left.append(Left(path, type(owner).__name__, f"its LM head cannot be looked up ({describe(error)})"))
         return
-    if head is None:
-        report.left.append(Left(path, type(owner).__name__, "it has no LM head"))
+    if not isinstance(head, nn.Module):
+        if owner.base_model is not owner:  # what has no model inside is a base model: it has no loss
+            report.left.append(Left(path, type(owner).__name__, "it has no LM head"))
         return
     head_path = next((p for p, m in model.named_modules() if m is head), path)
+    if isinstance(head, nn.Embedding) or head is inputs:
+        report.left.append(Left(head_path, type(head).__name__, "it is the input embedding, too: no linear head"))
+        return
     if recipe_of(owner) is None and has_own_forward(owner):
         report.left.append(Left(path, type(owner).__name__, own_forward(owner)))
         return
@@ -52,14 +55,6 @@ def patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchRepor
             replace(head_path, linear, recipe, report, undo)
     if recipe_of(owner) is None:
         replace(path, owner, ModelRecipe(report.loss_reduction), report, undo)
-
-
-def _head_of(owner: Any) -> nn.Module | None:
-    """What ``owner`` multiplies its hidden states by, as a module of its own; an embedding is none."""
-    head = owner.get_output_embeddings()
-    if not isinstance(head, nn.Module) or isinstance(head, nn.Embedding) or head is owner.get_input_embeddings():
-        return None
-    return head
 
 
 def _computes_loss(owner: nn.Module) -> bool:

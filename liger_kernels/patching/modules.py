@@ -10,10 +10,10 @@ from torch import nn
 
 from liger_kernels.patching.glu import is_glu_candidate, other_mlp, packed_experts, recognise_glu
 from liger_kernels.patching.norms import is_norm_candidate, looks_like_norm, normalises, recognise_norm
-from liger_kernels.patching.probe import describe
-from liger_kernels.patching.report import RAN, Left, PatchReport, Replacement
+from liger_kernels.patching.probe import describe, module_of
+from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.rotary import RopeRecipe, Rotation, recognise_rotation, rotary_names
-from liger_kernels.patching.swap import Recipe, Undo, recipe_of, replace
+from liger_kernels.patching.swap import RAN, Recipe, Undo, recipe_of, replace
 
 # What a module gets: a recipe or None, and the reasons why all or some of it is left.
 Verdict = tuple[Recipe | None, tuple[str, ...]]
@@ -130,7 +130,7 @@ def own_forward(module: nn.Module) -> str:
             "patch the model before accelerate dispatches it, or load it with AutoLigerKernelForCausalLM or after "
             "apply_liger_kernel_to_..."
         )
-    origin = _module_of(own)
+    origin = module_of(own)
     if origin.startswith("transformers.") and "parallel" in origin:
         return "the parallel plan that it was loaded with (tp_plan or ep_plan of transformers) runs its forward"
     if hasattr(type(module), "kernel_layer_name") or _root(origin) == "kernels":
@@ -143,17 +143,9 @@ def own_forward(module: nn.Module) -> str:
     return f"{_root(origin) or 'somebody'} replaced its forward on the instance: patch the model before that"
 
 
-def _module_of(function: Any) -> str:
-    for _ in range(9):  # partials, bound methods
-        inner = getattr(function, "func", None) or getattr(function, "__func__", None)
-        if inner is None:
-            break
-        function = inner
-    return getattr(function, "__module__", None) or ""
-
-
 def package_of(function: Any) -> str:
-    return _root(_module_of(function))
+    """The package that ``function`` comes from."""
+    return _root(module_of(function))
 
 
 def _root(module: str) -> str:

@@ -22,8 +22,7 @@ from liger_kernels.patching.probe import (
     takes_one_tensor,
     true_shape,
 )
-from liger_kernels.patching.report import RAN
-from liger_kernels.patching.swap import Recipe
+from liger_kernels.patching.swap import RAN, Recipe
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
 

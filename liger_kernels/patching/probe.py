@@ -22,6 +22,8 @@ PLAIN = (torch.Tensor, nn.Parameter)
 _ANCHOR = torch.zeros(0, dtype=torch.float64, device="cpu")
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Hooks of these packages gather and move weights. A module without weights needs none of them.
+INFRASTRUCTURE = ("torch.distributed.", "deepspeed.", "accelerate.")
 # The hooks of every module, which torch keeps under private names. A version without one of them has no such hooks.
 _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
     getattr(torch.nn.modules.module, f"_global{name}", {}) for name in _HOOKS
@@ -108,6 +110,25 @@ def has_hooks(module: nn.Module) -> bool:
     first, second, third, fourth = _HOOKS
     state = module.__dict__
     return bool(state.get(first) or state.get(second) or state.get(third) or state.get(fourth) or "forward" in state)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody other than a sharding package has hooks on ``module``: deepspeed has some on every module."""
+    if not has_hooks(module):
+        return False
+    hooks = (hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values())
+    return "forward" in module.__dict__ or not all(module_of(hook).startswith(INFRASTRUCTURE) for hook in hooks)
+
+
+def module_of(function: Any) -> str:
+    """The name of the module in which a function was written, whatever it is wrapped in."""
+    for _ in range(9):  # partials, bound methods, decorators
+        wrapped = (getattr(function, name, None) for name in ("func", "__func__", "__wrapped__"))
+        inner = next((w for w in wrapped if w is not None), None)
+        if inner is None:
+            break
+        function = inner
+    return getattr(function, "__module__", None) or ""
 
 
 def has_global_hooks() -> bool:

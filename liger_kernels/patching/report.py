@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-# What a replaced module has in its ``__dict__`` once its kernel has run.
-RAN = "_liger_kernels_ran"
-
 
 @dataclass(frozen=True)
 class Replacement:
@@ -42,7 +39,7 @@ class PatchReport:
         loss_reduction: what the loss averages over: "token", "square" or "sample".
         memory: the schedule of the fused loss that was chosen: "fast", "balanced" or "small"; None where it follows
             shape and dtype.
-        forwards: how many forwards of the patched model have run, those of compiled programs not counted.
+        forwards: how often the model's forward has run since.
         never_ran: what was replaced and has run in none of these forwards, as :func:`liger_kernels.status` found it.
     """
 

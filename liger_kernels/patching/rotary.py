@@ -9,6 +9,7 @@ Everything else is looked up in the module itself, at the moment of the call.
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -28,8 +29,7 @@ from liger_kernels.patching.probe import (
     relative_difference,
     signature_of,
 )
-from liger_kernels.patching.report import RAN
-from liger_kernels.patching.swap import Recipe
+from liger_kernels.patching.swap import RAN, Recipe
 
 PAIRINGS = ("half", "interleaved", "interleaved_repeat")
 
@@ -257,6 +257,7 @@ def _rebind(
     return copy
 
 
+@functools.cache
 def _global_names(code: types.CodeType) -> set[str]:
     names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
     for constant in code.co_consts:

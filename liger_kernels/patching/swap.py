@@ -19,10 +19,12 @@ from typing import Any
 from torch import nn
 
 from liger_kernels.patching.probe import describe
-from liger_kernels.patching.report import RAN, Left, PatchReport
+from liger_kernels.patching.report import Left, PatchReport
 
 # Where a patched module keeps the report of its patch. Copies and pickles of the module keep it, too.
 REPORT = "_liger_kernels"
+# What a replaced module has in its ``__dict__`` once its kernel has run.
+RAN = "_liger_kernels_ran"
 # Every module whose class was changed, and its class before.
 Undo = list[tuple[nn.Module, type]]
 

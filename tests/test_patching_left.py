@@ -1,0 +1,458 @@
+"""What is left alone is listed with a reason that is right, what is replaced and never runs is said."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import liger_kernels
+from liger_kernels.patching.modules import never_ran
+from liger_kernels.patching.swap import RAN
+from tests import zoo
+from tests.patching_checks import DEVICE, batch, gradients, tiny
+
+# A sample of families and what of each is in no other table: (class, why it is left).
+LEFT = {
+    ("mixtral", "MixtralForCausalLM"): {"MixtralExperts": "packed experts"},
+    ("qwen3_moe", "Qwen3MoeForCausalLM"): {"Qwen3MoeExperts": "packed experts"},
+    ("gpt_oss", "GptOssForCausalLM"): {"GptOssExperts": "packed experts", "GptOssAttention": "apply_rotary_pos_emb: "},
+    ("gpt2", "GPT2LMHeadModel"): {"LayerNorm": "subtracts the mean", "GPT2MLP": "two projections"},
+    ("gpt_neox", "GPTNeoXForCausalLM"): {"LayerNorm": "subtracts the mean", "GPTNeoXMLP": "two projections"},
+    ("phi", "PhiForCausalLM"): {"LayerNorm": "subtracts the mean", "PhiMLP": "two projections"},
+    ("opt", "OPTForCausalLM"): {"LayerNorm": "subtracts the mean", "OPTDecoderLayer": "two projections"},
+    ("cohere", "CohereForCausalLM"): {"CohereLayerNorm": "subtracts the mean"},
+    ("olmo", "OlmoForCausalLM"): {"OlmoLayerNorm": "subtracts the mean"},
+    ("bamba", "BambaForCausalLM"): {"BambaRMSNormGated": "more than one tensor: hidden_states, gate"},
+    ("deepseek_v3", "DeepseekV3ForCausalLM"): {
+        "DeepseekV3Attention": "apply_rotary_pos_emb_interleave: it is none of the rotations",
+        "DeepseekV3Experts": "packed experts",
+    },
+    ("gemma4", "Gemma4ForCausalLM"): {
+        "Gemma4TextDecoderLayer": "two projections",
+        "Gemma4TextAttention": r"apply_rotary_pos_emb: it takes \(x, cos, sin",
+    },
+    ("llama", "LlamaForCausalLM"): {},
+    ("mamba", "MambaForCausalLM"): {},
+}
+NORMAL = ("Conv", "Embedding", "Dropout", "Linear", "Activation", "SiLU", "GELU", "Router", "RotaryEmbedding")
+
+
+@functools.cache
+def built(module: str, name: str) -> nn.Module:
+    try:
+        cls = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+        return zoo.tiny_model(cls).to(DEVICE)
+    except (ImportError, AttributeError, zoo.CannotShrink) as error:
+        pytest.skip(f"not in the zoo: {error}")
+
+
+@pytest.mark.parametrize(("module", "name"), list(LEFT))
+def test_all_that_is_left_is_listed(module, name):
+    model = copy.deepcopy(built(module, name))
+    report = liger_kernels.patch(model)
+    reasons = {}
+    for item in report.left:
+        reasons.setdefault(item.what, set()).add(item.reason)
+    expected = LEFT[module, name]
+    assert reasons.keys() == expected.keys(), report
+    for what, pattern in expected.items():
+        for reason in reasons[what]:
+            assert re.search(pattern, reason), (what, reason)
+    listed = {item.path for item in (*report.left, *report.replaced)}
+    for path, part in model.named_modules():
+        kind = type(part).__name__
+        if kind.endswith(("Norm", "MLP", "Mlp", "Experts", "NormGated")):  # a block of experts: what is inside
+            assert path in listed or any(other.startswith(f"{path}.") for other in listed), (path, kind)
+        assert not (kind.startswith(NORMAL) and path in {item.path for item in report.left}), (path, kind)
+
+
+class TwoLinears(nn.Module):
+    def __init__(self, hidden=16, inner=40):
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Attention(nn.Module):
+    """Its output projection leads back to the hidden size, as an MLP's does, and is none."""
+
+    def __init__(self, hidden=16, heads=40):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(hidden, heads), nn.Linear(heads, hidden)
+
+    def forward(self, x, attention_mask=None):
+        return self.out(self.qkv(x))
+
+
+class ScalesItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.zeros(4, 80, 16))
+        self.down = nn.Parameter(torch.zeros(4, 16, 40))
+
+    def forward(self, x, index):
+        return x
+
+
+class ChannelsFirst(nn.Module):
+    """The sizes of a convolution's kernels and of position embeddings are not those of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.positions = nn.Parameter(torch.zeros(1, 1, 16)), nn.Parameter(torch.zeros(1, 9, 16))
+        self.conv = nn.Conv1d(16, 16, 3)
+
+    def forward(self, x):
+        return x
+
+
+def test_what_is_neither_norm_nor_mlp_nor_expert_is_not_listed():
+    harmless = (Attention(), ScalesItsInput(), ChannelsFirst(), nn.Conv1d(4, 4, 3, bias=False), nn.PReLU(16))
+    others = (nn.Embedding(8, 16), nn.Dropout(0.05), nn.Linear(16, 16), nn.Softplus(), nn.Bilinear(4, 4, 4))
+    model = nn.ModuleList([*harmless, *others])
+    with pytest.warns(UserWarning, match="replaced nothing"):
+        assert liger_kernels.patch(model).left == []
+
+
+def test_norms_mlps_and_experts_of_any_structure_are_listed():
+    parts = [
+        nn.LayerNorm(16),
+        nn.LayerNorm(16, bias=False),
+        nn.LayerNorm(16, elementwise_affine=False),
+        nn.GroupNorm(4, 16),
+        nn.BatchNorm1d(16),
+        TwoLinears(),
+        TwoLinears(inner=16),
+        nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
+        Experts(),
+    ]
+    with pytest.warns(UserWarning, match="replaced nothing"):
+        report = liger_kernels.patch(nn.ModuleList(parts))
+    assert [item.path for item in report.left] == [str(n) for n in range(len(parts))]
+    assert all("subtracts the mean" in item.reason for item in report.left[:3])
+    assert "nn" not in str(report) or str(report).count("LayerNorm ") == 1, "grouped: one line for each reason"
+
+
+@pytest.mark.parametrize("kernels", [["rms_norm"], ["rope"], ["swiglu"], ["linear_cross_entropy"]])
+def test_nothing_is_listed_of_kernels_that_were_not_asked_for(kernels):
+    model = nn.ModuleList([nn.LayerNorm(16), TwoLinears(), Experts()])
+    with pytest.warns(UserWarning, match="replaced nothing"):
+        left = liger_kernels.patch(model, kernels).left
+    assert [item.path for item in left] == {"rms_norm": ["0"], "swiglu": ["1", "2"]}.get(kernels[0], [])
+
+
+class OddParent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.odd, self.even = OddChild(), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.odd(x)
+
+
+class OddChild(nn.Module):
+    @property
+    def in_features(self):
+        raise RuntimeError("not now")
+
+    def forward(self, x):
+        return x
+
+
+class OddSignature(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(16)), 1e-6
+
+    def forward(self, x):
+        return x
+
+    forward.__signature__ = "nonsense"
+
+
+def test_an_odd_module_is_left_and_no_obstacle():
+    traced = torch.jit.trace(nn.LayerNorm(16), torch.randn(2, 16))
+    scripted = torch.jit.script(nn.LayerNorm(16))
+    model = nn.ModuleList([traced, scripted, OddParent(), OddSignature(), nn.RMSNorm(16, eps=1e-6)])
+    report = liger_kernels.patch(model)
+    assert [r.path for r in report.replaced] == ["4"]
+    reasons = {item.path: item.reason for item in report.left}
+    assert set(reasons) == {"0", "1", "2", "3"}
+    assert "TorchScript" in reasons["0"]
+    assert "TorchScript" in reasons["1"]
+    assert "cannot be examined (RuntimeError: not now)" in reasons["2"]
+    assert "signature" in reasons["3"]
+
+
+def test_a_base_model_has_no_head_and_nothing_is_said_of_it():
+    model = tiny("llama").model
+    report = liger_kernels.patch(model)
+    assert report.left == []
+
+
+# Forwards that others put on the instance, and what the report says to do.
+
+
+def replaced_by(module, name):
+    def forward(self, x):
+        return type(self).forward(self, x)
+
+    forward.__module__ = name
+    module.forward = forward.__get__(module)
+
+
+def test_offloaded_modules_are_left_with_the_advice_for_accelerate():
+    import accelerate
+
+    model = tiny("llama")
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    reasons = {item.reason for item in liger_kernels.patch(model, ["rms_norm"]).left}
+    (reason,) = reasons
+    assert all(word in reason for word in ("accelerate", "offloads its weights", "patch the model before"))
+
+
+@pytest.mark.parametrize(
+    ("origin", "says", "before"),
+    [
+        ("transformers.distributed.tensor_parallel", "tp_plan", False),
+        ("transformers.integrations.tensor_parallel", "tp_plan", False),
+        ("kernels.layer", "use_kernels", False),
+        ("unsloth.models.llama", "unsloth replaced its forward", True),
+        ("__main__", "__main__ replaced its forward", True),
+    ],
+)
+def test_who_replaced_a_forward_is_named(origin, says, before):
+    model = tiny("llama")
+    replaced_by(model.model.norm, origin)
+    (item,) = liger_kernels.patch(model).left
+    assert item.path == "model.norm"
+    assert says in item.reason
+    assert ("patch the model before" in item.reason) == before
+
+
+def test_a_class_that_another_package_changed_is_left_and_the_package_named(monkeypatch):
+    model = tiny("llama")
+
+    def forward(self, hidden_states):
+        raise RuntimeError("pointer argument cannot be accessed from Triton")
+
+    forward.__module__ = "liger_kernel.ops"
+    monkeypatch.setattr(type(model.model.norm), "forward", forward)
+    reasons = {item.reason for item in liger_kernels.patch(model).left}
+    assert len(reasons) == 1
+    assert reasons.pop().startswith("its forward is liger_kernel's: it cannot be probed")
+
+
+# What is replaced and never runs.
+
+
+def paths(replacements):
+    return {r.path for r in replacements if r.kernel in ("rms_norm", "rope", "swiglu", "geglu")}
+
+
+def test_what_runs_is_marked_and_nothing_is_said_before_a_forward():
+    model = tiny("llama")
+    report = liger_kernels.patch(model)
+    assert never_ran(model, report) == []
+    model(**batch())
+    report.forwards = 1
+    assert paths(never_ran(model, report)) == set()
+    liger_kernels.unpatch(model)
+    assert not any(RAN in module.__dict__ for module in model.modules())
+
+
+def test_what_never_ran_is_said():
+    model = tiny("llama")
+    model.spare = copy.deepcopy(model.model.norm)
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *args: None)
+    report = liger_kernels.patch(model)
+    model(**batch())
+    report.forwards = 1
+    report.never_ran = never_ran(model, report)
+    assert paths(report.never_ran) == {"spare", "model.layers.1.mlp"}
+    assert "replaced, but never ran in 1 forward:" in str(report)
+
+
+def test_attention_that_does_not_rotate_never_ran():
+    model = copy.deepcopy(built("smollm3", "SmolLM3ForCausalLM"))
+    model.model.layers[1].self_attn.use_rope = False
+    report = liger_kernels.patch(model)
+    model(**zoo.tiny_batch(model))
+    report.forwards = 1
+    assert paths(never_ran(model, report)) == {"model.layers.1.self_attn"}
+
+
+def test_of_compiled_parts_nothing_is_said():
+    model = tiny("llama")
+    report = liger_kernels.patch(model)
+    report.forwards = 1
+    everything = paths(never_ran(model, report))
+    model.model.layers[0].compile(backend="eager")
+    inner = {path for path in everything if path.startswith("model.layers.0.")}
+    assert inner
+    assert paths(never_ran(model, report)) == everything - inner
+    assert never_ran(torch.compile(model, backend="eager"), report) == []
+
+
+# Hooks that only an unpatched forward calls.
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda act, seen: act.register_forward_hook(lambda *args: seen.append(1)),
+        lambda act, seen: act.register_forward_pre_hook(lambda *args: seen.append(1)),
+        lambda act, seen: act.register_full_backward_hook(lambda *args: seen.append(1)),
+        lambda act, seen: nn.modules.module.register_module_forward_hook(
+            lambda module, *args: seen.append(1) if module is act else None
+        ),
+        lambda act, seen: nn.modules.module.register_module_full_backward_hook(
+            lambda module, *args: seen.append(1) if module is act else None
+        ),
+    ],
+    ids=["forward", "forward_pre", "full_backward", "global forward", "global backward"],
+)
+def test_hooks_on_the_activation_are_called_as_unpatched(register):
+    model = tiny("llama")
+    act, seen = model.model.layers[0].mlp.act_fn, []
+    handle = register(act, seen)
+    try:
+        liger_kernels.patch(model)
+        assert seen == []
+        gradients(model, model(**batch()).loss)
+    finally:
+        handle.remove()
+    assert seen == [1]
+
+
+# Sharded weights: what gathers them does so around the module's own call.
+
+
+@pytest.fixture
+def one_rank(tmp_path, monkeypatch):
+    dist = torch.distributed
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+MODULES = ["rms_norm", "rope", "swiglu"]
+EVERYTHING = {"rms_norm": 5, "rope": 2, "swiglu": 2}
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="one rank of gloo")
+@pytest.mark.parametrize("how", ["fsdp2", "fsdp2 of every module", "fsdp1", "fsdp1 with the parameters' names"])
+def test_sharded_models_are_recognised(how, one_rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    model = tiny("llama")
+    expected = gradients(model, model(**batch()).loss)["loss"]
+    layer = type(model.model.layers[0])
+    if how.startswith("fsdp2"):
+        mesh = init_device_mesh("cpu", (1,))
+        inner = model.modules() if "every" in how else model.model.layers
+        for part in [
+            p
+            for p in reversed(list(inner))
+            if not isinstance(p, nn.ModuleList) and p is not model and list(p.parameters())
+        ]:
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        policy = ModuleWrapPolicy({layer})
+        model = FullyShardedDataParallel(
+            model, use_orig_params="names" in how, auto_wrap_policy=policy, device_id=torch.device("cpu")
+        )
+        model(**batch())  # resharded from here on
+    report = liger_kernels.patch(model, MODULES)
+    assert report.counts() == EVERYTHING
+    assert report.left == []
+    loss = model(**batch()).loss
+    torch.testing.assert_close(loss.detach(), expected)
+    loss.backward()
+    report.forwards = 1
+    assert never_ran(model, report) == []
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="deepspeed's CPU accelerator")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_zero_3_models_are_recognised(dtype, one_rank):
+    pytest.importorskip("deepspeed")
+    import deepspeed
+    import transformers
+
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    llama = tiny("llama", pad_token_id=None).config
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        inside = transformers.LlamaForCausalLM(llama)
+        report = liger_kernels.patch(inside, MODULES)  # as apply_liger_kernel_to_llama does
+        after = transformers.LlamaForCausalLM(llama)
+    assert inside.model.norm.weight.numel() == 0
+    assert report.counts() == EVERYTHING
+    assert report.left == []
+    report = liger_kernels.patch(after, MODULES)
+    assert report.counts() == EVERYTHING
+    assert report.left == []
+
+
+class NeedsItsSize(nn.RMSNorm):
+    """A norm that runs on rows of one size, which nothing outside its weight tells."""
+
+    def __init__(self):
+        super().__init__(16, eps=1e-6)
+        del self.normalized_shape
+
+    def forward(self, x):
+        return F.rms_norm(x, (16,), self.weight, self.eps)
+
+
+def test_a_sharded_weight_of_unknown_size_is_left_with_the_advice():
+    norm = NeedsItsSize()
+    norm.weight = nn.Parameter(torch.empty(0))
+    with pytest.warns(UserWarning, match="replaced nothing"):
+        (item,) = liger_kernels.patch(nn.Sequential(norm)).left
+    assert item.reason == "its weight is sharded: call patch() before sharding the model"
+
+
+def test_a_weight_that_nobody_gathered_is_left_to_upstream():
+    model = tiny("llama")
+    liger_kernels.patch(model, ["rms_norm"])
+    model.model.norm.weight = nn.Parameter(torch.empty(0))
+    with pytest.raises(RuntimeError, match="must match the size of tensor b"):  # upstream's own words
+        model(**batch())
+
+
+def test_compiling_calls_no_marks():
+    model = tiny("llama")
+    report = liger_kernels.patch(model, MODULES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.compile(model.model, backend="eager")(batch()["input_ids"])
+    assert report.counts() == EVERYTHING
+    assert not any(RAN in module.__dict__ for module in model.modules())
