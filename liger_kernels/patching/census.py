@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_kernels.patching.head import HeadRecipe, patched_heads, sharding
+from liger_kernels.patching.head import HeadRecipe, patched_heads, split_by_plan
 from liger_kernels.patching.model import ModelRecipe
 from liger_kernels.patching.modules import has_own_forward, never_ran, package_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
@@ -50,4 +50,4 @@ def _changed(module: Any, recipe: Any) -> str | None:
         )
     if isinstance(recipe, ModelRecipe) and not patched_heads(module.get_output_embeddings()):
         return "its LM head was replaced after patch(), and computes logits: call patch(model) again"
-    return sharding(module) if isinstance(recipe, HeadRecipe) and recipe.fused else None
+    return split_by_plan(module) if isinstance(recipe, HeadRecipe) and recipe.fused else None

@@ -113,17 +113,24 @@ def obstacle(head: Any, outer: nn.Module) -> str | None:
             return "a forward hook on the head expects logits"
     if any(not _passes_on(hook) for hooks in _GLOBAL_HOOKS for hook in hooks.values()):
         return "a hook of all modules expects logits"
-    return sharding(head)
-
-
-def sharding(linear: nn.Module) -> str | None:
-    """Why the weight of ``linear`` is not one tensor, not even in its own call."""
-    weight = linear._parameters.get("weight")
-    if weight is None or type(weight) in (nn.Parameter, torch.Tensor) or is_fsdp2(type(linear)):
+    weight = head._parameters.get("weight")
+    if weight is None or type(weight) in (nn.Parameter, torch.Tensor) or is_fsdp2(type(head)):
         return None
-    if type(weight).__name__ == "DTensor":
-        return "the head's weight is a DTensor: a tensor parallel plan splits it, and the head computes its logits"
-    return f"the head's weight is a {type(weight).__name__}, not a plain tensor"
+    return split_by_plan(head) or f"the head's weight is a {type(weight).__name__} in its own call"
+
+
+def split_by_plan(head: nn.Module) -> str | None:
+    """That a tensor parallel plan, whose hooks are on the head, splits its weight; None where none does.
+
+    The weight itself does not tell: outside of a forward, that of a model under ``fully_shard`` is a DTensor, too.
+    """
+    hooks = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
+    if not any(module_of(hook).startswith(_PLANS) for hook in hooks):
+        return None
+    return "a tensor parallel plan splits the head's weight: the head computes its logits"
+
+
+_PLANS = ("torch.distributed.tensor.", "transformers.integrations.tensor_parallel")
 
 
 _GLOBAL_HOOKS = (

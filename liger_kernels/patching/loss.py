@@ -7,7 +7,7 @@ import sys
 
 from torch import nn
 
-from liger_kernels.patching.head import HeadRecipe, linears_to_choose_from, patched_heads, sharding
+from liger_kernels.patching.head import HeadRecipe, linears_to_choose_from, patched_heads, split_by_plan
 from liger_kernels.patching.model import ModelRecipe
 from liger_kernels.patching.modules import has_own_forward, own_forward
 from liger_kernels.patching.probe import describe
@@ -40,7 +40,7 @@ def patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchRepor
         recipe = HeadRecipe(fused=False)
         reason = "it is not a plain linear layer" if fused else None
         linears = linears_to_choose_from(head) if fused else []
-        sharded = next((why for linear in linears if (why := sharding(linear))), None)
+        sharded = next((why for linear in linears if (why := split_by_plan(linear))), None)
         if linears and sharded is None:
             recipe, reason = HeadRecipe(fused=True, memory=report.memory), None
         elif sharded is not None:

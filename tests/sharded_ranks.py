@@ -1,0 +1,243 @@
+"""What one rank does for test_setups_sharded.py: trains a tiny Llama in every set-up, patched and unpatched.
+
+Two data-parallel ranks hold different batches and average their gradients; tensor-parallel ones hold the same batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import liger_kernels
+from convergence.train import InFloat64
+from tests.patching_checks import VOCAB, batch, compare, tiny
+from tests.ranks import RANKS, join
+
+STEPS = 2
+LEARNING_RATE = 0.1
+# Which loss the ranks train on: the model's own, or one of the logits that they read from its output.
+LOSSES = ("the model's", "of logits")
+ORDERS = ("before", "after")
+
+
+def _ddp(model: nn.Module, **options: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, **options)
+
+
+def _fsdp1(model: nn.Module, **options: Any) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    options.setdefault("use_orig_params", True)  # as accelerate does
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+
+def _wraps(*names: str) -> Any:
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    return ModuleWrapPolicy({{"layer": LlamaDecoderLayer, "linear": nn.Linear}[name] for name in names})
+
+
+def _larger_than(parameters: int) -> Any:
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+    return functools.partial(size_based_auto_wrap_policy, min_num_params=parameters)
+
+
+def _fsdp2(model: Any, head: str = "root", **root: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if head != "root":
+        fully_shard([model.model.norm, model.lm_head] if head == "with the norm" else model.lm_head)
+    fully_shard(model, **root)
+    return model
+
+
+def _casts_outputs() -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(output_dtype=torch.float64)
+
+
+def _tensor_parallel(model: Any, style: str) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import parallel as tp
+
+    plan = {
+        "columns": tp.ColwiseParallel(output_layouts=Replicate()),
+        "rows": tp.RowwiseParallel(input_layouts=Replicate()),
+        "loss": tp.ColwiseParallel(use_local_output=False),
+    }[style]
+    tp.parallelize_module(model, init_device_mesh("cpu", (RANKS,)), {"lm_head": plan})
+    return model
+
+
+def _deepspeed(model: nn.Module, stage: int) -> Any:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    return engine
+
+
+SETUPS: dict[str, Callable[[Any], Any]] = {
+    "ddp": _ddp,
+    "ddp, static graph": lambda m: _ddp(m, static_graph=True),
+    "ddp, unused parameters": lambda m: _ddp(m, find_unused_parameters=True),
+    "fsdp1": _fsdp1,
+    "fsdp1 of layers": lambda m: _fsdp1(m, auto_wrap_policy=_wraps("layer")),
+    "fsdp1, flat parameters": lambda m: _fsdp1(m, use_orig_params=False),
+    "fsdp1, gradients sharded": lambda m: _fsdp1(m, sharding_strategy=_shard_grad_op()),
+    "fsdp1 of linear layers": lambda m: _fsdp1(m, auto_wrap_policy=_wraps("layer", "linear")),
+    "fsdp1 by size": lambda m: _fsdp1(m, auto_wrap_policy=_larger_than(1500)),
+    "fsdp2": _fsdp2,
+    "fsdp2, root reshards": lambda m: _fsdp2(m, reshard_after_forward=True),
+    "fsdp2, norm and head": lambda m: _fsdp2(m, head="with the norm"),
+    "fsdp2, head": lambda m: _fsdp2(m, head="alone"),
+    "fsdp2, outputs cast": lambda m: _fsdp2(m, mp_policy=_casts_outputs()),
+    "zero-1": lambda m: _deepspeed(m, 1),
+    "zero-3": lambda m: _deepspeed(m, 3),
+    "head by columns": lambda m: _tensor_parallel(m, "columns"),
+    "head by rows": lambda m: _tensor_parallel(m, "rows"),
+    "head by columns, loss parallel": lambda m: _tensor_parallel(m, "loss"),
+}
+SAME_BATCH = ("head by columns", "head by rows", "head by columns, loss parallel")
+
+
+def _shard_grad_op() -> Any:
+    from torch.distributed.fsdp import ShardingStrategy
+
+    return ShardingStrategy.SHARD_GRAD_OP
+
+
+def _loss(outputs: Any, labels: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "the model's":
+        return outputs.loss
+    return F.cross_entropy(outputs.logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+
+
+def _batches(setup: str, step: int) -> list[dict[str, torch.Tensor]]:
+    """What each rank is given."""
+    return [batch(seed=10 * step + (0 if setup in SAME_BATCH else r), device=torch.device("cpu")) for r in range(RANKS)]
+
+
+@functools.cache
+def truth(same: bool, kind: str, rank: int) -> dict[str, torch.Tensor]:
+    """Unpatched, in float64, in one process: the losses of ``rank``, and every parameter at the end."""
+    with InFloat64():
+        model = tiny("llama").cpu().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        losses = []
+        for step in range(STEPS):
+            parts = [
+                _loss(model(**inputs), inputs["labels"], kind)
+                for inputs in _batches("head by rows" if same else "", step)
+            ]
+            losses.append(parts[rank].detach())
+            (sum(parts) / RANKS).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"losses": torch.stack(losses), **{name: p.detach().clone() for name, p in model.named_parameters()}}
+
+
+def train(setup: str, kind: str, order: str | None, rank: int) -> tuple[dict[str, torch.Tensor], Any]:
+    """Losses and parameters of ``rank``, and the report where the model was patched ``order`` it was wrapped."""
+    model = tiny("llama").cpu()
+    if order == "before":
+        liger_kernels.patch(model)
+    wrapped = SETUPS[setup](model)
+    if order == "after":
+        liger_kernels.patch(wrapped)
+    engine = hasattr(wrapped, "backward")
+    optimizer = wrapped if engine else torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for step in range(STEPS):
+        inputs = _batches(setup, step)[rank]
+        with _loss_parallel() if setup.endswith("loss parallel") else contextlib.nullcontext():
+            loss = _loss(wrapped(**inputs), inputs["labels"], kind)
+            (wrapped.backward if engine else torch.Tensor.backward)(loss)
+        losses.append(_whole(loss.detach()).double())
+        optimizer.step()
+        if not engine:
+            optimizer.zero_grad()
+    return {"losses": torch.stack(losses), **_parameters(model, wrapped)}, liger_kernels.status(wrapped)
+
+
+def _loss_parallel() -> Any:
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel()
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _parameters(model: nn.Module, wrapped: Any) -> dict[str, torch.Tensor]:
+    if type(wrapped).__name__ == "FullyShardedDataParallel":
+        with type(wrapped).summon_full_params(wrapped):
+            named = ((name.replace("_fsdp_wrapped_module.", ""), p) for name, p in wrapped.named_parameters())
+            return {name: p.detach().clone() for name, p in named}
+    gather: Any = contextlib.nullcontext()
+    if any(hasattr(p, "ds_id") for p in model.parameters()):
+        import deepspeed
+
+        gather = deepspeed.zero.GatheredParameters(list(model.parameters()))
+    with gather:
+        return {name: _whole(p).detach().clone() for name, p in model.named_parameters()}
+
+
+def check(setup: str, kind: str, order: str, own: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
+    """As exact as unpatched in the same set-up; what the report says."""
+    ours, report = train(setup, kind, order, rank)
+    compare(tiny("llama"), ours, own, truth(setup in SAME_BATCH, kind, rank))
+    return {
+        "fallbacks": dict(report.fallbacks),
+        "fuses_head": report.fuses_head,
+        "left": [left.reason for left in report.left],
+        "never ran": [replacement.path for replacement in report.never_ran],
+    }
+
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    join(rank, folder)
+    found: dict[str, Any] = {}
+    for setup in SETUPS:
+        for kind in LOSSES:
+            try:
+                own, _ = train(setup, kind, None, rank)
+            except ImportError as error:
+                found[f"{setup}/{kind}"] = {"absent": str(error)}
+                continue
+            for order in ORDERS:
+                try:
+                    result = check(setup, kind, order, own, rank)
+                except Exception:
+                    result = {"error": traceback.format_exc()[-3000:]}
+                found[f"{setup}/{kind}/{order}"] = result
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

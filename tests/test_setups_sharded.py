@@ -1,0 +1,41 @@
+"""Sharded and replicated models on two ranks: as exact as unpatched in the same set-up, and fused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.once import make_once
+from tests.ranks import RANKS, on_ranks
+from tests.sharded_ranks import LOSSES, ORDERS, SAME_BATCH, SETUPS, STEPS
+
+
+@pytest.fixture(scope="module")
+def found(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found, of every set-up: the ranks are started once in a run."""
+    file = shared_folder / "sharded.json"
+    folder = tmp_path_factory.mktemp("ranks")
+    make_once(file, lambda path: path.write_text(json.dumps(on_ranks("tests.sharded_ranks", folder))))
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_training(found: list[dict[str, Any]], setup: str, loss: str, order: str) -> None:
+    for rank in range(RANKS):
+        if "absent" in found[rank].get(f"{setup}/{loss}", {}):
+            pytest.skip(found[rank][f"{setup}/{loss}"]["absent"])
+        result = found[rank][f"{setup}/{loss}/{order}"]
+        assert "error" not in result, f"rank {rank}: {result['error']}"
+        if setup in SAME_BATCH:  # the head is split, and computes its logits itself
+            assert not result["fuses_head"]
+            assert any("tensor parallel plan" in reason for reason in result["left"])
+        else:
+            assert result["fuses_head"]
+            assert result["left"] == []
+            assert result["fallbacks"] == ({} if loss == "the model's" else {"outputs.logits was read": STEPS})
+            assert result["never ran"] == []
