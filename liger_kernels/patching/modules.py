@@ -13,7 +13,7 @@ from liger_kernels.patching.norms import is_norm_candidate, looks_like_norm, nor
 from liger_kernels.patching.probe import describe, module_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.rotary import RopeRecipe, Rotation, recognise_rotation, rotary_names
-from liger_kernels.patching.swap import RAN, Recipe, Undo, recipe_of, replace
+from liger_kernels.patching.swap import RAN, Recipe, Undo, base_of, recipe_of, replace
 
 # What a module gets: a recipe or None, and the reasons why all or some of it is left.
 Verdict = tuple[Recipe | None, tuple[str, ...]]
@@ -41,6 +41,8 @@ def patch_modules(model: nn.Module, report: PatchReport, undo: Undo) -> None:
 
 def _verdict(module: nn.Module, wanted: set[str], verdicts: dict[Any, Verdict]) -> Verdict:
     cls = type(module)
+    if isinstance(recipe_of(module), RopeRecipe):  # patched before: what was left of it still is
+        return None, _once(verdicts, cls, _rope, base_of(module) or cls)[1]
     if recipe_of(module) is not None or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return _NOTHING
     if isinstance(module, torch.jit.ScriptModule):
