@@ -129,7 +129,7 @@ def _changed(path: str, module: nn.Module, before: dict[Any, Any], after: dict[A
 
 def _kernel(module: nn.Module) -> str | None:
     """The kernel that our own patch let run in ``module``; empty for a model, which only asks its head for the loss."""
-    from liger_kernels.patching.head import ModelRecipe
+    from liger_kernels.patching.model import ModelRecipe
     from liger_kernels.patching.swap import recipe_of
 
     recipe = recipe_of(module)

@@ -19,6 +19,7 @@ import transformers
 import liger_kernels
 from convergence.train import InFloat64
 from liger_kernels.patching.packing import Denominator, SampleDenominator
+from liger_kernels.patching.running import running
 from tests.packing_checks import MODES, boundaries, exact, isolated, packed, patched_copy, samples, truth, weight_of
 from tests.patching_checks import DEVICE, VOCAB, batch, gradients
 
@@ -250,8 +251,7 @@ def test_bad_input_raises_and_leaves_the_model_as_it_was(case, patched):
         with pytest.raises(error, match=shown):
             patched(**row, use_cache=False)
     assert liger_kernels.status(patched).loss_reduction == "sample"
-    assert patched.lm_head._liger_kernels_armed is None
-    assert patched.lm_head._liger_kernels_packing is None
+    assert running.forward is running.request is running.weighted is None
     assert torch.equal(patched(**packed(documents), use_cache=False).loss, good)
 
 

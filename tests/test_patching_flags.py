@@ -92,11 +92,14 @@ def test_the_output_with_an_accuracy_survives_traversal(model, inputs):
     with torch.no_grad():
         out = model(**inputs, return_token_accuracy=True)
     leaves, spec = pytree.tree_flatten(out)
-    for twin in (pytree.tree_unflatten(leaves, spec), pickle.loads(pickle.dumps(out))):
-        assert type(twin) is type(out)
-        assert twin.token_accuracy == out.token_accuracy
-        assert fallbacks(model) == {}
-    assert torch.equal(twin.logits, out.logits)
+    twin = pytree.tree_unflatten(leaves, spec)
+    assert type(twin) is type(out)
+    assert twin.token_accuracy == out.token_accuracy
+    assert fallbacks(model) == {}
+    for other in (twin, pickle.loads(pickle.dumps(out))):
+        assert type(other) is type(out)
+        assert other.token_accuracy == out.token_accuracy
+        assert torch.equal(other.logits, out.logits)
 
 
 def test_a_token_scaling_is_refused(model, inputs):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from typing import Any
 
 import numpy as np
@@ -69,12 +70,15 @@ def hurry() -> None:
             scope.set_attr(*replacement)
         return scope
 
+    one_at_a_time = threading.RLock()  # a launch patches Triton's own module, and another thread's would take it back
+
     def run_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patched.clear()
-        try:
-            return run(self, *args, **kwargs)
-        finally:
+        with one_at_a_time:
             patched.clear()
+            try:
+                return run(self, *args, **kwargs)
+            finally:
+                patched.clear()
 
     look_up, known = interpreter._get_np_dtype, {}
 

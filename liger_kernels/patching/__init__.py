@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
 
 from torch import nn
 
 from liger_kernels.ops.linear_cross_entropy import MEMORY
-from liger_kernels.patching.head import HeadRecipe, ModelRecipe, patched_heads
-from liger_kernels.patching.modules import has_own_forward, own_forward, patch_modules
+from liger_kernels.patching.census import as_of_now
+from liger_kernels.patching.loss import patch_loss
+from liger_kernels.patching.model import ModelRecipe
+from liger_kernels.patching.modules import patch_modules
 from liger_kernels.patching.packing import check_loss_reduction, packing_denominator
 from liger_kernels.patching.report import Left, PatchReport, Replacement
-from liger_kernels.patching.swap import REPORT, Undo, base_of, recipe_of, replace, restore
+from liger_kernels.patching.swap import REPORT, Undo, base_of, recipe_of, restore
 
 __all__ = [
     "KERNELS",
@@ -76,12 +76,12 @@ def patch(
         patch_modules(model, report, undo)
         if {"cross_entropy", "linear_cross_entropy"} & set(wanted):
             for path, owner in list(model.named_modules()):
-                _patch_loss(model, path, owner, report, undo)
+                patch_loss(model, path, owner, report, undo)
         if loss_reduction != "token" and not any(isinstance(recipe_of(m), ModelRecipe) for m in model.modules()):
             raise ValueError(
                 f"loss_reduction={loss_reduction!r}: this {type(model).__name__} has no loss whose rows could be "
                 "weighted; it takes a causal language model of transformers and, among the kernels, "
-                f"linear_cross_entropy or cross_entropy\n{_listed(report, model)}"
+                f"linear_cross_entropy or cross_entropy\n{as_of_now(report, model)}"
             )
     except BaseException:  # Ctrl-C, too, leaves the model as it was
         restore(undo)
@@ -90,7 +90,7 @@ def patch(
         known.left, report = report.left, known
         for module, _ in undo:
             module.__dict__[REPORT] = report
-    _listed(report, model)
+    as_of_now(report, model)
     if not report.replaced:
         model.__dict__[REPORT] = report
         warnings.warn(
@@ -157,18 +157,8 @@ def status(model: nn.Module) -> PatchReport | None:
     """
     for module in model.modules():
         if recipe_of(module) is not None:
-            return _listed(module.__dict__[REPORT], model)
+            return as_of_now(module.__dict__[REPORT], model)
     return model.__dict__.get(REPORT)
-
-
-def _listed(report: PatchReport, model: nn.Module) -> PatchReport:
-    """``report`` with what is replaced in ``model`` now: wrappers copy modules, swap them and move them."""
-    report.replaced = [
-        Replacement(path, recipe.kernel, type(module).__name__, recipe.detail)
-        for path, module in model.named_modules()
-        if (recipe := recipe_of(module)) is not None and not isinstance(recipe, ModelRecipe)
-    ]
-    return report
 
 
 def _check_same_options(report: PatchReport, kernels: tuple[str, ...], loss_reduction: str, memory: str | None) -> None:
@@ -205,57 +195,3 @@ def _kernel_names(kernels: Iterable[str] | None) -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"unknown kernels {unknown}; there are {list(KERNELS)}")
     return tuple(name for name in KERNELS if name in names)
-
-
-def _patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchReport, undo: Undo) -> None:
-    """The head of ``owner`` and ``owner`` itself, where it is a Hugging Face model that computes a loss from logits."""
-    if recipe_of(owner) is not None or not _computes_loss(owner):
-        return
-    head = owner.get_output_embeddings()  # type: ignore[operator]
-    head_path = next((p for p, m in model.named_modules() if m is head), path)
-    if not isinstance(head, nn.Module):
-        if owner.base_model is not owner:  # what has no model inside is a base model: it has no loss
-            report.left.append(Left(path, type(owner).__name__, "it has no LM head"))
-        return
-    if isinstance(head, nn.Embedding) or head is owner.get_input_embeddings():  # type: ignore[operator]
-        report.left.append(Left(head_path, type(head).__name__, "it is the input embedding, too: no linear head"))
-        return
-    if has_own_forward(owner):
-        report.left.append(Left(path, type(owner).__name__, own_forward(owner)))
-        return
-    fused = "linear_cross_entropy" in report.kernels
-    if not patched_heads(head):
-        plain = _plain_linears(head) if fused else []
-        if plain:
-            for linear in plain:
-                replace(head_path, linear, HeadRecipe(fused=True, memory=report.memory), report, undo)
-        elif "cross_entropy" in report.kernels:
-            if fused:
-                reason = "it is not a plain linear layer: it runs itself, and the loss over its logits is fused"
-                report.left.append(Left(head_path, type(head).__name__, reason))
-            replace(head_path, head, HeadRecipe(fused=False), report, undo)
-        else:
-            report.left.append(Left(head_path, type(head).__name__, "it is not a plain linear layer"))
-            return
-    replace(path, owner, ModelRecipe(report.loss_reduction), report, undo)
-
-
-def _computes_loss(owner: nn.Module) -> bool:
-    if "transformers" not in sys.modules:
-        return False
-    from transformers import PreTrainedModel
-
-    return isinstance(owner, PreTrainedModel) and "labels" in inspect.signature(type(owner).forward).parameters
-
-
-def _plain_linears(head: nn.Module) -> list[nn.Module]:
-    """The head itself, or the full-size linear layers of a wrapper that has no other parameters (modules_to_save).
-
-    A wrapper with parameters of its own (LoRA) changes the logits and is not opened.
-    """
-    if type(head) is nn.Linear:
-        return [head]
-    linears = [module for module in head.modules() if type(module) is nn.Linear]
-    own = {id(p) for p in head.parameters()} - {id(p) for linear in linears for p in linear.parameters()}
-    sizes = {(linear.in_features, linear.out_features) for linear in linears}
-    return list(linears) if not own and len(sizes) == 1 else []

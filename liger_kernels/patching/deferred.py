@@ -1,11 +1,12 @@
-"""Logits that have not been computed yet.
+"""Logits that have not been computed yet, inside the forward of a patched model.
 
-While a patched model's own forward runs in training with labels, its LM head answers with :class:`DeferredLogits`: an
-object that knows the hidden states, the head and the shape of the product, and has not multiplied. What models do to
-their logits on the way to the loss (a scale, a tanh soft-cap, a cast, a slice, a change of shape) is written down.
+While a patched model's own forward runs with labels, its LM head answers with :class:`DeferredLogits`: an object that
+knows the hidden states, the head and the shape of the product, and has not multiplied. What models do to their logits
+on the way to the loss (a scale, a tanh soft-cap, a cast, a slice, a change of shape) is written down.
 ``torch.nn.functional.cross_entropy`` then runs as one fused kernel over hidden states and weight, with whatever
 arguments upstream's own loss function gave it; **anything else that touches the object gets real logits**, computed at
 that moment by the head itself, with their gradient, so that no code can tell the difference but by the memory it takes.
+What leaves the forward is a tensor (``lazy.py``).
 
 No loss function of upstream is copied or replaced: shifting, flattening, padding, dividing by ``num_items_in_batch``
 and the keyword arguments that are passed around stay upstream's, in every version.
@@ -13,7 +14,7 @@ and the keyword arguments that are passed around stay upstream's, in every versi
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable
@@ -27,25 +28,36 @@ from torch.utils._pytree import tree_map
 
 from liger_kernels.ops import cross_entropy, linear_cross_entropy
 from liger_kernels.ops.linear_cross_entropy import balanced_because
+from liger_kernels.patching.lazy import Computation, defer
 from liger_kernels.patching.packing import Packing
+from liger_kernels.patching.running import running
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+_STALE = (
+    "these logits were never computed, and {what} since the forward pass that they belong to, by an optimizer step for "
+    "example; computing them now would give other logits. Read `outputs.logits` before the change."
+)
 
 
 @dataclass
 class Product:
-    """The product of hidden states and an LM head, made when somebody needs it; shared by all views of it."""
+    """The product of hidden states and an LM head, made when somebody needs it; shared by all views of it.
+
+    ``outer`` is what the model calls as its head: ``head``, or what wraps it. Every call of the head goes through it,
+    so that whatever gathers sharded weights does so around the product and around the fused loss.
+    """
 
     hidden: torch.Tensor
     head: nn.Module
+    outer: nn.Module
     features: int
     fallbacks: Counter[str]  # of the model: why real logits had to be computed, or another schedule had to run
-    logits: torch.Tensor | None = None
+    logits: Any = None
+    lazy: Any = None  # the logits as a tensor without a value, made inside the head's call
     extras: tuple[str, ...] = ()  # what else the pass of the loss is to compute ...
     token_accuracy: torch.Tensor | None = None  # ... and what it found
     autocast: torch.dtype | None = None
     grad: bool = True
-    versions: tuple[int, ...] | None = None
     packing: Packing | None = None  # what the rows weigh, where they do not all weigh the same
     memory: str | None = None  # the schedule that the fused loss is to run
 
@@ -53,51 +65,88 @@ class Product:
         device = self.hidden.device.type
         self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self.grad = torch.is_grad_enabled()
-        if not torch.compiler.is_compiling():
-            self.versions = self._versions()
-
-    def _versions(self) -> tuple[int, ...]:
-        return tuple(t._version for t in (self.hidden, *self.head.parameters()) if not t.is_inference())
-
-    def unchanged(self) -> bool:
-        return self.versions is None or self.versions == self._versions()
 
     def compute(self, reason: str | None) -> torch.Tensor:
-        """The real logits, by the head's own ``__call__``, under the modes of the forward that they belong to.
-
-        Raises:
-            RuntimeError: when the hidden states or the head's parameters have changed since.
-        """
+        """The real logits, by the head's own ``__call__``, under the modes of the forward that they belong to."""
         if self.logits is None:
             if reason is not None:
                 count(self.fallbacks, reason)
-            if not self.unchanged():
-                raise RuntimeError(
-                    "these logits were never computed, and the LM head's weights (or the hidden states) have been "
-                    "changed in place since the forward pass that they belong to, by an optimizer step for example; "
-                    "computing them now would give other logits. Read `outputs.logits` before the change."
-                )
-            with self.modes():
-                self.logits = self.head.real_logits(self.hidden)  # type: ignore[operator]
+            with torch.set_grad_enabled(self.grad), autocast(self.hidden.device, self.autocast):
+                self.logits = call_head(self.outer, self.hidden)
         return self.logits
 
-    @contextlib.contextmanager
-    def modes(self) -> Any:
-        device = self.hidden.device.type
-        with (
-            torch.set_grad_enabled(self.grad),
-            torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None),
-        ):
-            yield
+    def ask(self, request: Request) -> Any:
+        """What ``request`` asks for, from inside the head's call; None where its weight is not one tensor there, and it
+        has computed its logits."""
+        answer = call_head(self.outer, self.hidden, request)
+        if not request.answered:
+            self.logits = answer
+            return None
+        loss = answer
+        if request.wants_lazy:
+            loss, self.lazy = answer
+        self.token_accuracy = request.token_accuracy
+        return loss
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Version counters start anew in a copy. What was stale stays stale.
-        return {**self.__dict__, "versions": None if self.unchanged() else ()}
+    def tensor(self) -> torch.Tensor:
+        """The logits as a tensor that leaves the forward: computed, if they are, else lazy."""
+        if self.logits is None and self.lazy is None:
+            with torch.set_grad_enabled(self.grad), autocast(self.hidden.device, self.autocast):
+                self.ask(Request(self, targets=None))
+        return self.lazy if self.logits is None else self.logits
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self.versions is None:
-            self.versions = self._versions()
+
+def call_head(outer: nn.Module, hidden: torch.Tensor, request: Request | None = None) -> Any:
+    """``outer(hidden)``, whose answer is what ``request`` asks for, or else its logits."""
+    before = running.forward, running.request
+    running.forward, running.request = None, request
+    try:
+        return outer(hidden)
+    finally:
+        running.forward, running.request = before
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> Any:
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+class _Unchanged:
+    """Raises where logits that were not computed would no longer be those of their forward.
+
+    Sharded weights are gathered anew, and no version of them tells whether they have changed: there, an optimizer step
+    of whatever model counts as a change.
+    """
+
+    def __init__(self, *tensors: torch.Tensor | None) -> None:
+        self.tensors = [t for t in tensors if t is not None and not t.is_inference()]
+        self.versions = [t._version for t in self.tensors]
+        self.steps = _optimizer_steps() if torch.distributed.is_available() else None
+
+    def __call__(self, here: bool) -> None:
+        if here and self.versions != [t._version for t in self.tensors]:
+            raise RuntimeError(_STALE.format(what="the LM head's weights (or the hidden states) were changed in place"))
+        if not here and self.steps is not None and self.steps != _optimizer_steps():
+            raise RuntimeError(_STALE.format(what="an optimizer changed the LM head's weights, which are sharded"))
+
+
+_steps: list[int] = []
+
+
+def _optimizer_steps() -> int | None:
+    """How many steps all optimizers of this process have made since this was first asked; None where there is only one
+    process, whose weights are not sharded."""
+    if not torch.distributed.is_initialized():
+        return None
+    if not _steps:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        _steps.append(0)
+
+        def count_step(*_: Any) -> None:
+            _steps[0] += 1
+
+        register_optimizer_step_post_hook(count_step)
+    return _steps[0]
 
 
 def count(fallbacks: Counter[str], reason: str) -> None:
@@ -107,24 +156,65 @@ def count(fallbacks: Counter[str], reason: str) -> None:
 
 @dataclass
 class Request:
-    """What the fused loss of a head needs to know; the head's forward turns it into the loss."""
+    """What the head's own forward is to compute in place of its logits: the fused loss, and the logits as a tensor that
+    has no value yet."""
 
-    views: tuple[tuple[Any, ...], ...]  # how the rows are taken from the hidden states
-    vocabulary: int | None  # only so many classes from the first
-    targets: torch.Tensor
+    product: Product
+    targets: Any  # a tensor; None: no loss
+    views: tuple[tuple[Any, ...], ...] = ()  # how the rows are taken from the hidden states
+    vocabulary: int | None = None  # only so many classes from the first
     options: dict[str, Any] = field(default_factory=dict)
-    memory: str | None = None  # the schedule; None: what shape and dtype say
+    wants_lazy: bool = True  # a compiled program cannot make one
+    answered: bool = False
+    token_accuracy: torch.Tensor | None = None
 
-    def loss(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    def answer(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        """Loss and lazy logits, for the weights as they are inside the head's call."""
+        self.answered = True
+        loss = self._loss(hidden, weight, bias) if self.targets is not None else None
+        return (loss, self._lazy(hidden, weight, bias)) if self.wants_lazy else loss
+
+    def _loss(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         if self.vocabulary is not None:
             weight = weight[: self.vocabulary]
             bias = bias[: self.vocabulary] if bias is not None else None
         hidden = rows(hidden, self.views)
-        return linear_cross_entropy(hidden, weight, self.targets, bias, memory=self.memory, **self.options)
+        memory = self.product.memory
+        return self._noted(linear_cross_entropy(hidden, weight, self.targets, bias, memory=memory, **self.options))
 
     def loss_of_logits(self, logits: torch.Tensor) -> Any:
         logits = rows(logits, self.views)
-        return cross_entropy(logits[..., : self.vocabulary], self.targets, **self.options)
+        return self._noted(cross_entropy(logits[..., : self.vocabulary], self.targets, **self.options))
+
+    def _noted(self, result: Any) -> Any:
+        if not self.options["extras"]:
+            return result
+        self.token_accuracy = result.token_accuracy
+        return result.loss
+
+    def _lazy(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        product, dtype = self.product, weight.dtype
+        cast = product.autocast
+        head, outer = product.head, product.outer
+
+        def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            with autocast(hidden.device, cast):
+                return F.linear(hidden, weight, bias)
+
+        def gathered() -> torch.Tensor:
+            sharded: dict[str, Any] = dict(head.named_parameters(recurse=False))
+            if any(hasattr(p, "full_tensor") for p in sharded.values()):  # FSDP2 gathers around another module's call
+                full = {name: parameter.full_tensor().to(dtype) for name, parameter in sharded.items()}
+                return compute(hidden, full["weight"], full.get("bias"))
+            with autocast(hidden.device, cast):
+                logits: torch.Tensor = call_head(outer, hidden)
+            return logits
+
+        shape = (*hidden.shape[:-1], product.features)
+        check = _Unchanged(hidden, weight, bias)
+        out = cast if cast is not None else hidden.dtype
+        note = functools.partial(count, product.fallbacks, "outputs.logits was read")
+        return defer(Computation(shape, out, hidden.device, compute, (hidden, weight, bias), gathered, check, note))
 
 
 def rows(x: torch.Tensor, views: tuple[tuple[Any, ...], ...]) -> torch.Tensor:
@@ -309,11 +399,21 @@ class DeferredLogits:
         """The real logits, computed once; ``reason``, if there is one, is counted in the model's report."""
         if self._real is None:
             real = self._product.compute(reason)
-            with self._product.modes():
-                for name, args in self._trail:
-                    real = getattr(real, name)(*args)
-            self._real = real
+            with torch.set_grad_enabled(self._product.grad):
+                self._real = _replayed(self._trail, real)
         return self._real
+
+    def released(self) -> torch.Tensor:
+        """The tensor that leaves the forward; lazy where nobody has needed a value yet."""
+        if self._real is not None:
+            return self._real
+        product = self._product
+        result = product.tensor()
+        if self._trail:
+            with torch.set_grad_enabled(product.grad):
+                replay = functools.partial(_replayed, self._trail)
+                result = defer(Computation(self._shape, self._dtype, self.device, replay, (result,)))
+        return result
 
     def cross_entropy(self, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
         """The fused loss, or None where these logits or arguments are not what the kernels compute."""
@@ -326,21 +426,30 @@ class DeferredLogits:
             return None
         options["class_weight"] = options.pop("weight")
         options.update(logit_scale=self._scale, softcap=self._cap, extras=product.extras)
+        if product.logits is not None and type(product.logits) is not torch.Tensor:
+            return None  # sharded: upstream's own loss knows what to do with it
         if product.packing is not None:
             target = product.packing.weigh(
                 product.hidden, lambda x: rows(x[..., None], self._views)[..., 0], target, options
             )
-        request = Request(self._views, self._vocabulary, target, options, product.memory)
-        if product.logits is not None:
-            loss = request.loss_of_logits(product.logits)
-        else:
+        # A compiled program knows no tensor without a value.
+        lazy = product.lazy is None and not torch.compiler.is_compiling()
+        request = Request(product, target, self._views, self._vocabulary, options, lazy)
+        loss = None
+        if product.logits is None:
             dtype = product.autocast if product.autocast is not None else product.hidden.dtype
             reason = balanced_because(dtype, options["label_smoothing"], product.memory)
             if reason is not None:
                 count(product.fallbacks, f"memory={product.memory!r} does not go with {reason}: 'balanced' ran")
-            loss = product.head.fused_loss(product.hidden, request)  # type: ignore[operator]
-        if product.extras:
-            loss, product.token_accuracy = loss.loss, loss.token_accuracy
+            loss = product.ask(request)
+            if loss is None:
+                count(product.fallbacks, "the head's weight is sharded in its own call")
+                if type(product.logits) is not torch.Tensor:
+                    return None
+        if loss is None:
+            logits: Any = product.logits
+            loss = request.loss_of_logits(logits)
+            product.token_accuracy = request.token_accuracy
         return loss.to(self._dtype)  # PyTorch's loss has the dtype of its logits
 
     @classmethod
@@ -364,6 +473,12 @@ class DeferredLogits:
         if name.startswith("__") or name in ("_real", "_product"):  # protocols that a tensor offers differently
             raise AttributeError(name)
         return getattr(self.materialize(f"Tensor.{name}"), name)
+
+
+def _replayed(trail: tuple[tuple[str, tuple[Any, ...]], ...], real: torch.Tensor) -> torch.Tensor:
+    for name, args in trail:
+        real = getattr(real, name)(*args)
+    return real
 
 
 def _materialized(arguments: Any, reason: str) -> Any:

@@ -1,31 +1,24 @@
-"""The LM head and the model around it: who answers with deferred logits, when, and what leaves the forward."""
+"""The LM head of a patched model: when it answers with deferred logits, and what its own call computes."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, is_dataclass, make_dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from liger_kernels.patching.deferred import DeferredLogits, Product, Request, count
-from liger_kernels.patching.packing import captured, plain_count
-from liger_kernels.patching.swap import Recipe, recipe_of
-
-IGNORE = -100  # upstream's own, which its loss function does not ask the model for
-# Hooks of these packages gather, shard and move weights around a module's call and pass its output through. They want
-# to surround the fused loss. Any other forward hook on a head is somebody's who expects logits.
-_INFRASTRUCTURE = ("torch.distributed.", "deepspeed.", "accelerate.")
+from liger_kernels.patching.probe import INFRASTRUCTURE, module_of
+from liger_kernels.patching.running import running
+from liger_kernels.patching.swap import RAN, Recipe, recipe_of
 
 
 @dataclass(frozen=True)
 class HeadRecipe(Recipe):
-    """An LM head that, armed, answers with deferred logits.
+    """An LM head that answers with deferred logits while the forward of its model runs with labels.
 
     With ``fused`` the product itself waits (a plain linear layer); without, the head computes its logits at once and
     only the cross entropy over them is ours (an adapter, a quantised layer, or by the user's choice). ``memory`` is the
@@ -47,193 +40,142 @@ class HeadRecipe(Recipe):
         fused, memory = self.fused, self.memory
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            fallbacks = self._liger_kernels_armed
-            if fallbacks is None or self._liger_kernels_request is not None or len(args) != 1 or kwargs:
+            state = running.forward
+            if state is None or running.request is not None or len(args) != 1 or kwargs:
                 return base.__call__(self, *args, **kwargs)
+            if not any(head is self for head in state.heads):
+                return base.__call__(self, *args)
             hidden = args[0]
-            obstacle = _obstacle(self) if fused else None
-            if fused and obstacle is None:
-                extras = self._liger_kernels_extras
-                product = Product(hidden, self, self.out_features, fallbacks, extras=extras, memory=memory)
-                dtype = product.autocast if product.autocast is not None else hidden.dtype
-            else:
-                logits = base.__call__(self, hidden)
-                if obstacle is not None:
-                    count(fallbacks, obstacle)
-                product = Product(hidden, self, logits.shape[-1], fallbacks, logits, self._liger_kernels_extras)
-                dtype = logits.dtype
-            product.packing = self._liger_kernels_packing
-            return DeferredLogits(product, (*hidden.shape[:-1], product.features), dtype)
+            outer = _entrance(state.outer, self)
+            product = Product(hidden, self, outer, 0, state.fallbacks, extras=state.extras, memory=memory)
+            product.packing = state.packing
+            reason = obstacle(self, outer) if fused else None
+            if fused and reason is None:
+                product.features = self.out_features
+                shape = (*hidden.shape[:-1], product.features)
+                return DeferredLogits(product, shape, product.autocast or hidden.dtype)
+            logits = base.__call__(self, hidden)
+            if reason is not None:
+                count(state.fallbacks, reason)
+            if type(logits) is not torch.Tensor:
+                return logits
+            if not fused and not torch.compiler.is_compiling():
+                self.__dict__[RAN] = True
+            product.logits = logits
+            return DeferredLogits(product, tuple(logits.shape), logits.dtype)
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            request: Request | None = self._liger_kernels_request
+            request: Request | None = running.request
             if request is None:
                 return base.forward(self, *args, **kwargs)
-            return request.loss(args[0], self.weight, self.bias)
+            weight, bias = self.weight, self.bias  # once: a parametrisation computes them at each read
+            if type(weight) not in (nn.Parameter, torch.Tensor):
+                return base.forward(self, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                self.__dict__[RAN] = True
+            return request.answer(args[0], weight, bias)
 
-        def fused_loss(self: Any, hidden: torch.Tensor, request: Request) -> torch.Tensor:
-            """The loss, by the head's own call, so that whatever gathers its weights does so around the kernel."""
-            self._liger_kernels_request = request
-            try:
-                return base.__call__(self, hidden)
-            finally:
-                self._liger_kernels_request = None
-
-        def real_logits(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-            """The logits, by the head's own call, armed or not."""
-            armed = self._liger_kernels_armed
-            self._liger_kernels_armed = None
-            try:
-                return base.__call__(self, hidden)
-            finally:
-                self._liger_kernels_armed = armed
-
-        return {
-            "_liger_kernels_armed": None,
-            "_liger_kernels_extras": (),
-            "_liger_kernels_request": None,
-            "_liger_kernels_packing": None,
-            "__call__": call,
-            "forward": forward,
-            "fused_loss": fused_loss,
-            "real_logits": real_logits,
-        }
+        return {"__call__": call, "forward": forward}
 
 
-def _obstacle(head: Any) -> str | None:
+def _entrance(outer: nn.Module, head: Any) -> nn.Module:
+    """What is called for the fused loss: the outermost of the modules around ``head`` that do nothing but gather its
+    weights or choose it. One that changes the logits (LoRA) gets them from ``head`` itself."""
+    if outer is head:
+        return head
+    path = next((name for name, module in outer.named_modules() if module is head), "")
+    chain = [outer]
+    for name in path.split(".")[:-1]:
+        chain.append(chain[-1]._modules[name])  # type: ignore[arg-type]
+    entrance = head
+    for module in reversed(chain):
+        package = type(module).__module__
+        chooses = package.startswith("peft.") and linears_to_choose_from(module)
+        if not (chooses or package.startswith(INFRASTRUCTURE) or isinstance(module, _CONTAINERS)):
+            break
+        if not isinstance(module, _CONTAINERS):
+            entrance = module
+    return entrance
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def obstacle(head: Any, outer: nn.Module) -> str | None:
     """Why the head has to compute its logits itself right now."""
     if "forward" in head.__dict__:
-        return "the head's forward was replaced on the instance (by a device map?): patch the model before"
-    for hook in head._forward_hooks.values():
-        owner = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-        if not owner.startswith(_INFRASTRUCTURE):
+        if hasattr(head, "_hf_hook"):
+            return "accelerate moves the head's weight around its forward (a device map, or offload)"
+        owner = getattr(head.forward, "__module__", None)
+        return f"the head's forward was replaced on the instance by {owner or 'somebody'}"
+    for module in (head,) if outer is head else outer.modules():
+        if _is_watched(module):
             return "a forward hook on the head expects logits"
-    if type(head.weight) not in (nn.Parameter, torch.Tensor) and not head._forward_pre_hooks:
-        return f"the head's weight is a {type(head.weight).__name__}"  # sharded, and nothing gathers it
-    return None
+    if any(not _passes_on(hook) for hooks in _GLOBAL_HOOKS for hook in hooks.values()):
+        return "a hook of all modules expects logits"
+    return sharding(head)
 
 
-@dataclass(frozen=True)
-class ModelRecipe(Recipe):
-    """A model that arms its head while its own forward runs in training with labels.
+def sharding(linear: nn.Module) -> str | None:
+    """Why the weight of ``linear`` is not one tensor, not even in its own call."""
+    weight = linear._parameters.get("weight")
+    if weight is None or type(weight) in (nn.Parameter, torch.Tensor) or is_fsdp2(type(linear)):
+        return None
+    if type(weight).__name__ == "DTensor":
+        return "the head's weight is a DTensor: a tensor parallel plan splits it, and the head computes its logits"
+    return f"the head's weight is a {type(weight).__name__}, not a plain tensor"
 
-    Its forward understands what trl passes to a model that it knows to be patched: ``return_token_accuracy`` (then the
-    output has ``token_accuracy``, from the pass of the loss), ``skip_logits`` (with labels: in evaluation, too, logits
-    are computed only when they are read) and ``use_token_scaling`` (only False). Upstream's forward never sees them.
 
-    With a ``loss_reduction`` other than "token" the rows of the loss are weighted, in evaluation too, and whatever
-    would leave them unweighted raises.
+_GLOBAL_HOOKS = (
+    torch_module._global_forward_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody expects the logits that ``module`` returns, or their gradient."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return any(not _passes_on(hook) for hook in module._forward_hooks.values())
+
+
+def _passes_on(hook: Any) -> bool:
+    """Whether ``hook`` gathers, shards or moves weights around a call, and passes its output on: it shall surround the
+    fused loss. Any other hook on what a head returns is somebody's who expects logits."""
+    return module_of(hook).startswith(INFRASTRUCTURE)
+
+
+def in_transform() -> bool:
+    """Whether a transform of ``torch.func`` runs, which wants operations of torch."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_fsdp2(cls: type) -> bool:
+    """Whether ``fully_shard`` made ``cls``: its weights are sharded outside of the module's call, and whole inside."""
+    return any(c.__name__ == "FSDPModule" and c.__module__.startswith("torch.distributed.") for c in cls.__mro__)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is torch's own linear layer, sharded by ``fully_shard`` or not."""
+    return type(module) is nn.Linear or (is_fsdp2(type(module)) and nn.Linear in type(module).__bases__)
+
+
+def linears_to_choose_from(head: nn.Module) -> list[nn.Module]:
+    """The head itself, or the full-size linear layers of a wrapper that has no other parameters (modules_to_save).
+
+    A wrapper with parameters of its own (LoRA) changes the logits and is not opened.
     """
+    if _is_linear(head):
+        return [head]
+    linears = [module for module in head.modules() if _is_linear(module)]
+    own = {id(p) for p in head.parameters()} - {id(p) for linear in linears for p in linear.parameters()}
+    sizes = {(linear.in_features, linear.out_features) for linear in linears}
+    return linears if not own and len(sizes) == 1 else []
 
-    loss_reduction: str = "token"
 
-    def namespace(self, base: Any) -> dict[str, Any]:
-        return self._plain(base) if self.loss_reduction == "token" else self._weighted(base)
-
-    def _plain(self, base: Any) -> dict[str, Any]:
-        from transformers.loss.loss_utils import ForCausalLMLoss
-
-        def upstream(self: Any, *args: Any, **kwargs: Any) -> Any:  # looked up late: another patch may replace it
-            return base.forward(self, *args, **kwargs)
-
-        released = torch.compiler.disable(_released)  # a compiled forward ends where its output changes class
-        names = list(inspect.signature(base.forward).parameters)
-        position = names.index("labels") - 1 if "labels" in names else None  # without self
-
-        @functools.wraps(base.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            skip_logits = kwargs.pop("skip_logits", False)
-            accuracy = kwargs.pop("return_token_accuracy", False)
-            if kwargs.pop("use_token_scaling", False):
-                raise NotImplementedError(
-                    "use_token_scaling=True (trl's loss_type='dft') scales each token's loss by its probability, which "
-                    "the fused loss does not do: set use_liger_kernel=False and patch the model with "
-                    "liger_kernels.patch(model), so that trl computes this loss from the logits"
-                )
-            labels = kwargs.get("labels")
-            if labels is None and position is not None and len(args) > position:
-                labels = args[position]
-            if labels is None or not (self.training or skip_logits or accuracy):
-                return upstream(self, *args, **kwargs)
-            if self.loss_function is not ForCausalLMLoss:  # a user's own, or one of another kind: it gets real logits
-                name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
-                count(self._liger_kernels.fallbacks, f"the loss function is {name}, not ForCausalLMLoss")
-                output = upstream(self, *args, **kwargs)
-                return released(output, labels, kwargs.get("shift_labels")) if accuracy else output
-            heads = patched_heads(self.get_output_embeddings())
-            for head in heads:
-                head._liger_kernels_armed = self._liger_kernels.fallbacks
-                head._liger_kernels_request = None  # in a compiled program's guards, not the same as the class's
-                if accuracy:
-                    head._liger_kernels_extras = ("token_accuracy",)
-            try:
-                output = upstream(self, *args, **kwargs)
-            finally:
-                for head in heads:
-                    head._liger_kernels_armed = None
-                    if accuracy:
-                        head._liger_kernels_extras = ()
-            # Not inside the try, where no graph can end: Dynamo would then compile nothing of this function itself.
-            return released(output, labels, kwargs.get("shift_labels")) if accuracy else released(output)
-
-        return {"forward": forward}
-
-    def _weighted(self, base: Any) -> dict[str, Any]:
-        from transformers.loss.loss_utils import ForCausalLMLoss
-
-        mode = self.loss_reduction
-        plain: Callable[..., Any] = self._plain(base)["forward"]
-        names = list(inspect.signature(base.forward).parameters)[1:]  # without self
-
-        @functools.wraps(base.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-            if arguments.get("labels") is None:
-                return plain(self, *args, **kwargs)
-            if self.loss_function is not ForCausalLMLoss:
-                name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
-                raise ValueError(
-                    f"the loss function is {name}; loss_reduction={mode!r} weighs the rows of transformers' "
-                    "ForCausalLMLoss only: unpatch the model, or patch it with loss_reduction='token'"
-                )
-            if "num_items_in_batch" in kwargs:
-                kwargs["num_items_in_batch"] = plain_count(kwargs["num_items_in_batch"], mode)
-            packing = captured(arguments, mode)
-            computes = not (self.training or kwargs.get("skip_logits"))
-            heads = patched_heads(self.get_output_embeddings())
-            for head in heads:
-                head._liger_kernels_packing = packing
-            try:
-                # In evaluation, too, the loss is computed before the logits: only there its rows can be weighted.
-                output = plain(self, *args, **{**kwargs, "skip_logits": True})
-            finally:
-                for head in heads:
-                    head._liger_kernels_packing = None
-            if not packing.applied:
-                raise RuntimeError(
-                    f"loss_reduction={mode!r}: this forward's loss was computed from logits that had been computed "
-                    "before, where its rows cannot be weighted; real logits have been computed because of "
-                    f"{dict(self._liger_kernels.fallbacks)}"
-                )
-            self.__dict__["_liger_kernels_weighted"] = True
-            return _computed(output) if computes else output
-
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            """``base.__call__``, and the check that it came by the forward above where it computed a loss."""
-            if kwargs.get("labels") is None:
-                return base.__call__(self, *args, **kwargs)
-            self.__dict__["_liger_kernels_weighted"] = False
-            output = base.__call__(self, *args, **kwargs)
-            if not self.__dict__.pop("_liger_kernels_weighted"):
-                raise RuntimeError(
-                    f"loss_reduction={mode!r}: the model's forward was replaced on the instance after it was patched "
-                    "(as trl's SFTTrainer does), and the loss was not computed by the model's own. With a trainer, use "
-                    "`class PackedTrainer(liger_kernels.PackingLossMixin, SFTTrainer)`, and SFTConfig(loss_type='nll') "
-                    "where trl's default is another"
-                )
-            return output
-
-        return {"forward": forward, "__call__": call}
+def _is_linear(module: nn.Module) -> bool:
+    return is_plain_linear(module) or isinstance(recipe_of(module), HeadRecipe)
 
 
 def patched_heads(head: Any) -> list[Any]:
@@ -242,107 +184,3 @@ def patched_heads(head: Any) -> list[Any]:
         return [head]
     modules: Iterator[nn.Module] = head.modules() if isinstance(head, nn.Module) else iter(())
     return [module for module in modules if isinstance(recipe_of(module), HeadRecipe)]
-
-
-def _released(output: Any, labels: torch.Tensor | None = None, shift_labels: torch.Tensor | None = None) -> Any:
-    """What leaves the forward: an output whose logits are computed when they are read; a tuple has real ones.
-
-    With ``labels`` it has the token accuracy, too; a tuple has it at the end.
-    """
-    if isinstance(output, tuple):
-        real = tuple(_resolve(value, "a tuple output") for value in output)
-        return real if labels is None else (*real, _token_accuracy(output, output[1], labels, shift_labels))
-    if isinstance(output, OrderedDict) and is_dataclass(output):
-        names = tuple(name for name, value in output.items() if isinstance(value, DeferredLogits))
-        accuracy = None if labels is None else _token_accuracy(output.values(), output["logits"], labels, shift_labels)
-        if names or accuracy is not None:
-            output.__class__ = lazy_output(type(output), names, accuracy is not None)
-        if accuracy is not None:
-            output["token_accuracy"] = accuracy
-    return output
-
-
-def _token_accuracy(
-    values: Iterable[Any], logits: Any, labels: torch.Tensor, shift_labels: torch.Tensor | None
-) -> torch.Tensor:
-    """The share of targets that have the largest logit: from the pass of the loss, else from the logits themselves."""
-    for value in values:
-        if isinstance(value, DeferredLogits) and value.token_accuracy is not None:
-            return value.token_accuracy
-    with torch.no_grad():
-        targets = F.pad(labels, (0, 1), value=IGNORE)[..., 1:] if shift_labels is None else shift_labels
-        targets = targets.to(logits.device)
-        counted = targets != IGNORE
-        return ((logits.argmax(-1) == targets) & counted).sum() / counted.sum().clamp(min=1)
-
-
-def _computed(output: Any) -> Any:
-    """An output whose logits are computed, without a note of it: nothing was to be saved."""
-    if isinstance(output, OrderedDict):
-        for name, value in list(OrderedDict.items(output)):
-            output[name] = value.materialize(None) if isinstance(value, DeferredLogits) else value
-    return output
-
-
-def _resolve(value: Any, reason: str) -> Any:
-    return value.materialize(reason) if isinstance(value, DeferredLogits) else value
-
-
-@functools.cache
-def lazy_output(base: Any, names: tuple[str, ...], accuracy: bool = False) -> type:
-    """The subclass of the output class ``base`` whose entries ``names`` may be deferred logits, and which has another
-    entry ``token_accuracy`` where ``accuracy`` says so.
-
-    Reading such an entry by attribute, key or position computes it and stores it. Whoever walks over the values (DDP,
-    accelerate, pytree, pickle) finds an opaque object there, which is neither a tensor nor a container.
-    """
-
-    def read(self: Any, name: str) -> Any:
-        value = self.__dict__.get(name)
-        if isinstance(value, DeferredLogits) and not self.__dict__.get("_liger_kernels_filling"):
-            value = value.materialize(f"outputs.{name} was read")
-            self[name] = value
-        return value
-
-    def lazy_field(name: str) -> property:
-        def write(self: Any, value: Any) -> None:
-            self.__dict__[name] = value
-
-        return property(lambda self: read(self, name), write)
-
-    parent: Any = make_dataclass(base.__name__, [("token_accuracy", Any, None)], bases=(base,)) if accuracy else base
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.__dict__["_liger_kernels_filling"] = True  # upstream's checks read every field
-        try:
-            parent.__init__(self, *args, **kwargs)
-        finally:
-            del self.__dict__["_liger_kernels_filling"]
-
-    def getitem(self: Any, key: Any) -> Any:
-        if isinstance(key, str):
-            return read(self, key) if key in names else base.__getitem__(self, key)
-        keys = tuple(self.keys())[key]
-        return self[keys] if isinstance(keys, str) else tuple(self[k] for k in keys)
-
-    def get(self: Any, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401  (this is what get means here)
-
-    def reduce(self: Any) -> Any:
-        return _load_output, (base, names, accuracy, dict(OrderedDict.items(self)))
-
-    namespace = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "__init__": init,
-        "__getitem__": getitem,
-        "get": get,
-        "__reduce__": reduce,
-        **{name: lazy_field(name) for name in names},
-    }
-    return type(base.__name__, (parent,), namespace)
-
-
-def _load_output(base: type, names: tuple[str, ...], accuracy: bool, items: dict[str, Any]) -> Any:
-    return lazy_output(base, names, accuracy)(**items)

@@ -104,7 +104,7 @@ def _shape_and_settings(module: nn.Module) -> tuple[Any, ...]:
 def _with_origin(reason: str, cls: type) -> str:
     """``reason``, and which package the forward is of, where another than the one that defines the class."""
     definer = next((c for c in cls.__mro__ if "forward" in vars(c)), cls)
-    package = _root(module_of(vars(definer).get("forward")))
+    package = package_of(vars(definer).get("forward"))
     return reason if package in ("", _root(definer.__module__)) else f"its forward is {package}'s: {reason}"
 
 
@@ -143,6 +143,11 @@ def own_forward(module: nn.Module) -> str:
     if hasattr(own, "_torchdynamo_orig_callable"):
         return "its forward was compiled on the instance: patch the model before torch.compile"
     return f"{_root(origin) or 'somebody'} replaced its forward on the instance: patch the model before that"
+
+
+def package_of(function: Any) -> str:
+    """The package that ``function`` comes from."""
+    return _root(module_of(function))
 
 
 def _root(module: str) -> str:

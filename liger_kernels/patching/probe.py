@@ -25,7 +25,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 # FakeTensorMode, FlopCounterMode and their like; the name is private.
 _without_dispatch_modes = getattr(torch.utils._python_dispatch, "_disable_current_modes", contextlib.nullcontext)
 # Hooks of these packages gather and move weights. A module without weights needs none of them.
-_INFRASTRUCTURE = ("torch.distributed.", "deepspeed.", "accelerate.")
+INFRASTRUCTURE = ("torch.distributed.", "deepspeed.", "accelerate.")
 # The hooks of every module, which torch keeps under private names. A version without one of them has no such hooks.
 _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
     getattr(torch.nn.modules.module, f"_global{name}", {}) for name in _HOOKS
@@ -123,7 +123,7 @@ def is_watched(module: nn.Module) -> bool:
     if not has_hooks(module):
         return False
     hooks = (hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values())
-    return "forward" in module.__dict__ or not all(module_of(hook).startswith(_INFRASTRUCTURE) for hook in hooks)
+    return "forward" in module.__dict__ or not all(module_of(hook).startswith(INFRASTRUCTURE) for hook in hooks)
 
 
 def module_of(function: Any) -> str:

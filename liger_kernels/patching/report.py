@@ -23,6 +23,7 @@ class Left:
     path: str
     what: str
     reason: str
+    since: bool = False  # whether it came about after patch()
 
 
 @dataclass

@@ -63,6 +63,7 @@ def patched_class(base: Any, recipe: Any) -> Any:
         "__doc__": base.__doc__,
         "__reduce_ex__": reduce_ex,
         "_liger_kernels_recipe": recipe,
+        "_liger_kernels_base": base,
         **recipe.namespace(base),
     }
     forward = namespace.get("forward")
@@ -77,10 +78,11 @@ def replace(path: str, module: nn.Module, recipe: Recipe, report: PatchReport, u
     """Let ``module`` follow ``recipe``. If its class does not allow that, ``report`` says that it is left."""
     base: Any = type(module)
     try:
-        module.__class__ = patched_class(base, recipe)
+        module.__class__ = cls = patched_class(base, recipe)
     except Exception as error:  # a class may refuse to be subclassed in any way
         report.left.append(Left(path, base.__name__, f"its class cannot be subclassed ({describe(error)})"))
         return False
+    cls._liger_kernels_base_forward = base.forward  # whoever replaces it after this is seen
     undo.append((module, base))
     module.__dict__[REPORT] = report
     return True
@@ -97,7 +99,7 @@ def restore(undo: Undo) -> None:
 def base_of(module: nn.Module) -> type | None:
     """The class that a patched ``module`` had before; None where it has been given yet another class since."""
     cls = type(module)
-    return cls.__mro__[1] if "_liger_kernels_recipe" in vars(cls) else None
+    return vars(cls).get("_liger_kernels_base")
 
 
 def recipe_of(obj: object) -> Recipe | None:

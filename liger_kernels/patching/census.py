@@ -1,0 +1,53 @@
+"""What a patched model is now. Wrappers copy modules, swap them and move them, and other packages patch models, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from liger_kernels.patching.head import HeadRecipe, patched_heads, sharding
+from liger_kernels.patching.model import ModelRecipe
+from liger_kernels.patching.modules import has_own_forward, never_ran, package_of
+from liger_kernels.patching.report import Left, PatchReport, Replacement
+from liger_kernels.patching.swap import recipe_of
+
+
+def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
+    """``report``, with what is replaced in ``model`` now and what has changed since :func:`liger_kernels.patch`."""
+    replaced, since = [], []
+    for path, module in model.named_modules():
+        recipe = recipe_of(module)
+        if recipe is None:
+            continue
+        reason = _changed(module, recipe)
+        if reason is not None:
+            since.append(Left(path, type(module).__name__, reason, since=True))
+        elif not isinstance(recipe, ModelRecipe):
+            replaced.append(Replacement(path, recipe.kernel, type(module).__name__, recipe.detail))
+    report.replaced = replaced
+    report.left = [left for left in report.left if not left.since] + since
+    report.never_ran = never_ran(model, report)
+    return report
+
+
+def _runs_ours(module: Any) -> bool:
+    """Whether accelerate's hook, which replaces a forward on the instance, calls the one of the patched class."""
+    return getattr(module.__dict__.get("_old_forward"), "__func__", None) is type(module).forward
+
+
+def _changed(module: Any, recipe: Any) -> str | None:
+    """Why the kernel of ``module`` does not run there any more, or is not what its class asks for now."""
+    if has_own_forward(module) and not _runs_ours(module):
+        who = package_of(module.__dict__["forward"])
+        return f"{who or 'somebody'} replaced its forward on the instance after patch(), and this package's is hidden"
+    cls: Any = next(c for c in type(module).__mro__ if "_liger_kernels_base" in vars(c))  # FSDP2 puts one before it
+    base = cls._liger_kernels_base
+    if cls._liger_kernels_base_forward is not base.forward:
+        return (
+            f"{package_of(base.forward)} replaced the forward of its class after patch(), and this package's runs "
+            "instead: unpatch(model) to run the other"
+        )
+    if isinstance(recipe, ModelRecipe) and not patched_heads(module.get_output_embeddings()):
+        return "its LM head was replaced after patch(), and computes logits: call patch(model) again"
+    return sharding(module) if isinstance(recipe, HeadRecipe) and recipe.fused else None

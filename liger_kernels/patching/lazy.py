@@ -1,0 +1,316 @@
+"""Tensors that have not been computed yet, and outputs of a model that hold them.
+
+What leaves the forward of a patched model in place of its logits is a :class:`LazyTensor`. To autograd it is an
+ordinary tensor: whoever walks over an output (DDP's sink, FSDP, deepspeed, accelerate, pytree) registers hooks on it,
+detaches, clones or casts it, and nothing is computed. Its value is computed when an operation needs it, or when a user
+reads the entry of the output, and its gradient then goes through everything that was registered on the way.
+
+The two readers cannot be told apart by what they call: both read ``outputs.logits``. They are told apart by the module
+that the calling code belongs to. A wrong guess costs memory, or computes later; it never changes a number.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import make_dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+# Modules whose code passes an output on without using its values.
+_WALKERS = ("torch.distributed.", "torch.nn.parallel.distributed", "torch.utils._pytree", "deepspeed.", "accelerate.")
+
+
+def _is_walker(depth: int) -> bool:
+    """Whether the code ``depth`` frames above the caller of this function only walks over outputs."""
+    module = sys._getframe(depth + 1).f_globals.get("__name__", "")
+    return module.startswith(_WALKERS) or module == "dataclasses"
+
+
+class Computation:
+    """How the value of a :class:`LazyTensor` comes from its inputs.
+
+    Args:
+        shape, dtype, device: of the value.
+        compute: a function of tensors, differentiable by autograd.
+        inputs: its arguments; a lazy tensor among them is computed first.
+        gathered: called instead of ``compute`` where an input's memory has been freed (sharded weights); returns the
+            value without gradient.
+        check: raises where the value would no longer be that of the forward.
+        note: called before the value is computed.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        compute: Callable[..., torch.Tensor],
+        inputs: tuple[torch.Tensor | None, ...],
+        gathered: Callable[[], torch.Tensor] | None = None,
+        check: Callable[[bool], None] | None = None,
+        note: Callable[[], None] | None = None,
+    ) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.compute, self.inputs, self.gathered, self.check, self.note = compute, inputs, gathered, check, note
+        self.differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        self._result: tuple[torch.Tensor, list[torch.Tensor | None]] | None = None  # with its graph, and its leaves
+        self._value: torch.Tensor | None = None
+
+    def value(self, differentiable: bool = True) -> torch.Tensor:
+        """The value, detached; computed once. Below autograd nothing is ``differentiable``."""
+        if self._result is not None:
+            return self._result[0].detach()
+        if self._value is None:
+            here = all(x is None or isinstance(x, LazyTensor) or _is_here(x) for x in self.inputs)
+            if self.check is not None:
+                self.check(here)
+            if self.note is not None:
+                self.note()
+            if here and differentiable:
+                return self._run()[0].detach()
+            with torch.no_grad():
+                gathers = self.gathered is not None and not here
+                self._value = self.gathered() if gathers else self.compute(*self._leaves(False))  # type: ignore[misc]
+        return self._value.detach()
+
+    def _leaves(self, differentiable: bool) -> list[torch.Tensor | None]:
+        return [None if x is None else _leaf(x, differentiable) for x in self.inputs]
+
+    def _run(self) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        if self._result is None:
+            with torch.set_grad_enabled(self.differentiable):
+                leaves = self._leaves(self.differentiable)
+                self._result = self.compute(*leaves), leaves
+        return self._result
+
+    def gradients(self, grad: torch.Tensor) -> list[torch.Tensor | None]:
+        """The gradients of ``inputs`` for that of the value."""
+        if torch.is_grad_enabled():  # a second derivative: once more, connected to the inputs themselves
+            inputs = [_real_of(x) if isinstance(x, LazyTensor) else x for x in self.inputs]
+            out, graph = self.compute(*inputs), {"create_graph": True}
+        else:
+            out, inputs = self._run()
+            keep = torch._C._autograd._get_current_graph_task_keep_graph()
+            graph = {"retain_graph": keep}
+            if not keep:
+                self._result, self._value = None, out.detach()
+        wanted = [x for x in inputs if x is not None and x.requires_grad]
+        found = iter(torch.autograd.grad(out, wanted, grad, **graph))
+        return [next(found) if x is not None and x.requires_grad else None for x in inputs]
+
+
+def _leaf(x: torch.Tensor, differentiable: bool) -> torch.Tensor:
+    value = x._computation.value(differentiable) if isinstance(x, LazyTensor) else x.detach()
+    return value.requires_grad_(x.requires_grad) if differentiable else value
+
+
+def _is_here(x: torch.Tensor) -> bool:
+    """Whether the memory of ``x`` is there: FSDP and ZeRO-3 free that of gathered weights."""
+    if x.device.type == "meta" or type(x) not in (torch.Tensor, torch.nn.Parameter):
+        return True
+    return x.untyped_storage().size() > 0 and x.numel() > 0
+
+
+class _Deferred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, computation: Computation, *inputs: Any) -> Any:
+        ctx.computation = computation
+        return LazyTensor._new(computation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, *ctx.computation.gradients(grad)
+
+
+class _Computed(torch.autograd.Function):
+    """The value of a lazy tensor, with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: Any) -> Any:
+        return lazy._computation.value()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad
+
+
+def defer(computation: Computation) -> Any:
+    """A lazy tensor for the value of ``computation``, connected to its inputs."""
+    return _Deferred.apply(computation, *computation.inputs)
+
+
+def _step(lazy: Any, compute: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> Any:
+    return defer(Computation(tuple(lazy.shape), dtype, lazy.device, compute, (lazy,)))
+
+
+def _real_of(lazy: Any) -> torch.Tensor:
+    return _Computed.apply(lazy)
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor whose value is computed when an operation needs it; see the module's docstring."""
+
+    _computation: Computation
+    _real: torch.Tensor | None = None
+
+    @staticmethod
+    def _new(computation: Computation) -> LazyTensor:
+        c = computation
+        new: Any = torch.Tensor._make_wrapper_subclass(LazyTensor, c.shape, dtype=c.dtype, device=c.device)
+        new._computation = computation
+        return new
+
+    def computed(self) -> torch.Tensor:
+        """The ordinary tensor that this one stands for, computed once."""
+        if self._real is None:
+            with torch.set_grad_enabled(self.requires_grad or torch.is_grad_enabled()):
+                self._real = _real_of(self)
+        return self._real
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.computed())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.computed().detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.computed().__deepcopy__(memo)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _OF_THE_FORM:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        if function in _PASSED_ON and isinstance(args[0], LazyTensor) and (function is _T.view_as or _is_walker(1)):
+            passed = _PASSED_ON[function](*args, **kwargs)
+            if passed is not None:
+                return passed
+        return function(*_real_arguments(args), **_real_arguments(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What comes here comes from C++, below autograd: a function that returns its own input, or the like."""
+        if (
+            function in _SAME
+            and isinstance(args[0], LazyTensor)
+            and all([*size] == [*args[0].shape] for size in args[1:])
+        ):
+            return LazyTensor._new(args[0]._computation)
+
+        def value(x: Any) -> Any:
+            return x._computation.value(differentiable=False) if isinstance(x, LazyTensor) else x
+
+        return function(*tree_map(value, args), **tree_map(value, kwargs or {}))
+
+
+def _real_arguments(arguments: Any) -> Any:
+    return tree_map(lambda x: x.computed() if isinstance(x, LazyTensor) else x, arguments)
+
+
+def _cast(lazy: Any, *args: Any, **kwargs: Any) -> Any:
+    """``lazy.to(dtype)``; None where it is asked for anything else."""
+    dtype = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if not args and len(kwargs) == 1 else None
+    if not isinstance(dtype, torch.dtype):
+        return None
+    return lazy if dtype == lazy.dtype else _step(lazy, lambda x: x.to(dtype), dtype)
+
+
+def _detached(lazy: Any) -> Any:
+    return LazyTensor._new(lazy._computation)
+
+
+def _viewed(lazy: Any, other: Any) -> Any:
+    """What autograd asks for where a function returns its own input."""
+    return _step(lazy, lambda x: x.view_as(x), lazy.dtype) if other is lazy else None
+
+
+def _is_getter(value: Any) -> bool:
+    return isinstance(value, types.GetSetDescriptorType)
+
+
+_T = torch.Tensor
+_SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default}
+_PASSED_ON: dict[Any, Callable[..., Any]] = {
+    _T.detach: _detached,
+    _T.clone: lambda lazy: _step(lazy, torch.clone, lazy.dtype),
+    _T.view_as: _viewed,
+    _T.to: _cast,
+    _T.float: lambda lazy: _cast(lazy, torch.float32),
+    _T.half: lambda lazy: _cast(lazy, torch.float16),
+    _T.bfloat16: lambda lazy: _cast(lazy, torch.bfloat16),
+}
+# What is known of a tensor, or registered on it, without its value.
+_VALUES = ("data", "real", "imag", "T", "mT", "H", "mH")
+_OF_THE_FORM = {
+    *(value.__get__ for name, value in vars(torch._C.TensorBase).items() if _is_getter(value) and name not in _VALUES),
+    *(_T.size, _T.dim, _T.numel, _T.nelement, _T.stride, _T.is_floating_point, _T.is_complex, _T.element_size),
+    *(_T.is_contiguous, _T.get_device, _T.__len__, _T.__hash__, _T.is_inference, _T.register_hook, _T.retain_grad),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference),
+}  # fmt: skip
+
+
+@functools.cache
+def lazy_output(base: Any, names: tuple[str, ...], accuracy: bool = False) -> type:
+    """The subclass of the output class ``base`` whose entries ``names`` may be lazy tensors, and which has another
+    entry ``token_accuracy`` where ``accuracy`` says so.
+
+    A user who reads such an entry by attribute, key or position gets an ordinary tensor, computed at that moment:
+    an optimizer step afterwards does not change it.
+    """
+
+    def read(self: Any, name: str, depth: int) -> Any:
+        value = self.__dict__.get(name)
+        if type(value) is LazyTensor and not self.__dict__.get("_liger_kernels_filling") and not _is_walker(depth):
+            value = value.computed()
+            self[name] = value
+        return value
+
+    def lazy_field(name: str) -> property:
+        def write(self: Any, value: Any) -> None:
+            self.__dict__[name] = value
+
+        return property(lambda self: read(self, name, 2), write)
+
+    parent: Any = make_dataclass(base.__name__, [("token_accuracy", Any, None)], bases=(base,)) if accuracy else base
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["_liger_kernels_filling"] = True  # upstream's checks read every field
+        try:
+            parent.__init__(self, *args, **kwargs)
+        finally:
+            del self.__dict__["_liger_kernels_filling"]
+
+    def getitem(self: Any, key: Any) -> Any:
+        if isinstance(key, str):
+            return read(self, key, 2) if key in names else base.__getitem__(self, key)
+        keys = tuple(self.keys())[key]
+        return self[keys] if isinstance(keys, str) else tuple(self[k] for k in keys)
+
+    def get(self: Any, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401  (this is what get means here)
+
+    def reduce(self: Any) -> Any:
+        return _load_output, (base, names, accuracy, dict(OrderedDict.items(self)))
+
+    namespace = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__init__": init,
+        "__getitem__": getitem,
+        "get": get,
+        "__reduce__": reduce,
+        **{name: lazy_field(name) for name in names},
+    }
+    return type(base.__name__, (parent,), namespace)
+
+
+def _load_output(base: type, names: tuple[str, ...], accuracy: bool, items: dict[str, Any]) -> Any:
+    return lazy_output(base, names, accuracy)(**items)

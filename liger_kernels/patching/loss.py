@@ -1,0 +1,65 @@
+"""Which models get the fused loss, and which heads compute it from hidden states."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+from torch import nn
+
+from liger_kernels.patching.head import HeadRecipe, linears_to_choose_from, patched_heads, sharding
+from liger_kernels.patching.model import ModelRecipe
+from liger_kernels.patching.modules import has_own_forward, own_forward
+from liger_kernels.patching.probe import describe
+from liger_kernels.patching.report import Left, PatchReport
+from liger_kernels.patching.swap import Undo, recipe_of, replace
+
+
+def patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchReport, undo: Undo) -> None:
+    """The head of ``owner`` and ``owner`` itself, where it is a Hugging Face model that computes a loss from logits."""
+    try:
+        if not _computes_loss(owner):
+            return
+        head, inputs = owner.get_output_embeddings(), owner.get_input_embeddings()  # type: ignore[operator]
+    except Exception as error:  # a model's own code may raise whatever it likes
+        report.left.append(Left(path, type(owner).__name__, f"its LM head cannot be looked up ({describe(error)})"))
+        return
+    if not isinstance(head, nn.Module):
+        if owner.base_model is not owner:  # what has no model inside is a base model: it has no loss
+            report.left.append(Left(path, type(owner).__name__, "it has no LM head"))
+        return
+    head_path = next((p for p, m in model.named_modules() if m is head), path)
+    if isinstance(head, nn.Embedding) or head is inputs:
+        report.left.append(Left(head_path, type(head).__name__, "it is the input embedding, too: no linear head"))
+        return
+    if recipe_of(owner) is None and has_own_forward(owner):
+        report.left.append(Left(path, type(owner).__name__, own_forward(owner)))
+        return
+    fused = "linear_cross_entropy" in report.kernels
+    if not patched_heads(head):
+        recipe = HeadRecipe(fused=False)
+        reason = "it is not a plain linear layer" if fused else None
+        linears = linears_to_choose_from(head) if fused else []
+        sharded = next((why for linear in linears if (why := sharding(linear))), None)
+        if linears and sharded is None:
+            recipe, reason = HeadRecipe(fused=True, memory=report.memory), None
+        elif sharded is not None:
+            linears, reason = [], sharded
+        if reason is not None:
+            runs = "it runs itself, and the loss over its logits is fused"
+            also = f": {runs}" if "cross_entropy" in report.kernels and sharded is None else ""
+            report.left.append(Left(head_path, type(head).__name__, f"{reason}{also}"))
+        if sharded is not None or (not linears and "cross_entropy" not in report.kernels):
+            return
+        for linear in linears or [head]:
+            replace(head_path, linear, recipe, report, undo)
+    if recipe_of(owner) is None:
+        replace(path, owner, ModelRecipe(report.loss_reduction), report, undo)
+
+
+def _computes_loss(owner: nn.Module) -> bool:
+    if "transformers" not in sys.modules:
+        return False
+    from transformers import PreTrainedModel
+
+    return isinstance(owner, PreTrainedModel) and "labels" in inspect.signature(type(owner).forward).parameters

@@ -1,0 +1,43 @@
+"""What a running forward of a patched model tells its head: a state of that call, in that thread.
+
+Nothing of it is kept on a module, so threads, wrappers, copies and exceptions cannot see each other's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from liger_kernels.patching.packing import Packing
+
+
+@dataclass
+class Forward:
+    """One forward of a patched model with labels.
+
+    Attributes:
+        heads: the patched linear layers that answer with deferred logits while it runs.
+        outer: what the model calls its output embeddings: the head itself, or what wraps it (an adapter, FSDP).
+        fallbacks: of the model's report.
+        extras: what the pass of the loss computes in addition, such as "token_accuracy".
+        packing: what the rows of the loss weigh, where they do not all weigh the same.
+    """
+
+    heads: list[Any]
+    outer: nn.Module
+    fallbacks: Counter[str]
+    extras: tuple[str, ...] = ()
+    packing: Packing | None = None
+
+
+class _Running(threading.local):
+    forward: Forward | None = None
+    request: Any = None  # what the head's own call is to compute right now, in place of its logits
+    weighted: bool | None = None  # whether the rows of the model's loss have been weighted
+
+
+running = _Running()
