@@ -439,6 +439,14 @@ class NeedsItsSize(nn.RMSNorm):
         return F.rms_norm(x, (16,), self.weight, self.eps)
 
 
+def test_a_norm_that_zero_3_has_sharded_is_probed_at_its_own_size():
+    norm = NeedsItsSize()
+    norm.weight = nn.Parameter(torch.empty(0))
+    norm.weight.ds_shape = torch.Size([16])  # as deepspeed leaves it
+    report = liger_kernels.patch(nn.Sequential(norm))
+    assert report.counts() == {"rms_norm": 1}
+
+
 def test_a_sharded_weight_of_unknown_size_is_left_with_the_advice():
     norm = NeedsItsSize()
     norm.weight = nn.Parameter(torch.empty(0))

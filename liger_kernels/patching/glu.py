@@ -174,8 +174,10 @@ def other_mlp(module: nn.Module) -> str | None:
     if not sizes:  # each projection in a module of its own
         inside = (_linear_sizes(child) for child in module._modules.values() if child is not None)
         sizes = [size for of_child in inside if len(of_child) == 1 for size in of_child.values()]
+    if len(sizes) not in (2, 3):
+        return None
     alone = takes_one_tensor(type(module).forward)
-    if len(sizes) not in (2, 3) or not (alone or _is_no_attention(module)):
+    if not alone and not _is_no_attention(module):
         return None
     if any(first == second[::-1] and first[0] != first[1] for first, second in itertools.permutations(sizes, 2)):
         return (

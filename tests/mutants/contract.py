@@ -127,12 +127,12 @@ MUTANTS = (
     ),
     _edited(
         "p2_report_without_a_patch",
-        "The report lists modules whose class was never changed.",
-        _PATCH,
-        "    module.__class__ = patched_class(base, recipe)",
-        "    patched_class(base, recipe)",
+        "Every subclass is made and no module is given its own.",
+        f"{_PATCH}.swap",
+        "        module.__class__ = cls = patched_class(base, recipe)",
+        "        cls = patched_class(base, recipe)",
         source="P2",
-        dies="missing",
+        dies="not patched",
     ),
     Mutant(
         "p3_torchs_loss_stays_replaced",
