@@ -280,9 +280,9 @@ def test_what_runs_is_marked_and_nothing_is_said_before_a_forward():
     model = tiny("llama")
     report = liger_kernels.patch(model)
     assert never_ran(model, report) == []
-    model(**batch())
-    report.forwards = 1
-    assert paths(never_ran(model, report)) == set()
+    gradients(model, model(**batch()).loss)
+    assert liger_kernels.status(model).never_ran == []
+    assert liger_kernels.status(model).forwards == 1
     liger_kernels.unpatch(model)
     assert not any(RAN in module.__dict__ for module in model.modules())
 
@@ -293,8 +293,7 @@ def test_what_never_ran_is_said():
     model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *args: None)
     report = liger_kernels.patch(model)
     model(**batch())
-    report.forwards = 1
-    report.never_ran = never_ran(model, report)
+    assert liger_kernels.status(model) is report
     assert paths(report.never_ran) == {"spare", "model.layers.1.mlp"}
     assert "replaced, but never ran in 1 forward:" in str(report)
 
