@@ -124,3 +124,17 @@ def upstream_symbols(*models: nn.Module) -> dict[str, int]:
                 found[f"{name}.{symbol}.__code__"] = id(code)
     found["F.cross_entropy"] = id(F.cross_entropy)
     return found
+
+
+def unlisted(model: nn.Module, report: liger_kernels.PatchReport) -> list[tuple[str, str]]:
+    """The norms and blocks of experts, by the names of their classes, that a report neither replaces nor leaves.
+
+    What contains a listed one (a gated norm around a norm, a block around its experts) needs no entry of its own.
+    """
+    listed = {item.path for item in (*report.left, *report.replaced)}
+    return [
+        (path, type(module).__name__)
+        for path, module in model.named_modules()
+        if type(module).__name__.endswith(("Norm", "NormGated", "Norm1P", "Experts"))
+        and not any(path == other or other.startswith(f"{path}.") for other in listed)
+    ]

@@ -17,7 +17,7 @@ import liger_kernels
 from liger_kernels.patching.modules import never_ran
 from liger_kernels.patching.swap import RAN
 from tests import zoo
-from tests.patching_checks import DEVICE, batch, gradients, tiny
+from tests.patching_checks import DEVICE, batch, gradients, tiny, unlisted
 
 # A sample of families and what of each is in no other table: (class, why it is left).
 LEFT = {
@@ -42,7 +42,7 @@ LEFT = {
     ("llama", "LlamaForCausalLM"): {},
     ("mamba", "MambaForCausalLM"): {},
 }
-NORMAL = ("Conv", "Embedding", "Dropout", "Linear", "Activation", "SiLU", "GELU", "Router", "RotaryEmbedding")
+HARMLESS = ("Conv", "Embedding", "Dropout", "Linear", "Activation", "SiLU", "GELU", "Router", "RotaryEmbedding")
 
 
 @functools.cache
@@ -66,12 +66,13 @@ def test_all_that_is_left_is_listed(module, name):
     for what, pattern in expected.items():
         for reason in reasons[what]:
             assert re.search(pattern, reason), (what, reason)
+    assert unlisted(model, report) == []
+    for item in report.left:
+        assert not item.what.startswith(HARMLESS), item
     listed = {item.path for item in (*report.left, *report.replaced)}
     for path, part in model.named_modules():
-        kind = type(part).__name__
-        if kind.endswith(("Norm", "MLP", "Mlp", "Experts", "NormGated")):  # a block of experts: what is inside
-            assert path in listed or any(other.startswith(f"{path}.") for other in listed), (path, kind)
-        assert not (kind.startswith(NORMAL) and path in {item.path for item in report.left}), (path, kind)
+        if type(part).__name__.endswith(("MLP", "Mlp")):  # one of experts has them inside
+            assert any(other == path or other.startswith(f"{path}.") for other in listed), path
 
 
 class TwoLinears(nn.Module):
@@ -203,6 +204,12 @@ def test_an_odd_module_is_left_and_no_obstacle():
     assert "signature" in reasons["3"]
 
 
+def test_what_is_left_of_a_patched_attention_is_still_listed_after_the_next_patch():
+    model = copy.deepcopy(built("deepseek_v3", "DeepseekV3ForCausalLM"))
+    left = {(item.path, item.reason) for item in liger_kernels.patch(model).left}
+    assert {(item.path, item.reason) for item in liger_kernels.patch(model).left} == left
+
+
 def test_a_base_model_has_no_head_and_nothing_is_said_of_it():
     model = tiny("llama").model
     report = liger_kernels.patch(model)
@@ -273,9 +280,9 @@ def test_what_runs_is_marked_and_nothing_is_said_before_a_forward():
     model = tiny("llama")
     report = liger_kernels.patch(model)
     assert never_ran(model, report) == []
-    model(**batch())
-    report.forwards = 1
-    assert paths(never_ran(model, report)) == set()
+    gradients(model, model(**batch()).loss)
+    assert liger_kernels.status(model).never_ran == []
+    assert liger_kernels.status(model).forwards == 1
     liger_kernels.unpatch(model)
     assert not any(RAN in module.__dict__ for module in model.modules())
 
@@ -286,8 +293,7 @@ def test_what_never_ran_is_said():
     model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *args: None)
     report = liger_kernels.patch(model)
     model(**batch())
-    report.forwards = 1
-    report.never_ran = never_ran(model, report)
+    assert liger_kernels.status(model) is report
     assert paths(report.never_ran) == {"spare", "model.layers.1.mlp"}
     assert "replaced, but never ran in 1 forward:" in str(report)
 
@@ -432,12 +438,38 @@ class NeedsItsSize(nn.RMSNorm):
         return F.rms_norm(x, (16,), self.weight, self.eps)
 
 
+def test_a_norm_that_zero_3_has_sharded_is_probed_at_its_own_size():
+    norm = NeedsItsSize()
+    norm.weight = nn.Parameter(torch.empty(0))
+    norm.weight.ds_shape = torch.Size([16])  # as deepspeed leaves it
+    report = liger_kernels.patch(nn.Sequential(norm))
+    assert report.counts() == {"rms_norm": 1}
+
+
 def test_a_sharded_weight_of_unknown_size_is_left_with_the_advice():
     norm = NeedsItsSize()
     norm.weight = nn.Parameter(torch.empty(0))
     with pytest.warns(UserWarning, match="replaced nothing"):
         (item,) = liger_kernels.patch(nn.Sequential(norm)).left
     assert item.reason == "its weight is sharded: call patch() before sharding the model"
+
+
+def test_projections_that_answer_with_dtensors_are_left_to_upstream(one_rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = tiny("llama").cpu()
+    cpu = {name: value.cpu() for name, value in batch().items()}
+    expected = model(**cpu).loss
+    plan = {
+        "*.mlp.gate_proj": ColwiseParallel(use_local_output=False),
+        "*.mlp.up_proj": ColwiseParallel(use_local_output=False),
+        "*.mlp.down_proj": RowwiseParallel(),
+    }
+    mesh = init_device_mesh("cpu", (1,))
+    parallelize_module(model, mesh, {f"model.layers.{n}{name[1:]}": how for name, how in plan.items() for n in (0, 1)})
+    assert liger_kernels.patch(model, MODULES).counts() == EVERYTHING
+    torch.testing.assert_close(model(**cpu).loss, expected)
 
 
 def test_a_weight_that_nobody_gathered_is_left_to_upstream():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import liger_kernels
 from liger_kernels.patching.glu import GluRecipe, is_glu_candidate, recognise_glu
@@ -308,6 +309,7 @@ AROUND = {
     "autocast to bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "autocast to float16": lambda: torch.autocast("cpu", dtype=torch.float16),
     "meta device": lambda: torch.device("meta"),
+    "fake tensors": lambda: FakeTensorMode(allow_non_fake_inputs=True),
 }
 
 
@@ -318,6 +320,13 @@ def test_what_is_set_around_the_patch_does_not_reach_the_probes(around):
         report = liger_kernels.patch(model)
     assert report.counts() == {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
     assert report.left == []
+
+
+def test_hooks_on_saved_tensors_see_no_probe():
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(seen.append, lambda t: t):
+        liger_kernels.patch(tiny("llama"))
+    assert seen == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto"])

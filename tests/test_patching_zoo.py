@@ -22,7 +22,7 @@ from convergence.tolerance import FLOOR_ROUNDOFFS, REPLICAS, rms, three_way, uni
 from convergence.train import InFloat64
 from liger_kernels.ops import launches
 from tests import zoo
-from tests.patching_checks import DEVICE
+from tests.patching_checks import DEVICE, unlisted
 
 # How many classes train on the fused loss, by version of transformers; `pytest -rP -k test_count` prints it. A version
 # that is not recorded must reach MINIMUM.
@@ -134,6 +134,7 @@ def test_patched_equals_unpatched(module, name):
     ours = train(candidate)
     reason = unfused(report, cross_entropy_launches() - before)
     assert reason != "", f"the loss was not fused and the report does not say why:\n{report}"
+    assert unlisted(candidate, report) == []
     compare(baseline, ours)
 
 

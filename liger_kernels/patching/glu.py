@@ -74,6 +74,7 @@ class GluRecipe(Recipe):
             "gelu": (partial(geglu, approximate="none"), partial(geglu_linear, approximate="none")),
         }
         fused, fused_linear = ops[self.activation]
+        activate = _ACTIVATIONS[self.activation]
         called = {self.gate, self.up, self.down}
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
@@ -89,6 +90,8 @@ class GluRecipe(Recipe):
                 first, second = gate.chunk(2, dim=-1)
                 gate, up = (first, second) if recipe.gate_first else (second, first)
             down = getattr(self, recipe.down)
+            if type(gate) not in PLAIN or type(up) not in PLAIN:  # a tensor parallel plan that keeps DTensors
+                return down(activate(gate) * up)
             if _is_just_linear(down):
                 return fused_linear(gate, up, down.weight, down.bias)
             return down(fused(gate, up))
@@ -168,8 +171,13 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
 def other_mlp(module: nn.Module) -> str | None:
     """Why a module that goes from hidden to inner features and back is no gated MLP of ours; None if it does not."""
     sizes = list(_linear_sizes(module, conv1d=True).values())
+    if not sizes:  # each projection in a module of its own
+        inside = (_linear_sizes(child) for child in module._modules.values() if child is not None)
+        sizes = [size for of_child in inside if len(of_child) == 1 for size in of_child.values()]
+    if len(sizes) not in (2, 3):
+        return None
     alone = takes_one_tensor(type(module).forward)
-    if len(sizes) not in (2, 3) or not (alone or _is_no_attention(module)):
+    if not alone and not _is_no_attention(module):
         return None
     if any(first == second[::-1] and first[0] != first[1] for first, second in itertools.permutations(sizes, 2)):
         return (

@@ -10,14 +10,16 @@ from torch import nn
 
 from liger_kernels.patching.glu import is_glu_candidate, other_mlp, packed_experts, recognise_glu
 from liger_kernels.patching.norms import is_norm_candidate, looks_like_norm, normalises, recognise_norm
-from liger_kernels.patching.probe import describe, module_of
+from liger_kernels.patching.probe import describe, module_of, true_shape
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.rotary import RopeRecipe, Rotation, recognise_rotation, rotary_names
-from liger_kernels.patching.swap import RAN, Recipe, Undo, recipe_of, replace
+from liger_kernels.patching.swap import RAN, Recipe, Undo, base_of, recipe_of, replace
 
 # What a module gets: a recipe or None, and the reasons why all or some of it is left.
 Verdict = tuple[Recipe | None, tuple[str, ...]]
 _NOTHING: Verdict = (None, ())
+_SCALARS = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def patch_modules(model: nn.Module, report: PatchReport, undo: Undo) -> None:
@@ -41,6 +43,8 @@ def patch_modules(model: nn.Module, report: PatchReport, undo: Undo) -> None:
 
 def _verdict(module: nn.Module, wanted: set[str], verdicts: dict[Any, Verdict]) -> Verdict:
     cls = type(module)
+    if isinstance(recipe_of(module), RopeRecipe):  # patched before: what was left of it still is
+        return None, _once(verdicts, cls, _rope, base_of(module) or cls)[1]
     if recipe_of(module) is not None or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return _NOTHING
     if isinstance(module, torch.jit.ScriptModule):
@@ -49,7 +53,7 @@ def _verdict(module: nn.Module, wanted: set[str], verdicts: dict[Any, Verdict]) 
         return _once(verdicts, (cls, *_shape_and_settings(module)), _norm, module) if "rms_norm" in wanted else _NOTHING
     recipe, reasons = _NOTHING
     if {"swiglu", "geglu"} & wanted:
-        recipe, reasons = _mlp(module)
+        recipe, reasons = _mlp(module, verdicts)
         if recipe is not None:
             return (recipe if recipe.kernel in wanted else None), ()
     if "rope" in wanted and module._modules:
@@ -71,12 +75,16 @@ def _norm(module: nn.Module) -> Verdict:
     return None, (_with_origin(verdict, type(module)),) if looks_like_norm(module) or normalises(module) else ()
 
 
-def _mlp(module: nn.Module) -> Verdict:
+def _mlp(module: nn.Module, verdicts: dict[Any, Verdict]) -> Verdict:
     if is_glu_candidate(module):
-        verdict = recognise_glu(module)
-        return (verdict, ()) if isinstance(verdict, Recipe) else (None, (_with_origin(verdict, type(module)),))
+        return _once(verdicts, _fingerprint(module), _glu, module)
     reason = packed_experts(module) or other_mlp(module)
     return None, () if reason is None else (reason,)
+
+
+def _glu(module: nn.Module) -> Verdict:
+    verdict = recognise_glu(module)
+    return (verdict, ()) if isinstance(verdict, Recipe) else (None, (_with_origin(verdict, type(module)),))
 
 
 def _rope(cls: type) -> Verdict:
@@ -94,9 +102,21 @@ def _scripted(module: nn.Module) -> Verdict:
 
 
 def _shape_and_settings(module: nn.Module) -> tuple[Any, ...]:
-    shapes = tuple((name, None if p is None else tuple(p.shape)) for name, p in module._parameters.items())
+    shapes = tuple((name, None if p is None else true_shape(p)) for name, p in module._parameters.items())
     settings = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)) and k != "training"}
     return shapes, tuple(sorted(settings.items()))
+
+
+def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
+    """The same for two MLPs only if they compute the same: objects that they do not share make them different.
+
+    The weights of projections do not count: a probe has its own.
+    """
+    own = vars(module)
+    settings = tuple((k, v if isinstance(v, _SCALARS) else id(v)) for k, v in own.items() if k not in _OF_EVERY_MODULE)
+    tensors = () if hasattr(module, "in_features") else (*module._parameters.values(), *module._buffers.values())
+    children = tuple((k, None if child is None else _fingerprint(child)) for k, child in module._modules.items())
+    return type(module), settings, tuple(id(tensor) for tensor in tensors), children
 
 
 def _with_origin(reason: str, cls: type) -> str:
@@ -127,12 +147,11 @@ def own_forward(module: nn.Module) -> str:
         offloads = any(getattr(h, "offload", False) for h in hooks)
         return (
             f"accelerate's {type(hook).__name__} runs its forward{' and offloads its weights' if offloads else ''}: "
-            "patch the model before accelerate dispatches it, or load it with AutoLigerKernelForCausalLM or after "
-            "apply_liger_kernel_to_..."
+            "load it without device_map, and patch the model before accelerate dispatches it"
         )
     origin = module_of(own)
     if origin.startswith("transformers.") and "parallel" in origin:
-        return "the parallel plan that it was loaded with (tp_plan or ep_plan of transformers) runs its forward"
+        return "the tensor parallel plan that transformers loaded it with (tp_plan, ep_plan) runs its forward"
     if hasattr(type(module), "kernel_layer_name") or _root(origin) == "kernels":
         return (
             f"a kernel of the Hub ({_root(origin)}) replaced its forward (use_kernels=True or kernelize()): load the "

@@ -22,6 +22,8 @@ PLAIN = (torch.Tensor, nn.Parameter)
 _ANCHOR = torch.zeros(0, dtype=torch.float64, device="cpu")
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# FakeTensorMode, FlopCounterMode and their like; the name is private.
+_without_dispatch_modes = getattr(torch.utils._python_dispatch, "_disable_current_modes", contextlib.nullcontext)
 # Hooks of these packages gather and move weights. A module without weights needs none of them.
 INFRASTRUCTURE = ("torch.distributed.", "deepspeed.", "accelerate.")
 # The hooks of every module, which torch keeps under private names. A version without one of them has no such hooks.
@@ -34,9 +36,13 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
 def probing() -> Iterator[None]:
     """Inside, a probe computes on the CPU, in the dtypes that it names, with gradients and the same random numbers.
 
-    It does not matter what is set around it: default dtype and device, gradient and inference mode, autocast.
+    It does not matter what is set around it: default dtype and device, gradient and inference mode, autocast, fake
+    tensors, hooks on what autograd saves.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_without_dispatch_modes())
+        with contextlib.suppress(RuntimeError):  # inside torch.func there are none, nor may there be
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.device("cpu"))

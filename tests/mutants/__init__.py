@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
-from tests.mutants import checks, contract, glu, loss, norms, packing, rope
+from tests.mutants import checks, contract, glu, loss, norms, packing, recognise, rope
 from tests.mutants.checks import ABSENT
 from tests.mutants.mutant import Mutant, restore
 
 __all__ = ["ABSENT", "MUTANTS", "restore"]
 
 MUTANTS: dict[str, Mutant] = {
-    mutant.name: mutant for group in (norms, rope, glu, loss, packing, contract, checks) for mutant in group.MUTANTS
+    mutant.name: mutant
+    for group in (norms, rope, glu, loss, packing, contract, checks, recognise)
+    for mutant in group.MUTANTS
 }
 
 

@@ -483,7 +483,7 @@ MUTANTS = (
         "weight_behind_the_product_read_past_its_hooks",
         "The gated MLP reads the weight of its last projection beside the module, so that no hook on it is called.",
         "liger_kernels.patching.glu",
-        "        and not any(getattr(module, hooks) for hooks in _HOOKS)\n",
+        "        and not has_hooks(module)\n",
         "",
         "test_patching.py::test_hooks_on_the_projection_behind_the_product_fire",
         source="P6",

@@ -14,6 +14,7 @@ _DEFERRED = "liger_kernels.patching.deferred"
 _NORMS = "liger_kernels.patching.norms"
 _GLU = "liger_kernels.patching.glu"
 _PATCH = "liger_kernels.patching"
+_MODULES = "liger_kernels.patching.modules"
 
 
 def _edited(name: str, does: str, module: str, old: str, new: str, **other: Any) -> Mutant:
@@ -126,12 +127,12 @@ MUTANTS = (
     ),
     _edited(
         "p2_report_without_a_patch",
-        "The report lists modules whose class was never changed.",
-        _PATCH,
-        "    module.__class__ = patched_class(base, recipe)",
-        "    patched_class(base, recipe)",
+        "Every subclass is made and no module is given its own.",
+        f"{_PATCH}.swap",
+        "        module.__class__ = cls = patched_class(base, recipe)",
+        "        cls = patched_class(base, recipe)",
         source="P2",
-        dies="missing",
+        dies="not patched",
     ),
     Mutant(
         "p3_torchs_loss_stays_replaced",
@@ -303,9 +304,9 @@ MUTANTS = (
     _edited(
         "p17_only_the_first_layer_patched",
         "The patch leaves the second layer alone.",
-        _PATCH,
-        "        cls = type(module)\n        if recipe_of(module)",
-        '        cls = type(module)\n        if "layers.1." in path or recipe_of(module)',
+        _MODULES,
+        "        name = type(module).__name__\n",
+        '        name = type(module).__name__\n        if "layers.1." in path:\n            continue\n',
         source="P17",
         dies="not patched",
     ),

@@ -1,0 +1,81 @@
+"""Faults of the recognisers and of what a patched module does where it cannot run its kernel."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Edit, Mutant
+
+_PATCHING = "liger_kernels.patching"
+
+
+def _check(name: str, does: str, file: str, old: str, new: str, check: str) -> Mutant:
+    return Mutant(
+        name, does, (Edit(f"{_PATCHING}.{file}", old, new),), check=f"tests/test_patching_{check}", dies="test"
+    )
+
+
+MUTANTS = (
+    _check(
+        "probe_under_inference_mode",
+        "A probe computes in inference mode where patch() is called in it.",
+        "probe",
+        "stack.enter_context(torch.inference_mode(False))",
+        "pass",
+        "recognise.py::test_what_is_set_around_the_patch_does_not_reach_the_probes[inference_mode]",
+    ),
+    _check(
+        "probe_calls_the_hooks_of_every_module",
+        "A probe calls the hooks that the user has put on every module.",
+        "probe",
+        '    module.__dict__["_compiled_call_impl"] = module.forward\n',
+        "",
+        "recognise.py::test_no_hook_sees_a_probe",
+    ),
+    _check(
+        "probe_misses_a_clamp",
+        "A gated MLP is probed on usual numbers only, which no clamp changes.",
+        "glu",
+        "for scale in (2.0, 1e3)]",
+        "for scale in (1.0, 1.0)]",
+        "recognise.py::test_a_clamp_that_usual_numbers_do_not_reach_is_seen",
+    ),
+    _check(
+        "activation_past_its_hooks",
+        "The gated MLP computes the activation although somebody has hooks on it.",
+        "glu",
+        "left_to_inductor(x) or _skips_watched(self, called)",
+        "left_to_inductor(x)",
+        "left.py::test_hooks_on_the_activation_are_called_as_unpatched[forward]",
+    ),
+    _check(
+        "sharded_norm_of_unknown_size",
+        "A norm whose weight ZeRO-3 has sharded is taken for one of no elements.",
+        "probe",
+        "    if whole is not None:\n        return tuple(whole)\n",
+        "",
+        "left.py::test_a_norm_that_zero_3_has_sharded_is_probed_at_its_own_size",
+    ),
+    _check(
+        "rotary_arguments_by_position_only",
+        "A rotary function of ours takes its first four arguments by position only.",
+        "rotary",
+        "args[:4] if len(args) >= 4 else (None, None, None, None)",
+        "args[:4]",
+        "recognise.py::test_every_call_of_a_rotary_function_gives_upstreams_result[queries alone]",
+    ),
+    _check(
+        "unrecognised_rotary_function_not_listed",
+        "Of two rotary functions the one that is not recognised is not in the report.",
+        "modules",
+        "return RopeRecipe(rotations) if rotations else None, reasons",
+        "return (RopeRecipe(rotations), ()) if rotations else (None, reasons)",
+        "left.py::test_all_that_is_left_is_listed[deepseek_v3-DeepseekV3ForCausalLM]",
+    ),
+    _check(
+        "every_attention_counts_as_rotated",
+        "Every attention counts as one whose kernel has run, whether it rotates or not.",
+        "rotary",
+        "if runs[0] != before:",
+        "if True:",
+        "left.py::test_attention_that_does_not_rotate_never_ran",
+    ),
+)
