@@ -302,7 +302,7 @@ def test_attention_that_does_not_rotate_never_ran():
     model = copy.deepcopy(built("smollm3", "SmolLM3ForCausalLM"))
     model.model.layers[1].self_attn.use_rope = False
     report = liger_kernels.patch(model)
-    model(**zoo.tiny_batch(model))
+    model(**{name: value.to(DEVICE) for name, value in zoo.tiny_batch(model).items()})
     report.forwards = 1
     assert paths(never_ran(model, report)) == {"model.layers.1.self_attn"}
 

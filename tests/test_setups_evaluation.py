@@ -53,7 +53,7 @@ def test_a_forward_with_labels(models, mode, monkeypatch):
 
 def evaluate(model, folder, metrics=None, **options):
     arguments = TrainingArguments(str(folder), report_to=[], disable_tqdm=True, per_device_eval_batch_size=2, **options)
-    rows = [{name: rows[0] for name, rows in batch(seed=seed).items()} for seed in range(4)]
+    rows = [{name: rows[0] for name, rows in batch(seed=seed, device=torch.device("cpu")).items()} for seed in range(4)]
     trainer = Trainer(model=model, args=arguments, eval_dataset=rows, compute_metrics=metrics)
     return trainer.evaluate()
 

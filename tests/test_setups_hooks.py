@@ -48,10 +48,7 @@ def test_a_hook_on_the_head_that_changes_what_it_sees(register, hook):
     check_same(tiny("llama"), run)
 
 
-@pytest.mark.parametrize(
-    "register",
-    ["register_module_forward_hook", "register_module_full_backward_hook", "register_module_forward_pre_hook"],
-)
+@pytest.mark.parametrize("register", ["forward_hook", "full_backward_hook", "forward_pre_hook"])
 def test_a_hook_on_all_modules(register):
     """It is called as often, and for the same shapes, as unpatched; kernels that do not call a module step back."""
     model = tiny("llama")
