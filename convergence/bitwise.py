@@ -64,7 +64,9 @@ def earlier(records: Sequence[Record], record: Record) -> Record:
 
 
 def _case(record: Record) -> dict[str, object]:
-    return dict(zip(("model", "dtype", "patch", "profile", "device", "seed", "scope"), record.case, strict=True))
+    return dict(
+        zip(("model", "dtype", "patch", "profile", "device", "seed", "scope", "setup"), record.case, strict=True)
+    )
 
 
 def _other(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:

@@ -73,7 +73,9 @@ def check_patch(name: str) -> None:
     load_patch(name)
 
 
-def train_candidate(run: Run, changes: Callable[[], list[str]]) -> Candidate:
+def train_candidate(
+    run: Run, changes: Callable[[], list[str]], train: Callable[[Run], Trajectory] = train
+) -> Candidate:
     """Train ``run``, which has a patch; ``changes`` says what is no longer as it was before that patch was imported."""
     from liger_kernels.ops import launches
 

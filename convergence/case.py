@@ -17,10 +17,12 @@ from convergence.blame import blame
 from convergence.candidate import Candidate, PatchError, load_patch, train_candidate
 from convergence.compare import Pair, Verdict, compare
 from convergence.data import IGNORE, Batch, Step, evaluation_batch, steps
+from convergence.in_setup import train_in_setup
 from convergence.models import MODELS, MiniModel
 from convergence.patches import BUILT_IN
 from convergence.pristine import Bystander, Fingerprint
-from convergence.records import Record, Statistic, versions
+from convergence.records import Record, Statistic, case_name, versions
+from convergence.setups import SETUPS
 from convergence.train import Run, Trajectory, train
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -35,6 +37,7 @@ class Case:
     """One row of the proof: a mini model, a dtype, a patch (``module:function``), on inputs and a device.
 
     ``scope`` is what the patch may change: the "instance" it is called with, or any "class", before the candidate is.
+    ``setup`` is what baseline and candidate train in.
     """
 
     model: str
@@ -44,9 +47,10 @@ class Case:
     device: str = "cpu"
     seed: int = 0
     scope: str = "instance"
+    setup: str = "plain"
 
     def __str__(self) -> str:
-        return f"{self.model}/{self.dtype}/{self.patch.rpartition(':')[2]}"
+        return case_name(self.model, self.setup, self.dtype, self.patch)
 
 
 def remember_upstream(models: Iterable[MiniModel] = MODELS.values()) -> Fingerprint:
@@ -113,6 +117,14 @@ def _ask_for_confident_predictions(template: nn.Module, inputs: list[Step]) -> N
             batch.labels[:, 1:] = torch.where(too_sure, (labels + 1) % logits.shape[-1], labels)
 
 
+def absent(case: Case) -> str:
+    """Why ``case`` cannot be had here; empty where it can."""
+    model = MODELS[case.model]
+    if not model.is_available():
+        return f"this transformers has no {model.architecture}"
+    return "" if case.setup == "plain" else SETUPS[case.setup].absent(model.build(case.seed), case.dtype, case.device)
+
+
 def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> Record:
     """Train and judge ``case``; the record says whether the candidate is the same mathematics, and why not.
 
@@ -129,8 +141,9 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
     if changed:
         verdict.fail("baseline", "before training", "not pristine", ", ".join(changed))
     else:
-        verdict, trajectory = _judge(case, record, upstream, timeout)
-        if blames and not verdict.passed:
+        judge = _judge if case.setup == "plain" else _judge_in_setup
+        verdict, trajectory = judge(case, record, upstream, timeout)
+        if blames and not verdict.passed and case.setup == "plain":
             _blame(case, record, verdict, trajectory, timeout)
     record.failures = verdict.failures
     record.notes = verdict.notes
@@ -156,7 +169,7 @@ def train_case(case: Case, given: Inputs | None = None) -> Candidate:
         patch = load_patch(case.patch)  # only now: importing it may patch already
     except PatchError as error:
         return Candidate(failure=("cannot run", str(error)), changed=changes())
-    run = given.run(DTYPES[case.dtype], torch.device(case.device), patch=patch, construct=_construct(case))
+    run = given.run(DTYPES[case.dtype], torch.device(case.device), patch=patch, construct=construct(case))
     return train_candidate(run, changes)
 
 
@@ -175,7 +188,7 @@ def _is_isolated(case: Case) -> bool:
 def _blame(case: Case, record: Record, verdict: Verdict, trajectory: Trajectory | None, timeout: float) -> None:
     """Say in ``record`` who made ``verdict`` fail. That changes no verdict, and when it fails itself, it is noted."""
     reference = references(case.model, case.dtype, case.profile, case.device, case.seed)
-    run = reference.run(DTYPES[case.dtype], torch.device(case.device), construct=_construct(case))
+    run = reference.run(DTYPES[case.dtype], torch.device(case.device), construct=construct(case))
     failed = {(row[0], row[2]) for row in verdict.failures}
     arguments = (case.patch, run, reference.pairs, failed, trajectory)
     try:
@@ -184,7 +197,7 @@ def _blame(case: Case, record: Record, verdict: Verdict, trajectory: Trajectory 
         verdict.notes.append(f"who did it could not be found out: {type(error).__name__}: {error}")
 
 
-def _construct(case: Case) -> Callable[[], nn.Module] | None:
+def construct(case: Case) -> Callable[[], nn.Module] | None:
     return functools.partial(MODELS[case.model].build, case.seed) if case.scope == "class" else None
 
 
@@ -210,11 +223,7 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
         return verdict, None
     if not verdict.failures:
         verdict = compare(reference.pairs, trajectory, DTYPES[case.dtype], foreign=candidate.report is None)
-    record.losses = {
-        arm: {step: float(value) for step, value in values.values["loss"].items()}
-        for arm, values in zip(("truth", "baseline", "candidate"), (*reference.pairs[0], trajectory), strict=True)
-    }
-    record.digests = {"baseline": bitwise.digest(reference.pairs[0][1]), "candidate": bitwise.digest(trajectory)}
+    _keep(record, reference.pairs[0], trajectory)
     if candidate.changed and case.scope == "instance":
         verdict.fail("other models", "", "patched too", ", ".join(candidate.changed))
     elif candidate.changed:
@@ -226,19 +235,76 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
     return verdict, trajectory
 
 
-def _check_ours(
-    model: MiniModel, reference: References, candidate: Candidate, record: Record, verdict: Verdict
+def _keep(record: Record, pair: Pair, candidate: Trajectory) -> None:
+    """What ``record`` keeps of the arms: losses and digests."""
+    record.losses = {
+        arm: {step: float(value) for step, value in values.values["loss"].items()}
+        for arm, values in zip(("truth", "baseline", "candidate"), (*pair, candidate), strict=True)
+    }
+    record.digests = {"baseline": bitwise.digest(pair[1]), "candidate": bitwise.digest(candidate)}
+
+
+def _judge_in_setup(
+    case: Case, record: Record, upstream: Fingerprint, timeout: float
+) -> tuple[Verdict, Trajectory | None]:
+    """As :func:`_judge`, for arms that train in a set-up. Nothing is hooked there, and nobody is blamed."""
+    setup, verdict = SETUPS[case.setup], Verdict()
+    record.order = setup.order
+    try:
+        arms = train_in_setup(case, timeout)
+    except isolate.ProcessDied as death:
+        verdict.fail("candidate", "", "died", str(death))
+        verdict.notes.append(death.output)
+        return verdict, None
+    candidate: Candidate = arms.candidate
+    record.launches, trajectory = candidate.launches, candidate.trajectory
+    if trajectory is None:
+        assert candidate.failure is not None
+        verdict.fail("candidate", "", *candidate.failure)
+        verdict.notes.append(candidate.details)
+        return verdict, None
+    verdict = compare(arms.pairs, trajectory, DTYPES[case.dtype], foreign=candidate.report is None)
+    _keep(record, arms.pairs[0], trajectory)
+    if candidate.changed and case.scope == "instance":
+        verdict.fail("other models", "", "patched too", ", ".join(candidate.changed))
+    if candidate.report is None:
+        record.census = candidate.census
+        if not (candidate.census or candidate.changed or candidate.launches):
+            verdict.fail("candidate", "", "not patched", "no module changed, and no kernel of this package ran")
+    else:
+        _check_kernels(MODELS[case.model], candidate, record, verdict, setup.head_runs_itself(MODELS[case.model]))
+        record.fused = "yes" if _is_fused(candidate.report, arms.reads) else "no"
+    return verdict, trajectory
+
+
+def _is_fused(report: Any, reads: int) -> bool:
+    """Whether the loss was computed from hidden states, and logits only for the caller who read them."""
+    others = {reason: n for reason, n in report.fallbacks.items() if reason != "outputs.logits was read"}
+    return report.fuses_head and not others and sum(report.fallbacks.values()) <= reads
+
+
+def _check_kernels(
+    model: MiniModel, candidate: Candidate, record: Record, verdict: Verdict, head_runs_itself: bool = False
 ) -> None:
-    """Every kernel that this architecture has a place for must have been put in all such places, and must have run."""
+    """Every kernel that this architecture has a place for must have been put there, and must have run."""
     report = candidate.report
     record.census, record.fallbacks = report.counts(), dict(report.fallbacks)
     loss = "linear_cross_entropy" if "linear_cross_entropy" in report.kernels else "cross_entropy"
-    for kernel in (*(k for k in model.kernels if k in report.kernels), loss):
+    for kernel in (*(k for k in model.kernels if k in report.kernels), *(() if head_runs_itself else (loss,))):
         if not record.census.get(kernel):
             why = "; ".join(f"{left.path}: {left.reason}" for left in report.left) or "no candidate was found"
             verdict.fail("candidate", "", "not patched", f"{kernel} replaced nothing: {why}", "at least 1")
         elif not any(_KERNEL_NAMES[kernel] in name for name in record.launches):
             verdict.fail("candidate", "", "not launched", f"{kernel} was never launched", "at least 1")
+
+
+def _check_ours(
+    model: MiniModel, reference: References, candidate: Candidate, record: Record, verdict: Verdict
+) -> None:
+    """Every kernel that this architecture has a place for must have been put in all such places, and must have run."""
+    _check_kernels(model, candidate, record, verdict)
+    report = candidate.report
+    record.fused = "yes" if report.fuses_head else "no"
     listed = {replacement.path for replacement in report.replaced}
     classes = {replacement.was for replacement in report.replaced if replacement.kernel in model.kernels}
     for path, module in reference.template.named_modules():

@@ -16,6 +16,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
@@ -96,12 +97,16 @@ def _context() -> BaseContext:
 def _no_main() -> Iterator[None]:
     """Inside, a new process does not run this one's main module again, as multiprocessing would for the sake of what is
     defined there: it is pytest, or a script that calls it."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _starting:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+_starting = threading.Lock()  # ranks are started by a thread each
 
 
 def _settings() -> dict[str, Any]:

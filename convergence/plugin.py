@@ -37,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--patch-timeout", type=float, default=1800, metavar="S", help="seconds per candidate (1800)")
     group.addoption("--models", default="core", help="a comma-separated list, 'core' or 'all' (default: core)")
     group.addoption("--dtypes", default="float32,bfloat16", help="float32, bfloat16 or both (default: both)")
+    group.addoption("--setups", default="plain", help="what arms train in: a comma-separated list, or 'all' (see docs)")
     group.addoption("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
     group.addoption("--profile", default="hard", help="plain or hard inputs (default: hard)")
     group.addoption(
@@ -80,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _check_names("--profile", config.getoption("--profile"), ("plain", "hard"), single=True)
     _check_names("--dtypes", config.getoption("--dtypes"), ("float32", "bfloat16"))
     _check_models(config.getoption("--models"))
+    _check_setups(config.getoption("--setups"))
     _check_names("--scope", config.getoption("--scope"), ("instance", "class"), single=True)
     if not 0 < config.getoption("--patch-timeout") < 1e9:
         raise pytest.UsageError("--patch-timeout takes a number of seconds above 0")
@@ -124,6 +126,15 @@ def _check_models(names: str) -> None:
         select(names)
     except ValueError as error:
         raise pytest.UsageError(f"--models: {error}") from None
+
+
+def _check_setups(names: str) -> None:
+    from convergence.setups import select
+
+    try:
+        select(names)
+    except ValueError as error:
+        raise pytest.UsageError(f"--setups: {error}") from None
 
 
 def _check_patch(name: str, timeout: float) -> None:
@@ -205,6 +216,7 @@ def cases(config: pytest.Config) -> list[Case]:
     ones in bfloat16 come first: workers then finish together."""
     from convergence.case import Case
     from convergence.models import select
+    from convergence.setups import select as select_setups
 
     patch = config.getoption("--patch")
     dtypes = sorted(name.strip() for name in config.getoption("--dtypes").split(","))
@@ -216,10 +228,12 @@ def cases(config: pytest.Config) -> list[Case]:
             config.getoption("--profile"),
             config.getoption("--device"),
             scope=config.getoption("--scope"),
+            setup=setup.name,
         )
+        for setup in select_setups(config.getoption("--setups"))
         for dtype in dtypes
         for model in select(config.getoption("--models"))
-        for which in ([patch] if patch else BUILT_IN)
+        for which in ([patch] if patch else BUILT_IN if setup.name == "plain" else BUILT_IN[:1])
     ]
 
 

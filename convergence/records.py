@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.
-SCHEMA = 2
+SCHEMA = 3
 BIT_FOR_BIT = "bit for bit"  # the statistic of a value that is not what it was in an earlier run
 VERDICTS = ("equal", "different", "cannot run", "absent")
 # What does not decide a single bit of a result; everything else in ``versions`` does.
@@ -56,6 +56,7 @@ class Record:
 
     Attributes:
         scope: what the patch may change: the "instance" it is called with, or a "class".
+        setup: what baseline and candidate trained in.
         verdict: "equal", "different", "cannot run" (the patch itself raised: it is not for this device or version), or
             "absent" (this transformers has no such model).
         reason: the first failure in words; empty when equal.
@@ -65,6 +66,8 @@ class Record:
         census: how many modules each of our kernels replaced; for a foreign patch, which modules changed.
         launches: how often each of our kernels was launched by the candidate.
         fallbacks: how often our fused head had to compute real logits, by reason.
+        order: whether the patch came "before" the model was wrapped or "after".
+        fused: whether our loss was computed from hidden states, and no logits but those that were read: "yes" or "no".
         losses: of every arm (truth, baseline, candidate), the loss of every step.
         digests: of baseline and candidate, what every observed tensor was, bit for bit.
         versions: the environment: packages, processor, threads.
@@ -79,6 +82,7 @@ class Record:
     device: str
     seed: int
     scope: str = "instance"
+    setup: str = "plain"
     verdict: str = "equal"
     reason: str = ""
     failures: list[tuple[str, str, str, str, str]] = field(default_factory=list)
@@ -93,6 +97,8 @@ class Record:
     replicas: int = 0
     symbols: int = 0
     seconds: float = 0.0
+    order: str = "before"
+    fused: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     at: str = field(default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat())
     run: str = ""
@@ -100,12 +106,12 @@ class Record:
 
     @property
     def name(self) -> str:
-        return f"{self.model}/{self.dtype}/{self.patch.rpartition(':')[2]}"
+        return case_name(self.model, self.setup, self.dtype, self.patch)
 
     @property
     def case(self) -> tuple[Any, ...]:
         """What was asked: two records of the same case differ in when and where it ran."""
-        return self.model, self.dtype, self.patch, self.profile, self.device, self.seed, self.scope
+        return self.model, self.dtype, self.patch, self.profile, self.device, self.seed, self.scope, self.setup
 
     @property
     def environment(self) -> dict[str, str]:
@@ -131,6 +137,11 @@ class Record:
             "launches": sum(self.launches.values()),
             "seconds": self.seconds,
         }
+
+
+def case_name(model: str, setup: str, dtype: str, patch: str) -> str:
+    """What a case is called: its set-up is named where there is one."""
+    return "/".join((model, *(() if setup == "plain" else (setup,)), dtype, patch.rpartition(":")[2]))
 
 
 def share_of_bound(statistic: Statistic) -> float:
@@ -166,7 +177,7 @@ def write(record: Record, folder: Path) -> Path:
     nobody reads. The name holds the time and a random part, so no file is ever replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    case = "-".join((record.model, record.dtype, record.patch, record.profile, record.device))
+    case = "-".join((record.model, record.setup, record.dtype, record.patch, record.profile, record.device))
     time = re.sub(r"[^0-9T]", "", record.at.partition("+")[0])
     name = f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', case)[:150]}-{time}-{uuid.uuid4().hex[:8]}"
     path, unfinished = folder / f"{name}.json", folder / f"{name}.tmp"

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from convergence import bitwise, report
-from convergence.case import Case, prove
-from convergence.models import MODELS
+from convergence.case import Case, absent, prove
 from convergence.plugin import RECORDS, RUN, cases, earlier
 from convergence.records import Record, versions, write
 
@@ -20,7 +19,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(
         "case",
         [
-            pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(f"{case.model}/{case.dtype}"))
+            pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(f"{case.model}/{case.setup}/{case.dtype}"))
             for case in cases(metafunc.config)
         ],
     )
@@ -30,11 +29,11 @@ def test_convergence(
     case: Case, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> None:
     """The candidate is the same mathematics as the unpatched model, and with ``--compare-to`` what it was before."""
-    if MODELS[case.model].is_available():
+    reason = absent(case)
+    if not reason:
         record = prove(case, request.config.getoption("--patch-timeout"), request.config.getoption("--blame"))
     else:
-        reason, here = f"this transformers has no {MODELS[case.model].architecture}", versions(case.device)
-        record = Record(**dataclasses.asdict(case), versions=here, verdict="absent", reason=reason)
+        record = Record(**dataclasses.asdict(case), versions=versions(case.device), verdict="absent", reason=reason)
     before = earlier(request.config, case)
     if before is not None:
         bitwise.compare(record, before)

@@ -148,7 +148,7 @@ class Trajectory:
                 self.values[quantity][step] = flat.view(value.shape)
 
 
-def _nudged(weight: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def nudged(weight: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """``weight`` with every element moved by about one unit in the last place of ``dtype``, up or down."""
     sign = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
     return (weight.double() * (1 + sign * torch.finfo(dtype).eps)).to(dtype)
@@ -163,7 +163,7 @@ def build(run: Run) -> Any:
     """
     model: Any = copy.deepcopy(run.template)
     if run.patch is not None and run.construct is not None:
-        _apply(run.patch, model)
+        apply(run.patch, model)
         model = run.construct()
         model.load_state_dict(run.template.state_dict())
     rounded = run.rounded_to or run.dtype
@@ -171,12 +171,12 @@ def build(run: Run) -> Any:
     for parameter in model.parameters():
         weight = parameter.data.to(rounded)
         if run.nudge is not None:
-            weight = _nudged(weight, rounded, generator)
+            weight = nudged(weight, rounded, generator)
         parameter.data = weight.to(run.dtype)
     return model.to(run.device)
 
 
-def _apply(patch: Callable[[nn.Module], Any], model: Any) -> None:
+def apply(patch: Callable[[nn.Module], Any], model: Any) -> None:
     try:
         patch(model)
     except Exception as error:
@@ -191,10 +191,10 @@ def train(run: Run, model: Any = None) -> Trajectory:
     """
     result = Trajectory()
     mode = InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext()
-    with _transformers_warnings(result.warnings), mode:
+    with transformers_warnings(result.warnings), mode:
         result.model = model = build(run) if model is None else model
         if run.patch is not None and run.construct is None:
-            _apply(run.patch, model)
+            apply(run.patch, model)
         _train(run, model, result)
         result.to_cpu()
     return result
@@ -202,14 +202,14 @@ def train(run: Run, model: Any = None) -> Trajectory:
 
 def _train(run: Run, model: Any, result: Trajectory) -> None:
     initial = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-    steps = [_on(step, run.device) for step in run.steps]
+    steps = [moved(step, run.device) for step in run.steps]
     rounded = run.rounded_to or run.dtype
 
     # Two steps computed alike, bit for bit, would be one sample of noise that counts twice. So no two of them start
     # from the same weights: each from its own, one unit in the last place away.
     def near_initial(seed: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        return {name: _nudged(weight, rounded, generator) for name, weight in initial.items()}
+        return {name: nudged(weight, rounded, generator) for name, weight in initial.items()}
 
     for seed, step in enumerate(steps):
         if run.only is not None and step.name not in run.only:
@@ -350,7 +350,7 @@ def _empty_cache(model: Any, ids: torch.Tensor) -> Any:
     return upstream.DynamicCache(config=model.config) if knows_layers else upstream.DynamicCache()
 
 
-def _on(step: Step, device: torch.device) -> Step:
+def moved(step: Step, device: torch.device) -> Step:
     step = copy.copy(step)
     step.batches = [
         Batch(*(None if t is None else t.to(device) for t in (b.input_ids, b.labels, b.position_ids, b.attention_mask)))  # type: ignore[arg-type]
@@ -503,7 +503,7 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _transformers_warnings(found: list[str]) -> Iterator[None]:
+def transformers_warnings(found: list[str]) -> Iterator[None]:
     """Collects what transformers warns of: in many broken set-ups it warns and goes on."""
 
     class Handler(logging.Handler):

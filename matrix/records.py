@@ -211,6 +211,8 @@ def read_findings(folder: Path) -> dict[str, Finding]:
         keys = next((keys for keys in NAMED_BY if all(isinstance(data.get(key), str) for key in keys)), None)
         if keys is None:
             raise ValueError(f"{path}: is no record: it has no name; allowed are {NAMED_BY}")
+        if data.get("setup", "plain") != "plain":
+            keys = ("model", "setup", *keys[1:])
         name = "/".join(data[key].rpartition(":")[2] for key in keys)
         if name in found:
             raise ValueError(f"{path}: a second record of {name}")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from convergence.train import SGD, InFloat64, Trajectory, _nudged
+from convergence.train import SGD, InFloat64, Trajectory, nudged
 from liger_kernels.ops import launches, reset_launches
 
 # What a trainer logs about the clock and its own progress, not about the model.
@@ -47,7 +47,7 @@ class Arm:
         generator = torch.Generator().manual_seed(self.nudge or 0)
         for parameter in model.parameters():
             if self.nudge is not None:
-                parameter.data = _nudged(parameter.data, torch.float32, generator)
+                parameter.data = nudged(parameter.data, torch.float32, generator)
             parameter.data = parameter.data.to(self.dtype)
         return model
 

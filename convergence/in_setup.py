@@ -1,0 +1,230 @@
+"""Trains the arms of a case in a set-up, on one rank or on two, and brings back what was observed.
+
+The phases are those of ``train.py`` without AdamW: the steps of the profile at the initial weights, then SGD, then the
+loss of a batch without gradients. Observed are losses, every parameter's gradient, and every parameter at the end.
+Nothing is hooked: a hook on the head would change what is fused there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from convergence import isolate, tolerance
+from convergence.data import IGNORE, Batch, Step, evaluation_batch, steps
+from convergence.setups import RANKS, SETUPS, Setup
+from convergence.train import (
+    INITIAL,
+    SGD,
+    SGD_LEARNING_RATE,
+    InFloat64,
+    Run,
+    Trajectory,
+    apply,
+    build,
+    moved,
+    nudged,
+    transformers_warnings,
+)
+
+# What takes part: enough for every way through a loss, few enough for a dozen set-ups.
+STEPS = ("masked", "packed", "accumulated", "label smoothing", "logits read", "padded", "plain 0", "plain 1", "plain 2")
+WAIT = datetime.timedelta(seconds=120)  # for the other rank
+READS = "logits read"
+
+
+@dataclass
+class Arms:
+    """What one rank trained: truth and baseline of the initial weights and of each replica, as far as they are its own,
+    and the candidate."""
+
+    pairs: list[tuple[Any, Trajectory]]
+    candidate: Any
+    reads: int  # how often the caller read the logits in training
+
+
+def train_in_setup(case: Any, timeout: float) -> Arms:
+    """Train every arm of ``case`` in processes of their own.
+
+    Raises:
+        isolate.ProcessDied: a rank died or did not end in time.
+    """
+    ranks = SETUPS[case.setup].ranks
+    with tempfile.TemporaryDirectory(prefix="convergence-ranks-") as folder, ThreadPoolExecutor(ranks) as threads:
+        calls = [threads.submit(isolate.call, train_rank, case, rank, folder, timeout=timeout) for rank in range(ranks)]
+        results: list[Arms] = [call.result() for call in calls]
+    first, *others = results
+    for other in others:
+        both = zip(first.pairs, other.pairs, strict=True)
+        first.pairs = [(mine or theirs, baseline) for (mine, baseline), (theirs, _) in both]
+    return first
+
+
+def train_rank(case: Any, rank: int, folder: str) -> Arms:
+    """All arms of ``case`` on ``rank``. The patch is imported after baseline and replicas have trained."""
+    from convergence.candidate import load_patch, train_candidate
+    from convergence.case import DTYPES, construct, remember_upstream
+    from convergence.models import MODELS
+
+    setup = SETUPS[case.setup]
+    device = torch.device(case.device)
+    if setup.ranks > 1:
+        _join(rank, folder, device)
+    template = setup.template(MODELS[case.model].build(case.seed))
+    judged = DTYPES[case.dtype]
+    seeds = [case.seed + 100 * other for other in range(1 if setup.same_batch else setup.ranks)]
+    wanted = [name for name in STEPS if name not in setup.without]
+    chosen = [[step for step in steps(case.profile, seed, judged) if step.name in wanted] for seed in seeds]
+    own = chosen[rank % len(chosen)]
+    run = Run(template, own, evaluation_batch(case.seed), judged, device)
+    plain = replace(run, dtype=torch.float64, rounded_to=judged)
+    pairs: list[tuple[Any, Trajectory]] = []
+    for number, nudge in enumerate((None, *range(tolerance.REPLICAS))):
+        truth = None
+        if number % setup.ranks == rank:  # each rank trains its share of the truths
+            truth = train(replace(plain, nudge=nudge), Setup(), chosen)
+            truth.model = None
+        baseline = train(replace(run, nudge=nudge), setup, [own])
+        baseline.model = None
+        pairs.append((truth, baseline))
+    upstream = remember_upstream()
+    patched = replace(run, patch=load_patch(case.patch), construct=construct(case))
+    candidate = train_candidate(patched, upstream.changes, lambda run: train(run, setup, [own]))
+    if setup.ranks > 1:
+        torch.distributed.destroy_process_group()
+    return Arms(pairs, candidate, sum(step.reads_logits for step in own))
+
+
+def _join(rank: int, folder: str, device: torch.device) -> None:
+    import os
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    if device.type == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    torch.distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{Path(folder) / 'store'}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=WAIT,
+    )
+
+
+def train(run: Run, setup: Setup, batches: list[list[Step]]) -> Trajectory:
+    """Train one arm in ``setup`` on the steps of each rank in ``batches``: its own, or for the truth those of all.
+
+    Raises:
+        CannotApply: the patch raised.
+    """
+    result = Trajectory()
+    mode = InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext()
+    with transformers_warnings(result.warnings), mode:
+        _train(run, setup, batches, result)
+        result.to_cpu()
+    return result
+
+
+def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory) -> None:
+    rounded = run.rounded_to or run.dtype
+    first = build(run)
+    initial = {name: p.detach().cpu().clone() for name, p in first.named_parameters()}
+
+    def arm(seed: int) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+        """A model near the initial weights, patched and wrapped; and these weights."""
+        generator = torch.Generator().manual_seed(seed)
+        start = {name: nudged(weight, rounded, generator) for name, weight in initial.items()}
+        model = copy.deepcopy(first)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(start[name])
+        if run.patch is not None and run.construct is None:
+            apply(run.patch, model)
+        result.model = model
+        return model, setup.wrap(model, run.device), start
+
+    ranked = [[moved(step, run.device) for step in steps] for steps in batches]
+    for seed, step_of_ranks in enumerate(zip(*ranked, strict=True)):
+        model, wrapped, _ = arm(seed)
+        _accumulate(model, wrapped, setup, step_of_ranks, result, INITIAL)
+    model, wrapped, start = arm(len(ranked[0]))
+    optimizer = setup.optimizer(wrapped, lambda parameters: torch.optim.SGD(parameters, lr=SGD_LEARNING_RATE))
+    for step_of_ranks in zip(*ranked, strict=True):
+        if step_of_ranks[0].trains:
+            _accumulate(model, wrapped, setup, step_of_ranks, result, SGD)
+            optimizer.step()
+            wrapped.zero_grad()
+    for name, weight in setup.weights(model, wrapped):
+        result.record(f"parameter {name}", f"{SGD}: end", weight)
+        result.record(f"displacement of {name}", f"{SGD}: end", weight - start[name].to(run.device))
+    _evaluate(wrapped, setup, run, result)
+
+
+def _accumulate(
+    model: nn.Module, wrapped: Any, setup: Setup, step_of_ranks: tuple[Step, ...], result: Trajectory, phase: str
+) -> None:
+    """Forward and backward of a step: of this rank's own, or, for the truth, the mean over all ranks'."""
+    wrapped.zero_grad()
+    count = len(step_of_ranks)
+    for i in range(len(step_of_ranks[0].batches)):
+        losses = []
+        last = i == len(step_of_ranks[0].batches) - 1
+        for step in step_of_ranks:
+            with setup.running(step.batches[i].input_ids.device):
+                loss = _loss(wrapped, step, step.batches[i])
+            setup.backward(wrapped, loss * step.scale / count)
+            losses.append(loss.detach())
+        label = f"{phase}: {step_of_ranks[0].name}" + (f", batch {i + 1}" if not (last and i == 0) else "")
+        result.record("loss", label, _mean_over_ranks(torch.stack(losses).mean(), setup))
+    norms = []
+    for name, grad in setup.gradients(model, wrapped):
+        result.record(f"gradient of {name}", f"{phase}: {step_of_ranks[0].name}", grad)
+        norms.append(grad.double().norm())
+    if norms:
+        result.record("gradient norm", f"{phase}: {step_of_ranks[0].name}", torch.stack(norms).norm())
+
+
+def _loss(wrapped: Any, step: Step, batch: Batch) -> torch.Tensor:
+    kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
+    for name in ("position_ids", "attention_mask"):
+        if getattr(batch, name) is not None:
+            kwargs[name] = getattr(batch, name)
+    if step.label_smoothing is not None:
+        logits, labels = wrapped(**kwargs).logits[:, :-1].float().flatten(0, 1), batch.labels[:, 1:].flatten()
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE, label_smoothing=step.label_smoothing)
+    if step.num_items:
+        kwargs["num_items_in_batch"] = sum(int((b.labels[:, 1:] != IGNORE).sum()) for b in step.batches)
+    outputs = wrapped(**kwargs, labels=batch.labels)
+    loss = outputs.loss if step.num_items else outputs.loss / len(step.batches)
+    if step.reads_logits:  # and trains on them
+        loss = loss + outputs.logits.float().square().mean()
+    return loss
+
+
+def _mean_over_ranks(loss: torch.Tensor, setup: Setup) -> torch.Tensor:
+    if setup.ranks == 1:
+        return loss
+    loss = loss.clone()
+    torch.distributed.all_reduce(loss)
+    return loss / setup.ranks
+
+
+def _evaluate(wrapped: Any, setup: Setup, run: Run, result: Trajectory) -> None:
+    ids, labels = run.evaluation.input_ids.to(run.device), run.evaluation.labels.to(run.device)
+    wrapped.eval()
+    with torch.no_grad(), setup.running(run.device):
+        outputs = wrapped(input_ids=ids, labels=labels, use_cache=False)
+        result.record("loss", f"{SGD}: evaluation", outputs.loss)
+        result.record("logits", f"{SGD}: evaluation", outputs.logits)
+    wrapped.train()

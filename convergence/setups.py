@@ -1,0 +1,334 @@
+"""The set-ups that people train in: how a model is wrapped, run and sharded. An axis of the proof.
+
+Baseline, replicas and candidate of a case train in the same set-up. Their truth trains in float64 in one process,
+without the set-up, on the batches of all ranks. A new set-up is a class here and a line in :data:`SETUPS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+RANKS = 2
+BOTH = ("float32", "bfloat16")
+
+
+class Setup:
+    """One process, nothing around the model; the base of all others.
+
+    Attributes:
+        does: one line for the documentation.
+        ranks: how many processes train together.
+        needs: a package that must be installed.
+        dtypes: of the parameters, in which it makes sense.
+        order: whether the patch comes "before" the model is wrapped or "after".
+        same_batch: whether all ranks are given the same rows.
+    """
+
+    name = "plain"
+    does = "one process, nothing around the model"
+    ranks = 1
+    needs: str | None = None
+    dtypes: tuple[str, ...] = BOTH
+    order = "before"
+    same_batch = False
+    without: tuple[str, ...] = ()  # steps that it does not know
+
+    def head_runs_itself(self, model: Any) -> bool:
+        """Whether the head of this mini model computes its logits, so that none of our losses need run."""
+        return False
+
+    def absent(self, model: nn.Module | None, dtype: str, device: str) -> str:
+        """Why it cannot be had here, for this model; empty where it can."""
+        if self.needs is not None and importlib.util.find_spec(self.needs) is None:
+            return f"the set-up {self.name} needs {self.needs}, which is not installed"
+        if dtype not in self.dtypes:
+            return f"the set-up {self.name} is for parameters in {' or '.join(self.dtypes)}"
+        if self.ranks > 1 and device == "cuda" and torch.cuda.device_count() < self.ranks:
+            return f"the set-up {self.name} needs {self.ranks} GPUs; this machine has {torch.cuda.device_count()}"
+        return ""
+
+    def template(self, model: nn.Module) -> nn.Module:
+        """What every arm is a copy of, the truth included."""
+        return model
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        """What is called in place of ``model``, which has its weights, and on ranks its process group."""
+        return model
+
+    def running(self, device: torch.device) -> Any:
+        """The context of a forward."""
+        return contextlib.nullcontext()
+
+    def backward(self, wrapped: Any, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def optimizer(self, wrapped: Any, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
+        return make(wrapped.parameters())
+
+    def gradients(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter's gradient, whole, under the name that it has in ``model``."""
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                yield name, _whole(parameter.grad)
+
+    def weights(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in model.named_parameters():
+            yield name, _whole(parameter)
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+class Autocast(Setup):
+    name = "bf16-autocast"
+    does = "torch.autocast in bfloat16 around the forward"
+    dtypes = ("float32",)
+
+    def running(self, device: torch.device) -> Any:
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+class Fp16Scaler(Setup):
+    """Gradients are read after the scaler has taken its factor out of them."""
+
+    name = "fp16-scaler"
+    does = "torch.autocast in float16, and a GradScaler"
+    dtypes = ("float32",)
+    scale = 1024.0
+
+    def running(self, device: torch.device) -> Any:
+        return torch.autocast(device.type, dtype=torch.float16)
+
+    def backward(self, wrapped: Any, loss: torch.Tensor) -> None:
+        scaler = torch.amp.GradScaler(loss.device.type, init_scale=self.scale)
+        scaler.scale(loss).backward()
+        # One parameter group is all that unscale_ asks for.
+        trained = [parameter for parameter in wrapped.parameters() if parameter.grad is not None]
+        kept = [parameter.grad for parameter in trained]
+        scaler.unscale_(torch.optim.SGD(trained, lr=0.0))
+        for parameter, grad in zip(trained, kept, strict=True):
+            parameter.grad = grad
+
+
+class Checkpointing(Setup):
+    name = "checkpointing"
+    does = "activations of the decoder layers are computed again in the backward"
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+
+class Compile(Setup):
+    name = "compile"
+    does = "torch.compile of the model (a CPU runs its graphs without Inductor)"
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        model.compile(backend="aot_eager" if device.type == "cpu" else "inductor", dynamic=True)
+        return model
+
+
+class Lora(Setup):
+    name = "lora"
+    does = "peft's LoRA on attention and MLP; the rest is frozen"
+    needs = "peft"
+    order = "after"
+    targets: tuple[str, ...] = ("q_proj", "v_proj", "o_proj", "down_proj")
+
+    def absent(self, model: nn.Module | None, dtype: str, device: str) -> str:
+        named = [] if model is None else [name.rpartition(".")[2] for name, _ in model.named_modules()]
+        missing = [target for target in self.targets if named and target not in named]
+        return super().absent(model, dtype, device) or (
+            f"the set-up {self.name} adapts {', '.join(missing)}, which this model does not have" if missing else ""
+        )
+
+    def template(self, model: Any) -> nn.Module:
+        import peft
+
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.0, target_modules=[*self.targets]))
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_B" in name:  # zero at first, so that the adapter would not show
+                    parameter.normal_(std=0.1)
+        return adapted.train()
+
+
+class LoraHead(Lora):
+    name = "lora-head"
+    does = "peft's LoRA on attention, MLP and the LM head, which runs itself"
+    targets = (*Lora.targets, "lm_head")
+
+    def absent(self, model: Any, dtype: str, device: str) -> str:
+        tied = model is not None and model.config.tie_word_embeddings
+        return super().absent(model, dtype, device) or (
+            f"the set-up {self.name} adapts the head, which this model ties to its embedding" if tied else ""
+        )
+
+    def head_runs_itself(self, model: Any) -> bool:
+        return True
+
+
+class Ddp(Setup):
+    name = "ddp"
+    does = "DistributedDataParallel"
+    ranks = RANKS
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        return nn.parallel.DistributedDataParallel(model)
+
+
+class Fsdp2(Setup):
+    name = "fsdp2"
+    does = "fully_shard of every decoder layer and of the model"
+    ranks = RANKS
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (RANKS,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+
+class Fsdp1(Setup):
+    name = "fsdp1"
+    does = "FullyShardedDataParallel, FULL_SHARD, use_orig_params, around every decoder layer and the model"
+    ranks = RANKS
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        policy = ModuleWrapPolicy({type(layer) for layer in model.model.layers})
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
+
+    def gradients(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        with wrapped.summon_full_params(wrapped, with_grads=True):
+            for name, parameter in self._named(wrapped):
+                if parameter.grad is not None:
+                    yield name, parameter.grad.detach().clone()
+
+    def weights(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        with wrapped.summon_full_params(wrapped):
+            for name, parameter in self._named(wrapped):
+                yield name, parameter.detach().clone()
+
+    @staticmethod
+    def _named(wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in wrapped.named_parameters():
+            yield name.replace("_fsdp_wrapped_module.", ""), parameter
+
+
+class Zero3(Setup):
+    """deepspeed brings the optimizer, so the learning rate is given when the engine is made."""
+
+    name = "zero3"
+    does = "deepspeed, ZeRO stage 3"
+    ranks = RANKS
+    needs = "deepspeed"
+    dtypes = ("float32",)
+    without = ("accumulated",)  # its engine wants a step after each backward
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        import deepspeed
+
+        from convergence.train import SGD_LEARNING_RATE
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": SGD_LEARNING_RATE}},
+            "zero_optimization": {"stage": 3},
+            "zero_allow_untested_optimizer": True,
+        }
+        return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+    def backward(self, wrapped: Any, loss: torch.Tensor) -> None:
+        wrapped.backward(loss)
+
+    def optimizer(self, wrapped: Any, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
+        return wrapped
+
+    def gradients(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        from deepspeed.utils import safe_get_full_grad
+
+        for name, parameter in model.named_parameters():
+            grad = safe_get_full_grad(parameter)
+            if grad is not None:
+                yield name, grad.detach().clone()
+
+    def weights(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            for name, parameter in model.named_parameters():
+                yield name, parameter.detach().clone()
+
+
+class TensorParallel(Setup):
+    """A head that is tied to its embedding stays whole."""
+
+    name = "tensor-parallel"
+    does = "parallelize_module: MLPs by columns and rows, an untied LM head by columns"
+    ranks = RANKS
+    same_batch = True
+
+    def head_runs_itself(self, model: Any) -> bool:
+        return not model.overrides.get("tie_word_embeddings", False)
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        plan: dict[str, Any] = {
+            "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+            "model.layers.*.mlp.up_proj": ColwiseParallel(),
+            "model.layers.*.mlp.down_proj": RowwiseParallel(),
+        }
+        if not model.config.tie_word_embeddings:
+            plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+        return parallelize_module(model, init_device_mesh(device.type, (RANKS,)), plan)
+
+
+SETUPS: dict[str, Setup] = {
+    cls.name: cls()
+    for cls in (
+        Setup,
+        Autocast,
+        Fp16Scaler,
+        Checkpointing,
+        Compile,
+        Lora,
+        LoraHead,
+        Ddp,
+        Fsdp2,
+        Fsdp1,
+        Zero3,
+        TensorParallel,
+    )
+}
+
+
+@functools.cache
+def select(names: str) -> tuple[Setup, ...]:
+    """The set-ups that ``--setups`` names: ``all``, or a comma-separated list.
+
+    Raises:
+        ValueError: for an unknown name, with the allowed ones.
+    """
+    wanted = [part.strip() for part in names.split(",")]
+    for name in wanted:
+        if name != "all" and name not in SETUPS:
+            raise ValueError(f"unknown set-up {name!r}; allowed are {', '.join(['all', *SETUPS])}")
+    return tuple(setup for name, setup in SETUPS.items() if "all" in wanted or name in wanted)
