@@ -1,4 +1,5 @@
-"""``python -m convergence report RECORDS``: HTML, Markdown and JUnit XML from records of any machines and workers."""
+"""``python -m convergence report RECORDS``: HTML, Markdown and JUnit XML from records of any machines and workers.
+``python -m convergence setups RECORDS``: which set-ups are fused and equal."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page (needs jinja2)")
     command.add_argument("--markdown", type=Path, metavar="FILE", help="a summary for a CI's page")
     command.add_argument("--junit", type=Path, metavar="FILE", help="a test case per record")
+    command = commands.add_parser("setups", help="a Markdown table: set-up, order, fused, equal")
+    command.add_argument("records", nargs="+", type=Path, metavar="RECORDS", help="record files, or folders of them")
     options = parser.parse_args(arguments)
+    if options.command == "setups":
+        try:
+            print("\n".join(report.setups(newest(load_all(options.records)))))
+        except ValueError as error:
+            parser.error(str(error))
+        return 0
     try:
         records = newest(load_all(options.records))
         made = {

@@ -84,9 +84,10 @@ def train_rank(case: Any, rank: int, folder: str) -> Arms:
     judged = DTYPES[case.dtype]
     seeds = [case.seed + 100 * other for other in range(1 if setup.same_batch else setup.ranks)]
     wanted = [name for name in STEPS if name not in setup.without]
-    chosen = [[step for step in steps(case.profile, seed, judged) if step.name in wanted] for seed in seeds]
+    chosen = [[setup.fitted(s) for s in steps(case.profile, seed, judged) if s.name in wanted] for seed in seeds]
+    evaluation = setup.fitted(Step("evaluation", [evaluation_batch(case.seed)])).batches[0]
     own = chosen[rank % len(chosen)]
-    run = Run(template, own, evaluation_batch(case.seed), judged, device)
+    run = Run(template, own, evaluation, judged, device)
     plain = replace(run, dtype=torch.float64, rounded_to=judged)
     pairs: list[tuple[Any, Trajectory]] = []
     for number, nudge in enumerate((None, *range(tolerance.REPLICAS))):
@@ -141,18 +142,22 @@ def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory
     first = build(run)
     initial = {name: p.detach().cpu().clone() for name, p in first.named_parameters()}
 
+    made: list[tuple[Any, Any]] = []
+
     def arm(seed: int) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-        """A model near the initial weights, patched and wrapped; and these weights."""
+        """The model near the initial weights, patched and wrapped; and these weights."""
         generator = torch.Generator().manual_seed(seed)
         start = {name: nudged(weight, rounded, generator) for name, weight in initial.items()}
-        model = copy.deepcopy(first)
+        model = copy.deepcopy(first) if setup.sharded or not made else made[0][0]
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(start[name])
-        if run.patch is not None and run.construct is None:
-            apply(run.patch, model)
+        if setup.sharded or not made:
+            if run.patch is not None and run.construct is None:
+                apply(run.patch, model)
+            made[:] = [(model, setup.wrap(model, run.device))]
         result.model = model
-        return model, setup.wrap(model, run.device), start
+        return *made[0], start
 
     ranked = [[moved(step, run.device) for step in steps] for steps in batches]
     for seed, step_of_ranks in enumerate(zip(*ranked, strict=True)):
@@ -182,11 +187,12 @@ def _accumulate(
         last = i == len(step_of_ranks[0].batches) - 1
         for step in step_of_ranks:
             with setup.running(step.batches[i].input_ids.device):
-                loss = _loss(wrapped, step, step.batches[i])
+                loss = _loss(wrapped, setup, step, step.batches[i])
             setup.backward(wrapped, loss * step.scale / count)
             losses.append(loss.detach())
         label = f"{phase}: {step_of_ranks[0].name}" + (f", batch {i + 1}" if not (last and i == 0) else "")
-        result.record("loss", label, _mean_over_ranks(torch.stack(losses).mean(), setup))
+        result.record("loss", label, _over_ranks(torch.stack(losses).mean(), setup))
+    setup.reduce(model)
     norms = []
     for name, grad in setup.gradients(model, wrapped):
         result.record(f"gradient of {name}", f"{phase}: {step_of_ranks[0].name}", grad)
@@ -195,7 +201,7 @@ def _accumulate(
         result.record("gradient norm", f"{phase}: {step_of_ranks[0].name}", torch.stack(norms).norm())
 
 
-def _loss(wrapped: Any, step: Step, batch: Batch) -> torch.Tensor:
+def _loss(wrapped: Any, setup: Setup, step: Step, batch: Batch) -> torch.Tensor:
     kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
     for name in ("position_ids", "attention_mask"):
         if getattr(batch, name) is not None:
@@ -205,26 +211,28 @@ def _loss(wrapped: Any, step: Step, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(logits, labels, ignore_index=IGNORE, label_smoothing=step.label_smoothing)
     if step.num_items:
         kwargs["num_items_in_batch"] = sum(int((b.labels[:, 1:] != IGNORE).sum()) for b in step.batches)
-    outputs = wrapped(**kwargs, labels=batch.labels)
+    outputs = wrapped(**setup.inputs({**kwargs, "labels": batch.labels}))
     loss = outputs.loss if step.num_items else outputs.loss / len(step.batches)
     if step.reads_logits:  # and trains on them
         loss = loss + outputs.logits.float().square().mean()
     return loss
 
 
-def _mean_over_ranks(loss: torch.Tensor, setup: Setup) -> torch.Tensor:
+def _over_ranks(loss: torch.Tensor, setup: Setup) -> torch.Tensor:
+    """The sum or the mean of the ranks' losses."""
     if setup.ranks == 1:
         return loss
     loss = loss.clone()
     torch.distributed.all_reduce(loss)
-    return loss / setup.ranks
+    return loss if setup.sums else loss / setup.ranks
 
 
 def _evaluate(wrapped: Any, setup: Setup, run: Run, result: Trajectory) -> None:
     ids, labels = run.evaluation.input_ids.to(run.device), run.evaluation.labels.to(run.device)
     wrapped.eval()
     with torch.no_grad(), setup.running(run.device):
-        outputs = wrapped(input_ids=ids, labels=labels, use_cache=False)
-        result.record("loss", f"{SGD}: evaluation", outputs.loss)
-        result.record("logits", f"{SGD}: evaluation", outputs.logits)
+        outputs = wrapped(**setup.inputs({"input_ids": ids, "labels": labels, "use_cache": False}))
+        loss = _over_ranks(outputs.loss, setup) if setup.sums else outputs.loss  # all ranks have this batch
+        result.record("loss", f"{SGD}: evaluation", loss)
+        result.record("logits", f"{SGD}: evaluation", setup.logits(outputs.logits))
     wrapped.train()

@@ -101,6 +101,19 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> list[str]:
     return table(header, rows)
 
 
+def setups(records: Sequence[Record]) -> list[str]:
+    """Lines of a Markdown table: every set-up with the order of patch and wrapping, whether the loss ran fused there,
+    and the verdict; with what it was run on."""
+    header = ("set-up", "patch", "model", "dtype", "fused", "verdict", "error ratio", "gain")
+    lines = _markdown_row(header) + _markdown_row(["---"] * len(header))
+    for r in records:
+        order = f"{r.order} wrapping" if r.setup != "plain" else "-"
+        verdict = r.verdict if r.verdict in ("equal", "absent") else f"{r.verdict}: {r.reason}"
+        statistics = [_shown(r.worst(name)) for name in ("error ratio", "gain")]
+        lines += _markdown_row((r.setup, order, r.model, r.dtype, r.fused or "-", verdict, *statistics))
+    return lines
+
+
 def markdown(records: Sequence[Record]) -> str:
     """A summary for a CI's page: a table of all cases, and the failure table of each that failed."""
     failed = [record for record in records if passed(record) is False]

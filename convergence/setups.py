@@ -10,10 +10,13 @@ import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+
+from convergence.data import IGNORE, Batch, Step
 
 RANKS = 2
 BOTH = ("float32", "bfloat16")
@@ -29,6 +32,9 @@ class Setup:
         dtypes: of the parameters, in which it makes sense.
         order: whether the patch comes "before" the model is wrapped or "after".
         same_batch: whether all ranks are given the same rows.
+        sums: whether the loss is the sum over the ranks, and not their mean.
+        without: the steps that it does not know.
+        sharded: whether weights are split, so that other ones need a model that is wrapped anew.
     """
 
     name = "plain"
@@ -38,7 +44,9 @@ class Setup:
     dtypes: tuple[str, ...] = BOTH
     order = "before"
     same_batch = False
-    without: tuple[str, ...] = ()  # steps that it does not know
+    sums = False
+    without: tuple[str, ...] = ()
+    sharded = False
 
     def head_runs_itself(self, model: Any) -> bool:
         """Whether the head of this mini model computes its logits, so that none of our losses need run."""
@@ -62,12 +70,27 @@ class Setup:
         """What is called in place of ``model``, which has its weights, and on ranks its process group."""
         return model
 
+    def fitted(self, step: Step) -> Step:
+        """What all arms, the truth included, get in place of ``step``."""
+        return step
+
+    def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What this rank gives its model in place of ``kwargs``."""
+        return kwargs
+
     def running(self, device: torch.device) -> Any:
         """The context of a forward."""
         return contextlib.nullcontext()
 
     def backward(self, wrapped: Any, loss: torch.Tensor) -> None:
         loss.backward()
+
+    def reduce(self, model: nn.Module) -> None:
+        """Between the last backward of a step and its optimizer: what nothing else does for the gradients."""
+
+    def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of all ranks' rows."""
+        return logits
 
     def optimizer(self, wrapped: Any, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
         return make(wrapped.parameters())
@@ -129,10 +152,11 @@ class Checkpointing(Setup):
 
 class Compile(Setup):
     name = "compile"
-    does = "torch.compile of the model (a CPU runs its graphs without Inductor)"
+    does = "torch.compile of every decoder layer (a CPU runs the graphs without Inductor)"
 
     def wrap(self, model: Any, device: torch.device) -> Any:
-        model.compile(backend="aot_eager" if device.type == "cpu" else "inductor", dynamic=True)
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager" if device.type == "cpu" else "inductor", dynamic=True)
         return model
 
 
@@ -188,6 +212,7 @@ class Ddp(Setup):
 
 class Fsdp2(Setup):
     name = "fsdp2"
+    sharded = True
     does = "fully_shard of every decoder layer and of the model"
     ranks = RANKS
 
@@ -203,6 +228,7 @@ class Fsdp2(Setup):
 
 class Fsdp1(Setup):
     name = "fsdp1"
+    sharded = True
     does = "FullyShardedDataParallel, FULL_SHARD, use_orig_params, around every decoder layer and the model"
     ranks = RANKS
 
@@ -234,6 +260,7 @@ class Zero3(Setup):
     """deepspeed brings the optimizer, so the learning rate is given when the engine is made."""
 
     name = "zero3"
+    sharded = True
     does = "deepspeed, ZeRO stage 3"
     ranks = RANKS
     needs = "deepspeed"
@@ -279,6 +306,7 @@ class TensorParallel(Setup):
     """A head that is tied to its embedding stays whole."""
 
     name = "tensor-parallel"
+    sharded = True
     does = "parallelize_module: MLPs by columns and rows, an untied LM head by columns"
     ranks = RANKS
     same_batch = True
@@ -301,6 +329,65 @@ class TensorParallel(Setup):
         return parallelize_module(model, init_device_mesh(device.type, (RANKS,)), plan)
 
 
+class SequenceParallel(Setup):
+    """Attention gathers the whole sequence; everything else, the head and the loss included, sees one half of it. Losses
+    and gradients are summed over the ranks, as a loop of one's own would do."""
+
+    name = "sequence-parallel"
+    does = "each rank has half of every sequence; attention gathers it, and shift_labels come with it"
+    ranks = RANKS
+    same_batch = sums = True
+    without = ("packed", "padded", "label smoothing", "logits read")  # no masks; logits are of half a sequence
+
+    def fitted(self, step: Step) -> Step:
+        """``step`` in sequences that can be halved."""
+        return replace(step, batches=[self._even(batch) for batch in step.batches])
+
+    @staticmethod
+    def _even(batch: Batch) -> Batch:
+        length = batch.labels.shape[1] // RANKS * RANKS
+        return Batch(batch.input_ids[:, :length], batch.labels[:, :length])
+
+    def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        ids, labels = kwargs["input_ids"], kwargs["labels"]
+        shifted = nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        rank = torch.distributed.get_rank()
+        own = {"input_ids": ids, "labels": labels, "shift_labels": shifted, "position_ids": positions}
+        halves = {name: tensor.chunk(RANKS, 1)[rank].contiguous() for name, tensor in own.items()}
+        return {"num_items_in_batch": int((shifted != IGNORE).sum()), **kwargs, **halves}
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS.register("sequence_parallel", _attention_over_ranks)
+        model.config._attn_implementation = "sequence_parallel"
+        return model
+
+    def reduce(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                torch.distributed.all_reduce(parameter.grad)
+
+    def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(logits) for _ in range(RANKS)]
+        torch.distributed.all_gather(parts, logits.contiguous())
+        return torch.cat(parts, 1)
+
+
+def _attention_over_ranks(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of this rank's queries [batch, heads, half, features] over the whole sequence."""
+    from torch.distributed.nn.functional import all_gather
+
+    q, k, v = (torch.cat(all_gather(x.contiguous()), 2) for x in (query, key, value))
+    out = nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=options.get("scaling"), enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.chunk(RANKS, 2)[torch.distributed.get_rank()].transpose(1, 2).contiguous(), None
+
+
 SETUPS: dict[str, Setup] = {
     cls.name: cls()
     for cls in (
@@ -316,6 +403,7 @@ SETUPS: dict[str, Setup] = {
         Fsdp1,
         Zero3,
         TensorParallel,
+        SequenceParallel,
     )
 }
 

@@ -1,0 +1,125 @@
+"""Faults of set-ups: each is a patch that applies our own and then does one thing wrong there."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import liger_kernels
+
+# The set-up and the mini model in which the proof must see each, and what it does.
+FAULTS = {
+    "head_not_reduced": ("ddp", "llama-untied", "The gradient of the head is not reduced over the ranks."),
+    "mean_of_means": ("sequence-parallel", "llama-tied", "Each rank divides by its own number of targets."),
+    "stale_weight": ("fsdp2", "llama-untied", "The backward multiplies by the head's weight of an earlier step."),
+    "doubled_by_recomputation": ("checkpointing", "llama-tied", "Computing a norm again doubles its gradient."),
+    "unscaled_loss": ("fp16-scaler", "llama-tied", "The loss ignores the factor of the scaler in its backward."),
+    "half_a_vocabulary": ("tensor-parallel", "llama-untied", "The loss sees the first half of the classes."),
+    "skipped_delta": ("lora", "llama-tied", "One adapted layer runs without its adapter."),
+}
+SAMPLE = ("doubled_by_recomputation", "skipped_delta")
+
+
+def head_not_reduced(model: Any) -> None:
+    liger_kernels.patch(model)
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["lm_head.weight"])
+
+
+def _around_forward(model: nn.Module, change: Any) -> None:
+    """``change(forward, kwargs)`` in place of the model's forward."""
+    cls, own = type(model), type(model).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return change(lambda **given: own(self, *args, **given), kwargs)
+
+    model.__class__ = type(cls.__name__, (cls,), {"forward": forward})
+
+
+def mean_of_means(model: Any) -> None:
+    liger_kernels.patch(model)
+    _around_forward(model, lambda forward, kwargs: forward(**{**kwargs, "num_items_in_batch": None}))
+
+
+class _Stale(torch.autograd.Function):
+    weights: list[torch.Tensor] = []
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden)
+        _Stale.weights.append(weight.detach().clone())
+        return F.linear(hidden, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (hidden,) = ctx.saved_tensors
+        return grad @ _Stale.weights[-2 if len(_Stale.weights) > 1 else -1], grad.flatten(0, -2).mT @ hidden.flatten(
+            0, -2
+        )
+
+
+def stale_weight(model: Any) -> None:
+    liger_kernels.patch(model, [k for k in liger_kernels.KERNELS if k != "linear_cross_entropy"])
+    cls = type(model.lm_head)
+    forward = {"forward": lambda self, hidden: _Stale.apply(hidden, self.weight)}
+    model.lm_head.__class__ = type(cls.__name__, (cls,), forward)
+
+
+def doubled_by_recomputation(model: Any) -> None:
+    liger_kernels.patch(model)
+    norm = model.model.layers[0].input_layernorm
+
+    def double(module: nn.Module, inputs: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # inside of a backward
+            module.weight.register_hook(lambda grad: 2 * grad)
+
+    norm.register_forward_pre_hook(double)
+
+
+class _Unscaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return torch.ones_like(grad)
+
+
+def unscaled_loss(model: Any) -> None:
+    liger_kernels.patch(model)
+
+    def change(forward: Any, kwargs: Any) -> Any:
+        outputs = forward(**kwargs)
+        if outputs.loss is not None:
+            outputs.loss = _Unscaled.apply(outputs.loss)
+        return outputs
+
+    _around_forward(model, change)
+
+
+def half_a_vocabulary(model: Any) -> None:
+    liger_kernels.patch(model)
+    own = model.loss_function
+
+    def loss(logits: Any, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
+        half = vocab_size // 2
+        below = torch.where(labels < half, labels, -100)
+        return own(logits=logits[..., :half], labels=below, vocab_size=half, **kwargs)
+
+    model.loss_function = loss
+
+
+def skipped_delta(model: Any) -> None:
+    liger_kernels.patch(model)
+    adapted = [module for module in model.modules() if hasattr(module, "lora_B")]
+    adapted[1].scaling = dict.fromkeys(adapted[1].scaling, 0.0)
+
+
+def second_rank_dies(model: Any) -> None:
+    if os.environ.get("RANK") == "1":
+        os._exit(3)
+    liger_kernels.patch(model)

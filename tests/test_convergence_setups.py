@@ -1,0 +1,120 @@
+"""Set-ups as an axis of the proof: options, what is absent, a rank that dies, faults of set-ups, the table."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from convergence import report
+from convergence.__main__ import main
+from convergence.case import Case, absent, prove
+from convergence.records import Record, write
+from convergence.setups import SETUPS, select
+from tests import setup_faults
+
+ROOT = Path(__file__).parent.parent
+ISOLATED = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
+OURS = "convergence.patches:fused_linear"
+
+
+def test_select():
+    assert [setup.name for setup in select("fsdp2, plain")] == ["plain", "fsdp2"]
+    assert [setup.name for setup in select("all")] == list(SETUPS)
+    with pytest.raises(ValueError, match=r"'fsdp3'; allowed are all, plain, bf16-autocast"):
+        select("fsdp3")
+
+
+def test_an_unknown_set_up_is_a_usage_error(capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code = pytest.main(["convergence", "--collect-only", "--setups", "fsdp3", *ISOLATED])
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "unknown set-up 'fsdp3'; allowed are" in capfd.readouterr().err
+
+
+def test_the_names_of_cases(capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    options = ["--setups", "plain,ddp", "--models", "gemma", "--dtypes", "float32", "--device", "cpu"]
+    assert pytest.main(["convergence", "--collect-only", *options, *ISOLATED]) == 0
+    names = [line.partition("[")[2][:-1] for line in capfd.readouterr().out.splitlines() if "::" in line]
+    assert names == [
+        "gemma/float32/fused_linear",
+        "gemma/float32/fused_cross_entropy",
+        "gemma/ddp/float32/fused_linear",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("setup", "model", "dtype", "reason"),
+    [
+        ("bf16-autocast", "llama-tied", "bfloat16", "for parameters in float32"),
+        ("lora", "phi3", "float32", "adapts q_proj, v_proj, which this model does not have"),
+        ("lora-head", "llama-tied", "float32", "ties to its embedding"),
+        ("fsdp2", "llama-tied", "float32", ""),
+    ],
+)
+def test_what_cannot_be_had_is_absent(setup, model, dtype, reason):
+    found = absent(Case(model, dtype, OURS, setup=setup))
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+def test_a_missing_package_is_absent(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "needs deepspeed, which is not installed" in absent(Case("llama-tied", "float32", OURS, setup="zero3"))
+
+
+def test_too_few_gpus_are_absent(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    case = Case("llama-tied", "float32", OURS, setup="ddp", device="cuda")
+    assert "needs 2 GPUs; this machine has 1" in absent(case)
+
+
+def test_our_patch_is_equal_and_fused():
+    record = prove(Case("llama-tied", "float32", OURS, setup="checkpointing"))
+    assert (record.verdict, record.reason, record.fused) == ("equal", "", "yes")
+    assert record.name == "llama-tied/checkpointing/float32/fused_linear"
+    assert {s["step"].partition(":")[0] for s in record.statistics} >= {"initial", "SGD"}
+
+
+def test_a_patch_that_does_nothing_is_not_patched():
+    record = prove(Case("llama-tied", "float32", "tests.honest:unpatched", setup="bf16-autocast"))
+    assert record.verdict == "different"
+    assert [row[2] for row in record.failures] == ["not patched"]
+
+
+def test_a_rank_that_dies_is_a_verdict():
+    record = prove(Case("llama-tied", "float32", "tests.setup_faults:second_rank_dies", setup="ddp"))
+    assert record.verdict == "different"
+    assert record.failures[0][2] in ("died", "raised")
+
+
+def test_each_fault_has_a_set_up():
+    for name, (setup, model, _) in setup_faults.FAULTS.items():
+        assert not absent(Case(model, "float32", f"tests.setup_faults:{name}", setup=setup))
+
+
+@pytest.mark.parametrize("fault", setup_faults.FAULTS)
+def test_a_fault_is_seen(fault, request):
+    """Those of one process by default; all with ``--mutants all``."""
+    if fault not in setup_faults.SAMPLE and request.config.getoption("--mutants") != "all":
+        pytest.skip("not in the sample; --mutants all runs it")
+    setup, model, _ = setup_faults.FAULTS[fault]
+    record = prove(Case(model, "float32", f"tests.setup_faults:{fault}", setup=setup))
+    assert record.verdict == "different", record.statistics[:3]
+    assert any(row[2] in report.STATISTICS for row in record.failures), record.failures[:5]
+
+
+def test_the_table(tmp_path, capsys):
+    for setup, fused, verdict in (("plain", "yes", "equal"), ("lora", "no", "different"), ("zero3", "", "absent")):
+        failures = [("loss", "SGD", "gain", "2", "1")] if verdict == "different" else []
+        given = {"setup": setup, "fused": fused, "verdict": verdict, "reason": "why", "order": SETUPS[setup].order}
+        write(Record("llama-tied", "float32", OURS, "hard", "cpu", 0, failures=failures, **given), tmp_path)
+    assert main(["setups", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| set-up | patch | model | dtype | fused | verdict |")
+    assert "| lora | after wrapping | llama-tied | float32 | no | different: why | - | - |" in lines
+    assert "| plain | - | llama-tied | float32 | yes | equal | - | - |" in lines
+    assert "| zero3 | before wrapping | llama-tied | float32 | - | absent | - | - |" in lines
