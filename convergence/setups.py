@@ -330,8 +330,9 @@ class TensorParallel(Setup):
 
 
 class SequenceParallel(Setup):
-    """Attention gathers the whole sequence; everything else, the head and the loss included, sees one half of it. Losses
-    and gradients are summed over the ranks, as a loop of one's own would do."""
+    """Attention gathers the whole sequence. Everything else, the head and the loss included, sees one half of it.
+    Losses and gradients are summed over the ranks, as a loop of one's own would do.
+    """
 
     name = "sequence-parallel"
     does = "each rank has half of every sequence; attention gathers it, and shift_labels come with it"

@@ -44,13 +44,14 @@ def mean_of_means(model: Any) -> None:
     _around_forward(model, lambda forward, kwargs: forward(**{**kwargs, "num_items_in_batch": None}))
 
 
-class _Stale(torch.autograd.Function):
-    weights: list[torch.Tensor] = []
+_weights: list[torch.Tensor] = []
 
+
+class _Stale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(hidden)
-        _Stale.weights.append(weight.detach().clone())
+        _weights.append(weight.detach().clone())
         return F.linear(hidden, weight)
 
     @staticmethod
