@@ -474,8 +474,8 @@ MUTANTS = (
         "p6_weight_read_past_the_adapter",
         "The loss reads the head's weight beside the module, so that no hook on the head is called.",
         "liger_kernels.patching.deferred",
-        "loss = product.head.fused_loss(product.hidden, request)  # type: ignore[operator]",
-        "loss = request.loss(product.hidden, product.head.weight, product.head.bias)",
+        "answer = call_head(self.outer, self.hidden, request)",
+        "answer = request.answer(self.hidden, self.head.weight, self.head.bias)",
         "test_patching.py::test_hooks_before_the_head_fire_around_the_kernel",
         source="P6, P19",
     ),
@@ -508,7 +508,7 @@ MUTANTS = (
     _check(
         "p23_removed_argument",
         "Upstream is called with an argument that it no longer has.",
-        "liger_kernels.patching.head",
+        "liger_kernels.patching.model",
         "            try:\n                output = upstream(self, *args, **kwargs)",
         "            try:\n                output = upstream(self, *args, **kwargs, num_logits_to_keep=0)",
         "test_patching.py::test_upstream_gets_what_the_caller_gave_and_nothing_else",
@@ -517,7 +517,7 @@ MUTANTS = (
     _check(
         "compiled_forward_ends_inside_a_try",
         "The output is released inside a try, where no graph can end, and Dynamo leaves the whole forward to Python.",
-        "liger_kernels.patching.head",
+        "liger_kernels.patching.model",
         "                output = upstream(self, *args, **kwargs)\n            finally:",
         "                return released(upstream(self, *args, **kwargs))\n            finally:",
         "test_patching_adapters.py::test_a_compiled_model_arms_its_head_in_the_program",

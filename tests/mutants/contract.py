@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.mutants.mutant import Edit, Mutant, until_restored
 
-_HEAD = "liger_kernels.patching.head"
+_MODEL = "liger_kernels.patching.model"
 _DEFERRED = "liger_kernels.patching.deferred"
 _NORMS = "liger_kernels.patching.norms"
 _GLU = "liger_kernels.patching.glu"
@@ -101,7 +101,9 @@ def _embeds_in_bfloat16(model: Any) -> None:
 
 
 _FORWARD = "            try:\n                output = upstream(self, *args, **kwargs)"
-_OUTSIDE_OF_TRAINING = "            if labels is None or not (self.training or skip_logits or accuracy):\n"
+_BEFORE = "        before = running.forward\n        state = None\n"
+_OUTSIDE_OF_TRAINING = "        if labels is None or not self.training:\n"
+_RELEASE = "        if labels is None or (state is None and not accuracy):\n"
 _DOWN = "model.layers.1.mlp.down_proj.weight"
 _NORM = "model.layers.0.input_layernorm.weight"
 
@@ -161,7 +163,7 @@ MUTANTS = (
     _edited(
         "p9_position_ids_dropped",
         "The patched forward passes no position_ids on.",
-        _HEAD,
+        _MODEL,
         _FORWARD,
         _kwargs('k: v for k, v in kwargs.items() if k != "position_ids"'),
         source="P9",
@@ -169,7 +171,7 @@ MUTANTS = (
     _edited(
         "attention_mask_dropped",
         "The patched forward passes no attention_mask on.",
-        _HEAD,
+        _MODEL,
         _FORWARD,
         _kwargs('k: v for k, v in kwargs.items() if k != "attention_mask"'),
         source="P9",
@@ -177,7 +179,7 @@ MUTANTS = (
     _edited(
         "a1_num_items_dropped",
         "The patched forward passes no num_items_in_batch on: a mean of means.",
-        _HEAD,
+        _MODEL,
         _FORWARD,
         _kwargs('k: v for k, v in kwargs.items() if k != "num_items_in_batch"'),
         source="A1",
@@ -209,7 +211,7 @@ MUTANTS = (
     _edited(
         "labels_across_packed_documents",
         "The last token of a packed document learns the first one of the next.",
-        _HEAD,
+        _MODEL,
         _FORWARD,
         '            position_ids, ids = kwargs.get("position_ids"), kwargs["input_ids"]\n'
         "            if position_ids is not None:\n"
@@ -218,31 +220,28 @@ MUTANTS = (
     _edited(
         "p10_generation_without_positions",
         "Outside of training, position_ids and the mask are not passed on.",
-        _HEAD,
-        _OUTSIDE_OF_TRAINING,
-        _OUTSIDE_OF_TRAINING + '                kwargs["position_ids"] = torch.zeros_like(kwargs["input_ids"])\n',
+        _MODEL,
+        _BEFORE,
+        _BEFORE + _OUTSIDE_OF_TRAINING + '            kwargs["position_ids"] = torch.zeros_like(kwargs["input_ids"])\n',
         source="P10",
     ),
     _edited(
         "p10_stale_signature",
         "The patched forward does not know an argument that generate() passes.",
-        _HEAD,
-        _OUTSIDE_OF_TRAINING,
-        '            if kwargs.get("past_key_values") is not None:\n'
-        "                raise TypeError(\"forward() got an unexpected keyword argument 'past_key_values'\")\n"
-        + _OUTSIDE_OF_TRAINING,
+        _MODEL,
+        _BEFORE,
+        '        if kwargs.get("past_key_values") is not None:\n'
+        "            raise TypeError(\"forward() got an unexpected keyword argument 'past_key_values'\")\n" + _BEFORE,
         source="P10",
         dies="raised",
     ),
     _edited(
         "evaluation_loss_of_another_reduction",
         "In evaluation the loss is the sum over the tokens.",
-        _HEAD,
-        _OUTSIDE_OF_TRAINING + "                return upstream(self, *args, **kwargs)\n",
-        _OUTSIDE_OF_TRAINING + "                output = upstream(self, *args, **kwargs)\n"
-        "                if labels is not None:\n"
-        "                    output.loss = output.loss * labels.ne(-100).sum()\n"
-        "                return output\n",
+        _MODEL,
+        _RELEASE,
+        "        if labels is not None and not self.training:\n"
+        "            output.loss = output.loss * labels.ne(-100).sum()\n" + _RELEASE,
     ),
     _edited(
         "c11_loss_without_gradients_crashes",
@@ -261,16 +260,16 @@ MUTANTS = (
         "logits_read_after_the_loss_are_uncapped",
         "Logits that the caller reads after the loss are the raw product, without the model's soft-cap.",
         _DEFERRED,
-        "                for name, args in self._trail:\n",
-        "                for name, args in ():\n",
+        "        if self._trail:\n",
+        "        if False:\n",
         model="gemma2",
     ),
     _edited(
         "logits_read_after_the_loss_are_detached",
         "Logits that the caller reads after the loss are those of the next token.",
         _DEFERRED,
-        "            self._real = real\n",
-        "            self._real = real.roll(1, -2)\n",
+        "return F.linear(hidden, weight, bias)",
+        "return F.linear(hidden, weight, bias).roll(1, -2)",
     ),
     Mutant(
         "evaluation_logits_of_another_dtype",
@@ -340,8 +339,8 @@ MUTANTS = (
         "schedule_dropped_on_the_way",
         "The schedule that the patch was asked for never reaches the fused loss.",
         _DEFERRED,
-        "memory=self.memory, ",
-        "",
+        "memory = self.product.memory\n",
+        "memory = None\n",
         check="tests/test_patching_memory.py::test_what_was_chosen_runs_and_is_the_same",
         dies="test",
     ),

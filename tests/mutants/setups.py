@@ -1,0 +1,138 @@
+"""Faults of a patched model in the set-ups of its users: threads, readers of its logits, hooks, wrappers, sharding."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Edit, Mutant
+
+_PATCHING = "liger_kernels.patching"
+_GRADIENT = "    def backward(ctx: Any, grad: torch.Tensor) -> Any:\n        return grad\n"
+
+
+def _check(name: str, does: str, file: str, old: str, new: str, check: str, sample: bool = False) -> Mutant:
+    module = f"{_PATCHING}.{file}" if file else _PATCHING
+    return Mutant(name, does, (Edit(module, old, new),), check=f"tests/test_setups_{check}", dies="test", sample=sample)
+
+
+MUTANTS = (
+    _check(
+        "lazy_gradient_dropped",
+        "A loss of the logits that the caller reads gives the model no gradient.",
+        "lazy",
+        _GRADIENT,
+        _GRADIENT.replace("return grad", "return None"),
+        "reading.py::test_a_loss_of_logits_and_the_models_own[llama]",
+    ),
+    _check(
+        "lazy_gradient_doubled",
+        "A loss of the logits that the caller reads gives the model twice its gradient.",
+        "lazy",
+        _GRADIENT,
+        _GRADIENT.replace("return grad", "return 2 * grad"),
+        "reading.py::test_a_loss_of_logits_and_the_models_own[llama]",
+    ),
+    _check(
+        "forward_of_another_thread",
+        "The state of a forward is one for all threads, so that one thread's forward is taken for another's.",
+        "running",
+        "class _Running(threading.local):",
+        "class _Running:",
+        "hooks.py::test_a_training_and_a_serving_thread",
+        sample=True,
+    ),
+    _check(
+        "users_read_taken_for_a_walkers",
+        "A user who reads the logits is taken for code that passes an output on, and gets a tensor without a value.",
+        "lazy",
+        'return module.startswith(_WALKERS) or module == "dataclasses"',
+        "return True",
+        "reading.py::test_logits_that_are_kept_over_an_optimizer_step[as it is]",
+        sample=True,
+    ),
+    _check(
+        "lazy_graph_not_kept",
+        "A backward pass that retains its graph frees the one behind the logits that were read.",
+        "lazy",
+        'graph = {"retain_graph": keep}',
+        'graph = {"retain_graph": False}',
+        "reading.py::test_two_passes_over_one_graph",
+    ),
+    _check(
+        "lazy_second_derivative_dropped",
+        "The gradient of logits that were read counts as a constant when it is differentiated again.",
+        "lazy",
+        "if torch.is_grad_enabled():  # a second derivative",
+        "if False:  # a second derivative",
+        "reading.py::test_second_derivatives_of_logits[llama]",
+    ),
+    _check(
+        "spectral_norm_read_twice",
+        "The fused loss reads the head's weight twice, and a parametrisation iterates once more.",
+        "head",
+        "return request.answer(args[0], weight, bias)",
+        "return request.answer(args[0], self.weight, bias)",
+        "reading.py::test_a_spectral_norm_of_the_head_iterates_once_a_step[spectral_norm1-before]",
+    ),
+    Mutant(
+        "stale_logits_computed",
+        "Logits that were never computed are computed from weights that have changed since.",
+        (Edit(f"{_PATCHING}.deferred", "if here and self.versions !=", "if False and self.versions !="),),
+        check="tests/test_patching.py::test_logits_read_after_the_weights_changed_raise",
+        dies="test",
+    ),
+    _check(
+        "evaluation_computes_logits",
+        "A forward without gradients computes its logits, whether anybody reads them or not.",
+        "model",
+        "output[name] = value.released()",
+        "output[name] = value.released() if torch.is_grad_enabled() else value.materialize(None)",
+        "evaluation.py::test_a_forward_with_labels[no_grad]",
+    ),
+    _check(
+        "backward_hook_on_the_head_ignored",
+        "The head does not compute its logits although a hook on it expects their gradient.",
+        "head",
+        "    if module._backward_hooks or module._backward_pre_hooks:\n        return True\n",
+        "",
+        "hooks.py::test_a_hook_on_the_head_that_changes_what_it_sees[register_full_backward_hook-double_input_gradient]",
+    ),
+    _check(
+        "hook_on_all_modules_ignored",
+        "The head does not compute its logits although a hook on every module expects them.",
+        "head",
+        "if any(not _passes_on(hook) for hooks in _GLOBAL_HOOKS for hook in hooks.values()):",
+        "if False:",
+        "hooks.py::test_a_hook_on_all_modules[register_module_forward_hook]",
+    ),
+    _check(
+        "new_head_not_healed",
+        "A head that is set on a patched model stays as it came.",
+        "model",
+        "if recipes and isinstance(head, nn.Module) and recipe_of(head) is None:",
+        "if False:",
+        "wrapped.py::test_a_head_that_is_set_stays_fused",
+    ),
+    _check(
+        "patch_is_not_atomic",
+        "A patch that is interrupted leaves the modules that it has replaced.",
+        "",
+        "        restore(undo)\n        raise\n",
+        "        raise\n",
+        "wrapped.py::test_an_interruption_undoes_everything",
+    ),
+    _check(
+        "sharded_head_past_its_wrapper",
+        "The fused loss calls the head and not what wraps it, which gathers its weights.",
+        "deferred",
+        "answer = call_head(self.outer, self.hidden, request)",
+        "answer = call_head(self.head, self.hidden, request)",
+        "sharded.py::test_training[fsdp1 of linear layers-the model's-before]",
+    ),
+    _check(
+        "split_head_taken_for_whole",
+        "A head that a tensor parallel plan splits is replaced as if it were whole.",
+        "head",
+        "    if not any(module_of(hook).startswith(_PLANS) for hook in hooks):\n",
+        "    if True:\n",
+        "sharded.py::test_training[head by columns-the model's-after]",
+    ),
+)
