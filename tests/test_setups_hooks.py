@@ -63,7 +63,7 @@ def test_a_hook_on_all_modules(register):
             value = values[-1][0] if isinstance(values[-1], tuple) and values[-1] else values[-1]
             calls.append((type(module).__name__, getattr(value, "shape", None)))
 
-        handle = getattr(torch_module, register)(hook)
+        handle = getattr(torch_module, f"register_module_{register}")(hook)
         try:
             found.append(gradients(each, each(**batch()).loss))
         finally:

@@ -28,15 +28,11 @@ from torch.utils._pytree import tree_map
 
 from liger_kernels.ops import cross_entropy, linear_cross_entropy
 from liger_kernels.ops.linear_cross_entropy import balanced_because
-from liger_kernels.patching.lazy import Computation, defer
+from liger_kernels.patching.lazy import Computation, Unchanged, defer
 from liger_kernels.patching.packing import Packing
 from liger_kernels.patching.running import running
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
-_STALE = (
-    "these logits were never computed, and {what} since the forward pass that they belong to, by an optimizer step for "
-    "example; computing them now would give other logits. Read `outputs.logits` before the change."
-)
 
 
 @dataclass
@@ -110,45 +106,6 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> Any:
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
-class _Unchanged:
-    """Raises where logits that were not computed would no longer be those of their forward.
-
-    Sharded weights are gathered anew, and no version of them tells whether they have changed: there, an optimizer step
-    of whatever model counts as a change.
-    """
-
-    def __init__(self, *tensors: torch.Tensor | None) -> None:
-        self.tensors = [t for t in tensors if t is not None and not t.is_inference()]
-        self.versions = [t._version for t in self.tensors]
-        self.steps = _optimizer_steps() if torch.distributed.is_available() else None
-
-    def __call__(self, here: bool) -> None:
-        if here and self.versions != [t._version for t in self.tensors]:
-            raise RuntimeError(_STALE.format(what="the LM head's weights (or the hidden states) were changed in place"))
-        if not here and self.steps is not None and self.steps != _optimizer_steps():
-            raise RuntimeError(_STALE.format(what="an optimizer changed the LM head's weights, which are sharded"))
-
-
-_steps: list[int] = []
-
-
-def _optimizer_steps() -> int | None:
-    """How many steps all optimizers of this process have made since this was first asked; None where there is only one
-    process, whose weights are not sharded."""
-    if not torch.distributed.is_initialized():
-        return None
-    if not _steps:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        _steps.append(0)
-
-        def count_step(*_: Any) -> None:
-            _steps[0] += 1
-
-        register_optimizer_step_post_hook(count_step)
-    return _steps[0]
-
-
 def count(fallbacks: Counter[str], reason: str) -> None:
     if not torch.compiler.is_compiling():
         fallbacks[reason] += 1
@@ -211,7 +168,7 @@ class Request:
             return logits
 
         shape = (*hidden.shape[:-1], product.features)
-        check = _Unchanged(hidden, weight, bias)
+        check = Unchanged(hidden, weight, bias)
         out = cast if cast is not None else hidden.dtype
         note = functools.partial(count, product.fallbacks, "outputs.logits was read")
         return defer(Computation(shape, out, hidden.device, compute, (hidden, weight, bias), gathered, check, note))

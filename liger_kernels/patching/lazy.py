@@ -26,6 +26,12 @@ from torch.utils._pytree import tree_map
 _WALKERS = ("torch.distributed.", "torch.nn.parallel.distributed", "torch.utils._pytree", "deepspeed.", "accelerate.")
 
 
+_STALE = (
+    "these logits were never computed, and {what} since the forward pass that they belong to, by an optimizer step for "
+    "example; computing them now would give other logits. Read `outputs.logits` before the change."
+)
+
+
 def _is_walker(depth: int) -> bool:
     """Whether the code ``depth`` frames above the caller of this function only walks over outputs."""
     module = sys._getframe(depth + 1).f_globals.get("__name__", "")
@@ -115,6 +121,45 @@ def _is_here(x: torch.Tensor) -> bool:
     if x.device.type == "meta" or type(x) not in (torch.Tensor, torch.nn.Parameter):
         return True
     return x.untyped_storage().size() > 0 and x.numel() > 0
+
+
+class Unchanged:
+    """Raises where logits that were not computed would no longer be those of their forward.
+
+    Sharded weights are gathered anew, and no version of them tells whether they have changed: there, an optimizer step
+    of whatever model counts as a change.
+    """
+
+    def __init__(self, *tensors: torch.Tensor | None) -> None:
+        self.tensors = [t for t in tensors if t is not None and not t.is_inference()]
+        self.versions = [t._version for t in self.tensors]
+        self.steps = _optimizer_steps() if torch.distributed.is_available() else None
+
+    def __call__(self, here: bool) -> None:
+        if here and self.versions != [t._version for t in self.tensors]:
+            raise RuntimeError(_STALE.format(what="the LM head's weights (or the hidden states) were changed in place"))
+        if not here and self.steps is not None and self.steps != _optimizer_steps():
+            raise RuntimeError(_STALE.format(what="an optimizer changed the LM head's weights, which are sharded"))
+
+
+_steps: list[int] = []
+
+
+def _optimizer_steps() -> int | None:
+    """How many steps all optimizers of this process have made since this was first asked; None where there is only one
+    process, whose weights are not sharded."""
+    if not torch.distributed.is_initialized():
+        return None
+    if not _steps:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        _steps.append(0)
+
+        def count_step(*_: Any) -> None:
+            _steps[0] += 1
+
+        register_optimizer_step_post_hook(count_step)
+    return _steps[0]
 
 
 class _Deferred(torch.autograd.Function):
