@@ -35,9 +35,10 @@ class Forward:
 
 
 class _Running(threading.local):
-    forward: Forward | None = None
-    request: Any = None  # what the head's own call is to compute right now, in place of its logits
-    weighted: bool | None = None  # whether the rows of the model's loss have been weighted
+    def __init__(self) -> None:  # runs in each thread; defaults of the class would appear in a guard of Dynamo's
+        self.forward: Forward | None = None
+        self.request: Any = None  # what the head's own call is to compute right now, in place of its logits
+        self.weighted: bool | None = None  # whether the rows of the model's loss have been weighted
 
 
 running = _Running()

@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         "stale_logits_computed",
         "Logits that were never computed are computed from weights that have changed since.",
-        (Edit(f"{_PATCHING}.deferred", "if here and self.versions !=", "if False and self.versions !="),),
+        (Edit(f"{_PATCHING}.lazy", "if here and self.versions !=", "if False and self.versions !="),),
         check="tests/test_patching.py::test_logits_read_after_the_weights_changed_raise",
         dies="test",
     ),
