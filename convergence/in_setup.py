@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -77,6 +78,7 @@ def train_rank(case: Any, rank: int, folder: str) -> Arms:
     from convergence.models import MODELS
 
     setup = SETUPS[case.setup]
+    os.environ |= setup.environment(folder)
     device = torch.device(case.device)
     if setup.ranks > 1:
         _join(rank, folder, device)
@@ -107,8 +109,6 @@ def train_rank(case: Any, rank: int, folder: str) -> Arms:
 
 
 def _join(rank: int, folder: str, device: torch.device) -> None:
-    import os
-
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     if device.type == "cuda":
         torch.cuda.set_device(rank)

@@ -28,6 +28,8 @@ _REGISTRIES = (
 
 # transformers 5 adds this to torch.nn.Module itself when it initialises its first model, and never replaces it.
 _WRITTEN_BY_TRANSFORMERS = ("smart_apply",)
+# torch.compile puts its programs among the globals of what it compiles.
+_WRITTEN_BY_DYNAMO = ("__compiled_fn_", "__resume_at_", "__import_")
 
 
 class Fingerprint:
@@ -46,6 +48,8 @@ class Fingerprint:
         for label, namespace in self._namespaces.items():
             before, now = self._before[label], _symbols(namespace)
             for name in before.keys() | now.keys():
+                if name.startswith(_WRITTEN_BY_DYNAMO):
+                    continue
                 if name not in before or name not in now or not _same(before[name], now[name]):
                     found.append(f"{label}.{name}")
         return sorted(found)

@@ -78,6 +78,10 @@ class Setup:
         """What this rank gives its model in place of ``kwargs``."""
         return kwargs
 
+    def environment(self, folder: str) -> dict[str, str]:
+        """Variables that each of its processes gets, and a folder that only this case uses."""
+        return {}
+
     def running(self, device: torch.device) -> Any:
         """The context of a forward."""
         return contextlib.nullcontext()
@@ -153,6 +157,9 @@ class Checkpointing(Setup):
 class Compile(Setup):
     name = "compile"
     does = "torch.compile of every decoder layer (a CPU runs the graphs without Inductor)"
+
+    def environment(self, folder: str) -> dict[str, str]:
+        return {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
 
     def wrap(self, model: Any, device: torch.device) -> Any:
         for layer in model.model.layers:

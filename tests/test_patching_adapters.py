@@ -11,6 +11,8 @@ import torch
 
 import liger_kernels
 from liger_kernels.ops import _runtime, geglu_linear, rms_norm, rope
+from liger_kernels.patching.deferred import DeferredLogits
+from liger_kernels.patching.running import Forward, running
 from tests.patching_checks import DEVICE, batch, check_same, compare, gradients, tiny
 
 
@@ -76,13 +78,12 @@ def test_head_and_loss_compile_without_a_graph_break():
             self.model = model
 
         def forward(self, hidden, labels):
-            heads = [self.model.lm_head]
-            for head in heads:
-                head._liger_kernels_armed = self.model._liger_kernels.fallbacks
-            logits = self.model.lm_head(hidden)
+            head = self.model.lm_head
+            running.forward = Forward([head], head, self.model._liger_kernels.fallbacks)
+            logits = head(hidden)
+            assert isinstance(logits, DeferredLogits)
             loss = self.model.loss_function(logits=logits, labels=labels, vocab_size=self.model.config.vocab_size)
-            for head in heads:
-                head._liger_kernels_armed = None
+            running.forward = None
             return loss
 
     for family in ("llama", "gemma2"):
