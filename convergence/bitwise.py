@@ -65,7 +65,11 @@ def earlier(records: Sequence[Record], record: Record) -> Record:
 
 def _case(record: Record) -> dict[str, object]:
     return dict(
-        zip(("model", "dtype", "patch", "profile", "device", "seed", "scope", "setup"), record.case, strict=True)
+        zip(
+            ("model", "dtype", "patch", "profile", "device", "seed", "scope", "setup", "order"),
+            record.case,
+            strict=True,
+        )
     )
 
 

@@ -37,7 +37,7 @@ class Case:
     """One row of the proof: a mini model, a dtype, a patch (``module:function``), on inputs and a device.
 
     ``scope`` is what the patch may change: the "instance" it is called with, or any "class", before the candidate is.
-    ``setup`` is what baseline and candidate train in.
+    ``setup`` is what baseline and candidate train in, ``order`` whether the patch comes "before" the model is wrapped.
     """
 
     model: str
@@ -48,9 +48,10 @@ class Case:
     seed: int = 0
     scope: str = "instance"
     setup: str = "plain"
+    order: str = "before"
 
     def __str__(self) -> str:
-        return case_name(self.model, self.setup, self.dtype, self.patch)
+        return case_name(self.model, self.setup, self.order, self.dtype, self.patch)
 
 
 def remember_upstream(models: Iterable[MiniModel] = MODELS.values()) -> Fingerprint:
@@ -249,7 +250,6 @@ def _judge_in_setup(
 ) -> tuple[Verdict, Trajectory | None]:
     """As :func:`_judge`, for arms that train in a set-up. Nothing is hooked there, and nobody is blamed."""
     setup, verdict = SETUPS[case.setup], Verdict()
-    record.order = setup.order
     try:
         arms = train_in_setup(case, timeout)
     except isolate.ProcessDied as death:

@@ -102,7 +102,7 @@ def train_rank(case: Any, rank: int, folder: str) -> Arms:
         pairs.append((truth, baseline))
     upstream = remember_upstream()
     patched = replace(run, patch=load_patch(case.patch), construct=construct(case))
-    candidate = train_candidate(patched, upstream.changes, lambda run: train(run, setup, [own]))
+    candidate = train_candidate(patched, upstream.changes, lambda run: train(run, setup, [own], case.order))
     if setup.ranks > 1:
         torch.distributed.destroy_process_group()
     return Arms(pairs, candidate, sum(step.reads_logits for step in own))
@@ -123,8 +123,9 @@ def _join(rank: int, folder: str, device: torch.device) -> None:
     )
 
 
-def train(run: Run, setup: Setup, batches: list[list[Step]]) -> Trajectory:
-    """Train one arm in ``setup`` on the steps of each rank in ``batches``: its own, or for the truth those of all.
+def train(run: Run, setup: Setup, batches: list[list[Step]], order: str = "before") -> Trajectory:
+    """Train one arm in ``setup`` on the steps of each rank in ``batches``: its own, or for the truth those of all. The
+    patch comes "before" or "after" the model is wrapped.
 
     Raises:
         CannotApply: the patch raised.
@@ -132,12 +133,12 @@ def train(run: Run, setup: Setup, batches: list[list[Step]]) -> Trajectory:
     result = Trajectory()
     mode = InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext()
     with transformers_warnings(result.warnings), mode:
-        _train(run, setup, batches, result)
+        _train(run, setup, batches, result, order)
         result.to_cpu()
     return result
 
 
-def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory) -> None:
+def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory, order: str) -> None:
     rounded = run.rounded_to or run.dtype
     first = build(run)
     initial = {name: p.detach().cpu().clone() for name, p in first.named_parameters()}
@@ -153,9 +154,13 @@ def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory
             for name, parameter in model.named_parameters():
                 parameter.copy_(start[name])
         if setup.sharded or not made:
-            if run.patch is not None and run.construct is None:
-                apply(run.patch, model)
-            made[:] = [(model, setup.wrap(model, run.device))]
+            patches = run.patch is not None and run.construct is None
+            if patches and order == "before":
+                apply(run.patch, model)  # type: ignore[arg-type]
+            wrapped = setup.wrap(model, run.device)
+            if patches and order == "after":
+                apply(run.patch, wrapped)  # type: ignore[arg-type]
+            made[:] = [(model, wrapped)]
         result.model = model
         return *made[0], start
 

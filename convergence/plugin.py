@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--models", default="core", help="a comma-separated list, 'core' or 'all' (default: core)")
     group.addoption("--dtypes", default="float32,bfloat16", help="float32, bfloat16 or both (default: both)")
     group.addoption("--setups", default="plain", help="what arms train in: a comma-separated list, or 'all' (see docs)")
+    group.addoption("--orders", default="first", choices=("first", "all"), help="patch before wrapping, or also after")
     group.addoption("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
     group.addoption("--profile", default="hard", help="plain or hard inputs (default: hard)")
     group.addoption(
@@ -229,8 +230,10 @@ def cases(config: pytest.Config) -> list[Case]:
             config.getoption("--device"),
             scope=config.getoption("--scope"),
             setup=setup.name,
+            order=order,
         )
         for setup in select_setups(config.getoption("--setups"))
+        for order in (setup.orders if config.getoption("--orders") == "all" else setup.orders[:1])
         for dtype in dtypes
         for model in select(config.getoption("--models"))
         for which in ([patch] if patch else BUILT_IN if setup.name == "plain" else BUILT_IN[:1])

@@ -83,6 +83,7 @@ class Record:
     seed: int
     scope: str = "instance"
     setup: str = "plain"
+    order: str = "before"
     verdict: str = "equal"
     reason: str = ""
     failures: list[tuple[str, str, str, str, str]] = field(default_factory=list)
@@ -97,7 +98,6 @@ class Record:
     replicas: int = 0
     symbols: int = 0
     seconds: float = 0.0
-    order: str = "before"
     fused: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     at: str = field(default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat())
@@ -106,12 +106,22 @@ class Record:
 
     @property
     def name(self) -> str:
-        return case_name(self.model, self.setup, self.dtype, self.patch)
+        return case_name(self.model, self.setup, self.order, self.dtype, self.patch)
 
     @property
     def case(self) -> tuple[Any, ...]:
         """What was asked: two records of the same case differ in when and where it ran."""
-        return self.model, self.dtype, self.patch, self.profile, self.device, self.seed, self.scope, self.setup
+        return (
+            self.model,
+            self.dtype,
+            self.patch,
+            self.profile,
+            self.device,
+            self.seed,
+            self.scope,
+            self.setup,
+            self.order,
+        )
 
     @property
     def environment(self) -> dict[str, str]:
@@ -139,9 +149,10 @@ class Record:
         }
 
 
-def case_name(model: str, setup: str, dtype: str, patch: str) -> str:
-    """What a case is called: its set-up is named where there is one."""
-    return "/".join((model, *(() if setup == "plain" else (setup,)), dtype, patch.rpartition(":")[2]))
+def case_name(model: str, setup: str, order: str, dtype: str, patch: str) -> str:
+    """What a case is called: its set-up is named where there is one, and the order where the patch came after it."""
+    around = () if setup == "plain" else (setup if order == "before" else f"{setup}-{order}",)
+    return "/".join((model, *around, dtype, patch.rpartition(":")[2]))
 
 
 def share_of_bound(statistic: Statistic) -> float:
@@ -177,7 +188,9 @@ def write(record: Record, folder: Path) -> Path:
     nobody reads. The name holds the time and a random part, so no file is ever replaced.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    case = "-".join((record.model, record.setup, record.dtype, record.patch, record.profile, record.device))
+    case = "-".join(
+        (record.model, record.setup, record.order, record.dtype, record.patch, record.profile, record.device)
+    )
     time = re.sub(r"[^0-9T]", "", record.at.partition("+")[0])
     name = f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', case)[:150]}-{time}-{uuid.uuid4().hex[:8]}"
     path, unfinished = folder / f"{name}.json", folder / f"{name}.tmp"

@@ -30,7 +30,7 @@ class Setup:
         ranks: how many processes train together.
         needs: a package that must be installed.
         dtypes: of the parameters, in which it makes sense.
-        order: whether the patch comes "before" the model is wrapped or "after".
+        orders: whether the patch can come "before" the model is wrapped, "after", or both; the first is the default.
         same_batch: whether all ranks are given the same rows.
         sums: whether the loss is the sum over the ranks, and not their mean.
         without: the steps that it does not know.
@@ -42,7 +42,7 @@ class Setup:
     ranks = 1
     needs: str | None = None
     dtypes: tuple[str, ...] = BOTH
-    order = "before"
+    orders: tuple[str, ...] = ("before",)
     same_batch = False
     sums = False
     without: tuple[str, ...] = ()
@@ -147,6 +147,7 @@ class Fp16Scaler(Setup):
 
 class Checkpointing(Setup):
     name = "checkpointing"
+    orders = ("before", "after")
     does = "activations of the decoder layers are computed again in the backward"
 
     def wrap(self, model: Any, device: torch.device) -> Any:
@@ -156,6 +157,7 @@ class Checkpointing(Setup):
 
 class Compile(Setup):
     name = "compile"
+    orders = ("before", "after")
     does = "torch.compile of every decoder layer (a CPU runs the graphs without Inductor)"
 
     def environment(self, folder: str) -> dict[str, str]:
@@ -171,7 +173,7 @@ class Lora(Setup):
     name = "lora"
     does = "peft's LoRA on attention and MLP; the rest is frozen"
     needs = "peft"
-    order = "after"
+    orders = ("after",)
     targets: tuple[str, ...] = ("q_proj", "v_proj", "o_proj", "down_proj")
 
     def absent(self, model: nn.Module | None, dtype: str, device: str) -> str:
@@ -210,6 +212,7 @@ class LoraHead(Lora):
 
 class Ddp(Setup):
     name = "ddp"
+    orders = ("before", "after")
     does = "DistributedDataParallel"
     ranks = RANKS
 
@@ -219,6 +222,7 @@ class Ddp(Setup):
 
 class Fsdp2(Setup):
     name = "fsdp2"
+    orders = ("before", "after")
     sharded = True
     does = "fully_shard of every decoder layer and of the model"
     ranks = RANKS
@@ -235,6 +239,7 @@ class Fsdp2(Setup):
 
 class Fsdp1(Setup):
     name = "fsdp1"
+    orders = ("before", "after")
     sharded = True
     does = "FullyShardedDataParallel, FULL_SHARD, use_orig_params, around every decoder layer and the model"
     ranks = RANKS
@@ -267,6 +272,7 @@ class Zero3(Setup):
     """deepspeed brings the optimizer, so the learning rate is given when the engine is made."""
 
     name = "zero3"
+    orders = ("before", "after")
     sharded = True
     does = "deepspeed, ZeRO stage 3"
     ranks = RANKS
@@ -313,6 +319,7 @@ class TensorParallel(Setup):
     """A head that is tied to its embedding stays whole."""
 
     name = "tensor-parallel"
+    orders = ("before", "after")
     sharded = True
     does = "parallelize_module: MLPs by columns and rows, an untied LM head by columns"
     ranks = RANKS

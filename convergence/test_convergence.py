@@ -19,7 +19,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(
         "case",
         [
-            pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(f"{case.model}/{case.setup}/{case.dtype}"))
+            pytest.param(
+                case,
+                id=str(case),
+                marks=pytest.mark.xdist_group(f"{case.model}/{case.setup}/{case.order}/{case.dtype}"),
+            )
             for case in cases(metafunc.config)
         ],
     )

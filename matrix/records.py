@@ -212,7 +212,7 @@ def read_findings(folder: Path) -> dict[str, Finding]:
         if keys is None:
             raise ValueError(f"{path}: is no record: it has no name; allowed are {NAMED_BY}")
         if data.get("setup", "plain") != "plain":
-            keys = ("model", "setup", *keys[1:])
+            keys = ("model", "setup", "order", *keys[1:])
         name = "/".join(data[key].rpartition(":")[2] for key in keys)
         if name in found:
             raise ValueError(f"{path}: a second record of {name}")
