@@ -135,6 +135,34 @@ def test_a_compiled_step(
         three_way(result, torchs, exact, torch.float32, what, chain)
 
 
+def test_compiled_layers_for_every_length_where_inductor_pads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it pads a product it decides by timing it: in about every second process for these odd sizes. The kernels
+    see the strides that their tensors then have, in each length."""
+    monkeypatch.setattr(torch._inductor.config, "force_shape_pad", True)
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    torch.compiler.reset()
+    own: Any = MODELS["llama-untied"].build(0).to("cuda")
+    truth, ours = copy.deepcopy(own).double(), copy.deepcopy(own)
+    liger_kernels.patch(ours)
+    for layer in ours.model.layers:
+        layer.compile(dynamic=True)
+    names = ["loss", *(name for name, _ in own.named_parameters())]
+    for length in (21, 19, 27):
+        ids = torch.randint(3, own.config.vocab_size, (3, length), device="cuda")
+        for position_ids in (None, torch.arange(length, device="cuda") + torch.tensor([[0], [1], [2]], device="cuda")):
+
+            def step(model: Any, ids: Any = ids, position_ids: Any = position_ids) -> list[torch.Tensor]:
+                model.zero_grad()
+                loss = model(input_ids=ids, labels=ids, position_ids=position_ids, use_cache=False).loss
+                loss.backward()
+                return [loss.detach(), *(p.grad for p in model.parameters())]
+
+            with InFloat64():
+                expected = step(truth)
+            for what, result, torchs, exact in zip(names, step(ours), step(own), expected, strict=True):
+                three_way(result, torchs, exact, torch.float32, what, 30)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize("name", ["llama-untied", "gemma"])
 def test_a_cuda_graph_of_a_patched_step(name: str, dtype: torch.dtype) -> None:

@@ -315,6 +315,17 @@ def _runs_kernel(gate: torch.Tensor, up: torch.Tensor) -> bool:
     return use_triton(gate) and up.dtype != torch.float64 and gate.numel() > 0
 
 
+def _apply(function: Any, gate: torch.Tensor, up: torch.Tensor, *others: Any) -> torch.Tensor:
+    """``function`` over gate and up; in a compiled program over their rows, [tokens, features].
+
+    Where features are no multiple of 16 bytes, Inductor pads them in the product before, and writes down the strides of
+    a padded tensor that is kept as numbers, those of the first shape. Rows have none that depends on a shape."""
+    if not torch.compiler.is_compiling():
+        return function.apply(gate, up, *others)
+    rows = function.apply(gate.flatten(0, -2), up.flatten(0, -2), *others)
+    return rows.view(*gate.shape[:-1], rows.shape[-1])
+
+
 def _gelu(approximate: str) -> str:
     if approximate not in ("tanh", "none"):
         raise ValueError(f"approximate is {approximate!r}; allowed are 'tanh' and 'none'")
@@ -335,7 +346,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         TypeError, ValueError: for an argument of a wrong dtype, shape or device.
     """
     _check(gate, up)
-    return GLUFunction.apply(gate, up, "silu") if _runs_kernel(gate, up) else swiglu_ref(gate, up)
+    if not _runs_kernel(gate, up):
+        return swiglu_ref(gate, up)
+    return _apply(GLUFunction, gate, up, "silu")
 
 
 def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
@@ -355,7 +368,7 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") ->
     _check(gate, up)
     if not _runs_kernel(gate, up):
         return geglu_ref(gate, up, approximate=approximate)
-    return GLUFunction.apply(gate, up, activation)
+    return _apply(GLUFunction, gate, up, activation)
 
 
 def _linear(
@@ -384,7 +397,7 @@ def _linear(
     if any(t.dtype != dtype or t.device != gate.device for t in others):
         given = ", ".join(f"{t.dtype} on {t.device}" for t in others)
         raise ValueError(f"weight (and bias) are {given}; the product is {dtype} on {gate.device}: cast or move them")
-    return GLULinearFunction.apply(gate, up, weight, bias, activation)
+    return _apply(GLULinearFunction, gate, up, weight, bias, activation)
 
 
 def swiglu_linear(

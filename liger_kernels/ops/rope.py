@@ -94,15 +94,15 @@ def _load_angles(ptr, offset, mask, half, PAIRING: tl.constexpr, HALF: tl.conste
 @triton.jit
 def _rotate_heads(
     x_ptr,
-    x_batch_stride,
-    x_head_stride,
     x_seq_stride,
+    x_head_stride,
+    x_batch_gap,
     y_ptr,
-    y_batch_stride,
-    y_head_stride,
     y_seq_stride,
+    y_head_stride,
+    y_batch_gap,
+    token,
     batch,
-    seq,
     in_range,
     n_heads,
     cos_a,
@@ -117,12 +117,12 @@ def _rotate_heads(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Rotate every head of the tokens (batch, seq), [tokens, 1, 1] each, by [tokens, 1, HALF] factors."""
+    """Rotate every head of the tokens, [tokens, 1, 1], by [tokens, 1, HALF] factors."""
     for start in range(0, n_heads, HEADS):
         head = (start + tl.arange(0, HEADS)).to(tl.int64)[None, :, None]
         mask = in_range & (head < n_heads)
-        x_offset = batch * x_batch_stride + head * x_head_stride + seq * x_seq_stride
-        y_offset = batch * y_batch_stride + head * y_head_stride + seq * y_seq_stride
+        x_offset = token * x_seq_stride + head * x_head_stride + batch * x_batch_gap
+        y_offset = token * y_seq_stride + head * y_head_stride + batch * y_batch_gap
         a, b = _load_pairs(x_ptr, x_offset, mask, half, PAIRING, HALF)
         if TRANSPOSED:
             turned_a = a * cos_a + b * sin_b
@@ -141,21 +141,21 @@ def _rotate_heads(
 @triton.jit
 def _rope_kernel(
     q_ptr,
-    q_batch_stride,
-    q_head_stride,
     q_seq_stride,
+    q_head_stride,
+    q_batch_gap,
     q_out_ptr,
-    q_out_batch_stride,
-    q_out_head_stride,
     q_out_seq_stride,
+    q_out_head_stride,
+    q_out_batch_gap,
     k_ptr,
-    k_batch_stride,
-    k_head_stride,
     k_seq_stride,
+    k_head_stride,
+    k_batch_gap,
     k_out_ptr,
-    k_out_batch_stride,
-    k_out_head_stride,
     k_out_seq_stride,
+    k_out_head_stride,
+    k_out_batch_gap,
     cos_ptr,
     cos_batch_stride,
     cos_seq_stride,
@@ -182,6 +182,7 @@ def _rope_kernel(
     in_range = token < n_tokens
     batch = (token // seq_len).to(tl.int64)
     seq = (token % seq_len).to(tl.int64)
+    token = token.to(tl.int64)
     cos_offset = batch * cos_batch_stride + seq * cos_seq_stride
     sin_offset = batch * sin_batch_stride + seq * sin_seq_stride
     cos_a, cos_b = _load_angles(cos_ptr, cos_offset, in_range, half, PAIRING, HALF)
@@ -189,15 +190,15 @@ def _rope_kernel(
     if q_ptr is not None:
         _rotate_heads(
             q_ptr,
-            q_batch_stride,
-            q_head_stride,
             q_seq_stride,
+            q_head_stride,
+            q_batch_gap,
             q_out_ptr,
-            q_out_batch_stride,
-            q_out_head_stride,
             q_out_seq_stride,
+            q_out_head_stride,
+            q_out_batch_gap,
+            token,
             batch,
-            seq,
             in_range,
             q_heads,
             cos_a,
@@ -215,15 +216,15 @@ def _rope_kernel(
     if k_ptr is not None:
         _rotate_heads(
             k_ptr,
-            k_batch_stride,
-            k_head_stride,
             k_seq_stride,
+            k_head_stride,
+            k_batch_gap,
             k_out_ptr,
-            k_out_batch_stride,
-            k_out_head_stride,
             k_out_seq_stride,
+            k_out_head_stride,
+            k_out_batch_gap,
+            token,
             batch,
-            seq,
             in_range,
             k_heads,
             cos_a,
@@ -265,6 +266,16 @@ def _unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """From token to token, from head to head, and what lies between the last token of a batch and the next batch.
+
+    The stride of a batch itself depends on the number of tokens. In a program that torch.compile made for any number
+    it would be ``x.stride(0)`` of that program, and Inductor pads a product with odd features without telling the
+    kernel; what lies between is 0 there."""
+    batch, head, seq, _ = x.stride()
+    return seq, head, batch - x.shape[2] * seq
+
+
 def _rotate(
     q: torch.Tensor | None,
     q_out: torch.Tensor | None,
@@ -282,7 +293,7 @@ def _rotate(
     rotary_dim = cos.shape[-1]
     q, k = (None if x is None else _unit_stride(x) for x in (q, k))
     q_heads, k_heads = (0 if x is None else x.shape[1] for x in (q, k))
-    strides = [(0, 0, 0) if x is None else x.stride()[:3] for x in (q, q_out, k, k_out)]
+    strides = [(0, 0, 0) if x is None else _strides(x) for x in (q, q_out, k, k_out)]
     # A batch of 1 stands for every batch.
     cos_strides, sin_strides = ((x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)) for x in (cos, sin))
     n_tokens = batch * seq_len
