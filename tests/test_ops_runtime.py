@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from liger_kernels import ops
-from liger_kernels.ops import _runtime, launches, reset_launches
+from liger_kernels.ops import _launcher, _runtime, launches, reset_launches
 from liger_kernels.ops._runtime import INTERPRET, launch, next_power_of_2, tl, triton, use_triton
 from liger_kernels.ops.linear_cross_entropy import MEMORY
 
@@ -74,14 +74,38 @@ def test_one_program_is_kept_for_what_triton_would_compile_once() -> None:
     values = [*numbers, *tensors, None, True, False, 0.0, 1.0, 16.5]
     known: dict[object, object] = {}
     for value in values:
-        key, (passed,) = _runtime._program_key(kernel, torch.device("cuda", 0), (value,), {"CONSTANT": 4})
+        key, (passed,) = _launcher._program_key(kernel, torch.device("cuda", 0), (value,), {"CONSTANT": 4})
         assert passed is value or passed == value.data_ptr()
         _, specialization, _ = binder(value, CONSTANT=4, debug=False)
         assert known.setdefault(key, specialization) == specialization, value
     assert len(known) > 2 * len(dtypes)
-    other, _ = _runtime._program_key(kernel, torch.device("cuda", 0), (None,), {"CONSTANT": 8})
+    other, _ = _launcher._program_key(kernel, torch.device("cuda", 0), (None,), {"CONSTANT": 8})
     assert other not in known
-    assert other != _runtime._program_key(kernel, torch.device("cuda", 1), (None,), {"CONSTANT": 8})[0]
+    assert other != _launcher._program_key(kernel, torch.device("cuda", 1), (None,), {"CONSTANT": 8})[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted", "state"),
+    [
+        ("3.4.0", "", "on"),
+        ("3.9.0", "", "on"),
+        ("3.10.0", "", "off, Triton 3.10.0 is not one of 3.4 to 3.9, in which it was tested"),
+        ("3.3.1", "", "off, Triton 3.3.1 is not one of 3.4 to 3.9, in which it was tested"),
+        ("3.10.0", "kept", "on"),
+        ("3.9.0", "triton", "off, LIGER_KERNELS_LAUNCHER=triton"),
+    ],
+)
+def test_programs_are_kept_where_that_was_tested(monkeypatch, version, wanted, state) -> None:
+    monkeypatch.setattr(_launcher.triton, "__version__", version)
+    monkeypatch.setenv("LIGER_KERNELS_LAUNCHER", wanted)
+    assert _launcher.state(interpret=False) == state
+    assert _launcher.state(interpret=True).startswith("off, ")
+
+
+def test_a_launcher_that_does_not_exist(monkeypatch) -> None:
+    monkeypatch.setenv("LIGER_KERNELS_LAUNCHER", "fast")
+    with pytest.raises(ValueError, match="LIGER_KERNELS_LAUNCHER is 'fast'; allowed are 'triton', 'kept'"):
+        _launcher.state(interpret=False)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -148,7 +172,7 @@ def kernel(monkeypatch) -> Any:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
     monkeypatch.setattr(_runtime, "_KEEP_PROGRAMS", True)
-    monkeypatch.setattr(_runtime, "_programs", {})
+    monkeypatch.setattr(_launcher, "_programs", {})
     yield Kernel()
     reset_launches()
 

@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from liger_kernels.ops import _launcher
+from liger_kernels.ops._launcher import start_kept
+
 try:
     import triton
     import triton.language as tl
@@ -51,10 +54,7 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ACCELERATORS = {"cuda": torch.cuda, "xpu": torch.xpu}
 _launches: Counter[str] = Counter()
 
-# To find the program of a launch Triton binds the arguments, what it specialises on and all options anew, which takes
-# the host longer than some kernels run. Here it is asked once for each set of what it would specialise on.
-_KEEP_PROGRAMS = HAS_TRITON and not INTERPRET and torch.version.hip is None
-_programs: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
+_KEEP_PROGRAMS = _launcher.state(INTERPRET) == "on"
 
 
 def use_triton(x: torch.Tensor, *, opaque: bool = False) -> bool:
@@ -96,7 +96,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         kernel[grid](*args, **kwargs)
         return
     _launches[kernel.__name__] += 1
-    start = _start_kept if _KEEP_PROGRAMS and device.type == "cuda" else _start
+    start = start_kept if _KEEP_PROGRAMS and device.type == "cuda" else _start
     of_type = _ACCELERATORS.get(device.type)
     if of_type is None or device.index is None or device.index == of_type.current_device():
         start(kernel, grid, device, args, kwargs)
@@ -109,53 +109,6 @@ def _start(
     kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     return kernel[grid](*args, **kwargs)
-
-
-def _start_kept(
-    kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    key, values = _program_key(kernel, device, args, kwargs)
-    known = _programs.get(key)
-    if known is None:
-        program = _start(kernel, grid, device, args, kwargs)
-        constants = tuple(kwargs[name] for name in kernel.arg_names[len(args) :])
-        _programs[key] = program, constants, kernel  # the kernel is held, or another one might get its id
-        return
-    program, constants, _ = known
-    x, y, z = (*grid, 1, 1)[:3]
-    stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-    if _is_watched():
-        program[x, y, z](*values, *constants, stream=stream)
-    else:  # the same, without a description of the launch that nobody reads
-        program.run(x, y, z, stream, program.function, program.packed_metadata, None, None, None, *values, *constants)
-
-
-def _is_watched() -> bool:
-    """Whether anybody, such as Triton's profiler, wants to hear of launches."""
-    hooks = triton.knobs.runtime if hasattr(triton, "knobs") else triton.compiler.CompiledKernel
-    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-def _program_key(
-    kernel: Any, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], list[Any]]:
-    """Whatever Triton compiles into a program for an NVIDIA GPU: dtypes, which addresses and numbers are multiples of
-    16, which numbers are 1 or need 64 bits, which arguments are None, and all constants and options; and the arguments,
-    tensors as their addresses, about which the launcher then does not ask the driver."""
-    key: list[Any] = [id(kernel), device.index]
-    values = []
-    for a in args:
-        if type(a) is int:
-            key.append((a == 1, a % 16 == 0, -(2**31) <= a < 2**31))
-        elif isinstance(a, torch.Tensor):
-            key.append(a.dtype)
-            a = a.data_ptr()
-            key.append(a % 16 == 0)
-        else:
-            key.append(float if type(a) is float else a)
-        values.append(a)
-    return (*key, *kwargs.values()), values
 
 
 def backward_once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,6 +128,11 @@ def as_autocast(t: Any, device: torch.device) -> Any:
     if t is None or t.dtype == torch.float64 or not torch.is_autocast_enabled(device.type):
         return t
     return t.to(torch.get_autocast_dtype(device.type))
+
+
+def launcher_state() -> str:
+    """Whether compiled programs are kept for the next launch: "on", or "off" and why."""
+    return _launcher.state(INTERPRET)
 
 
 def launches() -> dict[str, int]:

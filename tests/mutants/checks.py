@@ -68,7 +68,7 @@ MUTANTS = (
     _check(
         "program_for_aligned_pointers_kept_for_any",
         "A program that was compiled for aligned pointers is launched with others, too.",
-        f"{_OPS}._runtime",
+        f"{_OPS}._launcher",
         "a = a.data_ptr()\n            key.append(a % 16 == 0)",
         "a = a.data_ptr()\n            key.append(True)",
         "test_ops_runtime.py::test_one_program_is_kept_for_what_triton_would_compile_once",
@@ -76,7 +76,7 @@ MUTANTS = (
     _check(
         "launch_of_which_a_profiler_does_not_hear",
         "A kept program is launched past Triton's hooks, so that its profiler sees nothing of it.",
-        f"{_OPS}._runtime",
+        f"{_OPS}._launcher",
         "if _is_watched():",
         "if False:",
         "test_ops_runtime.py::test_who_wants_to_hear_of_launches_does",
