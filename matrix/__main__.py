@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--fresh", action="store_true", help="repeat stages that passed for this code, too")
     report = add("report", "what the records say; exit 1 unless every cell passed")
     report.add_argument("--markdown", action="store_true", help="as Markdown")
-    add("new", "write cell files for releases of transformers and trl beyond the newest cell")
+    add("new", "write cell files for releases of transformers, trl and torch beyond the newest cells")
     add("ci", "the cells as a job matrix for GitHub Actions, JSON")
     gate = add("gate", "decide on a release: everything that must pass, against the last release's records")
     gate.add_argument("--accept", metavar="REASON", help="make these records the baseline, and say why")

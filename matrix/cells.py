@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDER = Path(__file__).parent / "cells"
-_KINDS = {"tf": "versions", "latest": "versions", "triton": "triton"}
+_KINDS = {"tf": "versions", "latest": "versions", "torch": "torch"}
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Cell:
         name: the file's stem, which is the name of the tox environment, too.
         why: the comment at the top, as one line.
         pins: package to version, of the exactly pinned requirements.
-        kind: which stages run: "versions" (of transformers and trl) or "triton".
+        kind: which stages run: "versions" (of transformers and trl) or "torch" (with its Triton).
         digest: changes with the file.
     """
 
@@ -63,8 +63,8 @@ def load_all(folder: Path = FOLDER) -> dict[str, Cell]:
 
 
 def order(name: str) -> tuple[object, ...]:
-    """Sorts versions as numbers: tf4.46 before tf5.2 before tf5.13, then ``latest``, then Triton's."""
-    kinds = ("tf", "latest", "triton")
+    """Sorts versions as numbers: tf4.46 before tf5.2 before tf5.13, then ``latest``, then torch's."""
+    kinds = ("tf", "latest", "torch")
     kind = next((i for i, prefix in enumerate(kinds) if name.startswith(prefix)), len(kinds))
     return kind, *(int(number) for number in re.findall(r"\d+", name)), name
 

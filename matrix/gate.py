@@ -95,6 +95,8 @@ def compare(
             differences.append(Difference(name, "other machine", name, detail))
         else:
             differences += baseline.worse(old, found[name])
+    for name in found.keys() - before.cells.keys():
+        differences.append(Difference(name, "new cell", name, "the baseline has nothing to compare it with", note=True))
     if before.kernels is not None and kernels is not None:
         differences += baseline.worse_kernels(before.kernels, kernels)
     elif before.kernels is not None:

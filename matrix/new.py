@@ -1,4 +1,4 @@
-"""Proposes cells for releases beyond the newest cell, by asking the package index through its own client."""
+"""Proposes cells for releases beyond the newest cells, by asking the package index through its own client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pathlib import Path
 from matrix import cells
 from matrix.cells import FOLDER, Cell
 
-WATCHED = ("transformers", "trl")
+# What the cells of a prefix are about. torch asks for one Triton, exactly: a newer one comes with a newer torch.
+WATCHED = {"tf": ("transformers", "trl"), "torch": ("torch", "triton")}
+# What a proposal takes over from the newest cell; all else beside it, the resolver chooses.
+_KEPT = ("torch", "triton", "transformers", "trl", "numpy", "pytest", "pytest-xdist", "execnet", "hypothesis")
 
 
 def versions(package: str) -> list[str]:
@@ -35,32 +38,40 @@ def number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
 
 
-def newest_cell(known: dict[str, Cell]) -> Cell:
-    """The cell with the newest transformers."""
-    pairs = [cell for cell in known.values() if all(package in cell.pins for package in WATCHED)]
-    return max(pairs, key=lambda cell: number(cell.pins["transformers"]))
+def newest_cell(known: dict[str, Cell], prefix: str) -> Cell:
+    """The cell of ``prefix`` ("tf" or "torch") with the newest of what it is about."""
+    first = WATCHED[prefix][0]
+    return max((c for c in known.values() if c.name.startswith(prefix)), key=lambda cell: number(cell.pins[first]))
 
 
 def beyond(cell: Cell, found: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Per watched package, the releases after the one that ``cell`` pins."""
-    return {package: [v for v in found[package] if number(v) > number(cell.pins[package])] for package in WATCHED}
+    """Per package of ``found``, the releases after the one that ``cell`` pins."""
+    return {p: [v for v in releases if number(v) > number(cell.pins[p])] for p, releases in found.items()}
 
 
-def cell_name(pins: dict[str, str]) -> str:
-    transformers, trl = (".".join(pins[package].split(".")[:2]) for package in WATCHED)
-    return f"tf{transformers}-trl{trl}"
+def cell_name(pins: dict[str, str], prefix: str) -> str:
+    """``tf5.23-trl1.16`` or ``torch2.15``."""
+    short = {package: ".".join(version.split(".")[:2]) for package, version in pins.items()}
+    return f"tf{short['transformers']}-trl{short['trl']}" if prefix == "tf" else f"torch{short['torch']}"
+
+
+def wanted(later: dict[str, list[str]], newest: Cell, prefix: str) -> dict[str, str]:
+    """What a proposal pins anew, of the releases ``later`` than those of the cell ``newest``."""
+    if prefix == "torch":
+        return {"torch": later["torch"][0]} if later["torch"] else {}
+    return {p: later[p][0] if later[p] else newest.pins[p] for p in WATCHED[prefix]} if any(later.values()) else {}
 
 
 def resolve(cell: Cell, wanted: dict[str, str]) -> dict[str, str]:
-    """The pins of ``cell`` with ``wanted`` instead; what these two then ask for beside it, the resolver chooses.
+    """The pins of ``cell`` with ``wanted`` instead; what these then ask for beside it, the resolver chooses.
 
     Raises:
         ValueError: nothing fits together, with what the resolver said.
     """
-    free = ("accelerate", "datasets")
-    kept = {
-        p: v for p, v in cell.pins.items() if p in ("torch", "triton", "numpy", "pytest", "pytest-xdist", "execnet")
-    }
+    free = ["accelerate", "datasets"]
+    kept = {package: cell.pins[package] for package in _KEPT if package in cell.pins}
+    if "torch" in wanted:
+        del kept["triton"]
     lines = [f"{package}=={version}" for package, version in {**kept, **wanted}.items()]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "requirements.in"
@@ -73,8 +84,8 @@ def resolve(cell: Cell, wanted: dict[str, str]) -> dict[str, str]:
     return {package: version.partition("+")[0] for package, version in pins.items()}
 
 
-def write(pins: dict[str, str], folder: Path = FOLDER) -> Path:
-    path = folder / f"{cell_name(pins)}.txt"
+def write(pins: dict[str, str], prefix: str, folder: Path = FOLDER) -> Path:
+    path = folder / f"{cell_name(pins, prefix)}.txt"
     why = "# A proposal: say here which upstream contract changed.\n"
     path.write_text(
         why + "".join(f"{package}=={version}\n" for package, version in sorted(pins.items())), encoding="utf-8"
@@ -83,14 +94,16 @@ def write(pins: dict[str, str], folder: Path = FOLDER) -> Path:
 
 
 def main() -> int:
-    """Write one proposed cell for the newest of both, if there is anything newer; print what was found."""
-    cell = newest_cell(cells.load_all())
-    later = beyond(cell, {package: versions(package) for package in WATCHED})
-    for package, found in later.items():
-        print(f"{package}: {', '.join(found) or 'nothing'} beyond {cell.pins[package]} of {cell.name}")
-    if not any(later.values()):
-        return 0
-    wanted = {package: later[package][0] if later[package] else cell.pins[package] for package in WATCHED}
-    path = write(resolve(cell, wanted))
-    print(f"proposed: {path}; say in it why it exists, add {path.stem} to tox.ini and docs/matrix.md, then run it")
+    """Print what is newer than the newest cell of each kind; where anything is, write one proposed cell for it."""
+    known = cells.load_all()
+    for prefix, packages in WATCHED.items():
+        cell = newest_cell(known, prefix)
+        later = beyond(cell, {package: versions(package) for package in packages})
+        for package, found in later.items():
+            print(f"{package}: {', '.join(found) or 'nothing'} beyond {cell.pins[package]} of {cell.name}")
+        if pins := wanted(later, cell, prefix):
+            path = write(resolve(cell, pins), prefix)
+            print(
+                f"proposed: {path}; say in it why it exists, add {path.stem} to tox.ini and docs/matrix.md, then run it"
+            )
     return 0

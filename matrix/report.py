@@ -29,10 +29,10 @@ def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 def list_cells() -> int:
     rows = [
-        (cell.name, *(cell.version(package) for package in ("transformers", "trl", "triton")), cell.why)
+        (cell.name, *(cell.version(package) for package in ("torch", "triton", "transformers", "trl")), cell.why)
         for cell in cells.load_all().values()
     ]
-    _print("cells", ("cell", "transformers", "trl", "triton", "why it exists"), rows)
+    _print("cells", ("cell", "torch", "triton", "transformers", "trl", "why it exists"), rows)
     return 0
 
 

@@ -27,6 +27,14 @@ class Stage:
 
 
 _CONVERGENCE = ("convergence", "--profile", "hard", "--dist", "loadgroup")
+_PROOF = Stage(
+    "convergence",
+    "the proof on llama, gemma, gemma2 and gemma3 in float32 and bfloat16, hard profile",
+    (*_CONVERGENCE, *SHORT),
+    (*_CONVERGENCE, "--models", "core"),
+    leaves_records=True,
+)
+_SETUPS = ("convergence", "--dist", "loadgroup", "--models", "llama-tied", "--dtypes", "float32", "--setups")
 STAGES = {
     "versions": (
         Stage(
@@ -35,11 +43,12 @@ STAGES = {
             ("matrix/checks/test_models.py",),
             leaves_records=True,
         ),
+        _PROOF,
         Stage(
-            "convergence",
-            "the proof on llama, gemma, gemma2 and gemma3 in float32 and bfloat16, hard profile",
-            (*_CONVERGENCE, *SHORT),
-            (*_CONVERGENCE, "--models", "core"),
+            "setups",
+            "the proof in DDP and FSDP2 on two ranks; on a GPU, under autocast and checkpointing",
+            (*_SETUPS, "ddp,fsdp2"),
+            (*_SETUPS, "bf16-autocast,checkpointing"),
             leaves_records=True,
         ),
         Stage(
@@ -54,7 +63,7 @@ STAGES = {
             ("tests/test_packing.py",),
         ),
     ),
-    "triton": (
+    "torch": (
         Stage(
             "compile",
             "every kernel compiles for every target, and fits",
@@ -65,11 +74,19 @@ STAGES = {
             "every op against its reference",
             ("tests", "--ignore-glob", "tests/test_[!o]*", "--ignore", "tests/test_ops_compile.py"),
         ),
+        _PROOF,
     ),
     # Not a cell: what the gate runs in the project's own environment.
     "project": (
         Stage("tests", "unit tests", ("tests", "--ignore", "tests/test_mutants.py")),
         Stage("convergence", "the proof on the core models, both losses", _CONVERGENCE, leaves_records=True),
+        Stage(
+            "setups",
+            "the proof in every set-up, patched before and after wrapping",
+            ("convergence", "--dist", "loadgroup", "--models", "llama-tied", "--setups", "all", "--orders", "all"),
+            (*_SETUPS, "bf16-autocast,fp16-scaler,checkpointing,compile,lora"),
+            leaves_records=True,
+        ),
         Stage(
             "mutants",
             "a fixed sample of faults, each of which the proof must see",

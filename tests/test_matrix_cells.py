@@ -33,20 +33,19 @@ def test_cells_tox_and_docs_name_the_same_set() -> None:
 
 def test_a_cell_is_called_what_it_pins() -> None:
     for cell in cells.load_all().values():
-        if cell.name.startswith("tf"):
-            assert new.cell_name(cell.pins) == cell.name
-        elif cell.name.startswith("triton"):
-            assert cell.pins["triton"].startswith(cell.name.removeprefix("triton") + ".")
+        if cell.name != "latest":
+            assert new.cell_name(cell.pins, "torch" if cell.kind == "torch" else "tf") == cell.name
 
 
-def test_every_cell_pins_torch_and_triton() -> None:
+def test_every_cell_but_the_latest_pins_torch_and_triton() -> None:
     for cell in cells.load_all().values():
-        assert {"torch", "triton", "pytest"} <= cell.pins.keys(), cell.name
+        expected = {"pytest"} if cell.name == "latest" else {"torch", "triton", "pytest"}
+        assert cell.pins.keys() & {"torch", "triton", "pytest"} == expected, cell.name
 
 
 def test_versions_sort_as_numbers() -> None:
-    names = ["triton3.3", "tf5.13-trl1.9", "latest", "tf5.2-trl0.29", "tf4.57-trl0.26"]
-    expected = ["tf4.57-trl0.26", "tf5.2-trl0.29", "tf5.13-trl1.9", "latest", "triton3.3"]
+    names = ["torch2.10", "torch2.8", "tf5.13-trl1.9", "latest", "tf5.2-trl0.29", "tf4.57-trl0.26"]
+    expected = ["tf4.57-trl0.26", "tf5.2-trl0.29", "tf5.13-trl1.9", "latest", "torch2.8", "torch2.10"]
     assert sorted(names, key=cells.order) == expected
 
 
@@ -81,15 +80,20 @@ def test_what_a_stage_runs_exists() -> None:
             assert (ROOT / stage.arguments[0]).exists()
 
 
-def test_releases_beyond_the_newest_cell() -> None:
-    known = cells.load_all()
-    newest = new.newest_cell(known)
-    transformers, trl = (known[newest.name].pins[package] for package in new.WATCHED)
-    found = {"transformers": ["99.1.0", "99.0.0", transformers, "4.46.3"], "trl": [trl, "0.12.2"]}
-    assert new.beyond(newest, found) == {"transformers": ["99.1.0", "99.0.0"], "trl": []}
+@pytest.mark.parametrize("prefix", new.WATCHED)
+def test_releases_beyond_the_newest_cell(prefix: str) -> None:
+    newest = new.newest_cell(cells.load_all(), prefix)
+    first, second = new.WATCHED[prefix]
+    found = {first: ["99.1.0", "99.0.0", newest.pins[first], "1.0.0"], second: [newest.pins[second], "0.12.2"]}
+    later = new.beyond(newest, found)
+    assert later == {first: ["99.1.0", "99.0.0"], second: []}
+    others = {} if prefix == "torch" else {second: newest.pins[second]}  # a torch brings its own Triton
+    assert new.wanted(later, newest, prefix) == {first: "99.1.0", **others}
+    assert new.wanted({first: [], second: []}, newest, prefix) == {}
 
 
-def test_a_proposed_cell_is_one(tmp_path: Path) -> None:
-    path = new.write({"transformers": "99.1.0", "trl": "9.8.7", "torch": "2.13.0"}, tmp_path)
-    assert path.name == "tf99.1-trl9.8.txt"
+@pytest.mark.parametrize(("prefix", "name"), [("tf", "tf99.1-trl9.8"), ("torch", "torch3.14")])
+def test_a_proposed_cell_is_one(prefix: str, name: str, tmp_path: Path) -> None:
+    path = new.write({"transformers": "99.1.0", "trl": "9.8.7", "torch": "3.14.1"}, prefix, tmp_path)
+    assert path.name == f"{name}.txt"
     assert cells.load(path).pins["transformers"] == "99.1.0"

@@ -223,6 +223,16 @@ def test_a_cell_that_was_removed_fails(decide: Gate, tmp_path: Path, monkeypatch
     assert failures(json.loads((tmp_path / "gate.json").read_text())) == [("missing cell", CELL.name)]
 
 
+def test_a_cell_that_is_new_is_said(decide: Gate, tmp_path: Path) -> None:
+    decide()
+    accepted = json.loads((tmp_path / "baseline.json").read_text())
+    del accepted["cells"][CELL.name]
+    (tmp_path / "baseline.json").write_text(json.dumps(accepted))
+    assert command.main(["--records", str(tmp_path / "records"), "gate", "--no-run", "--output", str(tmp_path)]) == 0
+    (difference,) = json.loads((tmp_path / "gate.json").read_text())["differences"]
+    assert (difference["kind"], difference["name"], difference["note"]) == ("new cell", CELL.name, True)
+
+
 def test_no_baseline_fails(decide: Gate, tmp_path: Path) -> None:
     decide()
     (tmp_path / "baseline.json").unlink()
@@ -376,10 +386,11 @@ def test_a_baseline_survives_its_file(tmp_path: Path) -> None:
         baseline.load(path)
 
 
-def test_the_accepted_baseline_has_every_cell() -> None:
+def test_the_accepted_baseline_was_all_right() -> None:
+    """Whether it has every cell of today, the gate says: these tests are among what it runs before it can accept."""
     accepted = baseline.load()
     assert accepted is not None
-    assert {*accepted.cells} == {gate.PROJECT.name, *cells.load_all()}
+    assert gate.PROJECT.name in accepted.cells
     assert all(record.passed for record in accepted.cells.values())
     assert all(accepted.history[-1][key] for key in ("who", "when", "why", "commit"))
 

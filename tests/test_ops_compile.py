@@ -149,7 +149,7 @@ def op_modules() -> list[Any]:
 def kernels() -> set[str]:
     """The names of all kernels in ``liger_kernels.ops``."""
     from triton.runtime import KernelInterface
-    from triton.runtime.interpreter import InterpretedFunction  # which Triton 3.3 does not count among the former
+    from triton.runtime.interpreter import InterpretedFunction  # which Triton 3.4 does not count among the former
 
     found = {name: value for module in op_modules() for name, value in vars(module).items()}
     kinds = (KernelInterface, InterpretedFunction)
@@ -196,7 +196,7 @@ def compile_all(names: str, *targets: str) -> None:
     from triton.compiler import ASTSource
 
     amd = triton.backends.backends["amd"].compiler
-    if hasattr(amd, "path_to_rocm_lld"):  # Triton 3.3 links by a program of ROCm's, which is not in its wheel
+    if hasattr(amd, "path_to_rocm_lld"):  # Triton 3.4 links by a program of ROCm's, which is not in its wheel
         amd.make_hsaco = staticmethod(lambda assembly, *_: b"")
         amd.hash = lambda self: f"not linked {self.target}"
     records: dict[str, dict[str, Any]] = {}

@@ -150,7 +150,7 @@ def compiled(heard: list[object]) -> Any:
 
     program = CompiledKernel.__new__(CompiledKernel)
     vars(program).update(module="module", function="function", packed_metadata="metadata", name="_kernel", src=None)
-    vars(program).update(dict.fromkeys(("run", "_run"), lambda *args: heard.append(args)))  # Triton 3.3, and since
+    vars(program).update(dict.fromkeys(("run", "_run"), lambda *args: heard.append(args)))  # Triton 3.4, and since
     return program
 
 
@@ -204,10 +204,6 @@ def test_launches_under_the_tensors_own_device(monkeypatch, kernel, index, guard
             kernel.heard.clear()
 
 
-def hooks() -> Any:
-    return triton.knobs.runtime if hasattr(triton, "knobs") else triton.compiler.CompiledKernel
-
-
 @pytest.mark.parametrize("grid", [(2,), (2, 3), (2, 3, 4)])
 def test_a_kept_program_is_launched_as_triton_launches_it(kernel, grid) -> None:
     """But for a description of the launch, and for whom nobody is."""
@@ -227,14 +223,15 @@ def test_who_wants_to_hear_of_launches_does(monkeypatch, kernel, name) -> None:
         pass
 
     launch(kernel, (2,), torch.device("cuda", 0), 5, BLOCK=8)
-    chain = getattr(hooks(), name)
-    if chain is None:  # Triton 3.3 has room for one
-        monkeypatch.setattr(hooks(), name, hook)
+    hooks = triton.knobs.runtime
+    chain = getattr(hooks, name)
+    if chain is None:  # Triton 3.4 has room for one
+        monkeypatch.setattr(hooks, name, hook)
     else:
         monkeypatch.setattr(chain, "calls", [hook])
     launch(kernel, (2,), torch.device("cuda", 0), 5, BLOCK=8)
-    assert kernel.heard[-1][7:9] == (hooks().launch_enter_hook, hooks().launch_exit_hook)
-    assert (kernel.heard[-1][6] is None) == (hooks().launch_enter_hook is None)  # what Triton makes for a hook
+    assert kernel.heard[-1][7:9] == (hooks.launch_enter_hook, hooks.launch_exit_hook)
+    assert (kernel.heard[-1][6] is None) == (hooks.launch_enter_hook is None)  # what Triton makes for a hook
 
 
 @pytest.mark.parametrize(

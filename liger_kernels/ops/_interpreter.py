@@ -62,7 +62,7 @@ def hurry() -> None:
         languages = tuple(name for name, value in fn.__globals__.items() if value is tl or value is tl.core)
         if not is_launch or languages not in replacements:
             scope = patch(fn)
-            if is_launch and scope is not None:  # Triton 3.3 takes nothing back, and returns None
+            if is_launch and scope is not None:  # Triton 3.4 takes nothing back, and returns None
                 replacements[languages] = [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
             return scope
         scope = interpreter._LangPatchScope()
@@ -111,18 +111,17 @@ def hurry() -> None:
         self.numel, self.shape = shapes[key]
 
     # Operands mostly have one shape, which is then one object, and one dtype: nothing to broadcast, nothing to cast.
-    owner: Any = getattr(semantic, "TritonSemantic", semantic)  # functions of a module in Triton 3.3
-    broadcast, first = owner.broadcast_impl_value, int(owner is not semantic)
+    owner: Any = semantic.TritonSemantic
+    broadcast = owner.broadcast_impl_value
 
-    def broadcast_other_shapes(*args: Any) -> Any:
-        lhs, rhs = args[first], args[first + 1]
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(*args)
+    def broadcast_other_shapes(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
     cast = owner.cast
 
-    def cast_other_dtypes(*args: Any, **kwargs: Any) -> Any:
-        x, dtype = args[first], args[first + 1]
-        return x if type(dtype) is tl.core.dtype and dtype.name == x.dtype.name else cast(*args, **kwargs)
+    def cast_other_dtypes(self: Any, x: Any, dtype: Any, *options: Any, **kwargs: Any) -> Any:
+        same = type(dtype) is tl.core.dtype and dtype.name == x.dtype.name
+        return x if same else cast(self, x, dtype, *options, **kwargs)
 
     owner.broadcast_impl_value, owner.cast = broadcast_other_shapes, cast_other_dtypes
     block_type.__init__, tensor.__init__ = init_block_type, init

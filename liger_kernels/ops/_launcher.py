@@ -76,7 +76,7 @@ def start_kept(
 
 def _is_watched() -> bool:
     """Whether anybody, such as Triton's profiler, wants to hear of launches."""
-    hooks = triton.knobs.runtime if hasattr(triton, "knobs") else triton.compiler.CompiledKernel
+    hooks = triton.knobs.runtime
     enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
