@@ -382,7 +382,11 @@ def cross_entropy(
             denominator=denominator,
             reduction=reduction,
             extras=extras,
-            **options._asdict(),
+            ignore_index=options.ignore_index,
+            label_smoothing=options.label_smoothing,
+            softcap=options.softcap,
+            logit_scale=options.logit_scale,
+            z_loss=options.z_loss,
         )
     targets = targets.contiguous()
     weights = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
