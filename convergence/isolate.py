@@ -28,7 +28,13 @@ import torch
 
 # A case of the largest mini model takes half a minute in the interpreter; a machine may be slow and shared.
 TIMEOUT = 1800.0
-_OURS = ("convergence.case", "liger_kernels.ops", "liger_kernels.patching", "liger_kernels.integrations")
+_OURS = (
+    "convergence.case",
+    "convergence.interpreter",
+    "liger_kernels.ops",
+    "liger_kernels.patching",
+    "liger_kernels.integrations",
+)
 
 
 class ProcessDied(RuntimeError):
@@ -150,6 +156,9 @@ def _run(folder: Path) -> Any:
     torch.utils.deterministic.fill_uninitialized_memory = settings["fill"]  # type: ignore[attr-defined]
     if settings["device"] is not None:
         torch.cuda.set_device(settings["device"])
+    from convergence.interpreter import prepare  # and so Triton, which the process that starts this one may not need
+
+    prepare()
     return function(*args)
 
 

@@ -79,6 +79,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.device = device = _choose_device(device)
     if device == "cuda":
         _use_own_gpu(getattr(config, "workerinput", {}).get("workerid", "gw0"))
+    elif hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # not who only hands out work
+        from convergence.interpreter import prepare
+
+        prepare()
     _check_names("--profile", config.getoption("--profile"), ("plain", "hard"), single=True)
     _check_names("--dtypes", config.getoption("--dtypes"), ("float32", "bfloat16"))
     _check_models(config.getoption("--models"))

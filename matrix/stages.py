@@ -82,8 +82,8 @@ STAGES = {
         Stage("convergence", "the proof on the core models, both losses", _CONVERGENCE, leaves_records=True),
         Stage(
             "setups",
-            "the proof in every set-up, patched before and after wrapping",
-            ("convergence", "--dist", "loadgroup", "--models", "llama-tied", "--setups", "all", "--orders", "all"),
+            "the proof in every set-up",
+            ("convergence", "--dist", "loadgroup", "--models", "llama-tied", "--setups", "all"),
             (*_SETUPS, "bf16-autocast,fp16-scaler,checkpointing,compile,lora"),
             leaves_records=True,
         ),

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from convergence.interpreter import prepare
 from convergence.records import versions
 from liger_kernels import ops
 from liger_kernels.ops._runtime import INTERPRET
@@ -306,4 +307,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    prepare()
     main()

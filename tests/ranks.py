@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from convergence.interpreter import prepare
+
 ROOT = Path(__file__).parents[1]
 RANKS = 2
 
@@ -61,4 +63,5 @@ def on_ranks(module: str, folder: Path, timeout: float = 560) -> list[dict[str, 
 
 def join(rank: int, folder: Path) -> None:
     """Make this process ``rank`` of the group."""
+    prepare()
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)

@@ -44,12 +44,6 @@ else:
 
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-if INTERPRET:
-    from liger_kernels.ops import _interpreter
-
-    _interpreter.repair_bfloat16()
-    _interpreter.hurry()
-
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ACCELERATORS = {"cuda": torch.cuda, "xpu": torch.xpu}
 _launches: Counter[str] = Counter()

@@ -1,12 +1,14 @@
-"""Triton's interpreter, which runs the kernels on a CPU: one repair, and what makes it faster.
+"""Triton's interpreter, which runs kernels on a CPU: one repair, and what makes it faster.
 
-Imported only where ``TRITON_INTERPRET=1`` is set. It replaces functions of Triton's in this process.
+It replaces functions of Triton's in this process, for the kernels of every package: so it belongs to the proof, and a
+program that uses the kernels never does it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 from typing import Any
 
@@ -17,7 +19,15 @@ from triton.language import semantic
 from triton.runtime import interpreter
 
 
-def repair_bfloat16() -> None:
+@functools.cache
+def prepare() -> None:
+    """Repair and hurry the interpreter, once in a process, where ``TRITON_INTERPRET=1`` says that it is used."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _repair_bfloat16()
+        _hurry()
+
+
+def _repair_bfloat16() -> None:
     """Make Triton's interpreter convert between float32 and bfloat16 as every device does.
 
     Triton (3.6, 3.7) truncates where it should round to nearest: twice the error, and all of it towards zero, which
@@ -35,7 +45,7 @@ def repair_bfloat16() -> None:
     interpreter._convert_float = convert_float
 
 
-def hurry() -> None:
+def _hurry() -> None:
     """Spare Triton's interpreter repeated work. It replaces the built-in functions of ``triton.language``
     when a kernel is launched, and again at every call of a device function, each time looking for them in everything
     that the modules hold; it writes a table of NumPy's dtypes each time it looks one up; and it describes the shape of
