@@ -249,7 +249,9 @@ def traced_calls() -> list[tuple[str, Callable[..., Any], list[torch.Tensor]]]:
     for module in op_modules():
         if hasattr(module, "use_triton"):
             module.use_triton = lambda x, **_: True
-    torch.utils._triton.has_triton = lambda: True  # what Dynamo asks a machine without a GPU before it traces a launch
+    torch.utils._triton.has_triton = lambda **_: (
+        True
+    )  # what Dynamo asks a machine without a GPU before it traces a launch
     cos, sin = (torch.randn(1, 16, 128).to(BF16) for _ in range(2))
     targets, ones = torch.zeros(64, dtype=torch.int64), torch.ones(1000)
 

@@ -183,7 +183,8 @@ def _as_2d(*tensors: torch.Tensor) -> tuple[int, int, list[tuple[torch.Tensor, i
     """Numbers of rows and columns, and each tensor as rows with the stride between them: one long row each where all
     are contiguous."""
     numel, n_cols = tensors[0].numel(), tensors[0].shape[-1]
-    if all(t.is_contiguous() for t in tensors):
+    contiguous = [t.is_contiguous() for t in tensors]  # Dynamo of torch 2.15 fails on a generator here
+    if all(contiguous):
         return 1, numel, [(t, numel) for t in tensors]
     return numel // n_cols, n_cols, [as_rows(t) for t in tensors]
 

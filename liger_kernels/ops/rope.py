@@ -291,11 +291,12 @@ def _rotate(
     assert some is not None
     batch, _, seq_len, head_dim = some.shape
     rotary_dim = cos.shape[-1]
-    q, k = (None if x is None else _unit_stride(x) for x in (q, k))
-    q_heads, k_heads = (0 if x is None else x.shape[1] for x in (q, k))
+    # Lists, also below: Dynamo of torch 2.15 fails on a generator inside of an autograd.Function.
+    q, k = [None if x is None else _unit_stride(x) for x in (q, k)]
+    q_heads, k_heads = [0 if x is None else x.shape[1] for x in (q, k)]
     strides = [(0, 0, 0) if x is None else _strides(x) for x in (q, q_out, k, k_out)]
     # A batch of 1 stands for every batch.
-    cos_strides, sin_strides = ((x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)) for x in (cos, sin))
+    cos_strides, sin_strides = [(x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)) for x in (cos, sin)]
     n_tokens = batch * seq_len
     shape = _launch_shape(n_tokens, q_heads, k_heads, rotary_dim, head_dim)
     launch(
@@ -346,7 +347,7 @@ class RopeFunction(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Before the results take over the memory order of q and k: the kernel writes unit strides, too.
-        q, k, cos, sin = (_unit_stride(x) for x in (q, k, cos, sin))
+        q, k, cos, sin = [_unit_stride(x) for x in (q, k, cos, sin)]
         angle_dtype = torch.promote_types(cos.dtype, sin.dtype)
         q_out = torch.empty_like(q, dtype=torch.promote_types(q.dtype, angle_dtype))
         k_out = torch.empty_like(k, dtype=torch.promote_types(k.dtype, angle_dtype))
