@@ -18,7 +18,7 @@ ALLOWED = {
     "liger_kernels.losses": {"liger_kernels.ops"},
     "liger_kernels.patching": {"liger_kernels.ops", "liger_kernels.losses"},
     "liger_kernels.integrations": {"liger_kernels.ops", "liger_kernels.losses", "liger_kernels.patching"},
-    "liger_kernels": {"liger_kernels.patching", "liger_kernels.integrations"},
+    "liger_kernels": {"liger_kernels.ops", "liger_kernels.patching", "liger_kernels.integrations"},
     "convergence": {"liger_kernels", "liger_kernels.ops", "liger_kernels.patching", "liger_kernels.integrations"},
     "matrix": set(),
     # Runs inside of a cell, on what the cell has installed.

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.metadata
+import io
 import itertools
 import json
 import os
@@ -37,6 +39,8 @@ TARGETS = {
     "sm_100": ("cuda", 100, 32, 227 * 1024),
     "gfx942": ("hip", "gfx942", 64, 64 * 1024),
 }
+
+SMALL = ("cuda", 86, 32, 99 * 1024)  # as are GPUs of capability 8.9
 
 TRITON = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -230,6 +234,26 @@ def compile_all(names: str, *targets: str) -> None:
     json.dump(list(records.values()), sys.stdout)
 
 
+def compile_for_little_shared_memory() -> None:
+    """In the subprocess: print what norms of wide rows take of a GPU that has 99 KiB, by kernel."""
+    from liger_kernels.ops import _device, rms_norm
+
+    TARGETS["small"] = SMALL
+    _device._rooms["cpu", None] = SMALL[3] - 2048
+    CASES["wide rows"] = lambda: [  # type: ignore[assignment, func-returns-value]
+        run(rms_norm, new(64, hidden, dtype=dtype), new(hidden, dtype=dtype))
+        for hidden, dtype in ((8192, FP32), (4096, BF16), (128, FP32))
+    ]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        compile_all("wide rows", "small")
+    found: dict[str, int] = {}
+    for record in json.loads(printed.getvalue()):
+        assert record["error"] is None, record
+        found[record["kernel"]] = max(found.get(record["kernel"], 0), record["shared"])
+    json.dump(found, sys.stdout)
+
+
 def traced_calls() -> list[tuple[str, Callable[..., Any], list[torch.Tensor]]]:
     """In the subprocess: names, functions for Dynamo, which may trace launches from now on, and their arguments."""
     import torch.utils._triton
@@ -413,6 +437,13 @@ def test_shared_memory_suffices(records: list[dict[str, Any]], target: str) -> N
     assert not over, "\n".join(over)
 
 
+def test_a_gpu_of_little_shared_memory_loads_less_ahead(tmp_path: Path) -> None:
+    shared = in_subprocess(tmp_path, "compile_for_little_shared_memory")
+    assert {"_rms_norm_bwd_kernel"} < shared.keys()
+    assert all(size <= SMALL[3] for size in shared.values()), shared
+    assert shared["_rms_norm_bwd_kernel"] > SMALL[3] // 2  # else it would load nothing ahead
+
+
 def test_offsets_are_64_bits_wide(records: list[dict[str, Any]]) -> None:
     """No row number is multiplied by a stride, or by the length of a row, in 32 bits, where it would wrap at 2^31."""
     for record in records:
@@ -468,5 +499,6 @@ def test_a_compiled_program_sees_what_a_kernel_writes_to(tmp_path: Path) -> None
 
 
 if __name__ == "__main__":
-    asked = {function.__name__: function for function in (compile_all, trace_all, overwritten_inputs)}
+    FUNCTIONS = (compile_all, compile_for_little_shared_memory, trace_all, overwritten_inputs)
+    asked = {function.__name__: function for function in FUNCTIONS}
     asked[sys.argv[1]](*sys.argv[2:])

@@ -20,6 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from liger_kernels.ops import _launcher
+from liger_kernels.ops._device import obstacle
 from liger_kernels.ops._launcher import start_kept
 
 try:
@@ -61,7 +62,7 @@ def use_triton(x: torch.Tensor, *, opaque: bool = False) -> bool:
         return False
     if x.device.type == "cpu":
         return INTERPRET and (opaque or not torch.compiler.is_compiling())
-    return x.device.type in _ACCELERATORS
+    return x.device.type in _ACCELERATORS and not obstacle(x.device)
 
 
 # A kernel of ours in a compiled program takes the host some 20 us longer than one of Inductor's (H200 machine, torch

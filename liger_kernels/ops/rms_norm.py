@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from liger_kernels.ops._device import room_for_loads
 from liger_kernels.ops._runtime import INTERPRET, backward_once, cdiv, launch, next_power_of_2, tl, triton, use_triton
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
@@ -192,9 +193,9 @@ def _launch_shape(n_rows: int, hidden: int, tile: int, per_lane: int) -> dict[st
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // (32 * per_lane)))}
 
 
-def _stages(tile: int, bytes_per_column: int) -> int:
+def _stages(tile: int, bytes_per_column: int, device: torch.device) -> int:
     """Tiles in flight in the backward: two or three wait in shared memory while one is computed, if they fit there."""
-    return 1 if tile > 8192 else min(4 if tile <= 4096 else 3, 1 + 2**17 // (tile * bytes_per_column))
+    return 1 if tile > 8192 else min(4 if tile <= 4096 else 3, 1 + room_for_loads(device) // (tile * bytes_per_column))
 
 
 def _n_programs(device: torch.device) -> int:
@@ -311,7 +312,7 @@ class RMSNormFunction(torch.autograd.Function):
             n_rows,
             hidden,
             FORMULA=ctx.formula,
-            STAGES=_stages(shape["ROWS"] * shape["BLOCK"], loaded),
+            STAGES=_stages(shape["ROWS"] * shape["BLOCK"], loaded, x.device),
             **shape,
         )
         dweight = None if parts is None else _sum_parts(parts, weight.dtype)

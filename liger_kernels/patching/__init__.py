@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from liger_kernels.environment import warn_of_a_newer_torch
 from liger_kernels.ops.linear_cross_entropy import MEMORY
 from liger_kernels.patching.census import as_of_now
 from liger_kernels.patching.loss import patch_loss
@@ -66,6 +67,7 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch() takes a torch.nn.Module, not {type(model).__name__}; load or build the model first")
+    warn_of_a_newer_torch()
     wanted = check_options(kernels, loss_reduction, memory)
     known = status(model)
     if known is not None:
