@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from pathlib import Path
 
@@ -25,6 +26,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="cells at a time (1)")
     cell = add("cell", "run one cell's stages here, in the environment that runs this (tox calls it)")
     cell.add_argument("cells", nargs=1, metavar="cell")
+    for package in ("transformers", "trl"):
+        cell.add_argument(f"--{package}", metavar="PATH", help="for the cell main: a checkout or a wheel (main branch)")
+    cell.add_argument("--torch", metavar="PATH", help="for the cell main: also a version, or 'nightly'")
     cell.add_argument("--stages", metavar="A,B", help="only these; the record stays incomplete")
     for command in (run, cell):
         command.add_argument("-n", "--workers", type=int, metavar="N", help="pytest workers per cell (CPUs / jobs)")
@@ -32,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     report = add("report", "what the records say; exit 1 unless every cell passed")
     report.add_argument("--markdown", action="store_true", help="as Markdown")
     add("new", "write cell files for releases of transformers, trl and torch beyond the newest cells")
+    add("moved", "in what the cell main differs from the accepted records, as Markdown; exit 1 where it does")
     add("ci", "the cells as a job matrix for GitHub Actions, JSON")
     gate = add("gate", "decide on a release: everything that must pass, against the last release's records")
     gate.add_argument("--accept", metavar="REASON", help="make these records the baseline, and say why")
@@ -47,12 +52,26 @@ def run(arguments: argparse.Namespace) -> int:
     from matrix import report
 
     chosen = cells.select(arguments.cells)
-    runner.tox(chosen, arguments.jobs, _options(arguments))
-    return report.show(arguments.records, [cell.name for cell in chosen])
+    runner.tox(chosen, arguments.jobs, _options(arguments, arguments.jobs), arguments.records)
+    return report.show(arguments.records, {cell.name: cell for cell in chosen})
 
 
 def cell(arguments: argparse.Namespace) -> int:
-    (chosen,) = cells.select(arguments.cells)
+    from matrix import report, upstream
+
+    sources = {package: getattr(arguments, package) for package in ("transformers", "trl", "torch")}
+    if arguments.cells != [upstream.NAME]:
+        if any(sources.values()):
+            raise ValueError(f"--transformers, --trl and --torch are for the cell {upstream.NAME}")
+        (chosen,) = cells.select(arguments.cells)
+    elif os.environ.get("TOX_ENV_NAME") != upstream.NAME:  # tox calls this again, in the environment that it makes
+        path = upstream.write_requirements(arguments.records, sources)
+        options = [*_options(arguments, 1), *(["--stages", arguments.stages] if arguments.stages else [])]
+        chosen = upstream.cell(arguments.records)
+        runner.tox([chosen], 1, options, arguments.records, MATRIX_REQUIREMENTS=str(path.absolute()))
+        return report.show(arguments.records, {chosen.name: chosen})
+    else:
+        chosen = upstream.cell(arguments.records)
     stages = STAGES[chosen.kind]
     if arguments.stages:
         names = arguments.stages.split(",")
@@ -67,8 +86,8 @@ def cell(arguments: argparse.Namespace) -> int:
     return int(not record.passed)
 
 
-def _options(arguments: argparse.Namespace) -> list[str]:
-    workers = arguments.workers or max(1, runner.cpus() // arguments.jobs)
+def _options(arguments: argparse.Namespace, jobs: int) -> list[str]:
+    workers = arguments.workers or max(1, runner.cpus() // jobs)
     return ["--workers", str(workers), *(["--fresh"] if arguments.fresh else [])]
 
 
@@ -87,13 +106,17 @@ def main(argv: list[str] | None = None) -> int:
             from matrix import new
 
             return new.main()
+        if arguments.command == "moved":
+            from matrix import upstream
+
+            return upstream.moved(arguments.records)
         from matrix import report
 
         if arguments.command == "list":
             return report.list_cells()
         if arguments.command == "ci":
             return report.print_jobs()
-        return report.show(arguments.records, list(cells.load_all()), arguments.markdown)
+        return report.show(arguments.records, cells.load_all(), arguments.markdown)
     except ValueError as error:
         print(f"python -m matrix: {error}", file=sys.stderr)
         return 2

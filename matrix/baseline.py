@@ -60,10 +60,11 @@ def broken(required: Mapping[str, str], found: Mapping[str, CellRecord], code: s
         for deviation in record.deviations:
             yield Difference(name, "not the cell's environment", deviation.split()[0], deviation)
         for stage in record.stages:
-            yield from _failed(name, stage)
+            yield from failed(name, stage)
 
 
-def _failed(cell: str, stage: StageResult) -> Iterator[Difference]:
+def failed(cell: str, stage: StageResult) -> Iterator[Difference]:
+    """What of a stage did not pass."""
     where = f"{cell} {stage.name}"
     if stage.status == "nothing ran" or not (stage.passed or stage.failed):
         yield Difference(where, "nothing ran", stage.name, stage.reason)

@@ -35,7 +35,8 @@ def main(arguments: argparse.Namespace) -> int:
     if not arguments.no_run:
         workers = runner.cpus()
         runner.run_stages(PROJECT, STAGES["project"], arguments.records, workers)
-        runner.tox(chosen, arguments.jobs, ["--workers", str(max(1, workers // arguments.jobs))])
+        options = ["--workers", str(max(1, workers // arguments.jobs))]
+        runner.tox(chosen, arguments.jobs, options, arguments.records)
     found = records.load_folder(arguments.records)
     kernels = read_kernels(arguments.kernels) if arguments.kernels else None
     before = baseline.load()

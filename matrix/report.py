@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matrix import cells, records, runner
 from matrix.baseline import Difference, failing
+from matrix.cells import Cell
 from matrix.records import CellRecord
 
 _MOST_ROWS = 60
@@ -42,10 +43,10 @@ def print_jobs() -> int:
     return 0
 
 
-def show(folder: Path, names: Sequence[str], markdown: bool = False) -> int:
-    """Print what the records of the named cells say; 1 unless every one is of this code and passed."""
+def show(folder: Path, known: Mapping[str, Cell], markdown: bool = False) -> int:
+    """Print what the records of these cells say; 1 unless every one is of this code and passed."""
     found = records.load_folder(folder)
-    code, known = runner.code_digest(), cells.load_all()
+    code, names = runner.code_digest(), [*known]
     rows, good = [], True
     for name in [*names, *(f"{name}{records.GPU}" for name in names if f"{name}{records.GPU}" in found)]:
         record = found.get(name)

@@ -21,7 +21,7 @@ from matrix.cells import ROOT, Cell
 from matrix.records import CellRecord, StageResult
 from matrix.stages import STAGES, Stage
 
-RECORDS = ROOT / "records" / "matrix"
+RECORDS = Path(os.environ.get("MATRIX_RECORDS", ROOT / "records" / "matrix"))
 TIMEOUT = 3600.0
 # What runs in a cell, or decides how. What only reads records afterwards is not among it.
 _RUNS = ("checks", "trainers", "records.py", "runner.py", "stages.py")
@@ -216,10 +216,12 @@ def _collect(stage: Stage, folder: Path, result: StageResult, reason: str) -> No
         result.status = "passed"
 
 
-def tox(cells: Sequence[Cell], jobs: int, options: Sequence[str]) -> None:
-    """Make each cell's environment and run it there, ``jobs`` at a time; what came of it is in the records."""
+def tox(cells: Sequence[Cell], jobs: int, options: Sequence[str], folder: Path, **variables: str) -> None:
+    """Make each cell's environment and run it there, ``jobs`` at a time; what came of it is in the records, in
+    ``folder``. ``variables`` are for the environment."""
     outer = {name: value for name, value in os.environ.items() if not name.lstrip("_").startswith("TOX")}
     outer.pop("VIRTUAL_ENV", None)
+    outer |= {"MATRIX_RECORDS": str(folder.absolute()), **variables}
     command = [sys.executable, "-m", "tox", "run-parallel" if jobs > 1 else "run"]
     if jobs > 1:
         command += ["--parallel", str(jobs), "--parallel-live"]

@@ -34,15 +34,22 @@ _PROOF = Stage(
     (*_CONVERGENCE, "--models", "core"),
     leaves_records=True,
 )
+_MODELS = Stage(
+    "models",
+    "every causal LM of that version, shrunk: census of the patch, and the signatures of what it replaced",
+    ("matrix/checks/test_models.py",),
+    leaves_records=True,
+)
+_TRAINERS = Stage(
+    "trainers",
+    "the Trainer and trl's trainers, patched and unpatched; upstream's flags; what once went wrong",
+    ("matrix/trainers",),
+    leaves_records=True,
+)
 _SETUPS = ("convergence", "--dist", "loadgroup", "--models", "llama-tied", "--dtypes", "float32", "--setups")
 STAGES = {
     "versions": (
-        Stage(
-            "models",
-            "every causal LM of that version, shrunk: census of the patch, and the signatures of what it replaced",
-            ("matrix/checks/test_models.py",),
-            leaves_records=True,
-        ),
+        _MODELS,
         _PROOF,
         Stage(
             "setups",
@@ -51,12 +58,7 @@ STAGES = {
             (*_SETUPS, "bf16-autocast,checkpointing"),
             leaves_records=True,
         ),
-        Stage(
-            "trainers",
-            "the Trainer and trl's trainers, patched and unpatched; upstream's flags; what once went wrong",
-            ("matrix/trainers",),
-            leaves_records=True,
-        ),
+        _TRAINERS,
         Stage(
             "packing",
             "the loss of packed samples, through this version's collators, Trainer and trl's SFT",
@@ -76,6 +78,8 @@ STAGES = {
         ),
         _PROOF,
     ),
+    # What follows upstream's main branches, night by night.
+    "main": (_MODELS, _PROOF, _TRAINERS),
     # Not a cell: what the gate runs in the project's own environment.
     "project": (
         Stage("tests", "unit tests", ("tests", "--ignore", "tests/test_mutants.py")),
