@@ -23,7 +23,9 @@ def parser() -> argparse.ArgumentParser:
     add("list", "the cells, and why each exists")
     run = add("run", "make environments with tox and run cells in them; exit 1 unless every one passes")
     run.add_argument("cells", nargs="*", metavar="cell", help="which; all by default")
-    run.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="cells at a time (1)")
+    run.add_argument("-j", "--jobs", type=int, metavar="N", help="cells at a time (1; with --ray, as many as fit)")
+    run.add_argument("--ray", metavar="ADDRESS", help="on the nodes of the Ray cluster at HOST:PORT (or 'auto')")
+    run.add_argument("--gpus", type=float, default=0, metavar="N", help="with --ray: GPUs per cell (0)")
     cell = add("cell", "run one cell's stages here, in the environment that runs this (tox calls it)")
     cell.add_argument("cells", nargs=1, metavar="cell")
     for package in ("transformers", "trl"):
@@ -52,7 +54,24 @@ def run(arguments: argparse.Namespace) -> int:
     from matrix import report
 
     chosen = cells.select(arguments.cells)
-    runner.tox(chosen, arguments.jobs, _options(arguments, arguments.jobs), arguments.records)
+    if arguments.ray:
+        from matrix import cluster
+
+        failures = cluster.run(
+            chosen,
+            arguments.ray,
+            arguments.records,
+            jobs=arguments.jobs,
+            workers=arguments.workers or 1,
+            gpus=arguments.gpus,
+            fresh=arguments.fresh,
+        )
+        for name, why in failures.items():
+            print(f"{name}: {why}")
+        code = report.show(arguments.records, {cell.name: cell for cell in chosen})
+        return int(bool(code or failures))
+    jobs = arguments.jobs or 1
+    runner.tox(chosen, jobs, _options(arguments, jobs), arguments.records)
     return report.show(arguments.records, {cell.name: cell for cell in chosen})
 
 

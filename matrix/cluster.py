@@ -1,0 +1,294 @@
+"""Cells on several machines: each is a task of Ray, which makes the cell's environment on some node and runs it there.
+
+The driver is the only one that writes records, and only whole ones: those whose code and cell file are its own. A cell
+whose node dies is run again on another; what the dead node had done of it does not count.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib.util
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matrix import baseline, records, runner
+from matrix.cells import ROOT, Cell
+from matrix.records import GPU, CellRecord
+
+TRIES = 3  # of a cell whose node dies
+PATIENCE = 30.0  # seconds without any node that a waiting cell fits on
+_LOOKS = 0.5  # seconds between two looks at what a node has recorded
+_NOT_SENT = ("/.git/", "/.tox/", "/.ci/venv/", "/records/", "**/__pycache__/", "*.egg-info")
+Runner = Callable[[Cell, list[str], Path], None]
+
+
+def with_tox(cell: Cell, options: list[str], folder: Path) -> None:
+    """What a node does with a cell.
+
+    Raises:
+        ValueError: the node's Python lacks what makes environments.
+    """
+    missing = [name for name in ("tox", "tox_uv") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{socket.gethostname()} has no {' and no '.join(missing)}: pip install tox tox-uv there")
+    runner.tox([cell], 1, options, folder)
+
+
+@dataclass
+class _State:
+    """Of one cell: what the driver knows.
+
+    Attributes:
+        tries: how often it was started.
+        began: of the last try, by ``time.monotonic``.
+        record: as far as the node has told; ``done``: whether it is final.
+        failure: why there is no record.
+    """
+
+    cell: Cell
+    tries: int = 0
+    began: float = 0.0
+    record: CellRecord | None = None
+    done: bool = False
+    failure: str = ""
+
+
+def run(
+    chosen: Sequence[Cell],
+    address: str,
+    folder: Path,
+    *,
+    jobs: int | None = None,
+    workers: int = 1,
+    gpus: float = 0,
+    fresh: bool = False,
+    how: Runner = with_tox,
+    say: Callable[[str], None] = print,
+) -> dict[str, str]:
+    """Run cells on the cluster at ``address``; their records are in ``folder`` afterwards.
+
+    Args:
+        jobs: cells at a time; None: as many as fit.
+        workers: of pytest, and CPUs, per cell.
+        gpus: per cell.
+        fresh: run cells, too, that passed with this code.
+
+    Returns:
+        Why a cell has no record, by name.
+
+    Raises:
+        ValueError: Ray is not installed, the cluster cannot be reached, or is of another Python or Ray.
+    """
+    code = runner.code_digest()
+    states = [_State(cell) for cell in chosen]
+    for state in states:
+        kept = None if fresh else _passed(state.cell, folder, code, gpus)
+        if kept is not None:
+            state.record, state.done = kept, True
+            say(f"{state.cell.name}: kept, it passed with this code")
+        else:  # what an earlier run left is not what this one did
+            (folder / f"{state.cell.name}{GPU if gpus else ''}.json").unlink(missing_ok=True)
+    if all(state.done for state in states):
+        return {}
+    ray = _connect(address)
+    try:
+        with _Table(states, say) as table:
+            _run_all(ray, states, folder, code, jobs or len(states), workers, gpus, fresh, how, table)
+    finally:
+        ray.shutdown()
+    return {state.cell.name: state.failure for state in states if state.failure}
+
+
+def _connect(address: str) -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ValueError("--ray needs Ray: pip install 'liger-kernels[ray]' here and on every node") from None
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address not in ("auto", "local"):
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--ray {address}: no cluster answers there ({error}); it takes HOST:PORT") from None
+    try:
+        ray.init(
+            address=address,
+            runtime_env={"working_dir": str(ROOT), "excludes": list(_NOT_SENT)},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:  # among them another version of Ray or Python
+        ray.shutdown()
+        raise ValueError(f"--ray {address}: {str(error).strip().splitlines()[0]}") from None
+    return ray
+
+
+def _passed(cell: Cell, folder: Path, code: str, gpus: float) -> CellRecord | None:
+    path = folder / f"{cell.name}{GPU if gpus else ''}.json"
+    try:
+        record = records.load(path) if path.exists() else None
+    except ValueError:  # half written, or of another schema: nothing of it counts
+        return None
+    good = record is not None and record.passed and (record.code, record.digest) == (code, cell.digest)
+    return record if good else None
+
+
+def on_node(cell: Cell, options: list[str], code: str, how: Runner) -> Iterator[Any]:
+    """The task: yields the cell's record, as a dictionary, whenever there is more of it.
+
+    Raises:
+        ValueError: the source tree that came is not the driver's, or ``how`` raised it.
+    """
+    here = runner.code_digest()
+    if here != code:
+        raise ValueError(f"{socket.gethostname()} has other code ({here}) than the driver ({code})")
+    folder = runner.RECORDS / f"ray-{time.time_ns()}"
+    failures: list[Exception] = []
+
+    def work() -> None:
+        try:
+            how(cell, options, folder)
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    seen = ""
+    while True:
+        ended = not thread.is_alive()
+        for path in folder.glob("*.json"):  # written whole, after each stage
+            if (text := path.read_text(encoding="utf-8")) != seen:
+                seen = text
+                yield records.read_json(path)
+        if ended:
+            break
+        thread.join(_LOOKS)
+    if failures:
+        raise ValueError(str(failures[0]))
+
+
+def _run_all(
+    ray: Any,
+    states: list[_State],
+    folder: Path,
+    code: str,
+    jobs: int,
+    workers: int,
+    gpus: float,
+    fresh: bool,
+    how: Runner,
+    table: _Table,
+) -> None:
+    task = ray.remote(num_cpus=workers, num_gpus=gpus, max_retries=0)(on_node)
+    options = ["--workers", str(workers), *(["--fresh"] if fresh else [])]
+    waiting = collections.deque(state for state in states if not state.done)
+    running: dict[Any, _State] = {}
+    homeless = time.monotonic()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            state = waiting.popleft()
+            state.tries, state.began, state.record = state.tries + 1, time.monotonic(), None
+            running[task.options(num_returns="streaming").remote(state.cell, options, code, how)] = state
+        if _somewhere(ray, workers, gpus):
+            homeless = time.monotonic()
+        elif time.monotonic() - homeless > PATIENCE:
+            for state in (*running.values(), *waiting):
+                state.failure = state.failure or f"no node has {workers} CPUs and {gpus:g} GPUs"
+            return
+        ready, _ = ray.wait([*running], num_returns=1, timeout=1.0, fetch_local=False)
+        for stream in ready:
+            state = running[stream]
+            try:
+                state.record = records.from_dict(ray.get(next(stream)), state.cell.name)
+            except StopIteration:
+                del running[stream]
+                _finish(state, folder, code)
+            except ray.exceptions.RayTaskError as error:
+                del running[stream]
+                state.record, state.failure = None, str(error.cause).strip()
+            except ray.exceptions.RayError as error:  # the node, or the worker process on it, died
+                del running[stream]
+                state.record = None
+                if state.tries < TRIES:
+                    table.say(f"{state.cell.name}: its node died; it runs again")
+                    waiting.append(state)
+                else:
+                    state.failure = f"its node died {TRIES} times: {str(error).strip().splitlines()[0]}"
+        table.show()
+
+
+def _somewhere(ray: Any, workers: int, gpus: float) -> bool:
+    """Whether a node is alive that has room for a cell when it is idle."""
+    found = [node.get("Resources", {}) for node in ray.nodes() if node["Alive"]]
+    return any(node.get("CPU", 0) >= workers and node.get("GPU", 0) >= gpus for node in found)
+
+
+def _finish(state: _State, folder: Path, code: str) -> None:
+    """Keep the record that came last, if it is one of this code and cell."""
+    record = state.record
+    if record is None:
+        state.failure = "its environment could not be made, or nothing ran in it"
+    elif (record.code, record.digest) != (code, state.cell.digest):
+        state.failure, state.record = "its record is of other code or of another cell file", None
+    else:
+        state.done = True
+        records.write(dataclasses.replace(record, commit=runner.commit()), folder)
+
+
+class _Table:
+    """Progress, on a terminal: a row a cell, with the time left by what the accepted record took; else a line where
+    something happened."""
+
+    def __init__(self, states: list[_State], say: Callable[[str], None]) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.states, self._say, self.said = states, say, dict.fromkeys((s.cell.name for s in states), 0)
+        accepted = baseline.load()
+        self.took = {name: cell.seconds for name, cell in accepted.cells.items()} if accepted else {}
+        console = Console()
+        self.live = Live(console=console, refresh_per_second=2) if console.is_terminal and say is print else None
+
+    def __enter__(self) -> _Table:
+        if self.live is not None:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.show()
+        if self.live is not None:
+            self.live.stop()
+
+    def say(self, line: str) -> None:
+        self.live.console.print(line, markup=False) if self.live is not None else self._say(line)
+
+    def show(self) -> None:
+        from rich.table import Table
+
+        table = Table("cell", "stage", "passed", "failed", "left")
+        for state in self.states:
+            stages = state.record.stages if state.record else []
+            for stage in stages[self.said[state.cell.name] :] if self.live is None else []:
+                self.say(f"{state.cell.name}: {runner.describe(stage)}")
+            self.said[state.cell.name] = max(self.said[state.cell.name], len(stages)) if stages else 0
+            if state.failure:
+                where = f"FAILED: {state.failure}"
+            elif state.done:
+                where = "done"
+            else:
+                where = f"after {stages[-1].name}" if stages else "environment" if state.began else "waiting"
+            took = self.took.get(state.cell.name)
+            left = (
+                max(0.0, took - (time.monotonic() - state.began)) if took and state.began and not state.done else None
+            )
+            counts = [str(sum(len(getattr(s, kind)) for s in stages)) for kind in ("passed", "failed")]
+            table.add_row(state.cell.name, where, *counts, "" if left is None else f"{left:.0f} s")
+        if self.live is not None:
+            self.live.update(table)

@@ -1,0 +1,169 @@
+"""Cells as tasks of Ray: a cluster of two nodes on this machine, one of which dies."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matrix import __main__ as command
+from matrix import cluster, records, runner
+from matrix.cells import Cell
+from matrix.records import CellRecord, StageResult
+
+ray = pytest.importorskip("ray", reason="Ray is an optional extra")
+pytest.importorskip("ray.cluster_utils")
+STAGES = ("one", "two", "three")
+
+
+def a_cell(notes: Path, name: str = "tf1.0-trl1.0") -> Cell:
+    """What its stand-in notes goes to ``notes``."""
+    return Cell(name, str(notes), {}, "versions", "digest")
+
+
+def in_steps(cell: Cell, options: list[str], folder: Path) -> None:
+    """Stands in for tox: a record that grows stage by stage, and a note of each start and of where."""
+    import ray
+
+    with open(cell.why, "a") as notes:
+        notes.write(f"{ray.get_runtime_context().get_node_id()}\n")
+    record = CellRecord(cell.name, cell.digest, runner.code_digest(), "", {}, {"gpu": "none"}, "today")
+    for stage in STAGES:
+        time.sleep(1.0)
+        record.stages.append(StageResult(stage, [], "passed", passed=["a"]))
+        record.complete = stage == STAGES[-1]
+        records.write(record, folder)
+
+
+def of_other_code(cell: Cell, options: list[str], folder: Path) -> None:
+    records.write(CellRecord(cell.name, cell.digest, "other", "", {}, {"gpu": "none"}, "today", complete=True), folder)
+
+
+def half(cell: Cell, options: list[str], folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / f"{cell.name}.json").write_text('{"schema": 1, "cell":')
+
+
+def nothing(cell: Cell, options: list[str], folder: Path) -> None:
+    """An environment that could not be made."""
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    """A head without CPUs, which soon notices that a node is dead."""
+    from ray.cluster_utils import Cluster
+
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0"}
+    checks = {"initial_delay_ms": 0, "period_ms": 300, "timeout_ms": 300, "failure_threshold": 3}
+    head = {
+        "num_cpus": 0,
+        "include_dashboard": False,
+        "_system_config": {f"health_check_{name}": value for name, value in checks.items()},
+    }
+    made = Cluster(initialize_head=True, head_node_args=head)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def two(nodes: Any) -> list[Any]:
+    """Two nodes of one CPU each: those of the test before, as far as they live."""
+    while len(nodes.worker_nodes) < 2:
+        nodes.add_node(num_cpus=1)
+    nodes.wait_for_nodes()
+    return [*nodes.worker_nodes]
+
+
+def run(nodes: Any, cells: list[Cell], folder: Path, **options: Any) -> tuple[dict[str, str], list[str]]:
+    said: list[str] = []
+    failures = cluster.run(cells, nodes.address, folder, **{"how": in_steps, "say": said.append, **options})
+    return failures, said
+
+
+def killed(nodes: Any, alive: list[Any], notes: Path, times: int = 1) -> threading.Thread:
+    """A thread that kills the node on which the cell of ``notes`` runs, in the middle of it."""
+
+    def work() -> None:
+        for time_ in range(times):
+            while len(lines := notes.read_text().split() if notes.exists() else []) <= time_:
+                time.sleep(0.05)
+            time.sleep(1.5)  # its first stage is recorded
+            (node,) = [node for node in alive if node.node_id == lines[time_]]
+            nodes.remove_node(node, allow_graceful=False)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_a_cell_whose_node_dies_runs_again_on_another(nodes: Any, two: list[Any], tmp_path: Path) -> None:
+    first, second = a_cell(tmp_path / "first"), a_cell(tmp_path / "second", "tf2.0-trl2.0")
+    killer = killed(nodes, two, tmp_path / "first")
+    failures, said = run(nodes, [first, second], tmp_path / "records")
+    killer.join()
+    assert failures == {}
+    assert f"{first.name}: its node died; it runs again" in said
+    starts = (tmp_path / "first").read_text().split()
+    assert len(starts) == 2
+    assert starts[0] != starts[1]
+    for cell in (first, second):
+        record = records.load(tmp_path / "records" / f"{cell.name}.json")
+        assert (record.complete, [stage.name for stage in record.stages]) == (True, [*STAGES])
+    again, said = run(nodes, [first, second], tmp_path / "records")  # it resumes
+    assert again == {}
+    assert said == [f"{cell.name}: kept, it passed with this code" for cell in (first, second)]
+
+
+def test_a_cell_without_a_node_left_has_no_record(
+    nodes: Any, two: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "PATIENCE", 2.0)
+    cell = a_cell(tmp_path / "notes")
+    record = CellRecord(cell.name, cell.digest, "earlier", "", {}, {"gpu": "none"}, "today", complete=True)
+    records.write(record, tmp_path / "records")
+    killer = killed(nodes, two, tmp_path / "notes", times=2)
+    failures, _ = run(nodes, [cell], tmp_path / "records")
+    killer.join()
+    assert failures == {cell.name: "no node has 1 CPUs and 0 GPUs"}
+    assert list((tmp_path / "records").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        (of_other_code, "its record is of other code or of another cell file"),
+        (half, "cannot be read as JSON"),
+        (nothing, "its environment could not be made, or nothing ran in it"),
+    ],
+)
+def test_what_is_no_whole_record_does_not_count(
+    how: cluster.Runner, why: str, nodes: Any, two: list[Any], tmp_path: Path
+) -> None:
+    cell = a_cell(tmp_path / "notes")
+    failures, _ = run(nodes, [cell], tmp_path / "records", how=how)
+    assert why in failures[cell.name]
+    assert not (tmp_path / "records" / f"{cell.name}.json").exists()
+
+
+def test_a_node_of_other_code_is_refused(nodes: Any, two: list[Any], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(runner, "code_digest", lambda *_: "of the driver")
+    failures, _ = run(nodes, [a_cell(tmp_path / "notes")], tmp_path / "records")
+    assert "than the driver (of the driver)" in failures["tf1.0-trl1.0"]
+    assert not (tmp_path / "notes").exists()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "ray://127.0.0.1:1"])
+def test_a_wrong_address_is_refused(address: str, tmp_path: Path, capsys: Any) -> None:
+    assert command.main(["--records", str(tmp_path), "run", "latest", "--ray", address]) == 2
+    assert f"--ray {address}: no cluster answers there" in capsys.readouterr().err
+
+
+def test_a_node_without_tox_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="has no tox and no tox_uv: pip install tox tox-uv there"):
+        cluster.with_tox(a_cell(tmp_path), [], tmp_path)
