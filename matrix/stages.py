@@ -36,8 +36,8 @@ _PROOF = Stage(
 )
 _MODELS = Stage(
     "models",
-    "every causal LM of that version, shrunk: census of the patch, and the signatures of what it replaced",
-    ("matrix/checks/test_models.py",),
+    "every causal LM of that version, shrunk: census of the patch, signatures of what it replaced; private names",
+    ("matrix/checks/test_models.py", "matrix/checks/test_private_names.py"),
     leaves_records=True,
 )
 _TRAINERS = Stage(
@@ -73,8 +73,15 @@ STAGES = {
         ),
         Stage(
             "ops",
-            "every op against its reference",
-            ("tests", "--ignore-glob", "tests/test_[!o]*", "--ignore", "tests/test_ops_compile.py"),
+            "every op against its reference; private names that the project touches",
+            (
+                "matrix/checks/test_private_names.py",
+                "tests",
+                "--ignore-glob",
+                "tests/test_[!o]*",
+                "--ignore",
+                "tests/test_ops_compile.py",
+            ),
         ),
         _PROOF,
     ),
@@ -97,7 +104,9 @@ STAGES = {
             ("tests/test_mutants.py", "--dist", "loadgroup"),
         ),
         Stage(
-            "packaging", "what is built installs and imports with nothing optional", ("matrix/checks/test_package.py",)
+            "packaging",
+            "what is built installs and imports with nothing optional; private names",
+            ("matrix/checks/test_package.py", "matrix/checks/test_private_names.py"),
         ),
     ),
 }

@@ -1,0 +1,328 @@
+"""Every private name of other packages that this project touches, each touched here, in every cell.
+
+Where a change of the name would raise by itself, touching it is enough. Where it would go unnoticed (a hook that nobody
+looks at any more, a mark that nobody sets), ``holds`` is what has to be true. A private name in the source that the
+list does not have fails, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parent.parent.parent
+SOURCES = ("liger_kernels", "convergence", "matrix", "benchmarks")
+HOOKS = {
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+}
+
+
+@dataclass(frozen=True)
+class Private:
+    """One name, or several that go together.
+
+    Attributes:
+        names: as they stand in the source, without what they are looked up on.
+        where: the importable object that has them, "module:attribute.attribute"; None where instances have them.
+        goes_wrong: what happens to a user when it changes.
+        holds: what must be true where that would go unnoticed.
+        needs: "cuda" for what only a CUDA build of torch has; or a package that need not be there.
+    """
+
+    names: tuple[str, ...]
+    where: str | None
+    goes_wrong: str
+    holds: Callable[[], bool] | None = None
+    needs: str = ""
+
+    def __str__(self) -> str:
+        return self.names[0]
+
+
+def kinds_of_hooks() -> bool:
+    """All kinds that a module has: a new one would not be looked at."""
+    own = {name for name in vars(nn.Linear(1, 1)) if name.endswith("_hooks")}
+    of_state = {
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    }
+    return own == HOOKS | of_state
+
+
+def kinds_of_global_hooks() -> bool:
+    module = importlib.import_module("torch.nn.modules.module")
+    found = {name for name in vars(module) if name.startswith("_global") and name.endswith("_hooks")}
+    registration = {f"_global_{what}_registration_hooks" for what in ("buffer", "module", "parameter")}
+    return found == {f"_global{name}" for name in HOOKS} | registration
+
+
+def a_module_keeps_its_own() -> bool:
+    layer = nn.Sequential(nn.BatchNorm1d(2))
+    return (
+        [*layer._modules] == ["0"]
+        and [*layer[0]._parameters] == ["weight", "bias"]
+        and "running_mean" in (layer[0]._buffers)
+    )
+
+
+def a_compiled_module_says_so() -> bool:
+    layer: Any = nn.Linear(1, 1)
+    layer.compile(backend="eager")
+    wrapped: Any = torch.compile(nn.Linear(1, 1), backend="eager")
+    called = torch.compile(lambda x: x, backend="eager")
+    return (
+        layer._compiled_call_impl is not None
+        and isinstance(wrapped._orig_mod, nn.Linear)
+        and hasattr(called, "_torchdynamo_orig_callable")
+    )
+
+
+def a_kept_graph_is_known_in_its_backward() -> bool:
+    seen: list[bool] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            seen.append(torch._C._autograd._get_current_graph_task_keep_graph())
+            return 2 * grads[0]
+
+    y = Looks.apply(torch.ones(1, requires_grad=True))
+    y.backward(retain_graph=True)
+    y.backward()
+    return seen == [True, False]
+
+
+def a_transform_is_known() -> bool:
+    inside: list[Any] = []
+    look = torch._C._functorch.peek_interpreter_stack
+
+    def looks(x: torch.Tensor) -> torch.Tensor:
+        inside.append(look())
+        return x
+
+    torch.func.vmap(looks)(torch.ones(2))
+    return inside[0] is not None and look() is None
+
+
+def a_write_counts() -> bool:
+    x = torch.zeros(1)
+    before = x._version
+    x.add_(1)
+    return x._version == before + 1
+
+
+def hooks_of_a_parameter() -> bool:
+    x: Any = nn.Parameter(torch.ones(1))
+    x.register_hook(lambda grad: grad)
+    x.register_post_accumulate_grad_hook(lambda x: None)
+    return bool(x._backward_hooks) and bool(x._post_accumulate_grad_hooks)
+
+
+def modes_are_off_inside() -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with FakeTensorMode(), _disable_current_modes():
+        return not isinstance(torch.zeros(1), FakeTensor)
+
+
+def fsdp_marks_its_parameters() -> bool:
+    from torch.distributed.fsdp import _common_utils
+
+    return _common_utils.FSDP_FLATTENED == "_fsdp_flattened"
+
+
+def accelerate_marks_a_module() -> bool:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    layer = add_hook_to_module(nn.Linear(1, 1), ModelHook())
+    return {"_hf_hook", "_old_forward"} <= vars(layer).keys()
+
+
+def a_configuration_takes_an_attention() -> bool:
+    import transformers
+
+    config: Any = transformers.LlamaConfig()
+    config._attn_implementation = "eager"
+    config = type(config).from_dict(config.to_dict(), attn_implementation="sdpa")
+    return config._attn_implementation == "sdpa"
+
+
+def a_caller_is_known() -> bool:
+    import sys
+
+    return sys._getframe(0).f_globals["__name__"] == __name__
+
+
+NAMES = (
+    Private(
+        (*HOOKS,),
+        None,
+        "a hook on the head is not seen, and gets no logits; a copy that is probed calls a user's hooks",
+        kinds_of_hooks,
+    ),
+    Private(
+        tuple(f"_global{name}" for name in sorted(HOOKS - {"_forward_pre_hooks"})),
+        "torch.nn.modules.module",
+        "a hook on all modules is not seen, and gets no logits",
+        kinds_of_global_hooks,
+    ),
+    Private(("_modules", "_parameters", "_buffers"), None, "nothing is recognised", a_module_keeps_its_own),
+    Private(
+        ("_compiled_call_impl", "_torchdynamo_orig_callable", "_orig_mod"),
+        None,
+        "what is compiled already is patched, without effect",
+        a_compiled_module_says_so,
+    ),
+    Private(
+        ("_autograd", "_get_current_graph_task_keep_graph"),
+        "torch:_C._autograd._get_current_graph_task_keep_graph",
+        "the second backward of a kept graph finds its tensors overwritten",
+        a_kept_graph_is_known_in_its_backward,
+    ),
+    Private(
+        ("_functorch",),
+        "torch:_C._functorch.peek_interpreter_stack",
+        "a transform of torch.func reaches a fused loss that it cannot differentiate",
+        a_transform_is_known,
+    ),
+    Private(("_version",), None, "logits that are stale are computed with new weights", a_write_counts),
+    Private(("_post_accumulate_grad_hooks",), None, "a patch that hooks parameters goes unseen", hooks_of_a_parameter),
+    Private(
+        ("_disable_current_modes", "_python_dispatch"),
+        "torch.utils._python_dispatch:_disable_current_modes",
+        "a probe under FakeTensorMode computes nothing, and nothing is recognised",
+        modes_are_off_inside,
+    ),
+    Private(("_fsdp_flattened",), None, "a shard counts as a weight", fsdp_marks_its_parameters),
+    Private(
+        ("_hf_hook", "_old_forward"),
+        None,
+        "a weight that accelerate offloads is used where it is not",
+        accelerate_marks_a_module,
+        "accelerate",
+    ),
+    Private(
+        ("_attn_implementation",),
+        None,
+        "the set-up sequence-parallel attends within each rank",
+        a_configuration_takes_an_attention,
+        "transformers",
+    ),
+    Private(("_getframe",), "sys:_getframe", "whoever reads the output counts as a user", a_caller_is_known),
+    Private(("_cuda_getCurrentRawStream",), "torch:_C._cuda_getCurrentRawStream", "raises at a launch", None, "cuda"),
+    Private(("_sleep",), "torch.cuda:_sleep", "raises in a benchmark", None, "cuda"),
+    Private(("_disable_dynamo",), "torch:_disable_dynamo", "raises at import"),
+    Private(("_AutoDispatchBelowAutograd",), "torch:_C._AutoDispatchBelowAutograd", "raises in an operator"),
+    Private(("_make_wrapper_subclass",), "torch:Tensor._make_wrapper_subclass", "raises in the first fused loss"),
+    Private(("torch.utils._pytree",), "torch.utils._pytree:tree_map", "raises at import"),
+    Private(("_ConvNd",), "torch.nn.modules.conv:_ConvNd", "raises while modules are recognised"),
+    Private(("_engine_run_backward",), "torch.autograd.graph:_engine_run_backward", "raises in the proof's truth"),
+    # Of Triton's interpreter, in the proof. That what is replaced is still what runs, tests/test_ops_runtime.py shows:
+    # it compares roundings, and counts what is prepared. There, too: the rule of the kept programs.
+    *(
+        Private((name,), f"triton.runtime.interpreter:{name}", "raises where the proof begins", None, "triton")
+        for name in ("_convert_float", "_get_np_dtype", "_ir", "_patch_attr", "_patch_builtin", "_patch_lang")
+    ),
+    # Of another kernel package, for its own sake: a name that it lacks is one that it does not use.
+    Private(("_liger_kernel_available", "_apply_liger_kernel_to_instance"), None, "the flags of trl find nothing"),
+)
+# Ours, Python's own, and parts of names; `_LangPatchScope` only newer Tritons have, and the proof asks.
+OTHERS = {
+    *(
+        "_asdict",
+        "_replace",
+        "_fields",
+        "_exit",
+        "_global",
+        "_hooks",
+        "_optin",
+        "_ref",
+        "_linear_ref",
+        "_LangPatchScope",
+    ),
+}
+
+
+def resolve(where: str) -> Any:
+    module, _, path = where.partition(":")
+    found = importlib.import_module(module)
+    return functools.reduce(getattr, path.split("."), found) if path else found
+
+
+@pytest.mark.parametrize("private", NAMES, ids=str)
+def test_it_is_there_and_means_what_it_meant(private: Private) -> None:
+    if private.needs == "cuda":
+        if torch.version.cuda is None:
+            pytest.skip("this torch is built without CUDA")
+    elif private.needs:
+        pytest.importorskip(private.needs)
+    if private.where is not None:
+        owner = resolve(private.where)
+        if ":" not in private.where:
+            assert all(hasattr(owner, name) for name in private.names)
+    assert private.holds is None or private.holds(), private.goes_wrong
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Names with a leading underscore that are looked up on something, or are looked for as a string or an import."""
+
+    def is_private(name: Any) -> bool:
+        return isinstance(name, str) and name.isidentifier() and name[:1] == "_" != name[1:2] and len(name) > 2
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and is_private(node.value):
+            yield str(node.value)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if any(map(is_private, node.module.split("."))):
+                yield node.module
+            yield from (alias.name for alias in node.names if is_private(alias.name))
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ("self", "cls")
+        ):
+            yield node.attr
+
+
+def test_the_list_has_every_private_name_of_the_source() -> None:
+    files = [path for top in SOURCES for path in (ROOT / top).rglob("*.py") if path != Path(__file__)]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
+    own = {name for tree in trees for name in defined(tree)} | {path.stem for path in files} | OTHERS
+    found = {name for tree in trees for name in private_names(tree)} - own
+    foreign = {
+        name for name in found if not name.startswith(("_liger_kernels", "liger_kernels.", "convergence.", "matrix."))
+    }
+    listed = {name for private in NAMES for name in private.names}
+    missing = {name for name in foreign if name not in listed and name.rpartition(".")[2] not in listed}
+    assert not missing, f"{sorted(missing)}: add them to NAMES, with what happens when they change"
+    assert listed <= foreign | own, f"{sorted(listed - foreign - own)} are no longer used"
