@@ -21,12 +21,7 @@ from torch import nn
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = ("liger_kernels", "convergence", "matrix", "benchmarks")
-HOOKS = {
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-}
+HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ def kinds_of_hooks() -> bool:
         "_load_state_dict_pre_hooks",
         "_load_state_dict_post_hooks",
     }
-    return own == HOOKS | of_state
+    return own == {*HOOKS} | of_state
 
 
 def kinds_of_global_hooks() -> bool:
@@ -174,13 +169,13 @@ def a_caller_is_known() -> bool:
 
 NAMES = (
     Private(
-        (*HOOKS,),
+        HOOKS,
         None,
         "a hook on the head is not seen, and gets no logits; a copy that is probed calls a user's hooks",
         kinds_of_hooks,
     ),
     Private(
-        tuple(f"_global{name}" for name in sorted(HOOKS - {"_forward_pre_hooks"})),
+        tuple(f"_global{name}" for name in HOOKS[:3]),
         "torch.nn.modules.module",
         "a hook on all modules is not seen, and gets no logits",
         kinds_of_global_hooks,
