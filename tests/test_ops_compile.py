@@ -30,6 +30,7 @@ import pytest
 import torch
 from filelock import Timeout
 
+from liger_kernels.ops._device import SHARED_MEMORY
 from tests.once import make_once
 
 # name: (backend, architecture, warp size, shared memory that one program may have in bytes)
@@ -435,6 +436,8 @@ def test_shared_memory_suffices(records: list[dict[str, Any]], target: str) -> N
     mine = [record for record in records if record["target"] == target and not record["error"]]
     over = [f"{r['what']}: {r['shared']} of {r['limit']} bytes" for r in mine if r["shared"] > r["limit"]]
     assert not over, "\n".join(over)
+    fixed = [record for record in mine if record["kernel"] != "_rms_norm_bwd_kernel"]  # which loads as much as fits
+    assert all(record["shared"] <= SHARED_MEMORY for record in fixed if TARGETS[target][0] == "cuda")
 
 
 def test_a_gpu_of_little_shared_memory_loads_less_ahead(tmp_path: Path) -> None:

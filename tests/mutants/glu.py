@@ -67,7 +67,7 @@ MUTANTS = (
         "The activation is taken of the wrong factor, forward and backward.",
         "swiglu",
         "forward",
-        ("GLULinearFunction.apply(gate, up,", "GLULinearFunction.apply(up, gate,"),
+        ("_apply(GLULinearFunction, gate, up,", "_apply(GLULinearFunction, up, gate,"),
     ),
     _glu(
         "swiglu_drops_the_tail",

@@ -37,10 +37,11 @@ MUTANTS = (
         "The strides of q are taken for those of a contiguous tensor.",
         "forward",
         (
-            "strides = [(0, 0, 0) if x is None else x.stride()[:3] for x in (q, q_out, k, k_out)]",
-            "strides = [(0, 0, 0) if x is None else x.stride()[:3] for x in (q, q_out, k, k_out)]\n"
+            "strides = [(0, 0, 0) if x is None else _strides(x) for x in (q, q_out, k, k_out)]",
+            "strides = [(0, 0, 0) if x is None else _strides(x) for x in (q, q_out, k, k_out)]\n"
             "    if q is not None and not transposed:\n"
-            "        strides[0] = (q.shape[1] * q.shape[2] * q.shape[3], q.shape[2] * q.shape[3], q.shape[3])",
+            "        head = q.shape[2] * q.shape[3]\n"
+            "        strides[0] = (q.shape[3], head, (q.shape[1] - 1) * head)",
         ),
         source="N18",
     ),
@@ -85,10 +86,9 @@ MUTANTS = (
         "Every token but the last is rotated by the next one's angles: wrong where a packed document begins.",
         "forward",
         (
-            "    seq = (token % seq_len).to(tl.int64)\n"
             "    cos_offset = batch * cos_batch_stride + seq * cos_seq_stride\n"
             "    sin_offset = batch * sin_batch_stride + seq * sin_seq_stride\n",
-            "    seq = (token % seq_len).to(tl.int64)\n    later = tl.minimum(seq + 1, seq_len - 1)\n"
+            "    later = tl.minimum(seq + 1, seq_len - 1)\n"
             "    cos_offset = batch * cos_batch_stride + later * cos_seq_stride\n"
             "    sin_offset = batch * sin_batch_stride + later * sin_seq_stride\n",
         ),
