@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from tests.mutants import ABSENT, MUTANTS, restore
-from tests.mutants.mutant import Edit, Mutant, StaleMutant
+from tests.mutants.edit import Edit, StaleMutant
+from tests.mutants.mutant import Mutant
 from tests.once import make_once
 
 ROOT = Path(__file__).parent.parent
@@ -136,7 +137,7 @@ def test_its_own_check_kills(checked: Mutant, tmp_path: Path) -> None:
 
 
 def test_no_mutant_is_stale() -> None:
-    """Every snippet stands in the source as often as it should: a fault whose place is gone would test nothing."""
+    """Every edit finds its place as often as it should: a fault whose place is gone would test nothing."""
     for mutant in MUTANTS.values():
         assert mutant.edits or mutant.after, mutant.name
         for module in {edit.module for edit in mutant.edits}:
@@ -155,9 +156,38 @@ def test_the_documentation_has_every_mutant_and_every_row() -> None:
         assert row in lines
 
 
-def test_an_edit_without_its_place_is_refused() -> None:
+@pytest.mark.parametrize("old", ["f(a, b)", "no_such_name", "if a:\n    pass", "c=1", "a, c"])
+def test_an_edit_without_its_place_is_refused(old: str) -> None:
     with pytest.raises(StaleMutant, match="0 times"):
-        Mutant("gone", "", (Edit("liger_kernels.ops.glu", "no such line", ""),)).inject()
+        Mutant("gone", "", (Edit("liger_kernels.ops.glu", old, old),)).inject()
+
+
+@pytest.mark.parametrize(
+    ("source", "old", "new", "changed"),
+    [
+        ("x = a*b  # fast", "a * b", "a / b", "x = a / b"),
+        ("f(\n    a,\n    b,\n)", "f(a, b)", "g(a)", "g(a)"),
+        ("if a: x = 1", "a", "not a", "if not a:\n    x = 1"),
+        ("if a:\n  x = 'q'", 'x = "q"', "x = 1\ny = 2", "if a:\n    x = 1\n    y = 2"),
+        ("if a:\n    x = 1", "x = 1", "", "if a:\n    pass"),
+        ("f(x, a, b, k=1)", "a, b", "b, a", "f(x, b, a, k=1)"),
+        ("f(x, k=1, m=m)", "k=1", "k=2", "f(x, k=2, m=m)"),
+        ("x = f(x, k=k)", "x = f(x, k=k)", "x = f(k)", "x = f(k)"),
+    ],
+)
+def test_an_edit_finds_its_place_by_what_is_written_there(source: str, old: str, new: str, changed: str) -> None:
+    assert Edit("m", old, new).apply(source) == changed
+
+
+def test_an_edit_within_a_function() -> None:
+    source = "class A:\n\n    def f(self):\n        return 1\n\ndef g():\n    return 1"
+    assert Edit("m", "return 1", "return 2", "A.f").apply(source) == source.replace("1", "2", 1)
+    assert Edit("m", "", "x = 0", "A.f").apply(source) == source.replace("return", "x = 0\n        return", 1)
+    documented = source.replace("return", '"""One."""\n        return', 1)
+    assert Edit("m", "", "x = 0", "A.f").apply(documented) == documented.replace("return", "x = 0\n        return", 1)
+    for old, within, message in (("return 1", "", "2 times, not 1"), ("return 1", "A.h", "defines h 0 times")):
+        with pytest.raises(StaleMutant, match=message):
+            Edit("m", old, "return 2", within).apply(source)
 
 
 def test_everything_is_put_back() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.mutants.mutant import Edit, Mutant, until_restored
+from tests.mutants.edit import Edit
+from tests.mutants.mutant import Mutant, until_restored
 
 _MODEL = "liger_kernels.patching.model"
 _DEFERRED = "liger_kernels.patching.deferred"
@@ -17,8 +18,8 @@ _PATCH = "liger_kernels.patching"
 _MODULES = "liger_kernels.patching.modules"
 
 
-def _edited(name: str, does: str, module: str, old: str, new: str, **other: Any) -> Mutant:
-    return Mutant(name, does, (Edit(module, old, new),), **other)
+def _edited(name: str, does: str, module: str, old: str, new: str, within: str = "", **other: Any) -> Mutant:
+    return Mutant(name, does, (Edit(module, old, new, within),), **other)
 
 
 def _scale_gradient(path: str, factor: float) -> Any:
@@ -100,16 +101,17 @@ def _embeds_in_bfloat16(model: Any) -> None:
             module.inv_freq = module.inv_freq.bfloat16().float()
 
 
-_FORWARD = "            try:\n                output = upstream(self, *args, **kwargs)"
+_UPSTREAM = "_plain.upstream"
+_FORWARD = "return base.forward(self, *args, **kwargs)"
 _BEFORE = "        before = running.forward\n        state = None\n"
 _OUTSIDE_OF_TRAINING = "        if labels is None or not self.training:\n"
-_RELEASE = "        if labels is None or (state is None and not accuracy):\n"
+_RELEASE = "if labels is None or (state is None and not accuracy):\n    return output\n"
 _DOWN = "model.layers.1.mlp.down_proj.weight"
 _NORM = "model.layers.0.input_layernorm.weight"
 
 
 def _kwargs(change: str) -> str:
-    return f"            try:\n                output = upstream(self, *args, **{{{change}}})"
+    return f"return base.forward(self, *args, **{{{change}}})"
 
 
 MUTANTS = (
@@ -166,6 +168,7 @@ MUTANTS = (
         _MODEL,
         _FORWARD,
         _kwargs('k: v for k, v in kwargs.items() if k != "position_ids"'),
+        within=_UPSTREAM,
         source="P9",
     ),
     _edited(
@@ -174,6 +177,7 @@ MUTANTS = (
         _MODEL,
         _FORWARD,
         _kwargs('k: v for k, v in kwargs.items() if k != "attention_mask"'),
+        within=_UPSTREAM,
         source="P9",
     ),
     _edited(
@@ -182,6 +186,7 @@ MUTANTS = (
         _MODEL,
         _FORWARD,
         _kwargs('k: v for k, v in kwargs.items() if k != "num_items_in_batch"'),
+        within=_UPSTREAM,
         source="A1",
     ),
     _edited(
@@ -189,7 +194,7 @@ MUTANTS = (
         "Where the caller divides by num_items_in_batch, the loss is a mean already.",
         _DEFERRED,
         'options["class_weight"] = options.pop("weight")',
-        'options["class_weight"] = options.pop("weight")\n        options["reduction"] = "mean"',
+        'options["class_weight"] = options.pop("weight")\noptions["reduction"] = "mean"',
         source="A2",
     ),
     _edited(
@@ -213,9 +218,10 @@ MUTANTS = (
         "The last token of a packed document learns the first one of the next.",
         _MODEL,
         _FORWARD,
-        '            position_ids, ids = kwargs.get("position_ids"), kwargs["input_ids"]\n'
-        "            if position_ids is not None:\n"
-        '                kwargs["labels"] = torch.where(position_ids == 0, ids, kwargs["labels"])\n' + _FORWARD,
+        'position_ids, ids, labels = kwargs.get("position_ids"), kwargs["input_ids"], kwargs.get("labels")\n'
+        "if position_ids is not None and labels is not None:\n"
+        '    kwargs["labels"] = torch.where(position_ids == 0, ids, labels)\n' + _FORWARD,
+        within=_UPSTREAM,
     ),
     _edited(
         "p10_generation_without_positions",
@@ -240,8 +246,8 @@ MUTANTS = (
         "In evaluation the loss is the sum over the tokens.",
         _MODEL,
         _RELEASE,
-        "        if labels is not None and not self.training:\n"
-        "            output.loss = output.loss * labels.ne(-100).sum()\n" + _RELEASE,
+        "if labels is not None and not self.training:\n    output.loss = output.loss * labels.ne(-100).sum()\n"
+        + _RELEASE,
     ),
     _edited(
         "c11_loss_without_gradients_crashes",
@@ -260,8 +266,8 @@ MUTANTS = (
         "logits_read_after_the_loss_are_uncapped",
         "Logits that the caller reads after the loss are the raw product, without the model's soft-cap.",
         _DEFERRED,
-        "        if self._trail:\n",
-        "        if False:\n",
+        "result = product.tensor()",
+        "return product.tensor()",
         model="gemma2",
     ),
     _edited(
@@ -297,8 +303,8 @@ MUTANTS = (
         "recognised_as_the_wrong_activation",
         "silu is taken for gelu.",
         _GLU,
-        '"silu": (swiglu, swiglu_linear)',
-        '"silu": (geglu, geglu_linear)',
+        "(swiglu, swiglu_linear)",
+        "(geglu, geglu_linear)",
     ),
     _edited(
         "p17_only_the_first_layer_patched",
@@ -348,8 +354,9 @@ MUTANTS = (
         "schedule_replaced_in_silence",
         "A step that could not run the schedule that was asked for is not counted.",
         _DEFERRED,
-        "count(product.fallbacks, f",
-        "str(f",
+        "reason is not None",
+        "False",
+        within="DeferredLogits.cross_entropy",
         check="tests/test_patching_memory.py::test_a_step_that_cannot_take_it_runs_balanced_and_is_counted",
         dies="test",
     ),

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.mutants.mutant import Edit, Mutant
+from tests.mutants.edit import Edit
+from tests.mutants.mutant import Mutant
 
 _FILE = "liger_kernels.ops.glu"
 
 
-def _glu(name: str, does: str, kernel: str, phase: str, *edits: tuple[str, str], **other: Any) -> Mutant:
+def _glu(name: str, does: str, kernel: str, phase: str, *edits: tuple[str, ...], **other: Any) -> Mutant:
     other.setdefault("model", "llama-untied" if kernel == "swiglu" else "gemma2")
     return Mutant(name, does, tuple(Edit(_FILE, *edit) for edit in edits), kernel=kernel, phase=phase, **other)
 
 
 _RETURN = "    return dgate, dup\n"
-_BACKWARD_ACTIVATION = "ACTIVATION=activation,\n        PRODUCT"
+_BACKWARD_ACTIVATION = "ACTIVATION=activation"
 _PRODUCT = "y = y.to(gate_ptr.dtype.element_ty).to(tl.float32) * up"
 
 MUTANTS = (
@@ -32,7 +33,7 @@ MUTANTS = (
         "The backward uses another activation than the forward.",
         "swiglu",
         "backward",
-        (_BACKWARD_ACTIVATION, 'ACTIVATION="gelu_tanh",\n        PRODUCT'),
+        (_BACKWARD_ACTIVATION, 'ACTIVATION="gelu_tanh"', "unit_gradients"),
     ),
     _glu(
         "gate_and_up_gradients_swapped",
@@ -67,7 +68,7 @@ MUTANTS = (
         "The activation is taken of the wrong factor, forward and backward.",
         "swiglu",
         "forward",
-        ("_apply(GLULinearFunction, gate, up,", "_apply(GLULinearFunction, up, gate,"),
+        ("GLULinearFunction, gate, up", "GLULinearFunction, up, gate"),
     ),
     _glu(
         "swiglu_drops_the_tail",
@@ -91,7 +92,7 @@ MUTANTS = (
         "The product that the backward makes again, for the gradient of the weight behind it, has the slope in it.",
         "swiglu",
         "backward",
-        ("(act * up).to(dy_ptr", "(slope * up).to(dy_ptr"),
+        ("act * up", "slope * up"),
         sample=True,
     ),
     _glu(
@@ -106,7 +107,7 @@ MUTANTS = (
         "The gradient of the weight behind the product is 1% too large.",
         "swiglu",
         "backward",
-        ("dweight = torch.mm(rows.t(), y", "dweight = 1.01 * torch.mm(rows.t(), y"),
+        ("torch.mm(rows.t(), y.view(-1, y.shape[-1]))", "1.01 * torch.mm(rows.t(), y.view(-1, y.shape[-1]))"),
     ),
     _glu(
         "gelu_of_the_other_form",
@@ -121,7 +122,7 @@ MUTANTS = (
         "The gradient is that of the exact gelu, the output that of its tanh form.",
         "geglu",
         "backward",
-        (_BACKWARD_ACTIVATION, 'ACTIVATION="gelu",\n        PRODUCT'),
+        (_BACKWARD_ACTIVATION, 'ACTIVATION="gelu"', "unit_gradients"),
         dtypes=("float32",),
     ),
     _glu(
@@ -136,7 +137,7 @@ MUTANTS = (
         "The backward uses another activation than the forward.",
         "geglu",
         "backward",
-        (_BACKWARD_ACTIVATION, 'ACTIVATION="silu",\n        PRODUCT'),
+        (_BACKWARD_ACTIVATION, 'ACTIVATION="silu"', "unit_gradients"),
     ),
     _glu(
         "n18_swiglu_assumes_contiguous_halves",

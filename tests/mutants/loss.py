@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.mutants.mutant import Edit, Mutant
+from tests.mutants.edit import Edit
+from tests.mutants.mutant import Mutant
 
 _LOGITS = "liger_kernels.ops.cross_entropy"
 _ROWS = "liger_kernels.ops._cross_entropy_rows"
@@ -19,7 +20,7 @@ def _logits(
     name: str,
     does: str,
     phase: str,
-    *edits: tuple[str, str],
+    *edits: tuple[str, ...],
     fused: bool = False,
     module: str = _ROWS,
     **other: Any,
@@ -31,7 +32,7 @@ def _logits(
 
 
 def _hidden(
-    name: str, does: str, phase: str, *edits: tuple[str, str], module: str = _TOKEN_CHUNKS, **other: Any
+    name: str, does: str, phase: str, *edits: tuple[str, ...], module: str = _TOKEN_CHUNKS, **other: Any
 ) -> Mutant:
     """Of the fused head."""
     changed = tuple(Edit(module, *edit) for edit in edits)
@@ -43,12 +44,11 @@ _STORED = "grad.to(grad_rows.dtype.element_ty)"
 _SLOPE = "return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))"
 _SCALE = "scale = grad_loss.to(torch.float32) / divisor"
 _UPSTREAM = "            grad_loss,\n            grad,\n"
-_SLAB_UPSTREAM = "            grad_loss,\n            grad=logits,\n            divisor=divisor,\n"
+_UPSTREAM_OF_SLABS = "(grad_loss, divisor, stats)"
 _COUNT = "counts = in_range & (target != ignore_index)\n"
-_LAUNCH = "    launch(\n        _cross_entropy_fwd"
 _FINISHED = "_finished(*both, scale, ctx.dtype, last)"
 _KEEP = "keep = 1.0 if start else 0.0"
-_ADD = "            sums.add(start, stop, logits)\n        if keep_logits:"
+_ADD = "sums.add(start, stop, logits)"
 
 MUTANTS = (
     _logits(
@@ -88,7 +88,7 @@ MUTANTS = (
         "loss_gradient_of_an_upstream_of_one_stays",
         "The gradient that the forward wrote for an upstream gradient of 1 is taken whatever comes in.",
         "backward",
-        ("if tl.load(unless_one_ptr) == 1.0:", "if tl.load(unless_one_ptr) != 0.0:"),
+        ("tl.load(unless_one_ptr) == 1.0", "tl.load(unless_one_ptr) != 0.0"),
     ),
     _logits(
         "c6_logits_become_their_gradient",
@@ -136,7 +136,7 @@ MUTANTS = (
         "c18_softcap_without_its_factor",
         "The cap is x * tanh(x / cap), not cap * tanh(x / cap).",
         "forward",
-        ("z = softcap * _tanh(", "z = x * _tanh("),
+        ("softcap * _tanh(x * logit_scale / softcap, PRECISE)", "x * _tanh(x * logit_scale / softcap, PRECISE)"),
         source="C18",
         model="gemma2",
         fused=True,
@@ -146,8 +146,9 @@ MUTANTS = (
         "Logits are not capped, forward and backward.",
         "forward",
         (
-            _LAUNCH,
-            "    options = options._replace(softcap=None)\n" + _LAUNCH,
+            "",
+            "options = options._replace(softcap=None)",
+            "forward_rows",
         ),
         model="gemma2",
         fused=True,
@@ -172,8 +173,9 @@ MUTANTS = (
         "A z-loss of 1e-4 is added, as some trainers do.",
         "forward",
         (
-            _LAUNCH,
-            "    options = options._replace(z_loss=1e-4)\n" + _LAUNCH,
+            "",
+            "options = options._replace(z_loss=1e-4)",
+            "forward_rows",
         ),
         fused=True,
     ),
@@ -182,8 +184,9 @@ MUTANTS = (
         "The classes beyond the last multiple of 8 are not summed.",
         "forward",
         (
-            "    in_row = cols < vocab\n    mask = read",
-            "    in_row = cols < vocab // 8 * 8\n    mask = read",
+            "in_row = cols < vocab",
+            "in_row = cols < vocab // 8 * 8",
+            "_scan_block",
         ),
         fused=True,
     ),
@@ -230,9 +233,9 @@ MUTANTS = (
         "The bias gets a gradient only where the hidden states need one, too.",
         "backward",
         (
-            "        if self.needs_bias:\n            if start:",
-            "        if self.needs_bias and not self.needs_hidden:\n            self.d_bias.zero_()\n"
-            "        if self.needs_hidden and self.needs_bias:\n            if start:",
+            "keep = 1.0 if start else 0.0",
+            "keep = 1.0 if start else 0.0\n"
+            "if self.needs_bias and not self.needs_hidden:\n    self.d_bias.zero_()\n    self.needs_bias = False",
         ),
         source="C12",
         model="llama-bias",
@@ -264,8 +267,8 @@ MUTANTS = (
         "The kernel's rows are taken to follow one another without the padding between them.",
         "forward",
         (
-            "        forward_rows(\n            logits,\n",
-            "        forward_rows(\n            logits.as_strided(logits.shape, (vocab, 1)),\n",
+            "logits, targets[start:stop]",
+            "logits.as_strided(logits.shape, (vocab, 1)), targets[start:stop]",
         ),
         source="N18",
     ),
@@ -273,7 +276,7 @@ MUTANTS = (
         "last_chunk_without_gradient",
         "The partial last chunk adds nothing to any gradient.",
         "backward",
-        (_ADD, _ADD.replace("sums", "logits = logits if stop < tokens else logits.zero_()\n            sums")),
+        (_ADD, f"logits = logits if stop < tokens else logits.zero_()\n{_ADD}", "forward_op"),
     ),
     _hidden(
         "weight_gradient_of_the_last_chunk",
@@ -295,7 +298,7 @@ MUTANTS = (
         (
             "torch.mm(d_logits, self.weight, out=self.d_hidden[start:stop])",
             "torch.mm(d_logits, self.weight, out=self.d_hidden[start:stop])\n"
-            "            self.d_hidden[start:stop] = self.d_hidden[: stop - start]",
+            "self.d_hidden[start:stop] = self.d_hidden[: stop - start]",
         ),
     ),
     _hidden(
@@ -314,7 +317,7 @@ MUTANTS = (
         "weight_gradient_rounded_before_it_is_scaled",
         "The head's gradient is divided by the number of targets in bfloat16.",
         "backward",
-        (_FINISHED, f"(both[0].bfloat16() * scale.bfloat16()).to(ctx.dtype) if both is sums[1] else {_FINISHED}"),
+        (_FINISHED, f"((both[0].bfloat16() * scale.bfloat16()).to(ctx.dtype) if both is sums[1] else {_FINISHED})"),
         dtypes=("float32",),
     ),
     _hidden(
@@ -343,14 +346,14 @@ MUTANTS = (
         "one_chunk_upstream_gradient_ignored",
         "The gradient that comes in is taken for 1, where one chunk has all tokens.",
         "backward",
-        (_SLAB_UPSTREAM, _SLAB_UPSTREAM.replace("grad_loss", "torch.ones_like(grad_loss)")),
+        ("stats, grad_loss", "stats, torch.ones_like(grad_loss)", "_overwritten"),
         module=_SLABS,
     ),
     _hidden(
         "one_chunk_mean_over_all_tokens",
         "The gradient of a mean is divided by all rows, the ignored ones too, where one chunk has all tokens.",
         "backward",
-        (_SLAB_UPSTREAM, _SLAB_UPSTREAM.replace("=divisor", "=torch.full_like(divisor, len(logits))")),
+        ("divisor=divisor", "divisor=torch.full_like(divisor, len(logits))", "_overwritten"),
         module=_SLABS,
     ),
     _hidden(
@@ -358,8 +361,8 @@ MUTANTS = (
         "The head's gradient is 1% too large, where one chunk has all tokens.",
         "backward",
         (
-            "d_logits.t(), hidden, out=d_weight[first:stop])",
-            "d_logits.t(), hidden, out=d_weight[first:stop]).mul_(1.01)",
+            "torch.mm(d_logits.t(), hidden, out=d_weight[first:stop])",
+            "torch.mm(d_logits.t(), hidden, out=d_weight[first:stop]).mul_(1.01)",
         ),
         module=_SLABS,
     ),
@@ -368,8 +371,9 @@ MUTANTS = (
         "The hidden states' gradient of the second slab of kept logits replaces the first one's.",
         "backward",
         (
-            "sums, d_logits, weight[first:stop], keep=1.0 if first else 0.0",
-            "sums, d_logits, weight[first:stop], keep=0.0",
+            "keep=1.0 if first else 0.0",
+            "keep=0.0",
+            "_gradients_of_kept",
         ),
         module=_SLABS,
         memory="fast",
@@ -389,7 +393,11 @@ MUTANTS = (
         "fast_last_rows_over_the_kept_logits",
         "The second slab's rows of d weight are written where the first one's gradient still lies.",
         "backward",
-        ("d_logits in slabs:  # the first", "d_logits in reversed(slabs):  # the first"),
+        (
+            "for first, stop, d_logits in slabs:\n    torch.mm(d_logits.t(), hidden, out=d_weight[first:stop])",
+            "for first, stop, d_logits in reversed(slabs):\n"
+            "    torch.mm(d_logits.t(), hidden, out=d_weight[first:stop])",
+        ),
         module=_SLABS,
         memory="fast",
     ),
@@ -398,8 +406,9 @@ MUTANTS = (
         "The hidden states' gradient is overwritten by every slab of the vocabulary.",
         "backward",
         (
-            "half), logits, weight[first:stop], keep=1.0 if first else 0.0",
-            "half), logits, weight[first:stop], keep=0.0",
+            "keep=1.0 if first else 0.0",
+            "keep=0.0",
+            "_gradients_again",
         ),
         module=_SLABS,
         memory="small",

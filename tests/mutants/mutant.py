@@ -1,8 +1,8 @@
 """What a mutant is, and how its fault gets into the candidate and out again.
 
-Most faults are a change of a few characters of source. An :class:`Edit` finds its snippet in a module's source text,
-where it must occur exactly once: a mutant whose place is gone says so instead of testing nothing. The changed text is
-compiled, and for as long as the mutant lives
+Most faults change one expression or statement. An :class:`Edit` finds its place in a module's syntax tree, where it
+must occur exactly once: a mutant whose place is gone fails instead of testing nothing. The changed tree is compiled.
+While the mutant lives
 
 - every Triton kernel of the module is a new one, made from the changed text (a kernel inlines its helpers when it is
   compiled, so a helper cannot be exchanged under it);
@@ -26,28 +26,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tests.mutants.edit import Edit
+
 _serial = itertools.count()
 _active = contextlib.ExitStack()
-
-
-class StaleMutant(Exception):
-    """The source no longer has the place that a mutant changes: write the mutant anew."""
-
-
-@dataclass(frozen=True)
-class Edit:
-    """Exchange ``old`` by ``new`` in the source of ``module``; ``old`` must occur ``times`` times in it."""
-
-    module: str
-    old: str
-    new: str
-    times: int = 1
-
-    def apply(self, text: str) -> str:
-        count = text.count(self.old)
-        if count != self.times:
-            raise StaleMutant(f"{self.module} has {self.old!r} {count} times, not {self.times}: adapt the mutant")
-        return text.replace(self.old, self.new)
 
 
 @dataclass(frozen=True)
@@ -113,7 +95,7 @@ class Mutant:
         """The changed source of ``module``.
 
         Raises:
-            StaleMutant: a snippet does not occur as often as it should, or changes nothing.
+            StaleMutant: a place does not occur as often as it should.
         """
         text = _source(module)
         for edit in self.edits:

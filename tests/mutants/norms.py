@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.mutants.mutant import Edit, Mutant
+from tests.mutants.edit import Edit
+from tests.mutants.mutant import Mutant
 
 _FILE = "liger_kernels.ops.rms_norm"
 
 
-def _forward(name: str, does: str, *edits: tuple[str, str], **other: Any) -> Mutant:
-    changed = tuple(Edit(_FILE, old, new) for old, new in edits)
+def _forward(name: str, does: str, *edits: tuple[str, ...], **other: Any) -> Mutant:
+    changed = tuple(Edit(_FILE, *edit) for edit in edits)
     return Mutant(name, does, changed, kernel="rms_norm", phase="forward", **other)
 
 
-def _backward(name: str, does: str, *edits: tuple[str, str], **other: Any) -> Mutant:
-    changed = tuple(Edit(_FILE, old, new) for old, new in edits)
+def _backward(name: str, does: str, *edits: tuple[str, ...], **other: Any) -> Mutant:
+    changed = tuple(Edit(_FILE, *edit) for edit in edits)
     return Mutant(name, does, changed, kernel="rms_norm", phase="backward", **other)
 
 
 _RSTD = "tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)"
 _DX = "(dy - norm * projection[:, None]) * rstd[:, None]"
-_NEW_DX = "dx = torch.empty_like(x, memory_format=torch.contiguous_format) if"
+_NEW_DX = "torch.empty_like(x, memory_format=torch.contiguous_format)"
 _SUM = "tl.sum(parts, axis=0)"
 _ACCUMULATE = "dweight += dy * norm"
 # On a mini model one interpreted program takes every row; smaller tiles, honest by themselves, make several of them.
@@ -34,14 +35,14 @@ MUTANTS = (
     _forward(
         "n1a_norm_without_offset",
         "Gemma's norm multiplies by weight, not by 1 + weight.",
-        ('        if FORMULA == "offset_scale_then_cast":\n            weight += 1.0\n        y *=', "        y *="),
+        ('FORMULA == "offset_scale_then_cast"', "False", "_rms_norm_fwd_kernel"),
         source="N1",
         model="gemma2",
     ),
     _backward(
         "n1b_norm_gradient_without_offset",
         "The gradient of Gemma's norm multiplies by weight, not by 1 + weight.",
-        ('        if FORMULA == "offset_scale_then_cast":\n            weight += 1.0\n    # One', "    # One"),
+        ('FORMULA == "offset_scale_then_cast"', "False", "_rms_norm_bwd_kernel"),
         source="N1",
         model="gemma2",
         sample=True,
@@ -49,7 +50,7 @@ MUTANTS = (
     _backward(
         "n3_norm_gradient_in_place",
         "The gradient is written over the one that came in, which the residual around Gemma 2's norms needs, too.",
-        (_NEW_DX, "dx = dy_rows.view(x.shape) if"),
+        (_NEW_DX, "dy_rows.view(x.shape)"),
         source="N3",
         model="gemma2",
     ),
@@ -57,8 +58,9 @@ MUTANTS = (
         "n7_norm_gradient_measures_before_flattening",
         "The backward reads rows and columns off the first two of three dimensions.",
         (
-            "= as_rows(x), as_rows(dy)\n        hidden = x.shape[-1]\n        n_rows = x.numel() // hidden",
-            "= as_rows(x), as_rows(dy)\n        n_rows, hidden = x.shape[:2]",
+            "hidden = x.shape[-1]\nn_rows = x.numel() // hidden",
+            "n_rows, hidden = x.shape[:2]",
+            "RMSNormFunction.backward",
         ),
         dies="raised",
         source="N7",

@@ -3,7 +3,8 @@ fail."""
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Edit, Mutant
+from tests.mutants.edit import Edit
+from tests.mutants.mutant import Mutant
 
 _OP = "liger_kernels.ops.packing"
 _MODEL = "liger_kernels.patching.packing"
@@ -11,8 +12,10 @@ _TRAINER = "liger_kernels.integrations.packing"
 _PROOF = "tests/test_convergence_packing.py::test_packed_rows_teach_what_their_samples_teach"
 
 
-def _packing(name: str, does: str, module: str, old: str, new: str, check: str, sample: bool = False) -> Mutant:
-    return Mutant(name, does, (Edit(module, old, new),), check=check, dies="test", sample=sample)
+def _packing(
+    name: str, does: str, module: str, old: str, new: str, check: str, within: str = "", sample: bool = False
+) -> Mutant:
+    return Mutant(name, does, (Edit(module, old, new, within),), check=check, dies="test", sample=sample)
 
 
 MUTANTS = (
@@ -22,8 +25,8 @@ MUTANTS = (
         _MODEL,
         "index, broken = sequence_index(labels, **sources, shifted=shifted)",
         "_, broken = sequence_index(labels, **sources, shifted=shifted)\n"
-        "    ignored = labels == -100\n"
-        "    index = (ignored & ~ignored.roll(1, -1)).flatten().cumsum(0).view(labels.shape)",
+        "ignored = labels == -100\n"
+        "index = (ignored & ~ignored.roll(1, -1)).flatten().cumsum(0).view(labels.shape)",
         f"{_PROOF}[gemma-sample]",
     ),
     _packing(
@@ -38,8 +41,8 @@ MUTANTS = (
         "packing_shift_across_a_boundary",
         "The last row of a sequence predicts the first token of the next.",
         _MODEL,
-        "if not self.shifted:",
-        "if False:",
+        "not self.shifted",
+        "False",
         f"{_PROOF}[gemma-sample]",
         sample=True,
     ),
@@ -57,15 +60,15 @@ MUTANTS = (
         _OP,
         "denominator = (weight * _share(targets, counted, class_weight)).sum()",
         "denominator = (weight * _share(targets, counted, class_weight)).sum()\n"
-        "    denominator = denominator + (sources[0].start & (counts == 0)).sum()",
+        "denominator = denominator + (sources[0].start & (counts == 0)).sum()",
         f"{_PROOF}[gemma-sample]",
     ),
     _packing(
         "packing_token_count_taken",
         "A number of tokens is divided by in the reduction that counts samples.",
         _MODEL,
-        "if not isinstance(count, Denominator) or count.loss_reduction != mode:",
-        "if False:",
+        "not isinstance(count, Denominator) or count.loss_reduction != mode",
+        "False",
         "tests/test_packing.py::test_a_plain_trainers_count_of_tokens_is_refused",
     ),
     _packing(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import Edit, Mutant
+from tests.mutants.edit import Edit
+from tests.mutants.mutant import Mutant
 
 _PATCHING = "liger_kernels.patching"
 
 
-def _check(name: str, does: str, file: str, old: str, new: str, check: str) -> Mutant:
+def _check(name: str, does: str, file: str, old: str, new: str, check: str, within: str = "") -> Mutant:
     return Mutant(
-        name, does, (Edit(f"{_PATCHING}.{file}", old, new),), check=f"tests/test_patching_{check}", dies="test"
+        name, does, (Edit(f"{_PATCHING}.{file}", old, new, within),), check=f"tests/test_patching_{check}", dies="test"
     )
 
 
@@ -34,8 +35,8 @@ MUTANTS = (
         "probe_misses_a_clamp",
         "A gated MLP is probed on usual numbers only, which no clamp changes.",
         "glu",
-        "for scale in (2.0, 1e3)]",
-        "for scale in (1.0, 1.0)]",
+        "(2.0, 1e3)",
+        "(1.0, 1.0)",
         "recognise.py::test_a_clamp_that_usual_numbers_do_not_reach_is_seen",
     ),
     _check(
@@ -74,8 +75,8 @@ MUTANTS = (
         "every_attention_counts_as_rotated",
         "Every attention counts as one whose kernel has run, whether it rotates or not.",
         "rotary",
-        "if runs[0] != before:",
-        "if True:",
+        "runs[0] != before",
+        "True",
         "left.py::test_attention_that_does_not_rotate_never_ran",
     ),
 )

@@ -1,0 +1,139 @@
+"""A change of a module's syntax tree: what it matches does not depend on formatting, comments or quotes."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class StaleMutant(Exception):
+    """The source no longer has the place that a mutant changes: write the mutant anew."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Exchange ``old`` by ``new`` in the syntax tree of ``module``.
+
+    Both are Python source, and both the same of these: an expression, statements, or consecutive arguments of a call,
+    positional (``"a, b"``) or by name (``"eps=eps"``).
+
+    Attributes:
+        module: the dotted name of the module.
+        old: what must occur ``times`` times. If empty, ``new`` goes to the front of the function ``within``.
+        new: what takes its place. If empty, the statements are removed.
+        within: the function or class to look in, such as ``"Cache.get"``. If empty, the whole module.
+        times: how often ``old`` occurs.
+    """
+
+    module: str
+    old: str
+    new: str
+    within: str = ""
+    times: int = 1
+
+    def apply(self, text: str) -> str:
+        """The changed source, without comments.
+
+        Raises:
+            StaleMutant: ``old`` does not occur as often as it should.
+        """
+        tree = ast.parse(text)
+        scope = self._scope(tree)
+        places, new = self._places(scope)
+        if len(places) != self.times:
+            where = f"{self.module} {self.within}".strip()
+            raise StaleMutant(f"{where} has {self.old!r} {len(places)} times, not {self.times}: adapt the mutant")
+        for place in reversed(places):
+            place.put(new)
+        return ast.unparse(tree)
+
+    def _scope(self, tree: ast.Module) -> ast.AST:
+        scope: ast.AST = tree
+        for name in self.within.split(".") if self.within else ():
+            found = [node for node in ast.walk(scope) if isinstance(node, _Definition) and node.name == name]
+            if len(found) != 1:
+                raise StaleMutant(f"{self.module} defines {name} {len(found)} times, not 1: adapt the mutant")
+            scope = found[0]
+        return scope
+
+    def _places(self, scope: ast.AST) -> tuple[list[_Place], Sequence[ast.AST]]:
+        """Where ``old`` is, and what goes there."""
+        if not self.old:
+            assert isinstance(scope, _Definition), f"say within which function {self.new!r} goes"
+            return [_Place(scope, "body", int(ast.get_docstring(scope) is not None), 0)], _statements(self.new) or ()
+        for parse in (_expression, _statements, _positional, _by_name):
+            old, new = parse(self.old), parse(self.new)
+            if old and new is not None and (places := list(_find(scope, old))):
+                return places, new
+        return [], ()
+
+
+class _Place(NamedTuple):
+    """``length`` nodes from ``start`` on in a field that is a list, or (``start`` is None) the field itself."""
+
+    parent: ast.AST
+    field: str
+    start: int | None
+    length: int
+
+    def put(self, new: Sequence[ast.AST]) -> None:
+        if self.start is None:
+            (only,) = new
+            setattr(self.parent, self.field, only)
+            return
+        siblings = getattr(self.parent, self.field)
+        siblings[self.start : self.start + self.length] = new
+        if not siblings and self.field == "body":
+            siblings.append(ast.Pass())
+
+
+def _find(scope: ast.AST, old: Sequence[ast.AST]) -> Iterator[_Place]:
+    wanted = [_shape(node) for node in old]
+    for parent in ast.walk(scope):
+        for field, value in ast.iter_fields(parent):
+            if isinstance(value, list):
+                shapes = [_shape(node) for node in value]
+                for start in range(len(shapes) - len(wanted) + 1):
+                    if shapes[start : start + len(wanted)] == wanted:
+                        yield _Place(parent, field, start, len(wanted))
+            elif [_shape(value)] == wanted:
+                yield _Place(parent, field, None, 1)
+
+
+def _shape(node: object) -> str:
+    """What two nodes have in common that are written the same, whether their value is read or assigned."""
+    return ast.dump(node).replace("ctx=Store()", "ctx=Load()") if isinstance(node, ast.AST) else repr(node)
+
+
+def _expression(text: str) -> Sequence[ast.AST] | None:
+    try:
+        return [ast.parse(text.strip(), mode="eval").body]
+    except SyntaxError:
+        return None
+
+
+def _statements(text: str) -> Sequence[ast.AST] | None:
+    try:
+        return ast.parse(textwrap.dedent(text)).body
+    except SyntaxError:
+        return None
+
+
+def _call(text: str) -> ast.Call | None:
+    found = _expression(f"_({text})")
+    return found[0] if found and isinstance(found[0], ast.Call) else None
+
+
+def _positional(text: str) -> Sequence[ast.AST] | None:
+    call = _call(text)
+    return None if call is None or call.keywords else call.args
+
+
+def _by_name(text: str) -> Sequence[ast.AST] | None:
+    call = _call(text)
+    return None if call is None or call.args else call.keywords
