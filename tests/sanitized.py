@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from liger_kernels.ops import launches
-from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows, Slab, backward_rows, forward_rows
+from liger_kernels.ops._cross_entropy_rows import Rows, Slab, backward_rows, forward_rows
 from liger_kernels.ops._linear import APART, halves, over_first_half, round_halves
+from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import tl, triton
 from liger_kernels.ops.glu import ACTIVATIONS, unit_gradients
 from tests.test_ops_gpu import CALLS, EXTRAS, targets
@@ -27,8 +28,8 @@ def slabs(dtype: torch.dtype, device: str = "cuda", rows: int = 40, vocab: int =
     labels = targets(rows, vocab, device)
     weight = torch.rand(rows, device=device)
     for extras in ((), EXTRAS):
-        options = LossOptions(-100, 0.0, None, 1.0, 1e-4)
-        found = Rows.empty(rows, logits.device, extras, stats=True)
+        options = LossOptions(z_loss=1e-4, extras=extras)
+        found = Rows.empty(rows, logits.device, options, stats=True)
         assert found.stats is not None
         carry = torch.zeros(4, rows, device=device)
         carry[1] = float("-inf")
@@ -44,8 +45,8 @@ def slabs(dtype: torch.dtype, device: str = "cuda", rows: int = 40, vocab: int =
 def whole_rows(dtype: torch.dtype, vocab: int, device: str = "cuda") -> None:
     """Rows of many blocks, the gradient over the logits in the forward's own launch."""
     logits = torch.randn(8, vocab, device=device).to(dtype)
-    found = Rows.empty(8, logits.device, (), stats=True)
-    options = LossOptions(-100, 0.0, None, 1.0, 0.0)
+    options = LossOptions()
+    found = Rows.empty(8, logits.device, options, stats=True)
     forward_rows(logits, targets(8, vocab, device), None, None, options, found, grad=logits)
 
 

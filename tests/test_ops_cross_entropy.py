@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from convergence.tolerance import three_way, unit_roundoff
-from liger_kernels.ops import _cross_entropy_rows
-from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows, backward_rows, forward_rows
+from liger_kernels.ops import _cross_entropy_kernels, _cross_entropy_rows
+from liger_kernels.ops._cross_entropy_rows import Rows, backward_rows, forward_rows
+from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import INTERPRET, launches, reset_launches, tl
 from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput, cross_entropy, cross_entropy_ref
+from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "none")
@@ -149,8 +152,8 @@ def assert_right_on(tokens, vocab, dtype, device, options, reduction, **how):
 def compiled_exponential(monkeypatch):
     """The exponential of compiled kernels for 16-bit logits, in the interpreter, too. On a GPU they have it anyway."""
     if INTERPRET:
-        monkeypatch.setattr(_cross_entropy_rows, "_COMPILED", tl.constexpr(True))
-        monkeypatch.setattr(_cross_entropy_rows, "libdevice", SimpleNamespace(exp2=lambda x: tl.exp2(x)))
+        monkeypatch.setattr(_cross_entropy_kernels, "_COMPILED", tl.constexpr(True))
+        monkeypatch.setattr(_cross_entropy_kernels, "libdevice", SimpleNamespace(exp2=lambda x: tl.exp2(x)))
 
 
 @pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
@@ -386,8 +389,8 @@ def test_rows_beyond_two_to_the_31_elements():
     logits = memory.as_strided((3, 16), (stride, 1))
     logits.copy_(torch.randn(3, 16))
     targets = torch.tensor([1, 2, 3])
-    options = LossOptions(-100, 0.0, None, 1.0, 0.0)
-    rows = Rows.empty(3, logits.device, (), stats=True)
+    options = LossOptions()
+    rows = Rows.empty(3, logits.device, options, stats=True)
     torchs, truth = (F.cross_entropy(z, targets, reduction="none") for z in (logits.float(), logits.double()))
     true_grad = torch.softmax(logits.double(), -1) - F.one_hot(targets, 16)
     forward_rows(logits, targets, None, None, options, rows)
@@ -405,8 +408,8 @@ def test_target_out_of_range(target, device):
     if device.type == "cpu":
         with pytest.raises(ValueError, match=rf"target {target} is out of range: there are 5 classes"):
             cross_entropy(logits, targets)
-    options = LossOptions(-100, 0.1, None, 1.0, 0.0)
-    rows = Rows.empty(3, logits.device, EXTRAS, stats=True)
+    options = LossOptions(label_smoothing=0.1, extras=EXTRAS)
+    rows = Rows.empty(3, logits.device, options, stats=True)
     grad = torch.empty_like(logits)
     forward_rows(logits, targets, torch.ones(5, device=device), None, options, rows)
     upstream = torch.ones(3, device=device)
@@ -427,6 +430,7 @@ def test_target_out_of_range(target, device):
         ({"z_loss": -1.0}, ValueError, "z_loss is -1.0; it must not be negative"),
         ({"logit_scale": math.inf}, ValueError, "logit_scale is inf; it must be finite"),
         ({"logit_scale": torch.tensor(2.0)}, TypeError, "logit_scale is a Tensor; it must be a Python number"),
+        ({"reduce": "mean"}, TypeError, "reduce is no option; the options are ignore_index, label_smoothing, softcap"),
         ({"ignore_index": 1.5}, TypeError, "ignore_index is a float; it must be an int"),
         ({"class_weight": torch.ones(4)}, ValueError, r"class_weight is torch.float32 of shape \(4,\)"),
         ({"class_weight": torch.ones(5, dtype=torch.long)}, ValueError, "class_weight is torch.int64"),
@@ -512,6 +516,19 @@ def test_float64_runs_the_reference(device):
     assert ours[0].dtype == torch.float64
     assert torch.equal(ours[0], truth[0])
     assert torch.equal(ours[1], truth[1])
+
+
+@pytest.mark.parametrize("function", [cross_entropy, cross_entropy_ref, linear_cross_entropy])
+def test_every_option_is_in_the_signature(function):
+    shown = inspect.signature(function).parameters
+    for name, default in LossOptions()._asdict().items():
+        assert shown[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert shown[name].default == default
+
+
+def test_options_are_the_same_after_an_operators_schema():
+    options = LossOptions(7, 0.1, None, 2.0, 1e-4, "sum", ("entropy", "log_probs"))
+    assert LossOptions.of_numbers(options.as_numbers(), "sum", "entropy log_probs") == options
 
 
 def test_second_derivatives_are_refused(device):

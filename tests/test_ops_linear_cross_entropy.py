@@ -509,10 +509,10 @@ def test_ops_are_registered_as_torch_wants_them(chunk_size, reduction, device):
     """Schema, autograd registration, and fake outputs equal to the real ones in shape, dtype and stride."""
     case = Case(device, torch.bfloat16, **ALL)
     hidden, weight, bias = case.leaves()
-    options = (0, 0.2, 5.0, 1.7, 0.02)
+    numbers = [0.0, 0.2, 5.0, 1.7, 0.02]
     row_weight = torch.rand(len(hidden), device=device)
     weights = (case.options["class_weight"], row_weight, row_weight.sum())
-    call = Call(hidden, weight, bias, case.targets, *weights, *options, reduction, " ".join(EXTRAS), True, True, True)
+    call = Call(hidden, weight, bias, case.targets, *weights, numbers, reduction, " ".join(EXTRAS), True, True, True)
     detached = Call(*(t.detach() for t in call[:TENSORS]), *call[TENSORS:])
 
     def check(operator, arguments):

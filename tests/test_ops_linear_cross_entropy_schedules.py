@@ -23,8 +23,9 @@ from liger_kernels.ops import (
     _linear_vocabulary_slabs,
     observe_logits_grad,
 )
-from liger_kernels.ops._linear import TENSORS, Call
+from liger_kernels.ops._linear import Call
 from liger_kernels.ops._linear_vocabulary_slabs import Cut, kept_by_fast
+from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops.cross_entropy import EXTRAS
 from liger_kernels.ops.linear_cross_entropy import (
@@ -248,7 +249,8 @@ def test_kept_slabs_begin_at_aligned_addresses(tokens, hidden, device):
     """Also where the rows of d weight do not end at one."""
     case = Case(device, torch.bfloat16, tokens=tokens, hidden=hidden)
     case.assert_right(function=in_two_slabs)
-    call = Call(*case.tensors[:2], None, case.targets, *[None] * 3, *[None] * 5, "mean", "", True, True, False)
+    numbers, needs = LossOptions().as_numbers(), (True, True, False)
+    call = Call(*case.tensors[:2], None, case.targets, *[None] * 3, numbers, "mean", "", *needs)
     d_weight, rest = _linear_vocabulary_slabs._kept_memory(call, Cut(40))
     (_, _, first), (_, _, second) = _linear_vocabulary_slabs._kept_slabs(call, Cut(40), d_weight, rest)
     assert first.data_ptr() >= d_weight[40:].data_ptr()
@@ -503,7 +505,7 @@ class Schedule:
             monkeypatch.setattr(schedule, "forward_op", functools.partial(self._take, schedule))
 
     def _take(self, schedule, *arguments):
-        sizes = arguments[TENSORS + 10 :]
+        sizes = arguments[len(Call._fields) :]
         if schedule is _linear_token_chunks:
             self.taken = BALANCED, sizes[0]
         else:

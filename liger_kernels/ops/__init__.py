@@ -4,6 +4,7 @@ Every op takes CUDA, ROCm, XPU and CPU tensors; see :mod:`liger_kernels.ops._run
 """
 
 from liger_kernels.ops._linear import observe_logits_grad
+from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_ref
 from liger_kernels.ops.glu import (
@@ -23,6 +24,7 @@ from liger_kernels.ops.rope import rope, rope_ref
 
 __all__ = [
     "CrossEntropyOutput",
+    "LossOptions",
     "PackedTargets",
     "add_rms_norm",
     "add_rms_norm_ref",

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows
+from liger_kernels.ops._cross_entropy_rows import Rows
+from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._mean import mean_denominator
 from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, next_power_of_2, tl, triton
 
@@ -54,11 +55,7 @@ class Call(NamedTuple):
     class_weight: Tensor | None
     row_weight: Tensor | None
     denominator: Tensor | None
-    ignore_index: int
-    label_smoothing: float
-    softcap: float | None
-    logit_scale: float
-    z_loss: float
+    numbers: list[float]
     reduction: str
     extras: str
     needs_hidden: bool
@@ -67,7 +64,7 @@ class Call(NamedTuple):
 
     @property
     def options(self) -> LossOptions:
-        return LossOptions(self.ignore_index, self.label_smoothing, self.softcap, self.logit_scale, self.z_loss)
+        return LossOptions.of_numbers(self.numbers, self.reduction, self.extras)
 
     @property
     def needs(self) -> tuple[bool, bool, bool]:
@@ -75,22 +72,21 @@ class Call(NamedTuple):
         return self.needs_hidden, self.needs_weight, self.needs_bias
 
     def rows(self, stats: bool) -> Rows:
-        return Rows.empty(len(self.hidden), self.hidden.device, tuple(self.extras.split()), stats)
+        return Rows.empty(len(self.hidden), self.hidden.device, self.options, stats)
 
     def divisor(self) -> Tensor:
         """What the sum of the rows' losses is divided by, 0-d float32."""
         if self.reduction != "mean":
             return torch.ones((), dtype=torch.float32, device=self.hidden.device)
-        return mean_denominator(
-            self.targets, self.class_weight, self.row_weight, self.denominator, self.ignore_index, len(self.weight)
-        )
+        given, ignore_index = self.denominator, self.options.ignore_index
+        return mean_denominator(self.targets, self.class_weight, self.row_weight, given, ignore_index, len(self.weight))
 
 
 # The schema's spelling of the same. A float or an int of a call is no tensor, and so none of the traced program's.
 ARGUMENTS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? class_weight, Tensor? row_weight, "
-    "Tensor? denominator, int ignore_index, float label_smoothing, float? softcap, float logit_scale, float z_loss, "
-    "str reduction, str extras, bool needs_hidden, bool needs_weight, bool needs_bias"
+    "Tensor? denominator, float[] numbers, str reduction, str extras, "
+    "bool needs_hidden, bool needs_weight, bool needs_bias"
 )
 TENSORS = 7  # the tensors among them, which come first
 
@@ -108,7 +104,7 @@ def beside(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
 
 def fake_rows(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """loss, log_probs, entropy, predicted and divisor, in shape and dtype."""
-    asked, tokens = call.extras.split(), call.hidden.shape[0]
+    options, tokens = call.options, call.hidden.shape[0]
 
     def new(present: bool, dtype: torch.dtype = torch.float32) -> Tensor:
         return call.hidden.new_empty(tokens if present else 0, dtype=dtype)
@@ -116,9 +112,9 @@ def fake_rows(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     scalar = call.hidden.new_empty((), dtype=torch.float32)
     return (
         new(True) if call.reduction == "none" else torch.empty_like(scalar),
-        new("log_probs" in asked),
-        new("entropy" in asked),
-        new("token_accuracy" in asked or "predicted_tokens" in asked, torch.int64),
+        new("log_probs" in options.extras),
+        new("entropy" in options.extras),
+        new(options.predicts, torch.int64),
         scalar,
     )
 

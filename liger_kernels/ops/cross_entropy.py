@@ -16,18 +16,17 @@ The kernels are in ``_cross_entropy_rows.py``.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from liger_kernels.ops._cross_entropy_rows import LossOptions, Rows, backward_rows, forward_rows
+from liger_kernels.ops._cross_entropy_rows import Rows, backward_rows, forward_rows
+from liger_kernels.ops._loss_options import EXTRAS, LossOptions, takes_options
 from liger_kernels.ops._mean import mean, mean_denominator, mean_denominator_ref
 from liger_kernels.ops._runtime import backward_once, use_triton
 
-REDUCTIONS = ("mean", "sum", "none")
-EXTRAS = ("token_accuracy", "predicted_tokens", "entropy", "log_probs")
+__all__ = ["EXTRAS", "CrossEntropyOutput", "cross_entropy", "cross_entropy_ref"]
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -49,6 +48,7 @@ class CrossEntropyOutput(NamedTuple):
     log_probs: torch.Tensor | None = None
 
 
+@takes_options
 def cross_entropy_ref(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -56,38 +56,33 @@ def cross_entropy_ref(
     class_weight: torch.Tensor | None = None,
     row_weight: torch.Tensor | None = None,
     denominator: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    extras: tuple[str, ...] = (),
+    **options: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
     """What :func:`cross_entropy` computes, in plain torch: in float64 for float64 logits, else in float32."""
+    o = LossOptions(**options)
     z = logits if logits.dtype == torch.float64 else logits.float()
-    z = z * logit_scale
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
+    z = z * o.logit_scale
+    if o.softcap is not None:
+        z = o.softcap * torch.tanh(z / o.softcap)
     targets = targets.long()
     weights = None if class_weight is None else class_weight.to(z.dtype)
     rows = F.cross_entropy(
-        z, targets, weights, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+        z, targets, weights, ignore_index=o.ignore_index, label_smoothing=o.label_smoothing, reduction="none"
     )
-    counted = targets != ignore_index
-    if z_loss:
-        rows = rows + torch.where(counted, z_loss * torch.logsumexp(z, dim=-1).square(), 0.0)
+    counted = targets != o.ignore_index
+    if o.z_loss:
+        rows = rows + torch.where(counted, o.z_loss * torch.logsumexp(z, dim=-1).square(), 0.0)
     if row_weight is not None:
         rows = torch.where(counted, rows * row_weight.to(z.dtype), 0.0)
     # F.cross_entropy of zero rows is cut off from its input: this keeps the graph connected.
     rows = rows + z[:, 0] * 0.0 if not len(rows) else rows
-    if reduction == "mean":
+    if o.reduction == "mean":
         loss = rows.sum() / mean_denominator_ref(
-            targets, weights, row_weight, denominator, ignore_index, z.shape[1], z.dtype
+            targets, weights, row_weight, denominator, o.ignore_index, z.shape[1], z.dtype
         )
     else:
-        loss = rows.sum() if reduction == "sum" else rows
-    if not extras:
+        loss = rows.sum() if o.reduction == "sum" else rows
+    if not o.extras:
         return loss
     with torch.no_grad():
         predicted = z.argmax(dim=-1)
@@ -95,7 +90,7 @@ def cross_entropy_ref(
         log_p = torch.log_softmax(z, dim=-1)
         log_probs = log_p.gather(1, targets.where(counted, 0)[:, None])[:, 0].where(counted, 0.0)
         entropy = torch.special.entr(log_p.exp()).sum(dim=-1)
-    return _select_extras(loss, extras, accuracy, predicted, entropy, log_probs)
+    return _select_extras(loss, o.extras, accuracy, predicted, entropy, log_probs)
 
 
 def token_accuracy(predicted: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
@@ -106,6 +101,9 @@ def token_accuracy(predicted: torch.Tensor, targets: torch.Tensor, ignore_index:
 
 def _empty_grad(logits: torch.Tensor) -> torch.Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+_N_ARGUMENTS = 5 + len(LossOptions._fields)  # of CrossEntropyFunction
 
 
 class CrossEntropyFunction(torch.autograd.Function):
@@ -125,22 +123,16 @@ class CrossEntropyFunction(torch.autograd.Function):
         class_weight: torch.Tensor | None,
         row_weight: torch.Tensor | None,
         denominator: torch.Tensor | None,
-        ignore_index: int,
-        label_smoothing: float,
-        softcap: float | None,
-        logit_scale: float,
-        z_loss: float,
-        reduction: str,
-        extras: tuple[str, ...],
+        *flat_options: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        options = LossOptions(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+        options = LossOptions(*flat_options)
         if logits.stride(1) != 1:
             logits = logits.contiguous()  # the kernels step through a row one element at a time
-        rows = Rows.empty(logits.shape[0], logits.device, extras, stats=ctx.needs_input_grad[0])
+        tokens, vocab = logits.shape
+        rows = Rows.empty(tokens, logits.device, options, stats=ctx.needs_input_grad[0])
         grad = None
-        if reduction == "mean":
-            vocab = logits.shape[1]
-            denominator = mean_denominator(targets, class_weight, row_weight, denominator, ignore_index, vocab)
+        if options.reduction == "mean":
+            denominator = mean_denominator(targets, class_weight, row_weight, denominator, options.ignore_index, vocab)
             # What is compiled can be differentiated again and again, and has no place to remember that it was.
             if ctx.needs_input_grad[0] and not torch.compiler.is_compiling():
                 grad = _empty_grad(logits)
@@ -150,20 +142,20 @@ class CrossEntropyFunction(torch.autograd.Function):
         if denominator is not None:
             loss = mean(rows.loss, denominator)
         else:
-            loss = rows.loss if reduction == "none" else rows.loss.sum()
+            loss = rows.loss if options.reduction == "none" else rows.loss.sum()
         ctx.save_for_backward(logits, targets, class_weight, row_weight, rows.stats, denominator)
         ctx.options, ctx.grad = options, grad
         ctx.set_materialize_grads(False)
         # Tensors only: Dynamo takes every result for one whose gradient it can make contiguous.
-        beside = [t for t in (rows.log_probs, rows.entropy, rows.predicted) if t is not None]
-        ctx.mark_non_differentiable(*beside)
-        return loss, *beside
+        extra_outputs = [t for t in (rows.log_probs, rows.entropy, rows.predicted) if t is not None]
+        ctx.mark_non_differentiable(*extra_outputs)
+        return loss, *extra_outputs
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, grad_loss: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
         if grad_loss is None:
-            return (None,) * 12
+            return (None,) * _N_ARGUMENTS
         logits, targets, class_weight, row_weight, stats, denominator = ctx.saved_tensors
         grad, ctx.grad = ctx.grad, None  # whoever gets it may write over it; a second backward pass makes its own
         unless_one = None if grad is None else grad_loss
@@ -180,49 +172,7 @@ class CrossEntropyFunction(torch.autograd.Function):
             row_weight=row_weight,
             unless_one=unless_one,
         )
-        return grad, *(None,) * 11
-
-
-def check_options(
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    logit_scale: float,
-    z_loss: float,
-    reduction: str,
-    extras: tuple[str, ...],
-) -> LossOptions:
-    """The options as plain numbers, or the error that says which one is wrong and what is allowed."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; allowed are {', '.join(map(repr, REDUCTIONS))}")
-    if isinstance(extras, str) or any(extra not in EXTRAS for extra in extras):
-        raise ValueError(f"extras is {extras!r}; it must be a tuple of names from {', '.join(map(repr, EXTRAS))}")
-    for name, value in (
-        ("ignore_index", ignore_index),
-        ("label_smoothing", label_smoothing),
-        ("logit_scale", logit_scale),
-        ("z_loss", z_loss),
-        ("softcap", 1.0 if softcap is None else softcap),
-    ):
-        if not isinstance(value, (int, float)):
-            raise TypeError(f"{name} is a {type(value).__name__}; it must be a Python number")
-        if not -math.inf < value < math.inf:  # of a symbol of torch.compile's, too, unlike math.isfinite
-            raise ValueError(f"{name} is {value!r}; it must be finite")
-    if not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index is a {type(ignore_index).__name__}; it must be an int")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing is {label_smoothing!r}; it must be between 0 and 1")
-    if softcap is not None and softcap <= 0.0:
-        raise ValueError(f"softcap is {softcap!r}; it must be positive, or None for no cap")
-    if z_loss < 0.0:
-        raise ValueError(f"z_loss is {z_loss!r}; it must not be negative")
-    return LossOptions(
-        ignore_index,
-        float(label_smoothing),
-        None if softcap is None else float(softcap),
-        float(logit_scale),
-        float(z_loss),
-    )
+        return grad, *(None,) * (_N_ARGUMENTS - 1)
 
 
 def check_targets(
@@ -305,23 +255,23 @@ def _select_extras(
 
 def with_extras(
     loss: torch.Tensor,
-    extras: tuple[str, ...],
+    options: LossOptions,
     targets: torch.Tensor,
-    ignore_index: int,
     log_probs: torch.Tensor | None,
     entropy: torch.Tensor | None,
     predicted: torch.Tensor | None,
 ) -> torch.Tensor | CrossEntropyOutput:
     """What the public functions return: the loss alone, or with what was asked for."""
-    if not extras:
+    if not options.extras:
         return loss
     accuracy = None
-    if "token_accuracy" in extras:
+    if "token_accuracy" in options.extras:
         assert predicted is not None
-        accuracy = token_accuracy(predicted, targets, ignore_index)
-    return _select_extras(loss, extras, accuracy, predicted, entropy, log_probs)
+        accuracy = token_accuracy(predicted, targets, options.ignore_index)
+    return _select_extras(loss, options.extras, accuracy, predicted, entropy, log_probs)
 
 
+@takes_options
 def cross_entropy(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -329,31 +279,19 @@ def cross_entropy(
     class_weight: torch.Tensor | None = None,
     row_weight: torch.Tensor | None = None,
     denominator: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    extras: tuple[str, ...] = (),
+    **options: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
     """Cross entropy of ``logits`` against class indices; the formula stands at the top of this file.
 
     Args:
         logits: [tokens, vocab], float16, bfloat16, float32, or float64 (which runs the reference). Never overwritten.
-        targets: [tokens], int64 or int32; rows whose target is ``ignore_index`` cost nothing and get zero gradient.
+        targets: [tokens], int64 or int32; rows with the target ``ignore_index`` have no loss and zero gradient.
         class_weight: [vocab], floating point, constant: the weight w of each class.
         row_weight: [tokens], floating point, constant: a factor on each row's loss, label smoothing and z-loss
             included; :func:`packing_weights` makes those of packed sequences. Rows that are ignored may have any.
         denominator: 0-d, floating point, constant: what "mean" divides by (0 makes the loss 0), by default the sum of
             row weight times class weight over the rows that are not ignored. "sum" and "none" do not divide.
-        label_smoothing: eps, between 0 and 1.
-        softcap: the bound of the tanh cap, or None; ``logit_scale`` multiplies the logits before it.
-        z_loss: the factor of lse^2 (``lse_square_scale``).
-        reduction: "mean", "sum" or "none". A mean over no row (or a total weight of 0) is 0 with zero gradients,
-            where PyTorch returns NaN.
-        extras: names of further results from the same pass: "token_accuracy", "predicted_tokens", "entropy",
-            "log_probs". They carry no gradient.
+        options: the fields of :class:`LossOptions`, by name.
 
     Returns:
         The loss in float32 (float64 for float64 logits), 0-d or [tokens] for "none"; with ``extras`` a
@@ -370,29 +308,15 @@ def cross_entropy(
             "[tokens, vocab]: flatten the leading dimensions"
         )
     tokens, vocab = logits.shape
-    options = check_options(ignore_index, label_smoothing, softcap, logit_scale, z_loss, reduction, extras)
-    check_targets(targets, class_weight, ignore_index, tokens, vocab, logits.device)
+    o = LossOptions.checked(options)
+    check_targets(targets, class_weight, o.ignore_index, tokens, vocab, logits.device)
     check_weights(row_weight, denominator, tokens, logits.device)
     if not use_triton(logits):
-        return cross_entropy_ref(
-            logits,
-            targets,
-            class_weight=class_weight,
-            row_weight=row_weight,
-            denominator=denominator,
-            reduction=reduction,
-            extras=extras,
-            ignore_index=options.ignore_index,
-            label_smoothing=options.label_smoothing,
-            softcap=options.softcap,
-            logit_scale=options.logit_scale,
-            z_loss=options.z_loss,
-        )
+        weights = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator}
+        return cross_entropy_ref(logits, targets, **weights, **o._asdict())
     targets = targets.contiguous()
-    weights = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
-    loss, *found = CrossEntropyFunction.apply(logits, targets, *weights, *options, reduction, tuple(extras))
-    predict = "token_accuracy" in extras or "predicted_tokens" in extras
-    asked = {"log_probs": "log_probs" in extras, "entropy": "entropy" in extras, "predicted": predict}
-    given = [name for name, is_asked in asked.items() if is_asked]
-    beside = [found[given.index(name)] if name in given else None for name in asked]
-    return with_extras(loss, extras, targets, ignore_index, *beside)
+    tensors = targets, as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
+    loss, *found = CrossEntropyFunction.apply(logits, *tensors, *o)
+    asked = "log_probs" in o.extras, "entropy" in o.extras, o.predicts
+    extra_outputs = [found.pop(0) if is_asked else None for is_asked in asked]
+    return with_extras(loss, o, targets, *extra_outputs)

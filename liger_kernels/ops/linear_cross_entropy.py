@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,11 +44,11 @@ from torch import Tensor
 from liger_kernels.ops import _linear_token_chunks, _linear_vocabulary_slabs
 from liger_kernels.ops._linear import Call, current_observer, padded
 from liger_kernels.ops._linear_vocabulary_slabs import Cut, kept_by_fast, kept_by_small
+from liger_kernels.ops._loss_options import LossOptions, takes_options
 from liger_kernels.ops._runtime import as_autocast, use_triton
 from liger_kernels.ops.cross_entropy import (
     CrossEntropyOutput,
     as_kernel_weight,
-    check_options,
     check_targets,
     check_weights,
     cross_entropy,
@@ -64,6 +65,7 @@ _chunk_size: int | None = None
 _slab: int | None = None
 
 
+@takes_options
 def linear_cross_entropy_ref(
     hidden: Tensor,
     weight: Tensor,
@@ -73,31 +75,14 @@ def linear_cross_entropy_ref(
     class_weight: Tensor | None = None,
     row_weight: Tensor | None = None,
     denominator: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    extras: tuple[str, ...] = (),
+    **options: Any,
 ) -> Tensor | CrossEntropyOutput:
     """What :func:`linear_cross_entropy` computes, in plain torch, holding all logits in the input's dtype."""
     logits = F.linear(hidden, weight, bias)
     if current_observer() is not None and logits.requires_grad:
         logits.register_hook(_observe_all_rows)
     return cross_entropy_ref(
-        logits,
-        targets,
-        class_weight=class_weight,
-        row_weight=row_weight,
-        denominator=denominator,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        z_loss=z_loss,
-        reduction=reduction,
-        extras=extras,
+        logits, targets, class_weight=class_weight, row_weight=row_weight, denominator=denominator, **options
     )
 
 
@@ -173,8 +158,7 @@ def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | N
 def _schedule(
     hidden: Tensor,
     vocab: int,
-    label_smoothing: float,
-    reduction: str,
+    options: LossOptions,
     needs: tuple[bool, bool, bool],
     chunk_size: int | None,
     memory: str | None,
@@ -202,18 +186,18 @@ def _schedule(
             chunk = _check_size(chunk_size, "chunk size", "token", "tokens")
             one_chunk = tokens <= chunk
         memory = "fast" if one_chunk else "balanced"
-    if balanced_because(hidden.dtype, label_smoothing, memory) is not None:
+    if balanced_because(hidden.dtype, options.label_smoothing, memory) is not None:
         memory = "balanced"
     if memory == "fast" and not any(needs):  # nothing to keep logits for
         memory = "balanced"
     many = tokens > FAST_CHUNK and chunk_size is None
-    if memory == "fast" and many and reduction != "none":  # whose chunks would compute the logits again
+    if memory == "fast" and many and options.reduction != "none":  # whose chunks would compute the logits again
         memory, chunk = "balanced", FAST_CHUNK
     if memory == "balanced":
         return memory, (chunk,)
     kept, in_d_weight = 0, needs[1] and not compiling  # a compiled program would copy d weight with the kept logits
     if memory == "fast":
-        if in_d_weight and not label_smoothing:
+        if in_d_weight and not options.label_smoothing:
             kept = kept_by_fast(tokens, hidden_size, vocab, hidden.dtype.itemsize, _slab)
         return memory, Cut(kept)
     columns, narrow = _slab_sizes(tokens, hidden_size) if _slab is None else (_slab, _slab)
@@ -231,6 +215,7 @@ def _is_traced_whole(hidden: Tensor, vocab: int) -> bool:
     return torch.compiler.is_compiling() and use_triton(hidden) and aligned and current_observer() is None
 
 
+@takes_options
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -240,15 +225,9 @@ def linear_cross_entropy(
     class_weight: Tensor | None = None,
     row_weight: Tensor | None = None,
     denominator: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    extras: tuple[str, ...] = (),
     chunk_size: int | None = None,
     memory: str | None = None,
+    **options: Any,
 ) -> Tensor | CrossEntropyOutput:
     """:func:`cross_entropy` of ``F.linear(hidden, weight, bias)`` with one buffer of logits, all or a chunk of them.
 
@@ -259,8 +238,7 @@ def linear_cross_entropy(
         weight: [vocab, hidden size], of the same dtype.
         targets: [tokens], int64 or int32.
         bias: [vocab], of the same dtype, or None.
-        class_weight, row_weight, denominator, ignore_index, label_smoothing, softcap, logit_scale, z_loss, reduction,
-            extras: as in :func:`cross_entropy`.
+        class_weight, row_weight, denominator: as in :func:`cross_entropy`.
         chunk_size: tokens whose logits are held at once; where that is all of them, as with "fast".
         memory: how much of it may buy time; the numbers stand at the top of this file. "fast" holds all logits between
             forward and backward, some of them where d weight will be, and takes the fewest operations; of more than
@@ -271,6 +249,7 @@ def linear_cross_entropy(
             ``torch.compile`` compiles, where "fast" holds the logits twice, for no more than hidden size tokens.
             Without gradients there is nothing to keep logits for: "fast" is "balanced". Not together with
             ``chunk_size``.
+        options: the fields of :class:`LossOptions`, by name.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), 0-d or [tokens] for "none"; with ``extras`` a
@@ -288,8 +267,8 @@ def linear_cross_entropy(
     tokens, vocab = hidden.shape[0], weight.shape[0]
     if bias is not None and bias.shape != (vocab,):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{vocab}], one number per row of weight")
-    options = check_options(ignore_index, label_smoothing, softcap, logit_scale, z_loss, reduction, extras)
-    check_targets(targets, class_weight, ignore_index, tokens, vocab, hidden.device)
+    o = LossOptions.checked(options)
+    check_targets(targets, class_weight, o.ignore_index, tokens, vocab, hidden.device)
     check_weights(row_weight, denominator, tokens, hidden.device)
     hidden, weight, bias = (as_autocast(t, hidden.device) for t in (hidden, weight, bias))
     parameters = [weight] if bias is None else [weight, bias]
@@ -302,31 +281,12 @@ def linear_cross_entropy(
         grad and weight.requires_grad,
         grad and bias is not None and bias.requires_grad,
     )
-    schedule, size = _schedule(hidden, vocab, options.label_smoothing, reduction, needs, chunk_size, memory)
+    schedule, size = _schedule(hidden, vocab, o, needs, chunk_size, memory)
+    weights = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator}
     if not use_triton(hidden, opaque=True):
-        return linear_cross_entropy_ref(
-            hidden,
-            weight,
-            targets,
-            bias,
-            class_weight=class_weight,
-            row_weight=row_weight,
-            denominator=denominator,
-            reduction=reduction,
-            extras=extras,
-            **options._asdict(),
-        )
+        return linear_cross_entropy_ref(hidden, weight, targets, bias, **weights, **o._asdict())
     if schedule == "fast" and _is_traced_whole(hidden, vocab):
-        return cross_entropy(
-            F.linear(hidden, weight, bias),
-            targets,
-            class_weight=class_weight,
-            row_weight=row_weight,
-            denominator=denominator,
-            reduction=reduction,
-            extras=extras,
-            **options._asdict(),
-        )
+        return cross_entropy(F.linear(hidden, weight, bias), targets, **weights, **o._asdict())
     targets = targets.contiguous()
     call = Call(
         hidden,
@@ -336,9 +296,9 @@ def linear_cross_entropy(
         as_kernel_weight(class_weight),
         as_kernel_weight(row_weight),
         denominator,
-        *options,
-        reduction,
-        " ".join(extras),
+        o.as_numbers(),
+        o.reduction,
+        " ".join(o.extras),
         *needs,
     )
     if schedule == "balanced":
@@ -346,4 +306,4 @@ def linear_cross_entropy(
     else:
         out = _linear_vocabulary_slabs.forward_op(*call, *size)
     loss, log_probs, entropy, predicted, *_ = out
-    return with_extras(loss, extras, targets, ignore_index, log_probs.detach(), entropy.detach(), predicted)
+    return with_extras(loss, o, targets, log_probs.detach(), entropy.detach(), predicted)

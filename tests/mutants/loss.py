@@ -9,6 +9,7 @@ from tests.mutants.mutant import Mutant
 
 _LOGITS = "liger_kernels.ops.cross_entropy"
 _ROWS = "liger_kernels.ops._cross_entropy_rows"
+_KERNELS = "liger_kernels.ops._cross_entropy_kernels"
 _MEAN = "liger_kernels.ops._mean"
 _HIDDEN = "liger_kernels.ops.linear_cross_entropy"
 _SHARED = "liger_kernels.ops._linear"
@@ -22,7 +23,7 @@ def _logits(
     phase: str,
     *edits: tuple[str, ...],
     fused: bool = False,
-    module: str = _ROWS,
+    module: str = _KERNELS,
     **other: Any,
 ) -> Mutant:
     """Of the cross entropy over logits that exist unless ``fused``."""
@@ -126,8 +127,8 @@ MUTANTS = (
         "Classes of a probability below 2^-12 get no gradient.",
         "backward",
         (
-            "        e * factor[:, None],\n",
-            "        tl.where(e * inverse[:, None] < 0.000244140625, 0.0, e * factor[:, None]),\n",
+            "e * factor[:, None]",
+            "tl.where(e * inverse[:, None] < 0.000244140625, 0.0, e * factor[:, None])",
         ),
         source="C16",
         fused=True,
@@ -136,7 +137,10 @@ MUTANTS = (
         "c18_softcap_without_its_factor",
         "The cap is x * tanh(x / cap), not cap * tanh(x / cap).",
         "forward",
-        ("softcap * _tanh(x * logit_scale / softcap, PRECISE)", "x * _tanh(x * logit_scale / softcap, PRECISE)"),
+        (
+            "softcap * _tanh(x * _float32(logit_scale) / softcap, PRECISE)",
+            "x * _tanh(x * _float32(logit_scale) / softcap, PRECISE)",
+        ),
         source="C18",
         model="gemma2",
         fused=True,
@@ -150,6 +154,7 @@ MUTANTS = (
             "options = options._replace(softcap=None)",
             "forward_rows",
         ),
+        module=_ROWS,
         model="gemma2",
         fused=True,
     ),
@@ -177,6 +182,7 @@ MUTANTS = (
             "options = options._replace(z_loss=1e-4)",
             "forward_rows",
         ),
+        module=_ROWS,
         fused=True,
     ),
     _logits(
@@ -225,7 +231,7 @@ MUTANTS = (
         "loss_of_half_a_percent_more",
         "The loss is 0.5% too large; its gradient is not.",
         "forward",
-        ("    loss = nll * (1.0 - label_smoothing)", "    loss = 1.005 * nll * (1.0 - label_smoothing)"),
+        ("loss = nll", "loss = 1.005 * nll"),
         fused=True,
     ),
     _hidden(

@@ -1,0 +1,509 @@
+r"""The kernels of cross entropy, row by row: the formulas stand at the top of ``cross_entropy.py``.
+
+Two quantities would cancel if they were formed by subtraction when p_y is near 1: the true class's gradient p_y - 1 and
+the loss itself. Both are computed from ``others``, the sum of the exponentials of the classes but y, which each row
+keeps with its maximum and its total: p_y - 1 = -others / total and -log p_y = log1p(others / exp(z_y - max)).
+
+A row is read in two passes, for its sums and for its gradient. Both go through whole blocks without masks; the block
+of the target and the last one, which need masks, are separate, and the target's own gradient is stored last.
+
+An option that is off is None, so that a program is compiled without it. What belongs together goes through the
+helpers as a tuple: ``scaling`` is (logit_scale, softcap), with a number for logit_scale where there is a softcap;
+``smoothing`` is (label_smoothing, the sum of the class weights). PRECISE is for float32 logits.
+"""
+
+from __future__ import annotations
+
+from liger_kernels.ops._runtime import INTERPRET, libdevice, tl, triton
+
+# A GPU has an instruction for 2^y. On the way from exp(x) to 2^(x * log2(e)) the product is rounded: x = -20 loses 20
+# units of float32's roundoff. That is nothing beside the rounding of 16-bit logits, where putting it back would cost a
+# sixth of the time.
+_COMPILED = tl.constexpr(not INTERPRET)
+_LOG2_E = tl.constexpr(1.44269502162933349609375)  # log2(e) in float32 ...
+_LOG2_E_REST = tl.constexpr(1.92596299112661746e-8)  # ... and what that leaves
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _exp(x, PRECISE: tl.constexpr):
+    """exp(x) for x <= 0. PRECISE puts back, to first order, what rounding the exponent of 2 loses: 3 ulp."""
+    if not _COMPILED:
+        y = tl.exp(x)
+    elif PRECISE:
+        x = tl.where(x < -200.0, -200.0, x)  # 0 in float32; an infinite x would be infinity - infinity below
+        power = x * _LOG2_E
+        lost = tl.fma(x, _LOG2_E, -power) + x * _LOG2_E_REST
+        y = libdevice.exp2(power)  # flushes to zero below 2^-126, which spares three instructions
+        y = tl.fma(y, lost * _LN_2, y)
+    else:
+        y = libdevice.exp2(x * _LOG2_E)
+    return y
+
+
+@triton.jit
+def _float32(x):
+    """A number of the host. Inductor passes it as float64."""
+    return tl.full((), x, tl.float32)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) for 0 <= x <= 1 without cancellation (Kahan; Goldberg 1991, theorem 4)."""
+    u = 1.0 + x
+    d = u - 1.0
+    return tl.where(d == 0.0, x, tl.log(u) * (x / tl.where(d == 0.0, 1.0, d)))
+
+
+@triton.jit
+def _tanh(x, PRECISE: tl.constexpr):
+    """tanh to 2 ulp (Cephes tanhf): near zero an odd polynomial, because there the exponential form cancels."""
+    a = tl.abs(x)
+    s = x * x
+    p = tl.fma(s, -5.70498872745e-3, 2.06390887954e-2)
+    p = tl.fma(p, s, -5.37397155531e-2)
+    p = tl.fma(p, s, 1.33314422036e-1)
+    p = tl.fma(p, s, -3.33332819422e-1)
+    e = _exp(-2.0 * a, PRECISE)
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(a < 0.625, tl.fma(p * s, x, x), tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _scaled_logits(x, scaling, PRECISE: tl.constexpr):
+    """z of the formula, from the raw logits in float32."""
+    logit_scale, softcap = scaling
+    if softcap is not None:
+        softcap = _float32(softcap)
+        z = softcap * _tanh(x * _float32(logit_scale) / softcap, PRECISE)
+    elif logit_scale is not None:
+        z = x * _float32(logit_scale)
+    else:
+        z = x
+    return z
+
+
+@triton.jit
+def _softcap_slope(x, scaling, PRECISE: tl.constexpr):
+    """dz/dx under a cap: logit_scale times 1 - tanh^2, in a form that does not cancel where the cap saturates."""
+    logit_scale, softcap = scaling
+    logit_scale = _float32(logit_scale)
+    e = _exp(-2.0 * tl.abs(x * logit_scale / _float32(softcap)), PRECISE)
+    return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def _finished_grad(grad, e, x, weight, inverse, upstream, vocab, scaling, smoothing, PRECISE: tl.constexpr):
+    """``grad`` with what smoothing and a cap make of it; ``e`` is exp(z - max), ``weight`` the classes' weights."""
+    label_smoothing, weight_sum = smoothing
+    _, softcap = scaling
+    if label_smoothing is not None:
+        grad += _float32(label_smoothing) / vocab * (weight_sum * (e * inverse) - weight) * upstream
+    if softcap is not None:
+        grad *= _softcap_slope(x, scaling, PRECISE)
+    return grad
+
+
+@triton.jit
+def _read_target(target, ignore_index, vocab, first, classes):
+    """The rows' targets (-1 where there is none), whether a row counts, and whether its target is out of range; then
+    the target's column and whether it is one of the ``vocab`` columns. They are all classes, or those from ``first`` on
+    of ``classes``.
+
+    The kernels load ``target`` themselves. From a function that was given the pointer, torch.compile would conclude
+    that what is stored at the target's column is stored into the targets, and would have a copy of them overwritten.
+    """
+    target = target.to(tl.int64)
+    ignored = target == ignore_index
+    known = vocab
+    if classes is not None:
+        known = classes
+    in_range = (target >= 0) & (target < known)
+    counts = in_range & (ignored == 0)
+    target = tl.where(counts, target, -1).to(tl.int32)
+    column = target
+    here = counts
+    if first is not None:
+        column = target - first
+        here = counts & (column >= 0) & (column < vocab)
+    return target, counts, (in_range == 0) & (ignored == 0), column, here
+
+
+# The formatter would put every argument on a line of its own.
+# fmt: off
+@triton.jit
+def _store_grad_block(
+    logits_rows, grad_rows, start,                         # pointers [rows], and the first column
+    weight_ptr,                                            # [vocab] or None
+    row_mask, counts, row_max, factor, inverse, upstream,  # [rows]
+    vocab, scaling, smoothing,
+    PRECISE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):
+    """Upstream * dloss/dx for the columns from ``start`` on, as if none were a target. WHOLE: all of them exist."""
+    label_smoothing, _ = smoothing
+    cols = start + tl.arange(0, BLOCK)
+    read = counts[:, None]
+    mask = row_mask[:, None]
+    weight = 1.0
+    if WHOLE:
+        if label_smoothing is not None and weight_ptr is not None:
+            weight = tl.load(weight_ptr + cols)[None, :]
+    else:
+        in_row = (cols < vocab)[None, :]
+        read = read & in_row
+        mask = mask & in_row
+        if label_smoothing is not None and weight_ptr is not None:
+            weight = tl.load(weight_ptr + cols, mask=cols < vocab, other=0.0)[None, :]
+    x = tl.load(logits_rows[:, None] + cols[None, :], mask=read, other=0.0, eviction_policy="evict_first")
+    x = x.to(tl.float32)
+    e = _exp(_scaled_logits(x, scaling, PRECISE) - row_max[:, None], PRECISE)
+    grad = _finished_grad(
+        e * factor[:, None], e, x, weight, inverse[:, None], upstream[:, None], vocab, scaling, smoothing, PRECISE
+    )
+    tl.store(
+        grad_rows[:, None] + cols[None, :],
+        grad.to(grad_rows.dtype.element_ty),
+        mask=mask,
+        eviction_policy="evict_first",
+    )
+
+
+@triton.jit
+def _store_grad(
+    logits_rows, grad_rows,                       # pointers [rows]; they may be the same
+    weight_ptr,                                   # [vocab] or None
+    row_mask, target, column, counts, invalid,    # [rows]; column: where the target's logit would be
+    upstream, row_max, total, others,             # [rows]
+    vocab, z_loss, scaling, smoothing,
+    PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Write upstream * dloss/dx for a tile of rows. The blocks run from last to first: after the forward's pass over
+    the same rows the last blocks are still in the cache."""
+    label_smoothing, _ = smoothing
+    logit_scale, softcap = scaling
+    if weight_ptr is None:
+        class_weight = tl.full(target.shape, 1.0, tl.float32)
+    else:
+        class_weight = tl.load(weight_ptr + target, mask=counts, other=0.0)
+    true_weight = class_weight
+    if label_smoothing is not None:
+        true_weight = class_weight * (1.0 - _float32(label_smoothing))
+    total = tl.where(counts, total, 1.0)
+    row_max = tl.where(counts, row_max, 0.0)
+    inverse = 1.0 / total
+    z_loss_slope = 2.0 * z_loss * (row_max + tl.log(total))
+    if logit_scale is not None and softcap is None:
+        upstream *= _float32(logit_scale)
+    # A row that does not count has factors of zero, or of NaN where its target is out of range.
+    upstream = tl.where(counts, upstream, tl.where(invalid, float("nan"), 0.0))
+    factor = (true_weight + z_loss_slope) * (inverse * upstream)
+    # p - 1 at the target from the other classes' sum: subtracting would cancel.
+    here = counts & (column >= 0) & (column < vocab)
+    x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
+    e_target = _exp(_scaled_logits(x_target, scaling, PRECISE) - row_max, PRECISE)
+    p_target = e_target * inverse
+    at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream
+    at_target = _finished_grad(
+        at_target, e_target, x_target, class_weight, inverse, upstream, vocab, scaling, smoothing, PRECISE
+    )
+    tl.debug_barrier()  # over logits, every lane has read its target's before any lane overwrites it
+    # Most of a large vocabulary are whole blocks of one row, which need no masks. Two loops that are written out: made
+    # of one by static_range they take 62 registers instead of 32.
+    n_whole = 0
+    if ROWS == 1:
+        n_whole = vocab // BLOCK
+    for i in range(n_whole, tl.cdiv(vocab, BLOCK)):
+        _store_grad_block(
+            logits_rows, grad_rows, i * BLOCK,
+            weight_ptr,
+            row_mask, counts, row_max, factor, inverse, upstream,
+            vocab, scaling, smoothing,
+            PRECISE, BLOCK, WHOLE=False,
+        )
+    for i in range(n_whole):
+        _store_grad_block(
+            logits_rows, grad_rows, (n_whole - 1 - i) * BLOCK,
+            weight_ptr,
+            row_mask, counts, row_max, factor, inverse, upstream,
+            vocab, scaling, smoothing,
+            PRECISE, BLOCK, WHOLE=True,
+        )
+    tl.debug_barrier()  # the target's own gradient comes after what its block wrote there
+    tl.store(grad_rows + column, at_target.to(grad_rows.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _over_lane(x):
+    """The sum of ``x`` [rows, chunks, lanes, vector] over what each lane holds."""
+    return tl.sum(tl.sum(x, 3), 1)
+
+
+@triton.jit
+def _argmax_of_lane(z):
+    """The maximum of ``z`` [rows, chunks, lanes, vector] over what each lane holds, and its column: the first one."""
+    highest, column = tl.max(z, 3, return_indices=True)
+    column += tl.arange(0, z.shape[2])[None, None, :] * z.shape[3]
+    column += tl.arange(0, z.shape[1])[None, :, None] * (z.shape[2] * z.shape[3])
+    block_max = tl.max(highest, 1)
+    first = tl.where(highest == block_max[:, None, :], column, z.shape[1] * z.shape[2] * z.shape[3])
+    return block_max, tl.min(first, 1)
+
+
+@triton.jit
+def _scan_block(
+    logits_rows, start,                                # pointers [rows], and the first column
+    group_max, others, distance, smooth, predicted,    # [rows, lanes], of the columns before
+    weight_ptr, entropy_ptr, predicted_ptr,            # None: not wanted
+    read, column, finite_z_target, first_class,        # [rows], and the class of the first column of all
+    vocab, scaling, label_smoothing,
+    PRECISE: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
+    EVICTED: tl.constexpr, PLAIN: tl.constexpr,
+):
+    """What the lanes know of the rows after the columns from ``start`` on, too. PLAIN: all of them exist, and none is a
+    target."""
+    LANES: tl.constexpr = BLOCK // (CHUNKS * VECTOR)
+    cols = start + tl.arange(0, BLOCK)
+    in_row = cols < vocab
+    mask = read[:, None] & in_row[None, :]
+    if PLAIN:
+        x = tl.load(logits_rows[:, None] + cols[None, :], mask=read[:, None], other=0.0, eviction_policy=EVICTED)
+    else:
+        x = tl.load(logits_rows[:, None] + cols[None, :], mask=mask, other=0.0, eviction_policy=EVICTED)
+    x = x.to(tl.float32)
+    z = _scaled_logits(x, scaling, PRECISE)
+    if not PLAIN:
+        z = tl.where(mask, z, float("-inf"))
+    if label_smoothing is not None:
+        lower = tl.where(mask, z - finite_z_target[:, None], 0.0)
+        if weight_ptr is not None:
+            lower *= tl.load(weight_ptr + cols, mask=in_row, other=0.0)[None, :]
+        smooth += _over_lane(tl.reshape(lower, (lower.shape[0], CHUNKS, LANES, VECTOR)))
+    z = tl.reshape(z, (z.shape[0], CHUNKS, LANES, VECTOR))
+    if predicted_ptr is None:
+        block_max = tl.max(tl.max(z, 3), 1)
+    else:  # the first of equals, in whatever order the blocks come
+        block_max, where_max = _argmax_of_lane(z)
+        where_max += first_class + start
+        better = (block_max > group_max) | ((block_max == group_max) & (where_max < predicted))
+        predicted = tl.where(better, where_max, predicted)
+    new_max = tl.maximum(group_max, block_max)
+    shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
+    decay = _exp(group_max - shift, PRECISE)
+    e = _exp(z - shift[:, None, :, None], PRECISE)
+    if not PLAIN:
+        is_target = tl.reshape(cols, (CHUNKS, LANES, VECTOR))[None, :, :, :] == column[:, None, None, None]
+        e = tl.where(is_target, 0.0, e)
+    if entropy_ptr is not None:
+        moved = tl.where(group_max > float("-inf"), group_max - shift, 0.0)
+        distance = (distance + moved * others) * decay
+        distance += _over_lane(e * tl.where(e > 0.0, z - shift[:, None, :, None], 0.0))
+    others = others * decay + _over_lane(e)
+    return new_max, others, distance, smooth, predicted
+
+
+@triton.jit
+def _cross_entropy_fwd_kernel(
+    logits_ptr, logits_stride,                          # [rows, vocab]
+    targets_ptr,                                        # [rows]
+    weight_ptr, weight_sum_ptr,                         # [vocab], 0-d, or None
+    row_weight_ptr,                                     # [rows] or None
+    loss_ptr,                                           # [rows]
+    stats_ptr, stats_stride,                            # [3, rows] or None
+    log_probs_ptr, entropy_ptr, predicted_ptr,          # [rows] or None
+    grad_ptr, grad_stride, grad_divisor_ptr,            # [rows, vocab], 0-d, or None
+    carry_ptr, carry_stride, first, classes,            # of a slab: [4, rows] or None, and two numbers
+    n_rows, vocab,
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss,
+    PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
+):
+    z_loss = _float32(z_loss)
+    scaling = (logit_scale, softcap)
+
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_mask = row < n_rows
+    target = tl.load(targets_ptr + row, mask=row_mask, other=ignore_index)
+    target, counts, invalid, column, here = _read_target(target, ignore_index, vocab, first, classes)
+    logits_rows = logits_ptr + row * logits_stride
+    x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
+    z_target = _scaled_logits(x_target, scaling, PRECISE)
+    carry_rows = row
+    if carry_ptr is not None:
+        carry_rows = carry_ptr + row
+        z_target = tl.where(here, z_target, tl.load(carry_rows, mask=row_mask, other=0.0))
+    finite_z_target = tl.where(z_target > float("-inf"), z_target, 0.0)
+
+    # Ignored rows are read only if something is reported about them.
+    read = row_mask
+    if entropy_ptr is None and predicted_ptr is None:
+        read = counts
+
+    # A maximum and its sums for what each lane holds of a block, CHUNKS times VECTOR neighbouring columns: nothing
+    # crosses lanes, and nobody waits, until the loop is over.
+    LANES: tl.constexpr = BLOCK // (CHUNKS * VECTOR)
+    group_max = tl.full((ROWS, LANES), float("-inf"), tl.float32)
+    others = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max) but for the target's
+    distance = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max) * (z - max), for the entropy
+    smooth = tl.zeros((ROWS, LANES), tl.float32)  # sum of w_c * (z_c - z_target), for label smoothing
+    predicted = tl.zeros((ROWS, LANES), tl.int32)
+    first_class = 0
+    if carry_ptr is not None:  # the classes before these, as if the first lane had seen them
+        first_class = first
+        lane = (tl.arange(0, LANES) == 0)[None, :]
+        before = tl.load(carry_rows + carry_stride, mask=row_mask, other=float("-inf"))
+        group_max = tl.where(lane, before[:, None], group_max)
+        before = tl.load(carry_rows + carry_stride + carry_stride, mask=row_mask, other=0.0)
+        others = tl.where(lane, before[:, None], others)
+        if entropy_ptr is not None:
+            before = tl.load(carry_rows + carry_stride + carry_stride + carry_stride, mask=row_mask, other=0.0)
+            distance = tl.where(lane, before[:, None], distance)
+        if predicted_ptr is not None:
+            known = tl.load(predicted_ptr + row, mask=row_mask, other=0).to(tl.int32)
+            predicted = tl.where(lane, known[:, None], predicted)
+    # A gradient needs the row again: it should still be in the L2 cache then.
+    EVICTED: tl.constexpr = "evict_first" if grad_ptr is None else "evict_last"
+    # Most of a large vocabulary are whole blocks of one row without its target: nothing is asked of their elements. The
+    # target's block and the last one, if it is not whole, come after them; a tile of several rows has only such blocks.
+    n_plain = 0
+    n_edges = tl.cdiv(vocab, BLOCK)
+    target_block = n_edges
+    n_whole = vocab // BLOCK
+    if ROWS == 1:
+        target_block = tl.max(tl.where(here, column // BLOCK, n_edges), 0)
+        with_target = tl.where(target_block < n_whole, 1, 0)
+        n_plain = n_whole - with_target
+        n_edges -= n_plain
+    for edges in tl.static_range(2):
+        for i in range(n_edges if edges else n_plain):
+            block = i
+            if not edges:
+                block += tl.where(i >= target_block, 1, 0)
+            elif ROWS == 1:
+                block = tl.minimum(target_block, n_whole)
+                if i > 0:
+                    block = n_whole
+            group_max, others, distance, smooth, predicted = _scan_block(
+                logits_rows, block * BLOCK,
+                group_max, others, distance, smooth, predicted,
+                weight_ptr, entropy_ptr, predicted_ptr,
+                read, column, finite_z_target, first_class,
+                vocab, scaling, label_smoothing,
+                PRECISE, BLOCK, CHUNKS, VECTOR, EVICTED, PLAIN=edges == 0,
+            )
+
+    row_max = tl.max(group_max, 1)
+    if predicted_ptr is not None:  # of equal maxima the first
+        none = 2**31 - 1
+        predicted = tl.min(tl.where(group_max == row_max[:, None], predicted, none), 1)
+        predicted = tl.where(predicted < none, predicted, 0)
+    known_max = row_max
+    row_max = tl.where(row_max > float("-inf"), row_max, 0.0)
+    moved = tl.where(group_max > float("-inf"), group_max - row_max[:, None], 0.0)
+    decay = tl.where(group_max > float("-inf"), _exp(group_max - row_max[:, None], PRECISE), 0.0)
+    if entropy_ptr is not None:
+        distance = tl.sum((distance + moved * others) * decay, 1)
+    others = tl.sum(others * decay, 1)
+    if carry_ptr is not None:
+        tl.store(carry_rows, z_target, mask=row_mask)
+        tl.store(carry_rows + carry_stride, known_max, mask=row_mask)
+        tl.store(carry_rows + carry_stride + carry_stride, others, mask=row_mask)
+        if entropy_ptr is not None:
+            tl.store(carry_rows + carry_stride + carry_stride + carry_stride, distance, mask=row_mask)
+    smooth = tl.sum(smooth, 1)
+    e_target = tl.where(counts, _exp(z_target - row_max, PRECISE), 0.0)
+    total = tl.where(read, others + e_target, 1.0)
+    log_total = tl.log(total)
+    confident = others <= e_target
+    ratio = tl.where(confident, others, 0.0) / tl.where(e_target > 0.0, e_target, 1.0)
+    nll = tl.where(confident & (e_target > 0.0), _log1p(ratio), row_max - z_target + log_total)
+    lse = row_max + log_total
+
+    loss = nll
+    if label_smoothing is not None:
+        loss = nll * (1.0 - _float32(label_smoothing))
+    if weight_ptr is not None:
+        loss *= tl.load(weight_ptr + target, mask=counts, other=0.0)
+    weight_sum = tl.full((), vocab, tl.float32)
+    if weight_sum_ptr is not None:
+        weight_sum = tl.load(weight_sum_ptr)
+    if label_smoothing is not None:
+        loss += _float32(label_smoothing) / vocab * (weight_sum * nll - smooth)
+    loss += z_loss * lse * lse
+    row_weight = tl.full((ROWS,), 1.0, tl.float32)
+    if row_weight_ptr is not None:
+        row_weight = tl.load(row_weight_ptr + row, mask=counts, other=0.0)
+        loss *= row_weight
+    tl.store(loss_ptr + row, tl.where(counts, loss, tl.where(invalid, float("nan"), 0.0)), mask=row_mask)
+    if stats_ptr is not None:
+        stats_rows = stats_ptr + row
+        tl.store(stats_rows, row_max, mask=row_mask)
+        tl.store(stats_rows + stats_stride, total, mask=row_mask)
+        tl.store(stats_rows + stats_stride + stats_stride, others, mask=row_mask)
+    if log_probs_ptr is not None:
+        log_prob = tl.where(counts, -nll, tl.where(invalid, float("nan"), 0.0))
+        tl.store(log_probs_ptr + row, log_prob, mask=row_mask)
+    if entropy_ptr is not None:
+        mean_distance = (distance + tl.where(e_target > 0.0, e_target * (z_target - row_max), 0.0)) / total
+        tl.store(entropy_ptr + row, log_total - mean_distance, mask=row_mask)
+    if predicted_ptr is not None:
+        tl.store(predicted_ptr + row, predicted.to(tl.int64), mask=row_mask)
+
+    if grad_ptr is not None:
+        upstream = row_weight
+        if grad_divisor_ptr is not None:  # as the backward's upstream gradient is: one division, then the weight
+            upstream *= tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(grad_divisor_ptr))
+        _store_grad(
+            logits_rows, grad_ptr + row * grad_stride,
+            weight_ptr,
+            row_mask, target, column, counts, invalid,
+            upstream, row_max, total, others,
+            vocab, z_loss, scaling, (label_smoothing, weight_sum),
+            PRECISE, ROWS, BLOCK,
+        )
+
+
+@triton.jit
+def _cross_entropy_bwd_kernel(
+    logits_ptr, logits_stride,                          # [rows, vocab]
+    grad_ptr, grad_stride,                              # [rows, vocab]
+    targets_ptr,                                        # [rows]
+    weight_ptr, weight_sum_ptr,                         # [vocab], 0-d, or None
+    stats_ptr, stats_stride,                            # [3, rows]
+    upstream_ptr, upstream_stride, divisor_ptr,         # [rows], 0-d or None
+    row_weight_ptr,                                     # [rows] or None
+    unless_one_ptr,                                     # 0-d or None
+    first, classes,                                     # of a slab
+    n_rows, vocab,
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss,
+    PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    if unless_one_ptr is not None:  # noqa: SIM102 (the outer one is decided when it is compiled)
+        if tl.load(unless_one_ptr) == 1.0:
+            return
+    z_loss = _float32(z_loss)
+    scaling = (logit_scale, softcap)
+
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_mask = row < n_rows
+    target = tl.load(targets_ptr + row, mask=row_mask, other=ignore_index)
+    target, counts, invalid, column, _ = _read_target(target, ignore_index, vocab, first, classes)
+    weight_sum = tl.full((), vocab, tl.float32)
+    if weight_sum_ptr is not None:
+        weight_sum = tl.load(weight_sum_ptr)
+    upstream = tl.load(upstream_ptr + row * upstream_stride, mask=row_mask, other=0.0).to(tl.float32)
+    if divisor_ptr is not None:
+        upstream = tl.div_rn(upstream, tl.load(divisor_ptr))
+    if row_weight_ptr is not None:
+        upstream *= tl.load(row_weight_ptr + row, mask=counts, other=0.0)
+    stats_rows = stats_ptr + row
+    _store_grad(
+        logits_ptr + row * logits_stride, grad_ptr + row * grad_stride,
+        weight_ptr,
+        row_mask, target, column, counts, invalid,
+        upstream,
+        tl.load(stats_rows, mask=row_mask, other=0.0),
+        tl.load(stats_rows + stats_stride, mask=row_mask, other=1.0),
+        tl.load(stats_rows + stats_stride + stats_stride, mask=row_mask, other=0.0),
+        vocab, z_loss, scaling, (label_smoothing, weight_sum),
+        PRECISE, ROWS, BLOCK,
+    )
+# fmt: on

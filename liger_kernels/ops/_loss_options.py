@@ -1,0 +1,99 @@
+"""The options of the losses: one object, made where a user calls and passed on as it is."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+REDUCTIONS = ("mean", "sum", "none")
+EXTRAS = ("token_accuracy", "predicted_tokens", "entropy", "log_probs")
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class LossOptions(NamedTuple):
+    """The options that every loss takes by name.
+
+    Attributes:
+        ignore_index: rows with this target have no loss and zero gradient.
+        label_smoothing: eps of the formula, between 0 and 1.
+        softcap: the bound of the tanh cap, or None.
+        logit_scale: multiplies the logits, before the cap.
+        z_loss: the factor of lse^2 (``lse_square_scale``).
+        reduction: "mean", "sum" or "none". A mean over no row (or a total weight of 0) is 0 with zero gradients, where
+            PyTorch returns NaN.
+        extras: names of more results from the same pass: "token_accuracy", "predicted_tokens", "entropy", "log_probs".
+            They carry no gradient.
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    z_loss: float = 0.0
+    reduction: str = "mean"
+    extras: tuple[str, ...] = ()
+
+    @classmethod
+    def checked(cls, given: dict[str, Any]) -> LossOptions:
+        """The options as plain numbers.
+
+        Raises:
+            TypeError, ValueError: for one that does not exist, or has a wrong type or value.
+        """
+        unknown = [name for name in given if name not in cls._fields]
+        if unknown:
+            raise TypeError(f"{unknown[0]} is no option; the options are {', '.join(cls._fields)}")
+        options = cls(**given)
+        if options.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction is {options.reduction!r}; allowed are {', '.join(map(repr, REDUCTIONS))}")
+        if isinstance(options.extras, str) or any(extra not in EXTRAS for extra in options.extras):
+            allowed = ", ".join(map(repr, EXTRAS))
+            raise ValueError(f"extras is {options.extras!r}; it must be a tuple of names from {allowed}")
+        for name, value in zip(cls._fields, options._numbers(), strict=False):
+            if value is None and name == "softcap":
+                continue
+            if not isinstance(value, (int, float)):
+                raise TypeError(f"{name} is a {type(value).__name__}; it must be a Python number")
+            if not -math.inf < value < math.inf:  # of a symbol of torch.compile's, too, unlike math.isfinite
+                raise ValueError(f"{name} is {value!r}; it must be finite")
+        if not isinstance(options.ignore_index, int):
+            raise TypeError(f"ignore_index is a {type(options.ignore_index).__name__}; it must be an int")
+        if not 0.0 <= options.label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing is {options.label_smoothing!r}; it must be between 0 and 1")
+        if options.softcap is not None and options.softcap <= 0.0:
+            raise ValueError(f"softcap is {options.softcap!r}; it must be positive, or None for no cap")
+        if options.z_loss < 0.0:
+            raise ValueError(f"z_loss is {options.z_loss!r}; it must not be negative")
+        return cls.of_numbers(options.as_numbers(), options.reduction, " ".join(options.extras))
+
+    def _numbers(self) -> tuple[Any, ...]:
+        return self[: len(self._fields) - 2]
+
+    def as_numbers(self) -> list[float]:
+        """All options but ``reduction`` and ``extras``, infinity for None: a ``float[]`` of an operator's schema."""
+        return [math.inf if value is None else float(value) for value in self._numbers()]
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float], reduction: str, extras: str) -> LossOptions:
+        """The options of :meth:`as_numbers`; ``extras`` are separated by spaces."""
+        ignore_index, *others = numbers
+        values: list[Any] = [None if number == math.inf else number for number in others]
+        return cls._make([int(ignore_index), *values, reduction, tuple(extras.split())])
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the class of the largest logit is wanted."""
+        return "token_accuracy" in self.extras or "predicted_tokens" in self.extras
+
+
+def takes_options(function: _Function) -> _Function:
+    """Show the options in the signature of ``function``, which takes them as ``**options``."""
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = inspect.signature(LossOptions).parameters.values()
+    shown = [*parameters, *(p.replace(kind=p.KEYWORD_ONLY) for p in options)]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return function
