@@ -16,7 +16,7 @@ from convergence.records import BIT_FOR_BIT, Digests, Record
 if TYPE_CHECKING:
     import torch
 
-    from convergence.train import Trajectory
+    from convergence.trajectory import Trajectory
 
 # 48 bits: two different tensors share a word once in 3e14 comparisons.
 _WORD = 12

@@ -28,26 +28,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from convergence import tolerance
+from convergence import ours, tolerance
 from convergence.candidate import load_patch
 from convergence.changes import Changes, Part
 from convergence.compare import BY_ELEMENT, Pair, Verdict, compare
+from convergence.float64 import InFloat64
 from convergence.records import Blame
-from convergence.train import (
-    ADAMW,
-    DECODING,
-    HIDDEN,
-    INITIAL,
-    LOGITS,
-    SGD,
-    TARGET_LOGIT,
-    InFloat64,
-    Run,
-    Trajectory,
-    build,
-    status,
-    train,
-)
+from convergence.train import train
+from convergence.trajectory import ADAMW, DECODING, HIDDEN, INITIAL, LOGITS, SGD, TARGET_LOGIT, Run, Trajectory, build
 
 # A step that shows the failure by this factor is enough for every re-run. What shows by less might be hidden by the
 # noise of a re-run, because another choice of kernels rounds differently; then more steps are trained again.
@@ -119,7 +107,7 @@ class _Search:
     def __init__(self, run: Run, pairs: Sequence[Pair], changes: Changes, keys: set[Key]) -> None:
         self.run, self.pairs, self.changes, self.keys = run, pairs, changes, keys
         self.model = changes.model
-        self.foreign = status(self.model) is None
+        self.foreign = ours.status(self.model) is None
         self.only: frozenset[str] | None = None
         self.clearest = run.steps[0].name
 

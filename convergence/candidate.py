@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from convergence.train import CannotApply, Run, Trajectory, status, train
+from convergence import ours
+from convergence.train import train
+from convergence.trajectory import CannotApply, Run, Trajectory
 
 SCOPES = ("instance", "class")
 
@@ -77,10 +79,8 @@ def train_candidate(
     run: Run, changes: Callable[[], list[str]], train: Callable[[Run], Trajectory] = train
 ) -> Candidate:
     """Train ``run``, which has a patch; ``changes`` says what is no longer as it was before that patch was imported."""
-    from liger_kernels.ops import launches
-
     result = Candidate()
-    before = launches()
+    before = ours.launches()
     try:
         trajectory = train(run)
     except CannotApply as error:
@@ -89,11 +89,11 @@ def train_candidate(
     except Exception as error:  # a patched model that crashes is a verdict like any other
         result.failure, result.details = ("raised", f"{type(error).__name__}: {error}"), traceback.format_exc()
     else:
-        result.report = status(trajectory.model)
+        result.report = ours.status(trajectory.model)
         result.census = _census(run.template, trajectory.model)
         trajectory.model = None
         result.trajectory = trajectory
-    result.launches = {name: n - before.get(name, 0) for name, n in launches().items() if n > before.get(name, 0)}
+    result.launches = {name: n - before.get(name, 0) for name, n in ours.launches().items() if n > before.get(name, 0)}
     result.changed = changes()
     return result
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from convergence import bitwise, isolate, tolerance
+from convergence import bitwise, isolate, ours, tolerance
 from convergence.blame import blame
 from convergence.candidate import Candidate, PatchError, load_patch, train_candidate
 from convergence.compare import Pair, Verdict, compare
@@ -23,7 +23,8 @@ from convergence.patches import BUILT_IN
 from convergence.pristine import Bystander, Fingerprint
 from convergence.records import Record, Statistic, case_name, versions
 from convergence.setups import SETUPS
-from convergence.train import Run, Trajectory, train
+from convergence.train import train
+from convergence.trajectory import Run, Trajectory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Between these probabilities a prediction counts as confident, and the hard profile asks for it. Nearer to 1, p - 1
@@ -204,12 +205,10 @@ def construct(case: Case) -> Callable[[], nn.Module] | None:
 
 def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) -> tuple[Verdict, Trajectory | None]:
     """The verdict, and the candidate's trajectory where there is one."""
-    from liger_kernels.ops import launches
-
     verdict = Verdict()
-    before = launches()
+    before = ours.launches()
     reference = references(case.model, case.dtype, case.profile, case.device, case.seed)
-    if launches() != before:
+    if ours.launches() != before:
         verdict.fail("baseline", "", "not pristine", "it launched kernels of this package")
     isolated = _is_isolated(case)
     candidate = _train_isolated(case, timeout) if isolated else train_case(case, reference)

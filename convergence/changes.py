@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-# What our own patch remembers about a model; it comes and goes with the patch of the model's own class.
-_REPORT = ("attribute", "_liger_kernels")
+from convergence import ours
+
+_REPORT = ("attribute", ours.REPORT_ATTRIBUTE)
 _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _ABSENT = object()
 
@@ -52,7 +53,7 @@ class Changes:
         """Compare the model with what it was; one or two parts for each module that changed."""
         self._remember_parameters()
         now = dict(self.model.named_modules())
-        losses = (kernel for module in now.values() if (kernel := _kernel(module)) and "cross_entropy" in kernel)
+        losses = (kernel for module in now.values() if (kernel := ours.kernel_of(module)) and "cross_entropy" in kernel)
         loss = next(losses, "cross_entropy")
         replaced: list[str] = []
         for path in {**self._before, **now}:
@@ -112,7 +113,7 @@ def _state(module: nn.Module) -> dict[tuple[str, ...], Any]:
 
 def _changed(path: str, module: nn.Module, before: dict[Any, Any], after: dict[Any, Any], loss: str) -> list[Part]:
     keys = {key for key in {**before, **after} if not _same(before.get(key, _ABSENT), after.get(key, _ABSENT))}
-    kernel, name = _kernel(module), before["class",].__name__
+    kernel, name = ours.kernel_of(module), before["class",].__name__
     if kernel is None:
         groups = {name: keys - {_REPORT}}
     elif not kernel:
@@ -125,17 +126,6 @@ def _changed(path: str, module: nn.Module, before: dict[Any, Any], after: dict[A
         return lambda: _put(module, {key: state.get(key, _ABSENT) for key in keys})
 
     return [Part(path, kernel, put(before, of), put(after, of)) for kernel, of in groups.items() if of]
-
-
-def _kernel(module: nn.Module) -> str | None:
-    """The kernel that our own patch let run in ``module``; empty for a model, which only asks its head for the loss."""
-    from liger_kernels.patching.model import ModelRecipe
-    from liger_kernels.patching.swap import recipe_of
-
-    recipe = recipe_of(module)
-    if recipe is None:
-        return None
-    return "" if isinstance(recipe, ModelRecipe) else recipe.kernel
 
 
 def _same(a: Any, b: Any) -> bool:

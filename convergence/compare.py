@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 import torch
 
 from convergence import tolerance
-from convergence.train import HIDDEN, INITIAL, LOGITS, TARGET_LOGIT, TRAINING_LOGITS, Trajectory
+from convergence.trajectory import HIDDEN, INITIAL, LOGITS, TARGET_LOGIT, TRAINING_LOGITS, Trajectory
 
 # What a patch of somebody else need not have.
 _NOT_OBSERVABLE = (LOGITS, TARGET_LOGIT, HIDDEN, TRAINING_LOGITS)

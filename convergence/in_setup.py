@@ -23,20 +23,11 @@ from torch import nn
 
 from convergence import isolate, tolerance
 from convergence.data import IGNORE, Batch, Step, evaluation_batch, steps
+from convergence.float64 import InFloat64
+from convergence.observe import transformers_warnings
 from convergence.setups import RANKS, SETUPS, Setup
-from convergence.train import (
-    INITIAL,
-    SGD,
-    SGD_LEARNING_RATE,
-    InFloat64,
-    Run,
-    Trajectory,
-    apply,
-    build,
-    moved,
-    nudged,
-    transformers_warnings,
-)
+from convergence.train import SGD_LEARNING_RATE
+from convergence.trajectory import INITIAL, SGD, Run, Trajectory, apply, build, moved, nudged
 
 # What takes part: enough for every way through a loss, few enough for a dozen set-ups.
 STEPS = ("masked", "packed", "accumulated", "label smoothing", "logits read", "padded", "plain 0", "plain 1", "plain 2")

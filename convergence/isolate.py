@@ -26,15 +26,11 @@ from typing import Any
 
 import torch
 
+from convergence import ours
+
 # A case of the largest mini model takes half a minute in the interpreter; a machine may be slow and shared.
 TIMEOUT = 1800.0
-_OURS = (
-    "convergence.case",
-    "convergence.interpreter",
-    "liger_kernels.ops",
-    "liger_kernels.patching",
-    "liger_kernels.integrations",
-)
+_OURS = ("convergence.case", "convergence.interpreter", *ours.MODULES)
 
 
 class ProcessDied(RuntimeError):

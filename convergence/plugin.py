@@ -90,7 +90,9 @@ def pytest_configure(config: pytest.Config) -> None:
     _check_names("--scope", config.getoption("--scope"), ("instance", "class"), single=True)
     if not 0 < config.getoption("--patch-timeout") < 1e9:
         raise pytest.UsageError("--patch-timeout takes a number of seconds above 0")
-    if config.getoption("--patch") and not hasattr(config, "workerinput"):
+    if not config.getoption("--patch"):
+        _check_installed()
+    elif not hasattr(config, "workerinput"):
         _check_patch(config.getoption("--patch"), config.getoption("--patch-timeout"))
     config.stash[RUN], config.stash[RECORDS] = _worker_input(config) or _prepare_records(config)
     config.stash[_earlier] = {}
@@ -140,6 +142,13 @@ def _check_setups(names: str) -> None:
         select(names)
     except ValueError as error:
         raise pytest.UsageError(f"--setups: {error}") from None
+
+
+def _check_installed() -> None:
+    from convergence import ours
+
+    if not ours.INSTALLED:
+        raise pytest.UsageError("liger_kernels is not installed here: name the patch to judge, --patch module:function")
 
 
 def _check_patch(name: str, timeout: float) -> None:

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from convergence import train as training
+from convergence import ours
 from convergence.case import DTYPES, References, references
 from convergence.compare import Verdict, compare
 from convergence.models import MODELS
@@ -74,11 +74,11 @@ def chunks(count: int) -> Iterator[None]:
     from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy_chunk_size
 
     @contextlib.contextmanager
-    def chunked(model: Any, batch: Any) -> Iterator[None]:
-        with linear_cross_entropy_chunk_size(-(-batch.labels.numel() // count)):
+    def in_chunks(model: Any, tokens: int) -> Iterator[None]:
+        with linear_cross_entropy_chunk_size(-(-tokens // count)):
             yield
 
-    with mock.patch.object(training, "_chunked_head", chunked):
+    with mock.patch.object(ours, "head_in_chunks", in_chunks):
         yield
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import liger_kernels
-from convergence.train import InFloat64
+from convergence.float64 import InFloat64
 from tests.patching_checks import VOCAB, batch, compare, tiny
 from tests.ranks import RANKS, join
 

@@ -7,9 +7,9 @@ import torch
 import torch.utils.checkpoint
 
 from convergence.data import IGNORE, steps
+from convergence.float64 import InFloat64
 from convergence.models import MODELS
 from convergence.pristine import Fingerprint
-from convergence.train import InFloat64
 
 
 def test_the_truth_is_not_rounded_to_float32():

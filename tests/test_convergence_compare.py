@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from convergence.compare import compare
-from convergence.train import LOGITS, TARGET_LOGIT, Trajectory
+from convergence.trajectory import LOGITS, TARGET_LOGIT, Trajectory
 
 STEPS = [f"initial: step {i}" for i in range(12)]
 TENSORS = {"gradient of a": (40, 50), "gradient of b": (300,), "gradient of c": (20, 30)}

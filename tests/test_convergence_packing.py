@@ -20,8 +20,9 @@ import liger_kernels
 from convergence import tolerance
 from convergence.compare import Pair, compare
 from convergence.data import IGNORE, text
+from convergence.float64 import InFloat64
 from convergence.models import MODELS
-from convergence.train import InFloat64, Run, Trajectory, build
+from convergence.trajectory import Run, Trajectory, build
 from tests.packing_checks import EXPONENT, MODES, Sample, isolated, packed
 from tests.patching_checks import DEVICE
 

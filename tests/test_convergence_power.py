@@ -9,7 +9,8 @@ import torch
 
 from convergence.case import load_patch, references
 from convergence.compare import compare
-from convergence.train import HIDDEN, LOGITS, TARGET_LOGIT, train
+from convergence.train import train
+from convergence.trajectory import HIDDEN, LOGITS, TARGET_LOGIT
 
 
 @pytest.mark.parametrize("model", ["llama-untied", "gemma3"])

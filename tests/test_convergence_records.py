@@ -17,7 +17,7 @@ import torch
 from convergence import bitwise
 from convergence.case import Case, prove
 from convergence.records import SCHEMA, Record, dumps, from_dict, load, load_all, load_folder, newest, write
-from convergence.train import Trajectory
+from convergence.trajectory import Trajectory
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import liger_kernels
+from convergence.float64 import InFloat64
 from convergence.models import MODELS
 from convergence.tolerance import three_way
-from convergence.train import InFloat64
 from liger_kernels import ops
 from liger_kernels.ops import _runtime
 from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy_slab_size

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import transformers
 
 import liger_kernels
-from convergence.train import InFloat64
+from convergence.float64 import InFloat64
 from liger_kernels.patching.packing import Denominator, SampleDenominator
 from liger_kernels.patching.running import running
 from tests.packing_checks import MODES, boundaries, exact, isolated, packed, patched_copy, samples, truth, weight_of
@@ -478,7 +478,7 @@ import sys, tempfile, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import liger_kernels
 from tests.packing_checks import exact, packed, patched_copy, samples
-from convergence.train import InFloat64
+from convergence.float64 import InFloat64
 from tests.test_packing import ONE_FLOAT32, check_step, close, gradients, packed_trainer, trainer_of, truth
 rank, world = int(sys.argv[1]), 2
 InFloat64().__enter__()

@@ -118,7 +118,7 @@ import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import liger_kernels
 from convergence.tolerance import three_way
-from convergence.train import InFloat64
+from convergence.float64 import InFloat64
 from tests.patching_checks import tiny, batch
 rank, world = int(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world)

@@ -18,8 +18,8 @@ import torch
 import transformers
 
 import liger_kernels
+from convergence.float64 import InFloat64
 from convergence.tolerance import FLOOR_ROUNDOFFS, REPLICAS, rms, three_way, unit_roundoff
-from convergence.train import InFloat64
 from liger_kernels.ops import launches
 from tests import zoo
 from tests.patching_checks import DEVICE, unlisted

@@ -93,7 +93,7 @@ def _weight_sum(class_weight: torch.Tensor | None, options: LossOptions) -> torc
     return class_weight.sum() if class_weight is not None and options.label_smoothing else None
 
 
-def _as_arguments(options: LossOptions) -> tuple[int, float | None, float | None, float | None, float]:
+def _as_arguments(options: LossOptions) -> tuple[float | None, ...]:
     """ignore_index, label_smoothing, softcap, logit_scale and z_loss for a kernel, None for what changes nothing."""
     scaled = options.logit_scale != 1.0 or options.softcap is not None
     return (

@@ -15,7 +15,7 @@ import torch
 import liger_kernels
 from convergence import tolerance
 from convergence.compare import Statistic, Verdict, compare
-from convergence.train import Trajectory
+from convergence.trajectory import Trajectory
 from matrix.trainers.cases import CASES
 from matrix.trainers.observe import Arm, Seen, run
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from convergence.train import SGD, InFloat64, Trajectory, nudged
+from convergence.float64 import InFloat64
+from convergence.trajectory import SGD, Trajectory, nudged
 from liger_kernels.ops import launches, reset_launches
 
 # What a trainer logs about the clock and its own progress, not about the model.

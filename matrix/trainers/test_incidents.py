@@ -18,8 +18,10 @@ import liger_kernels.patching.deferred
 from convergence import tolerance
 from convergence.compare import LOGITS, compare
 from convergence.data import Batch, Step
+from convergence.float64 import InFloat64
 from convergence.tolerance import rms, three_way
-from convergence.train import InFloat64, Run, train
+from convergence.train import train
+from convergence.trajectory import Run
 from liger_kernels.ops import linear_cross_entropy
 from matrix.trainers import material
 from matrix.trainers.cases import CASES, COMMON, DEVICE, find, takes

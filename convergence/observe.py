@@ -1,0 +1,132 @@
+"""What is watched while an arm trains: gradients at its head, activations that must stay, warnings of transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from convergence import ours
+from convergence.data import IGNORE, Batch, Step
+from convergence.trajectory import HIDDEN, LOGITS, TARGET_LOGIT, Trajectory
+
+
+class HeadObserver:
+    """Records the gradients that arrive at the logits and at the hidden states entering the head in one backward."""
+
+    def __init__(self, batch: Batch, result: Trajectory, label: str | None) -> None:
+        self.batch, self.result, self.label = batch, result, label
+        self.chunks: list[tuple[int, torch.Tensor]] = []
+
+    def observe_outputs(self, logits: torch.Tensor) -> None:
+        """The caller's own loss reads ``outputs.logits``: observe what arrives there."""
+        if self.label is not None and logits.requires_grad:
+            logits.register_hook(self.logits_grad)
+
+    def pre_hook(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if args[0].requires_grad:
+            args[0].register_hook(lambda grad: self.result.record(HIDDEN, str(self.label), grad))
+
+    def hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(self.logits_grad)
+
+    def chunk(self, start: int, grad: torch.Tensor) -> None:
+        self.chunks.append((start, grad))
+
+    def logits_grad(self, grad: torch.Tensor) -> None:
+        """Record ``grad`` [..., vocab] of [batch, length] rows; the last position may be missing (the loss cuts it)."""
+        rows = grad.flatten(0, -2)
+        batch, length = self.batch.labels.shape
+        kept = len(rows) // batch
+        full = rows.new_zeros(batch, length, rows.shape[-1])
+        full[:, :kept] = rows.unflatten(0, (batch, kept))
+        self.result.record(LOGITS, str(self.label), full)
+        targets = self.batch.labels[:, 1:]
+        at_target = full[:, :-1].gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        self.result.record(TARGET_LOGIT, str(self.label), at_target[targets != IGNORE])
+
+    def finish(self) -> None:
+        if self.chunks:
+            self.logits_grad(torch.cat([grad for _, grad in sorted(self.chunks, key=lambda chunk: chunk[0])]))
+
+
+@contextlib.contextmanager
+def observed_head(
+    model: Any, batch: Batch, result: Trajectory, label: str | None, step: Step
+) -> Iterator[HeadObserver]:
+    """Inside, one forward and backward are observed at the head (not at all where ``label`` is None).
+
+    A fused head never has logits, and a forward hook on it would make it compute them: there the op hands out each
+    chunk's gradient. Everywhere else a tensor hook clones what autograd delivers. Where the caller reads the logits, a
+    fused head computes them a second time or instead, so the raw output of the head is not one thing to observe there.
+    """
+    observer = HeadObserver(batch, result, label)
+    if label is None:
+        yield observer
+        return
+    head = model.get_output_embeddings()
+    with contextlib.ExitStack() as stack:
+        stack.callback(head.register_forward_pre_hook(observer.pre_hook).remove)
+        if not (step.reads_logits or step.label_smoothing is not None):
+            if ours.fuses_head(model):
+                stack.enter_context(ours.observe_logits_grad(observer.chunk))
+            else:
+                stack.callback(head.register_forward_hook(observer.hook).remove)
+        yield observer
+        observer.finish()
+
+
+@contextlib.contextmanager
+def kept_activations(model: Any, result: Trajectory, label: str | None) -> Iterator[None]:
+    """Inside, what every innermost module but the head returns must stay as it was (not watched where ``label`` is
+    None). Autograd's own check does not see a kernel that writes: it bumps no version."""
+    if label is None:
+        yield
+        return
+    head = set(model.get_output_embeddings().modules())
+    kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def hook(path: str) -> Callable[..., None]:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor):
+                kept.append((path, output.detach(), output.detach().clone()))
+
+        return keep
+
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            if not module._modules and module not in head:
+                stack.callback(module.register_forward_hook(hook(path)).remove)
+        yield
+    changed = torch.stack([differ(now, before) for _, now, before in kept]).tolist() if kept else []
+    for path in dict.fromkeys(path for (path, *_), differs in zip(kept, changed, strict=True) if differs):
+        result.complaints.append(f"{label}: the output of {path} changed after it had been returned")
+
+
+def differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Whether both hold other bits anywhere, a NaN's included: a tensor, so that nobody waits for it here."""
+    return (a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).any()
+
+
+@contextlib.contextmanager
+def transformers_warnings(found: list[str]) -> Iterator[None]:
+    """Collects what transformers warns of: in many broken set-ups it warns and goes on."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler = Handler(logging.WARNING)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    # What is warned of once in a process is warned of once in every arm: arms of other processes are compared with it.
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

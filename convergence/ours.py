@@ -1,0 +1,78 @@
+"""The one place where the proof uses this package. Without the package, the proof judges patches of others.
+
+Nothing is imported before it is needed: a patch may be the first to import the package, or a fault in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+INSTALLED = importlib.util.find_spec("liger_kernels") is not None
+# Imported before a patch of others is, so that what these modules change in torch is not counted as the patch's.
+MODULES = ("liger_kernels.ops", "liger_kernels.patching", "liger_kernels.integrations") if INSTALLED else ()
+# What the patch remembers about a model; it comes and goes with the patch of the model's own class.
+REPORT_ATTRIBUTE = "_liger_kernels"
+
+
+def status(model: Any) -> Any:
+    """The package's report on ``model``; None where the package has not patched it."""
+    if not INSTALLED:
+        return None
+    import liger_kernels
+
+    return liger_kernels.status(model)
+
+
+def fuses_head(model: Any) -> bool:
+    report = status(model)
+    return report is not None and report.fuses_head
+
+
+def launches() -> dict[str, int]:
+    """How often each of the package's kernels was launched in this process."""
+    if not INSTALLED:
+        return {}
+    from liger_kernels.ops import launches
+
+    return launches()
+
+
+def kernel_of(module: nn.Module) -> str | None:
+    """The kernel that the package's patch lets run in ``module``; empty for a model, which only asks its head for the
+    loss; None where the package has changed nothing."""
+    if not INSTALLED:
+        return None
+    from liger_kernels.patching.model import ModelRecipe
+    from liger_kernels.patching.swap import recipe_of
+
+    recipe = recipe_of(module)
+    if recipe is None:
+        return None
+    return "" if isinstance(recipe, ModelRecipe) else recipe.kernel
+
+
+@contextlib.contextmanager
+def head_in_chunks(model: Any, tokens: int) -> Iterator[None]:
+    """Inside, the fused head of ``model`` takes ``tokens`` rows in several chunks with a partial last one, as on real
+    batches: 63 rows are 4 * 13 + 11. With the schedule that slices the vocabulary, it takes several slabs."""
+    if not fuses_head(model):
+        yield
+        return
+    from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy_chunk_size, linear_cross_entropy_slab_size
+
+    slab = model.get_output_embeddings().weight.shape[0] // 5 + 1
+    with linear_cross_entropy_chunk_size(tokens // 5 + 1), linear_cross_entropy_slab_size(slab):
+        yield
+
+
+def observe_logits_grad(observer: Callable[[int, torch.Tensor], None]) -> contextlib.AbstractContextManager[None]:
+    """Inside, the fused head hands ``observer`` each chunk's first row and gradient of the logits."""
+    from liger_kernels.ops import observe_logits_grad
+
+    return observe_logits_grad(observer)

@@ -1,0 +1,136 @@
+"""What one arm trains (:class:`Run`), and everything that was observed of it (:class:`Trajectory`)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from convergence.data import Batch, Step
+
+DECODING = "decoding"
+INITIAL, SGD, ADAMW = "initial", "SGD", "AdamW"
+TARGET_LOGIT = "gradient of the logits, at the target"
+LOGITS = "gradient of the logits"
+HIDDEN = "gradient of the hidden states entering the head"
+TRAINING_LOGITS = "logits that the caller reads in training"
+
+
+@dataclass
+class Run:
+    """What one arm trains.
+
+    Args:
+        template: the unpatched float32 model on the CPU; it is copied, never touched.
+        steps: the steps of the profile.
+        evaluation: the batch that is evaluated after SGD.
+        dtype: of the parameters. float64 is the truth. Buffers stay float32 as ``from_pretrained`` leaves them.
+        device: where it trains.
+        patch: applied before anything runs; None for truth and baseline.
+        construct: None for a patch of one model, which is called with the arm's copy of the template. Otherwise the
+            patch is one of classes: it is called with a copy that is thrown away, and the arm is what ``construct()``
+            returns afterwards, with the template's weights.
+        rounded_to: the dtype whose initial weights the truth shares (default: ``dtype``).
+        nudge: when given, the seed of a perturbation of every initial weight by one unit in the last place.
+        only: when given, the names of the steps that are run, at the initial weights, and nothing after them.
+    """
+
+    template: nn.Module
+    steps: list[Step]
+    evaluation: Batch
+    dtype: torch.dtype
+    device: torch.device
+    patch: Callable[[nn.Module], Any] | None = None
+    construct: Callable[[], nn.Module] | None = None
+    rounded_to: torch.dtype | None = None
+    nudge: int | None = None
+    only: frozenset[str] | None = None
+
+
+class CannotApply(RuntimeError):
+    """The patch itself raised, before anything was trained; the cause is what it raised."""
+
+
+@dataclass
+class Trajectory:
+    """What one arm showed.
+
+    Attributes:
+        values: ``values[quantity][step]`` is a tensor in the dtype it arrived in; once trained, on the CPU.
+        generated: the greedily generated tokens [batch, tokens], and ``scores`` [tokens, batch, vocab] they came from.
+        complaints: what went wrong while it ran, in words.
+        notes: what the caller was not given, in words.
+        model: the trained model.
+    """
+
+    values: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    generated: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    complaints: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    model: Any = None
+
+    def record(self, quantity: str, step: str, value: torch.Tensor) -> None:
+        self.values.setdefault(quantity, {})[step] = value.detach().clone()
+
+    def to_cpu(self) -> None:
+        """Move all values in one copy per dtype: each copy waits for the GPU, which several processes may share."""
+        places: dict[tuple[torch.dtype, torch.device], list[tuple[str, str]]] = {}
+        for quantity, by_step in self.values.items():
+            for step, value in by_step.items():
+                if value.device.type != "cpu":
+                    places.setdefault((value.dtype, value.device), []).append((quantity, step))
+        for where in places.values():
+            values = [self.values[quantity][step] for quantity, step in where]
+            moved = torch.cat([value.flatten() for value in values]).cpu().split([value.numel() for value in values])
+            for (quantity, step), value, flat in zip(where, values, moved, strict=True):
+                self.values[quantity][step] = flat.view(value.shape)
+
+
+def nudged(weight: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """``weight`` with every element moved by about one unit in the last place of ``dtype``, up or down."""
+    sign = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+    return (weight.double() * (1 + sign * torch.finfo(dtype).eps)).to(dtype)
+
+
+def build(run: Run) -> Any:
+    """The arm's model with its initial weights, on its device, in its dtype: a copy of the template, unpatched, or what
+    was constructed anew after a patch of classes.
+
+    Raises:
+        CannotApply: the patch of classes raised.
+    """
+    model: Any = copy.deepcopy(run.template)
+    if run.patch is not None and run.construct is not None:
+        apply(run.patch, model)
+        model = run.construct()
+        model.load_state_dict(run.template.state_dict())
+    rounded = run.rounded_to or run.dtype
+    generator = torch.Generator().manual_seed(run.nudge or 0)
+    for parameter in model.parameters():
+        weight = parameter.data.to(rounded)
+        if run.nudge is not None:
+            weight = nudged(weight, rounded, generator)
+        parameter.data = weight.to(run.dtype)
+    return model.to(run.device)
+
+
+def apply(patch: Callable[[nn.Module], Any], model: Any) -> None:
+    try:
+        patch(model)
+    except Exception as error:
+        raise CannotApply(f"{type(error).__name__}: {error}") from error
+
+
+def moved(step: Step, device: torch.device) -> Step:
+    step = copy.copy(step)
+    step.batches = [
+        Batch(*(None if t is None else t.to(device) for t in (b.input_ids, b.labels, b.position_ids, b.attention_mask)))  # type: ignore[arg-type]
+        for b in step.batches
+    ]
+    return step

@@ -1,0 +1,49 @@
+"""The proof of a patch of somebody else, where this package is not installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PATCHES = """
+import torch
+
+def patch(model, error=0.0):
+    for layer in model.model.layers:
+        norm = layer.input_layernorm
+        def forward(x, norm=norm):
+            wide = x.float()
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+            return norm.weight * wide.to(x.dtype) * (1 + error)
+        norm.forward = forward
+
+def wrong(model):
+    patch(model, error=0.01)
+"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # As if it were not installed, in every process that reads this.
+    (folder / "sitecustomize.py").write_text("import sys\nsys.modules['liger_kernels'] = None\n", encoding="utf-8")
+    (folder / "others.py").write_text(PATCHES, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "convergence", "--models", "llama-tied", "--dtypes", "float32", "-q"]
+    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    return subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("patch", "status"), [("patch", 0), ("wrong", 1)])
+def test_a_patch_of_others_is_judged(tmp_path: Path, patch: str, status: int) -> None:
+    done = run(tmp_path, "--patch", f"others:{patch}")
+    assert done.returncode == status, done.stdout + done.stderr
+    assert f"1 {'failed' if status else 'passed'}" in done.stdout
+
+
+def test_without_a_patch_there_is_nothing_to_judge(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 4
+    assert "liger_kernels is not installed here: name the patch to judge" in done.stderr
