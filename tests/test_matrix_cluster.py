@@ -17,7 +17,7 @@ from matrix.cells import Cell
 from matrix.records import CellRecord, StageResult
 
 ray = pytest.importorskip("ray", reason="Ray is an optional extra")
-pytest.importorskip("ray.cluster_utils")
+pytest.importorskip("ray.cluster_utils", reason="this Ray is installed without its test cluster")
 STAGES = ("one", "two", "three")
 
 

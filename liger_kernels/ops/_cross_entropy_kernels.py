@@ -42,8 +42,7 @@ def _exp(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _float32(x):
-    """A number of the host. Inductor passes it as float64."""
+def _float32(x):  # a number of the host, which Inductor passes as float64
     return tl.full((), x, tl.float32)
 
 
@@ -133,14 +132,15 @@ def _read_target(target, ignore_index, vocab, first, classes):
 # fmt: off
 @triton.jit
 def _store_grad_block(
-    logits_rows, grad_rows, start,                         # pointers [rows], and the first column
-    weight_ptr,                                            # [vocab] or None
-    row_mask, counts, row_max, factor, inverse, upstream,  # [rows]
+    logits_rows, grad_rows, start,    # pointers [rows], and the first column
+    weight_ptr,                       # [vocab] or None
+    rows,                             # six of [rows]
     vocab, scaling, smoothing,
     PRECISE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):
     """Upstream * dloss/dx for the columns from ``start`` on, as if none were a target. WHOLE: all of them exist."""
     label_smoothing, _ = smoothing
+    row_mask, counts, row_max, factor, inverse, upstream = rows
     cols = start + tl.arange(0, BLOCK)
     read = counts[:, None]
     mask = row_mask[:, None]
@@ -206,6 +206,7 @@ def _store_grad(
     at_target = _finished_grad(
         at_target, e_target, x_target, class_weight, inverse, upstream, vocab, scaling, smoothing, PRECISE
     )
+    rows = (row_mask, counts, row_max, factor, inverse, upstream)
     tl.debug_barrier()  # over logits, every lane has read its target's before any lane overwrites it
     # Most of a large vocabulary are whole blocks of one row, which need no masks. Two loops that are written out: made
     # of one by static_range they take 62 registers instead of 32.
@@ -214,19 +215,13 @@ def _store_grad(
         n_whole = vocab // BLOCK
     for i in range(n_whole, tl.cdiv(vocab, BLOCK)):
         _store_grad_block(
-            logits_rows, grad_rows, i * BLOCK,
-            weight_ptr,
-            row_mask, counts, row_max, factor, inverse, upstream,
-            vocab, scaling, smoothing,
-            PRECISE, BLOCK, WHOLE=False,
+            logits_rows, grad_rows, i * BLOCK, weight_ptr, rows,
+            vocab, scaling, smoothing, PRECISE, BLOCK, WHOLE=False,
         )
     for i in range(n_whole):
         _store_grad_block(
-            logits_rows, grad_rows, (n_whole - 1 - i) * BLOCK,
-            weight_ptr,
-            row_mask, counts, row_max, factor, inverse, upstream,
-            vocab, scaling, smoothing,
-            PRECISE, BLOCK, WHOLE=True,
+            logits_rows, grad_rows, (n_whole - 1 - i) * BLOCK, weight_ptr, rows,
+            vocab, scaling, smoothing, PRECISE, BLOCK, WHOLE=True,
         )
     tl.debug_barrier()  # the target's own gradient comes after what its block wrote there
     tl.store(grad_rows + column, at_target.to(grad_rows.dtype.element_ty), mask=here)
@@ -452,12 +447,10 @@ def _cross_entropy_fwd_kernel(
         if grad_divisor_ptr is not None:  # as the backward's upstream gradient is: one division, then the weight
             upstream *= tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(grad_divisor_ptr))
         _store_grad(
-            logits_rows, grad_ptr + row * grad_stride,
-            weight_ptr,
-            row_mask, target, column, counts, invalid,
-            upstream, row_max, total, others,
-            vocab, z_loss, scaling, (label_smoothing, weight_sum),
-            PRECISE, ROWS, BLOCK,
+            logits_rows, grad_ptr + row * grad_stride, weight_ptr,
+            row_mask, target, column, counts, invalid, upstream,
+            row_max, total, others,
+            vocab, z_loss, scaling, (label_smoothing, weight_sum), PRECISE, ROWS, BLOCK,
         )
 
 
@@ -496,14 +489,11 @@ def _cross_entropy_bwd_kernel(
         upstream *= tl.load(row_weight_ptr + row, mask=counts, other=0.0)
     stats_rows = stats_ptr + row
     _store_grad(
-        logits_ptr + row * logits_stride, grad_ptr + row * grad_stride,
-        weight_ptr,
-        row_mask, target, column, counts, invalid,
-        upstream,
+        logits_ptr + row * logits_stride, grad_ptr + row * grad_stride, weight_ptr,
+        row_mask, target, column, counts, invalid, upstream,
         tl.load(stats_rows, mask=row_mask, other=0.0),
         tl.load(stats_rows + stats_stride, mask=row_mask, other=1.0),
         tl.load(stats_rows + stats_stride + stats_stride, mask=row_mask, other=0.0),
-        vocab, z_loss, scaling, (label_smoothing, weight_sum),
-        PRECISE, ROWS, BLOCK,
+        vocab, z_loss, scaling, (label_smoothing, weight_sum), PRECISE, ROWS, BLOCK,
     )
 # fmt: on

@@ -52,7 +52,7 @@ class LossOptions(NamedTuple):
         if isinstance(options.extras, str) or any(extra not in EXTRAS for extra in options.extras):
             allowed = ", ".join(map(repr, EXTRAS))
             raise ValueError(f"extras is {options.extras!r}; it must be a tuple of names from {allowed}")
-        for name, value in zip(cls._fields, options._numbers(), strict=False):
+        for name, value in options._numbers().items():
             if value is None and name == "softcap":
                 continue
             if not isinstance(value, (int, float)):
@@ -67,21 +67,29 @@ class LossOptions(NamedTuple):
             raise ValueError(f"softcap is {options.softcap!r}; it must be positive, or None for no cap")
         if options.z_loss < 0.0:
             raise ValueError(f"z_loss is {options.z_loss!r}; it must not be negative")
-        return cls.of_numbers(options.as_numbers(), options.reduction, " ".join(options.extras))
+        ignore_index, *others = options._numbers().values()
+        floats = [None if value is None else float(value) for value in others]
+        values: list[Any] = [ignore_index, *floats, options.reduction, tuple(options.extras)]
+        return cls(*values)
 
-    def _numbers(self) -> tuple[Any, ...]:
-        return self[: len(self._fields) - 2]
+    def _numbers(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in LossOptions._fields[:-2]}
+
+    def as_arguments(self) -> dict[str, Any]:
+        """The options by name. (Not ``_asdict``, which torch 2.8's Dynamo does not trace; the same for ``_make``.)"""
+        return {name: getattr(self, name) for name in LossOptions._fields}
 
     def as_numbers(self) -> list[float]:
         """All options but ``reduction`` and ``extras``, infinity for None: a ``float[]`` of an operator's schema."""
-        return [math.inf if value is None else float(value) for value in self._numbers()]
+        return [math.inf if value is None else float(value) for value in self._numbers().values()]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float], reduction: str, extras: str) -> LossOptions:
         """The options of :meth:`as_numbers`; ``extras`` are separated by spaces."""
         ignore_index, *others = numbers
-        values: list[Any] = [None if number == math.inf else number for number in others]
-        return cls._make([int(ignore_index), *values, reduction, tuple(extras.split())])
+        floats = [None if number == math.inf else number for number in others]
+        values: list[Any] = [int(ignore_index), *floats, reduction, tuple(extras.split())]
+        return cls(*values)
 
     @property
     def predicts(self) -> bool:

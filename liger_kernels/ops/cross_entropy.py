@@ -313,7 +313,7 @@ def cross_entropy(
     check_weights(row_weight, denominator, tokens, logits.device)
     if not use_triton(logits):
         weights = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator}
-        return cross_entropy_ref(logits, targets, **weights, **o._asdict())
+        return cross_entropy_ref(logits, targets, **weights, **o.as_arguments())
     targets = targets.contiguous()
     tensors = targets, as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
     loss, *found = CrossEntropyFunction.apply(logits, *tensors, *o)

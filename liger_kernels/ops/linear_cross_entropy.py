@@ -284,9 +284,9 @@ def linear_cross_entropy(
     schedule, size = _schedule(hidden, vocab, o, needs, chunk_size, memory)
     weights = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator}
     if not use_triton(hidden, opaque=True):
-        return linear_cross_entropy_ref(hidden, weight, targets, bias, **weights, **o._asdict())
+        return linear_cross_entropy_ref(hidden, weight, targets, bias, **weights, **o.as_arguments())
     if schedule == "fast" and _is_traced_whole(hidden, vocab):
-        return cross_entropy(F.linear(hidden, weight, bias), targets, **weights, **o._asdict())
+        return cross_entropy(F.linear(hidden, weight, bias), targets, **weights, **o.as_arguments())
     targets = targets.contiguous()
     call = Call(
         hidden,

@@ -269,7 +269,7 @@ def test_it_is_there_and_means_what_it_meant(private: Private) -> None:
         if torch.version.cuda is None:
             pytest.skip("this torch is built without CUDA")
     elif private.needs:
-        pytest.importorskip(private.needs)
+        pytest.importorskip(private.needs, reason=f"this cell has no {private.needs}")
     if private.where is not None:
         owner = resolve(private.where)
         if ":" not in private.where:
