@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
 import liger_kernels
+from liger_kernels.ops import launches
 from liger_kernels.patching.lazy import LazyTensor
 from tests.patching_checks import VOCAB, batch, check_same, gradients, tiny
 
@@ -225,6 +226,44 @@ def changed(model, change):
 
     model.__class__ = type("Changed", (LlamaForCausalLM,), {"forward": forward})
     return model
+
+
+def test_a_causal_lm_inside_of_another_one_leaves_its_logits_to_the_outer_ones_loss():
+    """As in transformers before 4.50: Aria, GotOcr2."""
+    from transformers import LlamaForCausalLM
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    class Outer(LlamaForCausalLM):
+        def __init__(self, inner):
+            super().__init__(inner.config)
+            del self.model, self.lm_head
+            self.language_model = inner
+
+        def get_output_embeddings(self):
+            return self.language_model.get_output_embeddings()
+
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            logits = self.language_model(input_ids=input_ids)[0]
+            loss = None
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCAB, **kwargs)
+            return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model = Outer(tiny("llama"))
+
+    def run(model):
+        out = model(**batch())
+        return {"logits": out.logits.detach().clone(), **gradients(model, out.loss)}
+
+    patched = copy.deepcopy(model)
+    report = liger_kernels.patch(patched)
+    before = launches()
+    patched(**batch()).loss.backward()
+    assert launches()["_cross_entropy_fwd_kernel"] > before.get("_cross_entropy_fwd_kernel", 0)
+    assert dict(report.fallbacks) == {}
+    inner = patched.language_model  # which is a model of its own, too
+    assert torch.equal(inner(**batch()).loss, patched(**batch()).loss)
+    check_same(model, run)
 
 
 @pytest.mark.parametrize("case", [*RECORDED, *COMPUTED])

@@ -93,6 +93,8 @@ def _plain(base: Any) -> Callable[..., Any]:
                     state = Forward(heads, outer, fallbacks, ("token_accuracy",) if accuracy else (), packing)
                 else:
                     count(fallbacks, "the head was replaced after patch(): call patch(model) again")
+        elif labels is None and before is not None and _shares_a_head(self, before):
+            state = before  # a causal LM inside of another one, which computes the loss of its logits
         if state is None and before is None:
             output = upstream(self, *args, **kwargs)
         else:
@@ -107,6 +109,11 @@ def _plain(base: Any) -> Callable[..., Any]:
         return released(output, labels, kwargs.get("shift_labels")) if accuracy else released(output)
 
     return _like(base, forward)
+
+
+def _shares_a_head(model: Any, forward: Forward) -> bool:
+    """Whether ``model`` runs as a part of the model whose ``forward`` is running."""
+    return any(mine is head for mine in patched_heads(model.get_output_embeddings()) for head in forward.heads)
 
 
 def _weighted(base: Any, plain: Callable[..., Any], mode: str) -> dict[str, Any]:
