@@ -316,7 +316,8 @@ def cross_entropy(
         return cross_entropy_ref(logits, targets, **weights, **o.as_arguments())
     targets = targets.contiguous()
     tensors = targets, as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
-    loss, *found = CrossEntropyFunction.apply(logits, *tensors, *o)
+    outputs = iter(CrossEntropyFunction.apply(logits, *tensors, *o))
+    loss = next(outputs)
     asked = "log_probs" in o.extras, "entropy" in o.extras, o.predicts
-    extra_outputs = [found.pop(0) if is_asked else None for is_asked in asked]
+    extra_outputs = [next(outputs) if is_asked else None for is_asked in asked]
     return with_extras(loss, o, targets, *extra_outputs)

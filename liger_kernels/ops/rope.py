@@ -273,7 +273,7 @@ def _strides(x: torch.Tensor) -> tuple[int, int, int]:
     it would be ``x.stride(0)`` of that program, and Inductor pads a product with odd features without telling the
     kernel; what lies between is 0 there."""
     batch, head, seq, _ = x.stride()
-    return seq, head, batch - x.shape[2] * seq
+    return seq, head, batch - x.size(2) * seq  # shape[2] makes a symbol of each size, of which torch 2.11 loses one
 
 
 def _rotate(
