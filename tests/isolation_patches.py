@@ -24,7 +24,7 @@ def class_forward(model: Any) -> None:
 def method_of_tensors(model: Any) -> None:
     """A symbol that no fingerprint looks at, in which only rounding differs."""
     model.model.norm.forward = types.MethodType(_rms_norm, model.model.norm)
-    torch.Tensor.pow = lambda x, exponent: x * x  # type: ignore[method-assign]
+    torch.Tensor.pow = lambda x, exponent: x * x
     torch.rsqrt = lambda x: 1 / x.sqrt()
 
 

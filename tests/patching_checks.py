@@ -131,7 +131,7 @@ def unlisted(model: nn.Module, report: liger_kernels.PatchReport) -> list[tuple[
 
     What contains a listed one (a gated norm around a norm, a block around its experts) needs no entry of its own.
     """
-    listed = {item.path for item in (*report.left, *report.replaced)}
+    listed = {item.path for found in (report.left, report.replaced) for item in found}
     return [
         (path, type(module).__name__)
         for path, module in model.named_modules()

@@ -57,9 +57,8 @@ class _Stale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (hidden,) = ctx.saved_tensors
-        return grad @ _Stale.weights[-2 if len(_Stale.weights) > 1 else -1], grad.flatten(0, -2).mT @ hidden.flatten(
-            0, -2
-        )
+        weight = _weights[-2 if len(_weights) > 1 else -1]
+        return grad @ weight, grad.flatten(0, -2).mT @ hidden.flatten(0, -2)
 
 
 def stale_weight(model: Any) -> None:

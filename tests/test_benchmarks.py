@@ -54,7 +54,7 @@ def bench(tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any]]]:
     def go(known: list[Case], peers: str = "eager", packages: Any = None, *options: str) -> tuple[int, dict[str, Any]]:
         file = tmp_path / "result.json"
         parsed = parse(["--dtype", "float32", "--peers", peers, "--json", str(file), *options])
-        code = benchmark(parsed, known, Table(parsed.peers, packages or {}), Stopwatch())  # type: ignore[arg-type]
+        code = benchmark(parsed, known, Table(parsed.peers, packages or {}), Stopwatch())
         return code, json.loads(file.read_text()) if file.exists() else {}
 
     return go

@@ -142,7 +142,7 @@ def numerics() -> tuple[object, ...]:
 def leave_behind() -> tuple[int, bool]:
     """This process, and whether an earlier call can be seen in it."""
     seen = hasattr(torch, "left_behind")
-    torch.left_behind = True
+    torch.left_behind = True  # type: ignore[attr-defined]
     return os.getpid(), seen
 
 

@@ -88,7 +88,7 @@ def alone(run: Run) -> Arm:
 def arms(model: str) -> tuple[Any, list[tuple[Arm, Arm]]]:
     """The template, and truth and baseline of the initial weights and of every replica: they serve all reductions."""
     template = MODELS[model].build(0)
-    run = functools.partial(Run, template, [], None, device=DEVICE)  # type: ignore[arg-type]
+    run = functools.partial(Run, template, [], None, device=DEVICE)
     pairs = []
     for nudge in (None, *range(tolerance.REPLICAS)):
         truth = alone(run(dtype=torch.float64, rounded_to=torch.float32, nudge=nudge))
@@ -111,7 +111,7 @@ def reduced(arm: Arm, mode: str) -> Trajectory:
 def together(template: Any, mode: str) -> Trajectory:
     """The patched model over packed rows."""
     result = Trajectory()
-    model = build(Run(template, [], None, torch.float32, DEVICE))  # type: ignore[arg-type]
+    model = build(Run(template, [], None, torch.float32, DEVICE))
     liger_kernels.patch(model, loss_reduction=mode)
     for step in packed_steps():
         model.zero_grad(set_to_none=True)

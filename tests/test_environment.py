@@ -68,9 +68,9 @@ def test_gpus_are_told_apart(gpus: list[SimpleNamespace]) -> None:
 def test_an_op_steps_back_on_a_gpu_without_kernels(gpus, capability: tuple[int, int], runs: bool) -> None:
     gpus.append(gpu("A GPU", *capability))
     x = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 0))
-    assert [use_triton(x) for _ in range(2)] == [runs, runs]  # type: ignore[arg-type]
+    assert [use_triton(x) for _ in range(2)] == [runs, runs]
     gpus.clear()
-    assert use_triton(x) == runs  # type: ignore[arg-type]  # it is asked once
+    assert use_triton(x) == runs
 
 
 def test_what_is_loaded_ahead_fits(gpus: list[SimpleNamespace]) -> None:

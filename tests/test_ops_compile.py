@@ -241,7 +241,7 @@ def compile_for_little_shared_memory() -> None:
 
     TARGETS["small"] = SMALL
     _device._rooms["cpu", None] = SMALL[3] - 2048
-    CASES["wide rows"] = lambda: [  # type: ignore[assignment, func-returns-value]
+    CASES["wide rows"] = lambda: [
         run(rms_norm, new(64, hidden, dtype=dtype), new(hidden, dtype=dtype))
         for hidden, dtype in ((8192, FP32), (4096, BF16), (128, FP32))
     ]
@@ -346,7 +346,7 @@ def overwritten_inputs() -> None:
 
     def memory(node: torch.fx.Node) -> torch.fx.Node:
         while node.op == "call_function" and getattr(node.target, "is_view", False):
-            node = node.args[0]  # type: ignore[assignment]
+            node = node.args[0]
         return node
 
     def look(name: str, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:

@@ -465,7 +465,7 @@ def test_compiles_without_a_graph_break(chunk_size, reduction, backend, device, 
         case = Case(device, tokens=tokens)
         results = []
         for module in (head, compiled):
-            module.zero_grad()
+            module.zero_grad()  # type: ignore[attr-defined]
             hidden = case.tensors[0].clone().requires_grad_()
             with linear_cross_entropy_chunk_size(chunk_size):
                 loss, *extras = module(hidden, case.targets)
@@ -495,7 +495,7 @@ def test_compiles_under_autocast_and_without_gradients(memory, reduction, device
         torch.testing.assert_close(compiled(case.tensors[0], case.targets), head(case.tensors[0], case.targets))
     gradients = []
     for module in (head, compiled):
-        module.zero_grad()
+        module.zero_grad()  # type: ignore[attr-defined]
         module(case.tensors[0], case.targets)[0].sum().backward()
         gradients.append([p.grad for p in head.parameters()])
     torch.testing.assert_close(*gradients)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -181,7 +182,7 @@ def test_a_loss_function_of_the_users_raises():
 
 def test_a_forward_that_was_replaced_raises():
     patched = patched_copy(exact(), "sample")
-    upstream = type(patched).__mro__[1].forward
+    upstream = type(patched).__mro__[1].forward  # type: ignore[attr-defined]
     patched.forward = lambda **arguments: upstream(patched, **arguments)
     with pytest.raises(RuntimeError, match="PackingLossMixin"):
         patched(**packed(samples(5, 3)))
@@ -448,7 +449,7 @@ def test_sft_with_packing(tmp_path):
 
     Before 0.23 its collator hands out position_ids for flash attention alone: without them the model refuses.
     """
-    trl = pytest.importorskip("trl")
+    trl: Any = pytest.importorskip("trl")
 
     class PackedSFTTrainer(liger_kernels.PackingLossMixin, trl.SFTTrainer):
         pass

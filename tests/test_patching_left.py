@@ -69,7 +69,7 @@ def test_all_that_is_left_is_listed(module, name):
     assert unlisted(model, report) == []
     for item in report.left:
         assert not item.what.startswith(HARMLESS), item
-    listed = {item.path for item in (*report.left, *report.replaced)}
+    listed = {item.path for found in (report.left, report.replaced) for item in found}
     for path, part in model.named_modules():
         if type(part).__name__.endswith(("MLP", "Mlp")):  # one of experts has them inside
             assert any(other == path or other.startswith(f"{path}.") for other in listed), path
@@ -187,7 +187,7 @@ class OddSignature(nn.Module):
     def forward(self, x):
         return x
 
-    forward.__signature__ = "nonsense"
+    forward.__signature__ = "nonsense"  # type: ignore[attr-defined]
 
 
 def test_an_odd_module_is_left_and_no_obstacle():
@@ -441,7 +441,7 @@ class NeedsItsSize(nn.RMSNorm):
 def test_a_norm_that_zero_3_has_sharded_is_probed_at_its_own_size():
     norm = NeedsItsSize()
     norm.weight = nn.Parameter(torch.empty(0))
-    norm.weight.ds_shape = torch.Size([16])  # as deepspeed leaves it
+    norm.weight.ds_shape = torch.Size([16])  # type: ignore[attr-defined]  # as deepspeed leaves it
     report = liger_kernels.patch(nn.Sequential(norm))
     assert report.counts() == {"rms_norm": 1}
 

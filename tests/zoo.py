@@ -291,7 +291,7 @@ def _census() -> None:
     for cls in classes:
         start = time.perf_counter()
         try:
-            tiny_config(cls)  # type: ignore[arg-type]
+            tiny_config(cls)
             built += 1
         except CannotShrink as error:
             print(f"{cls.__name__:45s} {error}")

@@ -63,8 +63,8 @@ def _patches_the_class(model: Any) -> None:
     """Every other Llama of the process gets the forward of this model's norm."""
     patched = type(model.model.norm)
     cls = patched.__mro__[1]
-    original = cls.forward
-    cls.forward = patched.forward
+    original = cls.forward  # type: ignore[attr-defined]
+    cls.forward = patched.forward  # type: ignore[attr-defined]
     until_restored(lambda: setattr(cls, "forward", original))
 
 
