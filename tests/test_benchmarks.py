@@ -16,9 +16,9 @@ from benchmarks.__main__ import benchmark, main, parse
 from benchmarks.cases import Case, Place, add_norm, cases, glu, glu_linear, linear_loss, loss, norm, packing, rope
 from benchmarks.peers import Arms, Table
 from benchmarks.timing import FEWEST, Gpu, Measured
-from docs.roofline_picture import main as draw
-from docs.roofline_picture import points
 from liger_kernels import ops
+from tools.roofline_picture import main as draw
+from tools.roofline_picture import points
 
 CPU = Place("cpu", torch.float32)
 NORM = norm(CPU, 6, 8, "cast_then_scale")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from liger_kernels import ops
-from tests.determinism import BATCH, CASES, DTYPES, PROMISED, RUNS, Case, Fact, broken, facts
+from tools.determinism import BATCH, CASES, DTYPES, PROMISED, RUNS, Case, Fact, broken, facts
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""docs/power_picture.py counts what was measured: nothing that fails, survives or is missing gets lost."""
+"""tools/power_picture.py counts what was measured: nothing that fails, survives or is missing gets lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from convergence.records import Record, write
-from docs.power_picture import Evidence, page, read_honest, read_mutants, without_line, without_record
+from tools.power_picture import Evidence, page, read_honest, read_mutants, without_line, without_record
 
 
 def line(candidate: str = "replica 1", dtype: str = "float32", **fields: Any) -> str:

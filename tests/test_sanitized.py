@@ -1,4 +1,4 @@
-"""What ``python -m tests.sanitized`` launches by itself, on the device of the other tests: it runs on a GPU only, and
+"""What ``python -m tools.sanitized`` launches by itself, on the device of the other tests: it runs on a GPU only, and
 whoever changes what it calls may not have one."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import sanitized
+from tools import sanitized
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,16 +1,15 @@
-"""Draws docs/packing.svg: how much a sample counts, by its number of targets. ``python docs/packing_picture.py`` (needs
-matplotlib)."""
+"""Draws docs/packing.svg: how much a sample counts, by its number of targets.
+
+``python -m tools.packing_picture`` (needs matplotlib).
+"""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from liger_kernels.ops import packing_weights
 
@@ -46,7 +45,7 @@ def main() -> None:
     panels[1].set_yticks(ticks, [f"{t:g}" if t >= 1 else f"1/{1 / t:g}" for t in ticks])
     panels[0].set_ylabel(f"relative to a sample of {OF_LENGTH}")
     panels[0].legend(title="loss_reduction")
-    figure.savefig(Path(__file__).with_name("packing.svg"), metadata={"Date": None})
+    figure.savefig(Path("docs/packing.svg"), metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writes docs/power.md and docs/power.svg: how far honest runs and mutants are from the bounds, per statistic.
 
-``python docs/power_picture.py HONEST.jsonl RECORDS`` (needs matplotlib). HONEST.jsonl is what ``pytest
+``python -m tools.power_picture HONEST.jsonl RECORDS`` (needs matplotlib). HONEST.jsonl is what ``pytest
 tests/test_honest.py --honest-results`` wrote, RECORDS the folder that ``pytest tests/test_mutants.py --records`` named.
 Nothing is trained here: whatever the page says was counted in these two.
 """
@@ -10,14 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from convergence import tolerance
 from convergence.records import Record, load_folder, share_of_bound
@@ -74,7 +71,7 @@ such a mutant is from passing; no statistic is beyond its bound for it.
 ```console
 $ pytest tests/test_honest.py --honest-seeds {seeds} --models {models} --honest-results honest.jsonl
 $ pytest tests/test_mutants.py --mutants all --records records/
-$ python docs/power_picture.py honest.jsonl records/
+$ python -m tools.power_picture honest.jsonl records/
 ```
 
 `-n 15 --dist loadgroup` spreads the first two over the processor's cores; `-k` may leave some out, and the table says
@@ -444,10 +441,10 @@ def draw(evidence: Evidence, path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python docs/power_picture.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.power_picture", description=__doc__)
     parser.add_argument("honest", type=Path, help="the file that --honest-results named")
     parser.add_argument("records", type=Path, help="the folder that --records named")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="the folder to write to (docs)")
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="the folder to write to (docs)")
     options = parser.parse_args(arguments)
 
     from convergence.models import MODELS

@@ -1,6 +1,6 @@
 """Is an op's result the same to the last bit, run after run and in whichever batch a row lies? Facts, and promises.
 
-``python -m tests.determinism`` (on a CPU with ``TRITON_INTERPRET=1``) prints the facts of this machine as a Markdown
+``python -m tools.determinism`` (on a CPU with ``TRITON_INTERPRET=1``) prints the facts of this machine as a Markdown
 table; ``tests/test_ops_determinism.py`` holds them against :data:`PROMISED`.
 
 - *Run to run*: the same inputs again, at other addresses, after other launches.
@@ -15,7 +15,7 @@ import datetime
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -181,18 +181,22 @@ def _head(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
     return rows, {"weight": weight.to(dtype), "bias": torch.randn(sizes.vocab, dtype=dtype)}
 
 
-def _loss(op: Callable[..., ops.CrossEntropyOutput], first: str, reduction: str) -> Case:
+def _loss(op: Callable[..., Any], first: str, reduction: str) -> Case:
     """With "mean" the divisor is given: by default it is a sum over the rows."""
 
     def compute(targets: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
         d_loss = inputs.pop("d loss")
         leaves = {f"d {name}": tensor.requires_grad_() for name, tensor in inputs.items()}
-        options = {"reduction": reduction, "extras": ("log_probs", "entropy"), "denominator": d_loss.new_tensor(31.0)}
+        options: dict[str, Any] = {
+            "reduction": reduction,
+            "extras": ("log_probs", "entropy"),
+            "denominator": d_loss.new_tensor(31.0),
+        }
         if "weight" in inputs:
             options["chunk_size"] = _sizes(targets.device).chunk_size
         out = op(inputs.pop(first), targets=targets, **inputs, **options)
         grads = _grads(out.loss, leaves, d_loss if reduction == "none" else d_loss.new_tensor(0.7))
-        rows = {"log_probs": out.log_probs, "entropy": out.entropy, f"d {first}": grads.pop(f"d {first}")}
+        rows: Tensors = {"log_probs": out.log_probs, "entropy": out.entropy, f"d {first}": grads.pop(f"d {first}")}
         return ({"loss": out.loss} | rows, grads) if reduction == "none" else (rows, {"loss": out.loss} | grads)
 
     return Case(_logits if first == "logits" else _head, compute)
@@ -206,7 +210,7 @@ def _packed(sizes: Sizes, dtype: torch.dtype, class_weight: bool) -> tuple[Tenso
     )
 
 
-def _packing(labels: torch.Tensor, like: torch.Tensor, **options: torch.Tensor) -> tuple[Tensors, Tensors]:
+def _packing(labels: torch.Tensor, like: torch.Tensor, **options: Any) -> tuple[Tensors, Tensors]:
     """Every row is a sequence."""
     out = ops.packing_weights(labels, loss_reduction="square", dtype=like.dtype, **options)
     rows = {"row_weight": out.row_weight.view(labels.shape), "counts": out.counts.view(labels.shape)}
@@ -241,7 +245,7 @@ def facts(case: Case, dtype: torch.dtype, device: torch.device) -> list[Fact]:
     with device:
         by_row, shared = case.inputs(_sizes(device), dtype)
     n = len(next(iter(by_row.values())))
-    kept = []  # freed memory would be given to the next call, which then ran at the same addresses
+    kept: list[Any] = []  # freed memory would be given to the next call, which then ran at the same addresses
 
     def compute(start: int, stop: int) -> tuple[Tensors, Tensors]:
         kept.append(torch.empty(1000 * len(kept) + 1, device=device))
@@ -299,8 +303,8 @@ def main() -> None:
     here = {"date": datetime.date.today().isoformat(), **versions(device.type)}
     if device.type == "cuda":
         here["CUBLAS_WORKSPACE_CONFIG"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "unset")
-    for line in (here, _sizes(device)._asdict()):
-        print(", ".join(f"{name} {value}" for name, value in line.items()))
+    for known in (here, _sizes(device)._asdict()):
+        print(", ".join(f"{name} {value}" for name, value in known.items()))
     print()
     for line in table(device):
         print(line, flush=True)

@@ -1,5 +1,5 @@
 """Every kernel once, for compute-sanitizer: ``compute-sanitizer --tool memcheck --kernel-name kernel_substring=_kernel
-python -m tests.sanitized``, and the same with ``--tool racecheck`` and ``--without-gemm``.
+python -m tools.sanitized``, and the same with ``--tool racecheck`` and ``--without-gemm``.
 
 ``--without-gemm`` leaves out the calls with a linear layer in them, because racecheck cannot follow cuBLAS ("failed to
 handle a hardware exception"); the kernels that they launch run by themselves, over what a layer would have made.
@@ -70,7 +70,7 @@ def _out_of_bounds_kernel(x_ptr, BLOCK: tl.constexpr):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.sanitized", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.sanitized", description=__doc__)
     parser.add_argument("--without-gemm", action="store_true")
     parser.add_argument("--wrong", action="store_true")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """Draws what ``python -m benchmarks --json`` measured under its two ceilings, a copy and a matrix product.
 
-``python docs/roofline_picture.py JSON SVG`` (needs matplotlib). Nothing is measured here.
+``python -m tools.roofline_picture JSON SVG`` (needs matplotlib). Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python docs/roofline_picture.py", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.roofline_picture", description=__doc__.splitlines()[0])
     parser.add_argument("json", type=Path, help="what python -m benchmarks --json wrote")
     parser.add_argument("svg", type=Path, help="the picture to write")
     options = parser.parse_args(arguments)
