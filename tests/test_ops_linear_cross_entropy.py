@@ -22,7 +22,7 @@ from liger_kernels.ops import (
 )
 from liger_kernels.ops import linear_cross_entropy as linear_cross_entropy_of_package
 from liger_kernels.ops._linear import TENSORS, Call
-from liger_kernels.ops._linear_vocabulary_slabs import Cut
+from liger_kernels.ops._linear_vocabulary_slabs import SlabPlan
 from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops.cross_entropy import EXTRAS, cross_entropy_ref
 from liger_kernels.ops.linear_cross_entropy import (
@@ -519,14 +519,14 @@ def test_ops_are_registered_as_torch_wants_them(chunk_size, reduction, device):
         wanted = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(operator.overload, arguments, test_utils=wanted)
 
-    cuts = [Cut(0)] if chunk_size == TOKENS else [Cut(0, SLAB, SLAB), Cut(16, 8, 8)]
-    for cut in cuts:
-        check(_linear_vocabulary_slabs.forward_op, (*call, *cut))
-        loss, *_, divisor, stats, d_weight, rest = _linear_vocabulary_slabs.forward_op(*detached, *cut)
+    plans = [SlabPlan(0)] if chunk_size == TOKENS else [SlabPlan(0, SLAB, SLAB), SlabPlan(16, 8, 8)]
+    for plan in plans:
+        check(_linear_vocabulary_slabs.forward_op, (*call, *plan))
+        loss, *_, divisor, stats, d_weight, rest = _linear_vocabulary_slabs.forward_op(*detached, *plan)
         upstream = torch.ones_like(loss)
-        check(_linear_vocabulary_slabs.backward_op, (upstream, divisor, stats, *detached, *cut))
-        if cut.kept or not cut.columns:
-            check(_linear_vocabulary_slabs.finish_op, (upstream, divisor, stats, d_weight, rest, *detached, *cut))
+        check(_linear_vocabulary_slabs.backward_op, (upstream, divisor, stats, *detached, *plan))
+        if plan.kept_classes or not plan.slab:
+            check(_linear_vocabulary_slabs.finish_op, (upstream, divisor, stats, d_weight, rest, *detached, *plan))
     if chunk_size == TOKENS:
         return
     observed = reduction != "none"

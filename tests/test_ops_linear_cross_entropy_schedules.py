@@ -24,7 +24,7 @@ from liger_kernels.ops import (
     observe_logits_grad,
 )
 from liger_kernels.ops._linear import Call
-from liger_kernels.ops._linear_vocabulary_slabs import Cut, kept_by_fast
+from liger_kernels.ops._linear_vocabulary_slabs import SlabPlan, kept_by_fast
 from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops.cross_entropy import EXTRAS
@@ -251,8 +251,8 @@ def test_kept_slabs_begin_at_aligned_addresses(tokens, hidden, device):
     case.assert_right(function=in_two_slabs)
     numbers, needs = LossOptions().as_numbers(), (True, True, False)
     call = Call(*case.tensors[:2], None, case.targets, *[None] * 3, numbers, "mean", "", *needs)
-    d_weight, rest = _linear_vocabulary_slabs._kept_memory(call, Cut(40))
-    (_, _, first), (_, _, second) = _linear_vocabulary_slabs._kept_slabs(call, Cut(40), d_weight, rest)
+    d_weight, rest = _linear_vocabulary_slabs._kept_memory(call, SlabPlan(40))
+    (_, _, first), (_, _, second) = _linear_vocabulary_slabs._kept_slabs(call, SlabPlan(40), d_weight, rest)
     assert first.data_ptr() >= d_weight[40:].data_ptr()
     assert first.data_ptr() + first.nbytes <= d_weight.data_ptr() + d_weight.nbytes
     for logits in (first, second):
@@ -509,9 +509,9 @@ class Schedule:
         if schedule is _linear_token_chunks:
             self.taken = BALANCED, sizes[0]
         else:
-            cut = Cut(*sizes)
-            assert not cut.kept
-            self.taken = (SLABS, cut.columns) if cut.columns else (ONE_CHUNK,)
+            plan = SlabPlan(*sizes)
+            assert not plan.kept_classes
+            self.taken = (SLABS, plan.slab) if plan.slab else (ONE_CHUNK,)
         return (torch.zeros(()),) * 4
 
     def of(self, tokens, hidden, dtype=torch.bfloat16, grad=True, **options):
@@ -604,10 +604,10 @@ def test_fast_keeps_logits_in_d_weight_where_that_is_worth_it(shape, kept):
     ids=str,
 )
 def test_when_fast_keeps_logits_in_d_weight(how, kept, device, monkeypatch):
-    cuts = []
+    plans = []
     make = _linear_vocabulary_slabs._kept_memory
     monkeypatch.setattr(
-        _linear_vocabulary_slabs, "_kept_memory", lambda call, cut: (cuts.append(cut), make(call, cut))[1]
+        _linear_vocabulary_slabs, "_kept_memory", lambda call, plan: (plans.append(plan), make(call, plan))[1]
     )
     how = dict(how)
     slab, function = how.pop("slab", SLAB), linear_cross_entropy
@@ -616,7 +616,7 @@ def test_when_fast_keeps_logits_in_d_weight(how, kept, device, monkeypatch):
     case = Case(device, torch.bfloat16, **TWO, **how)
     with linear_cross_entropy_slab_size(slab) if slab else contextlib.nullcontext():
         case.run(function, memory="fast")
-    assert cuts == [Cut(kept)]
+    assert plans == [SlabPlan(kept)]
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import liger_kernels
-from liger_kernels.ops._linear_vocabulary_slabs import Cut
+from liger_kernels.ops._linear_vocabulary_slabs import SlabPlan
 from liger_kernels.ops.linear_cross_entropy import MEMORY, linear_cross_entropy_chunk_size
 from tests.patching_checks import DEVICE, VOCAB, batch, check_same, gradients, tiny
 
@@ -30,7 +30,7 @@ def ran(model, **inputs):
     found = {"balanced" for event in seen.events() if event.key == TOKEN_CHUNKS}
     for event in seen.events():
         if event.key == SLABS:
-            columns = Cut(*event.concrete_inputs[-len(Cut._fields) :]).columns
+            columns = SlabPlan(*event.concrete_inputs[-len(SlabPlan._fields) :]).slab
             found.add("small" if columns else "fast")
     return found
 

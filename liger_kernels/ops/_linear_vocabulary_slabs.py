@@ -59,32 +59,33 @@ WIDE = 8  # times as many classes, where their logits cost no memory
 WORTH = 2**29
 
 
-class Cut(NamedTuple):
-    """How the vocabulary is cut into slabs: the last arguments of the operators, in the order of :data:`CUT`.
+class SlabPlan(NamedTuple):
+    """How the vocabulary is cut into slabs: the last arguments of the operators, in the order of :data:`PLAN`.
 
     Attributes:
-        kept: the classes of the first slab, whose logits stay in the memory of d weight until the backward; 0: none do.
-        columns: of a later slab whose logits need memory of their own; 0: the later classes are one slab, and kept.
-        narrow: the same in the backward, beside d weight.
+        kept_classes: those of the first slab, whose logits stay in the memory of d weight until the backward; or 0.
+        slab: how many classes a later slab has whose logits need memory of their own; 0: the later classes are one
+            slab, and its logits are kept.
+        backward_slab: the same in the backward, beside d weight.
     """
 
-    kept: int
-    columns: int = 0
-    narrow: int = 0
+    kept_classes: int
+    slab: int = 0
+    backward_slab: int = 0
 
     @property
     def whole(self) -> bool:
         """Whether one slab has all classes."""
-        return not self.kept and not self.columns
+        return not self.kept_classes and not self.slab
 
 
 Upstream = tuple[Tensor, Tensor, Tensor]  # the gradient of the loss, the divisor, and the forward's stats
-CUT = "int kept, int columns, int narrow"
+PLAN = "int kept_classes, int slab, int backward_slab"
 
 
-def _parsed(arguments: tuple[Any, ...]) -> tuple[Call, Cut]:
-    cut = len(Cut._fields)
-    return Call(*arguments[:-cut]), Cut(*arguments[-cut:])
+def _parsed(arguments: tuple[Any, ...]) -> tuple[Call, SlabPlan]:
+    n = len(SlabPlan._fields)
+    return Call(*arguments[:-n]), SlabPlan(*arguments[-n:])
 
 
 def _step(columns: int) -> int:
@@ -126,31 +127,32 @@ def _new(call: Call, needed: bool, shape: tuple[int, ...], dtype: torch.dtype | 
     return torch.empty(shape if needed else (0,), dtype=dtype or call.hidden.dtype, device=call.hidden.device)
 
 
-def _kept_memory(call: Call, cut: Cut) -> tuple[Tensor, Tensor]:
+def _kept_memory(call: Call, plan: SlabPlan) -> tuple[Tensor, Tensor]:
     """What lies between forward and backward: d weight, with the first slab's logits, and the buffer of the others'."""
-    d_weight = _new(call, bool(cut.kept), call.weight.shape)
-    if cut.columns:
+    d_weight = _new(call, bool(plan.kept_classes), call.weight.shape)
+    if plan.slab:
         return d_weight, _new(call, False, ())
-    return d_weight, logits_buffer(call.hidden, call.weight[cut.kept :], len(call.hidden))
+    return d_weight, logits_buffer(call.hidden, call.weight[plan.kept_classes :], len(call.hidden))
 
 
-def _kept_slabs(call: Call, cut: Cut, d_weight: Tensor, rest: Tensor) -> list[tuple[int, int, Tensor]]:
+def _kept_slabs(call: Call, plan: SlabPlan, d_weight: Tensor, rest: Tensor) -> list[tuple[int, int, Tensor]]:
     """Those of "fast": first and last + 1 class, and the memory of their logits."""
     vocab = len(call.weight)
-    first = [(0, cut.kept, _behind(call, d_weight, cut.kept, cut.kept))] if cut.kept else []
-    return [*first, (cut.kept, vocab, rest[:, : vocab - cut.kept])]
+    kept = plan.kept_classes
+    first = [(0, kept, _behind(call, d_weight, kept, kept))] if kept else []
+    return [*first, (kept, vocab, rest[:, : vocab - kept])]
 
 
-def _forward_slabs(call: Call, cut: Cut, d_weight: Tensor, rest: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _forward_slabs(call: Call, plan: SlabPlan, d_weight: Tensor, rest: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The first class of each slab, and its logits, which the next one overwrites, but for those that are kept."""
-    (tokens, hidden_size), vocab, kept = call.hidden.shape, len(call.weight), cut.kept
-    if not cut.columns:
-        for first, stop, buffer in _kept_slabs(call, cut, d_weight, rest):
+    (tokens, hidden_size), vocab, kept = call.hidden.shape, len(call.weight), plan.kept_classes
+    if not plan.slab:
+        for first, stop, buffer in _kept_slabs(call, plan, d_weight, rest):
             yield first, _logits(call, first, stop, buffer)
         return
     if kept:
         yield 0, _logits(call, 0, kept, _behind(call, d_weight, kept, kept))
-    columns = 2 * cut.columns  # little else is held yet
+    columns = 2 * plan.slab  # little else is held yet
     free = d_weight.view(-1)[: kept * hidden_size]  # these rows are written by the backward
     fit = min(WIDE * columns, len(free) // max(tokens, 1)) // _step(columns) * _step(columns)
     if fit > columns:
@@ -162,17 +164,17 @@ def _forward_slabs(call: Call, cut: Cut, d_weight: Tensor, rest: Tensor) -> Iter
         yield first, _logits(call, first, min(first + width, vocab), buffer)
 
 
-def _slabs_again(call: Call, cut: Cut, d_weight: Tensor, kept: bool) -> Iterator[tuple[int, int, Tensor]]:
+def _slabs_again(call: Call, plan: SlabPlan, d_weight: Tensor, kept: bool) -> Iterator[tuple[int, int, Tensor]]:
     """Those of "small" in the backward: first and last + 1 class, and their logits, which the next one overwrites.
 
     Every slab finishes its rows of d weight, where that is needed. The rows behind hold its logits, as long as those of
-    more than ``cut.narrow`` classes fit: wide slabs cost nothing there, and read and write d hidden less often.
+    more than ``plan.backward_slab`` classes fit: wide slabs cost nothing there, and read and write d hidden less often.
 
     Args:
         kept: whether the first slab's logits are there from the forward.
     """
     own, first, (tokens, hidden_size), vocab = None, 0, call.hidden.shape, len(call.weight)
-    columns = cut.narrow if call.needs_weight else cut.columns
+    columns = plan.backward_slab if call.needs_weight else plan.slab
     while first < vocab:
         size = _fit(tokens, hidden_size, vocab - first, _step(columns)) if call.needs_weight else 0
         if first:
@@ -190,24 +192,24 @@ def _slabs_again(call: Call, cut: Cut, d_weight: Tensor, kept: bool) -> Iterator
 
 @operator(
     "linear_cross_entropy_vocabulary_slabs",
-    f"({ARGUMENTS}, {CUT}) -> ({', '.join(['Tensor'] * 8)})",
+    f"({ARGUMENTS}, {PLAN}) -> ({', '.join(['Tensor'] * 8)})",
 )
 def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
     """loss, log_probs, entropy, predicted, divisor, stats, d_weight, rest; stats only where a gradient is needed.
 
     ``d_weight`` holds the first slab's logits for the backward, and ``rest`` the others', as far as they are kept.
     """
-    call, cut = _parsed(arguments)
+    call, plan = _parsed(arguments)
     vocab, device = len(call.weight), call.hidden.device
     rows, carry = call.rows(stats=any(call.needs)), None
-    if not cut.whole:
+    if not plan.whole:
         if rows.predicted is not None:
             rows.predicted.zero_()
         carry = torch.zeros((4, len(call.hidden)), dtype=torch.float32, device=device)
         carry[1] = float("-inf")
-    d_weight, rest = _kept_memory(call, cut)
-    for first, logits in _forward_slabs(call, cut, d_weight, rest):
-        slab = None if cut.whole else Slab(first, vocab, carry)
+    d_weight, rest = _kept_memory(call, plan)
+    for first, logits in _forward_slabs(call, plan, d_weight, rest):
+        slab = None if plan.whole else Slab(first, vocab, carry)
         forward_rows(logits, call.targets, call.class_weight, call.row_weight, call.options, rows, slab=slab)
     loss, divisor = rows.loss, call.divisor()
     if call.reduction != "none":
@@ -217,19 +219,19 @@ def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
 
 @forward_op.register_fake
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    call, cut = _parsed(arguments)
+    call, plan = _parsed(arguments)
     tokens, vocab, new = call.hidden.shape[0], call.weight.shape[0], call.hidden.new_empty
     return (
         *fake_rows(call),
         new((3, tokens) if any(call.needs) else (0,), dtype=torch.float32),
-        new(call.weight.shape if cut.kept else (0,)),
-        new((0,) if cut.columns else (tokens, padded(vocab - cut.kept))),
+        new(call.weight.shape if plan.kept_classes else (0,)),
+        new((0,) if plan.slab else (tokens, padded(vocab - plan.kept_classes))),
     )
 
 
 def _overwritten(
     call: Call,
-    cut: Cut,
+    plan: SlabPlan,
     slabs: Iterable[tuple[int, int, Tensor]],
     upstream: Upstream,
     d_bias: Tensor,
@@ -248,7 +250,7 @@ def _overwritten(
             grad=logits,
             divisor=divisor,
             row_weight=call.row_weight,
-            slab=None if cut.whole else Slab(first, vocab),
+            slab=None if plan.whole else Slab(first, vocab),
         )
         if observer is not None:
             observed[:, first:stop] = logits
@@ -260,17 +262,17 @@ def _overwritten(
 
 
 def _gradients_of_kept(
-    call: Call, cut: Cut, upstream: Upstream, d_weight: Tensor, rest: Tensor
+    call: Call, plan: SlabPlan, upstream: Upstream, d_weight: Tensor, rest: Tensor
 ) -> tuple[Tensor, Tensor]:
     """d hidden and d bias of "fast"; ``d_weight`` is written where it is needed."""
     hidden, weight = call.hidden, call.weight
     d_hidden = _new(call, call.needs_hidden, hidden.shape)
     d_bias = _new(call, call.needs_bias, (len(weight),))
-    slabs = list(_overwritten(call, cut, _kept_slabs(call, cut, d_weight, rest), upstream, d_bias))
-    if call.needs_hidden and cut.whole:
+    slabs = list(_overwritten(call, plan, _kept_slabs(call, plan, d_weight, rest), upstream, d_bias))
+    if call.needs_hidden and plan.whole:
         torch.mm(slabs[0][2], weight, out=d_hidden)
     elif call.needs_hidden:
-        sums = d_weight[: cut.kept].view(-1).view(torch.float32)[: hidden.numel()].view(hidden.shape)
+        sums = d_weight[: plan.kept_classes].view(-1).view(torch.float32)[: hidden.numel()].view(hidden.shape)
         for first, stop, d_logits in slabs:
             add_product(sums, d_logits, weight[first:stop], keep=1.0 if first else 0.0)
         rounded(sums, None, d_hidden)
@@ -280,15 +282,17 @@ def _gradients_of_kept(
     return d_hidden, d_bias
 
 
-def _gradients_again(call: Call, cut: Cut, upstream: Upstream, d_weight: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
+def _gradients_again(
+    call: Call, plan: SlabPlan, upstream: Upstream, d_weight: Tensor, kept: bool
+) -> tuple[Tensor, Tensor]:
     """The same of "small". ``kept``: ``d_weight`` holds logits of the forward's."""
     hidden, weight = call.hidden, call.weight
     d_bias = _new(call, call.needs_bias, (len(weight),))
     first_half, second_half = (
         _new(call, call.needs_hidden, half, torch.float32) for half in halves(hidden.shape, hidden.dtype)
     )
-    slabs = _slabs_again(call, cut, d_weight, kept)
-    for first, stop, logits in _overwritten(call, cut, slabs, upstream, d_bias):
+    slabs = _slabs_again(call, plan, d_weight, kept)
+    for first, stop, logits in _overwritten(call, plan, slabs, upstream, d_bias):
         if call.needs_weight:
             torch.mm(logits.t(), hidden, out=d_weight[first:stop])
         if call.needs_hidden:
@@ -301,31 +305,31 @@ def _gradients_again(call: Call, cut: Cut, upstream: Upstream, d_weight: Tensor,
 
 
 def _gradients(
-    call: Call, cut: Cut, upstream: Upstream, d_weight: Tensor, rest: Tensor, kept: bool
+    call: Call, plan: SlabPlan, upstream: Upstream, d_weight: Tensor, rest: Tensor, kept: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """d hidden, d weight if it is not ``d_weight``, which has it where a slab is kept there, and d bias."""
-    new = _new(call, call.needs_weight and not cut.kept, call.weight.shape)
-    written = d_weight if cut.kept else new
-    if cut.columns:
-        d_hidden, d_bias = _gradients_again(call, cut, upstream, written, kept)
+    new = _new(call, call.needs_weight and not plan.kept_classes, call.weight.shape)
+    written = d_weight if plan.kept_classes else new
+    if plan.slab:
+        d_hidden, d_bias = _gradients_again(call, plan, upstream, written, kept)
     else:
-        d_hidden, d_bias = _gradients_of_kept(call, cut, upstream, written, rest)
+        d_hidden, d_bias = _gradients_of_kept(call, plan, upstream, written, rest)
     return d_hidden, new, d_bias
 
 
 @operator(
     "linear_cross_entropy_vocabulary_slabs_backward",
-    f"(Tensor grad_loss, Tensor divisor, Tensor stats, {ARGUMENTS}, {CUT}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad_loss, Tensor divisor, Tensor stats, {ARGUMENTS}, {PLAN}) -> (Tensor, Tensor, Tensor)",
 )
 def backward_op(grad_loss: Tensor, divisor: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden, weight and bias, from logits that are all computed again."""
-    call, cut = _parsed(arguments)
-    d_weight, rest = _kept_memory(call, cut)
-    if not cut.columns:
-        for _ in _forward_slabs(call, cut, d_weight, rest):
+    call, plan = _parsed(arguments)
+    d_weight, rest = _kept_memory(call, plan)
+    if not plan.slab:
+        for _ in _forward_slabs(call, plan, d_weight, rest):
             pass  # they stay
-    d_hidden, new, d_bias = _gradients(call, cut, (grad_loss, divisor, stats), d_weight, rest, kept=False)
-    return d_hidden, d_weight if cut.kept else new, d_bias
+    d_hidden, new, d_bias = _gradients(call, plan, (grad_loss, divisor, stats), d_weight, rest, kept=False)
+    return d_hidden, d_weight if plan.kept_classes else new, d_bias
 
 
 @backward_op.register_fake
@@ -336,7 +340,7 @@ def _fake_backward(grad_loss: Tensor, divisor: Tensor, stats: Tensor, *arguments
 @operator(
     "linear_cross_entropy_vocabulary_slabs_backward_",
     "(Tensor grad_loss, Tensor divisor, Tensor stats, Tensor(a!) d_weight, Tensor(b!) rest, "
-    f"{ARGUMENTS}, {CUT}) -> (Tensor, Tensor, Tensor)",
+    f"{ARGUMENTS}, {PLAN}) -> (Tensor, Tensor, Tensor)",
 )
 def finish_op(
     grad_loss: Tensor, divisor: Tensor, stats: Tensor, d_weight: Tensor, rest: Tensor, *arguments: Any
@@ -350,18 +354,18 @@ def finish_op(
 def _fake_finish(
     grad_loss: Tensor, divisor: Tensor, stats: Tensor, d_weight: Tensor, rest: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call, cut = _parsed(arguments)
-    return fake_gradients(call._replace(needs_weight=call.needs_weight and not cut.kept))
+    call, plan = _parsed(arguments)
+    return fake_gradients(call._replace(needs_weight=call.needs_weight and not plan.kept_classes))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    call, cut = _parsed(inputs)
+    call, plan = _parsed(inputs)
     *_, divisor, stats, d_weight, rest = output
-    ctx.needs, ctx.cut, ctx.rest = call.needs, cut, inputs[TENSORS:]
+    ctx.needs, ctx.plan, ctx.rest = call.needs, plan, inputs[TENSORS:]
     ctx.save_for_backward(divisor, stats, *call._replace(denominator=None)[:TENSORS])
     # Not saved: a backward pass overwrites them, and autograd would then refuse a second one. Detached: an output knows
     # its node, which would keep itself alive.
-    ctx.kept = (d_weight.detach(), rest.detach()) if cut.kept or not cut.columns else None
+    ctx.kept = (d_weight.detach(), rest.detach()) if plan.kept_classes or not plan.slab else None
     ctx.set_materialize_grads(False)  # nobody has a gradient for the logits, and zeros would cost their memory again
 
 
@@ -373,10 +377,10 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | Non
             d_hidden, d_weight, d_bias = backward_op(grad_loss, divisor, stats, *tensors, *ctx.rest)
         else:
             d_hidden, d_weight, d_bias = finish_op(grad_loss, divisor, stats, *kept, *tensors, *ctx.rest)
-            d_weight = kept[0] if ctx.cut.kept else d_weight
+            d_weight = kept[0] if ctx.plan.kept_classes else d_weight
         computed = d_hidden, d_weight, d_bias
         grads = tuple(grad if needed else None for grad, needed in zip(computed, ctx.needs, strict=True))
-    return *grads, *(None,) * (len(Call._fields) + len(Cut._fields) - 3)
+    return *grads, *(None,) * (len(Call._fields) + len(SlabPlan._fields) - 3)
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)

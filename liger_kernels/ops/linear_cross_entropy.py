@@ -43,7 +43,7 @@ from torch import Tensor
 
 from liger_kernels.ops import _linear_token_chunks, _linear_vocabulary_slabs
 from liger_kernels.ops._linear import Call, current_observer, padded
-from liger_kernels.ops._linear_vocabulary_slabs import Cut, kept_by_fast, kept_by_small
+from liger_kernels.ops._linear_vocabulary_slabs import SlabPlan, kept_by_fast, kept_by_small
 from liger_kernels.ops._loss_options import LossOptions, takes_options
 from liger_kernels.ops._runtime import as_autocast, use_triton
 from liger_kernels.ops.cross_entropy import (
@@ -199,11 +199,11 @@ def _schedule(
     if memory == "fast":
         if in_d_weight and not options.label_smoothing:
             kept = kept_by_fast(tokens, hidden_size, vocab, hidden.dtype.itemsize, _slab)
-        return memory, Cut(kept)
-    columns, narrow = _slab_sizes(tokens, hidden_size) if _slab is None else (_slab, _slab)
+        return memory, SlabPlan(kept)
+    slab, backward_slab = _slab_sizes(tokens, hidden_size) if _slab is None else (_slab, _slab)
     if in_d_weight:
-        kept = kept_by_small(tokens, hidden_size, vocab, narrow)
-    return memory, Cut(kept, columns, narrow)
+        kept = kept_by_small(tokens, hidden_size, vocab, backward_slab)
+    return memory, SlabPlan(kept, slab, backward_slab)
 
 
 def _is_traced_whole(hidden: Tensor, vocab: int) -> bool:

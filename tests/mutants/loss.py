@@ -389,7 +389,7 @@ MUTANTS = (
         "The hidden states' gradient is summed where the first slab's logits lie in the memory of d weight.",
         "backward",
         (
-            "d_weight[: cut.kept].view(-1).view(torch.float32)[: hidden.numel()]",
+            "d_weight[: plan.kept_classes].view(-1).view(torch.float32)[: hidden.numel()]",
             "d_weight.view(-1).view(torch.float32)[-hidden.numel() :]",
         ),
         module=_SLABS,
