@@ -30,7 +30,7 @@ class Rows(NamedTuple):
             stats=rows(3, tokens) if stats else None,
             log_probs=rows(tokens) if "log_probs" in options.extras else None,
             entropy=rows(tokens) if "entropy" in options.extras else None,
-            predicted=torch.empty(tokens, dtype=torch.int64, device=device) if options.predicts else None,
+            predicted=torch.empty(tokens, dtype=torch.int64, device=device) if options.predicts() else None,
         )
 
     def chunk(self, start: int, stop: int) -> Rows:

@@ -114,7 +114,7 @@ def fake_rows(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         new(True) if call.reduction == "none" else torch.empty_like(scalar),
         new("log_probs" in options.extras),
         new("entropy" in options.extras),
-        new(options.predicts, torch.int64),
+        new(options.predicts(), torch.int64),
         scalar,
     )
 

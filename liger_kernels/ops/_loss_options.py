@@ -91,7 +91,6 @@ class LossOptions(NamedTuple):
         values: list[Any] = [int(ignore_index), *floats, reduction, tuple(extras.split())]
         return cls(*values)
 
-    @property
     def predicts(self) -> bool:
         """Whether the class of the largest logit is wanted."""
         return "token_accuracy" in self.extras or "predicted_tokens" in self.extras

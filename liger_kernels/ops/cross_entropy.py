@@ -318,6 +318,6 @@ def cross_entropy(
     tensors = targets, as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
     outputs = iter(CrossEntropyFunction.apply(logits, *tensors, *o))
     loss = next(outputs)
-    asked = "log_probs" in o.extras, "entropy" in o.extras, o.predicts
+    asked = "log_probs" in o.extras, "entropy" in o.extras, o.predicts()
     extra_outputs = [next(outputs) if is_asked else None for is_asked in asked]
     return with_extras(loss, o, targets, *extra_outputs)
