@@ -449,7 +449,7 @@ def test_sft_with_packing(tmp_path):
 
     Before 0.23 its collator hands out position_ids for flash attention alone: without them the model refuses.
     """
-    trl: Any = pytest.importorskip("trl")
+    trl: Any = pytest.importorskip("trl", reason="trl is installed in the cells of the matrix only")
 
     class PackedSFTTrainer(liger_kernels.PackingLossMixin, trl.SFTTrainer):
         pass
