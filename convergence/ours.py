@@ -64,10 +64,14 @@ def head_in_chunks(model: Any, tokens: int) -> Iterator[None]:
     if not fuses_head(model):
         yield
         return
-    from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy_chunk_size, linear_cross_entropy_slab_size
+    from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes
+    from liger_kernels.ops._tiling import tiled
 
-    slab = model.get_output_embeddings().weight.shape[0] // 5 + 1
-    with linear_cross_entropy_chunk_size(tokens // 5 + 1), linear_cross_entropy_slab_size(slab):
+    chunk, slab = tokens // 5 + 1, model.get_output_embeddings().weight.shape[0] // 5 + 1
+    with tiled(
+        schedule=lambda choose, n, *_: ("fast" if n <= chunk else "balanced", chunk),
+        slabs=lambda choose, n, hidden_size: SlabSizes(slab, slab, worth=2 * n * slab + 1),
+    ):
         yield
 
 

@@ -77,9 +77,11 @@ def untouched_memory(device: torch.device, poisoned_empty: None) -> Callable[[in
 
 
 @pytest.fixture
-def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_slabs() -> Iterator[None]:
     """Slabs of the vocabulary as small as the shapes that the fused head is tested with."""
-    from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy
+    from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes
+    from liger_kernels.ops._tiling import tiled
     from tests.linear_cross_entropy_checks import SLAB
 
-    monkeypatch.setitem(linear_cross_entropy.__globals__, "_slab_sizes", lambda tokens, hidden_size: (SLAB, SLAB))
+    with tiled(slabs=lambda choose, tokens, hidden: SlabSizes(SLAB, SLAB)):
+        yield

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -71,11 +69,11 @@ def eager_attention(patch: Callable[[Any], Any], model: Any) -> None:
 @contextlib.contextmanager
 def chunks(count: int) -> Iterator[None]:
     """The fused head takes its rows in ``count`` chunks, or in one."""
-    from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy_chunk_size
+    from tests.linear_cross_entropy_checks import chunks_of
 
     @contextlib.contextmanager
     def in_chunks(model: Any, tokens: int) -> Iterator[None]:
-        with linear_cross_entropy_chunk_size(-(-tokens // count)):
+        with chunks_of(-(-tokens // count)):
             yield
 
     with mock.patch.object(ours, "head_in_chunks", in_chunks):
@@ -86,31 +84,20 @@ def chunks(count: int) -> Iterator[None]:
 def small_tiles() -> Iterator[None]:
     """Every kernel with half as many rows in a program, in blocks of 128 columns where it goes through a row in
     blocks."""
-    importlib.import_module("liger_kernels.ops")  # by name: the package has functions of its modules' names
-    modules = {
-        name: sys.modules[f"liger_kernels.ops.{name}"] for name in ("rms_norm", "rope", "glu", "_cross_entropy_rows")
-    }
+    from liger_kernels.ops._tiling import tiled
 
-    def halved(original: Callable[..., dict[str, int]], rows: str = "ROWS", **changes: int) -> Any:
-        def shape(*args: Any, **kwargs: Any) -> dict[str, int]:
-            chosen = original(*args, **kwargs)
+    def halved(rows: str = "ROWS", **changes: int) -> Callable[..., dict[str, int]]:
+        def shape(choose: Callable[..., dict[str, int]], *args: Any, **kwargs: Any) -> dict[str, int]:
+            chosen = choose(*args, **kwargs)
             return {**chosen, rows: max(1, chosen[rows] // 2), **changes, "num_warps": 2}
 
         return shape
 
-    def columns_in_blocks(n_rows: int, n_cols: int) -> tuple[tuple[int], int, dict[str, int]]:
+    def columns_in_blocks(choose: Any, n_rows: int, n_cols: int) -> tuple[tuple[int], int, dict[str, int]]:
         blocks = -(-n_cols // 128)
         return (-(-n_rows // 64) * blocks,), blocks, {"ROWS": 64, "BLOCK": 128, "num_warps": 2}
 
-    changed = {
-        "rms_norm": halved(modules["rms_norm"]._launch_shape),
-        "rope": halved(modules["rope"]._launch_shape, "TOKENS"),
-        "_cross_entropy_rows": halved(modules["_cross_entropy_rows"]._launch_shape, BLOCK=128),
-        "glu": columns_in_blocks,
-    }
-    with contextlib.ExitStack() as stack:
-        for name, shape in changed.items():
-            stack.enter_context(mock.patch.object(modules[name], "_launch_shape", shape))
+    with tiled(rms_norm=halved(), rope=halved("TOKENS"), cross_entropy=halved(BLOCK=128), glu=columns_in_blocks):
         yield
 
 

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from convergence.tolerance import three_way
+from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes
+from liger_kernels.ops._tiling import tiled
 from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput
-from liger_kernels.ops.linear_cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_ref,
-    linear_cross_entropy_slab_size,
-)
+from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "none")
@@ -44,9 +42,21 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 
 
+def chunks_of(tokens):
+    """Inside, the fused head goes in chunks of ``tokens`` where the call says nothing else."""
+    return tiled(schedule=lambda choose, n, *_: ("fast" if n <= tokens else "balanced", tokens))
+
+
+def slabs_of(classes):
+    """Inside, slabs whose logits need memory of their own have ``classes``; a first slab of more is worth it."""
+    return tiled(
+        slabs=lambda choose, tokens, hidden: SlabSizes(classes, classes, worth=2 * tokens * classes + min(tokens, 1))
+    )
+
+
 def in_two_slabs(*args, **options):
     """The fused head with all logits kept, those of the first classes in d weight."""
-    with linear_cross_entropy_slab_size(SLAB):
+    with slabs_of(SLAB):
         return linear_cross_entropy(*args, **options, memory="fast")
 
 

@@ -15,10 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from convergence.tolerance import three_way, unit_roundoff
-from liger_kernels.ops import _cross_entropy_kernels, _cross_entropy_rows
+from liger_kernels.ops import _cross_entropy_kernels
 from liger_kernels.ops._cross_entropy_rows import Rows, backward_rows, forward_rows
 from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import INTERPRET, launches, reset_launches, tl
+from liger_kernels.ops._tiling import tiled
 from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput, cross_entropy, cross_entropy_ref
 from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -121,11 +122,10 @@ def test_every_option(dtype, options, reduction, device):
 
 
 @pytest.fixture
-def a_row_a_program(monkeypatch):
+def a_row_a_program():
     """As rows of a large vocabulary run: blocks of one row each, most of them whole and without the row's target."""
-    monkeypatch.setattr(
-        _cross_entropy_rows, "_launch_shape", lambda logits, looks: {"ROWS": 1, "BLOCK": 64, "num_warps": 1}
-    )
+    with tiled(cross_entropy=lambda choose, logits, passes: {"ROWS": 1, "BLOCK": 64, "num_warps": 1}):
+        yield
 
 
 @pytest.mark.parametrize("vocab", [192, 200])

@@ -15,8 +15,8 @@ from convergence.float64 import InFloat64
 from convergence.models import MODELS
 from convergence.tolerance import three_way
 from liger_kernels import ops
-from liger_kernels.ops import _runtime
-from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy_slab_size
+from liger_kernels.ops._compiling import INDUCTOR_UP_TO
+from tests.linear_cross_entropy_checks import slabs_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 BF16 = torch.bfloat16
@@ -48,7 +48,7 @@ def head_loss(**options: Any) -> Any:
 
 
 def head_loss_in_two_slabs() -> Any:
-    with linear_cross_entropy_slab_size(128):
+    with slabs_of(128):
         return head_loss(memory="fast")
 
 
@@ -112,7 +112,8 @@ def test_a_compiled_step(
 ) -> None:
     """By Inductor, which other tests leave out: as exact as PyTorch's own step. Of 264 classes, whose rows are aligned,
     it sees the loss' launches, of 263 an operator; those of the layers where nothing is short."""
-    monkeypatch.setattr(_runtime, "_SHORT", short)
+    for kernel in ("rope", "swiglu", "geglu"):
+        monkeypatch.setitem(INDUCTOR_UP_TO, kernel, short)
     torch.compiler.reset()
     own: Any = MODELS[name].build(0).to("cuda")
     if vocab != own.config.vocab_size:

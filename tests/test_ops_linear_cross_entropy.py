@@ -15,22 +15,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from convergence.tolerance import three_way, unit_roundoff
-from liger_kernels.ops import (
-    _linear_token_chunks,
-    _linear_vocabulary_slabs,
-    observe_logits_grad,
-)
 from liger_kernels.ops import linear_cross_entropy as linear_cross_entropy_of_package
-from liger_kernels.ops._linear import TENSORS, Call
-from liger_kernels.ops._linear_vocabulary_slabs import SlabPlan
+from liger_kernels.ops import observe_logits_grad
+from liger_kernels.ops._linear import Call, Needs
+from liger_kernels.ops._linear_operators import _as_arguments, backward_op, forward_op
+from liger_kernels.ops._linear_token_chunks import TokenChunks
+from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes, VocabularySlabs
+from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import launches, reset_launches
+from liger_kernels.ops._tiling import tiled
 from liger_kernels.ops.cross_entropy import EXTRAS, cross_entropy_ref
 from liger_kernels.ops.linear_cross_entropy import (
     MEMORY,
     linear_cross_entropy,
-    linear_cross_entropy_chunk_size,
     linear_cross_entropy_ref,
-    linear_cross_entropy_slab_size,
 )
 from tests.linear_cross_entropy_checks import (
     ALL,
@@ -45,6 +43,7 @@ from tests.linear_cross_entropy_checks import (
     VOCAB,
     Case,
     Spy,
+    chunks_of,
     every_schedule,
     in_two_slabs,
     many_and_one,
@@ -81,10 +80,7 @@ def test_every_option(schedule, dtype, options, reduction, device):
 def test_options_together(device, chunk_size, **case):
     Case(device, **case).assert_right(chunk_size=chunk_size)
     if not case["label_smoothing"] and case["dtype"] != torch.float16:  # which do not go in slabs
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(
-                linear_cross_entropy.__globals__, "_slab_sizes", lambda *shape: (3 * chunk_size, 3 * chunk_size)
-            )
+        with tiled(slabs=lambda choose, *shape: SlabSizes(3 * chunk_size, 3 * chunk_size)):
             Case(device, **case).assert_right(memory="small")
 
 
@@ -252,7 +248,7 @@ def test_autocast_of_float32_masters(chunk_size, dtype, reduction, device):
             loss.backward(case.upstream)  # inside, which must not turn float32 sums into 16 bits
         return loss, [leaf.grad for leaf in leaves]
 
-    with linear_cross_entropy_chunk_size(chunk_size):
+    with chunks_of(chunk_size):
         loss, grads = under_autocast(linear_cross_entropy)
     torchs, torch_grads = under_autocast(linear_cross_entropy_ref)
     truth, true_grads = case.run(linear_cross_entropy_ref, torch.float64)
@@ -341,14 +337,14 @@ def test_observers_and_chunk_sizes_nest_and_end(device, monkeypatch):
     case = Case(device)
     spy = Spy(monkeypatch)
     outer, inner = [], []
-    with observe_logits_grad(lambda start, grad: outer.append(start)), linear_cross_entropy_chunk_size(12):
-        with observe_logits_grad(lambda start, grad: inner.append(start)), linear_cross_entropy_chunk_size(8):
+    with observe_logits_grad(lambda start, grad: outer.append(start)), chunks_of(12):
+        with observe_logits_grad(lambda start, grad: inner.append(start)), chunks_of(8):
             case.run()
             case.run(chunk_size=20)  # what the call says counts
         case.run()
     assert inner == [0, 8, 16, 0, 20]
     assert outer == [0, 12]
-    with pytest.raises(ZeroDivisionError), observe_logits_grad(print), linear_cross_entropy_chunk_size(8):
+    with pytest.raises(ZeroDivisionError), observe_logits_grad(print), chunks_of(8):
         raise ZeroDivisionError
     spy.gemms = 0
     case.run()
@@ -358,12 +354,8 @@ def test_observers_and_chunk_sizes_nest_and_end(device, monkeypatch):
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_chunk_size_must_be_positive(size, device):
-    with pytest.raises(ValueError, match="must be at least 1 token"), linear_cross_entropy_chunk_size(size):
-        pass
     with pytest.raises(ValueError, match="must be at least 1 token"):
         Case(device).run(chunk_size=size)
-    with pytest.raises(ValueError, match="must be at least 1 class"), linear_cross_entropy_slab_size(size):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -467,7 +459,7 @@ def test_compiles_without_a_graph_break(chunk_size, reduction, backend, device, 
         for module in (head, compiled):
             module.zero_grad()  # type: ignore[attr-defined]
             hidden = case.tensors[0].clone().requires_grad_()
-            with linear_cross_entropy_chunk_size(chunk_size):
+            with chunks_of(chunk_size):
                 loss, *extras = module(hidden, case.targets)
             loss.sum().backward()
             results.append([loss, *extras, hidden.grad, head.linear.weight.grad, head.linear.bias.grad])
@@ -480,7 +472,7 @@ def test_compiles_without_a_graph_break(chunk_size, reduction, backend, device, 
 def test_what_a_compiled_program_sees_of_fast(options, reduction, device, monkeypatch):
     """Two products and the loss of logits: not compiled here, where no launch would be traced."""
     monkeypatch.setitem(linear_cross_entropy.__globals__, "_is_traced_whole", lambda hidden, vocab: True)
-    monkeypatch.setattr(_linear_vocabulary_slabs, "forward_op", None)
+    monkeypatch.setattr(VocabularySlabs, "forward", None)
     Case(device, reduction=reduction, **options).assert_right(memory="fast")
 
 
@@ -504,51 +496,33 @@ def test_compiles_under_autocast_and_without_gradients(memory, reduction, device
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@many_and_one
-def test_ops_are_registered_as_torch_wants_them(chunk_size, reduction, device):
+@pytest.mark.parametrize(
+    "schedule",
+    [TokenChunks(CHUNK, observed=True), VocabularySlabs(0), VocabularySlabs(0, SLAB, SLAB), VocabularySlabs(16, 8, 8)],
+    ids=str,
+)
+def test_ops_are_registered_as_torch_wants_them(schedule, reduction, device):
     """Schema, autograd registration, and fake outputs equal to the real ones in shape, dtype and stride."""
     case = Case(device, torch.bfloat16, **ALL)
-    hidden, weight, bias = case.leaves()
-    numbers = [0.0, 0.2, 5.0, 1.7, 0.02]
-    row_weight = torch.rand(len(hidden), device=device)
-    weights = (case.options["class_weight"], row_weight, row_weight.sum())
-    call = Call(hidden, weight, bias, case.targets, *weights, numbers, reduction, " ".join(EXTRAS), True, True, True)
-    detached = Call(*(t.detach() for t in call[:TENSORS]), *call[TENSORS:])
+    options = LossOptions(0, 0.2, 5.0, 1.7, 0.02, reduction, EXTRAS)
+    row_weight = torch.rand(TOKENS, device=device)
+    tensors = *case.leaves(), case.targets, case.options["class_weight"], row_weight, row_weight.sum()
 
     def check(operator, arguments):
         wanted = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(operator.overload, arguments, test_utils=wanted)
+        torch.library.opcheck(operator, arguments, test_utils=wanted)
 
-    plans = [SlabPlan(0)] if chunk_size == TOKENS else [SlabPlan(0, SLAB, SLAB), SlabPlan(16, 8, 8)]
-    for plan in plans:
-        check(_linear_vocabulary_slabs.forward_op, (*call, *plan))
-        loss, *_, divisor, stats, d_weight, rest = _linear_vocabulary_slabs.forward_op(*detached, *plan)
-        upstream = torch.ones_like(loss)
-        check(_linear_vocabulary_slabs.backward_op, (upstream, divisor, stats, *detached, *plan))
-        if plan.kept_classes or not plan.slab:
-            check(_linear_vocabulary_slabs.finish_op, (upstream, divisor, stats, d_weight, rest, *detached, *plan))
-    if chunk_size == TOKENS:
-        return
-    observed = reduction != "none"
-    check(_linear_token_chunks.forward_op, (*call, chunk_size, observed))
-    loss, *_, divisor, stats, d_hidden, d_weight, more_d_weight, _, d_logits = _linear_token_chunks.forward_op(
-        *detached, chunk_size, observed
-    )
-    upstream = torch.ones_like(loss)
-    if reduction == "none":
-        check(_linear_token_chunks.recompute_op, (upstream, stats, *detached, chunk_size))
-    else:
-        check(_linear_token_chunks.scale_op, (upstream, divisor, d_logits, chunk_size))
-        for halves in ((d_hidden, d_hidden[:0]), (d_weight, more_d_weight)):
-            check(_linear_token_chunks.scaled_op, (*halves, divisor, torch.bfloat16))
-            check(_linear_token_chunks.scale_in_place_op, (*halves, divisor, torch.bfloat16))
+    for needs in (Needs(True, True, True), Needs(False, True, False)):
+        check(forward_op, _as_arguments(Call.of(tensors, options, needs), schedule))
+        arguments = _as_arguments(Call.of([t.detach() for t in tensors], options, needs), schedule)
+        loss, _, _, _, *state = forward_op(*arguments)
+        check(backward_op, (torch.ones_like(loss), state, *arguments))
 
 
 @pytest.mark.parametrize("memory", MEMORY)
-def test_no_call_reads_its_schema(memory, device, monkeypatch):
-    """``torch.library``'s ways of doing so in Python take the host longer than the launches."""
-    for reader in ("fill_defaults", "zip_schema", "mutated_args_kwargs"):
-        monkeypatch.setattr(torch._library.utils, reader, None)
+def test_eager_calls_go_through_no_operator(memory, device, monkeypatch):
+    """Whose ways through ``torch.library`` take the host longer than the launches."""
+    monkeypatch.setitem(linear_cross_entropy.__globals__, "linear_cross_entropy_op", None)
     case = Case(device, torch.bfloat16)
     hidden, weight, bias = case.leaves()
     linear_cross_entropy(hidden, weight, case.targets, bias, memory=memory).backward()

@@ -8,6 +8,7 @@ import functools
 import gc
 import itertools
 import math
+import types
 
 import pytest
 import torch
@@ -18,22 +19,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from convergence.tolerance import unit_roundoff
 from liger_kernels.ops import (
-    _linear,
     _linear_token_chunks,
     _linear_vocabulary_slabs,
     observe_logits_grad,
 )
-from liger_kernels.ops._linear import Call
-from liger_kernels.ops._linear_vocabulary_slabs import SlabPlan, kept_by_fast
+from liger_kernels.ops._linear import Call, Needs
+from liger_kernels.ops._linear_token_chunks import TokenChunks
+from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs, kept_by_fast
 from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import launches, reset_launches
+from liger_kernels.ops._split_sum import SplitSum
+from liger_kernels.ops._tiling import tiled
 from liger_kernels.ops.cross_entropy import EXTRAS
-from liger_kernels.ops.linear_cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_chunk_size,
-    linear_cross_entropy_ref,
-    linear_cross_entropy_slab_size,
-)
+from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from tests.linear_cross_entropy_checks import (
     ALL,
     ALONE,
@@ -46,8 +44,10 @@ from tests.linear_cross_entropy_checks import (
     VOCAB,
     Case,
     Spy,
+    chunks_of,
     in_two_slabs,
     many_and_one,
+    slabs_of,
 )
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
@@ -231,7 +231,7 @@ def test_every_option_in_two_kept_slabs(dtype, options, reduction, device):
 )
 def test_shapes_in_two_kept_slabs(device, **case):
     """Or in one, where d weight has no room for two."""
-    with linear_cross_entropy_slab_size(7):
+    with slabs_of(7):
         Case(device, **case).assert_right(memory="fast")
 
 
@@ -249,10 +249,9 @@ def test_kept_slabs_begin_at_aligned_addresses(tokens, hidden, device):
     """Also where the rows of d weight do not end at one."""
     case = Case(device, torch.bfloat16, tokens=tokens, hidden=hidden)
     case.assert_right(function=in_two_slabs)
-    numbers, needs = LossOptions().as_numbers(), (True, True, False)
-    call = Call(*case.tensors[:2], None, case.targets, *[None] * 3, numbers, "mean", "", *needs)
-    d_weight, rest = _linear_vocabulary_slabs._kept_memory(call, SlabPlan(40))
-    (_, _, first), (_, _, second) = _linear_vocabulary_slabs._kept_slabs(call, SlabPlan(40), d_weight, rest)
+    call = Call(*case.tensors[:2], None, case.targets, *[None] * 3, LossOptions(), Needs(True, True, False))
+    d_weight, rest = VocabularySlabs(40).allocate(call).buffers
+    (_, _, first), (_, _, second) = VocabularySlabs(40)._kept_slabs(call, d_weight, rest)
     assert first.data_ptr() >= d_weight[40:].data_ptr()
     assert first.data_ptr() + first.nbytes <= d_weight.data_ptr() + d_weight.nbytes
     for logits in (first, second):
@@ -338,14 +337,14 @@ def test_hidden_gradient_is_summed_in_float32_over_slabs(reduction, device):
 
 @pytest.mark.parametrize("tokens", [1, 2, 22, 23])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_take_the_memory_of_their_own_sums(dtype, tokens, device, monkeypatch):
+def test_gradients_take_the_memory_of_their_own_sums(dtype, tokens, device):
     """Of which they overwrite, a few numbers at a time, what has been read."""
     case = Case(device, dtype, tokens=tokens)
     schedules = {"memory": "small"}, {"chunk_size": 5}
     whole = [case.run(**schedule)[1] for schedule in schedules]
-    monkeypatch.setattr(_linear, "APART", 7)
     for schedule, expected in zip(schedules, whole, strict=True):
-        _, grads = case.run(**schedule)
+        with tiled(copied_before_rounding=lambda choose: 7):
+            _, grads = case.run(**schedule)
         for grad, other in zip(grads, expected, strict=True):
             assert torch.equal(grad, other)
             rows = -(-len(grad) // 2) * 2  # two halves
@@ -356,18 +355,20 @@ def test_a_slab_is_released_before_the_sum_is_rounded(device, monkeypatch):
     """Rounding copies the front of the sum, which would come on top of the slab's logits."""
     made, alive = [], []
 
+    make, finish = _linear_vocabulary_slabs.logits_buffer, SplitSum.rounded
+
     def buffer(*args):
-        new = _linear.logits_buffer(*args)
+        new = make(*args)
         made.append(StorageWeakRef(new.untyped_storage()))
         return new
 
-    def rounded(*args):
+    def rounded(*args, **how):
         gc.collect()  # the interpreter leaves cycles behind that hold what a kernel was given
         alive.extend(not storage.expired() for storage in made)
-        return _linear.round_halves(*args)
+        return finish(*args, **how)
 
     monkeypatch.setattr(_linear_vocabulary_slabs, "logits_buffer", buffer)
-    monkeypatch.setattr(_linear_vocabulary_slabs, "round_halves", rounded)
+    monkeypatch.setattr(SplitSum, "rounded", rounded)
     Case(device, torch.bfloat16).run(memory="small")
     assert alive == [False, False]  # of the forward and of the backward
 
@@ -410,11 +411,11 @@ class Kept:
 
     def __init__(self, monkeypatch):
         self.storages = []
-        make = _linear_vocabulary_slabs._kept_memory
-        monkeypatch.setattr(_linear_vocabulary_slabs, "_kept_memory", lambda *args: self._seen(make(*args)))
+        make = VocabularySlabs.allocate
+        monkeypatch.setattr(VocabularySlabs, "allocate", lambda *args: self._seen(make(*args)))
         for name in ("forward_rows", "backward_rows"):  # Triton's interpreter leaves cycles that hold its arguments
             monkeypatch.setattr(_linear_vocabulary_slabs, name, self._cleared(getattr(_linear_vocabulary_slabs, name)))
-        monkeypatch.setattr(_linear_vocabulary_slabs, "rounded", self._cleared(_linear.rounded))
+        monkeypatch.setattr(_linear_vocabulary_slabs, "rounded", self._cleared(_linear_vocabulary_slabs.rounded))
 
     def _cleared(self, launch):
         def launched(*args, **kwargs):
@@ -423,9 +424,9 @@ class Kept:
 
         return launched
 
-    def _seen(self, memory):
-        self.storages += [StorageWeakRef(t.untyped_storage()) for t in memory if t.numel()]
-        return memory
+    def _seen(self, output):
+        self.storages += [StorageWeakRef(t.untyped_storage()) for t in output.buffers if t.numel()]
+        return output
 
     def alive(self):
         return [not storage.expired() for storage in self.storages]
@@ -501,17 +502,17 @@ class Schedule:
 
     def __init__(self, monkeypatch):
         self.taken = None
-        for schedule in (_linear_token_chunks, _linear_vocabulary_slabs):
-            monkeypatch.setattr(schedule, "forward_op", functools.partial(self._take, schedule))
+        used = linear_cross_entropy.__globals__
+        monkeypatch.setitem(used, "LinearCrossEntropyFunction", types.SimpleNamespace(apply=self._take))
+        monkeypatch.setitem(used, "linear_cross_entropy_op", self._take)
 
-    def _take(self, schedule, *arguments):
-        sizes = arguments[len(Call._fields) :]
-        if schedule is _linear_token_chunks:
-            self.taken = BALANCED, sizes[0]
+    def _take(self, *arguments):
+        schedule = arguments[-1]
+        if isinstance(schedule, TokenChunks):
+            self.taken = BALANCED, schedule.chunk_size
         else:
-            plan = SlabPlan(*sizes)
-            assert not plan.kept_classes
-            self.taken = (SLABS, plan.slab) if plan.slab else (ONE_CHUNK,)
+            assert not schedule.kept_classes
+            self.taken = (SLABS, schedule.slab) if schedule.slab else (ONE_CHUNK,)
         return (torch.zeros(()),) * 4
 
     def of(self, tokens, hidden, dtype=torch.bfloat16, grad=True, **options):
@@ -554,13 +555,13 @@ def test_schedule_is_what_the_call_says(monkeypatch):
     assert of(7, 5, chunk_size=6) == (BALANCED, 6)
     assert of(7, 5, chunk_size=7) == of(7, 5, chunk_size=8) == (ONE_CHUNK,)
     assert of(7, 5, torch.float16, chunk_size=8) == (BALANCED, 8)
-    with linear_cross_entropy_chunk_size(6):
+    with chunks_of(6):
         assert of(7, 5) == (BALANCED, 6)
         assert of(7, 5, memory="fast") == (ONE_CHUNK,)
         assert of(8193, 5, memory="fast") == (BALANCED, 8192)
         assert of(7, 5, memory="balanced") == (BALANCED, 1024)
         assert of(7, 5, chunk_size=3) == (BALANCED, 3)
-    with linear_cross_entropy_slab_size(6):
+    with slabs_of(6):
         assert of(7, 5, memory="small") == (SLABS, 6)
         assert of(7, 5) == (ONE_CHUNK,)
     assert of(7, 5, memory="small") == (SLABS, SLAB)
@@ -582,7 +583,8 @@ def test_schedule_is_what_the_call_says(monkeypatch):
 )
 def test_fast_keeps_logits_in_d_weight_where_that_is_worth_it(shape, kept):
     tokens, hidden, vocab = shape
-    assert kept_by_fast(*shape, 2, None) == kept
+    with tiled(slabs=lambda choose, *shape: choose(*shape)):  # not those of the tests
+        assert kept_by_fast(*shape, 2) == kept
     if kept:
         begin = kept * hidden + 7  # at the next aligned address
         assert begin + tokens * kept <= vocab * hidden
@@ -604,19 +606,18 @@ def test_fast_keeps_logits_in_d_weight_where_that_is_worth_it(shape, kept):
     ids=str,
 )
 def test_when_fast_keeps_logits_in_d_weight(how, kept, device, monkeypatch):
-    plans = []
-    make = _linear_vocabulary_slabs._kept_memory
+    schedules, forward = [], VocabularySlabs.forward
     monkeypatch.setattr(
-        _linear_vocabulary_slabs, "_kept_memory", lambda call, plan: (plans.append(plan), make(call, plan))[1]
+        VocabularySlabs, "forward", lambda schedule, call: (schedules.append(schedule), forward(schedule, call))[1]
     )
     how = dict(how)
     slab, function = how.pop("slab", SLAB), linear_cross_entropy
     if how.pop("compiled", False):
         function = torch.compile(function, fullgraph=True, backend="aot_eager")
     case = Case(device, torch.bfloat16, **TWO, **how)
-    with linear_cross_entropy_slab_size(slab) if slab else contextlib.nullcontext():
+    with slabs_of(slab) if slab else contextlib.nullcontext():
         case.run(function, memory="fast")
-    assert plans == [SlabPlan(kept)]
+    assert schedules == [VocabularySlabs(kept)]
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

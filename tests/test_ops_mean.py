@@ -8,15 +8,16 @@ import math
 import pytest
 import torch
 
-from liger_kernels.ops import _mean
 from liger_kernels.ops._mean import mean, mean_denominator, mean_denominator_ref
+from liger_kernels.ops._tiling import tiled
 
 VOCAB, IGNORED = 7, -100
 
 
 @pytest.fixture(autouse=True, params=[8, 64], ids=["several blocks", "one block"])
-def block(request, monkeypatch):
-    monkeypatch.setattr(_mean, "_launch_shape", lambda n_rows: {"BLOCK": request.param, "num_warps": 1})
+def block(request):
+    with tiled(mean=lambda choose, n_rows: {"BLOCK": request.param, "num_warps": 1}):
+        yield
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 8, 23])

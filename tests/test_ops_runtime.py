@@ -13,7 +13,8 @@ import torch
 
 from liger_kernels import ops
 from liger_kernels.ops import _launcher, _runtime, launches, reset_launches
-from liger_kernels.ops._runtime import INTERPRET, launch, next_power_of_2, tl, triton, use_triton
+from liger_kernels.ops._runtime import INTERPRET, launch, tl, triton, use_triton
+from liger_kernels.ops._tiling import next_power_of_2
 from liger_kernels.ops.linear_cross_entropy import MEMORY
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import liger_kernels
-from liger_kernels.ops import _runtime, geglu_linear, rms_norm, rope
+from liger_kernels.ops import geglu_linear, rms_norm, rope
+from liger_kernels.ops._compiling import INDUCTOR_UP_TO
 from liger_kernels.patching.deferred import DeferredLogits
 from liger_kernels.patching.running import Forward, running
 from tests.patching_checks import DEVICE, batch, check_same, compare, gradients, tiny
@@ -161,7 +162,8 @@ def test_what_a_compiled_model_leaves_to_inductor(how, monkeypatch):
     for op in (rms_norm, rope, geglu_linear):
         monkeypatch.setitem(op.__globals__, "use_triton", calls(op.__name__))
     if how == "long":
-        monkeypatch.setattr(_runtime, "_SHORT", 2 * 9 * 32 - 1)
+        for kernel in ("rope", "geglu"):
+            monkeypatch.setitem(INDUCTOR_UP_TO, kernel, 2 * 9 * 32 - 1)
     model = tiny("gemma2")
     expected = run(copy.deepcopy(model))
     liger_kernels.patch(model)

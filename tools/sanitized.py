@@ -15,9 +15,10 @@ import torch
 
 from liger_kernels.ops import launches
 from liger_kernels.ops._cross_entropy_rows import Rows, Slab, backward_rows, forward_rows
-from liger_kernels.ops._linear import APART, halves, over_first_half, round_halves
 from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import tl, triton
+from liger_kernels.ops._split_sum import SplitSum
+from liger_kernels.ops._tiling import tiled
 from liger_kernels.ops.glu import ACTIVATIONS, unit_gradients
 from tests.test_ops_gpu import CALLS, EXTRAS, targets
 
@@ -59,9 +60,11 @@ def unit_over_its_gradient(dtype: torch.dtype, device: str = "cuda", rows: int =
 
 def round_in_place(dtype: torch.dtype, device: str = "cuda", columns: int = 1023) -> None:
     """A float32 sum over its own memory, in more than one launch."""
-    sums = [torch.randn(shape, device=device) for shape in halves((2 * APART // columns + 5, columns), dtype)]
-    first, second = sums
-    round_halves(first, second, torch.rand((), device=device), over_first_half(first, second, dtype))
+    sums = SplitSum.empty(True, (4100, columns), dtype, torch.device(device))
+    for part in sums:
+        part.normal_()
+    with tiled(copied_before_rounding=lambda choose: 2**20):
+        sums.rounded(torch.rand((), device=device), dtype, overwrite=True)
 
 
 @triton.jit

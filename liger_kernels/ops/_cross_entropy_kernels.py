@@ -305,7 +305,7 @@ def _cross_entropy_fwd_kernel(
     loss_ptr,                                           # [rows]
     stats_ptr, stats_stride,                            # [3, rows] or None
     log_probs_ptr, entropy_ptr, predicted_ptr,          # [rows] or None
-    grad_ptr, grad_stride, grad_divisor_ptr,            # [rows, vocab], 0-d, or None
+    grad_ptr, grad_stride, denominator_ptr,            # [rows, vocab], 0-d, or None
     carry_ptr, carry_stride, first, classes,            # of a slab: [4, rows] or None, and two numbers
     n_rows, vocab,
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
@@ -444,8 +444,8 @@ def _cross_entropy_fwd_kernel(
 
     if grad_ptr is not None:
         upstream = row_weight
-        if grad_divisor_ptr is not None:  # as the backward's upstream gradient is: one division, then the weight
-            upstream *= tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(grad_divisor_ptr))
+        if denominator_ptr is not None:  # as the backward's upstream gradient is: one division, then the weight
+            upstream *= tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(denominator_ptr))
         _store_grad(
             logits_rows, grad_ptr + row * grad_stride, weight_ptr,
             row_mask, target, column, counts, invalid, upstream,
@@ -461,16 +461,16 @@ def _cross_entropy_bwd_kernel(
     targets_ptr,                                        # [rows]
     weight_ptr, weight_sum_ptr,                         # [vocab], 0-d, or None
     stats_ptr, stats_stride,                            # [3, rows]
-    upstream_ptr, upstream_stride, divisor_ptr,         # [rows], 0-d or None
+    upstream_ptr, upstream_stride, denominator_ptr,         # [rows], 0-d or None
     row_weight_ptr,                                     # [rows] or None
-    unless_one_ptr,                                     # 0-d or None
+    skip_if_one_ptr,                                     # 0-d or None
     first, classes,                                     # of a slab
     n_rows, vocab,
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
     PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    if unless_one_ptr is not None:  # noqa: SIM102 (the outer one is decided when it is compiled)
-        if tl.load(unless_one_ptr) == 1.0:
+    if skip_if_one_ptr is not None:  # noqa: SIM102 (the outer one is decided when it is compiled)
+        if tl.load(skip_if_one_ptr) == 1.0:
             return
     z_loss = _float32(z_loss)
     scaling = (logit_scale, softcap)
@@ -483,8 +483,8 @@ def _cross_entropy_bwd_kernel(
     if weight_sum_ptr is not None:
         weight_sum = tl.load(weight_sum_ptr)
     upstream = tl.load(upstream_ptr + row * upstream_stride, mask=row_mask, other=0.0).to(tl.float32)
-    if divisor_ptr is not None:
-        upstream = tl.div_rn(upstream, tl.load(divisor_ptr))
+    if denominator_ptr is not None:
+        upstream = tl.div_rn(upstream, tl.load(denominator_ptr))
     if row_weight_ptr is not None:
         upstream *= tl.load(row_weight_ptr + row, mask=counts, other=0.0)
     stats_rows = stats_ptr + row

@@ -8,7 +8,8 @@ import torch
 
 from liger_kernels.ops import _cross_entropy_kernels as kernels
 from liger_kernels.ops._loss_options import LossOptions
-from liger_kernels.ops._runtime import INTERPRET, cdiv, launch, next_power_of_2
+from liger_kernels.ops._runtime import INTERPRET, launch
+from liger_kernels.ops._tiling import cdiv, choice, next_power_of_2, tile
 
 
 class Rows(NamedTuple):
@@ -60,22 +61,21 @@ def _aligned(logits: torch.Tensor) -> bool:
     return starts and logits.stride(0) % 16 == 0
 
 
-def _launch_shape(logits: torch.Tensor, looks: int) -> dict[str, int]:
+@choice("cross_entropy")
+def _launch_shape(logits: torch.Tensor, passes: int) -> dict[str, int]:
     """Launch choices: 64 bytes a lane, several rows a program when a row is small. The longer a row, the fewer of them
-    may be under way at once if the second of two ``looks`` is to find them in the L2 cache: so more lanes work on one.
+    may be under way at once if the second of two ``passes`` is to find them in the L2 cache: so more lanes work on one.
     The forward has two even where it writes no gradient: its sums are then the same to the last bit. Rows that are
     read element by element go in small blocks."""
     tokens, vocab = logits.shape
     size = logits.element_size()
-    row_bytes = vocab * size if looks > 1 else 0
+    row_bytes = vocab * size if passes > 1 else 0
     block_bytes = 2**14 if row_bytes < 112 * 2**10 else 2**15 if row_bytes < 224 * 2**10 else 2**16
     block, lane = (block_bytes // size, 64 // size) if _aligned(logits) else (4096, 16)
-    if INTERPRET:  # every program costs about a millisecond, whatever its size
-        block = min(next_power_of_2(vocab), 8192)
-        rows = max(2, min(65536 // block, next_power_of_2(tokens)))  # one row goes through its blocks in another order
-    else:
-        block = min(next_power_of_2(vocab), block)
-        rows = max(1, 4096 // block)
+    block = min(next_power_of_2(vocab), block)
+    rows, block = tile(tokens, vocab, max(1, 4096 // block), block, widest=8192)
+    if INTERPRET:
+        rows = max(2, rows)  # one row goes through its blocks in another order
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(1, rows * block // (32 * lane)))}
 
 
@@ -87,6 +87,14 @@ def _lane_shape(shape: dict[str, int], logits: torch.Tensor) -> dict[str, int]:
     per_lane = min(shape["BLOCK"], per_lane)
     vector = min(16 // logits.element_size(), per_lane) if _aligned(logits) else 1
     return {"VECTOR": vector, "CHUNKS": per_lane // vector}
+
+
+# Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff of max.
+_FUSION = False
+
+
+def _row_stride(t: torch.Tensor | None) -> int:
+    return 0 if t is None else t.stride(0)
 
 
 def _weight_sum(class_weight: torch.Tensor | None, options: LossOptions) -> torch.Tensor | None:
@@ -113,45 +121,26 @@ def forward_rows(
     options: LossOptions,
     rows: Rows,
     grad: torch.Tensor | None = None,
-    grad_divisor: torch.Tensor | None = None,
+    denominator: torch.Tensor | None = None,
     slab: Slab | None = None,
 ) -> None:
     """Fill ``rows``, with a ``slab`` from the classes up to its last one; ``grad``, which may be ``logits``, gets
-    dloss/dlogits over ``grad_divisor`` (0-d, default 1). ``row_weight`` is float32 [tokens] and contiguous."""
+    dloss/dlogits over ``denominator`` (0-d, default 1). ``row_weight`` is float32 [tokens] and contiguous."""
     tokens, vocab = logits.shape
-    shape = _launch_shape(logits, looks=2)
+    shape = _launch_shape(logits, passes=2)
+    first, classes, carry = (None, None, None) if slab is None else slab
+    # fmt: off
     launch(
-        kernels._cross_entropy_fwd_kernel,
-        (cdiv(tokens, shape["ROWS"]),),
-        logits.device,
-        logits,
-        logits.stride(0),
-        targets,
-        class_weight,
-        _weight_sum(class_weight, options),
-        row_weight,
-        rows.loss,
-        rows.stats,
-        0 if rows.stats is None else rows.stats.stride(0),
-        rows.log_probs,
-        rows.entropy,
-        rows.predicted,
-        grad,
-        0 if grad is None else grad.stride(0),
-        grad_divisor,
-        None if slab is None else slab.carry,
-        0 if slab is None or slab.carry is None else slab.carry.stride(0),
-        None if slab is None else slab.first,
-        None if slab is None else slab.classes,
-        tokens,
-        vocab,
-        *_as_arguments(options),
-        PRECISE=logits.dtype == torch.float32,
-        # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff of max.
-        enable_fp_fusion=False,
-        **_lane_shape(shape, logits),
-        **shape,
+        kernels._cross_entropy_fwd_kernel, (cdiv(tokens, shape["ROWS"]),), logits.device,
+        logits, logits.stride(0),
+        targets, class_weight, _weight_sum(class_weight, options), row_weight,
+        rows.loss, rows.stats, _row_stride(rows.stats), rows.log_probs, rows.entropy, rows.predicted,
+        grad, _row_stride(grad), denominator,
+        carry, _row_stride(carry), first, classes,
+        tokens, vocab, *_as_arguments(options), PRECISE=logits.dtype == torch.float32,
+        enable_fp_fusion=_FUSION, **_lane_shape(shape, logits), **shape,
     )
+    # fmt: on
 
 
 def backward_rows(
@@ -163,41 +152,25 @@ def backward_rows(
     upstream: torch.Tensor,
     grad: torch.Tensor,
     *,
-    divisor: torch.Tensor | None = None,
+    denominator: torch.Tensor | None = None,
     row_weight: torch.Tensor | None = None,
-    unless_one: torch.Tensor | None = None,
+    skip_if_one: torch.Tensor | None = None,
     slab: Slab | None = None,
 ) -> None:
-    """Write upstream / divisor * row weight * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is 0-d
-    or [tokens], ``divisor`` 0-d, ``row_weight`` float32 [tokens] and contiguous. Where ``unless_one`` (0-d) is 1,
-    ``grad`` is left as it is: only the device knows, and nobody waits for it."""
+    """Write upstream / denominator * row weight * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is
+    0-d or [tokens], ``denominator`` 0-d, ``row_weight`` float32 [tokens] and contiguous. Where ``skip_if_one`` (0-d) is
+    1, ``grad`` is left as it is: only the device knows, and nobody waits for it."""
     tokens, vocab = logits.shape
-    shape = _launch_shape(logits, looks=1)
+    shape = _launch_shape(logits, passes=1)
+    first, classes, _ = (None, None, None) if slab is None else slab
+    # fmt: off
     launch(
-        kernels._cross_entropy_bwd_kernel,
-        (cdiv(tokens, shape["ROWS"]),),
-        logits.device,
-        logits,
-        logits.stride(0),
-        grad,
-        grad.stride(0),
-        targets,
-        class_weight,
-        _weight_sum(class_weight, options),
-        stats,
-        stats.stride(0),
-        upstream,
-        upstream.stride(0) if upstream.dim() else 0,
-        divisor,
-        row_weight,
-        unless_one,
-        None if slab is None else slab.first,
-        None if slab is None else slab.classes,
-        tokens,
-        vocab,
-        *_as_arguments(options),
-        PRECISE=logits.dtype == torch.float32,
-        # Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff of max.
-        enable_fp_fusion=False,
-        **shape,
+        kernels._cross_entropy_bwd_kernel, (cdiv(tokens, shape["ROWS"]),), logits.device,
+        logits, logits.stride(0), grad, grad.stride(0),
+        targets, class_weight, _weight_sum(class_weight, options), stats, stats.stride(0),
+        upstream, upstream.stride(0) if upstream.dim() else 0, denominator, row_weight, skip_if_one,
+        first, classes,
+        tokens, vocab, *_as_arguments(options), PRECISE=logits.dtype == torch.float32,
+        enable_fp_fusion=_FUSION, **shape,
     )
+    # fmt: on

@@ -2,7 +2,7 @@
 
 "mean" and "sum": every row's upstream gradient is the same number, so the forward already knows the gradient up to that
 number. Per chunk: logits by one GEMM, then one kernel takes the loss and overwrites the logits by dloss/dlogits, then
-one GEMM each for d hidden and d weight; d weight and d bias are summed over the chunks in float32. Neither
+one GEMM each for grad_hidden and grad_weight; grad_weight and grad_bias are summed over the chunks in float32. Neither
 1 / denominator nor the upstream gradient is in them: in float16 they would flush most of the logits' gradient to zero.
 The backward multiplies both in, in float32, with one rounding to the gradient's dtype.
 
@@ -11,68 +11,196 @@ The backward multiplies both in, in float32, with one rounding to the gradient's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_kernels.ops._cross_entropy_rows import backward_rows, forward_rows
+from liger_kernels.ops._cross_entropy_rows import Rows, backward_rows, forward_rows
 from liger_kernels.ops._linear import (
-    ARGUMENTS,
-    TENSORS,
     Call,
-    add_to_halves,
-    beside,
+    Gradients,
+    Needs,
+    Output,
     current_observer,
-    fake_gradients,
-    fake_rows,
-    halves,
     logits_buffer,
     logits_of,
-    over_first_half,
-    present,
-    round_halves,
-    rounded,
+    new_gradients,
 )
+from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._mean import mean
-from liger_kernels.ops._operator import operator
+from liger_kernels.ops._split_sum import SplitSum, rounded
 
 
-def _chunks(tokens: int, chunk_size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, tokens, chunk_size):
-        yield start, min(start + chunk_size, tokens)
+class _GradientSums(NamedTuple):
+    """The gradients of one pass over the chunks, each only if it is wanted (else without elements)."""
 
+    hidden: Tensor  # in hidden's dtype: every chunk has rows of its own
+    weight: SplitSum
+    bias: Tensor  # float32
 
-class _GradientSums:
-    """d hidden, d weight (in halves) and d bias of one pass over the chunks, each only if it is wanted (else without
-    elements)."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> None:
-        self.hidden, self.weight, (self.needs_hidden, self.needs_weight, self.needs_bias) = hidden, weight, needs
-        vocab, device = len(weight), hidden.device
-        # A first chunk writes what later ones add to; only without any chunk there is something to fill.
-        new = torch.empty if len(hidden) else torch.zeros
-        self.d_hidden = torch.empty(hidden.shape if self.needs_hidden else (0,), dtype=hidden.dtype, device=device)
-        first, second = halves(weight.shape, weight.dtype)
-        self.d_weight = (
-            new(first if self.needs_weight else (0,), dtype=torch.float32, device=device),
-            new(second if self.needs_weight else (0,), dtype=torch.float32, device=device),
+    @classmethod
+    def empty(cls, call: Call, wanted: Needs) -> _GradientSums:
+        hidden, weight = call.hidden, call.weight
+        return cls(
+            call.new(wanted.hidden, *hidden.shape),
+            SplitSum.empty(wanted.weight, weight.shape, weight.dtype, hidden.device),
+            call.new(wanted.bias, weight.shape[0], dtype=torch.float32),
         )
-        self.d_bias = new((vocab,) if self.needs_bias else (0,), dtype=torch.float32, device=device)
 
-    def add(self, start: int, stop: int, d_logits: Tensor) -> None:
-        rows = self.hidden[start:stop]
-        if self.needs_hidden:
-            torch.mm(d_logits, self.weight, out=self.d_hidden[start:stop])
-        keep = 1.0 if start else 0.0  # 0 never reads what it overwrites
-        if self.needs_weight:
-            add_to_halves(self.d_weight, d_logits.t(), rows, keep)
-        if self.needs_bias:
-            if start:
-                self.d_bias += d_logits.sum(0, dtype=torch.float32)
-            else:
-                torch.sum(d_logits, 0, dtype=torch.float32, out=self.d_bias)
+    @classmethod
+    def of(cls, buffers: tuple[Tensor, ...]) -> _GradientSums:
+        hidden, first, second, bias = buffers
+        return cls(hidden, SplitSum(first, second), bias)
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        return self.hidden, *self.weight, self.bias
+
+    def add(self, call: Call, wanted: Needs, start: int, stop: int, d_logits: Tensor) -> None:
+        """Those of one chunk. The first one writes what later ones add to."""
+        rows, keep = call.hidden[start:stop], 1.0 if start else 0.0
+        if wanted.hidden:
+            torch.mm(d_logits, call.weight, out=self.hidden[start:stop])
+        if wanted.weight:
+            self.weight.add(d_logits.t(), rows, keep)
+        if wanted.bias and start:
+            self.bias.add_(d_logits.sum(0, dtype=torch.float32))
+        elif wanted.bias:
+            torch.sum(d_logits, 0, dtype=torch.float32, out=self.bias)
+
+    def zero_without(self, tokens: int) -> None:
+        if not tokens:  # no chunk writes them
+            for buffer in self.buffers:
+                buffer.zero_()
+
+    def rounded(self, needs: Needs, scale: Tensor, overwrite: bool) -> Gradients:
+        """The gradients times ``scale``. With ``overwrite`` they get the memory of the sums: a second tensor next to
+        the float32 sum of grad_weight would raise the peak."""
+        dtype = self.hidden.dtype
+
+        def finished(wanted: bool, t: Tensor) -> Tensor:
+            in_place = not wanted or (overwrite and t.dtype == dtype)
+            return rounded(t, scale, t if in_place else torch.empty(t.shape, dtype=dtype, device=t.device))
+
+        grad_weight = self.weight.rounded(scale, dtype, overwrite) if needs.weight else self.weight.first
+        return finished(needs.hidden, self.hidden), grad_weight, finished(needs.bias, self.bias)
+
+
+_NO_GRADIENTS = Needs(hidden=False, weight=False, bias=False)
+
+
+class TokenChunks(NamedTuple):
+    """The schedule "balanced"."""
+
+    chunk_size: int
+    observed: bool  # whether the forward keeps the logits' gradient for an observer
+
+    def allocate(self, call: Call) -> Output:
+        tokens, (vocab, _), wanted = call.hidden.shape[0], call.weight.shape, self._wanted(call)
+        stats = any(call.needs) and not any(wanted)
+        rows = Rows.empty(tokens, call.hidden.device, call.options, stats)
+        d_logits = call.new(self.observed and any(wanted), tokens, vocab)
+        denominator = call.new(True, dtype=torch.float32) if rows.stats is None else rows.stats
+        return Output(rows.loss, rows, (denominator,), (*_GradientSums.empty(call, wanted).buffers, d_logits))
+
+    def forward(self, call: Call) -> Output:
+        wanted = self._wanted(call)
+        output = self.allocate(call)
+        rows, *buffers, d_logits = output.rows, *output.buffers
+        sums = _GradientSums.of(tuple(buffers))
+        tokens = len(call.hidden)
+        sums.zero_without(tokens)
+        buffer = logits_buffer(call, min(self.chunk_size, tokens), len(call.weight))
+        row_weight, largest = call.row_weight, None
+        if any(wanted) and row_weight is not None:  # the weights' size, too, stays out of 16-bit gradients
+            row_weight, largest = _normalised(row_weight)
+        for start, stop in self._chunks(tokens):
+            logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer)
+            forward_rows(
+                logits,
+                call.targets[start:stop],
+                call.class_weight,
+                None if row_weight is None else row_weight[start:stop],
+                call.options,
+                rows.chunk(start, stop),
+                grad=logits if any(wanted) else None,
+            )
+            sums.add(call, wanted, start, stop, logits)
+            if d_logits.dim() == 2:
+                d_logits[start:stop] = logits
+        if call.options.reduction == "none":
+            return output
+        denominator = call.mean_denominator()
+        denominator = denominator if largest is None else denominator / largest
+        return output._replace(loss=mean(rows.loss, denominator), saved=(denominator,))
+
+    def split(self, state: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return tuple(state[:1]), tuple(state[1:6])
+
+    def reads(self, options: LossOptions) -> bool:
+        return options.reduction == "none"
+
+    def backward(
+        self,
+        call: Call,
+        saved: tuple[Tensor, ...],
+        buffers: tuple[Tensor, ...] | None,
+        grad_loss: Tensor,
+        overwrite: bool,
+    ) -> Gradients:
+        if call.options.reduction == "none":
+            return self._recomputed(call, saved[0], grad_loss)
+        assert buffers is not None  # only the last pass overwrites them
+        *sums, d_logits = buffers
+        scale = grad_loss.to(torch.float32) / saved[0]
+        observer = current_observer()
+        if observer is not None and d_logits.dim() == 2:
+            for start, stop in self._chunks(len(d_logits)):
+                observer(start, d_logits[start:stop].float() * scale)
+        return _GradientSums.of(tuple(sums)).rounded(call.needs, scale, overwrite)
+
+    def allocate_gradients(self, call: Call, buffers: tuple[Tensor, ...]) -> Gradients:
+        if self.reads(call.options):
+            return new_gradients(call)
+        hidden, first, second, bias, _ = buffers
+        rows = first.shape[0] + (second.shape[0] if call.needs.weight else 0)
+        return torch.empty_like(hidden), hidden.new_empty((rows, *first.shape[1:])), hidden.new_empty(bias.shape)
+
+    def _recomputed(self, call: Call, stats: Tensor, grad_loss: Tensor) -> Gradients:
+        """The backward of "none"."""
+        observer = current_observer()
+        # The upstream gradient's size stays out of the 16-bit logits' gradient here, too.
+        grad_loss = grad_loss.to(torch.float32)
+        upstream, scale = _normalised(grad_loss if call.row_weight is None else grad_loss * call.row_weight)
+        tokens = len(call.hidden)
+        buffer = logits_buffer(call, min(self.chunk_size, tokens), len(call.weight))
+        sums = _GradientSums.empty(call, call.needs)
+        sums.zero_without(tokens)
+        for start, stop in self._chunks(tokens):
+            logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer)
+            backward_rows(
+                logits,
+                call.targets[start:stop],
+                call.class_weight,
+                call.options,
+                stats[:, start:stop],
+                upstream[start:stop],  # the row weights, too
+                grad=logits,
+            )
+            if observer is not None:
+                observer(start, logits.float() * scale)
+            sums.add(call, call.needs, start, stop, logits)
+        return sums.rounded(call.needs, scale, overwrite=True)
+
+    def _wanted(self, call: Call) -> Needs:
+        """Which gradients the forward computes."""
+        return _NO_GRADIENTS if call.options.reduction == "none" else call.needs
+
+    def _chunks(self, tokens: int) -> Iterator[tuple[int, int]]:
+        for start in range(0, tokens, self.chunk_size):
+            yield start, min(start + self.chunk_size, tokens)
 
 
 def _normalised(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,199 +208,3 @@ def _normalised(weight: Tensor) -> tuple[Tensor, Tensor]:
     largest = weight.abs().amax() if len(weight) else torch.ones((), dtype=torch.float32, device=weight.device)
     largest = largest.masked_fill(largest == 0, 1.0)
     return weight / largest, largest
-
-
-@operator(
-    "linear_cross_entropy_token_chunks",
-    f"({ARGUMENTS}, int chunk_size, bool observed) -> ({', '.join(['Tensor'] * 11)})",
-)
-def forward_op(*arguments: Any) -> tuple[Tensor, ...]:
-    """loss, log_probs, entropy, predicted, divisor, stats, d_hidden, two halves of d_weight, d_bias, d_logits.
-
-    ``divisor`` is what the gradients are still to be divided by.
-    """
-    *shared, chunk_size, observed = arguments
-    call = Call(*shared)
-    hidden, weight, targets = call.hidden, call.weight, call.targets
-    tokens, vocab, device = len(hidden), len(weight), hidden.device
-    grad_in_forward = any(call.needs) and call.reduction != "none"
-    rows = call.rows(stats=any(call.needs) and not grad_in_forward)
-    buffer = logits_buffer(hidden, weight, min(chunk_size, tokens))
-    sums = _GradientSums(hidden, weight, call.needs if grad_in_forward else (False, False, False))
-    keep_logits = observed and grad_in_forward
-    row_weight, largest = call.row_weight, None
-    if grad_in_forward and row_weight is not None:  # the weights' size, too, stays out of 16-bit gradients
-        row_weight, largest = _normalised(row_weight)
-    d_logits = torch.empty((tokens, vocab) if keep_logits else (0,), dtype=hidden.dtype, device=device)
-    for start, stop in _chunks(tokens, chunk_size):
-        logits = logits_of(hidden[start:stop], weight, call.bias, buffer)
-        forward_rows(
-            logits,
-            targets[start:stop],
-            call.class_weight,
-            None if row_weight is None else row_weight[start:stop],
-            call.options,
-            rows.chunk(start, stop),
-            grad=logits if grad_in_forward else None,
-        )
-        if grad_in_forward:
-            sums.add(start, stop, logits)
-        if keep_logits:
-            d_logits[start:stop] = logits
-    loss, divisor = rows.loss, call.divisor()
-    if largest is not None:
-        divisor = divisor / largest
-    if call.reduction != "none":
-        loss = mean(loss, divisor)
-    stats = present(rows.stats, device)
-    return loss, *beside(rows), divisor, stats, sums.d_hidden, *sums.d_weight, sums.d_bias, d_logits
-
-
-@forward_op.register_fake
-def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    *shared, _, observed = arguments
-    call = Call(*shared)
-    hidden, (tokens, size), vocab = call.hidden, call.hidden.shape, call.weight.shape[0]
-    in_forward = any(call.needs) and call.reduction != "none"
-
-    def new(present: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return hidden.new_empty(shape if present else (0,), dtype=dtype)
-
-    return (
-        *fake_rows(call),
-        new(any(call.needs) and not in_forward, 3, tokens),
-        new(in_forward and call.needs_hidden, tokens, size, dtype=hidden.dtype),
-        *[new(in_forward and call.needs_weight, *half) for half in halves((vocab, size), hidden.dtype)],
-        new(in_forward and call.needs_bias, vocab),
-        new(in_forward and observed, tokens, vocab, dtype=hidden.dtype),
-    )
-
-
-@operator("linear_cross_entropy_scale", "(Tensor grad_loss, Tensor divisor, Tensor d_logits, int chunk_size) -> Tensor")
-def scale_op(grad_loss: Tensor, divisor: Tensor, d_logits: Tensor, chunk_size: int) -> Tensor:
-    """What the backward of "mean" and "sum" has to multiply the gradients by, 0-d float32."""
-    scale = grad_loss.to(torch.float32) / divisor
-    observer = current_observer()
-    if observer is not None and d_logits.dim() == 2:
-        for start, stop in _chunks(len(d_logits), chunk_size):
-            observer(start, d_logits[start:stop].float() * scale)
-    return scale
-
-
-@scale_op.register_fake
-def _fake_scale(grad_loss: Tensor, divisor: Tensor, d_logits: Tensor, chunk_size: int) -> Tensor:
-    return divisor.new_empty(())
-
-
-@operator("linear_cross_entropy_scaled", "(Tensor grad, Tensor rest, Tensor scale, ScalarType dtype) -> Tensor")
-def scaled_op(grad: Tensor, rest: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows of ``grad`` and ``rest`` times ``scale``."""
-    shape = len(grad) + len(rest), *grad.shape[1:]
-    out = torch.empty(shape, dtype=dtype, device=grad.device)
-    return round_halves(grad.contiguous(), rest.contiguous(), scale, out)
-
-
-@scaled_op.register_fake
-def _fake_scaled(grad: Tensor, rest: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return grad.new_empty((grad.shape[0] + rest.shape[0], *grad.shape[1:]), dtype=dtype)
-
-
-@operator("linear_cross_entropy_scale_", "(Tensor(a!) grad, Tensor rest, Tensor scale, ScalarType dtype) -> ()")
-def scale_in_place_op(grad: Tensor, rest: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
-    """The same over the memory of ``grad``."""
-    out = grad if grad.dtype == dtype else over_first_half(grad, rest, dtype)
-    round_halves(grad, rest, scale, out)
-
-
-@scale_in_place_op.register_fake
-def _fake_scale_in_place(grad: Tensor, rest: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
-    pass
-
-
-@operator(
-    "linear_cross_entropy_recompute",
-    f"(Tensor grad_loss, Tensor stats, {ARGUMENTS}, int chunk_size) -> (Tensor, Tensor, Tensor)",
-)
-def recompute_op(grad_loss: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward of "none"."""
-    *shared, chunk_size = arguments
-    call = Call(*shared)
-    hidden, weight, bias, row_weight = call.hidden, call.weight, call.bias, call.row_weight
-    observer = current_observer()
-    # The upstream gradient's size stays out of the 16-bit logits' gradient here too.
-    grad_loss = grad_loss.to(torch.float32)
-    upstream, scale = _normalised(grad_loss if row_weight is None else grad_loss * row_weight)
-    buffer = logits_buffer(hidden, weight, min(chunk_size, len(hidden)))
-    sums = _GradientSums(hidden, weight, call.needs)
-    for start, stop in _chunks(len(hidden), chunk_size):
-        logits = logits_of(hidden[start:stop], weight, bias, buffer)
-        backward_rows(
-            logits,
-            call.targets[start:stop],
-            call.class_weight,
-            call.options,
-            stats[:, start:stop],
-            upstream[start:stop],  # the row weights, too
-            grad=logits,
-        )
-        if observer is not None:
-            observer(start, logits.float() * scale)
-        sums.add(start, stop, logits)
-    d_weight = over_first_half(*sums.d_weight, hidden.dtype) if call.needs_weight else sums.d_weight[0]
-    return (
-        rounded(sums.d_hidden, scale, sums.d_hidden),
-        round_halves(*sums.d_weight, scale, d_weight) if call.needs_weight else d_weight,
-        rounded(sums.d_bias, scale, torch.empty(sums.d_bias.shape, dtype=hidden.dtype, device=hidden.device)),
-    )
-
-
-@recompute_op.register_fake
-def _fake_recompute(grad_loss: Tensor, stats: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_gradients(Call(*arguments[:-1]))
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    call = Call(*inputs[:-2])
-    *_, divisor, stats, d_hidden, d_weight, more_d_weight, d_bias, d_logits = output
-    ctx.needs, ctx.reduction, ctx.chunk_size, ctx.rest = call.needs, call.reduction, inputs[-2], inputs[TENSORS:-1]
-    ctx.dtype = call.hidden.dtype
-    if call.reduction == "none":
-        ctx.save_for_backward(stats, *call._replace(denominator=None)[:TENSORS])
-    else:
-        ctx.save_for_backward(divisor)
-        # Not saved: the last backward pass scales them in place. Detached: an output knows its node, which would keep
-        # itself alive.
-        ctx.sums = tuple(t.detach() for t in (d_hidden, d_weight, more_d_weight, d_bias, d_logits))
-    ctx.set_materialize_grads(False)  # nobody has a gradient for the gradients, and zeros would cost their memory again
-
-
-def _backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    grads: tuple[Tensor | None, ...] = (None, None, None)
-    if grad_loss is not None and ctx.reduction == "none":
-        computed = recompute_op(grad_loss, *ctx.saved_tensors, *ctx.rest)
-        grads = tuple(grad if needed else None for grad, needed in zip(computed, ctx.needs, strict=True))
-    elif grad_loss is not None:
-        (divisor,) = ctx.saved_tensors  # raises where an earlier pass was the last one
-        last = not torch._C._autograd._get_current_graph_task_keep_graph()
-        d_hidden, d_weight, more_d_weight, d_bias, d_logits = ctx.sums
-        if last:
-            ctx.sums = None
-        scale = scale_op(grad_loss, divisor, d_logits, ctx.chunk_size)
-        sums = (d_hidden, d_hidden[:0]), (d_weight, more_d_weight), (d_bias, d_bias[:0])
-        grads = tuple(
-            _finished(*both, scale, ctx.dtype, last) if needed else None
-            for both, needed in zip(sums, ctx.needs, strict=True)
-        )
-    return *grads, *(None,) * (len(Call._fields) - 1)
-
-
-def _finished(grad: Tensor, rest: Tensor, scale: Tensor, dtype: torch.dtype, last: bool) -> Tensor:
-    """Whoever comes for a gradient last gets the memory that its sum was kept in: a second tensor beside the float32
-    sum of d weight would raise the peak."""
-    if not last or (grad.dtype != dtype and not len(rest)):
-        return scaled_op(grad, rest, scale, dtype)
-    scale_in_place_op(grad, rest, scale, dtype)
-    return over_first_half(grad, rest, dtype) if grad.dtype != dtype else grad
-
-
-forward_op.register_autograd(_backward, setup_context=_setup_context)

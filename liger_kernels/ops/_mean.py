@@ -11,7 +11,9 @@ import math
 
 import torch
 
-from liger_kernels.ops._runtime import INTERPRET, launch, next_power_of_2, tl, triton
+from liger_kernels.ops._compiling import left_to_inductor
+from liger_kernels.ops._runtime import launch, tl, triton
+from liger_kernels.ops._tiling import choice, tile
 
 
 @triton.jit
@@ -46,22 +48,24 @@ def _mean_kernel(losses_ptr, denominator_ptr, mean_ptr, n_rows, BLOCK: tl.conste
     tl.store(mean_ptr, tl.div_rn(tl.sum(total, axis=0), tl.load(denominator_ptr)))
 
 
+@choice("mean")
 def _launch_shape(n_rows: int) -> dict[str, int]:
     """Launch choices: as many lanes as a program may have, four rows each."""
-    return {"BLOCK": min(65536, next_power_of_2(n_rows)) if INTERPRET else 4096, "num_warps": 32}
+    _, block = tile(1, n_rows, 1, 4096)
+    return {"BLOCK": block, "num_warps": 32}
 
 
 def mean_denominator_ref(
     targets: torch.Tensor,
     class_weight: torch.Tensor | None,
     row_weight: torch.Tensor | None,
-    given: torch.Tensor | None,
+    denominator: torch.Tensor | None,
     ignore_index: int,
     vocab: int,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """:func:`mean_denominator` in plain torch, in ``dtype``."""
-    if given is None:
+    if denominator is None:
         counts = targets != ignore_index
         if class_weight is not None:
             counts = counts & (targets >= 0) & (targets < vocab)
@@ -70,44 +74,33 @@ def mean_denominator_ref(
             weight = torch.where(counts, class_weight.to(dtype)[targets.where(counts, 0)], 0.0)
         if row_weight is not None:
             weight = torch.where(counts, weight * row_weight.to(dtype), 0.0)
-        given = weight.sum()
-    total = given.to(dtype)
-    return total.masked_fill(total == 0, math.inf)
+        denominator = weight.sum()
+    denominator = denominator.to(dtype)
+    return denominator.masked_fill(denominator == 0, math.inf)
 
 
 def mean_denominator(
     targets: torch.Tensor,
     class_weight: torch.Tensor | None,
     row_weight: torch.Tensor | None,
-    given: torch.Tensor | None,
+    denominator: torch.Tensor | None,
     ignore_index: int,
     vocab: int,
 ) -> torch.Tensor:
-    """What "mean" divides by, 0-d float32: ``given``, or the rows' total weight. Infinity instead of 0: a mean over
-    nothing is then 0, its gradient too. The weights are float32 and contiguous, as ``targets`` are."""
-    if given is not None or torch.compiler.is_compiling():
-        return mean_denominator_ref(targets, class_weight, row_weight, given, ignore_index, vocab)
+    """What "mean" divides by, 0-d float32: ``denominator``, or the rows' total weight. Infinity instead of 0: a mean
+    over nothing is then 0, its gradient too. The weights are float32 and contiguous, as ``targets`` are."""
+    if denominator is not None or left_to_inductor("mean", targets):
+        return mean_denominator_ref(targets, class_weight, row_weight, denominator, ignore_index, vocab)
     denominator = torch.empty((), dtype=torch.float32, device=targets.device)
     n_rows = targets.shape[0]
-    launch(
-        _denominator_kernel,
-        (1,),
-        targets.device,
-        targets,
-        class_weight,
-        row_weight,
-        denominator,
-        n_rows,
-        vocab,
-        ignore_index,
-        **_launch_shape(n_rows),
-    )
+    tensors, numbers = (targets, class_weight, row_weight, denominator), (n_rows, vocab, ignore_index)
+    launch(_denominator_kernel, (1,), targets.device, *tensors, *numbers, **_launch_shape(n_rows))
     return denominator
 
 
 def mean(losses: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
     """The sum of the float32 ``losses`` over the 0-d float32 ``denominator``, which no row makes 0 / inf."""
-    if torch.compiler.is_compiling():
+    if left_to_inductor("mean", losses):
         return losses.sum() / denominator
     result = torch.empty((), dtype=torch.float32, device=losses.device)
     n_rows = losses.shape[0]

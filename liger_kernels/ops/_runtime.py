@@ -65,21 +65,6 @@ def use_triton(x: torch.Tensor, *, opaque: bool = False) -> bool:
     return x.device.type in _ACCELERATORS and not obstacle(x.device)
 
 
-# A kernel of ours in a compiled program takes the host some 20 us longer than one of Inductor's (H200 machine, torch
-# 2.11), and a step whose tensors have so many elements or less (512 tokens of 2048 features) waits for the host.
-_SHORT = 1 << 20
-
-
-def left_to_inductor(x: torch.Tensor) -> bool:
-    """Whether a compiled program over ``x`` is faster by torch's own operations than by a kernel of ours.
-
-    Where the size of ``x`` is a symbol, it may be any, and the answer is no: a guard would be a program more."""
-    if not torch.compiler.is_compiling():
-        return False
-    # By its full name: who compiles has imported it, and for everybody else that would take seconds.
-    return torch.fx.experimental.symbolic_shapes.statically_known_true(x.numel() <= _SHORT)
-
-
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
     """Launch ``kernel`` over ``grid`` on ``device`` and count it. An empty grid launches nothing.
 
@@ -138,13 +123,3 @@ def launches() -> dict[str, int]:
 def reset_launches() -> None:
     """Set every count of :func:`launches` back to zero."""
     _launches.clear()
-
-
-def cdiv(a: int, b: int) -> int:
-    """``a / b``, rounded up. Triton's own, which also runs inside kernels, takes the host 2 microseconds."""
-    return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least ``n`` (1 for ``n`` of 0)."""
-    return 1 << max(n - 1, 0).bit_length()

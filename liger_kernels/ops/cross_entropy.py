@@ -158,7 +158,7 @@ class CrossEntropyFunction(torch.autograd.Function):
             return (None,) * _N_ARGUMENTS
         logits, targets, class_weight, row_weight, stats, denominator = ctx.saved_tensors
         grad, ctx.grad = ctx.grad, None  # whoever gets it may write over it; a second backward pass makes its own
-        unless_one = None if grad is None else grad_loss
+        skip_if_one = None if grad is None else grad_loss
         grad = _empty_grad(logits) if grad is None else grad
         backward_rows(
             logits,
@@ -168,9 +168,9 @@ class CrossEntropyFunction(torch.autograd.Function):
             stats,
             grad_loss,
             grad,
-            divisor=denominator,
+            denominator=denominator,
             row_weight=row_weight,
-            unless_one=unless_one,
+            skip_if_one=skip_if_one,
         )
         return grad, *(None,) * (_N_ARGUMENTS - 1)
 

@@ -28,15 +28,13 @@ from liger_kernels.ops._runtime import (
     INTERPRET,
     as_autocast,
     backward_once,
-    cdiv,
     launch,
     libdevice,
-    next_power_of_2,
     tl,
     triton,
     use_triton,
 )
-from liger_kernels.ops.rms_norm import as_rows
+from liger_kernels.ops._tiling import as_rows, cdiv, choice, next_power_of_2, tile
 
 
 def swiglu_ref(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -115,19 +113,12 @@ def _activate(x, ACTIVATION: tl.constexpr):
     return y, slope
 
 
+# fmt: off
 @triton.jit
 def _glu_fwd_kernel(
-    gate_ptr,
-    gate_stride,
-    up_ptr,
-    up_stride,
-    y_ptr,
-    n_rows,
-    n_cols,
-    row_blocks,
-    ACTIVATION: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    gate_ptr, gate_stride, up_ptr, up_stride, y_ptr,    # [rows, columns]
+    n_rows, n_cols, row_blocks,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
     row = (program // row_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -142,21 +133,10 @@ def _glu_fwd_kernel(
 
 @triton.jit
 def _glu_bwd_kernel(
-    dy_ptr,
-    dy_stride,
-    gate_ptr,
-    gate_stride,
-    up_ptr,
-    up_stride,
-    dgate_ptr,
-    dup_ptr,
-    n_rows,
-    n_cols,
-    row_blocks,
-    ACTIVATION: tl.constexpr,
-    PRODUCT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dy_ptr, dy_stride, gate_ptr, gate_stride, up_ptr, up_stride,    # [rows, columns]
+    dgate_ptr, dup_ptr,                                             # [rows, columns] or None
+    n_rows, n_cols, row_blocks,
+    ACTIVATION: tl.constexpr, PRODUCT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """``dgate_ptr`` or ``dup_ptr`` may be None: not computed. With ``PRODUCT``, dy becomes the forward's y."""
     program = tl.program_id(0)
@@ -177,6 +157,7 @@ def _glu_bwd_kernel(
         tl.store(dgate_ptr + row * n_cols + col, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
     if PRODUCT:
         tl.store(dy_ptr + row * dy_stride + col, (act * up).to(dy_ptr.dtype.element_ty), mask=mask)
+# fmt: on
 
 
 def _as_2d(*tensors: torch.Tensor) -> tuple[int, int, list[tuple[torch.Tensor, int]]]:
@@ -189,16 +170,13 @@ def _as_2d(*tensors: torch.Tensor) -> tuple[int, int, list[tuple[torch.Tensor, i
     return numel // n_cols, n_cols, [as_rows(t) for t in tensors]
 
 
+@choice("glu")
 def _launch_shape(n_rows: int, n_cols: int) -> tuple[tuple[int], int, dict[str, int]]:
     """Grid, programs side by side in a row, and launch choices: 8 elements a lane, 16 bytes of a 16-bit dtype."""
-    if INTERPRET:  # every program costs about a millisecond, whatever its size
-        block = min(next_power_of_2(n_cols), 65536)
-        rows = min(65536 // block, next_power_of_2(n_rows))
-    else:
-        # One long row is as short as the tensor is small; a compiled program would be one of that size alone if the
-        # block depended on it.
-        block = 1024 if n_rows == 1 or n_cols >= 1024 else next_power_of_2(n_cols)
-        rows = 1024 // block
+    # One long row is as short as the tensor is small; a compiled program would be one of that size alone if the block
+    # depended on it.
+    block = 1024 if n_rows == 1 or n_cols >= 1024 else next_power_of_2(n_cols)
+    rows, block = tile(n_rows, n_cols, 1024 // block, block)
     row_blocks = cdiv(n_cols, block)
     return (cdiv(n_rows, rows) * row_blocks,), row_blocks, {"ROWS": rows, "BLOCK": block, "num_warps": 4}
 
@@ -207,19 +185,8 @@ def _product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Ten
     y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
     n_rows, n_cols, (gate_rows, up_rows) = _as_2d(gate, up)
     grid, row_blocks, shape = _launch_shape(n_rows, n_cols)
-    launch(
-        _glu_fwd_kernel,
-        grid,
-        gate.device,
-        *gate_rows,
-        *up_rows,
-        y,
-        n_rows,
-        n_cols,
-        row_blocks,
-        ACTIVATION=activation,
-        **shape,
-    )
+    sizes = n_rows, n_cols, row_blocks
+    launch(_glu_fwd_kernel, grid, gate.device, *gate_rows, *up_rows, y, *sizes, ACTIVATION=activation, **shape)
     return y
 
 
@@ -232,22 +199,8 @@ def unit_gradients(
     dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if needs[1] else None
     n_rows, n_cols, (dy_rows, gate_rows, up_rows) = _as_2d(dy, gate, up)
     grid, row_blocks, shape = _launch_shape(n_rows, n_cols)
-    launch(
-        _glu_bwd_kernel,
-        grid,
-        gate.device,
-        *dy_rows,
-        *gate_rows,
-        *up_rows,
-        dgate,
-        dup,
-        n_rows,
-        n_cols,
-        row_blocks,
-        ACTIVATION=activation,
-        PRODUCT=product,
-        **shape,
-    )
+    tensors, sizes = (*dy_rows, *gate_rows, *up_rows, dgate, dup), (n_rows, n_cols, row_blocks)
+    launch(_glu_bwd_kernel, grid, gate.device, *tensors, *sizes, ACTIVATION=activation, PRODUCT=product, **shape)
     return dgate, dup
 
 

@@ -2,27 +2,29 @@ r"""Cross entropy of a linear head, from hidden states to loss and gradients.
 
     logits = hidden @ weight^T + bias,    loss = cross_entropy(logits, targets)  (formula in cross_entropy.py)
 
-Schedules, each a ``torch.library`` operator that ``torch.compile(fullgraph=True)`` traces through. With T tokens,
-hidden size H, V classes, chunks of C tokens and b bytes an element, the GEMMs' operations and the peak of memory beyond
-the inputs, both gradients among it:
+With T tokens, hidden size H, V classes, chunks of C tokens, slabs of S classes and b bytes an element, the operations
+of the GEMMs and the peak of memory beyond the inputs, both gradients included, are
 
-- one chunk ("fast"): 6 T H V; b (T (V - K) + V H + T H). The logits are kept for the backward, which overwrites them
-  by their gradient: those of the first K = V H / (T + H) classes in the memory of d weight, behind these classes' rows.
-  K is 0 where that would spare less than 512 MiB, or the first K rows cannot hold d hidden in float32, b K < 4 T; where
-  weight needs no gradient; with label smoothing; and in what ``torch.compile`` compiles, which on a GPU sees the two
-  products and the kernels of cross_entropy.py instead of an operator.
-- token chunks (``_linear_token_chunks.py``, "balanced"): 6 T H V; 4 V H + b T H + b V C. The gradients are computed in
-  the forward and summed over the chunks in float32, after Liger Kernel's idea (arXiv:2410.10989), and d weight is
-  rounded in the memory of its sum; a backward pass that retains the graph makes copies. With "none" the backward
-  computes the logits again: 8 T H V.
-- vocabulary slabs of S classes ("small"): 8 T H V - 2 T H K; b (V H + T S) + 4 T H. The forward only takes the loss
-  from each slab of logits; the backward computes it again and finishes its rows of d weight. What is not written yet of
-  d weight holds the logits of wider slabs, and between forward and backward those of the first K classes, which are not
-  computed again. It is never chosen by default.
+    schedule      operations          memory
+    "fast"        6 T H V             b (T (V - K) + V H + T H)
+    "balanced"    6 T H V             4 V H + b T H + b V C           (8 T H V for reduction "none")
+    "small"       8 T H V - 2 T H K   b (V H + T S) + 4 T H
 
-Token chunks are in ``_linear_token_chunks.py``, the other two in ``_linear_vocabulary_slabs.py``.
+- "fast" is one chunk. The logits are kept for the backward, which overwrites them by their gradient: those of the first
+  K = V H / (T + H) classes in the memory of grad_weight, behind these classes' rows. K is 0 where that would spare less
+  than 512 MiB, or the first K rows cannot hold grad_hidden in float32, b K < 4 T; where weight needs no gradient; with
+  label smoothing; and in what ``torch.compile`` compiles, which on a GPU sees the two products and the kernels of
+  cross_entropy.py instead of an operator. More than 8192 tokens are chunks of 8192, whose float32 sum of grad_weight
+  holds less than all logits would.
+- "balanced" goes in token chunks. The gradients are computed in the forward and summed over the chunks in float32,
+  after Liger Kernel's idea (arXiv:2410.10989), and grad_weight is rounded in the memory of its sum; a backward pass
+  that retains the graph makes copies. With "none" the backward computes the logits again.
+- "small" goes in vocabulary slabs. The forward only takes the loss from each slab of logits; the backward computes it
+  again and finishes its rows of grad_weight. What is not written yet of grad_weight holds the logits of wider slabs,
+  and between forward and backward those of the first K classes, which are not computed again. It is never chosen by
+  default.
 
-"fast" for more than 8192 tokens is chunks of 8192, whose float32 sum of d weight then holds less than all logits would.
+"balanced" is in ``_linear_token_chunks.py``, the other two are in ``_linear_vocabulary_slabs.py``.
 
 Without gradients only the loss is computed; what needs no gradient costs no buffer and no GEMM.
 
@@ -33,19 +35,19 @@ and 1 / denominator in the logits' gradient, most of which float16 would flush t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernels.ops import _linear_token_chunks, _linear_vocabulary_slabs
-from liger_kernels.ops._linear import Call, current_observer, padded
-from liger_kernels.ops._linear_vocabulary_slabs import SlabPlan, kept_by_fast, kept_by_small
+from liger_kernels.ops._linear import TENSORS, Call, Needs, Schedule, current_observer, padded
+from liger_kernels.ops._linear_operators import linear_cross_entropy_op
+from liger_kernels.ops._linear_token_chunks import TokenChunks
+from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs, kept_by_fast, kept_by_small, slab_sizes
 from liger_kernels.ops._loss_options import LossOptions, takes_options
-from liger_kernels.ops._runtime import as_autocast, use_triton
+from liger_kernels.ops._runtime import as_autocast, backward_once, use_triton
+from liger_kernels.ops._tiling import choice
 from liger_kernels.ops.cross_entropy import (
     CrossEntropyOutput,
     as_kernel_weight,
@@ -60,9 +62,6 @@ MEMORY = ("fast", "balanced", "small")
 
 # Tokens of a chunk of "fast". One chunk of more takes longer than several of so many do, and holds more.
 FAST_CHUNK = 8192
-
-_chunk_size: int | None = None
-_slab: int | None = None
 
 
 @takes_options
@@ -92,54 +91,23 @@ def _observe_all_rows(grad: Tensor) -> None:
         observer(0, grad if grad.dtype == torch.float64 else grad.float())
 
 
-@contextlib.contextmanager
-def linear_cross_entropy_slab_size(classes: int) -> Iterator[None]:
-    """Inside, :func:`linear_cross_entropy` with ``memory="small"`` takes slabs of ``classes`` where their logits need
-    memory of their own; where they need none they may be wider. With "fast", a first slab of more than ``classes`` is
-    one, however little it spares."""
-    global _slab
-    before = _slab
-    _slab = _check_size(classes, "slab size", "class", "classes")
-    try:
-        yield
-    finally:
-        _slab = before
-
-
-@contextlib.contextmanager
-def linear_cross_entropy_chunk_size(tokens: int) -> Iterator[None]:
-    """Inside, :func:`linear_cross_entropy` takes chunks of ``tokens`` rows where neither its ``chunk_size`` nor its
-    ``memory`` is given."""
-    global _chunk_size
-    before = _chunk_size
-    _chunk_size = _check_size(tokens, "chunk size", "token", "tokens")
-    try:
-        yield
-    finally:
-        _chunk_size = before
-
-
-def _check_size(size: int, name: str, one: str, several: str) -> int:
-    if not isinstance(size, int):
-        raise TypeError(f"the {name} is a {type(size).__name__}; it must be an int, a number of {several}")
-    if size < 1:
-        raise ValueError(f"the {name} is {size}; it must be at least 1 {one}")
-    return size
-
-
 def _chunk_of_balanced(hidden_size: int) -> int:
-    """Every chunk reads and writes the float32 d weight once; the logits of a narrow head are large beside it."""
+    """Every chunk reads and writes the float32 grad_weight once; the logits of a narrow head are large next to it."""
     return 2048 if hidden_size >= 2048 else 1024
 
 
-def _slab_sizes(tokens: int, hidden_size: int) -> tuple[int, int]:
-    """Classes of a slab, and of one beside d weight, if they take memory of their own.
+@choice("schedule")
+def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype) -> tuple[str, int]:
+    """The schedule and the chunk size where neither is given.
 
-    Every slab reads and writes the float32 d hidden once: the more classes, the less that weighs, and the more memory
-    its logits take. Beside d weight that is at most 64 MiB in 16 bits, as long as it leaves slabs of 1024 classes.
-    """
-    columns = max(2048, -(-hidden_size // 256) * 256)
-    return columns, min(columns, max(1024, 2**25 // max(tokens, 1) // 1024 * 1024))
+    2 * hidden_size + C tokens' logits take about the memory of what token chunks hold instead: the logits of C tokens,
+    and in 16 bits the float32 sum of grad_weight. A compiled program does not overwrite the kept logits, but a copy or
+    memory of the gradient's own; of at most hidden_size tokens even both take no more."""
+    chunk = _chunk_of_balanced(hidden_size)
+    few = chunk + (0 if dtype == torch.float32 else 2 * hidden_size)
+    if torch.compiler.is_compiling():
+        few = min(few, hidden_size)
+    return "fast" if tokens <= few else "balanced", chunk
 
 
 def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | None) -> str | None:
@@ -156,17 +124,11 @@ def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | N
 
 
 def _schedule(
-    hidden: Tensor,
-    vocab: int,
-    options: LossOptions,
-    needs: tuple[bool, bool, bool],
-    chunk_size: int | None,
-    memory: str | None,
-) -> tuple[str, tuple[int, ...]]:
-    """A name of :data:`MEMORY`, and the size of its chunks or slabs: from the arguments, their shape and dtype only, so
-    that a result never depends on the state of the machine."""
+    hidden: Tensor, vocab: int, options: LossOptions, needs: Needs, chunk_size: int | None, memory: str | None
+) -> tuple[str, Schedule]:
+    """A name of :data:`MEMORY` and what it is here: from the arguments, their shape and dtype only, so that a result
+    never depends on the state of the machine."""
     tokens, hidden_size = hidden.shape
-    compiling = torch.compiler.is_compiling()
     if memory is not None and memory not in MEMORY:
         raise ValueError(f"memory is {memory!r}; it must be one of {', '.join(map(repr, MEMORY))}, or None to choose")
     if memory is not None and chunk_size is not None:
@@ -175,17 +137,11 @@ def _schedule(
             "that size"
         )
     chunk = _chunk_of_balanced(hidden_size)
-    if memory is None:
-        # So many tokens' logits take about the memory of what token chunks hold instead: some logits, and in 16 bits
-        # the float32 sum of d weight. A compiled program does not overwrite the kept logits, but a copy or memory of
-        # the gradient's own; of at most hidden_size tokens even both take no more.
-        few = chunk + (0 if hidden.dtype == torch.float32 else 2 * hidden_size)
-        one_chunk = tokens <= (min(few, hidden_size) if compiling else few)
-        chunk_size = _chunk_size if chunk_size is None else chunk_size
-        if chunk_size is not None:
-            chunk = _check_size(chunk_size, "chunk size", "token", "tokens")
-            one_chunk = tokens <= chunk
-        memory = "fast" if one_chunk else "balanced"
+    if chunk_size is not None:
+        chunk = _checked_chunk_size(chunk_size)
+        memory = "fast" if tokens <= chunk else "balanced"
+    elif memory is None:
+        memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype)
     if balanced_because(hidden.dtype, options.label_smoothing, memory) is not None:
         memory = "balanced"
     if memory == "fast" and not any(needs):  # nothing to keep logits for
@@ -194,16 +150,60 @@ def _schedule(
     if memory == "fast" and many and options.reduction != "none":  # whose chunks would compute the logits again
         memory, chunk = "balanced", FAST_CHUNK
     if memory == "balanced":
-        return memory, (chunk,)
-    kept, in_d_weight = 0, needs[1] and not compiling  # a compiled program would copy d weight with the kept logits
+        return memory, TokenChunks(chunk, current_observer() is not None)
+    # A compiled program would copy grad_weight with the kept logits.
+    in_grad_weight = needs.weight and not torch.compiler.is_compiling()
     if memory == "fast":
-        if in_d_weight and not options.label_smoothing:
-            kept = kept_by_fast(tokens, hidden_size, vocab, hidden.dtype.itemsize, _slab)
-        return memory, SlabPlan(kept)
-    slab, backward_slab = _slab_sizes(tokens, hidden_size) if _slab is None else (_slab, _slab)
-    if in_d_weight:
-        kept = kept_by_small(tokens, hidden_size, vocab, backward_slab)
-    return memory, SlabPlan(kept, slab, backward_slab)
+        in_grad_weight = in_grad_weight and not options.label_smoothing
+        return memory, VocabularySlabs(
+            kept_by_fast(tokens, hidden_size, vocab, hidden.dtype.itemsize) if in_grad_weight else 0
+        )
+    sizes = slab_sizes(tokens, hidden_size)
+    kept = kept_by_small(tokens, hidden_size, vocab) if in_grad_weight else 0
+    return memory, VocabularySlabs(kept, sizes.forward, sizes.backward, sizes.step)
+
+
+def _checked_chunk_size(tokens: int) -> int:
+    if not isinstance(tokens, int):
+        raise TypeError(f"the chunk size is a {type(tokens).__name__}; it must be an int, a number of tokens")
+    if tokens < 1:
+        raise ValueError(f"the chunk size is {tokens}; it must be at least 1 token")
+    return tokens
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    """A schedule between autograd's forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, schedule: Schedule
+    ) -> tuple[Tensor | None, ...]:
+        """``call`` has the tensors before it, too."""
+        output = schedule.forward(call)
+        tensors = call.tensors() if schedule.reads(call.options) else (None,) * TENSORS
+        ctx.save_for_backward(*tensors, *output.saved)
+        # Not saved: a backward pass overwrites them, and autograd would then refuse a second one.
+        ctx.buffers = output.buffers
+        ctx.schedule, ctx.options, ctx.needs = schedule, call.options, call.needs
+        rows = output.rows
+        ctx.mark_non_differentiable(*[t for t in (rows.log_probs, rows.entropy, rows.predicted) if t is not None])
+        ctx.set_materialize_grads(False)
+        return output.loss, rows.log_probs, rows.entropy, rows.predicted
+
+    @staticmethod
+    @backward_once
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if grad_loss is None:
+            return (None,) * 5
+        schedule, saved = ctx.schedule, ctx.saved_tensors  # raises where an earlier pass was the last one
+        call = Call.of(saved[:TENSORS], ctx.options, ctx.needs)
+        # What reads the arguments computes again what it has overwritten.
+        overwrite = schedule.reads(ctx.options) or not torch._C._autograd._get_current_graph_task_keep_graph()
+        buffers = ctx.buffers
+        if overwrite:
+            ctx.buffers = None
+        grads = schedule.backward(call, saved[TENSORS:], buffers, grad_loss, overwrite)
+        return *[grad if needed else None for grad, needed in zip(grads, ctx.needs, strict=True)], None, None
 
 
 def _is_traced_whole(hidden: Tensor, vocab: int) -> bool:
@@ -241,7 +241,7 @@ def linear_cross_entropy(
         class_weight, row_weight, denominator: as in :func:`cross_entropy`.
         chunk_size: tokens whose logits are held at once; where that is all of them, as with "fast".
         memory: how much of it may buy time; the numbers stand at the top of this file. "fast" holds all logits between
-            forward and backward, some of them where d weight will be, and takes the fewest operations; of more than
+            forward and backward, some of them where grad_weight will be, and takes the fewest operations; of more than
             8192 tokens it holds those of 8192 at a time (with "none" all). "balanced" holds those of C = 2048 tokens,
             or of 1024 for a hidden size below 2048. "small" holds little but the gradients, and computes most logits
             twice (label smoothing: as "balanced"). float16 is always "balanced". By default "fast" for at most
@@ -276,34 +276,23 @@ def linear_cross_entropy(
         given = ", ".join(f"{t.dtype} on {t.device}" for t in (hidden, *parameters))
         raise ValueError(f"hidden, weight and bias are {given}; they must have one dtype and device: cast or move them")
     grad = torch.is_grad_enabled()
-    needs = (
+    needs = Needs(
         grad and hidden.requires_grad,
         grad and weight.requires_grad,
         grad and bias is not None and bias.requires_grad,
     )
-    schedule, size = _schedule(hidden, vocab, o, needs, chunk_size, memory)
-    weights = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator}
+    memory, schedule = _schedule(hidden, vocab, o, needs, chunk_size, memory)
+    named = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator, **o.as_arguments()}
     if not use_triton(hidden, opaque=True):
-        return linear_cross_entropy_ref(hidden, weight, targets, bias, **weights, **o.as_arguments())
-    if schedule == "fast" and _is_traced_whole(hidden, vocab):
-        return cross_entropy(F.linear(hidden, weight, bias), targets, **weights, **o.as_arguments())
+        return linear_cross_entropy_ref(hidden, weight, targets, bias, **named)
+    if memory == "fast" and _is_traced_whole(hidden, vocab):
+        return cross_entropy(F.linear(hidden, weight, bias), targets, **named)
     targets = targets.contiguous()
-    call = Call(
-        hidden,
-        weight,
-        bias,
-        targets,
-        as_kernel_weight(class_weight),
-        as_kernel_weight(row_weight),
-        denominator,
-        o.as_numbers(),
-        o.reduction,
-        " ".join(o.extras),
-        *needs,
-    )
-    if schedule == "balanced":
-        out = _linear_token_chunks.forward_op(*call, *size, current_observer() is not None)
+    weights = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
+    call = Call(hidden, weight, bias, targets, *weights, o, needs)
+    if torch.compiler.is_compiling() or type(hidden) not in (Tensor, torch.nn.Parameter):
+        outputs = linear_cross_entropy_op(call, schedule)
     else:
-        out = _linear_vocabulary_slabs.forward_op(*call, *size)
-    loss, log_probs, entropy, predicted, *_ = out
-    return with_extras(loss, o, targets, log_probs.detach(), entropy.detach(), predicted)
+        outputs = LinearCrossEntropyFunction.apply(hidden, weight, bias, call, schedule)
+    loss, log_probs, entropy, predicted = outputs
+    return with_extras(loss, o, targets, log_probs, entropy, predicted)

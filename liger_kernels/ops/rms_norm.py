@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 from liger_kernels.ops._device import room_for_loads
-from liger_kernels.ops._runtime import INTERPRET, backward_once, cdiv, launch, next_power_of_2, tl, triton, use_triton
+from liger_kernels.ops._runtime import backward_once, launch, tl, triton, use_triton
+from liger_kernels.ops._tiling import as_rows, cdiv, choice, next_power_of_2, tile
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
 
@@ -65,22 +66,15 @@ def add_rms_norm_ref(
     return rms_norm_ref(total, weight, eps, formula=formula), total
 
 
+# fmt: off
 @triton.jit
 def _rms_norm_fwd_kernel(
-    x_ptr,
-    x_stride,
-    residual_ptr,
-    residual_stride,
-    total_ptr,
-    weight_ptr,
-    y_ptr,
-    rstd_ptr,
-    n_rows,
-    hidden,
-    eps,
-    FORMULA: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, x_stride,                             # [rows, hidden]
+    residual_ptr, residual_stride, total_ptr,    # [rows, hidden] or None
+    weight_ptr,                                  # [hidden] or None
+    y_ptr, rstd_ptr,                             # [rows, hidden], [rows] or None
+    n_rows, hidden, eps,
+    FORMULA: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """With ``residual_ptr``, x + residual is normalised, and written to ``total_ptr``."""
     eps = tl.full((), eps, tl.float32)
@@ -111,25 +105,15 @@ def _rms_norm_fwd_kernel(
 
 @triton.jit
 def _rms_norm_bwd_kernel(
-    dy_ptr,
-    dy_stride,
-    x_ptr,
-    x_stride,
-    weight_ptr,
-    rstd_ptr,
-    dtotal_ptr,
-    dtotal_stride,
-    dx_ptr,
-    dweight_ptr,
-    n_rows,
-    hidden,
-    FORMULA: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    dy_ptr, dy_stride, x_ptr, x_stride,    # [rows, hidden]
+    weight_ptr, rstd_ptr,                  # [hidden] or None, [rows]
+    dtotal_ptr, dtotal_stride,             # [rows, hidden] or None
+    dx_ptr, dweight_ptr,                   # [rows, hidden] or None, [programs, hidden] or None
+    n_rows, hidden,
+    FORMULA: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """``dweight_ptr`` [programs, hidden] gets each program's own sum. It or ``dx_ptr`` may be None: not computed.
-    With ``dtotal_ptr``, what it holds is added to dx."""
+    """``dweight_ptr`` gets each program's own sum. What it and ``dx_ptr`` are None for is not computed. What
+    ``dtotal_ptr`` holds is added to dx."""
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     in_row = col < hidden
@@ -161,6 +145,7 @@ def _rms_norm_bwd_kernel(
 
     if dweight_ptr is not None:
         tl.store(dweight_ptr + program.to(tl.int64) * hidden + col, tl.sum(dweight, axis=0), mask=in_row)
+# fmt: on
 
 
 @triton.jit
@@ -173,29 +158,18 @@ def _sum_parts_kernel(parts_ptr, dweight_ptr, n_parts, hidden, PARTS: tl.constex
     tl.store(dweight_ptr + col, tl.sum(parts, axis=0).to(dweight_ptr.dtype.element_ty), mask=col < hidden)
 
 
-def as_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """``x`` [..., columns] as rows with unit stride along a row, and the stride between them: a view wherever one
-    exists, and ``x`` itself, which costs the host less, where it is contiguous."""
-    if x.is_contiguous():
-        return x, x.shape[-1]
-    x = x.reshape(-1, x.shape[-1])
-    x = x if x.stride(1) == 1 else x.contiguous()
-    return x, x.stride(0)
-
-
-def _launch_shape(n_rows: int, hidden: int, tile: int, per_lane: int) -> dict[str, int]:
-    """Launch choices: as many rows a program as a tile of that many elements holds, ``per_lane`` elements a lane."""
+@choice("rms_norm")
+def _launch_shape(n_rows: int, hidden: int, elements: int, per_lane: int) -> dict[str, int]:
+    """Launch choices: as many rows a program as ``elements`` allow, ``per_lane`` of them a lane."""
     block = next_power_of_2(hidden)
-    if INTERPRET:  # every program costs about a millisecond, whatever its size
-        rows = min(max(1, 65536 // block), next_power_of_2(n_rows))
-    else:
-        rows = max(1, tile // block)
+    rows, _ = tile(n_rows, hidden, max(1, elements // block), block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // (32 * per_lane)))}
 
 
-def _stages(tile: int, bytes_per_column: int, device: torch.device) -> int:
+def _stages(elements: int, bytes_per_column: int, device: torch.device) -> int:
     """Tiles in flight in the backward: two or three wait in shared memory while one is computed, if they fit there."""
-    return 1 if tile > 8192 else min(4 if tile <= 4096 else 3, 1 + room_for_loads(device) // (tile * bytes_per_column))
+    most = 4 if elements <= 4096 else 3
+    return 1 if elements > 8192 else min(most, 1 + room_for_loads(device) // (elements * bytes_per_column))
 
 
 def _n_programs(device: torch.device) -> int:
@@ -210,7 +184,7 @@ def _sum_parts(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The sum of ``parts`` [n_parts, hidden] over its rows, in ``dtype``: one launch where torch needs two or three."""
     n_parts, hidden = parts.shape
     dweight = parts.new_empty(hidden, dtype=dtype)
-    block = next_power_of_2(hidden) if INTERPRET else 32  # columns of a program, 128 bytes of each part
+    _, block = tile(1, hidden, 1, 32)  # 128 bytes of each part
     grid = (cdiv(hidden, block),)
     shape = {"PARTS": next_power_of_2(n_parts), "BLOCK": block, "num_warps": 8}
     launch(_sum_parts_kernel, grid, parts.device, parts, dweight, n_parts, hidden, **shape)
@@ -248,25 +222,14 @@ class RMSNormFunction(torch.autograd.Function):
                 dtype = torch.promote_types(dtype, weight.dtype)
         y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         rstd = x.new_empty(n_rows, dtype=torch.float32) if any(ctx.needs_input_grad) else None
-        shape = _launch_shape(n_rows, hidden, tile=2048, per_lane=16)
+        shape = _launch_shape(n_rows, hidden, elements=2048, per_lane=16)
+        # fmt: off
         launch(
-            _rms_norm_fwd_kernel,
-            (cdiv(n_rows, shape["ROWS"]),),
-            x.device,
-            rows,
-            stride,
-            residual_rows,
-            residual_stride,
-            total,
-            weight,
-            y,
-            rstd,
-            n_rows,
-            hidden,
-            eps,
-            FORMULA=formula,
-            **shape,
+            _rms_norm_fwd_kernel, (cdiv(n_rows, shape["ROWS"]),), x.device,
+            rows, stride, residual_rows, residual_stride, total, weight, y, rstd, n_rows, hidden, eps,
+            FORMULA=formula, **shape,
         )
+        # fmt: on
         ctx.save_for_backward(x if total is None else total, weight, rstd)
         ctx.formula = formula
         ctx.dtypes = None if residual is None else (x.dtype, residual.dtype)
@@ -291,30 +254,18 @@ class RMSNormFunction(torch.autograd.Function):
         needs_dx = needs_x or needs_residual
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
         dtotal_rows, dtotal_stride = as_rows(dtotal) if needs_dx and dtotal is not None else (None, None)
-        shape = _launch_shape(n_rows, hidden, tile=4096 if hidden <= 2048 else 8192, per_lane=32)
+        shape = _launch_shape(n_rows, hidden, elements=4096 if hidden <= 2048 else 8192, per_lane=32)
         n_programs = min(_n_programs(x.device), cdiv(n_rows, shape["ROWS"]))
         loaded = dy.element_size() + x.element_size() + (0 if dtotal_rows is None else dtotal_rows.element_size())
         parts = x.new_empty((n_programs, hidden), dtype=torch.float32) if needs_weight else None
+        stages = _stages(shape["ROWS"] * shape["BLOCK"], loaded, x.device)
+        # fmt: off
         launch(
-            _rms_norm_bwd_kernel,
-            (n_programs,),
-            x.device,
-            dy_rows,
-            dy_stride,
-            rows,
-            stride,
-            weight,
-            rstd,
-            dtotal_rows,
-            dtotal_stride,
-            dx,
-            parts,
-            n_rows,
-            hidden,
-            FORMULA=ctx.formula,
-            STAGES=_stages(shape["ROWS"] * shape["BLOCK"], loaded, x.device),
-            **shape,
+            _rms_norm_bwd_kernel, (n_programs,), x.device,
+            dy_rows, dy_stride, rows, stride, weight, rstd, dtotal_rows, dtotal_stride, dx, parts, n_rows, hidden,
+            FORMULA=ctx.formula, STAGES=stages, **shape,
         )
+        # fmt: on
         dweight = None if parts is None else _sum_parts(parts, weight.dtype)
         if ctx.dtypes is None:
             return dx, None, dweight, None, None

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from liger_kernels.ops._runtime import INTERPRET, backward_once, cdiv, launch, next_power_of_2, tl, triton, use_triton
+from liger_kernels.ops._runtime import backward_once, launch, tl, triton, use_triton
+from liger_kernels.ops._tiling import cdiv, choice, next_power_of_2, tile
 
 PAIRINGS = ("half", "interleaved", "interleaved_repeat")
 
@@ -91,33 +92,18 @@ def _load_angles(ptr, offset, mask, half, PAIRING: tl.constexpr, HALF: tl.conste
     return a, b
 
 
+# fmt: off
 @triton.jit
 def _rotate_heads(
-    x_ptr,
-    x_seq_stride,
-    x_head_stride,
-    x_batch_gap,
-    y_ptr,
-    y_seq_stride,
-    y_head_stride,
-    y_batch_gap,
-    token,
-    batch,
-    in_range,
-    n_heads,
-    cos_a,
-    cos_b,
-    sin_a,
-    sin_b,
-    half,
-    head_dim,
-    PAIRING: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
+    x_ptr, x_strides, y_ptr, y_strides,      # [batch, heads, seq, head_dim]; strides as _strides returns them
+    token, batch, in_range, n_heads,         # [tokens, 1, 1], and a number
+    angles, half, head_dim,                  # cos_a, cos_b, sin_a, sin_b, each [tokens, 1, HALF]
+    PAIRING: tl.constexpr, TRANSPOSED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):
-    """Rotate every head of the tokens, [tokens, 1, 1], by [tokens, 1, HALF] factors."""
+    """Rotate every head of the tokens."""
+    x_seq_stride, x_head_stride, x_batch_gap = x_strides
+    y_seq_stride, y_head_stride, y_batch_gap = y_strides
+    cos_a, cos_b, sin_a, sin_b = angles
     for start in range(0, n_heads, HEADS):
         head = (start + tl.arange(0, HEADS)).to(tl.int64)[None, :, None]
         mask = in_range & (head < n_heads)
@@ -140,43 +126,17 @@ def _rotate_heads(
 
 @triton.jit
 def _rope_kernel(
-    q_ptr,
-    q_seq_stride,
-    q_head_stride,
-    q_batch_gap,
-    q_out_ptr,
-    q_out_seq_stride,
-    q_out_head_stride,
-    q_out_batch_gap,
-    k_ptr,
-    k_seq_stride,
-    k_head_stride,
-    k_batch_gap,
-    k_out_ptr,
-    k_out_seq_stride,
-    k_out_head_stride,
-    k_out_batch_gap,
-    cos_ptr,
-    cos_batch_stride,
-    cos_seq_stride,
-    sin_ptr,
-    sin_batch_stride,
-    sin_seq_stride,
-    n_tokens,
-    seq_len,
-    q_heads,
-    k_heads,
-    half,
-    head_dim,
-    PAIRING: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
+    q_ptr, q_seq_stride, q_head_stride, q_batch_gap,                    # [batch, heads, seq, head_dim] or None
+    q_out_ptr, q_out_seq_stride, q_out_head_stride, q_out_batch_gap,    # as q
+    k_ptr, k_seq_stride, k_head_stride, k_batch_gap,                    # [batch, kv_heads, seq, head_dim] or None
+    k_out_ptr, k_out_seq_stride, k_out_head_stride, k_out_batch_gap,    # as k
+    cos_ptr, cos_batch_stride, cos_seq_stride,                          # [batch, seq, rotary_dim]
+    sin_ptr, sin_batch_stride, sin_seq_stride,                          # as cos
+    n_tokens, seq_len, q_heads, k_heads, half, head_dim,
+    PAIRING: tl.constexpr, TRANSPOSED: tl.constexpr,
+    TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):
-    """``q_ptr`` or ``k_ptr`` may be None: not rotated. TRANSPOSED applies the transposed map."""
+    """A tensor that is None is not rotated. TRANSPOSED applies the transposed map."""
     # In 32 bits up to here: a division in 64 would take longer than the loads that wait for it.
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     in_range = token < n_tokens
@@ -187,70 +147,30 @@ def _rope_kernel(
     sin_offset = batch * sin_batch_stride + seq * sin_seq_stride
     cos_a, cos_b = _load_angles(cos_ptr, cos_offset, in_range, half, PAIRING, HALF)
     sin_a, sin_b = _load_angles(sin_ptr, sin_offset, in_range, half, PAIRING, HALF)
+    angles = (cos_a, cos_b, sin_a, sin_b)
     if q_ptr is not None:
         _rotate_heads(
-            q_ptr,
-            q_seq_stride,
-            q_head_stride,
-            q_batch_gap,
-            q_out_ptr,
-            q_out_seq_stride,
-            q_out_head_stride,
-            q_out_batch_gap,
-            token,
-            batch,
-            in_range,
-            q_heads,
-            cos_a,
-            cos_b,
-            sin_a,
-            sin_b,
-            half,
-            head_dim,
-            PAIRING,
-            TRANSPOSED,
-            Q_HEADS,
-            HALF,
-            REST,
+            q_ptr, (q_seq_stride, q_head_stride, q_batch_gap),
+            q_out_ptr, (q_out_seq_stride, q_out_head_stride, q_out_batch_gap),
+            token, batch, in_range, q_heads, angles, half, head_dim, PAIRING, TRANSPOSED, Q_HEADS, HALF, REST,
         )
     if k_ptr is not None:
         _rotate_heads(
-            k_ptr,
-            k_seq_stride,
-            k_head_stride,
-            k_batch_gap,
-            k_out_ptr,
-            k_out_seq_stride,
-            k_out_head_stride,
-            k_out_batch_gap,
-            token,
-            batch,
-            in_range,
-            k_heads,
-            cos_a,
-            cos_b,
-            sin_a,
-            sin_b,
-            half,
-            head_dim,
-            PAIRING,
-            TRANSPOSED,
-            K_HEADS,
-            HALF,
-            REST,
+            k_ptr, (k_seq_stride, k_head_stride, k_batch_gap),
+            k_out_ptr, (k_out_seq_stride, k_out_head_stride, k_out_batch_gap),
+            token, batch, in_range, k_heads, angles, half, head_dim, PAIRING, TRANSPOSED, K_HEADS, HALF, REST,
         )
+# fmt: on
 
 
+@choice("rope")
 def _launch_shape(n_tokens: int, q_heads: int, k_heads: int, rotary_dim: int, head_dim: int) -> dict[str, int]:
     """Launch choices: one token a program, so that its angles are read once, and a loop over blocks of 8 heads; more
     tokens where heads are few."""
     half = next_power_of_2(rotary_dim // 2)
     heads = max(1, min(8, 512 // half))
     q_block, k_block = min(next_power_of_2(q_heads), heads), min(next_power_of_2(k_heads), heads)
-    tokens = 4 if max(q_heads, k_heads) <= 8 else 1
-    if INTERPRET:  # every program costs about a millisecond, whatever its size
-        q_block, k_block = next_power_of_2(q_heads), next_power_of_2(k_heads)
-        tokens = min(max(1, 65536 // (max(q_block, k_block) * half)), next_power_of_2(n_tokens))
+    tokens, _ = tile(n_tokens, max(q_block, k_block) * half, 4 if max(q_heads, k_heads) <= 8 else 1, 0)
     return {
         "TOKENS": tokens,
         "Q_HEADS": q_block,
@@ -299,32 +219,16 @@ def _rotate(
     cos_strides, sin_strides = [(x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)) for x in (cos, sin)]
     n_tokens = batch * seq_len
     shape = _launch_shape(n_tokens, q_heads, k_heads, rotary_dim, head_dim)
+    q_strides, q_out_strides, k_strides, k_out_strides = strides
+    # fmt: off
     launch(
-        _rope_kernel,
-        (cdiv(n_tokens, shape["TOKENS"]),),
-        cos.device,
-        q,
-        *strides[0],
-        q_out,
-        *strides[1],
-        k,
-        *strides[2],
-        k_out,
-        *strides[3],
-        cos,
-        *cos_strides,
-        sin,
-        *sin_strides,
-        n_tokens,
-        seq_len,
-        q_heads,
-        k_heads,
-        rotary_dim // 2,
-        head_dim,
-        PAIRING=pairing,
-        TRANSPOSED=transposed,
-        **shape,
+        _rope_kernel, (cdiv(n_tokens, shape["TOKENS"]),), cos.device,
+        q, *q_strides, q_out, *q_out_strides, k, *k_strides, k_out, *k_out_strides,
+        cos, *cos_strides, sin, *sin_strides,
+        n_tokens, seq_len, q_heads, k_heads, rotary_dim // 2, head_dim,
+        PAIRING=pairing, TRANSPOSED=transposed, **shape,
     )
+    # fmt: on
 
 
 def _empty(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
-from liger_kernels.ops._runtime import left_to_inductor
+from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.patching.probe import (
     PLAIN,
     SAME_FORMULA,
@@ -79,7 +79,7 @@ class GluRecipe(Recipe):
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
-            if left_to_inductor(x) or _skips_watched(self, called):
+            if left_to_inductor(recipe.kernel, x) or _skips_watched(self, called):
                 return base.forward(self, *args, **kwargs)
             if not torch.compiler.is_compiling() and RAN not in self.__dict__:
                 self.__dict__[RAN] = True

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from liger_kernels.ops import rms_norm, rms_norm_ref
+from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.patching.probe import (
     PLAIN,
     SAME_FORMULA,
@@ -52,9 +53,9 @@ class NormRecipe(Recipe):
         formula, eps, weight_name = self.formula, self.eps, self.weight
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-            if torch.compiler.is_compiling():  # Inductor fuses this with the residual around it, but no kernel of ours
-                return base.forward(self, *args, **kwargs)
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
+            if left_to_inductor("rms_norm", x):
+                return base.forward(self, *args, **kwargs)
             weight = getattr(self, weight_name) if weight_name is not None else None
             if type(x) not in PLAIN or (weight is not None and not _fits(weight, x)):
                 return base.forward(self, *args, **kwargs)

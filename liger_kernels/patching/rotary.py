@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from liger_kernels.ops import rope, rope_ref
-from liger_kernels.ops._runtime import left_to_inductor
+from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.patching.probe import (
     PLAIN,
     SAME_FORMULA,
@@ -192,7 +192,7 @@ def _apply_rotary(*args: Any, **named: Any) -> Any:
         and cos.dim() == sin.dim() == 3
         and (partial or cos.shape[-1] == q.shape[-1])
     )
-    if not usual or left_to_inductor(q):
+    if not usual or left_to_inductor("rope", q):
         return upstream(*args, **named)
     if not torch.compiler.is_compiling():
         runs[0] += 1

@@ -225,8 +225,6 @@ NAMES = (
     Private(("_getframe",), "sys:_getframe", "whoever reads the output counts as a user", a_caller_is_known),
     Private(("_cuda_getCurrentRawStream",), "torch:_C._cuda_getCurrentRawStream", "raises at a launch", None, "cuda"),
     Private(("_sleep",), "torch.cuda:_sleep", "raises in a benchmark", None, "cuda"),
-    Private(("_disable_dynamo",), "torch:_disable_dynamo", "raises at import"),
-    Private(("_AutoDispatchBelowAutograd",), "torch:_C._AutoDispatchBelowAutograd", "raises in an operator"),
     Private(("_make_wrapper_subclass",), "torch:Tensor._make_wrapper_subclass", "raises in the first fused loss"),
     Private(("torch.utils._pytree",), "torch.utils._pytree:tree_map", "raises at import"),
     Private(("_ConvNd",), "torch.nn.modules.conv:_ConvNd", "raises while modules are recognised"),

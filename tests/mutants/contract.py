@@ -253,10 +253,10 @@ MUTANTS = (
         "c11_loss_without_gradients_crashes",
         "Under no_grad the fused head reads a variable that only the gradient's branch sets.",
         "liger_kernels.ops._linear_token_chunks",
-        "        if grad_in_forward:\n            sums.add(start, stop, logits)\n",
-        "        if not any(call.needs):\n"
-        "            raise UnboundLocalError(\"cannot access local variable 'd_weight'\")\n"
-        "        if grad_in_forward:\n            sums.add(start, stop, logits)\n",
+        "sums.add(call, wanted, start, stop, logits)",
+        "if not any(call.needs):\n"
+        "    raise UnboundLocalError(\"cannot access local variable 'd_weight'\")\n"
+        "sums.add(call, wanted, start, stop, logits)",
         source="C11",
         kernel="linear_cross_entropy",
         phase="forward",

@@ -43,13 +43,13 @@ def _hidden(
 _AT_TARGET = "at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream"
 _STORED = "grad.to(grad_rows.dtype.element_ty)"
 _SLOPE = "return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))"
-_SCALE = "scale = grad_loss.to(torch.float32) / divisor"
+_SCALE = "grad_loss.to(torch.float32) / saved[0]"
 _UPSTREAM = "            grad_loss,\n            grad,\n"
-_UPSTREAM_OF_SLABS = "(grad_loss, divisor, stats)"
 _COUNT = "counts = in_range & (target != ignore_index)\n"
-_FINISHED = "_finished(*both, scale, ctx.dtype, last)"
-_KEEP = "keep = 1.0 if start else 0.0"
-_ADD = "sums.add(start, stop, logits)"
+_WEIGHT = "self.weight.rounded(scale, dtype, overwrite)"
+_FINISHED = "finished(needs.hidden, self.hidden)"
+_KEEP = "1.0 if start else 0.0"
+_ADD = "sums.add(call, wanted, start, stop, logits)"
 
 MUTANTS = (
     _logits(
@@ -82,23 +82,23 @@ MUTANTS = (
         "c4_fused_upstream_gradient_ignored",
         "The gradient that comes in is taken for 1, in the fused head.",
         "backward",
-        (_SCALE, "scale = torch.ones_like(divisor) / divisor"),
+        (_SCALE, "torch.ones_like(saved[0]) / saved[0]"),
         source="C4",
     ),
     _logits(
         "loss_gradient_of_an_upstream_of_one_stays",
         "The gradient that the forward wrote for an upstream gradient of 1 is taken whatever comes in.",
         "backward",
-        ("tl.load(unless_one_ptr) == 1.0", "tl.load(unless_one_ptr) != 0.0"),
+        ("tl.load(skip_if_one_ptr) == 1.0", "tl.load(skip_if_one_ptr) != 0.0"),
     ),
     _logits(
         "c6_logits_become_their_gradient",
         "The backward writes the gradient over the logits, which the caller holds.",
         "backward",
         (
-            "        unless_one = None if grad is None else grad_loss\n"
+            "        skip_if_one = None if grad is None else grad_loss\n"
             "        grad = _empty_grad(logits) if grad is None else grad\n",
-            "        unless_one, grad = None, logits\n",
+            "        skip_if_one, grad = None, logits\n",
         ),
         source="C6",
         dies="overwritten",
@@ -239,9 +239,9 @@ MUTANTS = (
         "The bias gets a gradient only where the hidden states need one, too.",
         "backward",
         (
-            "keep = 1.0 if start else 0.0",
-            "keep = 1.0 if start else 0.0\n"
-            "if self.needs_bias and not self.needs_hidden:\n    self.d_bias.zero_()\n    self.needs_bias = False",
+            "",
+            "if wanted.bias and not wanted.hidden:\n    self.bias.zero_()\n    wanted = wanted._replace(bias=False)",
+            "_GradientSums.add",
         ),
         source="C12",
         model="llama-bias",
@@ -250,7 +250,7 @@ MUTANTS = (
         "bias_gradient_of_the_first_chunk",
         "Later chunks add nothing to the gradient of the head's bias.",
         "backward",
-        ("self.d_bias += d_logits.sum(0, dtype=torch.float32)", "pass"),
+        ("self.bias.add_(d_logits.sum(0, dtype=torch.float32))", "pass"),
         model="llama-bias",
     ),
     _hidden(
@@ -265,7 +265,7 @@ MUTANTS = (
         "c21_sum_of_chunk_means",
         "Every chunk's loss is divided by its own count, and these means are added up.",
         "forward",
-        ("rows.loss, call.divisor()", "rows.loss, call.divisor() * chunk_size / max(tokens, 1)"),
+        ("call.mean_denominator()", "call.mean_denominator() * self.chunk_size / max(tokens, 1)"),
         source="C21",
     ),
     _hidden(
@@ -273,8 +273,9 @@ MUTANTS = (
         "The kernel's rows are taken to follow one another without the padding between them.",
         "forward",
         (
-            "logits, targets[start:stop]",
-            "logits.as_strided(logits.shape, (vocab, 1)), targets[start:stop]",
+            "logits, call.targets[start:stop]",
+            "logits.as_strided(logits.shape, (len(call.weight), 1)), call.targets[start:stop]",
+            "TokenChunks.forward",
         ),
         source="N18",
     ),
@@ -282,48 +283,48 @@ MUTANTS = (
         "last_chunk_without_gradient",
         "The partial last chunk adds nothing to any gradient.",
         "backward",
-        (_ADD, f"logits = logits if stop < tokens else logits.zero_()\n{_ADD}", "forward_op"),
+        (_ADD, f"logits = logits if stop < tokens else logits.zero_()\n{_ADD}", "TokenChunks.forward"),
     ),
     _hidden(
         "weight_gradient_of_the_last_chunk",
         "The head's gradient is overwritten by every chunk.",
         "backward",
-        (_KEEP, "keep = 0.0"),
+        (_KEEP, "0.0"),
         sample=True,
     ),
     _hidden(
         "weight_gradient_adds_to_garbage",
         "The first chunk adds to what the buffer held before.",
         "backward",
-        (_KEEP, "keep = 1.0"),
+        (_KEEP, "1.0"),
     ),
     _hidden(
         "hidden_gradient_of_the_first_chunk",
         "Every chunk's rows get the first chunk's gradient.",
         "backward",
         (
-            "torch.mm(d_logits, self.weight, out=self.d_hidden[start:stop])",
-            "torch.mm(d_logits, self.weight, out=self.d_hidden[start:stop])\n"
-            "self.d_hidden[start:stop] = self.d_hidden[: stop - start]",
+            "torch.mm(d_logits, call.weight, out=self.hidden[start:stop])",
+            "torch.mm(d_logits, call.weight, out=self.hidden[start:stop])\n"
+            "self.hidden[start:stop] = self.hidden[: stop - start]",
         ),
     ),
     _hidden(
         "weight_gradient_of_one_percent_more",
         "The head's gradient is 1% too large.",
         "backward",
-        (_FINISHED, _FINISHED.replace("scale", "scale * (1.01 if both is sums[1] else 1.0)")),
+        (_WEIGHT, _WEIGHT.replace("scale", "1.01 * scale")),
     ),
     _hidden(
         "hidden_gradient_of_one_percent_less",
         "The gradient of the hidden states is 1% too small.",
         "backward",
-        (_FINISHED, _FINISHED.replace("scale", "scale * (0.99 if both is sums[0] else 1.0)")),
+        (_FINISHED, f"{_FINISHED}.mul_(0.99)"),
     ),
     _hidden(
         "weight_gradient_rounded_before_it_is_scaled",
         "The head's gradient is divided by the number of targets in bfloat16.",
         "backward",
-        (_FINISHED, f"((both[0].bfloat16() * scale.bfloat16()).to(ctx.dtype) if both is sums[1] else {_FINISHED})"),
+        (_WEIGHT, "(self.weight.first.bfloat16() * scale.bfloat16()).to(dtype)"),
         dtypes=("float32",),
     ),
     _hidden(
@@ -338,14 +339,14 @@ MUTANTS = (
         "tied_head_gradient_twice",
         "The head's gradient is added twice to the embedding that it is tied to.",
         "backward",
-        (_FINISHED, _FINISHED.replace("scale", "scale * (2.0 if both is sums[1] else 1.0)")),
+        (_WEIGHT, _WEIGHT.replace("scale", "2.0 * scale")),
         model="llama-tied",
     ),
     _hidden(
         "tied_head_gradient_missing",
         "A head that is tied gives the embedding no gradient.",
         "backward",
-        (_FINISHED, _FINISHED.replace("scale", "scale * (0.0 if both is sums[1] else 1.0)")),
+        (_WEIGHT, _WEIGHT.replace("scale", "0.0 * scale")),
         model="llama-tied",
     ),
     _hidden(
@@ -359,7 +360,7 @@ MUTANTS = (
         "one_chunk_mean_over_all_tokens",
         "The gradient of a mean is divided by all rows, the ignored ones too, where one chunk has all tokens.",
         "backward",
-        ("divisor=divisor", "divisor=torch.full_like(divisor, len(logits))", "_overwritten"),
+        ("denominator=denominator", "denominator=torch.full_like(denominator, len(logits))", "_overwritten"),
         module=_SLABS,
     ),
     _hidden(
@@ -367,8 +368,8 @@ MUTANTS = (
         "The head's gradient is 1% too large, where one chunk has all tokens.",
         "backward",
         (
-            "torch.mm(d_logits.t(), hidden, out=d_weight[first:stop])",
-            "torch.mm(d_logits.t(), hidden, out=d_weight[first:stop]).mul_(1.01)",
+            "torch.mm(d_logits.t(), hidden, out=grad_weight[first:stop])",
+            "torch.mm(d_logits.t(), hidden, out=grad_weight[first:stop]).mul_(1.01)",
         ),
         module=_SLABS,
     ),
@@ -389,8 +390,8 @@ MUTANTS = (
         "The hidden states' gradient is summed where the first slab's logits lie in the memory of d weight.",
         "backward",
         (
-            "d_weight[: plan.kept_classes].view(-1).view(torch.float32)[: hidden.numel()]",
-            "d_weight.view(-1).view(torch.float32)[-hidden.numel() :]",
+            "grad_weight[: self.kept_classes].view(-1).view(torch.float32)[: hidden.numel()]",
+            "grad_weight.view(-1).view(torch.float32)[-hidden.numel() :]",
         ),
         module=_SLABS,
         memory="fast",
@@ -400,9 +401,9 @@ MUTANTS = (
         "The second slab's rows of d weight are written where the first one's gradient still lies.",
         "backward",
         (
-            "for first, stop, d_logits in slabs:\n    torch.mm(d_logits.t(), hidden, out=d_weight[first:stop])",
-            "for first, stop, d_logits in reversed(slabs):\n"
-            "    torch.mm(d_logits.t(), hidden, out=d_weight[first:stop])",
+            "for first, stop, d_logits in every:\n    torch.mm(d_logits.t(), hidden, out=grad_weight[first:stop])",
+            "for first, stop, d_logits in reversed(every):\n"
+            "    torch.mm(d_logits.t(), hidden, out=grad_weight[first:stop])",
         ),
         module=_SLABS,
         memory="fast",
@@ -414,7 +415,7 @@ MUTANTS = (
         (
             "keep=1.0 if first else 0.0",
             "keep=0.0",
-            "_gradients_again",
+            "_gradients_of_slabs",
         ),
         module=_SLABS,
         memory="small",
@@ -431,7 +432,7 @@ MUTANTS = (
         "slabs_write_over_the_logits_that_are_kept",
         "The forward's later slabs lie where the first one's logits wait for the backward.",
         "backward",
-        ("d_weight.view(-1)[: kept * hidden_size]", "d_weight.view(-1)[kept * hidden_size :]"),
+        ("grad_weight.view(-1)[: kept * hidden_size]", "grad_weight.view(-1)[kept * hidden_size :]"),
         module=_SLABS,
         memory="small",
     ),

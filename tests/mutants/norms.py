@@ -27,7 +27,7 @@ _SUM = "tl.sum(parts, axis=0)"
 _ACCUMULATE = "dweight += dy * norm"
 # On a mini model one interpreted program takes every row; smaller tiles, honest by themselves, make several of them.
 _SMALL_TILES = (
-    "rows = min(max(1, 65536 // block), next_power_of_2(n_rows))",
+    "rows, _ = tile(n_rows, hidden, max(1, elements // block), block)",
     "rows = min(8, next_power_of_2(n_rows))",
 )
 

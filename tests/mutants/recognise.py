@@ -43,8 +43,8 @@ MUTANTS = (
         "activation_past_its_hooks",
         "The gated MLP computes the activation although somebody has hooks on it.",
         "glu",
-        "left_to_inductor(x) or _skips_watched(self, called)",
-        "left_to_inductor(x)",
+        "left_to_inductor(recipe.kernel, x) or _skips_watched(self, called)",
+        "left_to_inductor(recipe.kernel, x)",
         "left.py::test_hooks_on_the_activation_are_called_as_unpatched[forward]",
     ),
     _check(

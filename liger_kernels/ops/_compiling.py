@@ -1,0 +1,32 @@
+"""What runs in a program of ``torch.compile``: a kernel of ours, or torch's operations, which Inductor fuses.
+
+Inductor fuses a norm with the residual around it, and a mean with what follows. A launch of one of our kernels takes
+the host about 20 us longer than one of Inductor's there (H200 machine, torch 2.11), and a step whose tensors have
+2**20 elements or less (512 tokens of 2048 features) waits for the host. docs/compile.md lists what else differs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+# The number of elements up to which each is left to Inductor.
+INDUCTOR_UP_TO: dict[str, float] = {
+    "rms_norm": math.inf,
+    "mean": math.inf,
+    "rope": 2**20,
+    "swiglu": 2**20,
+    "geglu": 2**20,
+}
+
+
+def left_to_inductor(kernel: str, x: torch.Tensor) -> bool:
+    """Whether this is a compiled program in which ``kernel`` over ``x`` is faster as torch's own operations.
+
+    Where the size of ``x`` is a symbol, it may be any, and the answer is no: a guard would be a program more."""
+    if not torch.compiler.is_compiling():
+        return False
+    most = INDUCTOR_UP_TO[kernel]
+    # By its full name: who compiles has imported it, and for everybody else that would take seconds.
+    return most == math.inf or torch.fx.experimental.symbolic_shapes.statically_known_true(x.numel() <= most)
