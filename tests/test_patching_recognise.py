@@ -430,3 +430,29 @@ def test_a_missing_argument_is_upstreams_error():
     ours = _rotary_function(half, Rotation("half", "half", partial=False, casts_back=False))
     with pytest.raises(TypeError, match=r"half\(\) missing"):
         ours(torch.randn(2, 4, 5, 8))
+
+
+# What a probe must neither miss nor change, in whichever mode the model is when it is patched.
+
+
+class WithDropoutInside(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def combine(self, gate, up):
+        return self.dropout(super().combine(gate, up))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_dropout_inside_an_mlp_is_seen(training):
+    module = WithDropoutInside().train(training)
+    assert isinstance(recognise_glu(module), str)
+    assert module.dropout.training is training
+
+
+def test_a_probe_changes_no_running_statistics():
+    norm = nn.BatchNorm1d(16).train()
+    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    recognise_norm(norm)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())

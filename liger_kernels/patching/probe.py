@@ -85,12 +85,14 @@ def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
     """A shallow copy of ``module`` without hooks, in which the parameters and submodules named are replaced.
 
     The copy shares nothing that probing could change: its containers of parameters, submodules and hooks are its own,
-    and so are its submodules.
+    and so are its buffers and submodules. The submodules are in training mode, so that dropout shows.
     """
     clone: Any = object.__new__(type(module))
     clone.__dict__.update(module.__dict__)
     for container in ("_parameters", "_buffers", "_modules"):
         clone.__dict__[container] = dict(module.__dict__[container])
+    for name, buffer in module._buffers.items():
+        clone.__dict__["_buffers"][name] = None if buffer is None else buffer.clone()
     for name, value in module.__dict__.items():
         if name.endswith("_hooks") and isinstance(value, dict):
             clone.__dict__[name] = OrderedDict()
@@ -99,7 +101,8 @@ def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
     children = clone.__dict__["_modules"]
     for name, child in children.items():
         if name not in members and child is not None and not isinstance(child, torch.jit.ScriptModule):
-            children[name] = bare_copy(child)
+            children[name] = copied = bare_copy(child)
+            copied.__dict__["training"] = True
     for name, value in members.items():
         clone.__dict__["_parameters" if isinstance(value, nn.Parameter) else "_modules"][name] = value
     return _unhooked(clone)
