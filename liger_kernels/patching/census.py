@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from liger_kernels.patching.head import HeadRecipe, patched_heads, split_by_plan
 from liger_kernels.patching.model import ModelRecipe
-from liger_kernels.patching.modules import has_own_forward, never_ran, package_of
+from liger_kernels.patching.modules import has_own_forward
+from liger_kernels.patching.probe import package_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
-from liger_kernels.patching.swap import recipe_of
+from liger_kernels.patching.swap import RAN, recipe_of
 
 
 def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
@@ -51,3 +53,35 @@ def _changed(module: Any, recipe: Any) -> str | None:
     if isinstance(recipe, ModelRecipe) and not patched_heads(module.get_output_embeddings()):
         return "its LM head was replaced after patch(), and computes logits: call patch(model) again"
     return split_by_plan(module) if isinstance(recipe, HeadRecipe) and recipe.fused else None
+
+
+def never_ran(model: nn.Module, report: PatchReport) -> list[Replacement]:
+    """What of ``report.replaced`` has never run its kernel, although the model's forward has run.
+
+    What torch compiles does not mark itself, so nothing is said of it.
+    """
+    if not report.forwards:
+        return []
+    modules = dict(_not_compiled(model))
+    return [r for r in report.replaced if r.path in modules and RAN not in modules[r.path].__dict__]
+
+
+def _not_compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    compiled: set[str] = set()
+    for path, module in model.named_modules():
+        own = module.__dict__
+        if (
+            own.get("_compiled_call_impl") is not None
+            or type(module).__module__.startswith("torch._dynamo")
+            or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+        ):
+            compiled.add(path)
+        elif path and ("" in compiled or _ancestors(path) & compiled):
+            continue
+        if path not in compiled:
+            yield path, module
+
+
+def _ancestors(path: str) -> set[str]:
+    parts = path.split(".")
+    return {".".join(parts[:n]) for n in range(1, len(parts))}

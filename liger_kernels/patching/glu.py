@@ -34,7 +34,9 @@ from liger_kernels.patching.probe import (
     signature_of,
     takes_one_tensor,
     true_shape,
+    with_origin,
 )
+from liger_kernels.patching.recogniser import Recogniser, fingerprint
 from liger_kernels.patching.swap import RAN, Recipe
 
 _ACTIVATIONS = {
@@ -262,3 +264,23 @@ def _roles(module: nn.Module) -> list[tuple[str, str | None, str]]:
             if sizes[gate] == (sizes[down][1], 2 * sizes[down][0])
         ]
     return []
+
+
+def _verdict(module: nn.Module) -> GluRecipe | tuple[str, ...]:
+    if not is_glu_candidate(module):
+        return _other(module)
+    verdict = recognise_glu(module)
+    return verdict if isinstance(verdict, GluRecipe) else (with_origin(verdict, type(module)),)
+
+
+def _other(module: nn.Module) -> tuple[str, ...]:
+    reason = packed_experts(module) or other_mlp(module)
+    return () if reason is None else (reason,)
+
+
+GATED_MLPS = Recogniser(
+    ("swiglu", "geglu"),
+    lambda module: is_glu_candidate(module) or bool(_other(module)),
+    _verdict,
+    key=lambda module: fingerprint(module, replaced=_linear_sizes(module)),
+)

@@ -15,6 +15,8 @@ from liger_kernels.patching.probe import INFRASTRUCTURE, module_of
 from liger_kernels.patching.running import running
 from liger_kernels.patching.swap import RAN, Recipe, recipe_of
 
+LOSSES = ("cross_entropy", "linear_cross_entropy")
+
 
 @dataclass(frozen=True)
 class HeadRecipe(Recipe):

@@ -21,7 +21,9 @@ from liger_kernels.patching.probe import (
     signature_of,
     takes_one_tensor,
     true_shape,
+    with_origin,
 )
+from liger_kernels.patching.recogniser import Recogniser, fingerprint
 from liger_kernels.patching.swap import RAN, Recipe
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
@@ -119,6 +121,13 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str:
     if isinstance(verdict, str) and name is not None and shape is None:
         return "its weight is sharded: call patch() before sharding the model"
     return verdict
+
+
+def _verdict(module: nn.Module) -> NormRecipe | tuple[str, ...]:
+    verdict = recognise_norm(module)
+    if isinstance(verdict, NormRecipe):
+        return verdict
+    return (with_origin(verdict, type(module)),) if looks_like_norm(module) or normalises(module) else ()
 
 
 def normalises(module: nn.Module) -> bool:
@@ -260,3 +269,8 @@ def _solve_eps(module: nn.Module, name: str | None, weight: torch.Tensor | None,
 
 def _is_eps(value: object) -> bool:
     return isinstance(value, float) and 0.0 < value < 0.1
+
+
+NORMS = Recogniser(
+    ("rms_norm",), is_norm_candidate, _verdict, key=lambda module: fingerprint(module, replaced=_vectors(module))
+)

@@ -140,6 +140,23 @@ def module_of(function: Any) -> str:
     return getattr(function, "__module__", None) or ""
 
 
+def package_of(function: Any) -> str:
+    """The package that ``function`` comes from."""
+    return root(module_of(function))
+
+
+def root(module: str) -> str:
+    """The package of the module of this name."""
+    return module.partition(".")[0]
+
+
+def with_origin(reason: str, cls: type) -> str:
+    """``reason``, and which package the forward is of, where another than the one that defines the class."""
+    definer = next((c for c in cls.__mro__ if "forward" in vars(c)), cls)
+    package = package_of(vars(definer).get("forward"))
+    return reason if package in ("", root(definer.__module__)) else f"its forward is {package}'s: {reason}"
+
+
 def has_global_hooks() -> bool:
     """Whether somebody watches every module of the process."""
     first, second, third, fourth = _GLOBAL_HOOKS

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from liger_kernels.ops import rope, rope_ref
 from liger_kernels.ops._runtime import left_to_inductor
@@ -29,6 +30,7 @@ from liger_kernels.patching.probe import (
     relative_difference,
     signature_of,
 )
+from liger_kernels.patching.recogniser import Recogniser
 from liger_kernels.patching.swap import RAN, Recipe
 
 PAIRINGS = ("half", "interleaved", "interleaved_repeat")
@@ -49,6 +51,7 @@ class RopeRecipe(Recipe):
     """An attention whose forward finds our rotation under the names of upstream's."""
 
     rotations: tuple[Rotation, ...]
+    left: tuple[str, ...] = ()  # why its other rotary functions are
 
     @property
     def kernel(self) -> str:
@@ -276,3 +279,13 @@ def _methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
             if attribute not in seen and isinstance(value, types.FunctionType) and attribute != "__init__":
                 seen.add(attribute)
                 yield attribute, value
+
+
+def _verdict(module: nn.Module) -> RopeRecipe | tuple[str, ...]:
+    verdicts = {name: recognise_rotation(name, function) for name, function in rotary_names(type(module)).items()}
+    rotations = tuple(verdict for verdict in verdicts.values() if isinstance(verdict, Rotation))
+    reasons = tuple(f"{name}: {verdict}" for name, verdict in verdicts.items() if isinstance(verdict, str))
+    return RopeRecipe(rotations, reasons) if rotations else reasons
+
+
+ROTATIONS = Recogniser(("rope",), lambda module: bool(module._modules), _verdict, key=type)

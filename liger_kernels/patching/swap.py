@@ -30,7 +30,13 @@ Undo = list[tuple[nn.Module, type]]
 
 
 class Recipe:
-    """What a patched class does differently. A subclass is a frozen dataclass: it can be hashed and pickled."""
+    """What a patched class does differently. A subclass is a frozen dataclass: it can be hashed and pickled.
+
+    Attributes:
+        left: why some of what was found there is left, one line of the report each.
+    """
+
+    left: tuple[str, ...] = ()
 
     @property
     def kernel(self) -> str:

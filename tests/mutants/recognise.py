@@ -66,9 +66,9 @@ MUTANTS = (
     _check(
         "unrecognised_rotary_function_not_listed",
         "Of two rotary functions the one that is not recognised is not in the report.",
-        "modules",
-        "return RopeRecipe(rotations) if rotations else None, reasons",
-        "return (RopeRecipe(rotations), ()) if rotations else (None, reasons)",
+        "rotary",
+        "RopeRecipe(rotations, reasons)",
+        "RopeRecipe(rotations)",
         "left.py::test_all_that_is_left_is_listed[deepseek_v3-DeepseekV3ForCausalLM]",
     ),
     _check(
