@@ -37,7 +37,7 @@ from liger_kernels.patching.probe import (
     with_origin,
 )
 from liger_kernels.patching.recogniser import Recogniser, fingerprint
-from liger_kernels.patching.swap import RAN, Recipe
+from liger_kernels.patching.swap import Recipe, mark_run
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -83,8 +83,7 @@ class GluRecipe(Recipe):
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
             if left_to_inductor(x) or _skips_watched(self, called):
                 return base.forward(self, *args, **kwargs)
-            if not torch.compiler.is_compiling() and RAN not in self.__dict__:
-                self.__dict__[RAN] = True
+            mark_run(self)
             gate = getattr(self, recipe.gate)(x)
             if recipe.up is not None:
                 up = getattr(self, recipe.up)(x)

@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 from liger_kernels.patching.deferred import DeferredLogits, Product, Request, count
 from liger_kernels.patching.probe import INFRASTRUCTURE, module_of
 from liger_kernels.patching.running import running
-from liger_kernels.patching.swap import RAN, Recipe, recipe_of
+from liger_kernels.patching.swap import Recipe, mark_run, recipe_of
 
 LOSSES = ("cross_entropy", "linear_cross_entropy")
 
@@ -61,8 +61,8 @@ class HeadRecipe(Recipe):
                 count(state.fallbacks, reason)
             if type(logits) is not torch.Tensor:
                 return logits
-            if not fused and not torch.compiler.is_compiling():
-                self.__dict__[RAN] = True
+            if not fused:
+                mark_run(self)
             product.logits = logits
             return DeferredLogits(product, tuple(logits.shape), logits.dtype)
 
@@ -73,8 +73,7 @@ class HeadRecipe(Recipe):
             weight, bias = self.weight, self.bias  # once: a parametrisation computes them at each read
             if type(weight) not in (nn.Parameter, torch.Tensor):
                 return base.forward(self, *args, **kwargs)
-            if not torch.compiler.is_compiling():
-                self.__dict__[RAN] = True
+            mark_run(self)
             return request.answer(args[0], weight, bias)
 
         return {"__call__": call, "forward": forward}

@@ -24,7 +24,7 @@ from liger_kernels.patching.probe import (
     with_origin,
 )
 from liger_kernels.patching.recogniser import Recogniser, fingerprint
-from liger_kernels.patching.swap import RAN, Recipe
+from liger_kernels.patching.swap import Recipe, mark_run
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
 
@@ -60,8 +60,7 @@ class NormRecipe(Recipe):
             weight = getattr(self, weight_name) if weight_name is not None else None
             if type(x) not in PLAIN or (weight is not None and not _fits(weight, x)):
                 return base.forward(self, *args, **kwargs)
-            if RAN not in self.__dict__:
-                self.__dict__[RAN] = True
+            mark_run(self)
             return rms_norm(x, weight, eps, formula=formula)
 
         return {"forward": forward}

@@ -16,6 +16,7 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from liger_kernels.patching.probe import describe
@@ -27,6 +28,12 @@ REPORT = "_liger_kernels"
 RAN = "_liger_kernels_ran"
 # Every module whose class was changed, and its class before.
 Undo = list[tuple[nn.Module, type]]
+
+
+def mark_run(module: Any) -> None:
+    """The kernel of ``module`` runs. Compiled programs leave no mark."""
+    if not torch.compiler.is_compiling():
+        module.__dict__[RAN] = True
 
 
 class Recipe:
