@@ -178,7 +178,14 @@ def _check_same_options(report: PatchReport, kernels: tuple[str, ...], loss_redu
 
 def check_options(kernels: Iterable[str] | None, loss_reduction: str, memory: str | None) -> tuple[str, ...]:
     """The names of ``kernels``, in order; raises what :func:`patch` does for its options, whatever the model."""
-    wanted = _kernel_names(kernels)
+    existing = kernel_names()
+    if isinstance(kernels, str):
+        raise TypeError(f"kernels is a list of names, not the string {kernels!r}: kernels=[{kernels!r}]")
+    names = set(existing if kernels is None else kernels)
+    unknown = sorted(str(name) for name in names - set(existing))
+    if unknown:
+        raise ValueError(f"unknown kernels {unknown}; there are {list(existing)}")
+    wanted = tuple(name for name in existing if name in names)
     check_loss_reduction(loss_reduction)
     if memory is not None and memory not in MEMORY:
         raise ValueError(f"memory is {memory!r}; it must be one of {', '.join(map(repr, MEMORY))}, or None to choose")
@@ -188,16 +195,3 @@ def check_options(kernels: Iterable[str] | None, loss_reduction: str, memory: st
             "it, or leave memory out"
         )
     return wanted
-
-
-def _kernel_names(kernels: Iterable[str] | None) -> tuple[str, ...]:
-    existing = kernel_names()
-    if kernels is None:
-        return existing
-    if isinstance(kernels, str):
-        raise TypeError(f"kernels is a list of names, not the string {kernels!r}: kernels=[{kernels!r}]")
-    names = set(kernels)
-    unknown = sorted(str(name) for name in names - set(existing))
-    if unknown:
-        raise ValueError(f"unknown kernels {unknown}; there are {list(existing)}")
-    return tuple(name for name in existing if name in names)

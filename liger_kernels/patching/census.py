@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -62,26 +61,19 @@ def never_ran(model: nn.Module, report: PatchReport) -> list[Replacement]:
     """
     if not report.forwards:
         return []
-    modules = dict(_not_compiled(model))
-    return [r for r in report.replaced if r.path in modules and RAN not in modules[r.path].__dict__]
+    modules = dict(model.named_modules())
+    compiled = tuple(f"{path}." if path else "" for path, module in modules.items() if _is_compiled(module))
+    return [
+        item
+        for item in report.replaced
+        if item.path in modules and not f"{item.path}.".startswith(compiled) and RAN not in modules[item.path].__dict__
+    ]
 
 
-def _not_compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    compiled: set[str] = set()
-    for path, module in model.named_modules():
-        own = module.__dict__
-        if (
-            own.get("_compiled_call_impl") is not None
-            or type(module).__module__.startswith("torch._dynamo")
-            or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
-        ):
-            compiled.add(path)
-        elif path and ("" in compiled or _ancestors(path) & compiled):
-            continue
-        if path not in compiled:
-            yield path, module
-
-
-def _ancestors(path: str) -> set[str]:
-    parts = path.split(".")
-    return {".".join(parts[:n]) for n in range(1, len(parts))}
+def _is_compiled(module: nn.Module) -> bool:
+    own = module.__dict__
+    return (
+        own.get("_compiled_call_impl") is not None
+        or type(module).__module__.startswith("torch._dynamo")
+        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+    )

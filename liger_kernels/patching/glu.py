@@ -19,23 +19,8 @@ from torch import nn
 
 from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
 from liger_kernels.ops._runtime import left_to_inductor
-from liger_kernels.patching.probe import (
-    PLAIN,
-    SAME_FORMULA,
-    bare_copy,
-    describe,
-    has_global_hooks,
-    has_hooks,
-    is_watched,
-    probing,
-    randn,
-    random_linear,
-    relative_difference,
-    signature_of,
-    takes_one_tensor,
-    true_shape,
-    with_origin,
-)
+from liger_kernels.patching import probe
+from liger_kernels.patching.probe import takes_one_tensor, true_shape
 from liger_kernels.patching.recogniser import Recogniser, fingerprint
 from liger_kernels.patching.swap import Recipe, mark_run
 
@@ -91,7 +76,7 @@ class GluRecipe(Recipe):
                 first, second = gate.chunk(2, dim=-1)
                 gate, up = (first, second) if recipe.gate_first else (second, first)
             down = getattr(self, recipe.down)
-            if type(gate) not in PLAIN or type(up) not in PLAIN:  # a tensor parallel plan that keeps DTensors
+            if type(gate) not in probe.PLAIN or type(up) not in probe.PLAIN:  # a plan that keeps DTensors
                 return down(activate(gate) * up)
             if _is_just_linear(down):
                 return fused_linear(gate, up, down.weight, down.bias)
@@ -105,7 +90,7 @@ def _skips_watched(mlp: nn.Module, called: set[str | None]) -> bool:
     for name, child in mlp._modules.items():
         if name in called or child is None:
             continue
-        if is_watched(child) or has_global_hooks() or (child._modules and _skips_watched(child, set())):
+        if probe.is_watched(child) or probe.has_global_hooks() or (child._modules and _skips_watched(child, set())):
             return True
     return False
 
@@ -114,9 +99,9 @@ def _is_just_linear(module: nn.Module) -> bool:
     """Whether calling ``module`` is ``F.linear`` of its weight and bias, and nobody watches or changes that."""
     return (
         type(module) is nn.Linear
-        and type(module.weight) in PLAIN  # not sharded, not quantised
-        and not has_hooks(module)
-        and not has_global_hooks()
+        and type(module.weight) in probe.PLAIN  # not sharded, not quantised
+        and not probe.has_hooks(module)
+        and not probe.has_global_hooks()
     )
 
 
@@ -131,14 +116,14 @@ def recognise_glu(module: nn.Module) -> GluRecipe | str:
     A copy with small random projections runs in float64, in training mode, so that dropout shows.
     """
     try:
-        with probing(), torch.no_grad():
+        with probe.probing(), torch.no_grad():
             for gate, up, down in _roles(module):
                 recipe = _match(module, gate, up, down)
                 if recipe is not None:
                     return recipe
             return "it is not down(act(gate(x)) * up(x)) with silu or gelu"
     except Exception as error:  # whatever a stranger's forward raises on the probe means that it is not ours
-        return f"it cannot be probed ({describe(error)})"
+        return f"it cannot be probed ({probe.describe(error)})"
 
 
 def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe | None:
@@ -148,11 +133,11 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
         shapes[gate] = (hidden, 2 * inner)
     else:
         shapes[up] = (hidden, inner)
-    small = {name: random_linear(*shape) for name, shape in shapes.items()}
-    clone = bare_copy(module, **small)
+    small = {name: probe.random_linear(*shape) for name, shape in shapes.items()}
+    clone = probe.bare_copy(module, **small)
     clone.__dict__["training"] = True
     # Usual numbers, and large ones, which show a clamp.
-    samples = [scale * randn(2, 3, hidden, dtype=torch.float64) for scale in (2.0, 1e3)]
+    samples = [scale * probe.randn(2, 3, hidden, dtype=torch.float64) for scale in (2.0, 1e3)]
     outputs = [type(module).forward(clone, x) for x in samples]
     for activation, gate_first in itertools.product(_ACTIVATIONS, (True, False) if up is None else (True,)):
         act = _ACTIVATIONS[activation]
@@ -162,7 +147,7 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
                 product = act(first) * second if gate_first else act(second) * first
             else:
                 product = act(small[gate](x)) * small[up](x)
-            if relative_difference(y, small[down](product)) >= SAME_FORMULA:
+            if probe.relative_difference(y, small[down](product)) >= probe.SAME_FORMULA:
                 break
         else:
             return GluRecipe(activation, gate, up, down, gate_first)
@@ -230,7 +215,7 @@ def _is_no_attention(module: nn.Module) -> bool:
 
 
 def _names(module: nn.Module) -> list[str]:
-    return [parameter.name for parameter in signature_of(type(module).forward)[1:]]
+    return [parameter.name for parameter in probe.signature_of(type(module).forward)[1:]]
 
 
 def _linear_sizes(module: nn.Module, conv1d: bool = False) -> dict[str, tuple[int, int]]:
@@ -269,7 +254,7 @@ def _verdict(module: nn.Module) -> GluRecipe | tuple[str, ...]:
     if not is_glu_candidate(module):
         return _other(module)
     verdict = recognise_glu(module)
-    return verdict if isinstance(verdict, GluRecipe) else (with_origin(verdict, type(module)),)
+    return verdict if isinstance(verdict, GluRecipe) else (probe.with_origin(verdict, type(module)),)
 
 
 def _other(module: nn.Module) -> tuple[str, ...]:

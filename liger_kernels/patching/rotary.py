@@ -21,15 +21,8 @@ from torch import nn
 
 from liger_kernels.ops import rope, rope_ref
 from liger_kernels.ops._runtime import left_to_inductor
-from liger_kernels.patching.probe import (
-    PLAIN,
-    SAME_FORMULA,
-    describe,
-    probing,
-    randn,
-    relative_difference,
-    signature_of,
-)
+from liger_kernels.patching import probe
+from liger_kernels.patching.probe import PLAIN, randn, signature_of
 from liger_kernels.patching.recogniser import Recogniser
 from liger_kernels.patching.swap import RAN, Recipe
 
@@ -114,7 +107,7 @@ def recognise_rotation(name: str, function: Callable[..., Any]) -> Rotation | st
     if unknown:
         return f"its signature has {', '.join(sorted(unknown))}"
     try:
-        with probing(), torch.no_grad():
+        with probe.probing(), torch.no_grad():
             for pairing in PAIRINGS:
                 if _matches(function, pairing, rotary_dim=8):
                     partial = _matches(function, pairing, rotary_dim=4)
@@ -123,7 +116,7 @@ def recognise_rotation(name: str, function: Callable[..., Any]) -> Rotation | st
                     return Rotation(name, pairing, partial, casts_back=rotated.dtype == torch.bfloat16)
         return "it is none of the rotations that we know"
     except Exception as error:  # whatever a stranger's function raises on the probe means that it is not ours
-        return f"it cannot be probed ({describe(error)})"
+        return f"it cannot be probed ({probe.describe(error)})"
 
 
 def _sample(rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -145,7 +138,7 @@ def _matches(function: Callable[..., Any], pairing: str, rotary_dim: int) -> boo
     return (
         isinstance(got, tuple)
         and len(got) == 2
-        and all(relative_difference(g, e) < SAME_FORMULA for g, e in zip(got, expected, strict=True))
+        and all(probe.relative_difference(g, e) < probe.SAME_FORMULA for g, e in zip(got, expected, strict=True))
     )
 
 
