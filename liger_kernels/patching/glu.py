@@ -20,7 +20,7 @@ from torch import nn
 from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
 from liger_kernels.ops._runtime import left_to_inductor
 from liger_kernels.patching import probe
-from liger_kernels.patching.probe import takes_one_tensor, true_shape
+from liger_kernels.patching.probe import PLAIN, takes_one_tensor, true_shape
 from liger_kernels.patching.recogniser import Recogniser, fingerprint
 from liger_kernels.patching.swap import Recipe, mark_run
 
@@ -76,7 +76,7 @@ class GluRecipe(Recipe):
                 first, second = gate.chunk(2, dim=-1)
                 gate, up = (first, second) if recipe.gate_first else (second, first)
             down = getattr(self, recipe.down)
-            if type(gate) not in probe.PLAIN or type(up) not in probe.PLAIN:  # a plan that keeps DTensors
+            if type(gate) not in PLAIN or type(up) not in PLAIN:  # a plan that keeps DTensors
                 return down(activate(gate) * up)
             if _is_just_linear(down):
                 return fused_linear(gate, up, down.weight, down.bias)
@@ -99,7 +99,7 @@ def _is_just_linear(module: nn.Module) -> bool:
     """Whether calling ``module`` is ``F.linear`` of its weight and bias, and nobody watches or changes that."""
     return (
         type(module) is nn.Linear
-        and type(module.weight) in probe.PLAIN  # not sharded, not quantised
+        and type(module.weight) in PLAIN  # not sharded, not quantised
         and not probe.has_hooks(module)
         and not probe.has_global_hooks()
     )
@@ -154,7 +154,10 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
     return None
 
 
-def other_mlp(module: nn.Module) -> str | None:
+_TWO = "two projections instead of gate, up and down: no kernel for it"
+
+
+def _other_mlp(module: nn.Module) -> str | None:
     """Why a module that goes from hidden to inner features and back is no gated MLP of ours; None if it does not."""
     sizes = list(_linear_sizes(module, conv1d=True).values())
     if not sizes:  # each projection in a module of its own
@@ -166,26 +169,17 @@ def other_mlp(module: nn.Module) -> str | None:
     if not alone and not _is_no_attention(module):
         return None
     if any(first == second[::-1] and first[0] != first[1] for first, second in itertools.permutations(sizes, 2)):
-        return (
-            "two projections instead of gate, up and down: no kernel for it"
-            if len(sizes) == 2
-            else "it is not down(act(gate(x)) * up(x))"
-        )
+        return _TWO if len(sizes) == 2 else "it is not down(act(gate(x)) * up(x))"
     if len(sizes) == 3 or module._parameters:
         return None
     if any(gate == (down[1], 2 * down[0]) and down[0] != down[1] for gate, down in itertools.permutations(sizes)):
         return f"its forward takes more than one tensor: {', '.join(_names(module))}"
     if not alone or sizes[0] != sizes[1]:
         return None
-    square = sizes[0][0] == sizes[0][1]
-    return (
-        "two projections instead of gate, up and down: no kernel for it"
-        if square
-        else "two projections and none behind them: no kernel for it"
-    )
+    return _TWO if sizes[0][0] == sizes[0][1] else "two projections and none behind them: no kernel for it"
 
 
-def packed_experts(module: nn.Module) -> str | None:
+def _packed_experts(module: nn.Module) -> str | None:
     """The reason why a module of many experts in few parameters is left; None if it is not one."""
     shapes = [s for p in module._parameters.values() if p is not None and (s := true_shape(p)) is not None]
     cubes = [shape for shape in shapes if len(shape) == 3]
@@ -258,7 +252,7 @@ def _verdict(module: nn.Module) -> GluRecipe | tuple[str, ...]:
 
 
 def _other(module: nn.Module) -> tuple[str, ...]:
-    reason = packed_experts(module) or other_mlp(module)
+    reason = _packed_experts(module) or _other_mlp(module)
     return () if reason is None else (reason,)
 
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from liger_kernels.ops import rms_norm, rms_norm_ref
 from liger_kernels.patching import probe
-from liger_kernels.patching.probe import randn, relative_difference
+from liger_kernels.patching.probe import PLAIN, randn, relative_difference
 from liger_kernels.patching.recogniser import Recogniser, fingerprint
-from liger_kernels.patching.swap import Recipe, mark_run
+from liger_kernels.patching.swap import RAN, Recipe
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
 
@@ -46,9 +46,9 @@ class NormRecipe(Recipe):
                 return base.forward(self, *args, **kwargs)
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
             weight = getattr(self, weight_name) if weight_name is not None else None
-            if type(x) not in probe.PLAIN or (weight is not None and not _fits(weight, x)):
+            if type(x) not in PLAIN or (weight is not None and not _fits(weight, x)):
                 return base.forward(self, *args, **kwargs)
-            mark_run(self)
+            self.__dict__[RAN] = True
             return rms_norm(x, weight, eps, formula=formula)
 
         return {"forward": forward}
@@ -56,7 +56,7 @@ class NormRecipe(Recipe):
 
 def _fits(weight: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether the weight is there as one plain tensor: where it is sharded, something has gathered it."""
-    return type(weight) in probe.PLAIN and weight.numel() == x.shape[-1]
+    return type(weight) in PLAIN and weight.numel() == x.shape[-1]
 
 
 def is_norm_candidate(module: nn.Module) -> bool:

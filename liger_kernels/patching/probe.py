@@ -7,7 +7,7 @@ import copy
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def _unhooked(module: Any) -> Any:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether somebody watches or changes what goes through ``module``: a hook, or a forward of its own."""
-    first, second, third, fourth = _HOOKS
+    first, second, third, fourth = _HOOKS  # no loop: this runs at every call of an MLP
     state = module.__dict__
     return bool(state.get(first) or state.get(second) or state.get(third) or state.get(fourth) or "forward" in state)
 
@@ -125,8 +125,12 @@ def is_watched(module: nn.Module) -> bool:
     """Whether somebody other than a sharding package has hooks on ``module``: deepspeed has some on every module."""
     if not has_hooks(module):
         return False
-    hooks = (hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values())
-    return "forward" in module.__dict__ or not all(module_of(hook).startswith(INFRASTRUCTURE) for hook in hooks)
+    return "forward" in module.__dict__ or any_of_users(module.__dict__.get(name, {}) for name in _HOOKS)
+
+
+def any_of_users(kinds: Iterable[dict[int, Any]]) -> bool:
+    """Whether one of these hooks does more than to gather, shard or move weights around a call."""
+    return any(not module_of(hook).startswith(INFRASTRUCTURE) for hooks in kinds for hook in hooks.values())
 
 
 def module_of(function: Any) -> str:
