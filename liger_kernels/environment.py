@@ -15,7 +15,6 @@ import liger_kernels
 
 TESTED_TORCH = ((2, 8), (2, 15))  # the oldest and the newest of the matrix
 PACKAGES = ("torch", "triton", "transformers", "trl", "accelerate", "peft", "deepspeed")
-OPS = ("rms_norm", "rope", "swiglu", "geglu", "cross_entropy", "linear_cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,7 @@ def report() -> EnvironmentReport:
     """
     from liger_kernels.ops._device import obstacle, shared_memory
     from liger_kernels.ops._runtime import HAS_TRITON, INTERPRET, launcher_state
+    from liger_kernels.patching import KERNELS
 
     versions = {"liger-kernels": liger_kernels.__version__, "Python": platform.python_version()}
     for name in PACKAGES:
@@ -110,7 +110,8 @@ def report() -> EnvironmentReport:
     }
     if told := newer_torch():
         switches["torch"] = told
-    return EnvironmentReport(versions, platform.platform(), tuple(gpus), dict.fromkeys(OPS, tuple(where)), switches)
+    kernels = dict.fromkeys(KERNELS, tuple(where))
+    return EnvironmentReport(versions, platform.platform(), tuple(gpus), kernels, switches)
 
 
 def newer_torch() -> str:

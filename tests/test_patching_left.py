@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import liger_kernels
-from liger_kernels.patching.modules import never_ran
+from liger_kernels.patching.census import never_ran
 from liger_kernels.patching.swap import RAN
 from tests import zoo
 from tests.patching_checks import DEVICE, batch, gradients, tiny, unlisted

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +15,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import liger_kernels
+from liger_kernels.patching import modules
 from liger_kernels.patching.glu import GluRecipe, is_glu_candidate, recognise_glu
 from liger_kernels.patching.norms import NormRecipe, is_norm_candidate, recognise_norm
+from liger_kernels.patching.recogniser import fingerprint
 from liger_kernels.patching.rotary import Rotation, recognise_rotation
 from tests.patching_checks import tiny
 
@@ -430,3 +435,177 @@ def test_a_missing_argument_is_upstreams_error():
     ours = _rotary_function(half, Rotation("half", "half", partial=False, casts_back=False))
     with pytest.raises(TypeError, match=r"half\(\) missing"):
         ours(torch.randn(2, 4, 5, 8))
+
+
+# What a probe must neither miss nor change, in whichever mode the model is when it is patched.
+
+
+class WithDropoutInside(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def combine(self, gate, up):
+        return self.dropout(super().combine(gate, up))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_dropout_inside_an_mlp_is_seen(training):
+    module = WithDropoutInside().train(training)
+    assert isinstance(recognise_glu(module), str)
+    assert module.dropout.training is training
+
+
+def test_a_probe_changes_no_running_statistics():
+    norm = nn.BatchNorm1d(16).train()
+    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    recognise_norm(norm)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())
+
+
+# Modules that compute the same are probed once; whatever may compute something else is probed for itself.
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    """How often modules of each class have been probed."""
+    counts = Counter()
+
+    def counting(recogniser):
+        def recognise(module):
+            counts[type(module).__name__] += 1
+            return recogniser.recognise(module)
+
+        return replace(recogniser, recognise=recognise)
+
+    monkeypatch.setattr(modules, "_recognisers", [counting(recogniser) for recogniser in modules._recognisers])
+    return counts
+
+
+def tanh_gelu():
+    return nn.GELU(approximate="tanh")
+
+
+class Wrapped(nn.Module):
+    """An activation in an attribute, as transformers has them."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Scaled(nn.Module):
+    """An activation that its buffer decides on."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(scale))
+
+    def forward(self, x):
+        return F.silu(x) * self.scale
+
+
+class Learned(Scaled):
+    def __init__(self, scale):
+        nn.Module.__init__(self)
+        self.scale = nn.Parameter(torch.tensor(scale))
+
+
+class Deep(nn.Module):
+    """An activation with a projection inside, whose weights decide."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.inner = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(self.inner.weight, weight)
+
+    def forward(self, x):
+        return F.silu(x) * self.inner.weight.view(())
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        lambda: nn.SiLU(),
+        tanh_gelu,
+        lambda: nn.Sequential(nn.SiLU(), nn.Identity()),
+        lambda: Wrapped(F.silu),
+        lambda: Wrapped(functools.partial(F.gelu, approximate="tanh")),
+    ],
+    ids=["silu", "gelu", "nested", "function", "partial"],
+)
+def test_mlps_with_activations_of_their_own_that_are_alike_are_probed_once(activation, probed):
+    model = nn.Sequential(*(Mlp(activation()) for _ in range(4)))
+    assert len(liger_kernels.patch(model).replaced) == 4
+    assert probed["Mlp"] == 1
+
+
+@pytest.mark.parametrize(
+    ("same", "other"),
+    [
+        (lambda: nn.GELU(), tanh_gelu),
+        (lambda: Wrapped(F.gelu), lambda: Wrapped(functools.partial(F.gelu, approximate="tanh"))),
+        (lambda: Wrapped(functools.partial(F.gelu)), lambda: Wrapped(functools.partial(F.gelu, approximate="tanh"))),
+        (lambda: Wrapped(lambda x: F.silu(x)), lambda: Wrapped(lambda x: F.gelu(x))),
+    ],
+    ids=["settings", "function or partial", "partials", "closures"],
+)
+def test_mlps_whose_activations_differ_have_a_recipe_each(same, other, probed):
+    model = nn.Sequential(Mlp(same()), Mlp(other()))
+    first, second = liger_kernels.patch(model).replaced
+    assert first.formula != second.formula
+    assert probed["Mlp"] == 2
+
+
+def scale_by(factor):
+    return lambda x: F.silu(x) * factor
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [Scaled, Learned, Deep, lambda scale: Wrapped(scale_by(scale))],
+    ids=["buffer", "parameter", "weights further inside", "closure"],
+)
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_an_mlp_does_not_share_the_verdict_of_one_that_computes_something_else(activation, ours_first, probed):
+    scales = (1.0, 2.0) if ours_first else (2.0, 1.0)
+    report = liger_kernels.patch(nn.Sequential(*(Mlp(activation(scale)) for scale in scales)))
+    assert [r.path for r in report.replaced] == ["0" if ours_first else "1"]
+    assert [item.path for item in report.left] == ["1" if ours_first else "0"]
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, 1.0), (1, True), (0.0, -0.0), (1, "1"), ((1,), [1]), (None, "None")])
+def test_values_that_only_compare_equal_are_two_settings(one, other):
+    first, second, third = modules = nn.SiLU(), nn.SiLU(), nn.SiLU()
+    for module, setting in zip(modules, (one, other, one), strict=True):
+        module.setting = setting
+    assert fingerprint(first) == fingerprint(third) != fingerprint(second)
+
+
+class Powers(Norm):
+    """A norm with an attribute that is no plain setting."""
+
+    def __init__(self, power):
+        super().__init__()
+        self.powers = [power]
+
+    def statistic(self, x):
+        return x.abs().pow(self.powers[0]).mean(-1, keepdim=True)
+
+
+def test_norms_are_probed_by_what_they_hold_and_not_by_their_weights(probed):
+    report = liger_kernels.patch(nn.Sequential(Powers(2), Powers(2), Powers(3), Norm(16), Norm(24), Norm(24)))
+    assert [r.path for r in report.replaced] == ["0", "1", "3", "4", "5"]
+    assert [item.path for item in report.left] == ["2"]
+    assert (probed["Powers"], probed["Norm"]) == (2, 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "gemma2", "gemma3"])
+def test_each_distinct_module_of_a_model_is_probed_once(family, probed):
+    model = tiny(family, num_hidden_layers=6)
+    liger_kernels.patch(model)
+    assert max(probed.values()) <= 2, probed  # the norms of heads have another size than those of layers
+    assert [count for name, count in probed.items() if name.endswith("MLP")] == [1]

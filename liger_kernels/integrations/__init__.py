@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from liger_kernels.integrations.packing import PackingLossMixin
-from liger_kernels.patching import KERNELS, PatchReport, check_options, patch, status
+from liger_kernels.patching import PatchReport, check_options, patch, status
+from liger_kernels.patching.modules import kernel_names
 
 __all__ = [
     "AutoLigerKernelForCausalLM",
@@ -148,12 +149,13 @@ def apply_liger_kernel_to_instance(
 
 
 def _kernels(memory: str | None, **switches: bool) -> list[str]:
+    """The kernels that are on: those of these switches, and those that have none."""
     if switches["cross_entropy"] and switches["linear_cross_entropy"]:
         raise ValueError(
             "cross_entropy and fused_linear_cross_entropy cannot both be True: the fused linear loss leaves no logits "
             "for the other; choose one"
         )
-    kernels = [name for name in KERNELS if switches.get(name)]
+    kernels = [name for name in kernel_names() if switches.get(name, True)]
     check_options(kernels, "token", memory)
     return kernels
 
@@ -211,6 +213,7 @@ def _swiglu_door(family: str) -> Callable[..., PatchReport | None]:
             linear_cross_entropy=fused_linear_cross_entropy,
             rms_norm=rms_norm,
             swiglu=swiglu,
+            geglu=False,
         )
 
     return _named(apply, family, "swiglu")
@@ -235,6 +238,7 @@ def _geglu_door(family: str) -> Callable[..., PatchReport | None]:
             cross_entropy=cross_entropy,
             linear_cross_entropy=fused_linear_cross_entropy,
             rms_norm=rms_norm,
+            swiglu=False,
             geglu=geglu,
         )
 

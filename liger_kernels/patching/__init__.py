@@ -11,9 +11,10 @@ from torch import nn
 from liger_kernels.environment import warn_of_a_newer_torch
 from liger_kernels.ops.linear_cross_entropy import MEMORY
 from liger_kernels.patching.census import as_of_now
+from liger_kernels.patching.head import LOSSES
 from liger_kernels.patching.loss import patch_loss
 from liger_kernels.patching.model import ModelRecipe
-from liger_kernels.patching.modules import patch_modules
+from liger_kernels.patching.modules import kernel_names, patch_modules, register
 from liger_kernels.patching.packing import check_loss_reduction, packing_denominator
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.swap import REPORT, Undo, base_of, recipe_of, restore
@@ -27,11 +28,12 @@ __all__ = [
     "packing_denominator",
     "patch",
     "patched",
+    "register",
     "status",
     "unpatch",
 ]
 
-KERNELS = ("rms_norm", "rope", "swiglu", "geglu", "cross_entropy", "linear_cross_entropy")
+KERNELS = kernel_names()  # of this package
 
 
 def patch(
@@ -49,8 +51,9 @@ def patch(
     Args:
         model: any ``nn.Module``; a Hugging Face causal language model (also inside a PEFT or DDP wrapper) gets the
             fused loss, too. It may be on any device, the meta device included, and in any dtype.
-        kernels: which of :data:`KERNELS` to use; all of them by default. ``linear_cross_entropy`` computes the loss
-            from hidden states; without it, ``cross_entropy`` fuses the loss of the head's logits.
+        kernels: which of :data:`KERNELS`, and of those that :func:`register` added, to use; all by default.
+            ``linear_cross_entropy`` computes the loss from hidden states; without it, ``cross_entropy`` fuses the loss
+            of the head's logits.
         loss_reduction: what the model's own loss averages over where a row holds several samples: "token" as
             transformers does; "sample", every sample alike; "square", a sample of n targets by the root of n
             (docs/packing.md). The last two take ``cu_seq_lens_q``, ``seq_idx`` or ``position_ids`` with the labels, and
@@ -76,7 +79,7 @@ def patch(
     undo: Undo = []
     try:
         patch_modules(model, report, undo)
-        if {"cross_entropy", "linear_cross_entropy"} & set(wanted):
+        if set(LOSSES) & set(wanted):
             for path, owner in list(model.named_modules()):
                 patch_loss(model, path, owner, report, undo)
         if loss_reduction != "token" and not any(isinstance(recipe_of(m), ModelRecipe) for m in model.modules()):
@@ -175,7 +178,14 @@ def _check_same_options(report: PatchReport, kernels: tuple[str, ...], loss_redu
 
 def check_options(kernels: Iterable[str] | None, loss_reduction: str, memory: str | None) -> tuple[str, ...]:
     """The names of ``kernels``, in order; raises what :func:`patch` does for its options, whatever the model."""
-    wanted = _kernel_names(kernels)
+    existing = kernel_names()
+    if isinstance(kernels, str):
+        raise TypeError(f"kernels is a list of names, not the string {kernels!r}: kernels=[{kernels!r}]")
+    names = set(existing if kernels is None else kernels)
+    unknown = sorted(str(name) for name in names - set(existing))
+    if unknown:
+        raise ValueError(f"unknown kernels {unknown}; there are {list(existing)}")
+    wanted = tuple(name for name in existing if name in names)
     check_loss_reduction(loss_reduction)
     if memory is not None and memory not in MEMORY:
         raise ValueError(f"memory is {memory!r}; it must be one of {', '.join(map(repr, MEMORY))}, or None to choose")
@@ -185,15 +195,3 @@ def check_options(kernels: Iterable[str] | None, loss_reduction: str, memory: st
             "it, or leave memory out"
         )
     return wanted
-
-
-def _kernel_names(kernels: Iterable[str] | None) -> tuple[str, ...]:
-    if kernels is None:
-        return KERNELS
-    if isinstance(kernels, str):
-        raise TypeError(f"kernels is a list of names, not the string {kernels!r}: kernels=[{kernels!r}]")
-    names = set(kernels)
-    unknown = sorted(str(name) for name in names - set(KERNELS))
-    if unknown:
-        raise ValueError(f"unknown kernels {unknown}; there are {list(KERNELS)}")
-    return tuple(name for name in KERNELS if name in names)

@@ -8,9 +8,10 @@ from torch import nn
 
 from liger_kernels.patching.head import HeadRecipe, patched_heads, split_by_plan
 from liger_kernels.patching.model import ModelRecipe
-from liger_kernels.patching.modules import has_own_forward, never_ran, package_of
+from liger_kernels.patching.modules import has_own_forward
+from liger_kernels.patching.probe import package_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
-from liger_kernels.patching.swap import recipe_of
+from liger_kernels.patching.swap import RAN, recipe_of
 
 
 def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
@@ -51,3 +52,28 @@ def _changed(module: Any, recipe: Any) -> str | None:
     if isinstance(recipe, ModelRecipe) and not patched_heads(module.get_output_embeddings()):
         return "its LM head was replaced after patch(), and computes logits: call patch(model) again"
     return split_by_plan(module) if isinstance(recipe, HeadRecipe) and recipe.fused else None
+
+
+def never_ran(model: nn.Module, report: PatchReport) -> list[Replacement]:
+    """What of ``report.replaced`` has never run its kernel, although the model's forward has run.
+
+    What torch compiles does not mark itself, so nothing is said of it.
+    """
+    if not report.forwards:
+        return []
+    modules = dict(model.named_modules())
+    compiled = tuple(f"{path}." if path else "" for path, module in modules.items() if _is_compiled(module))
+    return [
+        item
+        for item in report.replaced
+        if item.path in modules and not f"{item.path}.".startswith(compiled) and RAN not in modules[item.path].__dict__
+    ]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    own = module.__dict__
+    return (
+        own.get("_compiled_call_impl") is not None
+        or type(module).__module__.startswith("torch._dynamo")
+        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+    )

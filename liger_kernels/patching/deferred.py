@@ -455,22 +455,10 @@ def _forward_operator(name: str) -> Callable[..., Any]:
     return operator
 
 
-# Operators are looked up on the class, where __getattr__ does not reach.
-for _name in (
-    *("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__imul__", "__itruediv__", "__rtruediv__"),
-    *(
-        "__floordiv__",
-        "__mod__",
-        "__pow__",
-        "__rpow__",
-        "__matmul__",
-        "__rmatmul__",
-        "__neg__",
-        "__abs__",
-        "__invert__",
-    ),
-    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__", "__or__", "__xor__"),
-    *("__setitem__", "__iter__", "__bool__", "__float__", "__int__", "__index__", "__contains__", "__array__"),
-):
-    setattr(DeferredLogits, _name, _forward_operator(_name))
+_OPERATORS = (
+    "add radd iadd sub rsub isub imul itruediv rtruediv floordiv mod pow rpow matmul rmatmul neg abs invert "
+    "eq ne lt le gt ge and or xor setitem iter bool float int index contains array"
+)
+for _name in _OPERATORS.split():  # they are looked up on the class, where __getattr__ does not reach
+    setattr(DeferredLogits, f"__{_name}__", _forward_operator(f"__{_name}__"))
 DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]  # a tensor is hashed by identity, too

@@ -19,23 +19,10 @@ from torch import nn
 
 from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
 from liger_kernels.ops._compiling import left_to_inductor
-from liger_kernels.patching.probe import (
-    PLAIN,
-    SAME_FORMULA,
-    bare_copy,
-    describe,
-    has_global_hooks,
-    has_hooks,
-    is_watched,
-    probing,
-    randn,
-    random_linear,
-    relative_difference,
-    signature_of,
-    takes_one_tensor,
-    true_shape,
-)
-from liger_kernels.patching.swap import RAN, Recipe
+from liger_kernels.patching import probe
+from liger_kernels.patching.probe import PLAIN, takes_one_tensor, true_shape
+from liger_kernels.patching.recogniser import Recogniser, fingerprint
+from liger_kernels.patching.swap import Recipe, mark_run
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -81,8 +68,7 @@ class GluRecipe(Recipe):
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
             if left_to_inductor(recipe.kernel, x) or _skips_watched(self, called):
                 return base.forward(self, *args, **kwargs)
-            if not torch.compiler.is_compiling() and RAN not in self.__dict__:
-                self.__dict__[RAN] = True
+            mark_run(self)
             gate = getattr(self, recipe.gate)(x)
             if recipe.up is not None:
                 up = getattr(self, recipe.up)(x)
@@ -90,7 +76,7 @@ class GluRecipe(Recipe):
                 first, second = gate.chunk(2, dim=-1)
                 gate, up = (first, second) if recipe.gate_first else (second, first)
             down = getattr(self, recipe.down)
-            if type(gate) not in PLAIN or type(up) not in PLAIN:  # a tensor parallel plan that keeps DTensors
+            if type(gate) not in PLAIN or type(up) not in PLAIN:  # a plan that keeps DTensors
                 return down(activate(gate) * up)
             if _is_just_linear(down):
                 return fused_linear(gate, up, down.weight, down.bias)
@@ -104,7 +90,7 @@ def _skips_watched(mlp: nn.Module, called: set[str | None]) -> bool:
     for name, child in mlp._modules.items():
         if name in called or child is None:
             continue
-        if is_watched(child) or has_global_hooks() or (child._modules and _skips_watched(child, set())):
+        if probe.is_watched(child) or probe.has_global_hooks() or (child._modules and _skips_watched(child, set())):
             return True
     return False
 
@@ -114,8 +100,8 @@ def _is_just_linear(module: nn.Module) -> bool:
     return (
         type(module) is nn.Linear
         and type(module.weight) in PLAIN  # not sharded, not quantised
-        and not has_hooks(module)
-        and not has_global_hooks()
+        and not probe.has_hooks(module)
+        and not probe.has_global_hooks()
     )
 
 
@@ -130,14 +116,14 @@ def recognise_glu(module: nn.Module) -> GluRecipe | str:
     A copy with small random projections runs in float64, in training mode, so that dropout shows.
     """
     try:
-        with probing(), torch.no_grad():
+        with probe.probing(), torch.no_grad():
             for gate, up, down in _roles(module):
                 recipe = _match(module, gate, up, down)
                 if recipe is not None:
                     return recipe
             return "it is not down(act(gate(x)) * up(x)) with silu or gelu"
     except Exception as error:  # whatever a stranger's forward raises on the probe means that it is not ours
-        return f"it cannot be probed ({describe(error)})"
+        return f"it cannot be probed ({probe.describe(error)})"
 
 
 def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe | None:
@@ -147,11 +133,11 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
         shapes[gate] = (hidden, 2 * inner)
     else:
         shapes[up] = (hidden, inner)
-    small = {name: random_linear(*shape) for name, shape in shapes.items()}
-    clone = bare_copy(module, **small)
+    small = {name: probe.random_linear(*shape) for name, shape in shapes.items()}
+    clone = probe.bare_copy(module, **small)
     clone.__dict__["training"] = True
     # Usual numbers, and large ones, which show a clamp.
-    samples = [scale * randn(2, 3, hidden, dtype=torch.float64) for scale in (2.0, 1e3)]
+    samples = [scale * probe.randn(2, 3, hidden, dtype=torch.float64) for scale in (2.0, 1e3)]
     outputs = [type(module).forward(clone, x) for x in samples]
     for activation, gate_first in itertools.product(_ACTIVATIONS, (True, False) if up is None else (True,)):
         act = _ACTIVATIONS[activation]
@@ -161,14 +147,17 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
                 product = act(first) * second if gate_first else act(second) * first
             else:
                 product = act(small[gate](x)) * small[up](x)
-            if relative_difference(y, small[down](product)) >= SAME_FORMULA:
+            if probe.relative_difference(y, small[down](product)) >= probe.SAME_FORMULA:
                 break
         else:
             return GluRecipe(activation, gate, up, down, gate_first)
     return None
 
 
-def other_mlp(module: nn.Module) -> str | None:
+_TWO = "two projections instead of gate, up and down: no kernel for it"
+
+
+def _other_mlp(module: nn.Module) -> str | None:
     """Why a module that goes from hidden to inner features and back is no gated MLP of ours; None if it does not."""
     sizes = list(_linear_sizes(module, conv1d=True).values())
     if not sizes:  # each projection in a module of its own
@@ -180,26 +169,17 @@ def other_mlp(module: nn.Module) -> str | None:
     if not alone and not _is_no_attention(module):
         return None
     if any(first == second[::-1] and first[0] != first[1] for first, second in itertools.permutations(sizes, 2)):
-        return (
-            "two projections instead of gate, up and down: no kernel for it"
-            if len(sizes) == 2
-            else "it is not down(act(gate(x)) * up(x))"
-        )
+        return _TWO if len(sizes) == 2 else "it is not down(act(gate(x)) * up(x))"
     if len(sizes) == 3 or module._parameters:
         return None
     if any(gate == (down[1], 2 * down[0]) and down[0] != down[1] for gate, down in itertools.permutations(sizes)):
         return f"its forward takes more than one tensor: {', '.join(_names(module))}"
     if not alone or sizes[0] != sizes[1]:
         return None
-    square = sizes[0][0] == sizes[0][1]
-    return (
-        "two projections instead of gate, up and down: no kernel for it"
-        if square
-        else "two projections and none behind them: no kernel for it"
-    )
+    return _TWO if sizes[0][0] == sizes[0][1] else "two projections and none behind them: no kernel for it"
 
 
-def packed_experts(module: nn.Module) -> str | None:
+def _packed_experts(module: nn.Module) -> str | None:
     """The reason why a module of many experts in few parameters is left; None if it is not one."""
     shapes = [s for p in module._parameters.values() if p is not None and (s := true_shape(p)) is not None]
     cubes = [shape for shape in shapes if len(shape) == 3]
@@ -229,7 +209,7 @@ def _is_no_attention(module: nn.Module) -> bool:
 
 
 def _names(module: nn.Module) -> list[str]:
-    return [parameter.name for parameter in signature_of(type(module).forward)[1:]]
+    return [parameter.name for parameter in probe.signature_of(type(module).forward)[1:]]
 
 
 def _linear_sizes(module: nn.Module, conv1d: bool = False) -> dict[str, tuple[int, int]]:
@@ -262,3 +242,23 @@ def _roles(module: nn.Module) -> list[tuple[str, str | None, str]]:
             if sizes[gate] == (sizes[down][1], 2 * sizes[down][0])
         ]
     return []
+
+
+def _verdict(module: nn.Module) -> GluRecipe | tuple[str, ...]:
+    if not is_glu_candidate(module):
+        return _other(module)
+    verdict = recognise_glu(module)
+    return verdict if isinstance(verdict, GluRecipe) else (probe.with_origin(verdict, type(module)),)
+
+
+def _other(module: nn.Module) -> tuple[str, ...]:
+    reason = _packed_experts(module) or _other_mlp(module)
+    return () if reason is None else (reason,)
+
+
+GATED_MLPS = Recogniser(
+    ("swiglu", "geglu"),
+    lambda module: is_glu_candidate(module) or bool(_other(module)),
+    _verdict,
+    key=lambda module: fingerprint(module, replaced=_linear_sizes(module)),
+)

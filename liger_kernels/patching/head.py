@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from liger_kernels.patching.deferred import DeferredLogits, Product, Request, count
-from liger_kernels.patching.probe import INFRASTRUCTURE, module_of
+from liger_kernels.patching.probe import INFRASTRUCTURE, any_of_users, module_of
 from liger_kernels.patching.running import running
-from liger_kernels.patching.swap import RAN, Recipe, recipe_of
+from liger_kernels.patching.swap import Recipe, mark_run, recipe_of
+
+LOSSES = ("cross_entropy", "linear_cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ class HeadRecipe(Recipe):
                 count(state.fallbacks, reason)
             if type(logits) is not torch.Tensor:
                 return logits
-            if not fused and not torch.compiler.is_compiling():
-                self.__dict__[RAN] = True
+            if not fused:
+                mark_run(self)
             product.logits = logits
             return DeferredLogits(product, tuple(logits.shape), logits.dtype)
 
@@ -71,8 +73,7 @@ class HeadRecipe(Recipe):
             weight, bias = self.weight, self.bias  # once: a parametrisation computes them at each read
             if type(weight) not in (nn.Parameter, torch.Tensor):
                 return base.forward(self, *args, **kwargs)
-            if not torch.compiler.is_compiling():
-                self.__dict__[RAN] = True
+            mark_run(self)
             return request.answer(args[0], weight, bias)
 
         return {"__call__": call, "forward": forward}
@@ -109,9 +110,9 @@ def obstacle(head: Any, outer: nn.Module) -> str | None:
         owner = getattr(head.forward, "__module__", None)
         return f"the head's forward was replaced on the instance by {owner or 'somebody'}"
     for module in (head,) if outer is head else outer.modules():
-        if _is_watched(module):
+        if module._backward_hooks or module._backward_pre_hooks or any_of_users([module._forward_hooks]):
             return "a forward hook on the head expects logits"
-    if any(not _passes_on(hook) for hooks in _GLOBAL_HOOKS for hook in hooks.values()):
+    if any_of_users(_GLOBAL_HOOKS):
         return "a hook of all modules expects logits"
     weight = head._parameters.get("weight")
     if weight is None or type(weight) in (nn.Parameter, torch.Tensor) or is_fsdp2(type(head)):
@@ -133,24 +134,12 @@ def split_by_plan(head: nn.Module) -> str | None:
 _PLANS = ("torch.distributed.tensor.", "transformers.integrations.tensor_parallel")
 
 
+# Those that see the logits or their gradient.
 _GLOBAL_HOOKS = (
     torch_module._global_forward_hooks,
     torch_module._global_backward_hooks,
     torch_module._global_backward_pre_hooks,
 )
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether somebody expects the logits that ``module`` returns, or their gradient."""
-    if module._backward_hooks or module._backward_pre_hooks:
-        return True
-    return any(not _passes_on(hook) for hook in module._forward_hooks.values())
-
-
-def _passes_on(hook: Any) -> bool:
-    """Whether ``hook`` gathers, shards or moves weights around a call, and passes its output on: it shall surround the
-    fused loss. Any other hook on what a head returns is somebody's who expects logits."""
-    return module_of(hook).startswith(INFRASTRUCTURE)
 
 
 def in_transform() -> bool:

@@ -16,7 +16,7 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import make_dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 import torch
@@ -38,10 +38,11 @@ def _is_walker(depth: int) -> bool:
     return module.startswith(_WALKERS) or module == "dataclasses"
 
 
+@dataclass(eq=False)
 class Computation:
     """How the value of a :class:`LazyTensor` comes from its inputs.
 
-    Args:
+    Attributes:
         shape, dtype, device: of the value.
         compute: a function of tensors, differentiable by autograd.
         inputs: its arguments; a lazy tensor among them is computed first.
@@ -51,20 +52,17 @@ class Computation:
         note: called before the value is computed.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        compute: Callable[..., torch.Tensor],
-        inputs: tuple[torch.Tensor | None, ...],
-        gathered: Callable[[], torch.Tensor] | None = None,
-        check: Callable[[bool], None] | None = None,
-        note: Callable[[], None] | None = None,
-    ) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
-        self.compute, self.inputs, self.gathered, self.check, self.note = compute, inputs, gathered, check, note
-        self.differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    compute: Callable[..., torch.Tensor]
+    inputs: tuple[torch.Tensor | None, ...]
+    gathered: Callable[[], torch.Tensor] | None = None
+    check: Callable[[bool], None] | None = None
+    note: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.inputs)
         self._result: tuple[torch.Tensor, list[torch.Tensor | None]] | None = None  # with its graph, and its leaves
         self._value: torch.Tensor | None = None
 

@@ -1,9 +1,13 @@
-"""Which models get the fused loss, and which heads compute it from hidden states."""
+"""Which models get the fused loss, and which heads compute it from hidden states.
+
+No recogniser finds them, because a head is whatever its model says it is, and head and model change together.
+"""
 
 from __future__ import annotations
 
 import inspect
 import sys
+from typing import Any
 
 from torch import nn
 
@@ -17,23 +21,27 @@ from liger_kernels.patching.swap import Undo, recipe_of, replace
 
 def patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchReport, undo: Undo) -> None:
     """The head of ``owner`` and ``owner`` itself, where it is a Hugging Face model that computes a loss from logits."""
+
+    def leave(path: str, module: Any, reason: str) -> None:
+        report.left.append(Left(path, type(module).__name__, reason))
+
     try:
         if not _computes_loss(owner):
             return
         head, inputs = owner.get_output_embeddings(), owner.get_input_embeddings()  # type: ignore[operator]
     except Exception as error:  # a model's own code may raise whatever it likes
-        report.left.append(Left(path, type(owner).__name__, f"its LM head cannot be looked up ({describe(error)})"))
+        leave(path, owner, f"its LM head cannot be looked up ({describe(error)})")
         return
     if not isinstance(head, nn.Module):
         if owner.base_model is not owner:  # what has no model inside is a base model: it has no loss
-            report.left.append(Left(path, type(owner).__name__, "it has no LM head"))
+            leave(path, owner, "it has no LM head")
         return
     head_path = next((p for p, m in model.named_modules() if m is head), path)
     if isinstance(head, nn.Embedding) or head is inputs:
-        report.left.append(Left(head_path, type(head).__name__, "it is the input embedding, too: no linear head"))
+        leave(head_path, head, "it is the input embedding, too: no linear head")
         return
     if recipe_of(owner) is None and has_own_forward(owner):
-        report.left.append(Left(path, type(owner).__name__, own_forward(owner)))
+        leave(path, owner, own_forward(owner))
         return
     fused = "linear_cross_entropy" in report.kernels
     if not patched_heads(head):
@@ -48,7 +56,7 @@ def patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchRepor
         if reason is not None:
             runs = "it runs itself, and the loss over its logits is fused"
             also = f": {runs}" if "cross_entropy" in report.kernels and sharded is None else ""
-            report.left.append(Left(head_path, type(head).__name__, f"{reason}{also}"))
+            leave(head_path, head, f"{reason}{also}")
         if sharded is not None or (not linears and "cross_entropy" not in report.kernels):
             return
         for linear in linears or [head]:

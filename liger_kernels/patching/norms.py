@@ -10,19 +10,9 @@ from torch import nn
 
 from liger_kernels.ops import rms_norm, rms_norm_ref
 from liger_kernels.ops._compiling import left_to_inductor
-from liger_kernels.patching.probe import (
-    PLAIN,
-    SAME_FORMULA,
-    bare_copy,
-    describe,
-    full,
-    probing,
-    randn,
-    relative_difference,
-    signature_of,
-    takes_one_tensor,
-    true_shape,
-)
+from liger_kernels.patching import probe
+from liger_kernels.patching.probe import PLAIN, randn, relative_difference
+from liger_kernels.patching.recogniser import Recogniser, fingerprint
 from liger_kernels.patching.swap import RAN, Recipe
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
@@ -59,8 +49,7 @@ class NormRecipe(Recipe):
             weight = getattr(self, weight_name) if weight_name is not None else None
             if type(x) not in PLAIN or (weight is not None and not _fits(weight, x)):
                 return base.forward(self, *args, **kwargs)
-            if RAN not in self.__dict__:
-                self.__dict__[RAN] = True
+            self.__dict__[RAN] = True
             return rms_norm(x, weight, eps, formula=formula)
 
         return {"forward": forward}
@@ -99,38 +88,41 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str:
     decides, among them), in float32, in both 16-bit types and with float32 weights under 16-bit inputs; values, result
     dtypes and gradients must be those of one formula.
     """
+    return _examined(module)[0]
+
+
+def _verdict(module: nn.Module) -> NormRecipe | tuple[str, ...]:
+    verdict, normalises = _examined(module)
+    if isinstance(verdict, NormRecipe):
+        return verdict
+    return (probe.with_origin(verdict, type(module)),) if normalises or looks_like_norm(module) else ()
+
+
+def _examined(module: nn.Module) -> tuple[NormRecipe | str, bool]:
+    """What :func:`recognise_norm` answers, and whether a refused module turned out to be a norm of some kind."""
     shapes = _vectors(module)
-    if not takes_one_tensor(type(module).forward):
-        names = ", ".join(parameter.name for parameter in signature_of(type(module).forward)[1:])
-        return f"its forward takes more than one tensor: {names}" if names else "its forward has no signature to read"
-    name, shape = next(iter(shapes.items()), (None, None))
+    if not probe.takes_one_tensor(type(module).forward):
+        names = ", ".join(parameter.name for parameter in probe.signature_of(type(module).forward)[1:])
+        reason = f"its forward takes more than one tensor: {names}" if names else "its forward has no signature to read"
+        return reason, False
+    shape = next(iter(shapes.values()), None)
     verdict: NormRecipe | str = "it is not an RMS norm"
+    kind = None
     for size in _sizes(module, shape):
         try:
-            with probing():
+            with probe.probing():
                 if len(shapes) <= 1:
-                    weight = randn(size) if name is not None else None
-                    eps = _solve_eps(module, name, weight, size)
-                    verdict = eps if isinstance(eps, str) else _match(module, name, weight, size, eps)
+                    weights = {name: randn(size) for name in shapes}
+                    eps = _solve_eps(module, weights, size)
+                    verdict = eps if isinstance(eps, str) else _match(module, weights, size, eps)
                 if isinstance(verdict, str) and (kind := _kind(module, shapes, size)) is not None:
                     verdict = kind if len(shapes) > 1 or "not an RMS norm" in verdict else verdict
             break
         except Exception as error:  # whatever a stranger's forward raises on the probe means that it is not ours
-            verdict = f"it cannot be probed ({describe(error)})"
-    if isinstance(verdict, str) and name is not None and shape is None:
-        return "its weight is sharded: call patch() before sharding the model"
-    return verdict
-
-
-def normalises(module: nn.Module) -> bool:
-    """Whether the size of what goes in does not show in what comes out, which only a norm does."""
-    shapes = _vectors(module)
-    try:
-        with probing():
-            size = _sizes(module, next(iter(shapes.values()), None))[0]
-            return takes_one_tensor(type(module).forward) and _kind(module, shapes, size) is not None
-    except Exception:
-        return False
+            verdict = f"it cannot be probed ({probe.describe(error)})"
+    if isinstance(verdict, str) and shapes and shape is None:
+        verdict = "its weight is sharded: call patch() before sharding the model"
+    return verdict, kind is not None
 
 
 def _kind(module: nn.Module, shapes: dict[str, Any], size: int) -> str | None:
@@ -138,7 +130,7 @@ def _kind(module: nn.Module, shapes: dict[str, Any], size: int) -> str | None:
     x = randn(3, size)
     weights = {name: randn(size) for name in shapes}
     with torch.no_grad():
-        y, scaled, shifted = (_run(module, x_, **weights) for x_ in (x, 1000 * x, x + 3))
+        y, scaled, shifted = (_run(module, x_, weights) for x_ in (x, 1000 * x, x + 3))
     if not bool(y.any()) or relative_difference(scaled, y) > 1e-2:  # eps shows a little
         return None
     if relative_difference(shifted, y) < 1e-3:
@@ -154,7 +146,7 @@ def _vectors(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
     tensors = {name: p for name, p in module._parameters.items() if p is not None}
     if not tensors:
         tensors = {name: v for name, v in vars(module).items() if type(v) is torch.Tensor and v.dim() == 1}  # type: ignore[misc]
-    return {name: true_shape(tensor) for name, tensor in tensors.items()}
+    return {name: probe.true_shape(tensor) for name, tensor in tensors.items()}
 
 
 def _sizes(module: nn.Module, shape: tuple[int, ...] | None) -> list[int]:
@@ -169,27 +161,25 @@ def _sizes(module: nn.Module, shape: tuple[int, ...] | None) -> list[int]:
     return [48, *sorted(own, reverse=True)]
 
 
-def _match(module: nn.Module, name: str | None, weight: torch.Tensor | None, size: int, eps: float) -> NormRecipe | str:
-    rows = full((8,), 1.0)
+def _match(module: nn.Module, weights: dict[str, torch.Tensor], size: int, eps: float) -> NormRecipe | str:
+    rows = probe.full((8,), 1.0)
     rows[:4] = rows.new_tensor([0.0, 1e-2 * eps**0.5, eps**0.5, 1e-2])
     rows[6:] = rows.new_tensor([30.0, 3e3])
     x = randn(len(rows), size) * rows[:, None]
     departures = []
-    for formula in FORMULAS if weight is not None else FORMULAS[:1]:
-        difference = max(
-            relative_difference(*_both(module, name, part, weight, eps, formula)) for part in (x[-5:], x[1:3])
-        )
-        if difference <= SAME_FORMULA:
-            departure = _departure(module, name, x, weight, eps, formula)
+    for formula in FORMULAS if weights else FORMULAS[:1]:
+        parts = (_both(module, part, weights, eps, formula) for part in (x[-5:], x[1:3]))
+        if max(relative_difference(*both) for both in parts) <= probe.SAME_FORMULA:
+            departure = _departure(module, x, weights, eps, formula)
             if departure is None:
-                return NormRecipe(formula, eps, name)
+                return NormRecipe(formula, eps, next(iter(weights), None))
             departures.append(departure)
     # The formula that it follows furthest says most about why it is refused.
     return max(departures)[1] if departures else "it is not an RMS norm"
 
 
 def _departure(
-    module: nn.Module, name: str | None, x: torch.Tensor, weight: torch.Tensor | None, eps: float, formula: str
+    module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor], eps: float, formula: str
 ) -> tuple[int, str] | None:
     """How far a module whose float32 values match follows the formula, and where it departs; None if nowhere."""
     combinations = (
@@ -198,39 +188,35 @@ def _departure(
         (torch.bfloat16, torch.float32),
     )
     for stage, (dtype, weight_dtype) in enumerate(combinations):
-        cast = weight.to(weight_dtype) if weight is not None else None
-        got, expected = _both(module, name, x.clamp(-6e4, 6e4).to(dtype), cast, eps, formula)
+        cast = {name: weight.to(weight_dtype) for name, weight in weights.items()}
+        with torch.no_grad():
+            got, expected = _both(module, x.clamp(-6e4, 6e4).to(dtype), cast, eps, formula)
         if got.dtype != expected.dtype:
             return stage, f"for {dtype} inputs and {weight_dtype} weights it returns {got.dtype}, not {expected.dtype}"
         if float((got == expected).double().mean()) < AGREEING_FRACTION:
             return stage, f"in {dtype} it rounds at other places than our formulas do"
-    gradients = []
-    for function in (lambda x, w: _with(module, name, x, w), lambda x, w: rms_norm_ref(x, w, eps, formula=formula)):
-        leaf = x[3:].clone().requires_grad_()
-        scale = weight.clone().requires_grad_() if weight is not None else None
-        y = function(leaf, scale)
-        inputs = [leaf] if scale is None else [leaf, scale]
-        gradients.append(torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), inputs))
+    leaf = x[3:].clone().requires_grad_()
+    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    gradients = [
+        torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), [leaf, *leaves.values()])
+        for y in _both(module, leaf, leaves, eps, formula)
+    ]
     for got, expected in zip(*gradients, strict=True):
         # ten times the forward's bound: the gradient sums over rows and over columns
-        if relative_difference(got, expected) > 10 * SAME_FORMULA:
+        if relative_difference(got, expected) > 10 * probe.SAME_FORMULA:
             return len(combinations), "its gradient is not that of its formula"
     return None
 
 
 def _both(
-    module: nn.Module, name: str | None, x: torch.Tensor, weight: torch.Tensor | None, eps: float, formula: str
+    module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor], eps: float, formula: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.no_grad():
-        return _with(module, name, x, weight), rms_norm_ref(x, weight, eps, formula=formula)
+    """What the module makes of ``x``, and what the formula does."""
+    return _run(module, x, weights), rms_norm_ref(x, next(iter(weights.values()), None), eps, formula=formula)
 
 
-def _with(module: nn.Module, name: str | None, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    return _run(module, x) if name is None or weight is None else _run(module, x, **{name: weight})
-
-
-def _run(module: nn.Module, x: torch.Tensor, **weights: torch.Tensor) -> torch.Tensor:
-    clone = bare_copy(module)
+def _run(module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    clone = probe.bare_copy(module)
     for name, weight in weights.items():
         # Not as an nn.Parameter: the probe wants gradients to flow to its own leaf.
         clone._parameters.pop(name, None)
@@ -238,15 +224,13 @@ def _run(module: nn.Module, x: torch.Tensor, **weights: torch.Tensor) -> torch.T
     return type(module).forward(clone, x)
 
 
-def _solve_eps(module: nn.Module, name: str | None, weight: torch.Tensor | None, size: int) -> float | str:
+def _solve_eps(module: nn.Module, weights: dict[str, torch.Tensor], size: int) -> float | str:
     """eps from the answer to a row so small that nothing but eps is under the root: y = w x / sqrt(x^2 + eps)."""
-    ones = full((size,), 1.0) if weight is not None else None
+    ones = {name: probe.full((size,), 1.0) for name in weights}
     with torch.no_grad():
-        tiny, large = (_with(module, name, full((1, size), scale), ones) for scale in (1e-12, 1.0))
-        scale = float(
-            large.double().mean()
-        )  # 1, or 2 where the formula adds 1 to the weight; eps moves it by parts of 1
-        ratio = float(tiny.double().mean()) / scale if scale else 0.0
+        tiny, large = (_run(module, probe.full((1, size), scale), ones).double().mean() for scale in (1e-12, 1.0))
+    scale = float(large)  # 1, or 2 where the formula adds 1 to the weight; eps moves it by parts of 1
+    ratio = float(tiny) / scale if scale else 0.0
     if not 0 < ratio < 1:
         return "it is not an RMS norm"
     solved = (1e-12 / ratio) ** 2 * (1 - ratio**2)
@@ -254,10 +238,15 @@ def _solve_eps(module: nn.Module, name: str | None, weight: torch.Tensor | None,
     known += [float(f"1e-{k}") for k in range(3, 13)] + [torch.finfo(d).eps for d in (torch.float32, torch.float64)]
     for eps in known:
         # `scale` holds 1/sqrt(1 + eps), so the solved value is off by a relative eps besides float32 roundoff
-        if abs(eps - solved) <= (2 * eps + 10 * SAME_FORMULA) * eps:
+        if abs(eps - solved) <= (2 * eps + 10 * probe.SAME_FORMULA) * eps:
             return eps
     return f"it is not an RMS norm, or its eps (about {solved:.2g}) is none of its attributes"
 
 
 def _is_eps(value: object) -> bool:
     return isinstance(value, float) and 0.0 < value < 0.1
+
+
+NORMS = Recogniser(
+    ("rms_norm",), is_norm_candidate, _verdict, key=lambda module: fingerprint(module, replaced=_vectors(module))
+)

@@ -7,7 +7,7 @@ import copy
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -85,12 +85,14 @@ def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
     """A shallow copy of ``module`` without hooks, in which the parameters and submodules named are replaced.
 
     The copy shares nothing that probing could change: its containers of parameters, submodules and hooks are its own,
-    and so are its submodules.
+    and so are its buffers and submodules. The submodules are in training mode, so that dropout shows.
     """
     clone: Any = object.__new__(type(module))
     clone.__dict__.update(module.__dict__)
     for container in ("_parameters", "_buffers", "_modules"):
         clone.__dict__[container] = dict(module.__dict__[container])
+    for name, buffer in module._buffers.items():
+        clone.__dict__["_buffers"][name] = None if buffer is None else buffer.clone()
     for name, value in module.__dict__.items():
         if name.endswith("_hooks") and isinstance(value, dict):
             clone.__dict__[name] = OrderedDict()
@@ -99,7 +101,8 @@ def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
     children = clone.__dict__["_modules"]
     for name, child in children.items():
         if name not in members and child is not None and not isinstance(child, torch.jit.ScriptModule):
-            children[name] = bare_copy(child)
+            children[name] = copied = bare_copy(child)
+            copied.__dict__["training"] = True
     for name, value in members.items():
         clone.__dict__["_parameters" if isinstance(value, nn.Parameter) else "_modules"][name] = value
     return _unhooked(clone)
@@ -113,7 +116,7 @@ def _unhooked(module: Any) -> Any:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether somebody watches or changes what goes through ``module``: a hook, or a forward of its own."""
-    first, second, third, fourth = _HOOKS
+    first, second, third, fourth = _HOOKS  # no loop: this runs at every call of an MLP
     state = module.__dict__
     return bool(state.get(first) or state.get(second) or state.get(third) or state.get(fourth) or "forward" in state)
 
@@ -122,8 +125,12 @@ def is_watched(module: nn.Module) -> bool:
     """Whether somebody other than a sharding package has hooks on ``module``: deepspeed has some on every module."""
     if not has_hooks(module):
         return False
-    hooks = (hook for name in _HOOKS for hook in module.__dict__.get(name, {}).values())
-    return "forward" in module.__dict__ or not all(module_of(hook).startswith(INFRASTRUCTURE) for hook in hooks)
+    return "forward" in module.__dict__ or any_of_users(module.__dict__.get(name, {}) for name in _HOOKS)
+
+
+def any_of_users(kinds: Iterable[dict[int, Any]]) -> bool:
+    """Whether one of these hooks does more than to gather, shard or move weights around a call."""
+    return any(not module_of(hook).startswith(INFRASTRUCTURE) for hooks in kinds for hook in hooks.values())
 
 
 def module_of(function: Any) -> str:
@@ -135,6 +142,23 @@ def module_of(function: Any) -> str:
             break
         function = inner
     return getattr(function, "__module__", None) or ""
+
+
+def package_of(function: Any) -> str:
+    """The package that ``function`` comes from."""
+    return root(module_of(function))
+
+
+def root(module: str) -> str:
+    """The package of the module of this name."""
+    return module.partition(".")[0]
+
+
+def with_origin(reason: str, cls: type) -> str:
+    """``reason``, and which package the forward is of, where another than the one that defines the class."""
+    definer = next((c for c in cls.__mro__ if "forward" in vars(c)), cls)
+    package = package_of(vars(definer).get("forward"))
+    return reason if package in ("", root(definer.__module__)) else f"its forward is {package}'s: {reason}"
 
 
 def has_global_hooks() -> bool:

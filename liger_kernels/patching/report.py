@@ -99,12 +99,9 @@ def _grouped(header: tuple[str, ...], rows: list[tuple[tuple[str, ...], str]]) -
     for key, path in rows:
         first.setdefault(key, path or "the model itself")
     times = Counter(key for key, _ in rows)
-    return _table(header, [(*key, str(times[key]), path) for key, path in first.items()])
-
-
-def _table(header: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (header, *body)) for i in range(len(header))]
+    body = [(*key, str(times[key]), path) for key, path in first.items()]
+    widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (header, tuple("-" * width for width in widths), *body)
+        for row in (header, ["-" * width for width in widths], *body)
     ]

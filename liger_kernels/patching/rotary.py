@@ -17,18 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from liger_kernels.ops import rope, rope_ref
 from liger_kernels.ops._compiling import left_to_inductor
-from liger_kernels.patching.probe import (
-    PLAIN,
-    SAME_FORMULA,
-    describe,
-    probing,
-    randn,
-    relative_difference,
-    signature_of,
-)
+from liger_kernels.patching import probe
+from liger_kernels.patching.probe import PLAIN, randn, signature_of
+from liger_kernels.patching.recogniser import Recogniser
 from liger_kernels.patching.swap import RAN, Recipe
 
 PAIRINGS = ("half", "interleaved", "interleaved_repeat")
@@ -49,6 +44,7 @@ class RopeRecipe(Recipe):
     """An attention whose forward finds our rotation under the names of upstream's."""
 
     rotations: tuple[Rotation, ...]
+    left: tuple[str, ...] = ()  # why its other rotary functions are
 
     @property
     def kernel(self) -> str:
@@ -111,7 +107,7 @@ def recognise_rotation(name: str, function: Callable[..., Any]) -> Rotation | st
     if unknown:
         return f"its signature has {', '.join(sorted(unknown))}"
     try:
-        with probing(), torch.no_grad():
+        with probe.probing(), torch.no_grad():
             for pairing in PAIRINGS:
                 if _matches(function, pairing, rotary_dim=8):
                     partial = _matches(function, pairing, rotary_dim=4)
@@ -120,7 +116,7 @@ def recognise_rotation(name: str, function: Callable[..., Any]) -> Rotation | st
                     return Rotation(name, pairing, partial, casts_back=rotated.dtype == torch.bfloat16)
         return "it is none of the rotations that we know"
     except Exception as error:  # whatever a stranger's function raises on the probe means that it is not ours
-        return f"it cannot be probed ({describe(error)})"
+        return f"it cannot be probed ({probe.describe(error)})"
 
 
 def _sample(rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -142,7 +138,7 @@ def _matches(function: Callable[..., Any], pairing: str, rotary_dim: int) -> boo
     return (
         isinstance(got, tuple)
         and len(got) == 2
-        and all(relative_difference(g, e) < SAME_FORMULA for g, e in zip(got, expected, strict=True))
+        and all(probe.relative_difference(g, e) < probe.SAME_FORMULA for g, e in zip(got, expected, strict=True))
     )
 
 
@@ -276,3 +272,13 @@ def _methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
             if attribute not in seen and isinstance(value, types.FunctionType) and attribute != "__init__":
                 seen.add(attribute)
                 yield attribute, value
+
+
+def _verdict(module: nn.Module) -> RopeRecipe | tuple[str, ...]:
+    verdicts = {name: recognise_rotation(name, function) for name, function in rotary_names(type(module)).items()}
+    rotations = tuple(verdict for verdict in verdicts.values() if isinstance(verdict, Rotation))
+    reasons = tuple(f"{name}: {verdict}" for name, verdict in verdicts.items() if isinstance(verdict, str))
+    return RopeRecipe(rotations, reasons) if rotations else reasons
+
+
+ROTATIONS = Recogniser(("rope",), lambda module: bool(module._modules), _verdict, key=type)

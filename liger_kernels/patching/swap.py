@@ -16,6 +16,7 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from liger_kernels.patching.probe import describe
@@ -29,8 +30,20 @@ RAN = "_liger_kernels_ran"
 Undo = list[tuple[nn.Module, type]]
 
 
+def mark_run(module: Any) -> None:
+    """The kernel of ``module`` runs. Compiled programs leave no mark."""
+    if not torch.compiler.is_compiling():
+        module.__dict__[RAN] = True
+
+
 class Recipe:
-    """What a patched class does differently. A subclass is a frozen dataclass: it can be hashed and pickled."""
+    """What a patched class does differently. A subclass is a frozen dataclass: it can be hashed and pickled.
+
+    Attributes:
+        left: why some of what was found there is left, one line of the report each.
+    """
+
+    left: tuple[str, ...] = ()
 
     @property
     def kernel(self) -> str:
