@@ -25,13 +25,10 @@ AGREEING_FRACTION = 0.99
 class NormRecipe(Recipe):
     """A norm whose forward is ``rms_norm(x, weight, eps, formula=formula)``."""
 
+    kernel = "rms_norm"
     formula: str
     eps: float
     weight: str | None  # the name of the weight parameter
-
-    @property
-    def kernel(self) -> str:
-        return "rms_norm"
 
     @property
     def detail(self) -> str:

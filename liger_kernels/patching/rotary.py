@@ -42,12 +42,9 @@ class Rotation:
 class RopeRecipe(Recipe):
     """An attention whose forward finds our rotation under the names of upstream's."""
 
+    kernel = "rope"
     rotations: tuple[Rotation, ...]
     left: tuple[str, ...] = ()  # why its other rotary functions are
-
-    @property
-    def kernel(self) -> str:
-        return "rope"
 
     @property
     def detail(self) -> str:
