@@ -21,7 +21,7 @@ from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
 from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.patching import probe
 from liger_kernels.patching.probe import PLAIN, takes_one_tensor, true_shape
-from liger_kernels.patching.recogniser import Recogniser, fingerprint
+from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import Recipe, mark_run
 
 _ACTIVATIONS = {
@@ -154,7 +154,7 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
     return None
 
 
-_TWO = "two projections instead of gate, up and down: no kernel for it"
+_TWO_PROJECTIONS = "two projections instead of gate, up and down: no kernel for it"
 
 
 def _other_mlp(module: nn.Module) -> str | None:
@@ -169,14 +169,14 @@ def _other_mlp(module: nn.Module) -> str | None:
     if not alone and not _is_no_attention(module):
         return None
     if any(first == second[::-1] and first[0] != first[1] for first, second in itertools.permutations(sizes, 2)):
-        return _TWO if len(sizes) == 2 else "it is not down(act(gate(x)) * up(x))"
+        return _TWO_PROJECTIONS if len(sizes) == 2 else "it is not down(act(gate(x)) * up(x))"
     if len(sizes) == 3 or module._parameters:
         return None
     if any(gate == (down[1], 2 * down[0]) and down[0] != down[1] for gate, down in itertools.permutations(sizes)):
         return f"its forward takes more than one tensor: {', '.join(_names(module))}"
     if not alone or sizes[0] != sizes[1]:
         return None
-    return _TWO if sizes[0][0] == sizes[0][1] else "two projections and none behind them: no kernel for it"
+    return _TWO_PROJECTIONS if sizes[0][0] == sizes[0][1] else "two projections and none behind them: no kernel for it"
 
 
 def _packed_experts(module: nn.Module) -> str | None:
@@ -244,21 +244,21 @@ def _roles(module: nn.Module) -> list[tuple[str, str | None, str]]:
     return []
 
 
-def _verdict(module: nn.Module) -> GluRecipe | tuple[str, ...]:
+def _verdict(module: nn.Module) -> Verdict:
     if not is_glu_candidate(module):
-        return _other(module)
+        return _not_gated(module)
     verdict = recognise_glu(module)
     return verdict if isinstance(verdict, GluRecipe) else (probe.with_origin(verdict, type(module)),)
 
 
-def _other(module: nn.Module) -> tuple[str, ...]:
+def _not_gated(module: nn.Module) -> tuple[str, ...]:
     reason = _packed_experts(module) or _other_mlp(module)
     return () if reason is None else (reason,)
 
 
 GATED_MLPS = Recogniser(
     ("swiglu", "geglu"),
-    lambda module: is_glu_candidate(module) or bool(_other(module)),
+    lambda module: is_glu_candidate(module) or bool(_not_gated(module)),
     _verdict,
     key=lambda module: fingerprint(module, replaced=_linear_sizes(module)),
 )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from liger_kernels.patching.deferred import DeferredLogits, Product, Request, count
-from liger_kernels.patching.probe import INFRASTRUCTURE, any_of_users, module_of
+from liger_kernels.patching.probe import INFRASTRUCTURE, any_user_hook, module_of
 from liger_kernels.patching.running import running
 from liger_kernels.patching.swap import Recipe, mark_run, recipe_of
 
@@ -110,9 +110,9 @@ def obstacle(head: Any, outer: nn.Module) -> str | None:
         owner = getattr(head.forward, "__module__", None)
         return f"the head's forward was replaced on the instance by {owner or 'somebody'}"
     for module in (head,) if outer is head else outer.modules():
-        if module._backward_hooks or module._backward_pre_hooks or any_of_users([module._forward_hooks]):
+        if module._backward_hooks or module._backward_pre_hooks or any_user_hook([module._forward_hooks]):
             return "a forward hook on the head expects logits"
-    if any_of_users(_GLOBAL_HOOKS):
+    if any_user_hook(_GLOBAL_HOOKS):
         return "a hook of all modules expects logits"
     weight = head._parameters.get("weight")
     if weight is None or type(weight) in (nn.Parameter, torch.Tensor) or is_fsdp2(type(head)):

@@ -11,8 +11,8 @@ from torch import nn
 from liger_kernels.patching.glu import GATED_MLPS
 from liger_kernels.patching.head import LOSSES
 from liger_kernels.patching.norms import NORMS
-from liger_kernels.patching.probe import describe, module_of, root
-from liger_kernels.patching.recogniser import Recogniser
+from liger_kernels.patching.probe import describe, module_of, package_of
+from liger_kernels.patching.recogniser import Recogniser, Verdict
 from liger_kernels.patching.report import Left, PatchReport
 from liger_kernels.patching.rotary import ROTATIONS
 from liger_kernels.patching.swap import Recipe, Undo, recipe_of, replace
@@ -49,11 +49,11 @@ def patch_modules(model: nn.Module, report: PatchReport, undo: Undo) -> None:
 
     What cannot be looked at, for whatever reason, is left.
     """
-    known: dict[Hashable, Recipe | tuple[str, ...]] = {}
+    verdicts: dict[Hashable, Verdict] = {}
     for path, module in list(model.named_modules()):
         name = type(module).__name__
         try:
-            recipe, reasons = _verdict(module, set(report.kernels), known)
+            recipe, reasons = _verdict(module, set(report.kernels), verdicts)
             if recipe is not None and has_own_forward(module):
                 recipe, reasons = None, (own_forward(module),)
         except Exception as error:  # an attribute that raises, a signature that lies: one odd module is no obstacle
@@ -64,7 +64,7 @@ def patch_modules(model: nn.Module, report: PatchReport, undo: Undo) -> None:
 
 
 def _verdict(
-    module: nn.Module, wanted: set[str], known: dict[Hashable, Recipe | tuple[str, ...]]
+    module: nn.Module, wanted: set[str], verdicts: dict[Hashable, Verdict]
 ) -> tuple[Recipe | None, tuple[str, ...]]:
     """The recipe for ``module``, if there is one, and why all or some of it is left."""
     patched = recipe_of(module)
@@ -79,9 +79,9 @@ def _verdict(
         if wanted.isdisjoint(recogniser.kernels) or not recogniser.candidate(module):
             continue
         key = (recogniser, recogniser.key(module))
-        if key not in known:
-            known[key] = recogniser.recognise(module)
-        verdict = known[key]
+        if key not in verdicts:
+            verdicts[key] = recogniser.recognise(module)
+        verdict = verdicts[key]
         if isinstance(verdict, Recipe):
             return verdict if verdict.kernel in wanted else None, (*reasons, *verdict.left)
         reasons += verdict
@@ -117,14 +117,14 @@ def own_forward(module: nn.Module) -> str:
             f"accelerate's {type(hook).__name__} runs its forward{' and offloads its weights' if offloads else ''}: "
             "load it without device_map, and patch the model before accelerate dispatches it"
         )
-    origin = module_of(own)
+    origin, package = module_of(own), package_of(own)
     if origin.startswith("transformers.") and "parallel" in origin:
         return "the tensor parallel plan that transformers loaded it with (tp_plan, ep_plan) runs its forward"
-    if hasattr(type(module), "kernel_layer_name") or root(origin) == "kernels":
+    if hasattr(type(module), "kernel_layer_name") or package == "kernels":
         return (
-            f"a kernel of the Hub ({root(origin)}) replaced its forward (use_kernels=True or kernelize()): load the "
+            f"a kernel of the Hub ({package}) replaced its forward (use_kernels=True or kernelize()): load the "
             "model with use_kernels=False"
         )
     if hasattr(own, "_torchdynamo_orig_callable"):
         return "its forward was compiled on the instance: patch the model before torch.compile"
-    return f"{root(origin) or 'somebody'} replaced its forward on the instance: patch the model before that"
+    return f"{package or 'somebody'} replaced its forward on the instance: patch the model before that"

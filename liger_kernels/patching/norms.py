@@ -10,12 +10,11 @@ from torch import nn
 
 from liger_kernels.ops import rms_norm, rms_norm_ref
 from liger_kernels.ops._compiling import left_to_inductor
+from liger_kernels.ops.rms_norm import FORMULAS
 from liger_kernels.patching import probe
 from liger_kernels.patching.probe import PLAIN, randn, relative_difference
-from liger_kernels.patching.recogniser import Recogniser, fingerprint
+from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import RAN, Recipe
-
-FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
 
 # In 16 bits, two evaluations of one formula agree in every element but those where a last-bit difference in float32
 # tips a rounding: about 2^-8 of them for each unit in the last place (float32 has 2^13 to 2^16 steps in one of theirs,
@@ -27,13 +26,10 @@ AGREEING_FRACTION = 0.99
 class NormRecipe(Recipe):
     """A norm whose forward is ``rms_norm(x, weight, eps, formula=formula)``."""
 
+    kernel = "rms_norm"
     formula: str
     eps: float
     weight: str | None  # the name of the weight parameter
-
-    @property
-    def kernel(self) -> str:
-        return "rms_norm"
 
     @property
     def detail(self) -> str:
@@ -91,7 +87,7 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str:
     return _examined(module)[0]
 
 
-def _verdict(module: nn.Module) -> NormRecipe | tuple[str, ...]:
+def _verdict(module: nn.Module) -> Verdict:
     verdict, normalises = _examined(module)
     if isinstance(verdict, NormRecipe):
         return verdict

@@ -125,10 +125,10 @@ def is_watched(module: nn.Module) -> bool:
     """Whether somebody other than a sharding package has hooks on ``module``: deepspeed has some on every module."""
     if not has_hooks(module):
         return False
-    return "forward" in module.__dict__ or any_of_users(module.__dict__.get(name, {}) for name in _HOOKS)
+    return "forward" in module.__dict__ or any_user_hook(module.__dict__.get(name, {}) for name in _HOOKS)
 
 
-def any_of_users(kinds: Iterable[dict[int, Any]]) -> bool:
+def any_user_hook(kinds: Iterable[dict[int, Any]]) -> bool:
     """Whether one of these hooks does more than to gather, shard or move weights around a call."""
     return any(not module_of(hook).startswith(INFRASTRUCTURE) for hooks in kinds for hook in hooks.values())
 
@@ -146,11 +146,10 @@ def module_of(function: Any) -> str:
 
 def package_of(function: Any) -> str:
     """The package that ``function`` comes from."""
-    return root(module_of(function))
+    return _package(module_of(function))
 
 
-def root(module: str) -> str:
-    """The package of the module of this name."""
+def _package(module: str) -> str:
     return module.partition(".")[0]
 
 
@@ -158,7 +157,7 @@ def with_origin(reason: str, cls: type) -> str:
     """``reason``, and which package the forward is of, where another than the one that defines the class."""
     definer = next((c for c in cls.__mro__ if "forward" in vars(c)), cls)
     package = package_of(vars(definer).get("forward"))
-    return reason if package in ("", root(definer.__module__)) else f"its forward is {package}'s: {reason}"
+    return reason if package in ("", _package(definer.__module__)) else f"its forward is {package}'s: {reason}"
 
 
 def has_global_hooks() -> bool:

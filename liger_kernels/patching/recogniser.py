@@ -51,6 +51,9 @@ def _value(value: Any) -> Hashable:
     return id(value)
 
 
+Verdict = Recipe | tuple[str, ...]  # what a module is replaced by, or why it is left
+
+
 @dataclass(frozen=True)
 class Recogniser:
     """How the modules that a kernel replaces are found.
@@ -65,5 +68,5 @@ class Recogniser:
 
     kernels: tuple[str, ...]
     candidate: Callable[[nn.Module], bool]
-    recognise: Callable[[nn.Module], Recipe | tuple[str, ...]]
+    recognise: Callable[[nn.Module], Verdict]
     key: Callable[[nn.Module], Hashable] = fingerprint

@@ -21,12 +21,11 @@ from torch import nn
 
 from liger_kernels.ops import rope, rope_ref
 from liger_kernels.ops._compiling import left_to_inductor
+from liger_kernels.ops.rope import PAIRINGS
 from liger_kernels.patching import probe
 from liger_kernels.patching.probe import PLAIN, randn, signature_of
-from liger_kernels.patching.recogniser import Recogniser
+from liger_kernels.patching.recogniser import Recogniser, Verdict
 from liger_kernels.patching.swap import RAN, Recipe
-
-PAIRINGS = ("half", "interleaved", "interleaved_repeat")
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,9 @@ class Rotation:
 class RopeRecipe(Recipe):
     """An attention whose forward finds our rotation under the names of upstream's."""
 
+    kernel = "rope"
     rotations: tuple[Rotation, ...]
     left: tuple[str, ...] = ()  # why its other rotary functions are
-
-    @property
-    def kernel(self) -> str:
-        return "rope"
 
     @property
     def detail(self) -> str:
@@ -274,7 +270,7 @@ def _methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
                 yield attribute, value
 
 
-def _verdict(module: nn.Module) -> RopeRecipe | tuple[str, ...]:
+def _verdict(module: nn.Module) -> Verdict:
     verdicts = {name: recognise_rotation(name, function) for name, function in rotary_names(type(module)).items()}
     rotations = tuple(verdict for verdict in verdicts.values() if isinstance(verdict, Rotation))
     reasons = tuple(f"{name}: {verdict}" for name, verdict in verdicts.items() if isinstance(verdict, str))
