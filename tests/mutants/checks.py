@@ -294,7 +294,7 @@ MUTANTS = (
         f"{_OPS}.linear_cross_entropy",
         "        grad and weight.requires_grad,",
         "        grad,",
-        "test_ops_linear_cross_entropy_schedules.py::test_what_is_frozen_costs_no_gemm_and_no_buffer",
+        "test_ops_linear_cross_entropy_schedules.py::test_what_is_frozen_costs_nothing",
         source="C13",
     ),
     _check(
@@ -431,7 +431,7 @@ MUTANTS = (
         f"{_OPS}._linear_vocabulary_slabs",
         "stats, grad_loss",
         "stats, torch.ones_like(grad_loss)",
-        "test_ops_linear_cross_entropy_schedules.py::test_every_option_together_in_slabs",
+        "test_ops_linear_cross_entropy.py::test_every_option[vocabulary slabs-torch.float32-all but smoothing-mean]",
         within="_overwritten",
     ),
     _check(
@@ -440,7 +440,7 @@ MUTANTS = (
         f"{_OPS}._cross_entropy_kernels",
         "others = tl.where(lane, before[:, None], others)",
         "others = tl.where(lane, before[:, None] * 0.0, others)",
-        "test_ops_linear_cross_entropy_schedules.py::test_every_option_together_in_slabs",
+        "test_ops_linear_cross_entropy.py::test_every_option[vocabulary slabs-torch.float32-all but smoothing-mean]",
     ),
     _check(
         "c27_label_smoothing_ignored",
