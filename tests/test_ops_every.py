@@ -22,7 +22,7 @@ Shapes = tuple[tuple[int, ...], ...]
 class Op(NamedTuple):
     """``shapes`` gives those of the leaves for a number of rows; of the last ``constants`` nobody wants a gradient."""
 
-    op: Callable[..., Any]
+    op: partial[Any]
     reference: Callable[..., Any]
     shapes: Callable[[int], Shapes]
     constants: int = 0
