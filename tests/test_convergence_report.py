@@ -6,7 +6,6 @@ import math
 import re
 import subprocess
 import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -16,8 +15,8 @@ from convergence.__main__ import main
 from convergence.models import MODELS
 from convergence.records import Record, write
 from tests import browser
+from tests.suite import ROOT, collect
 
-ROOT = Path(__file__).parent.parent
 STEPS = [f"{phase}: step {i}" for phase in ("initial", "SGD", "AdamW") for i in range(6)]
 NASTY = "<script>alert('x')</script> & \"quotes\" | ` ```` \x00\x1b[31m"
 LONG = "gradient of model.layers.0." + "a_very_long_module_name_without_an_end." * 4 + "weight"
@@ -274,34 +273,14 @@ def test_a_run_writes_its_report_from_all_workers(tmp_path):
         assert part in page
 
 
-ISOLATED = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist", "--device", "cpu")
-
-
-@pytest.mark.parametrize(
-    ("options", "shown"),
-    [
-        (("--report", "."), "'.' is a folder"),
-        (("--records", "pyproject.toml"), "'pyproject.toml' is a file"),
-        (("--compare-to", "no/such/folder"), "no/such/folder: does not exist"),
-    ],
-)
-def test_a_usage_error(options, shown, capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert pytest.main(["convergence", "--collect-only", *options, *ISOLATED]) == pytest.ExitCode.USAGE_ERROR
-    assert shown in capfd.readouterr().err
-
-
 def test_a_report_without_jinja2_is_a_usage_error(capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    code = pytest.main(["convergence", "--collect-only", "--report", "report.html", *ISOLATED])
-    assert code == pytest.ExitCode.USAGE_ERROR
+    assert collect("--report", "report.html", "--device", "cpu") == pytest.ExitCode.USAGE_ERROR
     assert "--report needs jinja2, which is not installed here: pip install jinja2" in capfd.readouterr().err
 
 
-def test_without_a_case_there_is_no_report(tmp_path, capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_without_a_case_there_is_no_report(tmp_path, capfd):
     path = tmp_path / "report.html"
-    assert pytest.main(["convergence", "--collect-only", "--report", str(path), *ISOLATED]) == pytest.ExitCode.OK
+    assert collect("--report", str(path), "--device", "cpu") == pytest.ExitCode.OK
     assert "no case ran, so there is no report" in capfd.readouterr().out
     assert not path.exists()
