@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ FLAGS = (
 )
 
 
-def start(profile: Path) -> Iterator[Any]:
+@contextlib.contextmanager
+def chromium(profile: Path) -> Iterator[Any]:
     """A driver on a fresh ``profile`` folder. Without a browser the test is skipped, and fails where CI is set."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     driver = shutil.which("chromedriver")
@@ -33,16 +35,16 @@ def start(profile: Path) -> Iterator[Any]:
     for flag in (*FLAGS.split(), f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    chromium = webdriver.Chrome(options=options, service=Service(driver))
+    shown = webdriver.Chrome(options=options, service=Service(driver))
     try:
-        yield chromium
+        yield shown
     finally:
-        chromium.quit()
+        shown.quit()
 
 
-def resize(chromium: Any, width: int, scheme: str = "light") -> None:
+def resize(shown: Any, width: int, scheme: str = "light") -> None:
     """Show pages ``width`` CSS pixels wide, on a phone below 500, in a "light" or a "dark" scheme."""
     metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
-    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    shown.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     scheme_feature = {"name": "prefers-color-scheme", "value": scheme}
-    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme_feature]})
+    shown.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme_feature]})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import pytest
@@ -19,27 +21,6 @@ TOKENS, HIDDEN, VOCAB, CHUNK = 23, 12, 67, 5  # five chunks, the last one partia
 SLAB = 24  # three slabs of the vocabulary, the last one partial
 # What "fast" takes in two slabs, of 48 and 19 classes, if it may: the first one's rows of d weight hold d hidden.
 TWO: dict[str, Any] = {"hidden": 64}
-many_and_one = pytest.mark.parametrize("chunk_size", [CHUNK, TOKENS], ids=["token chunks", "one chunk"])
-every_schedule = pytest.mark.parametrize(
-    "schedule",
-    [{"chunk_size": CHUNK}, {"chunk_size": TOKENS}, {"memory": "small"}],
-    ids=["token chunks", "one chunk", "vocabulary slabs"],
-)
-
-ALL: dict[str, Any] = {
-    "label_smoothing": 0.2,
-    "softcap": 5.0,
-    "logit_scale": 1.7,
-    "z_loss": 0.02,
-    "class_weight": True,
-    "ignore_index": 0,
-}
-ALONE: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "no_bias": {"bias": False},
-    **{name: {name: value} for name, value in ALL.items()},
-    "all": ALL,
-}
 
 
 def chunks_of(tokens):
@@ -49,9 +30,11 @@ def chunks_of(tokens):
 
 def slabs_of(classes):
     """Inside, slabs whose logits need memory of their own have ``classes``; a first slab of more is worth it."""
-    return tiled(
-        slabs=lambda choose, tokens, hidden: SlabSizes(classes, classes, worth=2 * tokens * classes + min(tokens, 1))
-    )
+
+    def sizes(choose, tokens, hidden_size):
+        return SlabSizes(classes, classes, worth=2 * tokens * classes + min(tokens, 1))
+
+    return tiled(slabs=sizes)
 
 
 def in_two_slabs(*args, **options):
@@ -60,21 +43,56 @@ def in_two_slabs(*args, **options):
         return linear_cross_entropy(*args, **options, memory="fast")
 
 
+CHUNKS, ONE_CHUNK = ({"function": functools.partial(linear_cross_entropy, chunk_size=size)} for size in (CHUNK, TOKENS))
+SLABS = {"function": functools.partial(linear_cross_entropy, memory="small")}
+TWO_SLABS = {"function": in_two_slabs, **TWO}
+SCHEDULES = {"token chunks": CHUNKS, "one chunk": ONE_CHUNK, "vocabulary slabs": SLABS, "two kept slabs": TWO_SLABS}
+every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+many_and_one = pytest.mark.parametrize("chunk_size", [CHUNK, TOKENS], ids=["token chunks", "one chunk"])
+
+ALL: dict[str, Any] = {
+    "label_smoothing": 0.2,
+    "softcap": 5.0,
+    "logit_scale": 1.7,
+    "z_loss": 0.02,
+    "class_weight": True,
+    "ignore_index": 0,
+}
+# What goes in slabs of the vocabulary, too.
+MOST = {name: value for name, value in ALL.items() if name != "label_smoothing"}
+ALONE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no_bias": {"bias": False},
+    **{name: {name: value} for name, value in ALL.items()},
+    "all": ALL,
+    "all but smoothing": MOST,
+    "all but smoothing, row_weight": {**MOST, "row_weight": True},
+}
+
+
+def assert_equal(ours, theirs):
+    """The same bits, however deep the tensors lie in tuples and lists."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 class Case:
-    """Inputs of one call, and its results in any dtype under an upstream gradient that is not 1."""
+    """Inputs of one call, and its results in any dtype under an upstream gradient that is not 1. ``function`` is what
+    :meth:`run` takes by itself, as one of :data:`SCHEDULES` has it."""
 
     def __init__(self, device, dtype=torch.float32, *, tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, bias=True, seed=0,
-                 needs=(True, True, True), **options):  # fmt: skip
+                 needs=(True, True, True), function=linear_cross_entropy, **options):  # fmt: skip
         rng = torch.Generator().manual_seed(seed)
         draw = lambda *shape: torch.randn(shape, generator=rng).to(dtype).to(device)  # noqa: E731
         self.tensors = [draw(tokens, hidden), draw(vocab, hidden), draw(vocab) if bias else None]
-        self.needs = needs
+        self.needs, self.function = needs, function
         targets = torch.randint(0, vocab, (tokens,), generator=rng)
         ignored = options.get("ignore_index", -100)
         targets[tokens // 3 : tokens // 3 + 1] = targets[tokens - 1 :] = ignored
         self.targets = targets.to(device)
         if options.pop("class_weight", False):
             options["class_weight"] = (torch.rand(vocab, generator=rng) + 0.25).to(device)
+        if options.pop("row_weight", False):
+            options["row_weight"] = (torch.rand(tokens, generator=rng) + 0.25).to(device)
         self.options = options
         rows = (tokens,) if options.get("reduction") == "none" else ()
         self.upstream = (torch.randn(rows, generator=rng) - 0.3).to(device)
@@ -85,10 +103,15 @@ class Case:
             for t, needed in zip(self.tensors, self.needs, strict=True)
         ]
 
-    def run(self, function=linear_cross_entropy, dtype=None, **options):
+    def call(self, leaves, function=None, **options):
+        """The loss, or the named tuple."""
+        hidden, weight, bias = leaves
+        return (function or self.function)(hidden, weight, self.targets, bias, **self.options, **options)
+
+    def run(self, function=None, dtype=None, **options):
         """The loss or named tuple, and the gradients of hidden, weight and bias."""
         leaves = self.leaves(dtype)
-        out = function(leaves[0], leaves[1], self.targets, leaves[2], **self.options, **options)
+        out = self.call(leaves, function, **options)
         loss = out.loss if isinstance(out, CrossEntropyOutput) else out
         if any(leaf is not None and leaf.requires_grad for leaf in leaves):
             loss.backward(self.upstream.to(loss.dtype))
@@ -114,29 +137,32 @@ class Case:
 
 
 class Spy:
-    """Counts the GEMMs and records the shapes allocated while a function of torch is called by the op."""
+    """What torch's functions are called for by the op: operations of GEMMs, in pairs of a multiplication and an
+    addition, and the bytes and the shape and dtype of each allocation."""
 
     def __init__(self, monkeypatch):
-        self.gemms, self.allocated = 0, []
+        self.reset()
         for name in ("mm", "addmm"):
             monkeypatch.setattr(torch, name, self._counting(getattr(torch, name)))
         for name in ("empty", "zeros"):
             monkeypatch.setattr(torch, name, self._recording(getattr(torch, name)))
 
+    def reset(self):
+        self.operations, self.bytes, self.allocated = 0, 0, []
+
     def _counting(self, function):
         def counted(*args, **kwargs):
-            self.gemms += 1
-            return function(*args, **kwargs)
+            out = function(*args, **kwargs)
+            self.operations += math.prod(out.shape) * args[-1].shape[0]
+            return out
 
         return counted
 
     def _recording(self, function):
         def recorded(*args, **kwargs):
             out = function(*args, **kwargs)
+            self.bytes += out.nbytes
             self.allocated.append((tuple(out.shape), out.dtype))
             return out
 
         return recorded
-
-    def allocated_like(self, *shape):
-        return [dtype for seen, dtype in self.allocated if seen == shape]

@@ -18,10 +18,14 @@ ROOT = Path(__file__).parents[1]
 RANKS = 2
 
 
-def on_ranks(module: str, folder: Path, timeout: float = 560) -> list[dict[str, Any]]:
-    """What ``python -m module rank folder`` of each rank wrote to ``folder/rank.json``, by rank.
+def on_ranks(module: str, folder: Path) -> list[dict[str, Any]]:
+    """What ``python -m module rank folder`` of each rank wrote to ``folder/rank.json``, by rank."""
+    start("-m", module, folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
-    The ranks are on the CPU, with gloo, also where there is a GPU.
+
+def start(how: str, what: str, folder: Path, timeout: float = 560) -> None:
+    """Run ``python how what rank folder`` on each rank. The ranks are on the CPU, also where there is a GPU.
 
     Raises:
         AssertionError: a rank failed or took longer than ``timeout`` seconds; with the end of its output.
@@ -39,10 +43,11 @@ def on_ranks(module: str, folder: Path, timeout: float = 560) -> list[dict[str, 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", module, str(rank), str(folder)],
+            [sys.executable, "-W", "ignore", how, what, str(rank), str(folder)],
             env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -58,7 +63,6 @@ def on_ranks(module: str, folder: Path, timeout: float = 560) -> list[dict[str, 
     finally:
         for process in processes:
             process.kill()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
 def join(rank: int, folder: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from convergence.records import Digests, Record, load_folder, versions, write
+from tests.suite import ROOT, collect
 
-ROOT = Path(__file__).parent.parent
 PATCH = "patch_of_this_test:patch"
 CASE = ("--models", "llama-untied", "--dtypes", "float32", "--profile", "plain", "--device", "cpu", "--patch", PATCH)
 SCALED = "model.layers.1.mlp.down_proj.weight"
@@ -89,37 +89,23 @@ def test_one_bit_of_one_gradient_is_named(before, tmp_path):
         (None, (), ["no record in there"]),
     ],
 )
-def test_what_cannot_be_compared_is_a_usage_error(change, options, shown, tmp_path, capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_what_cannot_be_compared_is_a_usage_error(change, options, shown, tmp_path, capfd):
     if change is not None:
         write(recorded(change), tmp_path)
-    assert pytest.main([*COLLECT, *options, "--compare-to", str(tmp_path)]) == pytest.ExitCode.USAGE_ERROR
+    assert collect(*CHOSEN, *options, "--compare-to", str(tmp_path)) == pytest.ExitCode.USAGE_ERROR
     error = capfd.readouterr().err
     for part in ("--compare-to", *shown):
         assert part in error
 
 
-def test_what_can_be_compared_is_collected(tmp_path, monkeypatch):
+def test_what_can_be_compared_is_collected(tmp_path):
     """What the usage errors above start from is none."""
-    monkeypatch.chdir(ROOT)
     write(recorded({"versions": {"platform": "another", "liger-kernels": "0.0.1"}}), tmp_path)
-    assert pytest.main([*COLLECT, "--compare-to", str(tmp_path)]) == pytest.ExitCode.OK
+    assert collect(*CHOSEN, "--compare-to", str(tmp_path)) == pytest.ExitCode.OK
 
 
 BUILT_IN = "convergence.patches:fused_linear"
-COLLECT = (
-    "convergence",
-    "-q",
-    "--collect-only",
-    *CASE[:-1],
-    BUILT_IN,
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:faulthandler",
-    "-p",
-    "no:xdist",
-)
+CHOSEN = (*CASE[:-1], BUILT_IN)
 
 
 def recorded(change: dict[str, Any]) -> Record:

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from convergence.records import load_folder
 from tests.convergence_faults import SCALED, _rms_norm
-
-ROOT = Path(__file__).parent.parent
+from tests.suite import suite
 
 
 @pytest.fixture
-def suite(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Runs ``pytest convergence`` in this process, so that truth and baseline are trained once for all tests."""
     from transformers.models.llama import modeling_llama
 
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", modeling_llama.LlamaRMSNorm.forward)
 
-    def run(*options: str, models: str = "llama-untied", dtypes: str = "float32") -> tuple[int, str]:
-        isolated = ("-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
+    def run(*options: str, dtypes: str = "float32") -> tuple[int, str]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        arguments = ("convergence", "--device", device, "--models", models, "--dtypes", dtypes, *options)
-        code = pytest.main([*arguments, "--records", str(tmp_path), "-q", *isolated])
-        captured = capfd.readouterr()
-        return int(code), captured.out + captured.err
+        chosen = ("--device", device, "--models", "llama-untied", "--dtypes", dtypes, "--records", str(tmp_path))
+        return suite(*chosen, *options), "".join(capfd.readouterr())
 
     return run
 
@@ -54,8 +49,8 @@ def fault(name: str) -> tuple[str, str]:
         ("bfloat16", "one_norm_gradient_scaled", "gain"),
     ],
 )
-def test_the_suite_sees_faults_and_only_faults(suite, dtype, name, shown):
-    code, output = suite(*fault(name), dtypes=dtype)
+def test_the_suite_sees_faults_and_only_faults(run, dtype, name, shown):
+    code, output = run(*fault(name), dtypes=dtype)
     if shown is None:
         assert code == 0, output
         assert f"llama-untied/{dtype}/{name}: equal" in output
@@ -66,7 +61,7 @@ def test_the_suite_sees_faults_and_only_faults(suite, dtype, name, shown):
         assert f"gradient of {SCALED}" in output
 
 
-def test_a_baseline_that_was_patched_fails(suite, monkeypatch):
+def test_a_baseline_that_was_patched_fails(run, monkeypatch):
     from transformers.models.llama import modeling_llama
 
     from convergence.case import remember_upstream
@@ -74,24 +69,30 @@ def test_a_baseline_that_was_patched_fails(suite, monkeypatch):
 
     remember_upstream(MODELS.values())
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", _rms_norm)
-    code, output = suite(*fault("honest"))
+    code, output = run(*fault("honest"))
     assert code == 1, output
     assert "not pristine" in output
     assert "LlamaRMSNorm.forward" in output
 
 
-def test_our_own_patch_passes_and_leaves_complete_records(suite, tmp_path):
-    code, output = suite("--profile", "plain")
+def test_our_own_patch_passes_and_leaves_records_with_all_that_a_report_shows(run, tmp_path):
+    code, output = run("--profile", "plain")
     assert code == 0, output
-    records = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    records = load_folder(tmp_path)
     assert len(records) == 2
     assert not list(tmp_path.glob("*.tmp"))
-    for record in records.values():
-        assert record["verdict"] == "equal"
-        assert record["census"]["rms_norm"] == 5
-        assert record["launches"]["_rms_norm_bwd_kernel"] > 0
-        assert {"error ratio", "largest error ratio", "gain", "gain against the others"} == {
-            s["statistic"] for s in record["statistics"]
-        }
-        assert {"torch", "triton", "transformers", "liger-kernels"} <= record["versions"].keys()
-        assert set(record["losses"]) == {"truth", "baseline", "candidate"}
+    for record in records:
+        assert record.verdict == "equal", record.reason
+        assert record.census["rms_norm"] == 5
+        assert record.launches["_rms_norm_bwd_kernel"] > 0
+        assert record.launches["_rope_kernel"] > 0
+        kinds = {"error ratio", "largest error ratio", "gain", "gain against the others"}
+        assert {s["statistic"] for s in record.statistics} == kinds
+        expected = {"python", "torch", "triton", "transformers", "liger-kernels", "cpu", "threads"}
+        assert expected <= record.versions.keys()
+        assert set(record.losses) == {"truth", "baseline", "candidate"}
+        assert record.losses["truth"].keys() == record.losses["candidate"].keys()
+        for arm in ("baseline", "candidate"):
+            quantities = {name for group in record.digests[arm] for name in group["quantities"]}
+            assert {"loss", "logits", "generated tokens", "gradient of lm_head.weight"} <= quantities
+        assert record.digests["baseline"] != record.digests["candidate"]

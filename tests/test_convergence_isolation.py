@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ from convergence import isolate
 from convergence.case import Case, prove, remember_upstream, train_case
 from convergence.patches import BUILT_IN
 from convergence.report import failure
+from tests.suite import ROOT, suite
 
-ROOT = Path(__file__).parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -185,31 +184,9 @@ def test_what_a_call_raises_arrives_with_its_traceback():
         isolate.call(raise_unpicklable)
 
 
-@pytest.mark.parametrize(
-    ("options", "shown"),
-    [
-        (("--scope", "module"), ("'module'", "instance", "class")),
-        (("--patch-timeout", "0"), ("--patch-timeout", "above 0")),
-        (("--patch-timeout", "inf"), ("--patch-timeout", "above 0")),
-        (("--patch", "tests.isolation_patches:no_such"), ("cannot be imported", "no_such")),
-        (("--patch", "tests.no_such:patch"), ("cannot be imported", "No module named 'tests.no_such'")),
-    ],
-)
-def test_a_usage_error(options, shown, capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    isolated = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
-    assert pytest.main(["convergence", "--collect-only", *options, *isolated]) == pytest.ExitCode.USAGE_ERROR
-    output = "".join(capfd.readouterr())
-    for part in shown:
-        assert part in output
-
-
-def test_the_suite_says_that_a_patch_cannot_run_and_fails(capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_the_suite_says_that_a_patch_cannot_run_and_fails(capfd):
     chosen = ("--models", "llama-untied", "--dtypes", "float32", "--profile", "plain", "--device", DEVICE)
-    isolated = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
-    patch = ("--patch", "tests.isolation_patches:has_no_kernel")
-    assert pytest.main(["convergence", *chosen, *patch, *isolated]) == pytest.ExitCode.TESTS_FAILED
+    assert suite(*chosen, "--patch", "tests.isolation_patches:has_no_kernel") == pytest.ExitCode.TESTS_FAILED
     output = "".join(capfd.readouterr())
     assert "llama-untied/float32/has_no_kernel: cannot run" in output
     assert "the patch cannot run here" in output

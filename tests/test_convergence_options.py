@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from convergence.models import MODELS, select
-
-ROOT = Path(__file__).parent.parent
-ISOLATED = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
+from tests.suite import collect
 
 
 @pytest.mark.parametrize(
@@ -21,32 +17,35 @@ ISOLATED = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:x
         (("--dtypes", "float8"), ("'float8'", "float32", "bfloat16")),
         (("--dtypes", "float32,half"), ("'half'", "float32", "bfloat16")),
         (("--device", "tpu"), ("'tpu'", "cpu", "cuda")),
+        pytest.param(
+            ("--device", "cuda"),
+            ("no CUDA device",),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device"),
+        ),
         (("--profile", "soft"), ("'soft'", "plain", "hard")),
+        (("--setups", "fsdp3"), ("unknown set-up 'fsdp3'; allowed are",)),
+        (("--scope", "module"), ("'module'", "instance", "class")),
         (("--patch", "convergence.patches"), ("package.module:function",)),
         (("--patch", "no.such.module:patch"), ("cannot be imported", "No module named 'no'")),
+        (("--patch", "tests.no_such:patch"), ("cannot be imported", "No module named 'tests.no_such'")),
         (("--patch", "convergence.patches:no_such"), ("cannot be imported", "no_such")),
         (("--patch", "convergence.records:SCHEMA"), ("takes a function",)),
+        (("--patch-timeout", "0"), ("--patch-timeout", "above 0")),
+        (("--patch-timeout", "inf"), ("--patch-timeout", "above 0")),
+        (("--report", ".", "--device", "cpu"), ("'.' is a folder",)),
+        (("--records", "pyproject.toml", "--device", "cpu"), ("'pyproject.toml' is a file",)),
+        (("--compare-to", "no/such/folder", "--device", "cpu"), ("no/such/folder: does not exist",)),
     ],
 )
-def test_a_usage_error(options, shown, capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    code = pytest.main(["convergence", "--collect-only", *options, *ISOLATED])
-    captured = capfd.readouterr()
-    assert code == pytest.ExitCode.USAGE_ERROR
+def test_a_usage_error(options, shown, capfd):
+    assert collect(*options) == pytest.ExitCode.USAGE_ERROR
+    output = "".join(capfd.readouterr())
     for part in shown:
-        assert part in captured.err + captured.out
+        assert part in output
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_cuda_without_a_device_is_a_usage_error(capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert pytest.main(["convergence", "--collect-only", "--device", "cuda", *ISOLATED]) == pytest.ExitCode.USAGE_ERROR
-    assert "no CUDA device" in capfd.readouterr().err
-
-
-def test_the_default_is_every_core_model_in_both_dtypes_with_both_losses(capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert pytest.main(["convergence", "--collect-only", "--device", "cpu", *ISOLATED]) == 0
+def test_the_default_is_every_core_model_in_both_dtypes_with_both_losses(capfd):
+    assert collect("--device", "cpu") == 0
     collected = [line for line in capfd.readouterr().out.splitlines() if "::" in line]
     assert len(collected) == 6 * 2 * 2
     for model in ("llama-tied", "llama-untied", "llama-bias", "gemma", "gemma2", "gemma3"):

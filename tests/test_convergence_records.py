@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from convergence import bitwise
-from convergence.case import Case, prove
 from convergence.records import SCHEMA, Record, dumps, from_dict, load, load_all, load_folder, newest, write
 from convergence.trajectory import Trajectory
 
@@ -273,24 +272,3 @@ def test_what_cannot_be_compared_is_said():
         bitwise.earlier([whole], record(versions={"torch": "2.11.0"}))
     with pytest.raises(ValueError, match="not trained to the end"):
         bitwise.earlier([record()], whole)
-
-
-def test_a_case_leaves_a_record_with_all_that_a_report_shows(tmp_path):
-    proved = prove(Case("llama-untied", "float32", "convergence.patches:fused_linear", "plain"))
-    assert load(write(proved, tmp_path)) == proved
-    assert proved.verdict == "equal", proved.reason
-    assert set(proved.losses) == {"truth", "baseline", "candidate"}
-    assert proved.losses["truth"].keys() == proved.losses["candidate"].keys()
-    assert {s["statistic"] for s in proved.statistics} == {
-        "error ratio",
-        "largest error ratio",
-        "gain",
-        "gain against the others",
-    }
-    assert proved.census["rms_norm"] == 5
-    assert proved.launches["_rope_kernel"] > 0
-    for arm in ("baseline", "candidate"):
-        quantities = {name for group in proved.digests[arm] for name in group["quantities"]}
-        assert {"loss", "logits", "generated tokens", "gradient of lm_head.weight"} <= quantities
-    assert proved.digests["baseline"] != proved.digests["candidate"]
-    assert {"python", "torch", "triton", "transformers", "cpu", "threads"} <= proved.versions.keys()

@@ -6,7 +6,6 @@ import math
 import re
 import subprocess
 import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -16,8 +15,8 @@ from convergence.__main__ import main
 from convergence.models import MODELS
 from convergence.records import Record, write
 from tests import browser
+from tests.suite import ROOT, collect
 
-ROOT = Path(__file__).parent.parent
 STEPS = [f"{phase}: step {i}" for phase in ("initial", "SGD", "AdamW") for i in range(6)]
 NASTY = "<script>alert('x')</script> & \"quotes\" | ` ```` \x00\x1b[31m"
 LONG = "gradient of model.layers.0." + "a_very_long_module_name_without_an_end." * 4 + "weight"
@@ -111,128 +110,83 @@ ALL = [
 MIXED = [*ALL, failed(), ABSENT, BROKEN, CANNOT]
 
 
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    yield from browser.start(tmp_path_factory.mktemp("profile"))
+# The least contrast of any text with what lies behind it, and the colour behind all.
+CONTRAST = """
+const canvas = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
+const rgb = color => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
+                       return [...canvas.getImageData(0, 0, 1, 1).data]; };
+const linear = v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+const light = ([r, g, b]) => [r, g, b].map(v => linear(v / 255))
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+const behind = e => { const c = rgb(getComputedStyle(e).backgroundColor);
+                      return c[3] == 255 ? c : behind(e.parentElement); };
+const ratio = e => { const [a, b] = [light(rgb(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+                     return (a + .05) / (b + .05); };
+const texts = [...document.querySelectorAll('h1, p, .badge, .soft, summary, td, small, .number, dt, dd')];
+return [Math.min(...texts.map(ratio)), getComputedStyle(document.body).backgroundColor];
+"""
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("report") / "report.html"
-    html.write(MIXED, path)
-    return path.as_uri()
-
-
-def widest(chromium) -> int:
-    return chromium.execute_script("return document.documentElement.scrollWidth")
-
-
-def test_no_script_error_and_nothing_is_fetched(chromium, url):
-    """The page's own policy forbids every request, so that one would stand in the console."""
-    chromium.get_log("browser")
-    chromium.get(url)
-    assert chromium.get_log("browser") == []
-    assert chromium.execute_script("return performance.getEntriesByType('resource').length") == 0
-    assert chromium.title == f"3 of {len(MIXED)} cases failed"
-    chromium.execute_script("const i = new Image(); i.src = 'http://127.0.0.1:9/x.png'; document.body.append(i)")
-    assert any("Content Security Policy" in entry["message"] for entry in chromium.get_log("browser"))
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_horizontal_scrolling_on_a_phone(chromium, url, scheme):
-    browser.resize(chromium, 360, scheme)
-    chromium.get(url)
-    assert chromium.execute_script("return innerWidth") == 360
-    assert widest(chromium) == 360
-    chromium.execute_script("document.querySelectorAll('details').forEach(each => each.open = true)")
-    assert widest(chromium) == 360
-    # What would be wider is seen.
-    chromium.execute_script("const d = document.createElement('pre'); d.style.width = '400px'; document.body.append(d)")
-    assert widest(chromium) >= 400
-
-
-def test_every_case_is_reached_and_opened_by_keyboard(chromium, url):
-    from selenium.webdriver.common.keys import Keys
-
-    browser.resize(chromium, 1280)
-    chromium.get(url)
-    chromium.execute_script("document.querySelectorAll('details').forEach(each => each.open = false)")
-    reached = []
-    for _ in range(len(MIXED)):
-        focused = chromium.switch_to.active_element
-        focused.send_keys(Keys.TAB)
-        focused = chromium.switch_to.active_element
-        assert focused.tag_name == "summary"
-        style = chromium.execute_script(
-            "const s = getComputedStyle(arguments[0]); return [s.outlineStyle, parseFloat(s.outlineWidth)]", focused
-        )
-        assert style[0] == "solid"
-        assert style[1] >= 2
-        focused.send_keys(Keys.ENTER)
-        opened, text = chromium.execute_script(
-            "return [arguments[0].parentElement.open, arguments[0].innerText]", focused
-        )
-        assert opened
-        focused.send_keys(Keys.ENTER)  # closed again, or the next Tab would go into it
-        reached.append(" ".join(text.split()))
-    for record in MIXED:
-        name = f"{record.model} {record.dtype} {record.patch.rpartition(':')[2]}"
-        assert any(name in text and record.verdict in text for text in reached), name
-
-
-def test_what_an_open_case_shows(chromium, url):
-    browser.resize(chromium, 360)
-    chromium.get(url)
-    first = chromium.execute_script(
-        "const c = [...document.querySelectorAll('.case')].find(c => c.innerText.includes('scaled')); c.open = true;"
-        "return [c.innerText, c.querySelectorAll('svg polyline').length,"
-        "        [...c.querySelectorAll('svg')].map(s => s.getBoundingClientRect().height)]"
-    )
-    for part in (
-        "Who did it",
-        "rms_norm",
-        "backward",
-        "12 failures",
-        "off by 14",
-        "and 1 more",
-        "4 more",
-        "Replaced modules",
-    ):
-        assert part in first[0]
-    assert first[1] == 3 * 3 + 2 * 3  # three phases of three arms, and of two distances
-    assert all(height > 100 for height in first[2])
-
-
-def test_the_schemes_differ_and_text_is_readable_in_both(chromium, url):
-    """A contrast of at least 4.5, which WCAG asks for, of every text on what lies behind it."""
-    contrast = """
-    const canvas = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
-    const rgb = color => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
-                           return [...canvas.getImageData(0, 0, 1, 1).data]; };
-    const linear = v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
-    const light = ([r, g, b]) => [r, g, b].map(v => linear(v / 255))
-        .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
-    const behind = e => { const c = rgb(getComputedStyle(e).backgroundColor);
-                          return c[3] == 255 ? c : behind(e.parentElement); };
-    const ratio = e => { const [a, b] = [light(rgb(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
-                         return (a + .05) / (b + .05); };
-    const texts = [...document.querySelectorAll('h1, p, .badge, .soft, summary, td, small, .number, dt, dd')];
-    return [getComputedStyle(document.body).backgroundColor, Math.min(...texts.map(ratio))];
-    """
-    backgrounds = set()
-    for scheme in ("light", "dark"):
-        browser.resize(chromium, 1280, scheme)
-        chromium.get(url)
-        background, least = chromium.execute_script(contrast)
-        backgrounds.add(background)
-        assert least >= 4.5
-    assert len(backgrounds) == 2
+def test_a_browser_shows_it(tmp_path):
+    """Without an error or a request, which the page's own policy forbids and the console would name; as wide as a
+    phone, with every case open; in both schemes with the contrast of 4.5 that WCAG asks for; by keyboard."""
+    page = tmp_path / "report.html"
+    html.write(MIXED, page)
+    with browser.chromium(tmp_path / "profile") as shown:
+        run = shown.execute_script
+        backgrounds = set()
+        for scheme in ("light", "dark"):
+            browser.resize(shown, 360, scheme)
+            shown.get(page.as_uri())
+            assert shown.get_log("browser") == []
+            assert run("return performance.getEntriesByType('resource').length") == 0
+            for opened in ("false", "true"):
+                run(f"document.querySelectorAll('details').forEach(each => each.open = {opened})")
+                assert run("return [innerWidth, document.documentElement.scrollWidth]") == [360, 360]
+            least, background = run(CONTRAST)
+            assert least >= 4.5
+            backgrounds.add(background)
+        assert len(backgrounds) == 2
+        assert shown.title == f"3 of {len(MIXED)} cases failed"
+        heights = run("return [...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().height)")
+        assert min(heights) > 100
+        run("document.querySelectorAll('details').forEach(each => each.open = false)")
+        for _ in range(2):  # Enter opens what Tab reaches, and closes it again, or the next Tab would go into it
+            shown.switch_to.active_element.send_keys("\ue004")
+            summary = shown.switch_to.active_element
+            outline = (
+                "const s = getComputedStyle(arguments[0]); return [s.outlineStyle, parseFloat(s.outlineWidth) >= 2]"
+            )
+            assert run(outline, summary) == ["solid", True]
+            for opened in (True, False):
+                summary.send_keys("\ue007")
+                assert run("return arguments[0].parentElement.open", summary) is opened
+        # Both checks can fail: what is fetched is said, what is too wide is seen.
+        run("document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/x.png'}))")
+        assert any("Content Security Policy" in entry["message"] for entry in shown.get_log("browser"))
+        run("document.body.append(Object.assign(document.createElement('pre'), {style: 'width: 400px'}))")
+        assert run("return document.documentElement.scrollWidth") >= 400
 
 
 def test_the_page_needs_nothing_else_and_is_small():
     page = html.page(MIXED)
     assert not re.search(r"<script|<link[^>]+stylesheet|@import|https?://|url\(", page.replace("&lt;script", ""))
     assert len(page) < 5e6
+
+
+def test_the_page_has_every_case_and_what_each_shows():
+    text = html.page(MIXED).replace("<wbr>", "")
+    summaries = [
+        " ".join(re.sub("<[^>]*>", " ", found).split()) for found in re.findall(r"(?s)<summary.*?</summary>", text)
+    ]
+    for record in MIXED:
+        name = f"{record.model} {record.dtype} {record.patch.rpartition(':')[2]}"
+        assert any(name in summary and record.verdict in summary for summary in summaries), name
+    one = html.page([failed()]).replace("<wbr>", "")
+    for part in ("Who did it", "rms_norm", "backward", "12 failures", "off by 14", "and 1 more", "4 more"):
+        assert part in one
+    assert "Replaced modules" in one
+    assert one.count("<polyline") == 3 * 3 + 2 * 3  # three phases of three arms, and of two distances
 
 
 def test_failed_cases_come_first_and_the_worst_tensor_first():
@@ -319,34 +273,14 @@ def test_a_run_writes_its_report_from_all_workers(tmp_path):
         assert part in page
 
 
-ISOLATED = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist", "--device", "cpu")
-
-
-@pytest.mark.parametrize(
-    ("options", "shown"),
-    [
-        (("--report", "."), "'.' is a folder"),
-        (("--records", "pyproject.toml"), "'pyproject.toml' is a file"),
-        (("--compare-to", "no/such/folder"), "no/such/folder: does not exist"),
-    ],
-)
-def test_a_usage_error(options, shown, capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert pytest.main(["convergence", "--collect-only", *options, *ISOLATED]) == pytest.ExitCode.USAGE_ERROR
-    assert shown in capfd.readouterr().err
-
-
 def test_a_report_without_jinja2_is_a_usage_error(capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    code = pytest.main(["convergence", "--collect-only", "--report", "report.html", *ISOLATED])
-    assert code == pytest.ExitCode.USAGE_ERROR
+    assert collect("--report", "report.html", "--device", "cpu") == pytest.ExitCode.USAGE_ERROR
     assert "--report needs jinja2, which is not installed here: pip install jinja2" in capfd.readouterr().err
 
 
-def test_without_a_case_there_is_no_report(tmp_path, capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_without_a_case_there_is_no_report(tmp_path, capfd):
     path = tmp_path / "report.html"
-    assert pytest.main(["convergence", "--collect-only", "--report", str(path), *ISOLATED]) == pytest.ExitCode.OK
+    assert collect("--report", str(path), "--device", "cpu") == pytest.ExitCode.OK
     assert "no case ran, so there is no report" in capfd.readouterr().out
     assert not path.exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from convergence.case import Case, absent, prove
 from convergence.records import Record, write
 from convergence.setups import SETUPS, select
 from tests import setup_faults
+from tests.suite import collect
 
-ROOT = Path(__file__).parent.parent
-ISOLATED = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
 OURS = "convergence.patches:fused_linear"
 
 
@@ -27,17 +25,8 @@ def test_select():
         select("fsdp3")
 
 
-def test_an_unknown_set_up_is_a_usage_error(capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    code = pytest.main(["convergence", "--collect-only", "--setups", "fsdp3", *ISOLATED])
-    assert code == pytest.ExitCode.USAGE_ERROR
-    assert "unknown set-up 'fsdp3'; allowed are" in capfd.readouterr().err
-
-
-def test_the_names_of_cases(capfd, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    options = ["--setups", "plain,ddp", "--models", "gemma", "--dtypes", "float32", "--device", "cpu"]
-    assert pytest.main(["convergence", "--collect-only", *options, *ISOLATED]) == 0
+def test_the_names_of_cases(capfd):
+    assert collect("--setups", "plain,ddp", "--models", "gemma", "--dtypes", "float32", "--device", "cpu") == 0
     names = [line.partition("[")[2][:-1] for line in capfd.readouterr().out.splitlines() if "::" in line]
     assert names == [
         "gemma/float32/fused_linear",

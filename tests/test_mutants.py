@@ -18,18 +18,10 @@ from tests.mutants import ABSENT, MUTANTS, restore
 from tests.mutants.edit import Edit, StaleMutant
 from tests.mutants.mutant import Mutant
 from tests.once import make_once
+from tests.suite import ROOT, suite
 
-ROOT = Path(__file__).parent.parent
-NUMBERS = (
-    "error ratio",
-    "largest error ratio",
-    "gain",
-    "gain against the others",
-    "finite",
-    "zero",
-    "non-zero",
-    "gap of the logits",
-)
+NUMBERS = {"error ratio", "largest error ratio", "gain", "gain against the others"}
+NUMBERS |= {"finite", "zero", "non-zero", "gap of the logits"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -87,17 +79,13 @@ def shared_references(shared_folder: Path) -> Iterator[None]:
 def prove(patch: str, model: str, dtype: str, records: Path) -> int:
     """``pytest convergence`` as users run it, in this process, which has truth and baseline already."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    isolated = ("-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
     options = ("--patch", patch, "--models", model, "--dtypes", dtype, "--device", device, "--records", str(records))
-    return int(pytest.main(["convergence", *options, "--no-blame", "-q", *isolated]))
+    return suite(*options, "--no-blame")
 
 
-def test_the_proof_kills(
-    mutant: Mutant, dtype: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_proof_kills(mutant: Mutant, dtype: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     from convergence.records import load_folder
 
-    monkeypatch.chdir(ROOT)
     records = request.config.getoption("--records")
     folder = Path(records) if records else tmp_path
     code = prove(f"tests.mutants:{mutant.name}", mutant.model, dtype, folder)
@@ -105,7 +93,7 @@ def test_the_proof_kills(
     worst = sorted(record.statistics, key=lambda s: s["value"] / s["bound"])[-3:]
     assert code == 1, f"{mutant.name} survives in {dtype}: {mutant.does} The highest statistics are {worst}"
     found = {failure[2] for failure in record.failures}
-    expected = set(NUMBERS) if mutant.dies == "statistics" else {mutant.dies}
+    expected = NUMBERS if mutant.dies == "statistics" else {mutant.dies}
     assert found & expected, record.failures
 
 
@@ -119,18 +107,8 @@ def test_its_own_check_kills(checked: Mutant, tmp_path: Path) -> None:
         path = tmp_path.joinpath(*module.split("."))
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         path.write_text(checked.text(module))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(checked.check),
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-    ]
+    plugins = [part for name in ("cacheprovider", "xdist") for part in ("-p", f"no:{name}")]
+    command = [sys.executable, "-m", "pytest", str(checked.check), "-x", "-q", *plugins]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, f"{checked.check} does not see it: {checked.does}\n{done.stdout[-3000:]}{done.stderr}"
@@ -232,11 +210,10 @@ def _same(a: tuple[object, object] | None, b: tuple[object, object] | None) -> b
 
 
 def test_an_honest_case_after_a_mutant_in_the_same_process_is_equal(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     from convergence.models import MODELS
 
-    monkeypatch.chdir(ROOT)
     for name in (
         "norm_weight_gradient_of_one_percent_more",
         "weight_gradient_of_the_last_chunk",

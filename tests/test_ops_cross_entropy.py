@@ -132,7 +132,7 @@ def a_row_a_program():
 @pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_option_with_a_row_a_program(a_row_a_program, dtype, options, vocab, device):
-    assert_right_on(7, vocab, dtype, device, options, "mean")
+    assert_right_on(4, vocab, dtype, device, options, "mean")
 
 
 @pytest.mark.parametrize("target", [3, 70, 195])
@@ -337,21 +337,6 @@ def test_impossible_target_costs_infinity_and_nan_spreads(device):
     assert loss[2].isfinite()
 
 
-def test_nothing_the_caller_sees_is_overwritten_and_backward_runs_twice(device):
-    logits, targets, options = make_inputs(9, 40, torch.bfloat16, device, ALONE["all"])
-    before = logits.detach().clone(), targets.clone(), options["class_weight"].clone()
-    loss = cross_entropy(logits, targets, **options)
-    (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    kept = first.clone()
-    (second,) = torch.autograd.grad(loss, logits)
-    assert torch.equal(first, second)
-    assert torch.equal(first, kept)
-    assert first.data_ptr() != second.data_ptr()
-    assert torch.equal(logits, before[0])
-    assert torch.equal(targets, before[1])
-    assert torch.equal(options["class_weight"], before[2])
-
-
 @pytest.mark.parametrize(
     "view",
     [
@@ -489,23 +474,19 @@ def test_one_launch_forward_one_backward_none_without_gradient(device):
 @pytest.mark.parametrize("upstream", [1.0, 0.25])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_second_backward_pass_computes_the_same_bits_anew(dtype, upstream, reduction, device):
-    """The first one hands out what a mean's forward wrote, if the upstream gradient is 1; the second one cannot."""
+    """The first one hands out what a mean's forward wrote, if the upstream gradient is 1; the second one cannot. And
+    nothing that the caller sees is overwritten."""
     logits, targets, options = make_inputs(130, 300, dtype, device, ALONE["all"])
-    logits.requires_grad_()
+    given = logits, targets, options["class_weight"], options["row_weight"]
+    before = [t.detach().clone() for t in given]
     loss = cross_entropy(logits, targets, **{**options, "reduction": reduction})
-    given = torch.full_like(loss, upstream)
-    (first,) = torch.autograd.grad(loss, logits, given, retain_graph=True)
+    given_loss = torch.full_like(loss, upstream)
+    (first,) = torch.autograd.grad(loss, logits, given_loss, retain_graph=True)
     kept = first.clone()
     first.fill_(float("nan"))  # it is the caller's now
-    (second,) = torch.autograd.grad(loss, logits, given)
+    (second,) = torch.autograd.grad(loss, logits, given_loss)
     assert torch.equal(kept, second)
-
-
-def test_the_same_bits_every_time(device):
-    logits, targets, options = make_inputs(130, 300, torch.bfloat16, device, ALONE["all"])
-    first, second = (run(cross_entropy, logits, targets, **options) for _ in range(2))
-    assert torch.equal(first[0], second[0])
-    assert torch.equal(first[1], second[1])
+    assert all(map(torch.equal, given, before))
 
 
 def test_float64_runs_the_reference(device):

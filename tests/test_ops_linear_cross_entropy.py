@@ -3,8 +3,6 @@ observers, compile."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 
 import pytest
@@ -20,10 +18,9 @@ from liger_kernels.ops import observe_logits_grad
 from liger_kernels.ops._linear import Call, Needs
 from liger_kernels.ops._linear_operators import _as_arguments, backward_op, forward_op
 from liger_kernels.ops._linear_token_chunks import TokenChunks
-from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes, VocabularySlabs
+from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import launches, reset_launches
-from liger_kernels.ops._tiling import tiled
 from liger_kernels.ops.cross_entropy import EXTRAS, cross_entropy_ref
 from liger_kernels.ops.linear_cross_entropy import (
     MEMORY,
@@ -34,19 +31,25 @@ from tests.linear_cross_entropy_checks import (
     ALL,
     ALONE,
     CHUNK,
+    CHUNKS,
     DTYPES,
     HIDDEN,
+    MOST,
+    ONE_CHUNK,
     REDUCTIONS,
+    SCHEDULES,
     SLAB,
+    SLABS,
     TOKENS,
     TWO,
     VOCAB,
     Case,
-    Spy,
+    assert_equal,
     chunks_of,
     every_schedule,
     in_two_slabs,
     many_and_one,
+    slabs_of,
 )
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
@@ -54,16 +57,23 @@ pytestmark = pytest.mark.usefixtures("small_slabs")
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@every_schedule
+@pytest.mark.parametrize(
+    ("schedule", "dtype"),
+    [
+        pytest.param(schedule, dtype, id=f"{name}-{dtype}")
+        for name, schedule in SCHEDULES.items()
+        for dtype in DTYPES
+        if dtype != torch.float16 or schedule is CHUNKS  # which is what float16 always goes in
+    ],
+)
 def test_every_option(schedule, dtype, options, reduction, device):
-    Case(device, dtype, reduction=reduction, **options).assert_right(**schedule)
+    Case(device, dtype, reduction=reduction, **options, **schedule).assert_right()
 
 
 @settings(derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tokens=st.integers(0, 40),
-    hidden=st.integers(1, 20),
+    hidden=st.integers(1, 80),
     vocab=st.integers(2, 150),
     chunk_size=st.integers(1, 50),
     bias=st.booleans(),
@@ -80,23 +90,9 @@ def test_every_option(schedule, dtype, options, reduction, device):
 def test_options_together(device, chunk_size, **case):
     Case(device, **case).assert_right(chunk_size=chunk_size)
     if not case["label_smoothing"] and case["dtype"] != torch.float16:  # which do not go in slabs
-        with tiled(slabs=lambda choose, *shape: SlabSizes(3 * chunk_size, 3 * chunk_size)):
-            Case(device, **case).assert_right(memory="small")
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
-@every_schedule
-def test_frozen_parts(schedule, needs, bias, reduction, device):
-    Case(device, torch.bfloat16, bias=bias, needs=needs, reduction=reduction).assert_right(**schedule)
-
-
-@pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_memory(dtype, reduction, memory, device):
-    Case(device, dtype, reduction=reduction, **ALL).assert_right(memory=memory)
+        for memory, slab in (("small", 3 * chunk_size), ("fast", 7)):
+            with slabs_of(slab):
+                Case(device, **case).assert_right(memory=memory)
 
 
 def test_memory_is_checked(device):
@@ -117,17 +113,13 @@ def test_whole_chunks_ignored(reduction, device):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("tokens", [0, TOKENS])
 @pytest.mark.parametrize(
-    "function",
-    [linear_cross_entropy, functools.partial(linear_cross_entropy, chunk_size=CHUNK), linear_cross_entropy_ref],
-    ids=["one chunk", "token chunks", "reference"],
+    "schedule", [*SCHEDULES.values(), {"function": linear_cross_entropy_ref}], ids=[*SCHEDULES, "reference"]
 )
-def test_nothing_to_learn_from_is_zero_with_zero_gradients(function, tokens, reduction, device):
-    case = Case(device, tokens=tokens, reduction=reduction, label_smoothing=0.1)
+def test_nothing_to_learn_from_is_zero_with_zero_gradients(schedule, tokens, reduction, device):
+    case = Case(device, tokens=tokens, reduction=reduction, **schedule)
     case.targets.fill_(-100)
-    loss, grads = case.run(function)
-    assert torch.equal(loss, torch.zeros_like(loss))
-    for grad, tensor in zip(grads, case.tensors, strict=True):
-        assert torch.equal(grad, torch.zeros_like(tensor))
+    loss, grads = case.run()
+    assert_equal([loss, *grads], [torch.zeros_like(t) for t in (loss, *case.tensors)])
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -179,50 +171,28 @@ def test_true_class_gradient_when_p_goes_to_1(chunk_size, dtype, reduction, devi
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", [ALL, MOST], ids=["all", "all but smoothing"])
 @every_schedule
-def test_backward_twice_and_nothing_overwritten(schedule, reduction, device):
-    case = Case(device, torch.bfloat16, reduction=reduction, **ALL)
-    leaves = case.leaves()
-    targets = case.targets.clone()
-    loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], **schedule, **case.options)
+def test_backward_twice_and_nothing_overwritten(schedule, options, reduction, device):
+    """The same bits in both passes and in another run; a pass that does not retain the graph is the last one."""
+    case = Case(device, torch.bfloat16, reduction=reduction, **options, **schedule)
+    leaves, targets = case.leaves(), case.targets.clone()
+    loss = case.call(leaves)
     kept = loss.detach().clone()
     first = torch.autograd.grad(loss, leaves, case.upstream, retain_graph=True)
     copies = [grad.clone() for grad in first]
-    second = torch.autograd.grad(loss, leaves, case.upstream)
-    for one, copy, two in zip(first, copies, second, strict=True):
-        assert torch.equal(one, copy)
-        assert torch.equal(one, two)
-    assert torch.equal(loss, kept)
-    assert torch.equal(case.targets, targets)
-    for leaf, tensor in zip(leaves, case.tensors, strict=True):
-        assert torch.equal(leaf, tensor)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@every_schedule
-def test_a_graph_that_was_not_retained_is_gone(schedule, reduction, device):
-    case = Case(device, reduction=reduction)
-    hidden, weight, bias = case.leaves()
-    loss = linear_cross_entropy(hidden, weight, case.targets, bias, reduction=reduction, **schedule)
-    loss.backward(case.upstream)
+    assert_equal(torch.autograd.grad(loss, leaves, case.upstream), copies)
+    assert_equal((first, loss, case.targets, leaves), (tuple(copies), kept, targets, case.tensors))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward(case.upstream)
-
-
-@every_schedule
-def test_the_same_bits_every_time(schedule, device):
-    case = Case(device, torch.bfloat16, **ALL)
-    (loss, grads), (again, grads_again) = (case.run(**schedule) for _ in range(2))
-    assert torch.equal(loss, again)
-    for one, other in zip(grads, grads_again, strict=True):
-        assert torch.equal(one, other)
+    assert_equal(case.run(), (kept, copies))
 
 
 @every_schedule
 def test_non_contiguous_inputs(schedule, device):
-    case = Case(device)
+    case = Case(device, **schedule)
     hidden, weight, bias = case.tensors
-    expected = case.run(**schedule)
+    expected = case.run()
     case.tensors = [
         torch.stack([hidden, hidden.neg()], 1)[:, 0],
         weight.t().contiguous().t(),
@@ -231,7 +201,7 @@ def test_non_contiguous_inputs(schedule, device):
     case.leaves = lambda dtype=None: [t.detach().requires_grad_() for t in case.tensors]
     case.targets = torch.stack([case.targets, case.targets], 1)[:, 1]
     assert not any(t.is_contiguous() for t in (*case.tensors, case.targets))
-    torch.testing.assert_close(case.run(**schedule), expected)
+    torch.testing.assert_close(case.run(), expected)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -243,19 +213,17 @@ def test_autocast_of_float32_masters(chunk_size, dtype, reduction, device):
     def under_autocast(function):
         leaves = case.leaves()
         with torch.autocast(device.type, dtype):
-            loss = function(*leaves[:2], case.targets, leaves[2], **case.options)
+            loss = case.call(leaves, function)
             assert loss.dtype == torch.float32
             loss.backward(case.upstream)  # inside, which must not turn float32 sums into 16 bits
-        return loss, [leaf.grad for leaf in leaves]
+        return loss, *(leaf.grad for leaf in leaves)
 
     with chunks_of(chunk_size):
-        loss, grads = under_autocast(linear_cross_entropy)
-    torchs, torch_grads = under_autocast(linear_cross_entropy_ref)
+        ours = under_autocast(linear_cross_entropy)
     truth, true_grads = case.run(linear_cross_entropy_ref, torch.float64)
-    three_way(loss, torchs, truth, dtype, "loss")
-    for grad, torch_grad, true_grad in zip(grads, torch_grads, true_grads, strict=True):
-        assert grad.dtype == torch.float32
-        three_way(grad, torch_grad, true_grad, dtype, "gradient")
+    for our, torchs, true in zip(ours, under_autocast(linear_cross_entropy_ref), (truth, *true_grads), strict=True):
+        assert our.dtype == torch.float32
+        three_way(our, torchs, true, dtype, "the loss or a gradient")
 
 
 def test_autocast_leaves_float64_alone_as_linear_does(device):
@@ -289,9 +257,7 @@ def test_observer_sees_the_gradient_of_the_raw_logits(chunk_size, dtype, reducti
     with observe_logits_grad(lambda start, grad: seen.append((start, grad))):
         observed = case.run(chunk_size=chunk_size)
     assert launches() == schedule
-    assert torch.equal(observed[0], expected[0])
-    for one, other in zip(observed[1], expected[1], strict=True):
-        assert torch.equal(one, other)
+    assert_equal(observed, expected)
     whole = dtype == torch.float64
     assert [start for start, _ in seen] == ([0] if whole else list(range(0, TOKENS, chunk_size)))
     assert {grad.dtype for _, grad in seen} == {torch.float64 if whole else torch.float32}
@@ -304,12 +270,10 @@ def test_observer_sees_the_gradient_of_the_raw_logits(chunk_size, dtype, reducti
 def test_observer_of_slabs_sees_whole_rows(reduction, device):
     case = Case(device, reduction=reduction, softcap=5.0, **TWO)
     seen = []
-    small, fast = (functools.partial(linear_cross_entropy, memory=memory) for memory in ("small", "fast"))
-    for function in (small, fast, in_two_slabs):
+    for function in (SLABS["function"], ONE_CHUNK["function"], in_two_slabs):
         with observe_logits_grad(lambda start, grad: seen.append((start, grad))):
-            watched, watched_grads = case.run(function)
-        alone, grads = case.run(function)
-        assert all(map(torch.equal, (watched, *watched_grads), (alone, *grads)))
+            watched = case.run(function)
+        assert_equal(watched, case.run(function))
     assert [(start, grad.dtype) for start, grad in seen] == [(0, torch.float32)] * 3
     for _, grad in seen[1:]:
         torch.testing.assert_close(grad, seen[0][1])
@@ -329,14 +293,12 @@ def test_observer_is_called_by_every_backward_and_may_write(chunk_size, reductio
         torch.autograd.grad(loss, leaves, case.upstream, retain_graph=True)
     torch.autograd.grad(loss, leaves, case.upstream)
     assert calls == 2 * list(range(0, TOKENS, chunk_size))
-    for one, other in zip(grads, expected[1], strict=True):
-        assert torch.equal(one, other)
+    assert_equal(list(grads), expected[1])
 
 
-def test_observers_and_chunk_sizes_nest_and_end(device, monkeypatch):
+def test_observers_and_chunk_sizes_nest_and_end(device):
     case = Case(device)
-    spy = Spy(monkeypatch)
-    outer, inner = [], []
+    outer, inner, last = [], [], []
     with observe_logits_grad(lambda start, grad: outer.append(start)), chunks_of(12):
         with observe_logits_grad(lambda start, grad: inner.append(start)), chunks_of(8):
             case.run()
@@ -346,10 +308,10 @@ def test_observers_and_chunk_sizes_nest_and_end(device, monkeypatch):
     assert outer == [0, 12]
     with pytest.raises(ZeroDivisionError), observe_logits_grad(print), chunks_of(8):
         raise ZeroDivisionError
-    spy.gemms = 0
     case.run()
-    assert spy.gemms == 3
-    assert (inner, outer) == ([0, 8, 16, 0, 20], [0, 12])
+    with observe_logits_grad(lambda start, grad: last.append(start)):
+        case.run()
+    assert (inner, outer, last) == ([0, 8, 16, 0, 20], [0, 12], [0])
 
 
 @pytest.mark.parametrize("size", [0, -1])
@@ -386,15 +348,14 @@ def test_bad_arguments_are_named(change, error, message):
 
 @every_schedule
 def test_extras_only_on_request_and_without_gradient(schedule, device):
-    case = Case(device)
-    plain, _ = case.run()
-    assert isinstance(plain, torch.Tensor)
+    case = Case(device, **schedule)
     leaves = case.leaves()
+    assert isinstance(case.call(leaves), torch.Tensor)
     for extra in EXTRAS:
-        out = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], extras=(extra,), **schedule)
+        out = case.call(leaves, extras=(extra,))
         assert [name for name in EXTRAS if getattr(out, name) is not None] == [extra]
         assert not getattr(out, extra).requires_grad
-    out = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], extras=EXTRAS, **schedule)
+    out = case.call(leaves, extras=EXTRAS)
     logits = F.linear(*leaves)
     counted = case.targets != -100
     assert torch.equal(out.predicted_tokens, logits.argmax(-1))
@@ -405,16 +366,12 @@ def test_extras_only_on_request_and_without_gradient(schedule, device):
 @every_schedule
 def test_float64_and_the_reference_path_agree(schedule, device, monkeypatch):
     """What a CPU without the interpreter runs: the same public function, without one launch."""
-    case = Case(device, **ALL)
-    truth = case.run(linear_cross_entropy_ref)
+    case = Case(device, **ALL, **schedule)
     reset_launches()
     case.run(dtype=torch.float64)
     monkeypatch.setitem(linear_cross_entropy.__globals__, "use_triton", lambda x, **how: False)
-    loss, grads = case.run(**schedule)
+    assert_equal(case.run(), case.run(linear_cross_entropy_ref))
     assert launches() == {}
-    assert torch.equal(loss, truth[0])
-    for one, other in zip(grads, truth[1], strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("chunk_size", "reduction"), [(CHUNK, "none"), *((TOKENS, r) for r in REDUCTIONS)])
@@ -429,70 +386,64 @@ def test_weight_changed_before_the_backward_that_needs_it_is_refused(chunk_size,
         loss.sum().backward()
 
 
-class Head(torch.nn.Module):
-    def __init__(self, function, **options):
+class Heads(torch.nn.Module):
+    """A head for each of ``ways``, the options of its loss, in one program: a compilation takes long."""
+
+    def __init__(self, ways, **options):
         super().__init__()
         torch.manual_seed(0)
-        self.linear = torch.nn.Linear(HIDDEN, VOCAB)
-        self.function, self.options = function, options
+        self.linears = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, VOCAB) for _ in ways)
+        self.ways = [{**options, **way, "extras": ("log_probs", "token_accuracy")} for way in ways]
 
     def forward(self, hidden, targets):
-        out = self.function(
-            hidden * 2, self.linear.weight, targets, self.linear.bias, extras=("log_probs", "token_accuracy"),
-            **self.options,
-        )  # fmt: skip
-        return out.loss * 0.25, out.log_probs, out.token_accuracy
+        found = []
+        for linear, options in zip(self.linears, self.ways, strict=True):
+            out = linear_cross_entropy(hidden * 2, linear.weight, targets, linear.bias, **options)
+            found += [out.loss * 0.25, out.log_probs, out.token_accuracy]
+        return found
+
+    def step(self, forward, case):
+        """What ``forward`` returns, and the gradients of hidden and of every head."""
+        self.zero_grad()
+        hidden = case.tensors[0].clone().requires_grad_()
+        found = forward(hidden, case.targets)
+        torch.autograd.backward([loss.sum() for loss in found[::3]])
+        return found, hidden.grad, [p.grad for p in self.parameters()]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@many_and_one
-def test_compiles_without_a_graph_break(chunk_size, reduction, backend, device, monkeypatch):
+def test_compiles_without_a_graph_break(backend, device, monkeypatch):
     torch._dynamo.reset()
     # What is cached on disk goes by the op's name and schema: another backward would not be seen.
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-    head = Head(linear_cross_entropy, reduction=reduction, softcap=5.0, label_smoothing=0.1).to(device)
-    compiled = torch.compile(head, fullgraph=True, backend=backend)
+    ways = [{"chunk_size": size, "reduction": reduction} for size in (CHUNK, 99) for reduction in ("mean", "none")]
+    heads = Heads(ways, softcap=5.0, label_smoothing=0.1).to(device)
+    compiled = torch.compile(heads, fullgraph=True, backend=backend)
     for tokens in (TOKENS, TOKENS + 4):  # the second makes the number of tokens symbolic
         case = Case(device, tokens=tokens)
-        results = []
-        for module in (head, compiled):
-            module.zero_grad()  # type: ignore[attr-defined]
-            hidden = case.tensors[0].clone().requires_grad_()
-            with chunks_of(chunk_size):
-                loss, *extras = module(hidden, case.targets)
-            loss.sum().backward()
-            results.append([loss, *extras, hidden.grad, head.linear.weight.grad, head.linear.bias.grad])
-        for eager, traced in zip(*results, strict=True):
-            torch.testing.assert_close(traced, eager)
+        torch.testing.assert_close(heads.step(compiled, case), heads.step(heads, case))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("options", ["no_bias", "all", "all but smoothing, row_weight"])
 def test_what_a_compiled_program_sees_of_fast(options, reduction, device, monkeypatch):
     """Two products and the loss of logits: not compiled here, where no launch would be traced."""
     monkeypatch.setitem(linear_cross_entropy.__globals__, "_is_traced_whole", lambda hidden, vocab: True)
     monkeypatch.setattr(VocabularySlabs, "forward", None)
-    Case(device, reduction=reduction, **options).assert_right(memory="fast")
+    Case(device, reduction=reduction, **ALONE[options]).assert_right(memory="fast")
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("memory", [None, *MEMORY])
-def test_compiles_under_autocast_and_without_gradients(memory, reduction, device):
+def test_compiles_under_autocast_and_without_gradients(device):
     torch._dynamo.reset()
-    head = Head(linear_cross_entropy, reduction=reduction, memory=memory).to(device)
-    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
+    heads = Heads([{"memory": memory, "reduction": r} for memory in (None, *MEMORY) for r in ("mean", "none")])
+    compiled = torch.compile(heads.to(device), fullgraph=True, backend="aot_eager")
     case = Case(device)
+    inputs = case.tensors[0], case.targets
     with torch.autocast(device.type, torch.bfloat16):
-        torch.testing.assert_close(compiled(case.tensors[0], case.targets), head(case.tensors[0], case.targets))
-    gradients = []
-    for module in (head, compiled):
-        module.zero_grad()  # type: ignore[attr-defined]
-        module(case.tensors[0], case.targets)[0].sum().backward()
-        gradients.append([p.grad for p in head.parameters()])
-    torch.testing.assert_close(*gradients)
+        torch.testing.assert_close(compiled(*inputs), heads(*inputs))
+    torch.testing.assert_close(heads.step(compiled, case), heads.step(heads, case))
     with torch.no_grad():
-        torch.testing.assert_close(compiled(case.tensors[0], case.targets), head(case.tensors[0], case.targets))
+        torch.testing.assert_close(compiled(*inputs), heads(*inputs))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

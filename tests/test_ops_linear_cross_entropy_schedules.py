@@ -7,14 +7,11 @@ import contextlib
 import functools
 import gc
 import itertools
-import math
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from convergence.tolerance import unit_roundoff
@@ -27,93 +24,67 @@ from liger_kernels.ops._linear import Call, Needs
 from liger_kernels.ops._linear_token_chunks import TokenChunks
 from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs, kept_by_fast
 from liger_kernels.ops._loss_options import LossOptions
-from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops._split_sum import SplitSum
 from liger_kernels.ops._tiling import tiled
 from liger_kernels.ops.cross_entropy import EXTRAS
 from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from tests.linear_cross_entropy_checks import (
     ALL,
-    ALONE,
     CHUNK,
-    HIDDEN,
+    ONE_CHUNK,
     REDUCTIONS,
+    SCHEDULES,
     SLAB,
+    SLABS,
     TOKENS,
     TWO,
+    TWO_SLABS,
     VOCAB,
     Case,
     Spy,
+    assert_equal,
     chunks_of,
+    every_schedule,
     in_two_slabs,
-    many_and_one,
     slabs_of,
 )
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
 
-def over_logits():
-    """How often the two kernels that read logits were launched."""
-    return tuple(launches().get(f"_cross_entropy_{phase}_kernel", 0) for phase in ("fwd", "bwd"))
+def costs(name, needs, none):
+    """What the head of the op's file says of a schedule, in bfloat16: the products of hidden states and weight, and
+    bytes for each token of the logits, and for each element of d hidden and of d weight."""
+    again = any(needs) and (name == "vocabulary slabs" or (name == "token chunks" and none))
+    logits = {
+        "token chunks": 2 * VOCAB * CHUNK / TOKENS * (1 + again),
+        "one chunk": 2 * VOCAB,
+        "vocabulary slabs": 2 * (2 * SLAB + SLAB * again),
+        "two kept slabs": 2 * (VOCAB - 48 if needs[1] else VOCAB),  # 48 classes lie in d weight
+    }[name]
+    return 1 + again, logits, 4 if name == "vocabulary slabs" else 2, 4 if name == "token chunks" else 2
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
-def test_what_is_frozen_costs_no_gemm_and_no_buffer(needs, reduction, device, monkeypatch):
-    case = Case(device, torch.bfloat16, needs=needs, reduction=reduction, vocab=64)
-    spy = Spy(monkeypatch)
-    reset_launches()
-    case.run(chunk_size=CHUNK)
-    chunks = math.ceil(TOKENS / CHUNK)
-    recomputed = chunks if reduction == "none" and any(needs) else 0
-    assert spy.gemms == chunks + recomputed + chunks * (needs[0] + 2 * needs[1])
-    assert over_logits() == (chunks, recomputed)
-    # Of each gradient its sum over the chunks, d weight's in two halves; and d bias, which is small, once more.
-    assert spy.allocated_like(TOKENS, HIDDEN) == [torch.bfloat16] * needs[0]
-    assert spy.allocated_like(32, HIDDEN) == [torch.float32, torch.float32] * needs[1]
-    assert not spy.allocated_like(64, HIDDEN)
-    assert spy.allocated_like(64) == [torch.float32, torch.bfloat16] * needs[2]
-    assert spy.allocated_like(CHUNK, 64) == [torch.bfloat16] * (2 if recomputed else 1)
-    assert max(math.prod(shape) for shape, _ in spy.allocated) < TOKENS * 64, "tokens x vocab was held"
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
-def test_what_is_frozen_costs_nothing_in_one_chunk(needs, reduction, device, monkeypatch):
-    """Three GEMMs in all, one buffer of logits, and each gradient written once, in its own dtype."""
-    case = Case(device, torch.bfloat16, needs=needs, reduction=reduction, vocab=64)
-    spy = Spy(monkeypatch)
-    reset_launches()
-    case.run(chunk_size=TOKENS)
-    assert spy.gemms == 1 + needs[0] + needs[1]
-    assert over_logits() == (1, 1 if any(needs) else 0)
-    assert spy.allocated_like(TOKENS, 64) == [torch.bfloat16]
-    assert spy.allocated_like(TOKENS, HIDDEN) == [torch.bfloat16] * needs[0]
-    assert spy.allocated_like(64, HIDDEN) == [torch.bfloat16] * needs[1]
-    assert spy.allocated_like(64) == [torch.bfloat16] * needs[2]
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
-def test_what_is_frozen_costs_nothing_in_slabs(needs, reduction, device, monkeypatch):
-    """Each slab's logits twice, in one buffer a pass; d weight written once, in its own dtype; d hidden in float32, two
-    halves of the tokens, and never again in its own dtype."""
-    case = Case(device, torch.bfloat16, needs=needs, reduction=reduction, vocab=64)
-    spy = Spy(monkeypatch)
-    reset_launches()
-    case.run(memory="small")
-    slabs, wider = math.ceil(64 / SLAB), math.ceil(64 / (2 * SLAB))
-    assert spy.gemms == wider + slabs * (any(needs) + 2 * needs[0] + needs[1])
-    assert over_logits() == (wider, slabs if any(needs) else 0)
-    assert spy.allocated_like(TOKENS, 2 * SLAB) == [torch.bfloat16]
-    assert spy.allocated_like(TOKENS, SLAB) == [torch.bfloat16] * any(needs)
-    for half in (TOKENS // 2, TOKENS - TOKENS // 2):
-        assert spy.allocated_like(half, HIDDEN) == [torch.float32] * needs[0]
-    assert not spy.allocated_like(TOKENS, HIDDEN)
-    assert spy.allocated_like(64, HIDDEN) == [torch.bfloat16] * needs[1]
-    assert spy.allocated_like(64) == [torch.bfloat16] * needs[2]
-    assert max(math.prod(shape) for shape, _ in spy.allocated) < TOKENS * 64, "tokens x vocab was held"
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("bias", ["needed", "frozen", "absent"])
+@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=2)), ids=str)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_frozen_costs_nothing(name, needs, bias, reduction, device):
+    """And nothing costs more than the head of the op's file says."""
+    needs = (*needs, bias == "needed")
+    schedule = SCHEDULES[name] | TWO
+    case = Case(device, torch.bfloat16, needs=needs, bias=bias != "absent", reduction=reduction, **schedule)
+    with pytest.MonkeyPatch.context() as patch:
+        spy = Spy(patch)
+        case.run()
+    products, logits, of_hidden, of_weight = costs(name, needs, reduction == "none")
+    (tokens, hidden), vocab = case.tensors[0].shape, VOCAB + 1  # in two halves
+    assert spy.operations <= tokens * hidden * VOCAB * (products + needs[0] + needs[1])
+    gradients = of_hidden * tokens * hidden * needs[0] + of_weight * vocab * hidden * needs[1]
+    few = 96 * tokens  # what is known of each row, padding, and d bias: less than any gradient
+    assert few < 2 * tokens * hidden
+    assert spy.bytes <= logits * tokens + gradients + few
+    case.assert_right()
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -124,123 +95,48 @@ def test_logits_of_wide_slabs_lie_in_what_is_not_written_yet_of_the_weight_gradi
     case = Case(device, torch.bfloat16, tokens=8, hidden=hidden, vocab=10 * SLAB, bias=bias)
     case.assert_right(memory="small")
     spy = Spy(monkeypatch)
-    reset_launches()
     case.run(memory="small")
-    assert over_logits() == (2, 3)
-    assert spy.gemms == 2 + 2 + 3 * (2 + 1)  # forward; logits, two halves of d hidden and d weight again
-    assert spy.allocated_like(8, SLAB) == spy.allocated_like(10 * SLAB, hidden) == [torch.bfloat16]
-    assert not spy.allocated_like(8, 2 * SLAB)
-    assert not spy.allocated_like(8, 8 * SLAB)
+    assert spy.operations == 8 * hidden * (4 * 10 * SLAB - 192)
+    assert spy.bytes < 2 * 10 * SLAB * hidden + 2 * 8 * SLAB + 4 * 8 * hidden + 128 * 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 8])
-def test_a_slab_is_kept_for_the_first_backward_pass_alone(tokens, dtype, device):
-    """A second one computes it again, to the same bits, and so does every one of what is compiled."""
-    case = Case(device, dtype, tokens=tokens, hidden=64, vocab=10 * SLAB)
-    leaves = hidden, weight, bias = case.leaves()
-    torch.compiler.reset()  # every case is another program of one function
-    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
-    loss, never = (
-        head(hidden, weight, case.targets, bias, memory="small") for head in (linear_cross_entropy, compiled)
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        spy, gemms, grads = Spy(patch), [], []
-        for which in (loss, loss, never):
-            spy.gemms = 0
-            grads.append(torch.autograd.grad(which, leaves, retain_graph=True))
-            gemms.append(spy.gemms)
-    assert gemms == [gemms[0], gemms[0] + 1, gemms[0] + 1]
-    for first, second in zip(*grads[:2], strict=True):
-        assert torch.equal(first, second)
-    # Its forward's slabs are others, and a GPU's product of other shapes rounds a few logits otherwise.
-    case.assert_right(function=compiled, memory="small")
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
-def test_what_is_frozen_costs_nothing_in_two_kept_slabs(needs, reduction, device, monkeypatch):
-    """Nothing is computed twice, and beside the gradients, each in its own dtype, nothing is held but the logits of the
-    classes that d weight has no room for, padded."""
-    case = Case(device, torch.bfloat16, needs=needs, reduction=reduction, **TWO)
-    spy = Spy(monkeypatch)
-    reset_launches()
-    case.run(in_two_slabs)
-    slabs = 2 if needs[1] else 1  # without a d weight there is nothing to lie in
-    assert spy.gemms == slabs * (1 + needs[0] + needs[1])
-    assert over_logits() == (slabs, slabs if any(needs) else 0)
-    logits = (TOKENS, 24 if needs[1] else 72)
-    large = [logits, *[(VOCAB, 64)] * needs[1], *[(TOKENS, 64)] * needs[0]]
-    rows = max(TOKENS * 4, VOCAB)  # what is known of each row, and d bias
-    seen = [(shape, dtype) for shape, dtype in spy.allocated if math.prod(shape) > rows]
-    assert sorted(seen, key=str) == sorted([(shape, torch.bfloat16) for shape in large], key=str)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 8])
-def test_two_slabs_are_kept_for_the_first_backward_pass_alone(tokens, dtype, device):
-    """A second one computes both again, to the same bits and in no more memory."""
-    case = Case(device, dtype, tokens=tokens, hidden=64, vocab=10 * SLAB - 3)
-    leaves = hidden, weight, bias = case.leaves()
-    with pytest.MonkeyPatch.context() as patch:
-        spy = Spy(patch)
-        loss = in_two_slabs(hidden, weight, case.targets, bias)
-        assert spy.gemms == 2
-        assert [shape for shape, _ in spy.allocated].count(tuple(weight.shape)) == 1
-        first, second = [], []
-        for grads, gemms, weights in ((first, 4, 0), (second, 6, 1)):
-            spy.gemms, spy.allocated = 0, []
-            grads.extend(torch.autograd.grad(loss, leaves, retain_graph=True))
-            assert spy.gemms == gemms
-            assert [shape for shape, _ in spy.allocated].count(tuple(weight.shape)) == weights
-            assert not spy.allocated_like(tokens, len(weight))
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
-    case.assert_right(function=in_two_slabs)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize(
-    "options",
-    [
-        *[options for name, options in ALONE.items() if name not in ("label_smoothing", "all")],
-        {name: value for name, value in ALL.items() if name != "label_smoothing"},
-    ],
-    ids=[name for name in ALONE if name != "label_smoothing"],
+    ("schedule", "vocab"), [(SLABS, 10 * SLAB), (TWO_SLABS, 10 * SLAB - 3)], ids=["one slab", "two slabs"]
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_option_in_two_kept_slabs(dtype, options, reduction, device):
-    case = Case(device, dtype, reduction=reduction, **TWO, **options)
-    reset_launches()
-    case.run(in_two_slabs)
-    assert over_logits() == (2, 2)
-    case.assert_right(function=in_two_slabs)
-    rows = Case(device, dtype, reduction=reduction, row_weight=torch.rand(TOKENS, device=device), **TWO, **options)
-    rows.assert_right(function=in_two_slabs)
+def test_a_slab_is_kept_for_the_first_backward_pass_alone(schedule, vocab, tokens, dtype, device, monkeypatch):
+    """A second one computes it again, to the same bits and in little more memory than d weight."""
+    case = Case(device, dtype, tokens=tokens, vocab=vocab, **{**schedule, **TWO})
+    spy, leaves = Spy(monkeypatch), case.leaves()
+    loss = case.call(leaves)
+    held = spy.bytes
+    assert held <= dtype.itemsize * 64 * (vocab + tokens) + 96 * max(tokens, 8), "d weight is held, and little more"
+    spent, grads = [], []
+    for _ in range(2):
+        spy.reset()
+        grads.append(torch.autograd.grad(loss, leaves, retain_graph=True))
+        spent.append(spy.operations)
+        assert spy.bytes <= held + 4 * 64 * tokens + 2 * vocab * dtype.itemsize
+    assert spent[1] > spent[0] or not tokens
+    assert_equal(*grads)
+    case.assert_right()
 
 
-@settings(derandomize=True, deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    tokens=st.integers(0, 20),
-    hidden=st.integers(1, 80),
-    vocab=st.integers(20, 150),
-    bias=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    reduction=st.sampled_from(REDUCTIONS),
-    seed=st.integers(0, 1000),
-)
-def test_shapes_in_two_kept_slabs(device, **case):
-    """Or in one, where d weight has no room for two."""
-    with slabs_of(7):
-        Case(device, **case).assert_right(memory="fast")
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)), ids=str)
-def test_frozen_parts_in_two_kept_slabs(needs, bias, reduction, device):
-    case = Case(device, torch.bfloat16, bias=bias, needs=needs, reduction=reduction, **TWO)
-    case.assert_right(function=in_two_slabs)
+def test_no_slab_is_kept_in_a_compiled_program(device):
+    """Which would copy d weight with it."""
+    case = Case(device, torch.bfloat16, tokens=8, hidden=64, vocab=10 * SLAB)
+    compiled = torch.compile(SLABS["function"], fullgraph=True, backend="aot_eager")
+    leaves, spent = case.leaves(), []
+    for function in (SLABS["function"], compiled):
+        loss = case.call(leaves, function)
+        with pytest.MonkeyPatch.context() as patch:
+            spy = Spy(patch)
+            torch.autograd.grad(loss, leaves)
+        spent.append(spy.operations)
+    assert spent[1] > spent[0]
+    # Its forward's slabs are others, and a GPU's product of other shapes rounds a few logits otherwise.
+    case.assert_right(function=compiled)
 
 
 @pytest.mark.parametrize("hidden", [63, 65])
@@ -280,48 +176,6 @@ def test_hidden_gradient_is_summed_in_float32_over_two_kept_slabs(device):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_two_kept_slabs_overwrite_nothing_and_are_gone_with_their_graph(reduction, device):
-    """Two backward passes, the same bits in every run, inputs of any strides."""
-    options = {name: value for name, value in ALL.items() if name != "label_smoothing"}
-    case = Case(device, torch.bfloat16, reduction=reduction, **TWO, **options)
-    _, expected = case.run(in_two_slabs)
-    leaves = case.leaves()
-    loss = in_two_slabs(*leaves[:2], case.targets, leaves[2], **case.options)
-    kept = loss.detach().clone()
-    first = torch.autograd.grad(loss, leaves, case.upstream, retain_graph=True)
-    copies = [grad.clone() for grad in first]
-    second = torch.autograd.grad(loss, leaves, case.upstream)
-    for one, copy, two, other in zip(first, copies, second, expected, strict=True):
-        assert torch.equal(one, copy)
-        assert torch.equal(one, two)
-        assert torch.equal(one, other)
-    assert torch.equal(loss, kept)
-    for leaf, tensor in zip(leaves, case.tensors, strict=True):
-        assert torch.equal(leaf, tensor)
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward(case.upstream)
-    hidden, weight, bias = case.tensors
-    case.tensors = [
-        torch.stack([hidden, hidden], 1)[:, 0],
-        weight.t().contiguous().t(),
-        torch.stack([bias, bias], 1)[:, 1],
-    ]
-    case.leaves = lambda dtype=None: [t.detach().requires_grad_() for t in case.tensors]
-    for one, other in zip(case.run(in_two_slabs)[1], expected, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_option_together_in_slabs(dtype, reduction, device):
-    """Label smoothing alone goes in token chunks instead."""
-    options = {name: value for name, value in ALL.items() if name != "label_smoothing"}
-    Case(device, dtype, reduction=reduction, **options).assert_right(memory="small")
-    rows = Case(device, dtype, reduction=reduction, row_weight=torch.rand(TOKENS, device=device), **options)
-    rows.assert_right(memory="small")
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_hidden_gradient_is_summed_in_float32_over_slabs(reduction, device):
     """The first slab's part is so large that in bfloat16 none of the later ones, 7% together, would change it. d weight
     would hold the logits of wider slabs, so it is not needed."""
@@ -345,8 +199,8 @@ def test_gradients_take_the_memory_of_their_own_sums(dtype, tokens, device):
     for schedule, expected in zip(schedules, whole, strict=True):
         with tiled(copied_before_rounding=lambda choose: 7):
             _, grads = case.run(**schedule)
-        for grad, other in zip(grads, expected, strict=True):
-            assert torch.equal(grad, other)
+        assert_equal(grads, expected)
+        for grad in grads:
             rows = -(-len(grad) // 2) * 2  # two halves
             assert grad.untyped_storage().nbytes() <= max(rows, 1) * grad[0].numel() * dtype.itemsize
 
@@ -373,21 +227,19 @@ def test_a_slab_is_released_before_the_sum_is_rounded(device, monkeypatch):
     assert alive == [False, False]  # of the forward and of the backward
 
 
-def test_argmax_and_target_in_any_slab(device):
+@pytest.mark.parametrize("schedule", [SLABS, TWO_SLABS], ids=["vocabulary slabs", "two kept slabs"])
+def test_argmax_and_target_in_any_slab(schedule, device):
     """The largest logit, and the target's, in every class once: equal logits count for the first of them."""
-    hidden = torch.eye(VOCAB, device=device)
-    targets = (torch.arange(VOCAB, device=device) * 29) % VOCAB
-    call = functools.partial(linear_cross_entropy, hidden, targets=targets, extras=EXTRAS, reduction="none")
-    for weight in (7 * torch.eye(VOCAB, device=device), torch.zeros(VOCAB, VOCAB, device=device)):
-        torch.testing.assert_close(call(weight, memory="small"), call(weight, memory="fast"))
     hidden, weight = (F.pad(torch.eye(VOCAB, device=device), (0, 256 - VOCAB)) for _ in range(2))
+    targets = (torch.arange(VOCAB, device=device) * 29) % VOCAB
     for rows in torch.arange(VOCAB, device=device).split(34):
         for scaled in (7 * weight, 0 * weight):
             inputs = hidden[rows], scaled.requires_grad_(), targets[rows]
-            reset_launches()
-            ours = in_two_slabs(*inputs, extras=EXTRAS, reduction="none")
-            assert over_logits() == (2, 0)
-            torch.testing.assert_close(ours, linear_cross_entropy_ref(*inputs, extras=EXTRAS, reduction="none"))
+            ours, theirs = (
+                function(*inputs, extras=EXTRAS, reduction="none")
+                for function in (schedule["function"], linear_cross_entropy_ref)
+            )
+            torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -432,27 +284,23 @@ class Kept:
         return [not storage.expired() for storage in self.storages]
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("how", ["backward", "backward, retained", "dropped"])
-@pytest.mark.parametrize("slabs", [1, 2])
-def test_logits_are_released(slabs, how, reduction, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("how", "reduction"), [("backward", "none"), ("backward, retained", "mean"), ("dropped", "sum")]
+)
+@pytest.mark.parametrize(("schedule", "slabs"), [(ONE_CHUNK, 1), (TWO_SLABS, 2)], ids=["1", "2"])
+def test_logits_are_released(schedule, slabs, how, reduction, device, monkeypatch):
     """By the backward pass or with the loss, at once: not when the garbage collector finds a cycle. d weight goes to
     whoever asked for it."""
-    case = Case(device, torch.bfloat16, reduction=reduction, **(TWO if slabs == 2 else {}))
-    head = (
-        functools.partial(in_two_slabs, **case.options)
-        if slabs == 2
-        else functools.partial(linear_cross_entropy, chunk_size=TOKENS, **case.options)
-    )
+    case = Case(device, torch.bfloat16, reduction=reduction, **schedule)
     kept = Kept(monkeypatch)
-    case.run(head)  # torch imports parts of itself at a first call, and an import's error keeps frames
+    case.run()  # torch imports parts of itself at a first call, and an import's error keeps frames
     leaves = case.leaves()
     gc.collect()
     assert kept.alive() == [False] * slabs
     kept.storages.clear()
     gc.disable()
     try:
-        loss = head(*leaves[:2], case.targets, leaves[2])
+        loss = case.call(leaves)
         assert kept.alive() == [True] * slabs
         if how == "dropped":
             del loss
@@ -470,31 +318,33 @@ def test_logits_are_released(slabs, how, reduction, device, monkeypatch):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@many_and_one
-def test_without_gradients_only_the_loss_is_computed(chunk_size, mode, reduction, device, monkeypatch):
-    case = Case(device, torch.bfloat16, reduction=reduction, vocab=64, **ALL)
-    expected, _ = case.run(chunk_size=chunk_size)
-    leaves = case.leaves()
+@every_schedule
+def test_without_gradients_only_the_loss_is_computed(schedule, mode, reduction, device, monkeypatch):
+    """One product, and of the logits no gradient, which would be written over them."""
+    case = Case(device, torch.bfloat16, reduction=reduction, **ALL, **schedule)
+    expected, _ = case.run()
+    leaves, seen = case.leaves(), []
     spy = Spy(monkeypatch)
-    writes = []
+    for module in (_linear_vocabulary_slabs, _linear_token_chunks):
 
-    def forward_rows(*args, grad=None, **options):
-        writes.append(grad)
-        return launch_forward(*args, grad=grad, **options)
+        def watched(*args, launch=module.forward_rows, **options):
+            before = args[0].clone()
+            launch(*args, **options)
+            seen.append(torch.equal(args[0], before))
 
-    launch_forward = _linear_token_chunks.forward_rows
-    for schedule in (_linear_vocabulary_slabs, _linear_token_chunks):
-        monkeypatch.setattr(schedule, "forward_rows", forward_rows)
+        monkeypatch.setattr(module, "forward_rows", watched)
     with mode():
-        loss = linear_cross_entropy(*leaves[:2], case.targets, leaves[2], chunk_size=chunk_size, **case.options)
-    assert torch.equal(loss, expected)
+        loss = case.call(leaves)
+    assert_equal(loss, expected.detach())
     assert not loss.requires_grad
-    assert writes == [None] * math.ceil(TOKENS / chunk_size)
-    assert spy.gemms == math.ceil(TOKENS / chunk_size)
-    assert spy.allocated_like(64, HIDDEN) == spy.allocated_like(TOKENS, HIDDEN) == []
+    assert seen
+    assert all(seen)
+    hidden, weight, _ = leaves
+    assert spy.operations == TOKENS * VOCAB * hidden.shape[1]
+    assert not [shape for shape, _ in spy.allocated if shape in (hidden.shape, weight.shape)]
 
 
-BALANCED, ONE_CHUNK, SLABS = "token chunks", "one chunk", "vocabulary slabs"
+BALANCED, WHOLE, SMALL = "token chunks", "one chunk", "vocabulary slabs"
 
 
 class Schedule:
@@ -525,46 +375,44 @@ def test_default_schedule_depends_on_shape_and_dtype_only(monkeypatch):
     monkeypatch.setitem(linear_cross_entropy.__globals__, "use_triton", lambda x, **how: True)
     of = Schedule(monkeypatch).of
     for hidden, chunk in ((5, 1024), (2047, 1024), (2048, 2048), (3000, 2048)):
-        assert of(2 * hidden + chunk, hidden) == (ONE_CHUNK,)
+        assert of(2 * hidden + chunk, hidden) == (WHOLE,)
         assert of(2 * hidden + chunk + 1, hidden) == (BALANCED, chunk)
-        assert of(chunk, hidden, torch.float32) == (ONE_CHUNK,)
+        assert of(chunk, hidden, torch.float32) == (WHOLE,)
         assert of(chunk + 1, hidden, torch.float32) == (BALANCED, chunk)
         assert of(7, hidden, torch.float16) == (BALANCED, chunk)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     for hidden, few in ((1500, 1500), (3000, 3000)):
-        assert of(few, hidden) == (ONE_CHUNK,)
+        assert of(few, hidden) == (WHOLE,)
         assert of(few + 1, hidden) == (BALANCED, 1024 if hidden < 2048 else 2048)
-    assert (
-        of(1024, 1500, torch.float32) == of(2048, 3000, torch.float32) == of(1000, 1000, torch.float32) == (ONE_CHUNK,)
-    )
+    assert of(1024, 1500, torch.float32) == of(2048, 3000, torch.float32) == of(1000, 1000, torch.float32) == (WHOLE,)
     assert of(1025, 1500, torch.float32) == of(1001, 1000, torch.float32) == (BALANCED, 1024)
 
 
 def test_schedule_is_what_the_call_says(monkeypatch):
     monkeypatch.setitem(linear_cross_entropy.__globals__, "use_triton", lambda x, **how: True)
     of = Schedule(monkeypatch).of
-    assert of(8192, 5, memory="fast") == of(7, 5, memory="fast") == (ONE_CHUNK,)
+    assert of(8192, 5, memory="fast") == of(7, 5, memory="fast") == (WHOLE,)
     assert of(8193, 5, memory="fast") == (BALANCED, 8192)
-    assert of(8193, 5, memory="fast", reduction="none") == of(8193, 5, chunk_size=8193) == (ONE_CHUNK,)
+    assert of(8193, 5, memory="fast", reduction="none") == of(8193, 5, chunk_size=8193) == (WHOLE,)
     assert of(8193, 4096) == (BALANCED, 8192)  # what "fast" is there
     assert of(7, 5, grad=False) == of(7, 5, grad=False, memory="fast") == (BALANCED, 1024)  # nothing to keep logits for
     assert of(5000, 5, memory="balanced") == of(7, 5, memory="balanced") == (BALANCED, 1024)
     assert of(5000, 5, torch.float16, memory="fast") == (BALANCED, 1024)
-    assert of(7, 5, memory="small") == (SLABS, SLAB)
+    assert of(7, 5, memory="small") == (SMALL, SLAB)
     assert of(7, 5, memory="small", label_smoothing=0.1) == of(7, 5, torch.float16, memory="small") == (BALANCED, 1024)
     assert of(7, 5, chunk_size=6) == (BALANCED, 6)
-    assert of(7, 5, chunk_size=7) == of(7, 5, chunk_size=8) == (ONE_CHUNK,)
+    assert of(7, 5, chunk_size=7) == of(7, 5, chunk_size=8) == (WHOLE,)
     assert of(7, 5, torch.float16, chunk_size=8) == (BALANCED, 8)
     with chunks_of(6):
         assert of(7, 5) == (BALANCED, 6)
-        assert of(7, 5, memory="fast") == (ONE_CHUNK,)
+        assert of(7, 5, memory="fast") == (WHOLE,)
         assert of(8193, 5, memory="fast") == (BALANCED, 8192)
         assert of(7, 5, memory="balanced") == (BALANCED, 1024)
         assert of(7, 5, chunk_size=3) == (BALANCED, 3)
     with slabs_of(6):
-        assert of(7, 5, memory="small") == (SLABS, 6)
-        assert of(7, 5) == (ONE_CHUNK,)
-    assert of(7, 5, memory="small") == (SLABS, SLAB)
+        assert of(7, 5, memory="small") == (SMALL, 6)
+        assert of(7, 5) == (WHOLE,)
+    assert of(7, 5, memory="small") == (SMALL, SLAB)
 
 
 @pytest.mark.parametrize(

@@ -189,30 +189,6 @@ def test_tokens_beyond_2_to_the_31_elements(device, untouched_memory) -> None:
     assert all(map(torch.equal, *gradients))
 
 
-def test_twice_is_the_same_bit_for_bit(device) -> None:
-    leaves = [randn(2, heads, 50, 64, dtype=torch.bfloat16, device=device) for heads in (4, 2)]
-    leaves += angles(2, 50, 64, torch.bfloat16, device)
-    first, second = (run(rope, leaves) for _ in range(2))
-    assert all(map(torch.equal, first[0] + first[1], second[0] + second[1]))
-
-
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_reference_gradient(pairing) -> None:
-    q, k = (torch.randn(2, heads, 3, 8, dtype=torch.float64, requires_grad=True) for heads in (2, 1))
-    cos, sin = (torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(partial(rope_ref, pairing=pairing), (q, k, cos, sin))
-
-
-def test_float64_runs_the_reference(device) -> None:
-    q, k = (torch.randn(1, 2, 3, 8, device=device) for _ in range(2))
-    cos, sin = (torch.randn(1, 3, 8, device=device) for _ in range(2))
-    reset_launches()
-    for doubled in range(4):
-        args = [x.double() if i == doubled else x for i, x in enumerate((q, k, cos, sin))]
-        assert all(map(torch.equal, rope(*args), rope_ref(*args)))
-    assert not launches()
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

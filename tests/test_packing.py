@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 import pickle
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +18,7 @@ from liger_kernels.patching.packing import Denominator, SampleDenominator
 from liger_kernels.patching.running import running
 from tests.packing_checks import MODES, boundaries, exact, isolated, packed, patched_copy, samples, truth, weight_of
 from tests.patching_checks import DEVICE, VOCAB, batch, gradients
+from tests.ranks import start
 
 CLOSE = 1e-11  # of the largest element: float64, over the operations of two layers
 ONE_FLOAT32 = 2.0**-23  # a loss leaves the model in float32
@@ -325,6 +321,16 @@ def test_a_denominator_stays_one():
 # Trainers. One step of SGD moves every parameter by the learning rate times its gradient.
 
 RATE = 0.5
+ONE_STEP: dict[str, Any] = {
+    "max_steps": 1,
+    "learning_rate": RATE,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "use_cpu": DEVICE.type == "cpu",
+    "report_to": "none",
+    "save_strategy": "no",
+}
 
 
 def trainer_of(base, model, documents, tmp_path, accumulation=2, per_batch=2, **options):
@@ -334,14 +340,7 @@ def trainer_of(base, model, documents, tmp_path, accumulation=2, per_batch=2, **
         output_dir=str(tmp_path),
         per_device_train_batch_size=per_batch,
         gradient_accumulation_steps=accumulation,
-        max_steps=1,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        use_cpu=DEVICE.type == "cpu",
-        report_to="none",
-        save_strategy="no",
+        **ONE_STEP,
         **options,
     )
     data = [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in documents]
@@ -427,16 +426,9 @@ def sft(base, model, documents, tmp_path):
         max_length=32,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=2,
-        max_steps=1,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
         gradient_checkpointing=False,
         bf16=False,
-        use_cpu=DEVICE.type == "cpu",
-        report_to="none",
-        save_strategy="no",
+        **ONE_STEP,
         **({"loss_type": "nll"} if hasattr(trl.SFTConfig, "loss_type") else {}),
     )
     data = Dataset.from_list([{"input_ids": ids.tolist()} for ids, _ in documents])
@@ -511,34 +503,13 @@ except ValueError as error:
 else:
     raise AssertionError("a mean of means was not refused")
 dist.destroy_process_group()
-print("rank", rank, "ok")
 """
 
 
 @isolated
 def test_two_ranks(tmp_path):
     """The Trainer and a loop of one's own, each rank with other samples."""
-    root = Path(__file__).parents[1]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    common = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path)],
-            env={**os.environ, **common, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in ranks]
-    for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert process.returncode == 0, output[-4000:]
-        assert f"rank {rank} ok" in output
+    start("-c", RANK, tmp_path)
 
 
 def test_modes_are_those_of_the_ops():

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -112,71 +108,6 @@ def test_data_parallel_gathers_outputs(model):
     out = model(**batch())
     rebuilt = type(out)((key, out[key]) for key in out)
     assert torch.equal(rebuilt.logits, out.logits)
-
-
-RANK = """
-import sys, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-import liger_kernels
-from convergence.tolerance import three_way
-from convergence.float64 import InFloat64
-from tests.patching_checks import tiny, batch
-rank, world = int(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world)
-MODES = {
-    "plain": {},
-    "find_unused_parameters": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
-}
-
-
-def train(options, patched, dtype=torch.float32):
-    model = tiny("llama").cpu().to(dtype)
-    if patched:
-        liger_kernels.patch(model)
-    wrapped = DistributedDataParallel(model, **options)
-    for step in range(3):
-        model.zero_grad()
-        wrapped(**batch(seed=10 * step + rank, device="cpu")).loss.backward()
-    assert not patched or dict(liger_kernels.status(model).fallbacks) == {}, liger_kernels.status(model).fallbacks
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-for mode, options in MODES.items():
-    expected, found = train(options, False), train(options, True)
-    with InFloat64():
-        truth = train(options, False, torch.float64)
-    chain = sum(1 for part in tiny("llama").modules() if not part._modules)  # each leaf rounds at least once
-    for name, gradient in expected.items():
-        three_way(found[name], gradient, truth[name], torch.float32, f"{mode}: {name}", chain)
-        parts = [torch.empty_like(gradient) for _ in range(world)]
-        dist.all_gather(parts, found[name])
-        assert torch.equal(parts[0], parts[1]), f"{mode}: {name} differs between the ranks"
-dist.destroy_process_group()
-print("rank", rank, "ok")
-"""
-
-
-def test_ddp_on_two_ranks(tmp_path):
-    """Plain, with ``find_unused_parameters`` and with ``static_graph``, each against the same without the patch."""
-    root = Path(__file__).parents[1]
-    interpret = "0" if torch.cuda.is_available() else "1"  # the ranks are on the CPU; beside a GPU they run references
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": interpret}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), "2", str(tmp_path / "store")],
-            env=env,
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank, process in enumerate(ranks):
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output[-4000:]
-        assert f"rank {rank} ok" in output
 
 
 # What DeferredLogits writes down, and what makes it compute.

@@ -10,7 +10,9 @@ import contextlib
 import copy
 import importlib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from convergence.float64 import InFloat64
 from convergence.tolerance import FLOOR_ROUNDOFFS, REPLICAS, rms, three_way, unit_roundoff
 from liger_kernels.ops import launches
 from tests import zoo
+from tests.once import make_once
 from tests.patching_checks import DEVICE, unlisted
 
 # How many classes train on the fused loss, by version of transformers; `pytest -rP -k test_count` prints it. A version
@@ -122,11 +125,28 @@ def classes() -> Iterator[Any]:
         yield pytest.param(module, name, id=name)
 
 
+FUSED, ABSENT = "fused", "not in the zoo"
+
+
+@pytest.fixture
+def known(shared_folder: Path) -> Callable[..., str]:
+    """``known(module, name, find)``: what ``find`` said of a class, here or in another worker: FUSED, ABSENT or why its
+    loss is not fused."""
+
+    def known(module: str, name: str, find: Callable[[], str]) -> str:
+        file = shared_folder / f"zoo-{module}.{name}.txt"
+        make_once(file, lambda path: path.write_text(find()))
+        return file.read_text()
+
+    return known
+
+
 @pytest.mark.parametrize(("module", "name"), list(classes()))
-def test_patched_equals_unpatched(module, name):
+def test_patched_equals_unpatched(module, name, known):
     try:
         baseline = build(module, name)
     except zoo.CannotShrink as error:
+        known(module, name, lambda: ABSENT)
         pytest.skip(f"not in the zoo: {error}")
     candidate = copy.deepcopy(baseline)
     report = liger_kernels.patch(candidate)
@@ -134,32 +154,32 @@ def test_patched_equals_unpatched(module, name):
     ours = train(candidate)
     reason = unfused(report, cross_entropy_launches() - before)
     assert reason != "", f"the loss was not fused and the report does not say why:\n{report}"
+    known(module, name, lambda: reason or FUSED)
     assert unlisted(candidate, report) == []
     compare(baseline, ours)
 
 
-def test_count():
+def test_count(known):
     """How many classes train on the fused loss: the number of the version's record or more."""
-    fused, unfused_because, absent = 0, {}, 0
-    for module, name in zoo.causal_lm_names():
+
+    def find(module: str, name: str) -> str:
         try:
             model = build(module, name)
         except zoo.CannotShrink:
-            absent += 1
-            continue
+            return ABSENT
         report = liger_kernels.patch(model, ["linear_cross_entropy"])
         before = cross_entropy_launches()
         with torch.no_grad():
             model(**batch(model))
-        reason = unfused(report, cross_entropy_launches() - before)
-        if reason is None:
-            fused += 1
-        else:
-            unfused_because[name] = reason
+        return unfused(report, cross_entropy_launches() - before) or FUSED
+
+    found = [(name, known(module, name, partial(find, module, name))) for module, name in zoo.causal_lm_names()]
+    fused, absent = ([reason for _, reason in found].count(what) for what in (FUSED, ABSENT))
     print(
         f"transformers {transformers.__version__}: {fused} classes train on the fused loss, {absent} are not in the zoo"
     )
-    for name, reason in unfused_because.items():
-        print(f"  {name}: {reason}")
+    for name, reason in found:
+        if reason not in (FUSED, ABSENT):
+            print(f"  {name}: {reason}")
     recorded = RECORDED.get(transformers.__version__, MINIMUM)
     assert fused >= recorded, f"the fused loss is used in {fused} classes, {recorded} are recorded"

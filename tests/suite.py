@@ -1,0 +1,20 @@
+"""``pytest convergence`` as users run it, but in this process, which has truth and baseline already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ISOLATED = [part for name in ("cacheprovider", "faulthandler", "xdist") for part in ("-p", f"no:{name}")]
+
+
+def suite(*options: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return int(pytest.main(["convergence", "-q", *options, *ISOLATED]))
+
+
+def collect(*options: str) -> int:
+    return suite("--collect-only", *options)
