@@ -498,7 +498,7 @@ MUTANTS = (
         "weight_behind_the_product_read_past_its_hooks",
         "The gated MLP reads the weight of its last projection beside the module, so that no hook on it is called.",
         "liger_kernels.patching.glu",
-        "not has_hooks(module)",
+        "not probe.has_hooks(module)",
         "True",
         "test_patching.py::test_hooks_on_the_projection_behind_the_product_fire",
         source="P6",

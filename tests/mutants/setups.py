@@ -107,7 +107,7 @@ MUTANTS = (
         "head",
         "any_user_hook(_GLOBAL_HOOKS)",
         "False",
-        "hooks.py::test_a_hook_on_all_modules[register_module_forward_hook]",
+        "hooks.py::test_a_hook_on_all_modules[forward_hook]",
     ),
     _check(
         "new_head_not_healed",
