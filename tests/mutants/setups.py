@@ -61,7 +61,7 @@ MUTANTS = (
     _check("hook_on_all_modules_ignored",
         "The head does not compute its logits although a hook on every module expects them.",
         "head", "any_user_hook(_GLOBAL_HOOKS)", "False",
-        "hooks.py::test_a_hook_on_all_modules[register_module_forward_hook]"),
+        "hooks.py::test_a_hook_on_all_modules[forward_hook]"),
     _check("new_head_not_healed", "A head that is set on a patched model stays as it came.",
         "model", "recipes and isinstance(head, nn.Module) and recipe_of(head) is None", "False",
         "wrapped.py::test_a_head_that_is_set_stays_fused"),
