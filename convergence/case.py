@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,10 @@ from convergence.compare import Pair, Verdict, compare
 from convergence.data import IGNORE, Batch, Step, evaluation_batch, steps
 from convergence.in_setup import train_in_setup
 from convergence.models import MODELS, MiniModel
+from convergence.observed import LOSS
 from convergence.patches import BUILT_IN
 from convergence.pristine import Bystander, Fingerprint
-from convergence.records import Record, Statistic, case_name, versions
+from convergence.records import Record, case_name, versions
 from convergence.setups import SETUPS
 from convergence.train import train
 from convergence.trajectory import Run, Trajectory
@@ -149,7 +150,7 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
             _blame(case, record, verdict, trajectory, timeout)
     record.failures = verdict.failures
     record.notes = verdict.notes
-    record.statistics = [cast(Statistic, dataclasses.asdict(statistic)) for statistic in verdict.statistics]
+    record.statistics = verdict.statistics
     if not verdict.passed:
         record.verdict = "cannot run" if verdict.failures[0][2] == "cannot run" else "different"
         record.reason = " ".join(part for part in verdict.failures[0] if part)
@@ -238,7 +239,7 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
 def _keep(record: Record, pair: Pair, candidate: Trajectory) -> None:
     """What ``record`` keeps of the arms: losses and digests."""
     record.losses = {
-        arm: {step: float(value) for step, value in values.values["loss"].items()}
+        arm: {str(step): float(value) for step, value in values.values[LOSS].items()}
         for arm, values in zip(("truth", "baseline", "candidate"), (*pair, candidate), strict=True)
     }
     record.digests = {"baseline": bitwise.digest(pair[1]), "candidate": bitwise.digest(candidate)}

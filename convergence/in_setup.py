@@ -25,9 +25,10 @@ from convergence import isolate, tolerance
 from convergence.data import IGNORE, Batch, Step, evaluation_batch, steps
 from convergence.float64 import InFloat64
 from convergence.observe import transformers_warnings
+from convergence.observed import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Moment
 from convergence.setups import RANKS, SETUPS, Setup
 from convergence.train import SGD_LEARNING_RATE
-from convergence.trajectory import INITIAL, SGD, Run, Trajectory, apply, build, moved, nudged
+from convergence.trajectory import Run, Trajectory, apply, build, moved, nudged
 
 # What takes part: enough for every way through a loss, few enough for a dozen set-ups.
 STEPS = ("masked", "packed", "accumulated", "label smoothing", "logits read", "padded", "plain 0", "plain 1", "plain 2")
@@ -166,9 +167,7 @@ def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory
             _accumulate(model, wrapped, setup, step_of_ranks, result, SGD)
             optimizer.step()
             wrapped.zero_grad()
-    for name, weight in setup.weights(model, wrapped):
-        result.record(f"parameter {name}", f"{SGD}: end", weight)
-        result.record(f"displacement of {name}", f"{SGD}: end", weight - start[name].to(run.device))
+    result.record_end(setup.weights(model, wrapped), start, SGD)
     _evaluate(wrapped, setup, run, result)
 
 
@@ -177,24 +176,18 @@ def _accumulate(
 ) -> None:
     """Forward and backward of a step: of this rank's own, or, for the truth, the mean over all ranks'."""
     wrapped.zero_grad()
-    count = len(step_of_ranks)
-    for i in range(len(step_of_ranks[0].batches)):
+    count, first = len(step_of_ranks), step_of_ranks[0]
+    for i in range(len(first.batches)):
         losses = []
-        last = i == len(step_of_ranks[0].batches) - 1
         for step in step_of_ranks:
             with setup.running(step.batches[i].input_ids.device):
                 loss = _loss(wrapped, setup, step, step.batches[i])
             setup.backward(wrapped, loss * step.scale / count)
             losses.append(loss.detach())
-        label = f"{phase}: {step_of_ranks[0].name}" + (f", batch {i + 1}" if not (last and i == 0) else "")
-        result.record("loss", label, _over_ranks(torch.stack(losses).mean(), setup))
+        at = Moment(phase, first.name, i + 1 if len(first.batches) > 1 else None)
+        result.record(LOSS, at, _over_ranks(torch.stack(losses).mean(), setup))
     setup.reduce(model)
-    norms = []
-    for name, grad in setup.gradients(model, wrapped):
-        result.record(f"gradient of {name}", f"{phase}: {step_of_ranks[0].name}", grad)
-        norms.append(grad.double().norm())
-    if norms:
-        result.record("gradient norm", f"{phase}: {step_of_ranks[0].name}", torch.stack(norms).norm())
+    result.record_gradients(setup.gradients(model, wrapped), Moment(phase, first.name))
 
 
 def _loss(wrapped: Any, setup: Setup, step: Step, batch: Batch) -> torch.Tensor:
@@ -229,6 +222,6 @@ def _evaluate(wrapped: Any, setup: Setup, run: Run, result: Trajectory) -> None:
     with torch.no_grad(), setup.running(run.device):
         outputs = wrapped(**setup.inputs({"input_ids": ids, "labels": labels, "use_cache": False}))
         loss = _over_ranks(outputs.loss, setup) if setup.sums else outputs.loss  # all ranks have this batch
-        result.record("loss", f"{SGD}: evaluation", loss)
-        result.record("logits", f"{SGD}: evaluation", setup.logits(outputs.logits))
+        result.record(LOSS, Moment(SGD, EVALUATION), loss)
+        result.record(EVALUATION_LOGITS, Moment(SGD, EVALUATION), setup.logits(outputs.logits))
     wrapped.train()

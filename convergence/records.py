@@ -24,12 +24,14 @@ from typing import Any, TypedDict
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.
 SCHEMA = 3
 BIT_FOR_BIT = "bit for bit"  # the statistic of a value that is not what it was in an earlier run
+STATISTICS = ("error ratio", "largest error ratio", "gain", "gain against the others")
 VERDICTS = ("equal", "different", "cannot run", "absent")
 # What does not decide a single bit of a result; everything else in ``versions`` does.
 _DECIDES_NO_BIT = ("platform", "liger-kernels")
 
 
-class Statistic(TypedDict):
+@dataclass(frozen=True)
+class Statistic:
     """One judged number: ``value`` may be at most ``bound``."""
 
     quantity: str
@@ -37,6 +39,29 @@ class Statistic(TypedDict):
     statistic: str
     value: float
     bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.bound  # a NaN fails
+
+    @property
+    def share(self) -> float:
+        """Value over bound: above 1 it failed. A value that is not a number is infinitely far beyond."""
+        return share(self.value, self.bound)
+
+    def __str__(self) -> str:
+        return f"{self.value:.2g} / {self.bound:.2g}"
+
+
+def share(value: float, bound: float) -> float:
+    if not bound:
+        return 0.0 if value <= bound else math.inf
+    return math.inf if math.isnan(value / bound) else value / bound
+
+
+def worst(statistics: Iterable[Statistic], kind: str) -> Statistic | None:
+    """The judged number of this kind that is nearest to its bound, or farthest beyond."""
+    return max((s for s in statistics if s.statistic == kind), key=lambda s: s.share, default=None)
 
 
 # A keyword among the names needs this form.
@@ -130,8 +155,7 @@ class Record:
 
     def worst(self, statistic: str) -> Statistic | None:
         """The judged number of this kind that is nearest to its bound; one that is not a number is beyond."""
-        chosen = [s for s in self.statistics if s["statistic"] == statistic]
-        return max(chosen, key=share_of_bound, default=None)
+        return worst(self.statistics, statistic)
 
     def summary(self) -> dict[str, Any]:
         """What the table at the end needs; travels from an xdist worker to the controller."""
@@ -139,10 +163,7 @@ class Record:
             "case": self.name,
             "verdict": self.verdict,
             "reason": self.reason,
-            "error ratio": self.worst("error ratio"),
-            "largest error ratio": self.worst("largest error ratio"),
-            "gain": self.worst("gain"),
-            "gain against the others": self.worst("gain against the others"),
+            **{name: str(self.worst(name) or "-") for name in STATISTICS},
             "kernels": len(self.launches),
             "launches": sum(self.launches.values()),
             "seconds": self.seconds,
@@ -153,14 +174,6 @@ def case_name(model: str, setup: str, order: str, dtype: str, patch: str) -> str
     """What a case is called: its set-up is named where there is one, and the order where the patch came after it."""
     around = () if setup == "plain" else (setup if order == "before" else f"{setup}-{order}",)
     return "/".join((model, *around, dtype, patch.rpartition(":")[2]))
-
-
-def share_of_bound(statistic: Statistic) -> float:
-    """Value over bound: above 1 it failed. A value that is not a number is infinitely far beyond."""
-    if statistic["value"] <= statistic["bound"]:
-        return statistic["value"] / statistic["bound"] if statistic["bound"] else 0.0
-    share = statistic["value"] / statistic["bound"] if statistic["bound"] else math.inf
-    return math.inf if math.isnan(share) else share
 
 
 def versions(device: str = "cpu") -> dict[str, str]:
@@ -296,7 +309,7 @@ def _checked(value: Any, kind: Any, where: str) -> Any:
     parts = typing.get_type_hints(kind)
     if value.keys() != parts.keys():
         raise ValueError(f"{where} has {', '.join(value) or 'nothing'}; allowed are exactly {', '.join(parts)}")
-    return {name: _checked(value[name], part, f"{where}[{name!r}]") for name, part in parts.items()}
+    return kind(**{name: _checked(value[name], part, f"{where}[{name!r}]") for name, part in parts.items()})
 
 
 def _check_sense(record: Record, source: str) -> None:

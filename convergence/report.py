@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from convergence.records import BIT_FOR_BIT, Record, Statistic
+from convergence.records import BIT_FOR_BIT, STATISTICS, Record
 
 ARMS = ("truth", "baseline", "candidate")
-STATISTICS = ("error ratio", "largest error ratio", "gain", "gain against the others")
 _MOST_ROWS = 20
 # Control characters that XML 1.0 cannot hold at all, not even escaped.
 _NOT_XML = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
@@ -66,39 +65,15 @@ def progress(summary: dict[str, Any]) -> str:
     line = f"{summary['case']}: {summary['verdict']}"
     if summary["verdict"] != "equal":
         return f"{line}: {summary['reason']}"
-    return (
-        f"{line} ({_shown(summary['error ratio'])} error ratio, {_shown(summary['gain'])} gain, {summary['seconds']} s)"
-    )
+    return f"{line} ({summary['error ratio']} error ratio, {summary['gain']} gain, {summary['seconds']} s)"
 
 
 def summary_table(summaries: Sequence[dict[str, Any]]) -> list[str]:
     """All cases; every statistic as its worst value over its bound."""
-    header = (
-        "case",
-        "verdict",
-        "error ratio",
-        "largest",
-        "gain",
-        "gain against others",
-        "kernels",
-        "launches",
-        "seconds",
-    )
-    rows = [
-        (
-            s["case"],
-            s["verdict"],
-            _shown(s["error ratio"]),
-            _shown(s["largest error ratio"]),
-            _shown(s["gain"]),
-            _shown(s["gain against the others"]),
-            str(s["kernels"]),
-            str(s["launches"]),
-            f"{s['seconds']:.1f}",
-        )
-        for s in summaries
-    ]
-    return table(header, rows)
+    short = ("error ratio", "largest", "gain", "gain against others")
+    keys = ("case", "verdict", *STATISTICS, "kernels", "launches")
+    rows = [(*(str(s[key]) for key in keys), f"{s['seconds']:.1f}") for s in summaries]
+    return table(("case", "verdict", *short, "kernels", "launches", "seconds"), rows)
 
 
 def setups(records: Sequence[Record]) -> list[str]:
@@ -109,7 +84,7 @@ def setups(records: Sequence[Record]) -> list[str]:
     for r in records:
         order = f"{r.order} wrapping" if r.setup != "plain" else "-"
         verdict = r.verdict if r.verdict in ("equal", "absent") else f"{r.verdict}: {r.reason}"
-        statistics = [_shown(r.worst(name)) for name in ("error ratio", "gain")]
+        statistics = [str(r.worst(name) or "-") for name in ("error ratio", "gain")]
         lines += _markdown_row((r.setup, order, r.model, r.dtype, r.fused or "-", verdict, *statistics))
     return lines
 
@@ -128,7 +103,7 @@ def markdown(records: Sequence[Record]) -> str:
                 record.versions.get("device", record.device),
                 record.versions.get("transformers", "-"),
                 record.verdict if passed(record) is not False else f"**{record.verdict}**",
-                *(_shown(record.worst(name)) for name in STATISTICS),
+                *(str(record.worst(name) or "-") for name in STATISTICS),
                 str(sum(record.launches.values())),
                 f"{record.seconds:.1f}",
             )
@@ -177,7 +152,3 @@ def junit(records: Sequence[Record]) -> str:
 
 def _xml(text: str) -> str:
     return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-def _shown(statistic: Statistic | None) -> str:
-    return "-" if statistic is None else f"{statistic['value']:.2g} / {statistic['bound']:.2g}"

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from convergence import tolerance
-from convergence.records import Record, load_folder, share_of_bound
+from convergence.records import STATISTICS, Record, load_folder
 
 DTYPES = ("float32", "tf32", "bfloat16")
-STATISTICS = ("error ratio", "largest error ratio", "gain", "gain against the others")
 TOGETHER = "all statistics together"
 HONEST, MUTANT = "#0072b2", "#d55e00"  # blue and vermilion of Okabe and Ito: told apart by every kind of eye
 PER_DECADE, DECADES = 10, (-1, 3)  # the bins of the picture; what lies outside counts in the first and the last
@@ -206,8 +205,8 @@ def read_mutants(folder: Path) -> list[Run]:
     for (name, dtype), record in newest.items():
         shares: dict[str, float] = {}
         for statistic in record.statistics:
-            kind = statistic["statistic"]
-            shares[kind] = max(shares.get(kind, 0.0), share_of_bound(statistic))
+            kind = statistic.statistic
+            shares[kind] = max(shares.get(kind, 0.0), statistic.share)
         place = environment(record.versions, record.device, record.at)
         failures: list[Sequence[Any]] = list(record.failures)
         runs.append(Run(name, record.model, dtype, shares, failures, place, record.seed, record.verdict))

@@ -14,7 +14,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from convergence.float64 import InFloat64
-from convergence.trajectory import SGD, Trajectory, nudged
+from convergence.observed import GRADIENT, GRADIENT_NORM, LOGGED, LOSS, SGD, Moment, Quantity
+from convergence.trajectory import Trajectory, nudged
 from liger_kernels.ops import launches, reset_launches
 
 # What a trainer logs about the clock and its own progress, not about the model.
@@ -91,9 +92,7 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, refe
                 trainer.evaluate()
         ran = launches()
     result.warnings = [text for text in result.warnings if not any(part in text for part in arm.expects)]
-    for name, parameter in trainer.model.named_parameters():
-        result.record(f"parameter {name}", f"{SGD}: end", parameter)
-        result.record(f"displacement of {name}", f"{SGD}: end", parameter.detach() - initial[name])
+    result.record_end(trainer.model.named_parameters(), initial, SGD)
     logged = [
         {k: v for k, v in row.items() if not any(word in k for word in _NOT_JUDGED)}
         for row in trainer.state.log_history
@@ -101,8 +100,8 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, refe
     for i, row in enumerate(logged):
         for name, value in row.items():
             if name not in (*_ROUNDED, "step") and isinstance(value, (int, float)):
-                quantity = "gradient norm" if name == "grad_norm" else f"logged {name}"
-                result.record(quantity, f"{SGD}: {i}", torch.tensor(float(value), dtype=torch.float64))
+                quantity = GRADIENT_NORM if name == "grad_norm" else Quantity(LOGGED, name)
+                result.record(quantity, Moment(SGD, str(i)), torch.tensor(float(value), dtype=torch.float64))
     result.to_cpu()
     return Seen(result, logged, ran, len(calls), trainer)
 
@@ -127,7 +126,7 @@ def _observed(trainer: Any, result: Trajectory) -> Iterator[None]:
     def training_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal losses
         loss = step(*args, **kwargs)
-        result.record("loss", f"{SGD}: {losses}", loss)
+        result.record(LOSS, Moment(SGD, str(losses)), loss)
         losses += 1
         return loss
 
@@ -139,7 +138,7 @@ def _observed(trainer: Any, result: Trajectory) -> Iterator[None]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    result.record(f"gradient of {names[id(parameter)]}", f"{SGD}: {steps}", parameter.grad)
+                    result.record(Quantity(GRADIENT, names[id(parameter)]), Moment(SGD, str(steps)), parameter.grad)
         steps += 1
 
     trainer.training_step = training_step

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from convergence.records import Record, load_folder, share_of_bound
+from convergence.observed import ADAMW, INITIAL, SGD, Moment
+from convergence.records import Record, load_folder
 from tests.mutants import ABSENT, MUTANTS
 from tests.mutants.mutant import Mutant
 
@@ -42,14 +43,13 @@ def cell(mutant: Mutant, dtype: str, records: dict[tuple[str, str], Record]) -> 
     if record.verdict == "equal":
         return "**survives**"
     named = [failure for failure in record.failures if failure[2] == mutant.dies]
-    beyond = [s for s in record.statistics if not s["value"] <= s["bound"]]
+    beyond = [s for s in record.statistics if not s.passed]
     if named or not beyond:
         quantity, step, statistic, *_ = (named or record.failures)[0]
         return f"{statistic}: {quantity}" + (f", {step}" if step else "")
-    worst = max(beyond, key=share_of_bound)
-    first = min((s["step"].partition(":")[0] for s in beyond), key=("initial", "SGD", "AdamW").index)
-    where = f"{worst['quantity']}, {worst['step']}"
-    return f"{worst['statistic']} {worst['value']:.2g} / {worst['bound']:.2g} ({where}); from {first}"
+    worst = max(beyond, key=lambda s: s.share)
+    first = min((Moment.parse(s.step).phase for s in beyond), key=(INITIAL, SGD, ADAMW).index)
+    return f"{worst.statistic} {worst} ({worst.quantity}, {worst.step}); from {first}"
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
