@@ -7,6 +7,7 @@ its digests differ the environment is at fault, whatever it says of itself.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -51,7 +52,9 @@ def earlier(records: Sequence[Record], record: Record) -> Record:
     """
     same = [other for other in records if other.case == record.case]
     if not same:
-        near = min((_other(_case(other), _case(record)) for other in records), key=len)
+        near = min(
+            (_other(dataclasses.asdict(other.case), dataclasses.asdict(record.case)) for other in records), key=len
+        )
         raise ValueError(f"{record.name}: not recorded; the nearest record has {', '.join(near)}")
     for other in reversed(same):
         if other.environment == record.environment:
@@ -61,16 +64,6 @@ def earlier(records: Sequence[Record], record: Record) -> Record:
     raise ValueError(
         f"{record.name}: recorded in another environment: "
         + ", ".join(_other(same[-1].environment, record.environment))
-    )
-
-
-def _case(record: Record) -> dict[str, object]:
-    return dict(
-        zip(
-            ("model", "dtype", "patch", "profile", "device", "seed", "scope", "setup", "order"),
-            record.case,
-            strict=True,
-        )
     )
 
 

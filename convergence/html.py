@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from convergence import files
 from convergence.observed import Moment
 from convergence.records import STATISTICS, Record, Statistic
 from convergence.report import ARMS, failures_by_tensor, passed
@@ -92,9 +93,7 @@ def page(records: Sequence[Record]) -> str:
 
 def write(records: Sequence[Record], path: Path) -> None:
     """Write the page of ``records`` to ``path``; raises as :func:`page`."""
-    text = page(records)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    files.write(page(records), path)
 
 
 def _environment(record: Record) -> tuple[tuple[str, str], ...]:

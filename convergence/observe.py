@@ -110,19 +110,21 @@ def differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def transformers_warnings(found: list[str]) -> Iterator[None]:
-    """Collects what transformers warns of: in many broken set-ups it warns and goes on."""
+def logged_warnings(found: list[str], *packages: str) -> Iterator[None]:
+    """Collects what transformers, or the given packages, warn of: in many broken set-ups it warns and goes on."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             found.append(record.getMessage())
 
     handler = Handler(logging.WARNING)
-    logger = logging.getLogger("transformers")
-    logger.addHandler(handler)
+    loggers = [logging.getLogger(name) for name in packages or ("transformers",)]
+    for logger in loggers:
+        logger.addHandler(handler)
     # What is warned of once in a process is warned of once in every arm: arms of other processes are compared with it.
     logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)

@@ -1,7 +1,10 @@
-"""The names of what is observed, and when: their text is what records, reports and failures show."""
+"""What is observed, when, and how it is judged: small values whose text is what records, reports and failures show."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 INITIAL, SGD, ADAMW = "initial", "SGD", "AdamW"
@@ -75,3 +78,41 @@ class Remark(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.at}: {self.what}"
+
+
+# What is judged of every quantity.
+STATISTICS = ("error ratio", "largest error ratio", "gain", "gain against the others")
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One judged number: ``value`` may be at most ``bound``."""
+
+    quantity: str
+    step: str
+    statistic: str
+    value: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.bound  # a NaN fails
+
+    @property
+    def share(self) -> float:
+        """Value over bound: above 1 it failed. A value that is not a number is infinitely far beyond."""
+        return share(self.value, self.bound)
+
+    def __str__(self) -> str:
+        return f"{self.value:.2g} / {self.bound:.2g}"
+
+
+def share(value: float, bound: float) -> float:
+    if not bound:
+        return 0.0 if value <= bound else math.inf
+    return math.inf if math.isnan(value / bound) else value / bound
+
+
+def worst(statistics: Iterable[Statistic], kind: str) -> Statistic | None:
+    """The judged number of this kind that is nearest to its bound, or farthest beyond."""
+    return max((s for s in statistics if s.statistic == kind), key=lambda s: s.share, default=None)

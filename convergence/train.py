@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from convergence import ours
-from convergence.data import IGNORE, Batch, Step
+from convergence.data import Batch, Step
 from convergence.float64 import InFloat64
-from convergence.observe import differ, kept_activations, observed_head, transformers_warnings
+from convergence.observe import differ, kept_activations, logged_warnings, observed_head
 from convergence.observed import (
     ADAMW,
     DECODING,
@@ -37,7 +36,7 @@ from convergence.observed import (
     Moment,
     Remark,
 )
-from convergence.trajectory import Run, Trajectory, apply, build, moved, nudged
+from convergence.trajectory import Run, Trajectory, apply, build, nudged
 
 # Small enough that the loss falls: a step that overshoots turns rounding noise into chaos, which hides faults.
 SGD_LEARNING_RATE = 0.02
@@ -57,7 +56,7 @@ def train(run: Run, model: Any = None) -> Trajectory:
     """
     result = Trajectory()
     mode = InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext()
-    with transformers_warnings(result.warnings), mode:
+    with logged_warnings(result.warnings), mode:
         result.model = model = build(run) if model is None else model
         if run.patch is not None and run.construct is None:
             apply(run.patch, model)
@@ -68,7 +67,7 @@ def train(run: Run, model: Any = None) -> Trajectory:
 
 def _train(run: Run, model: Any, result: Trajectory) -> None:
     initial = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-    steps = [moved(step, run.device) for step in run.steps]
+    steps = [step.to(run.device) for step in run.steps]
     rounded = run.rounded_to or run.dtype
 
     # Two steps computed alike, bit for bit, would be one sample of noise that counts twice. So no two of them start
@@ -114,7 +113,6 @@ def _set_weights(model: Any, weights: dict[str, torch.Tensor]) -> None:
 def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
     """Forward and backward of every micro batch of ``step``; record losses, gradients and, at first, the head's."""
     model.zero_grad(set_to_none=True)
-    targets = sum(int((batch.labels[:, 1:] != IGNORE).sum()) for batch in step.batches)
     with _frozen(model, step.frozen):
         for i, batch in enumerate(step.batches):
             at = Moment(phase, step.name, i + 1 if len(step.batches) > 1 else None)
@@ -124,27 +122,15 @@ def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
                 # Whoever hooks a module may be answered by other code. The optimizers' phases take these steps without.
                 kept_activations(model, result, at) if phase == INITIAL and step.trains else contextlib.nullcontext(),
             ):
-                kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
-                if batch.position_ids is not None:
-                    kwargs["position_ids"] = batch.position_ids
-                if batch.attention_mask is not None:
-                    kwargs["attention_mask"] = batch.attention_mask
                 logits: Any = None
                 before: torch.Tensor | None = None
                 if step.label_smoothing is not None:
-                    logits = model(**kwargs).logits
+                    logits = model(**batch.inputs()).logits
                     head.observe_outputs(logits)
-                    loss = F.cross_entropy(
-                        logits[:, :-1].float().flatten(0, 1),
-                        batch.labels[:, 1:].flatten(),
-                        ignore_index=IGNORE,
-                        label_smoothing=step.label_smoothing,
-                    )
+                    loss = step.smoothed_loss(logits, batch)
                 else:
-                    if step.num_items:
-                        kwargs["num_items_in_batch"] = targets
-                    outputs = model(**kwargs, labels=batch.labels)
-                    loss = outputs.loss if step.num_items else outputs.loss / len(step.batches)
+                    outputs = model(**step.labelled(batch))
+                    loss = step.loss(outputs)
                     if step.reads_logits:
                         logits = outputs.logits
                         if logits is None:

@@ -137,12 +137,3 @@ def apply(patch: Callable[[nn.Module], Any], model: Any) -> None:
         patch(model)
     except Exception as error:
         raise CannotApply(f"{type(error).__name__}: {error}") from error
-
-
-def moved(step: Step, device: torch.device) -> Step:
-    step = copy.copy(step)
-    step.batches = [
-        Batch(*(None if t is None else t.to(device) for t in (b.input_ids, b.labels, b.position_ids, b.attention_mask)))  # type: ignore[arg-type]
-        for b in step.batches
-    ]
-    return step

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import liger_kernels
-from convergence import tolerance
+from convergence import files, tolerance
 from convergence.compare import Verdict, compare
 from convergence.observed import GRADIENT_NORM, LOGGED, Quantity
 from convergence.records import STATISTICS, Statistic
@@ -25,6 +24,10 @@ MANY_REPLICAS = 4 * tolerance.REPLICAS
 ROUNDING = tolerance.FLOOR_ROUNDOFFS * tolerance.unit_roundoff(torch.float32)
 # The truth keeps its activations: what is computed again in the backward pass is out of float64's reach.
 TRUTH = (("gradient_checkpointing", False),)
+
+
+def versions() -> dict[str, str]:
+    return files.versions(("torch", "triton", "transformers", "trl", "accelerate", "datasets"), missing="none")
 
 
 @dataclass
@@ -46,26 +49,23 @@ class Record:
     head: str = ""
     fallbacks: dict[str, int] = field(default_factory=dict)
     not_logged: list[str] = field(default_factory=list)  # by the trainer's own choice, under its flag
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=versions)
 
     def write(self, folder: str | None) -> None:
         if folder:
-            path = Path(folder)
-            path.mkdir(parents=True, exist_ok=True)
-            name = f"trainers-{self.case}-{self.family}-{self.way}.json"
-            temporary = path / f".{name}"
-            temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
-            temporary.replace(path / name)  # whole or not at all
+            files.write_json(asdict(self), Path(folder) / f"trainers-{self.case}-{self.family}-{self.way}.json")
+
+    def check(self, folder: str | None) -> None:
+        """Write it, and fail unless it is the same mathematics."""
+        self.write(folder)
+        assert self.verdict == "same", "\n".join(" | ".join(failure) for failure in self.failures)
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "triton", "transformers", "trl", "accelerate", "datasets"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found
+def skip_if_missing(case: str, family: str, way: str, folder: str | None) -> None:
+    """Skip a case that the installed version does not have, and record that."""
+    if missing := CASES[case].missing():
+        Record(case, family, way, "absent", f"this version has {missing}").write(folder)
+        pytest.skip(f"this version has {missing}")
 
 
 @functools.cache
@@ -101,7 +101,7 @@ def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> Record:
 
     By way of a "flag" the trainer knows that the model is patched, and may choose not to log some metrics.
     """
-    record = Record(case, family, way, versions=versions())
+    record = Record(case, family, way)
     _, baseline = honest(case, folder, None)
     seen = run(functools.partial(CASES[case].make, folder, folder / "output"), arm, folder)
     verdict = _compare(case, folder, seen, tolerance.REPLICAS, record)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from convergence.float64 import InFloat64
+from convergence.observe import logged_warnings
 from convergence.observed import GRADIENT, GRADIENT_NORM, LOGGED, LOSS, SGD, Moment, Quantity
 from convergence.trajectory import Trajectory, nudged
 from liger_kernels.ops import launches, reset_launches
@@ -153,22 +153,7 @@ def _observed(trainer: Any, result: Trajectory) -> Iterator[None]:
 @contextlib.contextmanager
 def _warnings(found: list[str]) -> Iterator[None]:
     """Collects what transformers, trl and Python warn of."""
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    handler = Handler(logging.WARNING)
-    loggers = [logging.getLogger(name) for name in ("transformers", "trl", "accelerate")]
-    for logger in loggers:
-        logger.addHandler(handler)
-    # What is warned of once in a process is warned of once in every arm.
-    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield
-    finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
+    with logged_warnings(found, "transformers", "trl", "accelerate"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
     found += [f"{w.category.__name__}: {w.message}" for w in caught]

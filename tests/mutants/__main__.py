@@ -7,6 +7,7 @@ from pathlib import Path
 
 from convergence.observed import ADAMW, INITIAL, SGD, Moment
 from convergence.records import Record, load_folder
+from convergence.tables import markdown
 from tests.mutants import ABSENT, MUTANTS
 from tests.mutants.mutant import Mutant
 
@@ -52,11 +53,6 @@ def cell(mutant: Mutant, dtype: str, records: dict[tuple[str, str], Record]) -> 
     return f"{worst.statistic} {worst} ({worst.quantity}, {worst.step}); from {first}"
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    cells = [header, tuple("---" for _ in header), *rows]
-    return ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in cells]
-
-
 def page(records: list[Record]) -> str:
     found = {(record.patch.rpartition(":")[2], record.dtype): record for record in records}
     trained = [m for m in MUTANTS.values() if m.check is None]
@@ -71,15 +67,15 @@ def page(records: list[Record]) -> str:
     rows = [
         (f"`{m.name}`", m.source or "", m.does, m.model, *(cell(m, dtype, found) for dtype in DTYPES)) for m in trained
     ]
-    lines = [_INTRO, *table(("mutant", "row", "what it does", "model", *DTYPES), rows), _CELLS]
+    lines = [_INTRO, *markdown(("mutant", "row", "what it does", "model", *DTYPES), rows), _CELLS]
     lines += [f"Measured on: {environment}." for environment in environments]
     lines += ["", "## Killed by a check of their own", ""]
     lines += ["No training shows these. In a copy of the sources with the fault in it, the test named here fails.", ""]
     rows = [(f"`{m.name}`", m.source or "", m.does, f"`{m.check}`") for m in checked]
-    lines += table(("mutant", "row", "what it does", "test"), rows)
+    lines += markdown(("mutant", "row", "what it does", "test"), rows)
     lines += ["", "## Not possible here", ""]
     rows = [(row, what, why) for why, group in ABSENT.items() for row, what in group.items()]
-    lines += table(("row", "what", "why not"), sorted(rows))
+    lines += markdown(("row", "what", "why not"), sorted(rows))
     return "\n".join(lines) + "\n"
 
 

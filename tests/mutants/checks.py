@@ -550,7 +550,7 @@ MUTANTS = (
     _check(
         "h1_threshold_inverted",
         "The proof passes what is above the bound.",
-        "convergence.records",
+        "convergence.observed",
         "return self.value <= self.bound  # a NaN fails",
         "return self.value >= self.bound",
         "test_convergence_compare.py::test_honest_noise_passes",
