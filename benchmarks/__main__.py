@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import math
 import platform
 import sys
@@ -26,6 +25,7 @@ from benchmarks.cases import Case, Place, Tensors, cases
 from benchmarks.peers import DISTRIBUTIONS, PEERS, Table
 from benchmarks.report import Peer, Row
 from benchmarks.timing import Gpu
+from convergence.files import versions, write_json
 from convergence.tolerance import three_way
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -165,7 +165,7 @@ def benchmark(options: argparse.Namespace, known: Sequence[Case], peers: Table, 
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "versions": report.versions(packages),
+        "versions": versions(packages),
         "dtype": options.dtype,
         "date": str(datetime.date.today()),
         **ceilings,
@@ -173,8 +173,7 @@ def benchmark(options: argparse.Namespace, known: Sequence[Case], peers: Table, 
 
     def keep(rows: list[Row]) -> None:
         if options.json:
-            result = report.as_json(where, rows, peers.skipped)
-            options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+            write_json(report.as_json(where, rows, peers.skipped), options.json)
 
     rows, right = run(chosen, peers, dtype, options.repeats, ceilings, gpu, keep)
     if rows:

@@ -20,20 +20,20 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import importlib.metadata
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import liger_kernels
 from benchmarks.timing import spread
+from convergence import files, tables
 
 _COMMON = {"attention_dropout": 0.0, "use_cache": False}
 # Published shapes; Gemma 3's with 12 of its 26 layers, so that eager holds the logits of 16384 tokens, too.
@@ -256,7 +256,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(MODELS)}; all by default")
     parser.add_argument("--arms", default=",".join(ARMS), help="default: all; liger only where it is installed")
     parser.add_argument("--shapes", default="1x512,4x2048,2x8192", help="batch x length (default: %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE, too")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows to FILE, too")
     parser.add_argument("--repeats", type=int, default=10, help="measured steps per arm (default 10)")
     parser.add_argument("--layers", type=int, metavar="N", help="cut every model to its first N layers")
     arguments = parser.parse_args()
@@ -272,7 +272,7 @@ def main() -> int:
         parser.error(f"--shapes is {arguments.shapes!r}; it must be like 1x512,4x2048")
     if not torch.cuda.is_available():
         parser.error("benchmarks need a GPU; torch.cuda.is_available() is False")
-    if "liger" in arms and not any(d.metadata["Name"] == "liger_kernel" for d in importlib.metadata.distributions()):
+    if "liger" in arms and not files.versions(["liger-kernel"]):
         print("liger: skipped, liger_kernel is not installed")
         arms.remove("liger")
     rows: list[Row] = []
@@ -308,8 +308,8 @@ def main() -> int:
         release()
     print("\n" + table(rows))
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({"device": torch.cuda.get_device_name(), "rows": [asdict(row) for row in rows]}, file, indent=1)
+        rows_as_json = [asdict(row) for row in rows]
+        files.write_json({"device": torch.cuda.get_device_name(), "rows": rows_as_json}, arguments.json)
     return int(failed or not rows)
 
 
@@ -320,22 +320,16 @@ def table(rows: list[Row]) -> str:
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"bfloat16, {datetime.date.today()}",
         "",
-        "| model | layers | tokens | arm | step, ms | fastest | peak, GiB | first step, s |",
-        "|---|---|---|---|---|---|---|---|",
     ]
-    for r in rows:
-        cells = (
-            r.model,
-            str(r.layers),
-            r.shape,
-            r.arm,
-            f"{r.ms:.1f} ± {r.spread_ms:.1f}",
-            f"{r.fastest_ms:.1f}",
-            f"{r.gib:.1f}",
-            f"{r.first_s:.1f}",
+    columns = ("model", "layers", "tokens", "arm", "step, ms", "fastest", "peak, GiB", "first step, s")
+    cells = [
+        (
+            *(r.model, r.layers, r.shape, r.arm, f"{r.ms:.1f} ± {r.spread_ms:.1f}"),
+            *(f"{value:.1f}" for value in (r.fastest_ms, r.gib, r.first_s)),
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        for r in rows
+    ]
+    return "\n".join([*lines, *tables.markdown(columns, cells)])
 
 
 if __name__ == "__main__":

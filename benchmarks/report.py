@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 
 from benchmarks.cases import Case
 from benchmarks.timing import Measured
+from convergence import tables
 
 
 @dataclass(frozen=True)
@@ -84,17 +84,6 @@ class Row:
         return f"{self.of_matmul:.0%} of matmul"
 
 
-def versions(distributions: Sequence[str]) -> dict[str, str]:
-    """Of the distributions that are installed."""
-    found = {}
-    for name in distributions:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def as_json(where: Mapping[str, Any], rows: Sequence[Row], skipped: Mapping[str, str]) -> dict[str, Any]:
     return {**where, "skipped": dict(skipped), "rows": [_flat(row) for row in rows]}
 
@@ -120,15 +109,15 @@ def table(where: Mapping[str, Any], rows: Sequence[Row], skipped: Mapping[str, s
         f"{where['device']}, {named}, {where['dtype']}, {where['date']}; device copy {copy:.0f} GB/s, "
         f"matmul {matmul:.0f} TFLOP/s. Peers: ms (over ours), MiB, error.",
         "",
-        _line([*header, *arms]),
-        _line(["---"] * (len(header) + len(arms))),
     ]
+    cells = []
     notes = [f"- {peer}: {why}" for peer, why in skipped.items()]
     for row in rows:
         ours = [row.op, row.shape, f"{row.ours_ms:.3f} ± {row.spread_ms:.3f}", row.ceiling, f"{row.host_ms:.2f}"]
         ours += [f"{row.ours_mib:.0f}", f"{row.error:.1e}"]
-        lines.append(_line([*ours, *(_cell(row.peers.get(arm), row.ours_ms) for arm in arms)]))
+        cells.append([*ours, *(_cell(row.peers.get(arm), row.ours_ms) for arm in arms)])
         notes += [f"- {row.formula} {row.shape}, {arm}: {peer.note}" for arm, peer in row.peers.items() if peer.note]
+    lines += tables.markdown([*header, *arms], cells)
     return "\n".join([*lines, *([""] if notes else []), *dict.fromkeys(notes)])
 
 
@@ -140,7 +129,3 @@ def _cell(peer: Peer | None, ours_ms: float) -> str:
     found = peer.measured
     error = "" if peer.error is None else f", {peer.error:.1e}"
     return f"{found.ms:.3f} ({found.ms / ours_ms:.2f}), {found.mib:.0f}{error}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

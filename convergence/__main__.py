@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from convergence import html, report
+from convergence import files, html, report
 from convergence.records import load_all, newest
 
 
@@ -17,21 +17,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m convergence", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("report", help="summarise the newest record of every case")
-    command.add_argument("records", nargs="+", type=Path, metavar="RECORDS", help="record files, or folders of them")
     command.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page (needs jinja2)")
     command.add_argument("--markdown", type=Path, metavar="FILE", help="a summary for a CI's page")
     command.add_argument("--junit", type=Path, metavar="FILE", help="a test case per record")
-    command = commands.add_parser("setups", help="a Markdown table: set-up, order, fused, equal")
-    command.add_argument("records", nargs="+", type=Path, metavar="RECORDS", help="record files, or folders of them")
+    commands.add_parser("setups", help="a Markdown table: set-up, order, fused, equal")
+    for command in commands.choices.values():
+        command.add_argument(
+            "records", nargs="+", type=Path, metavar="RECORDS", help="record files, or folders of them"
+        )
     options = parser.parse_args(arguments)
-    if options.command == "setups":
-        try:
-            print("\n".join(report.setups(newest(load_all(options.records)))))
-        except ValueError as error:
-            parser.error(str(error))
-        return 0
     try:
         records = newest(load_all(options.records))
+        if options.command == "setups":
+            print("\n".join(report.setups(records)))
+            return 0
         made = {
             path: make(records)
             for path, make in (
@@ -44,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     for path, text in made.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        files.write(text, path)
     if not made:
         print(report.markdown(records), end="")
     return 0

@@ -7,10 +7,12 @@ its digests differ the environment is at fault, whatever it says of itself.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from convergence.observed import END, GENERATED, LOSS, SCORES, SGD, Moment
 from convergence.records import BIT_FOR_BIT, Digests, Record
 
 if TYPE_CHECKING:
@@ -26,11 +28,11 @@ def digest(trajectory: Trajectory) -> list[Digests]:
     """Digests of everything that ``trajectory`` observed, grouped by the steps at which it was."""
     values = dict(trajectory.values)
     if trajectory.generated is not None and trajectory.scores is not None:
-        values["generated tokens"] = {"SGD: end": trajectory.generated}
-        values["scores of the generated tokens"] = {"SGD: end": trajectory.scores}
+        values[GENERATED] = {Moment(SGD, END): trajectory.generated}
+        values[SCORES] = {Moment(SGD, END): trajectory.scores}
     groups: dict[tuple[str, ...], dict[str, str]] = {}
     for quantity, steps in values.items():
-        groups.setdefault(tuple(steps), {})[quantity] = " ".join(map(_word, steps.values()))
+        groups.setdefault(tuple(map(str, steps)), {})[str(quantity)] = " ".join(map(_word, steps.values()))
     return [{"steps": list(steps), "quantities": quantities} for steps, quantities in groups.items()]
 
 
@@ -50,7 +52,9 @@ def earlier(records: Sequence[Record], record: Record) -> Record:
     """
     same = [other for other in records if other.case == record.case]
     if not same:
-        near = min((_other(_case(other), _case(record)) for other in records), key=len)
+        near = min(
+            (_other(dataclasses.asdict(other.case), dataclasses.asdict(record.case)) for other in records), key=len
+        )
         raise ValueError(f"{record.name}: not recorded; the nearest record has {', '.join(near)}")
     for other in reversed(same):
         if other.environment == record.environment:
@@ -60,16 +64,6 @@ def earlier(records: Sequence[Record], record: Record) -> Record:
     raise ValueError(
         f"{record.name}: recorded in another environment: "
         + ", ".join(_other(same[-1].environment, record.environment))
-    )
-
-
-def _case(record: Record) -> dict[str, object]:
-    return dict(
-        zip(
-            ("model", "dtype", "patch", "profile", "device", "seed", "scope", "setup", "order"),
-            record.case,
-            strict=True,
-        )
     )
 
 
@@ -122,17 +116,13 @@ def _words(record: Record, arm: str) -> dict[tuple[str, str], str]:
 
 def _time(keys: Mapping[tuple[str, str], str]) -> Callable[[tuple[str, str]], tuple[int, ...]]:
     """A sort key: phases, then their steps, each in the order of the first that was seen; the loss before gradients."""
-    phases: dict[str, int] = {}
-    steps: dict[str, int] = {}
-    quantities: dict[str, int] = {}
-    for quantity, step in keys:
-        phases.setdefault(step.partition(":")[0], len(phases))
-        steps.setdefault(step.partition(", batch ")[0], len(steps))
-        quantities.setdefault(quantity, len(quantities))
+    moments = {step: Moment.parse(step) for _, step in keys}
+    phases = list(dict.fromkeys(at.phase for at in moments.values()))
+    steps = list(dict.fromkeys(at.whole() for at in moments.values()))
+    quantities = list(dict.fromkeys(quantity for quantity, _ in keys))
 
     def key(item: tuple[str, str]) -> tuple[int, ...]:
-        quantity, step = item
-        first = phases[step.partition(":")[0]], steps[step.partition(", batch ")[0]]
-        return *first, quantity != "loss", quantities[quantity]
+        quantity, at = item[0], moments[item[1]]
+        return phases.index(at.phase), steps.index(at.whole()), quantity != str(LOSS), quantities.index(quantity)
 
     return key

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from convergence import ours
+from convergence.isolate import ProcessDied
 from convergence.train import train
 from convergence.trajectory import CannotApply, Run, Trajectory
 
@@ -48,6 +49,10 @@ class Candidate:
     census: dict[str, int] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
+
+    @classmethod
+    def died(cls, death: ProcessDied) -> Candidate:
+        return cls(failure=("died", str(death)), details=death.output)
 
 
 def load_patch(name: str) -> Callable[[nn.Module], Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +16,12 @@ from convergence.blame import blame
 from convergence.candidate import Candidate, PatchError, load_patch, train_candidate
 from convergence.compare import Pair, Verdict, compare
 from convergence.data import IGNORE, Batch, Step, evaluation_batch, steps
-from convergence.in_setup import train_in_setup
+from convergence.in_setup import Arms, train_in_setup
 from convergence.models import MODELS, MiniModel
+from convergence.observed import LOSS
 from convergence.patches import BUILT_IN
 from convergence.pristine import Bystander, Fingerprint
-from convergence.records import Record, Statistic, case_name, versions
+from convergence.records import Case, Record
 from convergence.setups import SETUPS
 from convergence.train import train
 from convergence.trajectory import Run, Trajectory
@@ -31,28 +31,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # would have too few digits left in the truth itself: float64 keeps ten of them here.
 CONFIDENT = (0.99, 1 - 1e-6)
 _fingerprint: Fingerprint | None = None
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row of the proof: a mini model, a dtype, a patch (``module:function``), on inputs and a device.
-
-    ``scope`` is what the patch may change: the "instance" it is called with, or any "class", before the candidate is.
-    ``setup`` is what baseline and candidate train in, ``order`` whether the patch comes "before" the model is wrapped.
-    """
-
-    model: str
-    dtype: str
-    patch: str
-    profile: str = "hard"
-    device: str = "cpu"
-    seed: int = 0
-    scope: str = "instance"
-    setup: str = "plain"
-    order: str = "before"
-
-    def __str__(self) -> str:
-        return case_name(self.model, self.setup, self.order, self.dtype, self.patch)
 
 
 def remember_upstream(models: Iterable[MiniModel] = MODELS.values()) -> Fingerprint:
@@ -104,6 +82,10 @@ def references(model: str, dtype: str, profile: str, device: str, seed: int) -> 
     return result
 
 
+def _references(case: Case) -> References:
+    return references(case.model, case.dtype, case.profile, case.device, case.seed)
+
+
 def _ask_for_confident_predictions(template: nn.Module, inputs: list[Step]) -> None:
     """Where the model is confident, make its prediction the label: the gradient at the target is then p - 1 with
     p -> 1, which cancels catastrophically in a kernel that rounds too early."""
@@ -135,7 +117,7 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
         blames: whether a failed verdict is explained, by training parts of the patch again.
     """
     began = time.perf_counter()
-    record = Record(**dataclasses.asdict(case), versions=versions(case.device), replicas=tolerance.REPLICAS)
+    record = Record.of(case, replicas=tolerance.REPLICAS)
     upstream = remember_upstream()
     record.symbols = len(upstream)
     verdict = Verdict()
@@ -143,13 +125,12 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
     if changed:
         verdict.fail("baseline", "before training", "not pristine", ", ".join(changed))
     else:
-        judge = _judge if case.setup == "plain" else _judge_in_setup
-        verdict, trajectory = judge(case, record, upstream, timeout)
+        verdict, trajectory = _judge(case, record, upstream, timeout)
         if blames and not verdict.passed and case.setup == "plain":
             _blame(case, record, verdict, trajectory, timeout)
     record.failures = verdict.failures
     record.notes = verdict.notes
-    record.statistics = [cast(Statistic, dataclasses.asdict(statistic)) for statistic in verdict.statistics]
+    record.statistics = verdict.statistics
     if not verdict.passed:
         record.verdict = "cannot run" if verdict.failures[0][2] == "cannot run" else "different"
         record.reason = " ".join(part for part in verdict.failures[0] if part)
@@ -175,13 +156,6 @@ def train_case(case: Case, given: Inputs | None = None) -> Candidate:
     return train_candidate(run, changes)
 
 
-def _train_isolated(case: Case, timeout: float) -> Candidate:
-    try:
-        return isolate.call(train_case, case, timeout=timeout)
-    except isolate.ProcessDied as death:
-        return Candidate(failure=("died", str(death)), details=death.output)
-
-
 def _is_isolated(case: Case) -> bool:
     """Our own patch is known to change one model only, so it saves itself the other process."""
     return case.patch not in BUILT_IN or case.scope != "instance"
@@ -189,7 +163,7 @@ def _is_isolated(case: Case) -> bool:
 
 def _blame(case: Case, record: Record, verdict: Verdict, trajectory: Trajectory | None, timeout: float) -> None:
     """Say in ``record`` who made ``verdict`` fail. That changes no verdict, and when it fails itself, it is noted."""
-    reference = references(case.model, case.dtype, case.profile, case.device, case.seed)
+    reference = _references(case)
     run = reference.run(DTYPES[case.dtype], torch.device(case.device), construct=construct(case))
     failed = {(row[0], row[2]) for row in verdict.failures}
     arguments = (case.patch, run, reference.pairs, failed, trajectory)
@@ -203,77 +177,60 @@ def construct(case: Case) -> Callable[[], nn.Module] | None:
     return functools.partial(MODELS[case.model].build, case.seed) if case.scope == "class" else None
 
 
-def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) -> tuple[Verdict, Trajectory | None]:
-    """The verdict, and the candidate's trajectory where there is one."""
-    verdict = Verdict()
+def _train(case: Case, upstream: Fingerprint, timeout: float, verdict: Verdict) -> Arms:
+    """The arms of a case without a set-up; in ``verdict``, what shows that truth and baseline were not unpatched."""
     before = ours.launches()
-    reference = references(case.model, case.dtype, case.profile, case.device, case.seed)
+    reference = _references(case)
     if ours.launches() != before:
         verdict.fail("baseline", "", "not pristine", "it launched kernels of this package")
-    isolated = _is_isolated(case)
-    candidate = _train_isolated(case, timeout) if isolated else train_case(case, reference)
-    if isolated and (changed := upstream.changes()):
-        verdict.fail("baseline", "after training", "not pristine", ", ".join(changed))
-    record.launches = candidate.launches
-    trajectory = candidate.trajectory
-    if trajectory is None:
-        assert candidate.failure is not None
-        verdict.fail("candidate", "", *candidate.failure)
-        verdict.notes.append(candidate.details)
-        return verdict, None
-    if not verdict.failures:
-        verdict = compare(reference.pairs, trajectory, DTYPES[case.dtype], foreign=candidate.report is None)
-    _keep(record, reference.pairs[0], trajectory)
-    if candidate.changed and case.scope == "instance":
-        verdict.fail("other models", "", "patched too", ", ".join(candidate.changed))
-    elif candidate.changed:
-        verdict.notes.append("changed for the whole process: " + ", ".join(candidate.changed))
-    if candidate.report is None:
-        _check_foreign(reference, candidate, record, verdict)
-    else:
-        _check_ours(MODELS[case.model], reference, candidate, record, verdict)
-    return verdict, trajectory
-
-
-def _keep(record: Record, pair: Pair, candidate: Trajectory) -> None:
-    """What ``record`` keeps of the arms: losses and digests."""
-    record.losses = {
-        arm: {step: float(value) for step, value in values.values["loss"].items()}
-        for arm, values in zip(("truth", "baseline", "candidate"), (*pair, candidate), strict=True)
-    }
-    record.digests = {"baseline": bitwise.digest(pair[1]), "candidate": bitwise.digest(candidate)}
-
-
-def _judge_in_setup(
-    case: Case, record: Record, upstream: Fingerprint, timeout: float
-) -> tuple[Verdict, Trajectory | None]:
-    """As :func:`_judge`, for arms that train in a set-up. Nothing is hooked there, and nobody is blamed."""
-    setup, verdict = SETUPS[case.setup], Verdict()
+    if not _is_isolated(case):
+        return Arms(reference.pairs, train_case(case, reference))
     try:
-        arms = train_in_setup(case, timeout)
+        candidate = isolate.call(train_case, case, timeout=timeout)
     except isolate.ProcessDied as death:
-        verdict.fail("candidate", "", "died", str(death))
-        verdict.notes.append(death.output)
-        return verdict, None
-    candidate: Candidate = arms.candidate
+        candidate = Candidate.died(death)
+    if changed := upstream.changes():
+        verdict.fail("baseline", "after training", "not pristine", ", ".join(changed))
+    return Arms(reference.pairs, candidate)
+
+
+def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) -> tuple[Verdict, Trajectory | None]:
+    """The verdict, and the candidate's trajectory where there is one."""
+    verdict, in_setup = Verdict(), case.setup != "plain"
+    arms = train_in_setup(case, timeout) if in_setup else _train(case, upstream, timeout, verdict)
+    candidate = arms.candidate
     record.launches, trajectory = candidate.launches, candidate.trajectory
     if trajectory is None:
         assert candidate.failure is not None
         verdict.fail("candidate", "", *candidate.failure)
         verdict.notes.append(candidate.details)
         return verdict, None
-    verdict = compare(arms.pairs, trajectory, DTYPES[case.dtype], foreign=candidate.report is None)
-    _keep(record, arms.pairs[0], trajectory)
+    if not verdict.failures:
+        verdict = compare(arms.pairs, trajectory, DTYPES[case.dtype], foreign=candidate.report is None)
+    record.losses = {
+        arm: {str(step): float(value) for step, value in observed.values[LOSS].items()}
+        for arm, observed in zip(("truth", "baseline", "candidate"), (*arms.pairs[0], trajectory), strict=True)
+    }
+    record.digests = {"baseline": bitwise.digest(arms.pairs[0][1]), "candidate": bitwise.digest(trajectory)}
     if candidate.changed and case.scope == "instance":
         verdict.fail("other models", "", "patched too", ", ".join(candidate.changed))
+    elif candidate.changed and not in_setup:
+        verdict.notes.append("changed for the whole process: " + ", ".join(candidate.changed))
+    check = _check_in_setup if in_setup else _check_foreign if candidate.report is None else _check_ours
+    check(case, arms, record, verdict)
+    return verdict, trajectory
+
+
+def _check_in_setup(case: Case, arms: Arms, record: Record, verdict: Verdict) -> None:
+    """Nothing is hooked in a set-up, so less can be asked there: something changed, or every kernel ran."""
+    candidate, model = arms.candidate, MODELS[case.model]
     if candidate.report is None:
         record.census = candidate.census
         if not (candidate.census or candidate.changed or candidate.launches):
             verdict.fail("candidate", "", "not patched", "no module changed, and no kernel of this package ran")
     else:
-        _check_kernels(MODELS[case.model], candidate, record, verdict, setup.head_runs_itself(MODELS[case.model]))
+        _check_kernels(model, candidate, record, verdict, SETUPS[case.setup].head_runs_itself(model))
         record.fused = "yes" if _is_fused(candidate.report, arms.reads) else "no"
-    return verdict, trajectory
 
 
 def _is_fused(report: Any, reads: int) -> bool:
@@ -297,16 +254,14 @@ def _check_kernels(
             verdict.fail("candidate", "", "not launched", f"{kernel} was never launched", "at least 1")
 
 
-def _check_ours(
-    model: MiniModel, reference: References, candidate: Candidate, record: Record, verdict: Verdict
-) -> None:
+def _check_ours(case: Case, arms: Arms, record: Record, verdict: Verdict) -> None:
     """Every kernel that this architecture has a place for must have been put in all such places, and must have run."""
+    model, candidate, report = MODELS[case.model], arms.candidate, arms.candidate.report
     _check_kernels(model, candidate, record, verdict)
-    report = candidate.report
     record.fused = "yes" if report.fuses_head else "no"
     listed = {replacement.path for replacement in report.replaced}
     classes = {replacement.was for replacement in report.replaced if replacement.kernel in model.kernels}
-    for path, module in reference.template.named_modules():
+    for path, module in _references(case).template.named_modules():
         if type(module).__name__ in classes and path not in listed:
             verdict.fail("candidate", "", "not patched", f"{path} is left, though others of its class are replaced")
     changed = sum(candidate.census.values()) - 1  # the model itself, which arms its head
@@ -324,17 +279,18 @@ _KERNEL_NAMES = {
 }
 
 
-def _check_foreign(reference: References, candidate: Candidate, record: Record, verdict: Verdict) -> None:
+def _check_foreign(case: Case, arms: Arms, record: Record, verdict: Verdict) -> None:
     """A patch of somebody else must have changed a class, a forward or a symbol in a module that this model's classes
     come from, or have launched a kernel, or be another by at least one bit of what was observed."""
+    candidate = arms.candidate
     assert candidate.trajectory is not None
     record.census = candidate.census
-    classes = {cls for module in reference.template.modules() for cls in type(module).__mro__}
+    classes = {cls for module in _references(case).template.modules() for cls in type(module).__mro__}
     own = tuple(f"{cls.__module__}." for cls in classes)
     observed = candidate.trajectory.values
     same = all(
         torch.equal(value, observed.get(quantity, {}).get(step, value.new_empty(0)))
-        for quantity, values in reference.pairs[0][1].values.items()
+        for quantity, values in arms.pairs[0][1].values.items()
         for step, value in values.items()
     )
     reached = any(symbol.startswith(own) for symbol in candidate.changed)

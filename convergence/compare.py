@@ -29,30 +29,32 @@ from dataclasses import dataclass, field
 import torch
 
 from convergence import tolerance
-from convergence.trajectory import HIDDEN, INITIAL, LOGITS, TARGET_LOGIT, TRAINING_LOGITS, Trajectory
+from convergence.observed import (
+    BY_ELEMENT,
+    CALLERS_LOGITS,
+    END,
+    EVALUATION,
+    EVALUATION_LOGITS,
+    GENERATED,
+    GRADIENT,
+    GRADIENT_NORM,
+    HIDDEN,
+    INITIAL,
+    LOGITS,
+    LOSS,
+    SGD,
+    TARGET_LOGIT,
+    TRAINING_LOGITS,
+    Moment,
+    Quantity,
+)
+from convergence.records import Statistic
+from convergence.trajectory import Trajectory
 
 # What a patch of somebody else need not have.
 _NOT_OBSERVABLE = (LOGITS, TARGET_LOGIT, HIDDEN, TRAINING_LOGITS)
-# The gradient of the logits once more, but for the targets, every element measured by its own size: a fault among small
-# probabilities is nothing beside the gradient at the target.
-BY_ELEMENT = "relative gradient of the logits"
 
 Pair = tuple[Trajectory, Trajectory]  # the truth, and the arm that is measured against it
-
-
-@dataclass
-class Statistic:
-    """One judged number: ``value`` may be at most ``bound``."""
-
-    quantity: str
-    step: str
-    statistic: str
-    value: float
-    bound: float
-
-    @property
-    def passed(self) -> bool:
-        return self.value <= self.bound  # a NaN fails
 
 
 @dataclass
@@ -67,16 +69,24 @@ class Verdict:
     def passed(self) -> bool:
         return not self.failures
 
-    def fail(self, quantity: str, step: str, statistic: str, value: str, bound: str = "") -> None:
-        self.failures.append((quantity, step, statistic, value, bound))
+    def fail(self, quantity: Quantity | str, step: Moment | str, statistic: str, value: str, bound: str = "") -> None:
+        self.failures.append((str(quantity), str(step), statistic, value, bound))
 
-    def judge(self, statistic: Statistic) -> None:
-        self.statistics.append(statistic)
-
-    def worst(self, statistic: str) -> Statistic | None:
-        """The statistic of this kind that is nearest to its bound, or farthest beyond."""
-        chosen = [s for s in self.statistics if s.statistic == statistic]
-        return max(chosen, key=lambda s: s.value / s.bound, default=None)
+    def judge(
+        self,
+        quantity: Quantity,
+        step: Moment,
+        statistic: str,
+        value: float,
+        bound: float,
+        shown: str = "",
+        finding: str = "",
+    ) -> None:
+        """Keep a statistic. Beyond its bound it fails: as ``finding``, by default the statistic, with the value as it
+        is ``shown``."""
+        self.statistics.append(Statistic(str(quantity), str(step), statistic, value, bound))
+        if not self.statistics[-1].passed:
+            self.fail(quantity, step, finding or statistic, shown or f"{value:.3g}", f"{bound:.3g}")
 
 
 def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, foreign: bool = False) -> Verdict:
@@ -94,12 +104,12 @@ def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, fo
     _judge_generation(truth, baseline, candidate, verdict)
     for complaint in candidate.complaints:
         if complaint not in baseline.complaints:
-            verdict.fail("what the caller holds", "", "overwritten", complaint)
+            verdict.fail("what the caller holds", "", "overwritten", str(complaint))
     for note in candidate.notes:
         if foreign:
-            verdict.notes.append(note)
+            verdict.notes.append(str(note))
         else:
-            verdict.fail("logits of the caller", "", "missing", note)
+            verdict.fail(CALLERS_LOGITS, "", "missing", str(note))
     for warning in sorted(set(candidate.warnings) - set(baseline.warnings)):
         verdict.fail("transformers", "", "warning that the baseline does not give", warning)
     return verdict
@@ -107,11 +117,11 @@ def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, fo
 
 def _check_presence(
     pairs: Sequence[Pair], candidate: Trajectory, verdict: Verdict, foreign: bool
-) -> dict[str, list[str]]:
+) -> dict[Quantity, list[Moment]]:
     """Same names, same shapes, finite, zero where the truth is, and not zero where neither the truth nor any honest arm
     is (a small step may round away in bfloat16); returns the steps that can be judged."""
     truth, baseline = pairs[0]
-    judged: dict[str, list[str]] = {}
+    judged: dict[Quantity, list[Moment]] = {}
     for quantity in {**truth.values, **candidate.values}:
         expected, got = truth.values.get(quantity, {}), candidate.values.get(quantity, {})
         if foreign and quantity in _NOT_OBSERVABLE and (unseen := expected.keys() - got.keys()):
@@ -151,7 +161,7 @@ class _Measured:
     ``floor`` and ``largest_floor`` [steps] are what one rounding costs.
     """
 
-    steps: list[str]
+    steps: list[Moment]
     error: torch.Tensor
     largest: torch.Tensor
     gain: torch.Tensor
@@ -164,8 +174,8 @@ class _Measured:
 def _measure(
     pairs: Sequence[Pair],
     candidate: Trajectory,
-    quantity: str,
-    steps: list[str],
+    quantity: Quantity,
+    steps: list[Moment],
     dtype: torch.dtype,
     by_element: bool = False,
 ) -> _Measured:
@@ -184,13 +194,17 @@ def _measure(
             peak[i, k] = t.abs().max() / (size / len(t)).sqrt()
             gain[i, k] = off.dot(t) / size
     value = candidate.values[quantity][steps[0]]
-    held_in = torch.float32 if quantity in ("loss", "gradient norm") else dtype
+    held_in = torch.float32 if quantity in (LOSS, GRADIENT_NORM) else dtype
     floor = torch.full((len(steps),), tolerance.error_floor(held_in), dtype=torch.float64)
     return _Measured(steps, error, largest, gain, floor, floor * peak[-1], value.ndim == 0, by_element)
 
 
 def _judge_statistics(
-    pairs: Sequence[Pair], candidate: Trajectory, comparable: dict[str, list[str]], dtype: torch.dtype, verdict: Verdict
+    pairs: Sequence[Pair],
+    candidate: Trajectory,
+    comparable: dict[Quantity, list[Moment]],
+    dtype: torch.dtype,
+    verdict: Verdict,
 ) -> None:
     measured = {q: _measure(pairs, candidate, q, steps, dtype) for q, steps in comparable.items()}
     if LOGITS in comparable:
@@ -199,22 +213,22 @@ def _judge_statistics(
     # Where every element counts by its own size, the largest error is that of whatever is nearest to 0.
     whole = {q: m for q, m in measured.items() if not m.scalar and q not in (TARGET_LOGIT, BY_ELEMENT)}
     _judge_error_ratios("largest error ratio", {q: (m, m.largest, m.largest_floor) for q, m in whole.items()}, verdict)
-    gradients = {q: m for q, m in measured.items() if q.startswith("gradient of ") and q not in (TARGET_LOGIT,)}
+    gradients = {q: m for q, m in measured.items() if q.kind == GRADIENT or q in (LOGITS, HIDDEN)}
     _judge_gains(gradients, "gain", dtype, verdict)
-    _judge_gains({q: measured[q] for q in ("loss", "gradient norm") if q in measured}, "gain", torch.float32, verdict)
-    parameters = {q: m for q, m in gradients.items() if q not in (LOGITS, HIDDEN)}
+    _judge_gains({q: measured[q] for q in (LOSS, GRADIENT_NORM) if q in measured}, "gain", torch.float32, verdict)
+    parameters = {q: m for q, m in gradients.items() if q.kind == GRADIENT}
     _judge_gains(_against_the_others(parameters), "gain against the others", dtype, verdict)
 
 
 def _judge_error_ratios(
-    name: str, measured: dict[str, tuple[_Measured, torch.Tensor, torch.Tensor]], verdict: Verdict
+    name: str, measured: dict[Quantity, tuple[_Measured, torch.Tensor, torch.Tensor]], verdict: Verdict
 ) -> None:
     """Judge every quantity in every phase by what honest ratios are in this phase, over all quantities of one kind."""
-    ratios: dict[tuple[str, bool, bool], list[tuple[str, str, float]]] = {}
+    ratios: dict[tuple[str, bool, bool], list[tuple[Quantity, Moment, float]]] = {}
     worst_replica: dict[tuple[str, bool, bool], float] = {}
     for quantity, (m, errors, floors) in measured.items():
-        for phase in dict.fromkeys(step.partition(":")[0] for step in m.steps):
-            chosen = [k for k, step in enumerate(m.steps) if step.startswith(phase + ":")]
+        for phase in dict.fromkeys(step.phase for step in m.steps):
+            chosen = [k for k, step in enumerate(m.steps) if step.phase == phase]
             error, floor = errors[:, chosen], floors[chosen]
             honest, kind = error[:-1], (phase, m.scalar, m.by_element)
             ratio = error[-1] / _reference(honest, floor)
@@ -229,10 +243,7 @@ def _judge_error_ratios(
         phase, scalar, _ = kind
         bound = tolerance.ratio_bound(worst_replica[kind], one_draw=scalar or phase != INITIAL)
         for quantity, worst, pooled in values:
-            statistic = Statistic(quantity, worst, name, pooled, bound)
-            verdict.judge(statistic)
-            if not statistic.passed:
-                verdict.fail(quantity, worst, name, f"{pooled:.3g}", f"{bound:.3g}")
+            verdict.judge(quantity, worst, name, pooled, bound)
 
 
 def _reference(honest: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
@@ -241,7 +252,7 @@ def _reference(honest: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     return ((square.mean(0) + square.mean()) / 2).sqrt().maximum(floor)
 
 
-def _against_the_others(parameters: dict[str, _Measured]) -> dict[str, _Measured]:
+def _against_the_others(parameters: dict[Quantity, _Measured]) -> dict[Quantity, _Measured]:
     """The same with, in every arm and step, the median gain over the parameters taken off."""
     steps = {step for m in parameters.values() for step in m.steps}
     common = {
@@ -256,9 +267,9 @@ def _against_the_others(parameters: dict[str, _Measured]) -> dict[str, _Measured
     }
 
 
-def _judge_gains(measured: dict[str, _Measured], name: str, dtype: torch.dtype, verdict: Verdict) -> None:
+def _judge_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dtype, verdict: Verdict) -> None:
     """Judge the weighted mean gain of every quantity over all of its steps."""
-    noise: dict[str, list[torch.Tensor]] = {}
+    noise: dict[Moment, list[torch.Tensor]] = {}
     for m in measured.values():
         for k, step in enumerate(m.steps):
             noise.setdefault(step, []).append(m.gain[:-1, k].square().mean())
@@ -279,9 +290,7 @@ def _judge_gains(measured: dict[str, _Measured], name: str, dtype: torch.dtype, 
         )
         bound = tolerance.gain_bound(sigma, dtype, steps=1 / float(weight.square().sum()))
         worst = m.steps[int((m.gain[-1].abs() * weight).argmax())]
-        verdict.judge(Statistic(quantity, worst, name, value, bound))
-        if not verdict.statistics[-1].passed:
-            verdict.fail(quantity, worst, name, f"off by {value:.3g}", f"{bound:.3g}")
+        verdict.judge(quantity, worst, name, value, bound, shown=f"off by {value:.3g}")
 
 
 def _judge_generation(truth: Trajectory, baseline: Trajectory, candidate: Trajectory, verdict: Verdict) -> None:
@@ -289,17 +298,17 @@ def _judge_generation(truth: Trajectory, baseline: Trajectory, candidate: Trajec
     if truth.generated is None or truth.scores is None:
         return
     if candidate.generated is None or candidate.generated.shape != truth.generated.shape:
-        verdict.fail("generated tokens", "SGD: end", "missing", "the candidate generated nothing comparable")
+        verdict.fail(GENERATED, Moment(SGD, END), "missing", "the candidate generated nothing comparable")
         return
-    logits = truth.values["logits"]["SGD: evaluation"].double()
-    noise = float((baseline.values["logits"]["SGD: evaluation"].double() - logits).abs().max())
+    at = Moment(SGD, EVALUATION)
+    logits = truth.values[EVALUATION_LOGITS][at].double()
+    noise = float((baseline.values[EVALUATION_LOGITS][at].double() - logits).abs().max())
     bound = 2 * tolerance.THREE_WAY_FACTOR * noise  # two logits, each off by at most twice PyTorch's largest error
     for row in range(len(truth.generated)):
         for i, (expected, got) in enumerate(zip(truth.generated[row], candidate.generated[row], strict=True)):
             if expected != got:
                 gap = float(truth.scores[i, row, expected] - truth.scores[i, row, got])
                 if not gap <= bound:
-                    verdict.fail(
-                        "generated tokens", f"row {row}, token {i}", "gap of the logits", f"{gap:.3g}", f"{bound:.3g}"
-                    )
+                    where = f"row {row}, token {i}"
+                    verdict.fail(GENERATED, where, "gap of the logits", f"{gap:.3g}", f"{bound:.3g}")
                 break

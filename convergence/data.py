@@ -7,9 +7,11 @@ table of all of them.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 IGNORE = -100
 PROFILES = ("plain", "hard")
@@ -24,6 +26,14 @@ class Batch:
     labels: torch.Tensor
     position_ids: torch.Tensor | None = None
     attention_mask: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items() if tensor is not None})
+
+    def inputs(self) -> dict[str, Any]:
+        """What a model takes, but for the labels."""
+        given = {name: tensor for name, tensor in vars(self).items() if name != "labels" and tensor is not None}
+        return {**given, "use_cache": False}
 
 
 @dataclass
@@ -51,6 +61,27 @@ class Step:
     reads_logits: bool = False
     trains: bool = False
     whole: bool = False
+
+    def to(self, device: torch.device) -> Step:
+        return replace(self, batches=[batch.to(device) for batch in self.batches])
+
+    def labelled(self, batch: Batch) -> dict[str, Any]:
+        """What a model takes that computes the loss of ``batch`` itself."""
+        count = sum(int((b.labels[:, 1:] != IGNORE).sum()) for b in self.batches) if self.num_items else None
+        return {
+            **batch.inputs(),
+            "labels": batch.labels,
+            **({"num_items_in_batch": count} if count is not None else {}),
+        }
+
+    def loss(self, outputs: Any) -> torch.Tensor:
+        """The part of the step's loss that the model's own loss of one batch is."""
+        return outputs.loss if self.num_items else outputs.loss / len(self.batches)
+
+    def smoothed_loss(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        assert self.label_smoothing is not None
+        logits, labels = logits[:, :-1].float().flatten(0, 1), batch.labels[:, 1:].flatten()
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE, label_smoothing=self.label_smoothing)
 
 
 @functools.cache

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convergence.records import Record, Statistic, share_of_bound
-from convergence.report import ARMS, STATISTICS, failures_by_tensor, passed
+from convergence import files
+from convergence.observed import Moment
+from convergence.records import STATISTICS, Record, Statistic
+from convergence.report import ARMS, failures_by_tensor, passed
 
 TEMPLATE = "report.html.jinja"
 # In the units of a chart's view box; a phone shows it about as wide as this many pixels, so its text stays readable.
@@ -91,9 +93,7 @@ def page(records: Sequence[Record]) -> str:
 
 def write(records: Sequence[Record], path: Path) -> None:
     """Write the page of ``records`` to ``path``; raises as :func:`page`."""
-    text = page(records)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    files.write(page(records), path)
 
 
 def _environment(record: Record) -> tuple[tuple[str, str], ...]:
@@ -114,23 +114,22 @@ def _case(record: Record, several: bool) -> dict[str, Any]:
             for step in dict.fromkeys(step for losses in record.losses.values() for step in losses)
         ],
         "statistics": [
-            (name, [_bar(s) for s in sorted(chosen, key=share_of_bound, reverse=True)])
+            (name, [_bar(s) for s in sorted(chosen, key=lambda s: s.share, reverse=True)])
             for name in STATISTICS
-            if (chosen := [s for s in record.statistics if s["statistic"] == name])
+            if (chosen := [s for s in record.statistics if s.statistic == name])
         ],
         "observed": sum(len(group["quantities"]) for group in record.digests.get("candidate", [])),
     }
 
 
 def _bar(statistic: Statistic) -> dict[str, Any]:
-    share = share_of_bound(statistic)
     return {
-        "quantity": statistic["quantity"],
-        "step": statistic["step"],
-        "value": _short(statistic["value"]),
-        "bound": _short(statistic["bound"]),
-        "failed": not statistic["value"] <= statistic["bound"],
-        "width": round(min(share * BOUND_AT, 100.0), 1),
+        "quantity": statistic.quantity,
+        "step": statistic.step,
+        "value": _short(statistic.value),
+        "bound": _short(statistic.bound),
+        "failed": not statistic.passed,
+        "width": round(min(statistic.share * BOUND_AT, 100.0), 1),
     }
 
 
@@ -187,7 +186,7 @@ def _chart(
     def level_at(level: float) -> float:
         return y(10**level if logarithmic and level > low else 0.0 if logarithmic else level)
 
-    phases = [step.partition(":")[0] for step in steps]
+    phases = [Moment.parse(step).phase for step in steps]
     lines = []
     for arm, values in series.items():
         run: list[str] = []

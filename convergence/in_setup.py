@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from convergence import isolate, tolerance
-from convergence.data import IGNORE, Batch, Step, evaluation_batch, steps
+from convergence.candidate import Candidate, load_patch, train_candidate
+from convergence.data import Batch, Step, evaluation_batch, steps
 from convergence.float64 import InFloat64
-from convergence.observe import transformers_warnings
+from convergence.observe import logged_warnings
+from convergence.observed import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Moment
+from convergence.records import Case
 from convergence.setups import RANKS, SETUPS, Setup
 from convergence.train import SGD_LEARNING_RATE
-from convergence.trajectory import INITIAL, SGD, Run, Trajectory, apply, build, moved, nudged
+from convergence.trajectory import Run, Trajectory, apply, build, nudged
 
 # What takes part: enough for every way through a loss, few enough for a dozen set-ups.
 STEPS = ("masked", "packed", "accumulated", "label smoothing", "logits read", "padded", "plain 0", "plain 1", "plain 2")
@@ -37,24 +39,23 @@ READS = "logits read"
 
 @dataclass
 class Arms:
-    """What one rank trained: truth and baseline of the initial weights and of each replica, as far as they are its own,
-    and the candidate."""
+    """What was trained: truth and baseline of the initial weights and of each replica, and the candidate. Of a rank,
+    the truths are those that are its own."""
 
     pairs: list[tuple[Any, Trajectory]]
-    candidate: Any
-    reads: int  # how often the caller read the logits in training
+    candidate: Candidate
+    reads: int = 0  # how often the caller read the logits in training
 
 
-def train_in_setup(case: Any, timeout: float) -> Arms:
-    """Train every arm of ``case`` in processes of their own.
-
-    Raises:
-        isolate.ProcessDied: a rank died or did not end in time.
-    """
+def train_in_setup(case: Case, timeout: float) -> Arms:
+    """Train every arm of ``case`` in processes of their own; no arm is left where a rank died or took too long."""
     ranks = SETUPS[case.setup].ranks
     with tempfile.TemporaryDirectory(prefix="convergence-ranks-") as folder, ThreadPoolExecutor(ranks) as threads:
         calls = [threads.submit(isolate.call, train_rank, case, rank, folder, timeout=timeout) for rank in range(ranks)]
-        results: list[Arms] = [call.result() for call in calls]
+        try:
+            results: list[Arms] = [call.result() for call in calls]
+        except isolate.ProcessDied as death:
+            return Arms([], Candidate.died(death))
     first, *others = results
     for other in others:
         both = zip(first.pairs, other.pairs, strict=True)
@@ -62,9 +63,8 @@ def train_in_setup(case: Any, timeout: float) -> Arms:
     return first
 
 
-def train_rank(case: Any, rank: int, folder: str) -> Arms:
+def train_rank(case: Case, rank: int, folder: str) -> Arms:
     """All arms of ``case`` on ``rank``. The patch is imported after baseline and replicas have trained."""
-    from convergence.candidate import load_patch, train_candidate
     from convergence.case import DTYPES, construct, remember_upstream
     from convergence.models import MODELS
 
@@ -123,7 +123,7 @@ def train(run: Run, setup: Setup, batches: list[list[Step]], order: str = "befor
     """
     result = Trajectory()
     mode = InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext()
-    with transformers_warnings(result.warnings), mode:
+    with logged_warnings(result.warnings), mode:
         _train(run, setup, batches, result, order)
         result.to_cpu()
     return result
@@ -155,7 +155,7 @@ def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory
         result.model = model
         return *made[0], start
 
-    ranked = [[moved(step, run.device) for step in steps] for steps in batches]
+    ranked = [[step.to(run.device) for step in steps] for steps in batches]
     for seed, step_of_ranks in enumerate(zip(*ranked, strict=True)):
         model, wrapped, _ = arm(seed)
         _accumulate(model, wrapped, setup, step_of_ranks, result, INITIAL)
@@ -166,9 +166,7 @@ def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory
             _accumulate(model, wrapped, setup, step_of_ranks, result, SGD)
             optimizer.step()
             wrapped.zero_grad()
-    for name, weight in setup.weights(model, wrapped):
-        result.record(f"parameter {name}", f"{SGD}: end", weight)
-        result.record(f"displacement of {name}", f"{SGD}: end", weight - start[name].to(run.device))
+    result.record_end(setup.weights(model, wrapped), start, SGD)
     _evaluate(wrapped, setup, run, result)
 
 
@@ -177,38 +175,25 @@ def _accumulate(
 ) -> None:
     """Forward and backward of a step: of this rank's own, or, for the truth, the mean over all ranks'."""
     wrapped.zero_grad()
-    count = len(step_of_ranks)
-    for i in range(len(step_of_ranks[0].batches)):
+    count, first = len(step_of_ranks), step_of_ranks[0]
+    for i in range(len(first.batches)):
         losses = []
-        last = i == len(step_of_ranks[0].batches) - 1
         for step in step_of_ranks:
             with setup.running(step.batches[i].input_ids.device):
                 loss = _loss(wrapped, setup, step, step.batches[i])
             setup.backward(wrapped, loss * step.scale / count)
             losses.append(loss.detach())
-        label = f"{phase}: {step_of_ranks[0].name}" + (f", batch {i + 1}" if not (last and i == 0) else "")
-        result.record("loss", label, _over_ranks(torch.stack(losses).mean(), setup))
+        at = Moment(phase, first.name, i + 1 if len(first.batches) > 1 else None)
+        result.record(LOSS, at, _over_ranks(torch.stack(losses).mean(), setup))
     setup.reduce(model)
-    norms = []
-    for name, grad in setup.gradients(model, wrapped):
-        result.record(f"gradient of {name}", f"{phase}: {step_of_ranks[0].name}", grad)
-        norms.append(grad.double().norm())
-    if norms:
-        result.record("gradient norm", f"{phase}: {step_of_ranks[0].name}", torch.stack(norms).norm())
+    result.record_gradients(setup.gradients(model, wrapped), Moment(phase, first.name))
 
 
 def _loss(wrapped: Any, setup: Setup, step: Step, batch: Batch) -> torch.Tensor:
-    kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
-    for name in ("position_ids", "attention_mask"):
-        if getattr(batch, name) is not None:
-            kwargs[name] = getattr(batch, name)
     if step.label_smoothing is not None:
-        logits, labels = wrapped(**kwargs).logits[:, :-1].float().flatten(0, 1), batch.labels[:, 1:].flatten()
-        return F.cross_entropy(logits, labels, ignore_index=IGNORE, label_smoothing=step.label_smoothing)
-    if step.num_items:
-        kwargs["num_items_in_batch"] = sum(int((b.labels[:, 1:] != IGNORE).sum()) for b in step.batches)
-    outputs = wrapped(**setup.inputs({**kwargs, "labels": batch.labels}))
-    loss = outputs.loss if step.num_items else outputs.loss / len(step.batches)
+        return step.smoothed_loss(wrapped(**batch.inputs()).logits, batch)
+    outputs = wrapped(**setup.inputs(step.labelled(batch)))
+    loss = step.loss(outputs)
     if step.reads_logits:  # and trains on them
         loss = loss + outputs.logits.float().square().mean()
     return loss
@@ -229,6 +214,6 @@ def _evaluate(wrapped: Any, setup: Setup, run: Run, result: Trajectory) -> None:
     with torch.no_grad(), setup.running(run.device):
         outputs = wrapped(**setup.inputs({"input_ids": ids, "labels": labels, "use_cache": False}))
         loss = _over_ranks(outputs.loss, setup) if setup.sums else outputs.loss  # all ranks have this batch
-        result.record("loss", f"{SGD}: evaluation", loss)
-        result.record("logits", f"{SGD}: evaluation", setup.logits(outputs.logits))
+        result.record(LOSS, Moment(SGD, EVALUATION), loss)
+        result.record(EVALUATION_LOGITS, Moment(SGD, EVALUATION), setup.logits(outputs.logits))
     wrapped.train()

@@ -12,24 +12,25 @@ from torch import nn
 
 from convergence import ours
 from convergence.data import IGNORE, Batch, Step
-from convergence.trajectory import HIDDEN, LOGITS, TARGET_LOGIT, Trajectory
+from convergence.observed import HIDDEN, INITIAL, LOGITS, TARGET_LOGIT, Moment, Remark
+from convergence.trajectory import Trajectory
 
 
 class HeadObserver:
     """Records the gradients that arrive at the logits and at the hidden states entering the head in one backward."""
 
-    def __init__(self, batch: Batch, result: Trajectory, label: str | None) -> None:
-        self.batch, self.result, self.label = batch, result, label
+    def __init__(self, batch: Batch, result: Trajectory, at: Moment) -> None:
+        self.batch, self.result, self.at = batch, result, at
         self.chunks: list[tuple[int, torch.Tensor]] = []
 
     def observe_outputs(self, logits: torch.Tensor) -> None:
         """The caller's own loss reads ``outputs.logits``: observe what arrives there."""
-        if self.label is not None and logits.requires_grad:
+        if self.at.phase == INITIAL and logits.requires_grad:
             logits.register_hook(self.logits_grad)
 
     def pre_hook(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         if args[0].requires_grad:
-            args[0].register_hook(lambda grad: self.result.record(HIDDEN, str(self.label), grad))
+            args[0].register_hook(lambda grad: self.result.record(HIDDEN, self.at, grad))
 
     def hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
@@ -45,10 +46,10 @@ class HeadObserver:
         kept = len(rows) // batch
         full = rows.new_zeros(batch, length, rows.shape[-1])
         full[:, :kept] = rows.unflatten(0, (batch, kept))
-        self.result.record(LOGITS, str(self.label), full)
+        self.result.record(LOGITS, self.at, full)
         targets = self.batch.labels[:, 1:]
         at_target = full[:, :-1].gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        self.result.record(TARGET_LOGIT, str(self.label), at_target[targets != IGNORE])
+        self.result.record(TARGET_LOGIT, self.at, at_target[targets != IGNORE])
 
     def finish(self) -> None:
         if self.chunks:
@@ -56,17 +57,15 @@ class HeadObserver:
 
 
 @contextlib.contextmanager
-def observed_head(
-    model: Any, batch: Batch, result: Trajectory, label: str | None, step: Step
-) -> Iterator[HeadObserver]:
-    """Inside, one forward and backward are observed at the head (not at all where ``label`` is None).
+def observed_head(model: Any, batch: Batch, result: Trajectory, at: Moment, step: Step) -> Iterator[HeadObserver]:
+    """Inside, one forward and backward are observed at the head; only in the initial phase.
 
     A fused head never has logits, and a forward hook on it would make it compute them: there the op hands out each
     chunk's gradient. Everywhere else a tensor hook clones what autograd delivers. Where the caller reads the logits, a
     fused head computes them a second time or instead, so the raw output of the head is not one thing to observe there.
     """
-    observer = HeadObserver(batch, result, label)
-    if label is None:
+    observer = HeadObserver(batch, result, at)
+    if at.phase != INITIAL:
         yield observer
         return
     head = model.get_output_embeddings()
@@ -82,12 +81,9 @@ def observed_head(
 
 
 @contextlib.contextmanager
-def kept_activations(model: Any, result: Trajectory, label: str | None) -> Iterator[None]:
-    """Inside, what every innermost module but the head returns must stay as it was (not watched where ``label`` is
-    None). Autograd's own check does not see a kernel that writes: it bumps no version."""
-    if label is None:
-        yield
-        return
+def kept_activations(model: Any, result: Trajectory, at: Moment) -> Iterator[None]:
+    """Inside, what every innermost module but the head returns must stay as it was. Autograd's own check does not see a
+    kernel that writes: it bumps no version."""
     head = set(model.get_output_embeddings().modules())
     kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
@@ -105,7 +101,7 @@ def kept_activations(model: Any, result: Trajectory, label: str | None) -> Itera
         yield
     changed = torch.stack([differ(now, before) for _, now, before in kept]).tolist() if kept else []
     for path in dict.fromkeys(path for (path, *_), differs in zip(kept, changed, strict=True) if differs):
-        result.complaints.append(f"{label}: the output of {path} changed after it had been returned")
+        result.complaints.append(Remark(at, f"the output of {path} changed after it had been returned"))
 
 
 def differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -114,19 +110,21 @@ def differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def transformers_warnings(found: list[str]) -> Iterator[None]:
-    """Collects what transformers warns of: in many broken set-ups it warns and goes on."""
+def logged_warnings(found: list[str], *packages: str) -> Iterator[None]:
+    """Collects what transformers, or the given packages, warn of: in many broken set-ups it warns and goes on."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             found.append(record.getMessage())
 
     handler = Handler(logging.WARNING)
-    logger = logging.getLogger("transformers")
-    logger.addHandler(handler)
+    loggers = [logging.getLogger(name) for name in packages or ("transformers",)]
+    for logger in loggers:
+        logger.addHandler(handler)
     # What is warned of once in a process is warned of once in every arm: arms of other processes are compared with it.
     logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)

@@ -6,12 +6,12 @@ Loaded by the root ``conftest.py`` for every run, ``tests/`` too, so nothing hea
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import os
 import shutil
 import tempfile
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,7 @@ import pytest
 from convergence.patches import BUILT_IN
 
 if TYPE_CHECKING:
-    from convergence.case import Case
-    from convergence.records import Record
+    from convergence.records import Case, Record
 
 _PROPERTY = "convergence"
 _summaries = pytest.StashKey[list[Any]]()
@@ -85,8 +84,10 @@ def pytest_configure(config: pytest.Config) -> None:
         prepare()
     _check_names("--profile", config.getoption("--profile"), ("plain", "hard"), single=True)
     _check_names("--dtypes", config.getoption("--dtypes"), ("float32", "bfloat16"))
-    _check_models(config.getoption("--models"))
-    _check_setups(config.getoption("--setups"))
+    from convergence import models, setups
+
+    _check_selected("--models", config.getoption("--models"), models.select)
+    _check_selected("--setups", config.getoption("--setups"), setups.select)
     _check_names("--scope", config.getoption("--scope"), ("instance", "class"), single=True)
     if not 0 < config.getoption("--patch-timeout") < 1e9:
         raise pytest.UsageError("--patch-timeout takes a number of seconds above 0")
@@ -126,22 +127,11 @@ def _check_names(option: str, value: str, allowed: tuple[str, ...], single: bool
             raise pytest.UsageError(f"{option} {name.strip()!r} is unknown; allowed are {', '.join(allowed)}")
 
 
-def _check_models(names: str) -> None:
-    from convergence.models import select
-
+def _check_selected(option: str, names: str, select: Callable[[str], object]) -> None:
     try:
         select(names)
     except ValueError as error:
-        raise pytest.UsageError(f"--models: {error}") from None
-
-
-def _check_setups(names: str) -> None:
-    from convergence.setups import select
-
-    try:
-        select(names)
-    except ValueError as error:
-        raise pytest.UsageError(f"--setups: {error}") from None
+        raise pytest.UsageError(f"{option}: {error}") from None
 
 
 def _check_installed() -> None:
@@ -196,19 +186,18 @@ def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
     """What each case of this run was in the earlier one; nothing is compared unless every case can be."""
     from convergence import bitwise
     from convergence.models import MODELS
-    from convergence.records import Record, load_all, versions
+    from convergence.records import Record, load_all
 
     where = config.getoption("--compare-to")
     try:
         records = [record for record in load_all([Path(where)]) if record.run != config.stash[RUN]]
     except ValueError as error:
         raise pytest.UsageError(f"--compare-to {error}") from None
-    here = versions(config.getoption("--device"))
     found, refused = {}, []
     for case in cases(config):
         if MODELS[case.model].is_available():
             try:
-                found[case] = bitwise.earlier(records, Record(**dataclasses.asdict(case), versions=here))
+                found[case] = bitwise.earlier(records, Record.of(case))
             except ValueError as error:
                 refused.append(str(error))
     if refused:
@@ -228,8 +217,8 @@ def earlier(config: pytest.Config, case: Case) -> Record | None:
 def cases(config: pytest.Config) -> list[Case]:
     """What the options ask for, ordered so that cases with the same truth and baseline follow one another, and the long
     ones in bfloat16 come first: workers then finish together."""
-    from convergence.case import Case
     from convergence.models import select
+    from convergence.records import Case
     from convergence.setups import select as select_setups
 
     patch = config.getoption("--patch")

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
-import math
-import os
 import platform
 import re
 import typing
@@ -21,22 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
+from convergence import files
+from convergence.observed import STATISTICS, Statistic, worst
+
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.
 SCHEMA = 3
 BIT_FOR_BIT = "bit for bit"  # the statistic of a value that is not what it was in an earlier run
 VERDICTS = ("equal", "different", "cannot run", "absent")
 # What does not decide a single bit of a result; everything else in ``versions`` does.
 _DECIDES_NO_BIT = ("platform", "liger-kernels")
-
-
-class Statistic(TypedDict):
-    """One judged number: ``value`` may be at most ``bound``."""
-
-    quantity: str
-    step: str
-    statistic: str
-    value: float
-    bound: float
 
 
 # A keyword among the names needs this form.
@@ -48,6 +38,31 @@ class Digests(TypedDict):
 
     steps: list[str]
     quantities: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the proof: a mini model, a dtype, a patch (``module:function``), on inputs and a device.
+
+    ``scope`` is what the patch may change: the "instance" it is called with, or any "class", before the candidate is.
+    ``setup`` is what baseline and candidate train in, ``order`` whether the patch comes "before" the model is wrapped.
+    """
+
+    model: str
+    dtype: str
+    patch: str
+    profile: str = "hard"
+    device: str = "cpu"
+    seed: int = 0
+    scope: str = "instance"
+    setup: str = "plain"
+    order: str = "before"
+
+    def __str__(self) -> str:
+        """Its set-up is named where there is one, and the order where the patch came after it."""
+        setup = self.setup if self.order == "before" else f"{self.setup}-{self.order}"
+        around = () if self.setup == "plain" else (setup,)
+        return "/".join((self.model, *around, self.dtype, self.patch.rpartition(":")[2]))
 
 
 @dataclass
@@ -104,24 +119,19 @@ class Record:
     run: str = ""
     schema: int = SCHEMA
 
-    @property
-    def name(self) -> str:
-        return case_name(self.model, self.setup, self.order, self.dtype, self.patch)
+    @classmethod
+    def of(cls, case: Case, **found: Any) -> Record:
+        """The record of ``case``, in this process's environment."""
+        return cls(**dataclasses.asdict(case), versions=versions(case.device), **found)
 
     @property
-    def case(self) -> tuple[Any, ...]:
+    def case(self) -> Case:
         """What was asked: two records of the same case differ in when and where it ran."""
-        return (
-            self.model,
-            self.dtype,
-            self.patch,
-            self.profile,
-            self.device,
-            self.seed,
-            self.scope,
-            self.setup,
-            self.order,
-        )
+        return Case(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Case)})
+
+    @property
+    def name(self) -> str:
+        return str(self.case)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -130,8 +140,7 @@ class Record:
 
     def worst(self, statistic: str) -> Statistic | None:
         """The judged number of this kind that is nearest to its bound; one that is not a number is beyond."""
-        chosen = [s for s in self.statistics if s["statistic"] == statistic]
-        return max(chosen, key=share_of_bound, default=None)
+        return worst(self.statistics, statistic)
 
     def summary(self) -> dict[str, Any]:
         """What the table at the end needs; travels from an xdist worker to the controller."""
@@ -139,38 +148,17 @@ class Record:
             "case": self.name,
             "verdict": self.verdict,
             "reason": self.reason,
-            "error ratio": self.worst("error ratio"),
-            "largest error ratio": self.worst("largest error ratio"),
-            "gain": self.worst("gain"),
-            "gain against the others": self.worst("gain against the others"),
+            **{name: str(self.worst(name) or "-") for name in STATISTICS},
             "kernels": len(self.launches),
             "launches": sum(self.launches.values()),
             "seconds": self.seconds,
         }
 
 
-def case_name(model: str, setup: str, order: str, dtype: str, patch: str) -> str:
-    """What a case is called: its set-up is named where there is one, and the order where the patch came after it."""
-    around = () if setup == "plain" else (setup if order == "before" else f"{setup}-{order}",)
-    return "/".join((model, *around, dtype, patch.rpartition(":")[2]))
-
-
-def share_of_bound(statistic: Statistic) -> float:
-    """Value over bound: above 1 it failed. A value that is not a number is infinitely far beyond."""
-    if statistic["value"] <= statistic["bound"]:
-        return statistic["value"] / statistic["bound"] if statistic["bound"] else 0.0
-    share = statistic["value"] / statistic["bound"] if statistic["bound"] else math.inf
-    return math.inf if math.isnan(share) else share
-
-
 def versions(device: str = "cpu") -> dict[str, str]:
     """The environment that a result on ``device`` depends on, of this process."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("torch", "triton", "transformers", "liger-kernels"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
+    found |= files.versions(("torch", "triton", "transformers", "liger-kernels"), missing="not installed")
     import torch  # not at the top: a report is made where no torch is
 
     # Both decide in which order a CPU sums.
@@ -184,46 +172,21 @@ def versions(device: str = "cpu") -> dict[str, str]:
 def write(record: Record, folder: Path) -> Path:
     """Add ``record`` to ``folder``, as a whole or not at all, beside what is there; returns its file.
 
-    The file is complete and on the disk before it gets its name, so a killed writer leaves at most a ``.tmp``, which
-    nobody reads. The name holds the time and a random part, so no file is ever replaced.
+    The name holds the time and a random part, so no file is ever replaced.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    case = "-".join(
-        (record.model, record.setup, record.order, record.dtype, record.patch, record.profile, record.device)
-    )
+    parts = (record.model, record.setup, record.order, record.dtype, record.patch, record.profile, record.device)
     time = re.sub(r"[^0-9T]", "", record.at.partition("+")[0])
-    name = f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', case)[:150]}-{time}-{uuid.uuid4().hex[:8]}"
-    path, unfinished = folder / f"{name}.json", folder / f"{name}.tmp"
-    try:
-        with unfinished.open("x", encoding="utf-8") as file:
-            file.write(dumps(record))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    if os.name == "posix":  # the new name is on the disk, too
-        directory = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+    case = re.sub(r"[^A-Za-z0-9_.-]+", "_", "-".join(parts))[:150]
+    path = folder / f"{case}-{time}-{uuid.uuid4().hex[:8]}.json"
+    files.write(dumps(record), path)
     return path
 
 
 def dumps(record: Record) -> str:
     """``record`` as JSON, a line per field; numbers that JSON does not have are strings ("nan", "inf", "-inf")."""
-    plain = _plain(dataclasses.asdict(record))
+    plain = files.plain(dataclasses.asdict(record))
     fields = (f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in plain.items())
     return "{\n" + ",\n".join(fields) + "\n}\n"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def load(path: Path) -> Record:
@@ -296,7 +259,7 @@ def _checked(value: Any, kind: Any, where: str) -> Any:
     parts = typing.get_type_hints(kind)
     if value.keys() != parts.keys():
         raise ValueError(f"{where} has {', '.join(value) or 'nothing'}; allowed are exactly {', '.join(parts)}")
-    return {name: _checked(value[name], part, f"{where}[{name!r}]") for name, part in parts.items()}
+    return kind(**{name: _checked(value[name], part, f"{where}[{name!r}]") for name, part in parts.items()})
 
 
 def _check_sense(record: Record, source: str) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from convergence.records import BIT_FOR_BIT, Record, Statistic
+from convergence import tables
+from convergence.records import BIT_FOR_BIT, STATISTICS, Record
 
 ARMS = ("truth", "baseline", "candidate")
-STATISTICS = ("error ratio", "largest error ratio", "gain", "gain against the others")
 _MOST_ROWS = 20
 # Control characters that XML 1.0 cannot hold at all, not even escaped.
 _NOT_XML = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
@@ -19,13 +19,6 @@ _NOT_XML = re.compile("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U001
 def passed(record: Record) -> bool | None:
     """Whether the case passed; None where there is no such model to train."""
     return None if record.verdict == "absent" else record.verdict == "equal"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of aligned columns under ``header``."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    body = (header, ["-" * width for width in widths], *rows)
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in body]
 
 
 def failures_by_tensor(record: Record) -> list[tuple[str, ...]]:
@@ -51,9 +44,13 @@ def failure(record: Record) -> str:
     if record.blame:
         columns = ("kernel", "module", "pass", "step", "tensor")
         blame: list[dict[str, str]] = [dict(row) for row in record.blame]  # type: ignore[arg-type]
-        lines += ["", "who did it:", *table(columns, [[row[name] or "-" for name in columns] for row in blame])]
+        lines += [
+            "",
+            "who did it:",
+            *tables.aligned(columns, [[row[name] or "-" for name in columns] for row in blame]),
+        ]
         lines += dict.fromkeys(row["note"] for row in blame)
-    lines += ["", *table(("tensor", "step", "statistic", "value", "bound"), rows[:_MOST_ROWS])]
+    lines += ["", *tables.aligned(("tensor", "step", "statistic", "value", "bound"), rows[:_MOST_ROWS])]
     if len(rows) > _MOST_ROWS:
         lines.append(f"... and {len(rows) - _MOST_ROWS} more tensors; the record has all of them")
     if record.census:
@@ -66,52 +63,28 @@ def progress(summary: dict[str, Any]) -> str:
     line = f"{summary['case']}: {summary['verdict']}"
     if summary["verdict"] != "equal":
         return f"{line}: {summary['reason']}"
-    return (
-        f"{line} ({_shown(summary['error ratio'])} error ratio, {_shown(summary['gain'])} gain, {summary['seconds']} s)"
-    )
+    return f"{line} ({summary['error ratio']} error ratio, {summary['gain']} gain, {summary['seconds']} s)"
 
 
 def summary_table(summaries: Sequence[dict[str, Any]]) -> list[str]:
     """All cases; every statistic as its worst value over its bound."""
-    header = (
-        "case",
-        "verdict",
-        "error ratio",
-        "largest",
-        "gain",
-        "gain against others",
-        "kernels",
-        "launches",
-        "seconds",
-    )
-    rows = [
-        (
-            s["case"],
-            s["verdict"],
-            _shown(s["error ratio"]),
-            _shown(s["largest error ratio"]),
-            _shown(s["gain"]),
-            _shown(s["gain against the others"]),
-            str(s["kernels"]),
-            str(s["launches"]),
-            f"{s['seconds']:.1f}",
-        )
-        for s in summaries
-    ]
-    return table(header, rows)
+    short = ("error ratio", "largest", "gain", "gain against others")
+    keys = ("case", "verdict", *STATISTICS, "kernels", "launches")
+    rows = [(*(str(s[key]) for key in keys), f"{s['seconds']:.1f}") for s in summaries]
+    return tables.aligned(("case", "verdict", *short, "kernels", "launches", "seconds"), rows)
 
 
 def setups(records: Sequence[Record]) -> list[str]:
     """Lines of a Markdown table: every set-up with the order of patch and wrapping, whether the loss ran fused there,
     and the verdict; with what it was run on."""
     header = ("set-up", "patch", "model", "dtype", "fused", "verdict", "error ratio", "gain")
-    lines = _markdown_row(header) + _markdown_row(["---"] * len(header))
+    rows = []
     for r in records:
         order = f"{r.order} wrapping" if r.setup != "plain" else "-"
         verdict = r.verdict if r.verdict in ("equal", "absent") else f"{r.verdict}: {r.reason}"
-        statistics = [_shown(r.worst(name)) for name in ("error ratio", "gain")]
-        lines += _markdown_row((r.setup, order, r.model, r.dtype, r.fused or "-", verdict, *statistics))
-    return lines
+        statistics = [r.worst(name) or "-" for name in ("error ratio", "gain")]
+        rows.append((r.setup, order, r.model, r.dtype, r.fused or "-", verdict, *statistics))
+    return tables.markdown(header, rows)
 
 
 def markdown(records: Sequence[Record]) -> str:
@@ -120,28 +93,24 @@ def markdown(records: Sequence[Record]) -> str:
     title = f"{len(failed)} of {len(records)} cases failed" if failed else f"{len(records)} cases, none failed"
     lines = [f"## Convergence: {title}", ""]
     header = ("case", "device", "transformers", "verdict", *STATISTICS, "launches", "seconds")
-    lines += _markdown_row(header) + _markdown_row(["---"] * len(header))
-    for record in sorted(records, key=lambda record: passed(record) is not False):
-        lines += _markdown_row(
-            (
-                record.name,
-                record.versions.get("device", record.device),
-                record.versions.get("transformers", "-"),
-                record.verdict if passed(record) is not False else f"**{record.verdict}**",
-                *(_shown(record.worst(name)) for name in STATISTICS),
-                str(sum(record.launches.values())),
-                f"{record.seconds:.1f}",
-            )
+    rows = [
+        (
+            record.name,
+            record.versions.get("device", record.device),
+            record.versions.get("transformers", "-"),
+            record.verdict if passed(record) is not False else f"**{record.verdict}**",
+            *(record.worst(name) or "-" for name in STATISTICS),
+            sum(record.launches.values()),
+            f"{record.seconds:.1f}",
         )
+        for record in sorted(records, key=lambda record: passed(record) is not False)
+    ]
+    lines += tables.markdown(header, rows)
     for record in failed:
         text = failure(record)
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
         lines += ["", f"<details><summary>{_html(record.name)}</summary>", "", fence, text, fence, "", "</details>"]
     return "\n".join(lines) + "\n"
-
-
-def _markdown_row(cells: Sequence[str]) -> list[str]:
-    return ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"]
 
 
 def _html(text: str) -> str:
@@ -177,7 +146,3 @@ def junit(records: Sequence[Record]) -> str:
 
 def _xml(text: str) -> str:
     return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-def _shown(statistic: Statistic | None) -> str:
-    return "-" if statistic is None else f"{statistic['value']:.2g} / {statistic['bound']:.2g}"

@@ -99,15 +99,24 @@ class Setup:
     def optimizer(self, wrapped: Any, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
         return make(wrapped.parameters())
 
+    def named(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Every parameter, under the name that it has in ``model``."""
+        return model.named_parameters()
+
+    def gathered(self, model: nn.Module, wrapped: Any) -> Any:
+        """The context in which parameters are whole."""
+        return contextlib.nullcontext()
+
     def gradients(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter's gradient, whole, under the name that it has in ``model``."""
-        for name, parameter in model.named_parameters():
+        """Every parameter's gradient, whole."""
+        for name, parameter in self.named(model, wrapped):
             if parameter.grad is not None:
                 yield name, _whole(parameter.grad)
 
     def weights(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in model.named_parameters():
-            yield name, _whole(parameter)
+        with self.gathered(model, wrapped):
+            for name, parameter in self.named(model, wrapped):
+                yield name, _whole(parameter)
 
 
 def _whole(tensor: Any) -> torch.Tensor:
@@ -251,21 +260,16 @@ class Fsdp1(Setup):
         policy = ModuleWrapPolicy({type(layer) for layer in model.model.layers})
         return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
 
-    def gradients(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        with wrapped.summon_full_params(wrapped, with_grads=True):
-            for name, parameter in self._named(wrapped):
-                if parameter.grad is not None:
-                    yield name, parameter.grad.detach().clone()
-
-    def weights(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        with wrapped.summon_full_params(wrapped):
-            for name, parameter in self._named(wrapped):
-                yield name, parameter.detach().clone()
-
-    @staticmethod
-    def _named(wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def named(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in wrapped.named_parameters():
             yield name.replace("_fsdp_wrapped_module.", ""), parameter
+
+    def gathered(self, model: nn.Module, wrapped: Any) -> Any:
+        return wrapped.summon_full_params(wrapped)
+
+    def gradients(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        with wrapped.summon_full_params(wrapped, with_grads=True):
+            yield from super().gradients(model, wrapped)
 
 
 class Zero3(Setup):
@@ -307,12 +311,10 @@ class Zero3(Setup):
             if grad is not None:
                 yield name, grad.detach().clone()
 
-    def weights(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def gathered(self, model: nn.Module, wrapped: Any) -> Any:
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters(list(model.parameters())):
-            for name, parameter in model.named_parameters():
-                yield name, parameter.detach().clone()
+        return deepspeed.zero.GatheredParameters(list(model.parameters()))
 
 
 class TensorParallel(Setup):

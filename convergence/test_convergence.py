@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from convergence import bitwise, report
-from convergence.case import Case, absent, prove
+from convergence.case import absent, prove
 from convergence.plugin import RECORDS, RUN, cases, earlier
-from convergence.records import Record, versions, write
+from convergence.records import Case, Record, write
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -37,7 +36,7 @@ def test_convergence(
     if not reason:
         record = prove(case, request.config.getoption("--patch-timeout"), request.config.getoption("--blame"))
     else:
-        record = Record(**dataclasses.asdict(case), versions=versions(case.device), verdict="absent", reason=reason)
+        record = Record.of(case, verdict="absent", reason=reason)
     before = earlier(request.config, case)
     if before is not None:
         bitwise.compare(record, before)

@@ -18,25 +18,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from convergence import ours
-from convergence.data import IGNORE, Batch, Step
+from convergence.data import Batch, Step
 from convergence.float64 import InFloat64
-from convergence.observe import differ, kept_activations, observed_head, transformers_warnings
-from convergence.trajectory import (
+from convergence.observe import differ, kept_activations, logged_warnings, observed_head
+from convergence.observed import (
     ADAMW,
     DECODING,
+    EVALUATION,
+    EVALUATION_LOGITS,
     INITIAL,
+    LOSS,
     SGD,
     TRAINING_LOGITS,
-    Run,
-    Trajectory,
-    apply,
-    build,
-    moved,
-    nudged,
+    WITHOUT_GRADIENTS,
+    Moment,
+    Remark,
 )
+from convergence.trajectory import Run, Trajectory, apply, build, nudged
 
 # Small enough that the loss falls: a step that overshoots turns rounding noise into chaos, which hides faults.
 SGD_LEARNING_RATE = 0.02
@@ -56,7 +56,7 @@ def train(run: Run, model: Any = None) -> Trajectory:
     """
     result = Trajectory()
     mode = InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext()
-    with transformers_warnings(result.warnings), mode:
+    with logged_warnings(result.warnings), mode:
         result.model = model = build(run) if model is None else model
         if run.patch is not None and run.construct is None:
             apply(run.patch, model)
@@ -67,7 +67,7 @@ def train(run: Run, model: Any = None) -> Trajectory:
 
 def _train(run: Run, model: Any, result: Trajectory) -> None:
     initial = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-    steps = [moved(step, run.device) for step in run.steps]
+    steps = [step.to(run.device) for step in run.steps]
     rounded = run.rounded_to or run.dtype
 
     # Two steps computed alike, bit for bit, would be one sample of noise that counts twice. So no two of them start
@@ -99,9 +99,7 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
             if step.trains:
                 _accumulate(model, step, result, phase)
                 optimizer.step()
-        for name, parameter in model.named_parameters():
-            result.record(f"parameter {name}", f"{phase}: end", parameter)
-            result.record(f"displacement of {name}", f"{phase}: end", parameter.detach() - start[name].to(run.device))
+        result.record_end(model.named_parameters(), start, phase)
         if phase == SGD:
             _evaluate(model, run.evaluation, result, run.device)
 
@@ -115,55 +113,37 @@ def _set_weights(model: Any, weights: dict[str, torch.Tensor]) -> None:
 def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
     """Forward and backward of every micro batch of ``step``; record losses, gradients and, at first, the head's."""
     model.zero_grad(set_to_none=True)
-    targets = sum(int((batch.labels[:, 1:] != IGNORE).sum()) for batch in step.batches)
     with _frozen(model, step.frozen):
         for i, batch in enumerate(step.batches):
-            label = f"{phase}: {step.name}" + (f", batch {i + 1}" if len(step.batches) > 1 else "")
+            at = Moment(phase, step.name, i + 1 if len(step.batches) > 1 else None)
             with (
                 contextlib.nullcontext() if step.whole else ours.head_in_chunks(model, batch.labels.numel()),
-                observed_head(model, batch, result, label if phase == INITIAL else None, step) as head,
+                observed_head(model, batch, result, at, step) as head,
                 # Whoever hooks a module may be answered by other code. The optimizers' phases take these steps without.
-                kept_activations(model, result, label if phase == INITIAL and step.trains else None),
+                kept_activations(model, result, at) if phase == INITIAL and step.trains else contextlib.nullcontext(),
             ):
-                kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
-                if batch.position_ids is not None:
-                    kwargs["position_ids"] = batch.position_ids
-                if batch.attention_mask is not None:
-                    kwargs["attention_mask"] = batch.attention_mask
                 logits: Any = None
                 before: torch.Tensor | None = None
                 if step.label_smoothing is not None:
-                    logits = model(**kwargs).logits
+                    logits = model(**batch.inputs()).logits
                     head.observe_outputs(logits)
-                    loss = F.cross_entropy(
-                        logits[:, :-1].float().flatten(0, 1),
-                        batch.labels[:, 1:].flatten(),
-                        ignore_index=IGNORE,
-                        label_smoothing=step.label_smoothing,
-                    )
+                    loss = step.smoothed_loss(logits, batch)
                 else:
-                    if step.num_items:
-                        kwargs["num_items_in_batch"] = targets
-                    outputs = model(**kwargs, labels=batch.labels)
-                    loss = outputs.loss if step.num_items else outputs.loss / len(step.batches)
+                    outputs = model(**step.labelled(batch))
+                    loss = step.loss(outputs)
                     if step.reads_logits:
                         logits = outputs.logits
                         if logits is None:
-                            result.notes.append(f"{label}: the caller reads outputs.logits and finds None")
+                            result.notes.append(Remark(at, "the caller reads outputs.logits and finds None"))
                 if logits is not None:
                     before = logits.detach().clone()
-                    result.record(TRAINING_LOGITS, label, logits)
+                    result.record(TRAINING_LOGITS, at, logits)
                 (loss * step.scale).backward()
                 if before is not None and bool(differ(logits.detach(), before)):
-                    result.complaints.append(f"{label}: the logits that the caller holds changed during backward")
-            result.record("loss", label, loss)
-        norms = []
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                result.record(f"gradient of {name}", f"{phase}: {step.name}", parameter.grad)
-                norms.append(parameter.grad.double().norm())
-        if norms:
-            result.record("gradient norm", f"{phase}: {step.name}", torch.stack(norms).norm())
+                    result.complaints.append(Remark(at, "the logits that the caller holds changed during backward"))
+            result.record(LOSS, at, loss)
+        gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+        result.record_gradients(gradients, Moment(phase, step.name))
 
 
 def _decode(model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
@@ -177,20 +157,20 @@ def _decode(model: Any, batch: Batch, result: Trajectory, device: torch.device) 
             outputs = model(input_ids=token, past_key_values=outputs.past_key_values, use_cache=True)
             logits.append(outputs.logits)
     model.train()
-    result.record("logits", f"{INITIAL}: {DECODING}", torch.cat(logits, 1))
+    result.record(EVALUATION_LOGITS, Moment(INITIAL, DECODING), torch.cat(logits, 1))
 
 
 def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
     ids, labels = batch.input_ids.to(device), batch.labels.to(device)
     with torch.no_grad(), ours.head_in_chunks(model, batch.labels.numel()):
         outputs = model(input_ids=ids, labels=labels, use_cache=False)
-        result.record("loss", f"{SGD}: without gradients", outputs.loss)
+        result.record(LOSS, Moment(SGD, WITHOUT_GRADIENTS), outputs.loss)
     model.eval()
     with torch.no_grad():
         with ours.head_in_chunks(model, batch.labels.numel()):
             outputs = model(input_ids=ids, labels=labels, use_cache=False)
-        result.record("loss", f"{SGD}: evaluation", outputs.loss)
-        result.record("logits", f"{SGD}: evaluation", outputs.logits)
+        result.record(LOSS, Moment(SGD, EVALUATION), outputs.loss)
+        result.record(EVALUATION_LOGITS, Moment(SGD, EVALUATION), outputs.logits)
         generated = model.generate(
             input_ids=ids[:, :PROMPT_TOKENS],
             attention_mask=torch.ones_like(ids[:, :PROMPT_TOKENS]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +11,7 @@ import torch
 from torch import nn
 
 from convergence.data import Batch, Step
-
-DECODING = "decoding"
-INITIAL, SGD, ADAMW = "initial", "SGD", "AdamW"
-TARGET_LOGIT = "gradient of the logits, at the target"
-LOGITS = "gradient of the logits"
-HIDDEN = "gradient of the hidden states entering the head"
-TRAINING_LOGITS = "logits that the caller reads in training"
+from convergence.observed import DISPLACEMENT, END, GRADIENT, GRADIENT_NORM, PARAMETER, Moment, Quantity, Remark
 
 
 @dataclass
@@ -60,27 +54,45 @@ class Trajectory:
     """What one arm showed.
 
     Attributes:
-        values: ``values[quantity][step]`` is a tensor in the dtype it arrived in; once trained, on the CPU.
+        values: ``values[quantity][moment]`` is a tensor in the dtype it arrived in; once trained, on the CPU.
         generated: the greedily generated tokens [batch, tokens], and ``scores`` [tokens, batch, vocab] they came from.
-        complaints: what went wrong while it ran, in words.
-        notes: what the caller was not given, in words.
+        complaints: what went wrong while it ran.
+        notes: what the caller was not given.
         model: the trained model.
     """
 
-    values: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    values: dict[Quantity, dict[Moment, torch.Tensor]] = field(default_factory=dict)
     generated: torch.Tensor | None = None
     scores: torch.Tensor | None = None
-    complaints: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    complaints: list[Remark] = field(default_factory=list)
+    notes: list[Remark] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     model: Any = None
 
-    def record(self, quantity: str, step: str, value: torch.Tensor) -> None:
-        self.values.setdefault(quantity, {})[step] = value.detach().clone()
+    def record(self, quantity: Quantity, at: Moment, value: torch.Tensor) -> None:
+        self.values.setdefault(quantity, {})[at] = value.detach().clone()
+
+    def record_gradients(self, gradients: Iterable[tuple[str, torch.Tensor]], at: Moment) -> None:
+        """Every parameter's gradient, and the norm of all of them."""
+        norms = []
+        for name, gradient in gradients:
+            self.record(Quantity(GRADIENT, name), at, gradient)
+            norms.append(gradient.double().norm())
+        if norms:
+            self.record(GRADIENT_NORM, at, torch.stack(norms).norm())
+
+    def record_end(
+        self, weights: Iterable[tuple[str, torch.Tensor]], start: dict[str, torch.Tensor], phase: str
+    ) -> None:
+        """Every parameter at the end of ``phase``, and how far it is from ``start``."""
+        for name, weight in weights:
+            self.record(Quantity(PARAMETER, name), Moment(phase, END), weight)
+            moved = weight.detach() - start[name].to(weight.device)
+            self.record(Quantity(DISPLACEMENT, name), Moment(phase, END), moved)
 
     def to_cpu(self) -> None:
         """Move all values in one copy per dtype: each copy waits for the GPU, which several processes may share."""
-        places: dict[tuple[torch.dtype, torch.device], list[tuple[str, str]]] = {}
+        places: dict[tuple[torch.dtype, torch.device], list[tuple[Quantity, Moment]]] = {}
         for quantity, by_step in self.values.items():
             for step, value in by_step.items():
                 if value.device.type != "cpu":
@@ -125,12 +137,3 @@ def apply(patch: Callable[[nn.Module], Any], model: Any) -> None:
         patch(model)
     except Exception as error:
         raise CannotApply(f"{type(error).__name__}: {error}") from error
-
-
-def moved(step: Step, device: torch.device) -> Step:
-    step = copy.copy(step)
-    step.batches = [
-        Batch(*(None if t is None else t.to(device) for t in (b.input_ids, b.labels, b.position_ids, b.attention_mask)))  # type: ignore[arg-type]
-        for b in step.batches
-    ]
-    return step

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from convergence.files import read_json, write_json
 from matrix import records
 from matrix.records import NOT_THERE, CellRecord, StageResult, share
 
@@ -133,7 +134,7 @@ def _worse_finding(where: str, name: str, old: records.Finding, new: records.Fin
 def grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     """Whether a statistic's share of its bound grew by more than noise does: it is further out than the replicas of
     the baseline are themselves, and by more than a standard deviation further than it was."""
-    return share(dict(after)) > max(REPLICAS_REACH, share(dict(before)) + NOISE)
+    return share(after) > max(REPLICAS_REACH, share(before) + NOISE)
 
 
 def worse_kernels(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
@@ -189,7 +190,7 @@ def load(path: Path = FILE) -> Baseline | None:
     """
     if not path.exists():
         return None
-    data = records.read_json(path)
+    data = read_json(path)
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ValueError(f"{path}: is no baseline of schema {SCHEMA}; gate --accept REASON writes one")
     cells = {name: records.from_dict(record, f"{path}: {name}") for name, record in data["cells"].items()}
@@ -199,7 +200,7 @@ def load(path: Path = FILE) -> Baseline | None:
 def save(baseline: Baseline, path: Path = FILE) -> None:
     cells = {name: dataclasses.asdict(_stripped(record)) for name, record in baseline.cells.items()}
     data = {"schema": SCHEMA, "history": baseline.history, "kernels": baseline.kernels, "cells": cells}
-    records.write_json(data, path)
+    write_json(data, path)
 
 
 def _stripped(record: CellRecord) -> CellRecord:

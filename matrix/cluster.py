@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from convergence.files import read_json
 from matrix import baseline, records, runner
 from matrix.cells import ROOT, Cell
 from matrix.records import GPU, CellRecord
@@ -131,11 +132,7 @@ def _connect(address: str) -> Any:
 
 
 def _passed(cell: Cell, folder: Path, code: str, gpus: float) -> CellRecord | None:
-    path = folder / f"{cell.name}{GPU if gpus else ''}.json"
-    try:
-        record = records.load(path) if path.exists() else None
-    except ValueError:  # half written, or of another schema: nothing of it counts
-        return None
+    record = records.earlier(folder, f"{cell.name}{GPU if gpus else ''}")
     good = record is not None and record.passed and (record.code, record.digest) == (code, cell.digest)
     return record if good else None
 
@@ -166,7 +163,7 @@ def on_node(cell: Cell, options: list[str], code: str, how: Runner) -> Iterator[
         for path in folder.glob("*.json"):  # written whole, after each stage
             if (text := path.read_text(encoding="utf-8")) != seen:
                 seen = text
-                yield records.read_json(path)
+                yield read_json(path)
         if ended:
             break
         thread.join(_LOOKS)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from convergence.files import read_json, write, write_json
+from convergence.tables import markdown as markdown_table
 from matrix import baseline, cells, records, report, runner
 from matrix.baseline import Baseline, Difference
 from matrix.cells import Cell
@@ -66,8 +68,8 @@ def main(arguments: argparse.Namespace) -> int:
         "cells": {name: summary(found.get(name)) for name in required},
         "kernels": "measured" if kernels else "not measured",
     }
-    records.write_json(result, arguments.output / "gate.json")
-    (arguments.output / "gate.md").write_text(markdown(result), encoding="utf-8")
+    write_json(result, arguments.output / "gate.json")
+    write(markdown(result), arguments.output / "gate.md")
     report.gate(result, differences)
     return int(verdict != "pass")
 
@@ -112,7 +114,7 @@ def read_kernels(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is no such file, or has no row.
     """
-    data = records.read_json(path)
+    data = read_json(path)
     if not isinstance(data, dict) or not data.get("rows") or "device" not in data:
         raise ValueError(f"{path}: has no measured kernels; python -m benchmarks --json FILE writes them")
     return data
@@ -180,13 +182,8 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         f"Commit {result['commit'] or 'unknown'}, {result['at']}.",
         "",
+        *markdown_table(("cell", "result", "passed", "failed", "skipped", "s"), report.totals(result, "pass", "fail")),
     ]
-    lines += ["| cell | result | passed | failed | skipped | s |", "|---|---|---|---|---|---|"]
-    for name, cell in result["cells"].items():
-        counts = [sum(stage[key] for stage in cell["stages"].values()) for key in ("passed", "failed", "skipped")]
-        seconds = sum(stage["seconds"] for stage in cell["stages"].values())
-        shown = "pass" if cell["passed"] else "fail"
-        lines.append(f"| {name} | {shown} | {' | '.join(map(str, counts))} | {seconds:.0f} |")
     lines += ["", f"Kernel speed and memory: {result['kernels']}."]
     for title, note in (("Fails", False), ("Notes", True)):
         rows = [row for row in result["differences"] if row["note"] is note]

@@ -7,13 +7,14 @@ a record whose every stage has run is ``complete``.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+from convergence.files import plain, read_json, write_json
+from convergence.observed import share as share_of_bound
 
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.
 SCHEMA = 1
@@ -102,28 +103,6 @@ class CellRecord:
         return self.cell if self.machine["gpu"] == "none" else f"{self.cell}{GPU}"
 
 
-def write_json(data: Any, path: Path) -> None:
-    """``data`` in ``path``, whole and on the disk before it gets that name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
-
-
 def write(record: CellRecord, folder: Path) -> Path:
     path = folder / f"{record.name}.json"
     write_json(dataclasses.asdict(record), path)
@@ -156,6 +135,15 @@ def from_dict(data: Any, source: str) -> CellRecord:
         return CellRecord(**{**data, "stages": stages})
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{source}: is no record of a cell: {error}") from error
+
+
+def earlier(folder: Path, name: str) -> CellRecord | None:
+    """The record of that name in ``folder``; None where there is none, or none that counts: it is half written, or of
+    another schema."""
+    try:
+        return load(folder / f"{name}.json") if (folder / f"{name}.json").exists() else None
+    except ValueError:
+        return None
 
 
 def load_folder(folder: Path) -> dict[str, CellRecord]:
@@ -220,7 +208,7 @@ def read_findings(folder: Path) -> dict[str, Finding]:
         for statistic in data.get("statistics", []):
             kind = statistic["statistic"]
             if kind not in worst or share(statistic) > share(worst[kind]):
-                worst[kind] = {key: _plain(statistic[key]) for key in ("value", "bound", "quantity", "step")}
+                worst[kind] = {key: plain(statistic[key]) for key in ("value", "bound", "quantity", "step")}
         found[name] = Finding(
             data["verdict"],
             str(data.get("reason", "")),
@@ -230,14 +218,6 @@ def read_findings(folder: Path) -> dict[str, Finding]:
     return found
 
 
-def _plain(value: Any) -> Any:
-    """A number that JSON does not have becomes text."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def share(statistic: dict[str, Any]) -> float:
+def share(statistic: Mapping[str, Any]) -> float:
     """Value over bound; what is not a number is infinitely far beyond. (Infinities are text in JSON.)"""
-    value, bound = float(statistic["value"]), float(statistic["bound"])
-    if math.isnan(value) or (bound == 0 and value > 0):
-        return math.inf
-    return value / bound if bound else 0.0
+    return share_of_bound(float(statistic["value"]), float(statistic["bound"]))

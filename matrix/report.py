@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from convergence.tables import markdown as markdown_table
 from matrix import cells, records, runner
 from matrix.baseline import Difference, failing
 from matrix.cells import Cell
@@ -56,9 +57,7 @@ def show(folder: Path, known: Mapping[str, Cell], markdown: bool = False) -> int
         rows.append(_row(name, record, fresh))
     columns = ("cell", "result", "stages: passed/failed/skipped in seconds", "seconds", "CPU seconds", "why not")
     if markdown:
-        print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-        for row in rows:
-            print(f"| {' | '.join(row)} |")
+        print("\n".join(markdown_table(columns, rows)))
     else:
         _print("records", columns, rows)
     return int(not good)
@@ -84,14 +83,19 @@ def differences(found: Sequence[Difference]) -> None:
     _print("differences", ("", "where", "what", "name", "detail"), rows)
 
 
+def totals(result: dict[str, Any], passed: str, failed: str) -> Iterator[tuple[str, ...]]:
+    """A row a cell of the gate's ``result``: name, "passed" or "failed" in these words, cases by outcome, seconds."""
+    for name, cell in result["cells"].items():
+        stages = cell["stages"].values()
+        counts = [str(sum(stage[key] for stage in stages)) for key in ("passed", "failed", "skipped")]
+        seconds = sum(stage["seconds"] for stage in stages)
+        yield name, passed if cell["passed"] else failed, *counts, f"{seconds:.0f}"
+
+
 def gate(result: dict[str, Any], found: Sequence[Difference]) -> None:
     """The cells, what fails by name, and the decision."""
-    rows = []
-    for name, cell in result["cells"].items():
-        counts = [str(sum(stage[key] for stage in cell["stages"].values())) for key in ("passed", "failed", "skipped")]
-        seconds = sum(stage["seconds"] for stage in cell["stages"].values())
-        rows.append((name, "passed" if cell["passed"] else "FAILED", *counts, f"{seconds:.0f}"))
-    _print("gate", ("cell", "result", "passed", "failed", "skipped", "seconds"), rows)
+    columns = ("cell", "result", "passed", "failed", "skipped", "seconds")
+    _print("gate", columns, list(totals(result, "passed", "FAILED")))
     if found:
         differences(sorted(found, key=lambda difference: difference.note))
     print(

@@ -132,15 +132,9 @@ def describe(result: StageResult) -> str:
 
 
 def _kept(record: CellRecord, folder: Path) -> dict[str, StageResult]:
-    path = folder / f"{record.name}.json"
-    if not path.exists():
-        return {}
-    try:
-        earlier = records.load(path)
-    except ValueError:  # of another schema: nothing of it counts
-        return {}
+    earlier = records.earlier(folder, record.name)
     same = ("digest", "code", "environment", "machine")
-    if any(getattr(earlier, name) != getattr(record, name) for name in same):
+    if earlier is None or any(getattr(earlier, name) != getattr(record, name) for name in same):
         return {}
     return {stage.name: stage for stage in earlier.stages if stage.status == "passed"}
 

@@ -8,10 +8,23 @@ import pytest
 import torch
 
 from convergence.compare import compare
-from convergence.trajectory import LOGITS, TARGET_LOGIT, Trajectory
+from convergence.observed import (
+    EVALUATION,
+    EVALUATION_LOGITS,
+    GRADIENT,
+    INITIAL,
+    LOGITS,
+    LOSS,
+    SGD,
+    TARGET_LOGIT,
+    Moment,
+    Quantity,
+)
+from convergence.trajectory import Trajectory
 
-STEPS = [f"initial: step {i}" for i in range(12)]
-TENSORS = {"gradient of a": (40, 50), "gradient of b": (300,), "gradient of c": (20, 30)}
+STEPS = [Moment(INITIAL, f"step {i}") for i in range(12)]
+A, B, C, D = (Quantity(GRADIENT, name) for name in "abcd")
+TENSORS = {A: (40, 50), B: (300,), C: (20, 30)}
 NOISE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
@@ -34,7 +47,7 @@ def trajectories(dtype: torch.dtype, seed: int) -> tuple[list[tuple[Trajectory, 
             for step in STEPS:
                 truth.record(quantity, step, torch.randn(shape, generator=generator, dtype=torch.float64))
         for step in STEPS:
-            truth.record("loss", step, 3 + torch.rand((), generator=generator, dtype=torch.float64))
+            truth.record(LOSS, step, 3 + torch.rand((), generator=generator, dtype=torch.float64))
         pairs.append((truth, noisy(truth)))
     return pairs, noisy(pairs[0][0])
 
@@ -50,28 +63,28 @@ def test_honest_noise_passes(dtype, seed):
     }
 
 
-def change(candidate: Trajectory, quantity: str, function) -> None:
+def change(candidate: Trajectory, quantity: Quantity, function) -> None:
     for step, value in list(candidate.values[quantity].items()):
         candidate.values[quantity][step] = function(value)
 
 
 @pytest.mark.parametrize("dtype", NOISE)
-@pytest.mark.parametrize("quantity", TENSORS)
+@pytest.mark.parametrize("quantity", TENSORS, ids=str)
 @pytest.mark.parametrize("factor", [1.01, 0.99])
 def test_one_gradient_scaled_by_one_percent_fails_by_its_gain(dtype, quantity, factor):
     pairs, candidate = trajectories(dtype, 0)
     change(candidate, quantity, lambda value: value * factor)
     verdict = compare(pairs, candidate, dtype)
-    assert any(f[0] == quantity and f[2] == "gain" for f in verdict.failures)
-    assert not any(f[0] != quantity and f[2] in ("gain", "error ratio") for f in verdict.failures)
+    assert any(f[0] == str(quantity) and f[2] == "gain" for f in verdict.failures)
+    assert not any(f[0] != str(quantity) and f[2] in ("gain", "error ratio") for f in verdict.failures)
 
 
 @pytest.mark.parametrize("dtype", NOISE)
 def test_noise_three_times_as_large_fails_by_the_error_ratio(dtype):
     pairs, candidate = trajectories(dtype, 0)
-    truth = pairs[0][0].values["gradient of a"]
-    for step, value in candidate.values["gradient of a"].items():
-        candidate.values["gradient of a"][step] = (truth[step] + 3 * (value.double() - truth[step])).to(dtype)
+    truth = pairs[0][0].values[A]
+    for step, value in candidate.values[A].items():
+        candidate.values[A][step] = (truth[step] + 3 * (value.double() - truth[step])).to(dtype)
     failures = compare(pairs, candidate, dtype).failures
     assert any(f[0] == "gradient of a" and f[2] == "error ratio" for f in failures), failures
 
@@ -84,46 +97,46 @@ def only_failure(pairs, candidate, **options) -> tuple[str, str, str]:
 
 def test_a_nan_fails():
     pairs, candidate = trajectories(torch.float32, 0)
-    candidate.values["gradient of b"][STEPS[4]][7] = float("nan")
-    assert only_failure(pairs, candidate) == ("gradient of b", STEPS[4], "finite")
+    candidate.values[B][STEPS[4]][7] = float("nan")
+    assert only_failure(pairs, candidate) == ("gradient of b", str(STEPS[4]), "finite")
 
 
 def test_a_gradient_that_never_arrives_fails():
     pairs, candidate = trajectories(torch.float32, 0)
-    del candidate.values["gradient of c"]
+    del candidate.values[C]
     assert only_failure(pairs, candidate) == ("gradient of c", "every step", "missing")
 
 
 def test_a_gradient_that_is_missing_in_one_step_fails():
     pairs, candidate = trajectories(torch.float32, 0)
-    del candidate.values["gradient of c"][STEPS[3]]
-    assert only_failure(pairs, candidate) == ("gradient of c", STEPS[3], "missing")
+    del candidate.values[C][STEPS[3]]
+    assert only_failure(pairs, candidate) == ("gradient of c", str(STEPS[3]), "missing")
 
 
 def test_a_gradient_that_the_baseline_has_not_fails():
     pairs, candidate = trajectories(torch.float32, 0)
-    candidate.record("gradient of d", STEPS[0], torch.ones(3))
-    assert only_failure(pairs, candidate) == ("gradient of d", STEPS[0], "unexpected")
+    candidate.record(D, STEPS[0], torch.ones(3))
+    assert only_failure(pairs, candidate) == ("gradient of d", str(STEPS[0]), "unexpected")
 
 
 def test_another_shape_fails():
     pairs, candidate = trajectories(torch.float32, 0)
-    change(candidate, "gradient of a", torch.t)
-    assert only_failure(pairs, candidate) == ("gradient of a", STEPS[0], "shape")
+    change(candidate, A, torch.t)
+    assert only_failure(pairs, candidate) == ("gradient of a", str(STEPS[0]), "shape")
 
 
 def test_a_gradient_of_zeros_fails():
     pairs, candidate = trajectories(torch.float32, 0)
-    change(candidate, "gradient of a", torch.zeros_like)
-    assert only_failure(pairs, candidate) == ("gradient of a", STEPS[0], "non-zero")
+    change(candidate, A, torch.zeros_like)
+    assert only_failure(pairs, candidate) == ("gradient of a", str(STEPS[0]), "non-zero")
 
 
 def test_a_gradient_where_the_truth_has_none_fails():
     pairs, candidate = trajectories(torch.float32, 0)
     for truth, arm in pairs:
-        truth.values["gradient of b"][STEPS[0]].zero_()
-        arm.values["gradient of b"][STEPS[0]].zero_()
-    assert only_failure(pairs, candidate) == ("gradient of b", STEPS[0], "zero")
+        truth.values[B][STEPS[0]].zero_()
+        arm.values[B][STEPS[0]].zero_()
+    assert only_failure(pairs, candidate) == ("gradient of b", str(STEPS[0]), "zero")
 
 
 def test_logits_that_never_exist_are_a_failure_of_ours_and_a_note_for_others():
@@ -151,12 +164,12 @@ def test_complaints_and_new_warnings_fail():
 def test_a_generated_token_may_differ_only_where_noise_cannot_tell():
     pairs, candidate = trajectories(torch.float32, 0)
     for arm, noise in ((pairs[0][0], 0.0), (pairs[0][1], 1e-3), (candidate, 1e-3)):
-        arm.record("logits", "SGD: evaluation", torch.ones(2, 5).double() + noise)
+        arm.record(EVALUATION_LOGITS, Moment(SGD, EVALUATION), torch.ones(2, 5).double() + noise)
         arm.generated = torch.tensor([[1, 2, 3]])
         arm.scores = torch.zeros(3, 1, 5).double()
     for truth, arm in pairs[1:]:
-        truth.values["logits"], arm.values["logits"] = copy.deepcopy(
-            (pairs[0][0].values["logits"], pairs[0][1].values["logits"])
+        truth.values[EVALUATION_LOGITS], arm.values[EVALUATION_LOGITS] = copy.deepcopy(
+            (pairs[0][0].values[EVALUATION_LOGITS], pairs[0][1].values[EVALUATION_LOGITS])
         )
     candidate.generated = torch.tensor([[1, 4, 0]])
     pairs[0][0].scores[1, 0, 2] = 3e-3

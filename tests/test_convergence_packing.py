@@ -22,6 +22,8 @@ from convergence.compare import Pair, compare
 from convergence.data import IGNORE, text
 from convergence.float64 import InFloat64
 from convergence.models import MODELS
+from convergence.observed import GRADIENT, INITIAL, LOSS, Moment, Quantity
+from convergence.records import worst as worst_of
 from convergence.trajectory import Run, Trajectory, build
 from tests.packing_checks import EXPONENT, MODES, Sample, isolated, packed
 from tests.patching_checks import DEVICE
@@ -78,8 +80,8 @@ def alone(run: Run) -> Arm:
                 logits = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0, :-1]
                 loss = F.cross_entropy(logits.float(), labels[1:], ignore_index=IGNORE, reduction="sum")
                 loss.backward()
-                gradients = {f"gradient of {name}": p.grad.clone() for name, p in model.named_parameters()}
-                found.append((int((labels[1:] != IGNORE).sum()), {"loss": loss.detach(), **gradients}))
+                gradients = {Quantity(GRADIENT, name): p.grad.clone() for name, p in model.named_parameters()}
+                found.append((int((labels[1:] != IGNORE).sum()), {LOSS: loss.detach(), **gradients}))
             arm.append(found)
     return arm
 
@@ -104,7 +106,7 @@ def reduced(arm: Arm, mode: str) -> Trajectory:
         denominator = sum(targets ** (1 - p) for targets, _ in counted)
         for quantity in counted[0][1]:
             value = sum(values[quantity] * (targets**-p / denominator) for targets, values in counted)
-            result.record(quantity, f"initial: {step.name}", value)
+            result.record(quantity, Moment(INITIAL, step.name), value)
     return result
 
 
@@ -131,9 +133,9 @@ def together(template: Any, mode: str) -> Trajectory:
             loss = model(**row, num_items_in_batch=count, use_cache=False).loss
             loss.backward()
             total += loss.detach()
-        result.record("loss", f"initial: {step.name}", total)
+        result.record(LOSS, Moment(INITIAL, step.name), total)
         for name, parameter in model.named_parameters():
-            result.record(f"gradient of {name}", f"initial: {step.name}", parameter.grad)
+            result.record(Quantity(GRADIENT, name), Moment(INITIAL, step.name), parameter.grad)
     assert dict(liger_kernels.status(model).fallbacks) == {}
     return result
 
@@ -147,7 +149,7 @@ def test_packed_rows_teach_what_their_samples_teach(model, mode):
     template, found = arms(model)
     pairs: list[Pair] = [(reduced(truth, mode), reduced(baseline, mode)) for truth, baseline in found]
     verdict = compare(pairs, together(template, mode), torch.float32)
-    worst = {s: verdict.worst(s) for s in ("error ratio", "gain", "gain against the others")}
+    worst = {s: worst_of(verdict.statistics, s) for s in ("error ratio", "gain", "gain against the others")}
     assert verdict.passed, (verdict.failures, worst)
 
 

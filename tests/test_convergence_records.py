@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from convergence import bitwise
-from convergence.records import SCHEMA, Record, dumps, from_dict, load, load_all, load_folder, newest, write
+from convergence.observed import Moment, Quantity
+from convergence.records import SCHEMA, Record, Statistic, dumps, from_dict, load, load_all, load_folder, newest, write
 from convergence.trajectory import Trajectory
 
 ROOT = Path(__file__).parent.parent
@@ -31,9 +32,7 @@ def test_what_is_written_is_read_back(tmp_path):
         verdict="different",
         reason="loss differs",
         failures=[("loss", "SGD: masked", "error ratio", "nan", "2")],
-        statistics=[
-            {"quantity": "loss", "step": "SGD: masked", "statistic": "error ratio", "value": math.inf, "bound": 2.0}
-        ],
+        statistics=[Statistic("loss", "SGD: masked", "error ratio", math.inf, 2.0)],
         blame=[{"kernel": "rope", "module": "model", "pass": "forward", "step": "s", "tensor": "loss", "note": ""}],
         losses={"truth": {"SGD: masked": 1.5}, "candidate": {"SGD: masked": -math.inf}},
         digests={"candidate": [{"steps": ["a", "b"], "quantities": {"loss": "0f 1f"}}]},
@@ -190,8 +189,8 @@ def trajectory(**values: torch.Tensor) -> Trajectory:
     result = Trajectory()
     for step in ("initial: a", "initial: b, batch 1", "initial: b, batch 2", "SGD: a"):
         for name in ("gradient", "loss"):
-            result.record(name, step, values.get(f"{name} {step}", torch.ones(3)))
-    result.record("parameter", "SGD: end", values.get("parameter", torch.zeros(3)))
+            result.record(Quantity(name), Moment.parse(step), values.get(f"{name} {step}", torch.ones(3)))
+    result.record(Quantity("parameter"), Moment.parse("SGD: end"), values.get("parameter", torch.zeros(3)))
     return result
 
 
@@ -240,7 +239,7 @@ def test_the_first_difference_in_time_is_named_first():
 
 def test_what_appeared_or_vanished_differs():
     more = trajectory()
-    more.record("new", "SGD: a", torch.ones(1))
+    more.record(Quantity("new"), Moment.parse("SGD: a"), torch.ones(1))
     for now, before in ((more, trajectory()), (trajectory(), more)):
         compared = observed(trajectory(), now)
         bitwise.compare(compared, observed(trajectory(), before))

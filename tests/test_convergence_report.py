@@ -13,7 +13,7 @@ import pytest
 from convergence import html, report
 from convergence.__main__ import main
 from convergence.models import MODELS
-from convergence.records import Record, write
+from convergence.records import Record, Statistic, write
 from tests import browser
 from tests.suite import ROOT, collect
 
@@ -33,7 +33,7 @@ def case(model: str, dtype: str, patch: str = "convergence.patches:fused_linear"
     }
     complete = {
         "statistics": [
-            {"quantity": q, "step": STEPS[i % 18], "statistic": kind, "value": value * (1 - i / 60), "bound": bound}
+            Statistic(q, STEPS[i % 18], kind, value * (1 - i / 60), bound)
             for kind, (value, bound) in kinds.items()
             for i, q in enumerate(quantities)
         ],
@@ -89,7 +89,7 @@ BROKEN = case(
         "baseline": {"a: 1": 0.0, "a: 2": 1.0},
         "candidate": {"a: 1": math.nan},
     },
-    statistics=[{"quantity": "loss", "step": "a: 1", "statistic": "gain", "value": math.nan, "bound": 0.0}],
+    statistics=[Statistic("loss", "a: 1", "gain", math.nan, 0.0)],
 )
 CANNOT = case(
     "llama-tied",

@@ -90,7 +90,7 @@ def test_the_proof_kills(mutant: Mutant, dtype: str, request: pytest.FixtureRequ
     folder = Path(records) if records else tmp_path
     code = prove(f"tests.mutants:{mutant.name}", mutant.model, dtype, folder)
     (record,) = [r for r in load_folder(folder) if r.patch.endswith(f":{mutant.name}") and r.dtype == dtype]
-    worst = sorted(record.statistics, key=lambda s: s["value"] / s["bound"])[-3:]
+    worst = sorted(record.statistics, key=lambda s: s.value / s.bound)[-3:]
     assert code == 1, f"{mutant.name} survives in {dtype}: {mutant.does} The highest statistics are {worst}"
     found = {failure[2] for failure in record.failures}
     expected = NUMBERS if mutant.dies == "statistics" else {mutant.dies}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from convergence.records import Record, write
+from convergence.records import Record, Statistic, write
 from tools.power_picture import Evidence, page, read_honest, read_mutants, without_line, without_record
 
 
@@ -20,10 +20,7 @@ def line(candidate: str = "replica 1", dtype: str = "float32", **fields: Any) ->
 
 
 def mutant(folder: Path, name: str, values: dict[str, float], *findings: str, **fields: Any) -> None:
-    statistics = [
-        {"quantity": "loss", "step": "SGD: text", "statistic": statistic, "value": value, "bound": 2.0}
-        for statistic, value in values.items()
-    ]
+    statistics = [Statistic("loss", "SGD: text", statistic, value, 2.0) for statistic, value in values.items()]
     failures = [("loss", "SGD: text", finding, "x", "y") for finding in findings]
     case = {"model": "llama-untied", "dtype": "float32", "patch": f"tests.mutants:{name}", "seed": 0}
     case |= {"profile": "hard", "device": "cuda", "verdict": "different" if findings else "equal"}

@@ -21,6 +21,7 @@ import torch
 
 from convergence.interpreter import prepare
 from convergence.records import versions
+from convergence.tables import markdown, markdown_row
 from liger_kernels import ops
 from liger_kernels.ops._runtime import INTERPRET
 
@@ -283,8 +284,7 @@ def _sizes(device: torch.device) -> Sizes:
 
 def table(device: torch.device) -> Iterator[str]:
     """The lines of a Markdown table of all facts."""
-    yield f"| op | dtype | bitwise {RUNS} | bitwise {BATCH} | promised |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield from markdown(("op", "dtype", f"bitwise {RUNS}", f"bitwise {BATCH}", "promised"), ())
     for name, case in CASES.items():
         for dtype in DTYPES:
             found = facts(case, dtype, device)
@@ -293,7 +293,7 @@ def table(device: torch.device) -> Iterator[str]:
                 same, other = ([t for t, value in verdicts.items() if value is wanted] for wanted in (True, False))
                 cells.append("; ".join([", ".join(same)] * bool(same) + ["**not** " + ", ".join(other)] * bool(other)))
             cells.append(", ".join(kind for kind in (RUNS, BATCH) if kind in PROMISED[name]) or "nothing")
-            yield "| " + " | ".join(cells) + " |"
+            yield markdown_row(cells)
 
 
 def main() -> None:

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from convergence import tolerance
-from convergence.records import Record, load_folder, share_of_bound
+from convergence.files import write
+from convergence.observed import STATISTICS
+from convergence.records import Record, load_folder
+from convergence.tables import markdown
 
 DTYPES = ("float32", "tf32", "bfloat16")
-STATISTICS = ("error ratio", "largest error ratio", "gain", "gain against the others")
 TOGETHER = "all statistics together"
 HONEST, MUTANT = "#0072b2", "#d55e00"  # blue and vermilion of Okabe and Ito: told apart by every kind of eye
 PER_DECADE, DECADES = 10, (-1, 3)  # the bins of the picture; what lies outside counts in the first and the last
@@ -206,8 +208,8 @@ def read_mutants(folder: Path) -> list[Run]:
     for (name, dtype), record in newest.items():
         shares: dict[str, float] = {}
         for statistic in record.statistics:
-            kind = statistic["statistic"]
-            shares[kind] = max(shares.get(kind, 0.0), share_of_bound(statistic))
+            kind = statistic.statistic
+            shares[kind] = max(shares.get(kind, 0.0), statistic.share)
         place = environment(record.versions, record.device, record.at)
         failures: list[Sequence[Any]] = list(record.failures)
         runs.append(Run(name, record.model, dtype, shares, failures, place, record.seed, record.verdict))
@@ -242,11 +244,6 @@ def without_record(mutants: Sequence[Run], expected: Iterable[tuple[str, str]]) 
     return missing
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    cells = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in cells]
-
-
 def by_dtype(evidence: Evidence) -> list[str]:
     """Of every dtype: how far all statistics together keep honest candidates and mutants apart."""
     rows = []
@@ -269,7 +266,7 @@ def by_dtype(evidence: Evidence) -> list[str]:
             )
         )
     header = ("dtype", "honest", "of them fail", "largest share", "mutants", "die by a number", "the weakest of those")
-    return table((*header, "die otherwise", "do not die"), rows)
+    return markdown((*header, "die otherwise", "do not die"), rows)
 
 
 def by_statistic(evidence: Evidence) -> list[str]:
@@ -297,7 +294,7 @@ def by_statistic(evidence: Evidence) -> list[str]:
                 )
             )
     header = ("statistic", "dtype", "honest", "largest share", "margin to 1", "mutants", "beyond 1", "by nothing else")
-    return table((*header, "smallest beyond 1"), rows)
+    return markdown((*header, "smallest beyond 1"), rows)
 
 
 def _number_or_dash(value: float | None) -> str:
@@ -311,7 +308,7 @@ def by_model(evidence: Evidence) -> list[str]:
     models = sorted({model for _, model, _ in counts})
     rows = [(model, *(counts[kind, model, dtype] for kind, dtype in columns)) for model in models]
     rows.append(("all", *(sum(counts[kind, model, dtype] for model in models) for kind, dtype in columns)))
-    return table(("model", *(f"{kind}, {dtype}" for kind, dtype in columns)), rows)
+    return markdown(("model", *(f"{kind}, {dtype}" for kind, dtype in columns)), rows)
 
 
 def otherwise(evidence: Evidence) -> list[str]:
@@ -321,7 +318,7 @@ def otherwise(evidence: Evidence) -> list[str]:
         if run.dies == "otherwise":
             causes.setdefault((", ".join(sorted(run.findings)), run.dtype), []).append(f"`{run.name}`")
     rows = [(cause, dtype, len(names), ", ".join(sorted(names))) for (cause, dtype), names in sorted(causes.items())]
-    return table(("finding", "dtype", "mutants", "which"), rows) if rows else ["None."]
+    return markdown(("finding", "dtype", "mutants", "which"), rows) if rows else ["None."]
 
 
 def alarms(evidence: Evidence) -> list[str]:
@@ -461,7 +458,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     evidence.no_record = without_record(evidence.mutants, trained)
     text = page(evidence)
     draw(evidence, options.out / "power.svg")
-    (options.out / "power.md").write_text(text, encoding="utf-8")
+    write(text, options.out / "power.md")
     print(text)
 
 

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from convergence.files import read_json
 
 OURS, PEERS, CEILING = "#0072b2", "0.6", "black"
 MARKERS = "os^vDPX*<>ph"
@@ -108,9 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("svg", type=Path, help="the picture to write")
     options = parser.parse_args(arguments)
     try:
-        result = json.loads(options.json.read_text())
-    except (OSError, ValueError) as error:
-        parser.error(f"{options.json}: {error}")
+        result = read_json(options.json)
+    except ValueError as error:
+        parser.error(str(error))
     wanted = {"device", "dtype", "copy_gb_per_s", "matmul_tflop_per_s", "rows"}
     if not isinstance(result, dict) or not wanted <= result.keys() or not result["rows"]:
         parser.error(f"{options.json} is not what python -m benchmarks --json writes: it needs {sorted(wanted)}")

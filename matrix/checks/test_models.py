@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 import transformers
 
 import liger_kernels
+from convergence.files import write_json
 from liger_kernels.ops import launches
 from tests import zoo
 
@@ -60,9 +60,7 @@ def other_signatures(patched: Any, upstream: Any) -> list[str]:
 def leave_record(config: pytest.Config, name: str, **found: Any) -> None:
     folder = config.getoption("--records")
     if folder:
-        path = Path(folder) / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"name": name, **found}), encoding="utf-8")
+        write_json({"name": name, **found}, Path(folder) / f"{name}.json")
 
 
 def build(module: str, name: str) -> Any:

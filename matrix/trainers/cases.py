@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from convergence.observed import LOGGED, LOSS, Quantity
 from matrix.trainers import material
 
 STEPS = 3
@@ -89,7 +90,7 @@ class Case:
     needs: tuple[str, ...] = ()
     arguments: Callable[[], dict[str, Any]] = dict
     evaluates: bool = False
-    zero: tuple[str, ...] = ()
+    zero: tuple[Quantity, ...] = ()
 
     def missing(self) -> str | None:
         """What the installed version lacks for this case."""
@@ -239,6 +240,6 @@ CASES: dict[str, Case] = {
             "beta": 0.0,
         },
         arguments=lambda: {"reward_funcs": _length_reward},
-        zero=("loss", "logged train_loss"),  # on policy every ratio is 1, and advantages add up to 0
+        zero=(LOSS, Quantity(LOGGED, "train_loss")),  # on policy every ratio is 1, and advantages add up to 0
     ),
 }

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import liger_kernels
-from convergence import tolerance
-from convergence.compare import Statistic, Verdict, compare
+from convergence import files, tolerance
+from convergence.compare import Verdict, compare
+from convergence.observed import GRADIENT_NORM, LOGGED, Quantity
+from convergence.records import STATISTICS, Statistic
 from convergence.trajectory import Trajectory
 from matrix.trainers.cases import CASES
 from matrix.trainers.observe import Arm, Seen, run
 
-STATISTICS = ("error ratio", "largest error ratio", "gain", "gain against the others")
 MANY_REPLICAS = 4 * tolerance.REPLICAS
 ROUNDING = tolerance.FLOOR_ROUNDOFFS * tolerance.unit_roundoff(torch.float32)
 # The truth keeps its activations: what is computed again in the backward pass is out of float64's reach.
 TRUTH = (("gradient_checkpointing", False),)
+
+
+def versions() -> dict[str, str]:
+    return files.versions(("torch", "triton", "transformers", "trl", "accelerate", "datasets"), missing="none")
 
 
 @dataclass
@@ -38,33 +42,30 @@ class Record:
     unpatched: list[dict[str, float]] = field(default_factory=list)
     patched: list[dict[str, float]] = field(default_factory=list)
     replicas: int = 0
-    statistics: list[dict[str, Any]] = field(default_factory=list)
+    statistics: list[Statistic] = field(default_factory=list)
     failures: Sequence[tuple[str, ...]] = field(default_factory=list)
     census: dict[str, int] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
     head: str = ""
     fallbacks: dict[str, int] = field(default_factory=dict)
     not_logged: list[str] = field(default_factory=list)  # by the trainer's own choice, under its flag
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=versions)
 
     def write(self, folder: str | None) -> None:
         if folder:
-            path = Path(folder)
-            path.mkdir(parents=True, exist_ok=True)
-            name = f"trainers-{self.case}-{self.family}-{self.way}.json"
-            temporary = path / f".{name}"
-            temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
-            temporary.replace(path / name)  # whole or not at all
+            files.write_json(asdict(self), Path(folder) / f"trainers-{self.case}-{self.family}-{self.way}.json")
+
+    def check(self, folder: str | None) -> None:
+        """Write it, and fail unless it is the same mathematics."""
+        self.write(folder)
+        assert self.verdict == "same", "\n".join(" | ".join(failure) for failure in self.failures)
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "triton", "transformers", "trl", "accelerate", "datasets"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found
+def skip_if_missing(case: str, family: str, way: str, folder: str | None) -> None:
+    """Skip a case that the installed version does not have, and record that."""
+    if missing := CASES[case].missing():
+        Record(case, family, way, "absent", f"this version has {missing}").write(folder)
+        pytest.skip(f"this version has {missing}")
 
 
 @functools.cache
@@ -80,18 +81,18 @@ def _compare(case: str, folder: Path, seen: Seen, replicas: int, record: Record)
     record.replicas = replicas
     arms = [honest(case, folder, nudge) for nudge in (None, *range(replicas))]
     pairs = [(truth.trajectory, baseline.trajectory) for truth, baseline in arms]
+    left: list[Quantity] = []
     if record.way == "flag":
-        logged = [q for q in pairs[0][1].values if q.startswith("logged ")]
-        record.not_logged = [q for q in logged if q not in seen.trajectory.values]
+        left = [q for q in pairs[0][1].values if q.kind == LOGGED and q not in seen.trajectory.values]
+    record.not_logged = list(map(str, left))
     zero = CASES[case].zero
-    pairs = [(without(truth, zero, record.not_logged), without(arm, zero, record.not_logged)) for truth, arm in pairs]
+    pairs = [(without(truth, zero, left), without(arm, zero, left)) for truth, arm in pairs]
     verdict = compare(pairs, without(seen.trajectory, zero), torch.float32)
     for quantity in zero:
         for step, value in seen.trajectory.values.get(quantity, {}).items():
             # the terms are of the size of 1
-            verdict.judge(Statistic(quantity, step, "size", float(value.abs()), ROUNDING))
-            if not verdict.statistics[-1].passed:
-                verdict.fail(quantity, step, "not 0 by rounding", f"{float(value):.3g}", f"{ROUNDING:.3g}")
+            shown, finding = f"{float(value):.3g}", "not 0 by rounding"
+            verdict.judge(quantity, step, "size", float(value.abs()), ROUNDING, shown, finding)
     return verdict
 
 
@@ -100,7 +101,7 @@ def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> Record:
 
     By way of a "flag" the trainer knows that the model is patched, and may choose not to log some metrics.
     """
-    record = Record(case, family, way, versions=versions())
+    record = Record(case, family, way)
     _, baseline = honest(case, folder, None)
     seen = run(functools.partial(CASES[case].make, folder, folder / "output"), arm, folder)
     verdict = _compare(case, folder, seen, tolerance.REPLICAS, record)
@@ -111,14 +112,14 @@ def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> Record:
     _check_what_ran(verdict, baseline, seen, record)
     _check_rounded_logs(verdict, baseline, seen)
     record.unpatched, record.patched = baseline.logged, seen.logged
-    record.statistics = [asdict(statistic) for statistic in verdict.statistics]
+    record.statistics = verdict.statistics
     record.failures = verdict.failures
     if not verdict.passed:
         record.verdict, record.reason = "different", "; ".join(" ".join(filter(None, f)) for f in verdict.failures[:5])
     return record
 
 
-def without(arm: Trajectory, *quantities: Iterable[str]) -> Trajectory:
+def without(arm: Trajectory, *quantities: Iterable[Quantity]) -> Trajectory:
     dropped = {name for names in quantities for name in names}
     return replace(arm, values={quantity: steps for quantity, steps in arm.values.items() if quantity not in dropped})
 
@@ -139,7 +140,7 @@ def _check_what_ran(verdict: Verdict, baseline: Seen, seen: Seen, record: Record
     if not {"rms_norm", "rope"} <= record.census.keys() or not {"swiglu", "geglu"} & record.census.keys():
         verdict.fail("candidate", "", "not patched", f"only {record.census}; {[str(left) for left in report.left]}")
     record.head = _head(seen, report)
-    norms = [float(value) for value in baseline.trajectory.values["gradient norm"].values()]
+    norms = [float(value) for value in baseline.trajectory.values[GRADIENT_NORM].values()]
     if len(set(norms)) < 2:  # not the losses: GRPO's is 0 by construction, as long as it is on policy
         verdict.fail("baseline", "", "did not train", f"its gradient norms are {norms}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from convergence.float64 import InFloat64
-from convergence.trajectory import SGD, Trajectory, nudged
+from convergence.observe import logged_warnings
+from convergence.observed import GRADIENT, GRADIENT_NORM, LOGGED, LOSS, SGD, Moment, Quantity
+from convergence.trajectory import Trajectory, nudged
 from liger_kernels.ops import launches, reset_launches
 
 # What a trainer logs about the clock and its own progress, not about the model.
@@ -91,9 +92,7 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, refe
                 trainer.evaluate()
         ran = launches()
     result.warnings = [text for text in result.warnings if not any(part in text for part in arm.expects)]
-    for name, parameter in trainer.model.named_parameters():
-        result.record(f"parameter {name}", f"{SGD}: end", parameter)
-        result.record(f"displacement of {name}", f"{SGD}: end", parameter.detach() - initial[name])
+    result.record_end(trainer.model.named_parameters(), initial, SGD)
     logged = [
         {k: v for k, v in row.items() if not any(word in k for word in _NOT_JUDGED)}
         for row in trainer.state.log_history
@@ -101,8 +100,8 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, refe
     for i, row in enumerate(logged):
         for name, value in row.items():
             if name not in (*_ROUNDED, "step") and isinstance(value, (int, float)):
-                quantity = "gradient norm" if name == "grad_norm" else f"logged {name}"
-                result.record(quantity, f"{SGD}: {i}", torch.tensor(float(value), dtype=torch.float64))
+                quantity = GRADIENT_NORM if name == "grad_norm" else Quantity(LOGGED, name)
+                result.record(quantity, Moment(SGD, str(i)), torch.tensor(float(value), dtype=torch.float64))
     result.to_cpu()
     return Seen(result, logged, ran, len(calls), trainer)
 
@@ -127,7 +126,7 @@ def _observed(trainer: Any, result: Trajectory) -> Iterator[None]:
     def training_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal losses
         loss = step(*args, **kwargs)
-        result.record("loss", f"{SGD}: {losses}", loss)
+        result.record(LOSS, Moment(SGD, str(losses)), loss)
         losses += 1
         return loss
 
@@ -139,7 +138,7 @@ def _observed(trainer: Any, result: Trajectory) -> Iterator[None]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    result.record(f"gradient of {names[id(parameter)]}", f"{SGD}: {steps}", parameter.grad)
+                    result.record(Quantity(GRADIENT, names[id(parameter)]), Moment(SGD, str(steps)), parameter.grad)
         steps += 1
 
     trainer.training_step = training_step
@@ -154,22 +153,7 @@ def _observed(trainer: Any, result: Trajectory) -> Iterator[None]:
 @contextlib.contextmanager
 def _warnings(found: list[str]) -> Iterator[None]:
     """Collects what transformers, trl and Python warn of."""
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    handler = Handler(logging.WARNING)
-    loggers = [logging.getLogger(name) for name in ("transformers", "trl", "accelerate")]
-    for logger in loggers:
-        logger.addHandler(handler)
-    # What is warned of once in a process is warned of once in every arm.
-    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield
-    finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
+    with logged_warnings(found, "transformers", "trl", "accelerate"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
     found += [f"{w.category.__name__}: {w.message}" for w in caught]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from matrix.trainers.cases import CASES, find, takes
-from matrix.trainers.judge import Record, judge, versions
+from matrix.trainers.judge import Record, judge, skip_if_missing
 from matrix.trainers.observe import Arm, plain
 
 # What the flag itself makes trl say: that it is deprecated, and that it loads a model that is given as a string.
@@ -22,16 +22,11 @@ def flagged(option: str, load: Any = plain) -> Arm:
     return Arm(load=load, options=((option, True),), expects=EXPECTED)
 
 
-def checked(record: Record, records: str | None) -> Record:
-    record.write(records)
-    assert record.verdict == "same", "\n".join(" | ".join(failure) for failure in record.failures)
-    return record
-
-
 def test_trainer(folders: dict[str, Path], records: str | None) -> None:
     """transformers' own ``use_liger_kernel=True``."""
     arm = flagged("use_liger_kernel")
-    record = checked(judge("trainer", "llama", folders["llama"], "flag", arm), records)
+    record = judge("trainer", "llama", folders["llama"], "flag", arm)
+    record.check(records)
     assert record.census["linear_cross_entropy"] == 1
     assert not record.not_logged
 
@@ -47,7 +42,8 @@ def test_sft(folders: dict[str, Path], records: str | None) -> None:
         arm = flagged("use_liger", str)
     else:
         arm = flagged("use_liger_kernel")
-    record = checked(judge(case, "llama", folders["llama"], "flag", arm), records)
+    record = judge(case, "llama", folders["llama"], "flag", arm)
+    record.check(records)
     if "return_token_accuracy" in inspect.getsource(trainer.compute_loss):
         assert record.not_logged == ["logged entropy", "logged eval_entropy"]
         assert not record.fallbacks
@@ -59,16 +55,14 @@ def test_sft(folders: dict[str, Path], records: str | None) -> None:
 @pytest.mark.parametrize("case", ["dpo", "kto", "grpo"])
 def test_preference_trainers(case: str, folders: dict[str, Path], records: str | None, tmp_path: Path) -> None:
     """Where the flag needs a chunked loss, constructing the trainer says that there is none; elsewhere it patches."""
-    if missing := CASES[case].missing():
-        Record(case, "llama", "flag", "absent", f"this version has {missing}", versions=versions()).write(records)
-        pytest.skip(f"this version has {missing}")
+    skip_if_missing(case, "llama", "flag", records)
     option = "use_liger_loss|use_liger_kernel"
     module = vars(sys.modules[find(CASES[case].trainer).__module__])
     losses = [name for name in module if name.startswith("LigerFusedLinear")]
     if not losses:
-        checked(judge(case, "llama", folders["llama"], "flag", flagged(option)), records)
+        judge(case, "llama", folders["llama"], "flag", flagged(option)).check(records)
         return
     make = functools.partial(CASES[case].make, folders["llama"], tmp_path)
     with pytest.raises(NotImplementedError, match=losses[0]) as raised:
         make(plain(folders["llama"]), {option: True})
-    Record(case, "llama", "flag", "not provided", str(raised.value), versions=versions()).write(records)
+    Record(case, "llama", "flag", "not provided", str(raised.value)).write(records)

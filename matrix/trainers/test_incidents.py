@@ -16,9 +16,10 @@ from torch import nn
 import liger_kernels
 import liger_kernels.patching.deferred
 from convergence import tolerance
-from convergence.compare import LOGITS, compare
+from convergence.compare import compare
 from convergence.data import Batch, Step
 from convergence.float64 import InFloat64
+from convergence.observed import LOGGED, LOGITS, LOSS
 from convergence.tolerance import rms, three_way
 from convergence.train import train
 from convergence.trajectory import Run
@@ -64,7 +65,7 @@ def test_dpo_without_labels(way: str, folders: dict[str, Path], tmp_path: Path) 
     assert all(call.get("labels") is None or call.get("fused_lm_head") for call in calls)
     arms = [honest("dpo", folder, nudge, False) for nudge in (None, *range(tolerance.REPLICAS))]
     # Its reference is the policy itself: what is logged of their difference is 0, or rounding.
-    logged = [quantity for quantity in arms[0][0].trajectory.values if quantity.startswith("logged ")]
+    logged = [quantity for quantity in arms[0][0].trajectory.values if quantity.kind == LOGGED]
     pairs = [(without(truth.trajectory, logged), without(own.trajectory, logged)) for truth, own in arms]
     verdict = compare(pairs, without(ours, logged), torch.float32)
     assert verdict.passed, verdict.failures
@@ -138,7 +139,7 @@ def test_token_accuracy_that_sft_logs(flag: bool, folders: dict[str, Path], tmp_
     logged = [[row["mean_token_accuracy"] for row in arm.logged if "mean_token_accuracy" in row] for arm in (ours, own)]
     if logged[0] or not flag:  # under its flag, trl 0.15 to 0.25 does not log it
         assert logged[0] == logged[1]
-    assert len(ours.trajectory.values["loss"]) == len(own.trajectory.values["loss"])
+    assert len(ours.trajectory.values[LOSS]) == len(own.trajectory.values[LOSS])
 
 
 # 3. Collators pass cu_seq_lens_q and friends; Llama hands them on to its loss (transformers 4.49, 4.50), and a patched
@@ -316,7 +317,7 @@ def test_packed_rows_give_the_gradients_of_rows_of_their_own(
         three_way(ours["packed"], own["rows"], truth["rows"], torch.float32, f"{family}, packed against rows", chain)
     reason = "" if isolates else f"upstream does not keep packed documents apart here: off by {apart:.2g} of the size"
     verdict = "same" if isolates else "upstream leaks"
-    Record("packing", family, "instance", verdict, reason, versions=versions()).write(records)
+    Record("packing", family, "instance", verdict, reason).write(records)
     assert isolates == (_release("transformers") >= (4, 53)), reason
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from convergence.records import Record, load_folder, share_of_bound
+from convergence.observed import ADAMW, INITIAL, SGD, Moment
+from convergence.records import Record, load_folder
+from convergence.tables import markdown
 from tests.mutants import ABSENT, MUTANTS
 from tests.mutants.mutant import Mutant
 
@@ -42,19 +44,13 @@ def cell(mutant: Mutant, dtype: str, records: dict[tuple[str, str], Record]) -> 
     if record.verdict == "equal":
         return "**survives**"
     named = [failure for failure in record.failures if failure[2] == mutant.dies]
-    beyond = [s for s in record.statistics if not s["value"] <= s["bound"]]
+    beyond = [s for s in record.statistics if not s.passed]
     if named or not beyond:
         quantity, step, statistic, *_ = (named or record.failures)[0]
         return f"{statistic}: {quantity}" + (f", {step}" if step else "")
-    worst = max(beyond, key=share_of_bound)
-    first = min((s["step"].partition(":")[0] for s in beyond), key=("initial", "SGD", "AdamW").index)
-    where = f"{worst['quantity']}, {worst['step']}"
-    return f"{worst['statistic']} {worst['value']:.2g} / {worst['bound']:.2g} ({where}); from {first}"
-
-
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    cells = [header, tuple("---" for _ in header), *rows]
-    return ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in cells]
+    worst = max(beyond, key=lambda s: s.share)
+    first = min((Moment.parse(s.step).phase for s in beyond), key=(INITIAL, SGD, ADAMW).index)
+    return f"{worst.statistic} {worst} ({worst.quantity}, {worst.step}); from {first}"
 
 
 def page(records: list[Record]) -> str:
@@ -71,15 +67,15 @@ def page(records: list[Record]) -> str:
     rows = [
         (f"`{m.name}`", m.source or "", m.does, m.model, *(cell(m, dtype, found) for dtype in DTYPES)) for m in trained
     ]
-    lines = [_INTRO, *table(("mutant", "row", "what it does", "model", *DTYPES), rows), _CELLS]
+    lines = [_INTRO, *markdown(("mutant", "row", "what it does", "model", *DTYPES), rows), _CELLS]
     lines += [f"Measured on: {environment}." for environment in environments]
     lines += ["", "## Killed by a check of their own", ""]
     lines += ["No training shows these. In a copy of the sources with the fault in it, the test named here fails.", ""]
     rows = [(f"`{m.name}`", m.source or "", m.does, f"`{m.check}`") for m in checked]
-    lines += table(("mutant", "row", "what it does", "test"), rows)
+    lines += markdown(("mutant", "row", "what it does", "test"), rows)
     lines += ["", "## Not possible here", ""]
     rows = [(row, what, why) for why, group in ABSENT.items() for row, what in group.items()]
-    lines += table(("row", "what", "why not"), sorted(rows))
+    lines += markdown(("row", "what", "why not"), sorted(rows))
     return "\n".join(lines) + "\n"
 
 

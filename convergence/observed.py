@@ -1,0 +1,118 @@
+"""What is observed, when, and how it is judged: small values whose text is what records, reports and failures show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+INITIAL, SGD, ADAMW = "initial", "SGD", "AdamW"
+# No steps of an optimizer: decoding with a cache at the initial weights, and what follows the last step of a phase.
+DECODING, WITHOUT_GRADIENTS, EVALUATION, END = "decoding", "without gradients", "evaluation", "end"
+
+
+class Moment(NamedTuple):
+    """A step of a phase, or with ``batch`` one micro batch of it, counted from 1: "initial: accumulated, batch 2"."""
+
+    phase: str
+    step: str
+    batch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.phase}: {self.step}" + ("" if self.batch is None else f", batch {self.batch}")
+
+    @classmethod
+    def parse(cls, text: str) -> Moment:
+        """The moment that reads ``text``. A text of another form is a phase of that name."""
+        phase, _, rest = text.partition(": ")
+        step, _, batch = rest.partition(", batch ")
+        return cls(phase, step, int(batch) if batch.isdecimal() else None)
+
+    def whole(self) -> Moment:
+        """The step, with all of its micro batches."""
+        return self._replace(batch=None)
+
+
+class Quantity(NamedTuple):
+    """What is observed. One of the whole model has no ``name``; else that is a parameter's, or a logged value's."""
+
+    kind: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}" if self.name else self.kind
+
+    @classmethod
+    def parse(cls, text: str) -> Quantity:
+        """The quantity that reads ``text``; of the whole model where it begins as no other does."""
+        if cls(text) not in HEAD:
+            for kind in (GRADIENT, PARAMETER, DISPLACEMENT, LOGGED):
+                if text.startswith(f"{kind} "):
+                    return cls(kind, text.removeprefix(f"{kind} "))
+        return cls(text)
+
+
+GRADIENT, PARAMETER, DISPLACEMENT, LOGGED = "gradient of", "parameter", "displacement of", "logged"
+LOSS = Quantity("loss")
+GRADIENT_NORM = Quantity("gradient norm")
+EVALUATION_LOGITS = Quantity("logits")
+TRAINING_LOGITS = Quantity("logits that the caller reads in training")
+CALLERS_LOGITS = Quantity("logits of the caller")
+GENERATED, SCORES = Quantity("generated tokens"), Quantity("scores of the generated tokens")
+LOGITS = Quantity("gradient of the logits")
+# The same, every element measured by its own size, without the targets: a fault among small probabilities is nothing
+# beside the gradient at the target.
+BY_ELEMENT = Quantity("relative gradient of the logits")
+TARGET_LOGIT = Quantity("gradient of the logits, at the target")
+HIDDEN = Quantity("gradient of the hidden states entering the head")
+HEAD = (LOGITS, BY_ELEMENT, TARGET_LOGIT, HIDDEN)  # in the order in which a backward pass computes them
+FORWARD = (LOSS, EVALUATION_LOGITS, TRAINING_LOGITS, CALLERS_LOGITS, GENERATED)  # what a forward pass alone computes
+
+
+class Remark(NamedTuple):
+    """What went wrong at some moment, or what the caller was not given then, in words."""
+
+    at: Moment
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.at}: {self.what}"
+
+
+# What is judged of every quantity.
+STATISTICS = ("error ratio", "largest error ratio", "gain", "gain against the others")
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One judged number: ``value`` may be at most ``bound``."""
+
+    quantity: str
+    step: str
+    statistic: str
+    value: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.bound  # a NaN fails
+
+    @property
+    def share(self) -> float:
+        """Value over bound: above 1 it failed. A value that is not a number is infinitely far beyond."""
+        return share(self.value, self.bound)
+
+    def __str__(self) -> str:
+        return f"{self.value:.2g} / {self.bound:.2g}"
+
+
+def share(value: float, bound: float) -> float:
+    if not bound:
+        return 0.0 if value <= bound else math.inf
+    return math.inf if math.isnan(value / bound) else value / bound
+
+
+def worst(statistics: Iterable[Statistic], kind: str) -> Statistic | None:
+    """The judged number of this kind that is nearest to its bound, or farthest beyond."""
+    return max((s for s in statistics if s.statistic == kind), key=lambda s: s.share, default=None)
