@@ -362,7 +362,7 @@ class Schedule:
             self.taken = BALANCED, schedule.chunk_size
         else:
             assert not schedule.kept_classes
-            self.taken = (SLABS, schedule.slab) if schedule.slab else (ONE_CHUNK,)
+            self.taken = (SMALL, schedule.slab) if schedule.slab else (WHOLE,)
         return (torch.zeros(()),) * 4
 
     def of(self, tokens, hidden, dtype=torch.bfloat16, grad=True, **options):
