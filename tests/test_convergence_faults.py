@@ -87,7 +87,7 @@ def test_our_own_patch_passes_and_leaves_records_with_all_that_a_report_shows(ru
         assert record.launches["_rms_norm_bwd_kernel"] > 0
         assert record.launches["_rope_kernel"] > 0
         kinds = {"error ratio", "largest error ratio", "gain", "gain against the others"}
-        assert {s["statistic"] for s in record.statistics} == kinds
+        assert {s.statistic for s in record.statistics} == kinds
         expected = {"python", "torch", "triton", "transformers", "liger-kernels", "cpu", "threads"}
         assert expected <= record.versions.keys()
         assert set(record.losses) == {"truth", "baseline", "candidate"}

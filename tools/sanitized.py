@@ -39,7 +39,7 @@ def slabs(dtype: torch.dtype, device: str = "cuda", rows: int = 40, vocab: int =
             forward_rows(logits[:, start : start + columns], labels, None, None, options, found, slab=slab)
         for start in range(0, vocab, columns):
             part = logits[:, start : start + columns]
-            weighted: Any = {"divisor": weight.sum(), "row_weight": weight, "slab": Slab(start, vocab)}
+            weighted: Any = {"denominator": weight.sum(), "row_weight": weight, "slab": Slab(start, vocab)}
             backward_rows(part, labels, None, options, found.stats, carry[0, 0] + 1, part, **weighted)
 
 
