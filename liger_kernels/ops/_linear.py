@@ -100,14 +100,6 @@ class Output(NamedTuple):
         return self if reduction == "none" else self._replace(loss=self.loss.new_empty(()))
 
 
-class Upstream(NamedTuple):
-    """What comes into a backward."""
-
-    loss: Tensor  # the gradient of the loss, 0-d or [tokens]
-    entropy: Tensor | None = None  # the rows' entropy, and
-    grad_entropy: Tensor | None = None  # its gradient, both [tokens]
-
-
 Gradients = tuple[Tensor, Tensor, Tensor]  # of hidden, weight and bias, each without elements if it is not needed
 
 
@@ -133,10 +125,10 @@ class Schedule(Protocol):
         call: Call,
         saved: tuple[Tensor, ...],
         buffers: tuple[Tensor, ...] | None,
-        upstream: Upstream,
+        grad_loss: Tensor,
         overwrite: bool,
     ) -> Gradients:
-        """The gradients of the arguments.
+        """The gradients for the upstream gradient ``grad_loss``.
 
         Args:
             buffers: those of the forward, or None where an earlier pass overwrote them.
