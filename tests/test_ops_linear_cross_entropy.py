@@ -189,6 +189,17 @@ def test_backward_twice_and_nothing_overwritten(schedule, options, reduction, de
 
 
 @every_schedule
+def test_denominator_filled_anew_before_the_backward(schedule, device):
+    """As a trainer does that keeps one tensor for the count of every batch."""
+    case = Case(device, denominator=torch.tensor(31.0, device=device), **schedule)
+    expected, leaves = case.run(), case.leaves()
+    loss = case.call(leaves)
+    case.options["denominator"].fill_(7.0)
+    loss.backward(case.upstream)
+    assert_equal((loss, [leaf.grad for leaf in leaves]), expected)
+
+
+@every_schedule
 def test_non_contiguous_inputs(schedule, device):
     case = Case(device, **schedule)
     hidden, weight, bias = case.tensors

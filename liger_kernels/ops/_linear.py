@@ -66,6 +66,11 @@ class Call(NamedTuple):
         hidden, weight, bias, targets, class_weight, row_weight, denominator, _, _ = self
         return hidden, weight, bias, targets, class_weight, row_weight, denominator
 
+    def for_backward(self, schedule: Schedule) -> tuple[Tensor | None, ...]:
+        """:meth:`tensors`, None for what the backward does not read: never the denominator, which the caller may fill
+        anew before it."""
+        return self._replace(denominator=None).tensors() if schedule.reads(self.options) else (None,) * TENSORS
+
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], options: LossOptions, needs: Needs) -> Call:
         """What :meth:`tensors` came from."""

@@ -88,8 +88,7 @@ def _as_needed(grads: Sequence[Tensor], needs: Needs, like: Tensor) -> tuple[Ten
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     call, schedule = _parsed(inputs)
-    tensors = call._replace(denominator=None).tensors() if schedule.reads(call.options) else (None,) * TENSORS
-    ctx.save_for_backward(*tensors, *output[_N_ROWS:])
+    ctx.save_for_backward(*call.for_backward(schedule), *output[_N_ROWS:])
     ctx.settings, ctx.needs = inputs[TENSORS:], call.needs
     ctx.set_materialize_grads(False)  # nobody has a gradient for the logits, and zeros would cost their memory again
 

@@ -180,8 +180,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """``call`` has the tensors before it, too."""
         output = schedule.forward(call)
-        tensors = call.tensors() if schedule.reads(call.options) else (None,) * TENSORS
-        ctx.save_for_backward(*tensors, *output.saved)
+        ctx.save_for_backward(*call.for_backward(schedule), *output.saved)
         # Not saved: a backward pass overwrites them, and autograd would then refuse a second one.
         ctx.buffers = output.buffers
         ctx.schedule, ctx.options, ctx.needs = schedule, call.options, call.needs
