@@ -224,6 +224,37 @@ def linear_loss(
     )
 
 
+def float_log_probs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Tensors:
+    """Log-probabilities and entropy as they are written in plain torch."""
+    log_p = F.linear(hidden, weight).float().log_softmax(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def linear_log_probs(place: Place, rows: int, hidden: int, vocab: int, memory: str | None = None) -> Case:
+    """Log-probabilities and entropy, both with gradient."""
+
+    def inputs(n: int) -> Tensors:
+        return place.randn(n, hidden), place.randn(vocab, hidden, scale=hidden**-0.5), place.targets(n, vocab)
+
+    def both(op: Callable[..., Any]) -> Callable[..., Tensors]:
+        return lambda *tensors: op(*tensors, outputs=("log_probs", "entropy"))[:2]
+
+    again = memory == "small" and balanced_because(place.dtype, 0.0, memory) is None
+    return Case(
+        "linear_log_probs",
+        f"{rows}x{hidden}x{vocab}",
+        rows,
+        inputs,
+        both(partial(ops.linear_log_probs, memory=memory)),
+        float_log_probs,
+        both(ops.linear_log_probs_ref),
+        2 * (rows + vocab) * hidden * place.dtype.itemsize,
+        2 * rows * hidden * (3 * vocab + (computed_again(rows, hidden, vocab) if again else 0)),
+        memory=memory,
+        checked_rows=CHECKED_ROWS,
+    )
+
+
 def packing(place: Place, rows: int, longest: int) -> Case:
     """Targets, row weights and denominator of one packed row; forward only."""
 
@@ -269,5 +300,6 @@ def cases(place: Place) -> list[Case]:
             for memory in (None, "fast", "balanced", "small")
         ),
         linear_loss(place, *heads[0], weights=True),
+        *[linear_log_probs(place, *shape, memory=memory) for shape in heads[:2] for memory in ("fast", "small")],
         packing(place, 1 << 20, 4096),
     ]

@@ -122,12 +122,17 @@ def trl() -> dict[str, Arms]:
         stand_in.maybe_gather_lm_head_ctx = lambda *parameters: nullcontext()  # type: ignore[attr-defined]
         sys.modules["trl.trainer.utils"] = stand_in
 
-    def head(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        # no bias, temperature 1, the trainers' 32768 classes at once, no softcap, scale 1, log-probabilities only
-        log_probs = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 32768, None, 1.0, ())[0]
-        return -log_probs.sum() / targets.numel()
+    def run(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, outputs: tuple[str, ...] = ()) -> Any:
+        # no bias, temperature 1, the trainers' 32768 classes at once, no softcap, scale 1
+        return ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 32768, None, 1.0, outputs)
 
-    return {"linear_cross_entropy": {"trl": head}}
+    def head(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return -run(hidden, weight, targets)[0].sum() / targets.numel()
+
+    def both(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Any:
+        return run(hidden, weight, targets, ("entropy",))[:2]
+
+    return {"linear_cross_entropy": {"trl": head}, "linear_log_probs": {"trl": both}}
 
 
 PACKAGES: dict[str, Callable[[], dict[str, Arms]]] = {

@@ -55,6 +55,7 @@ ALL: dict[str, Any] = {
     "softcap": 5.0,
     "logit_scale": 1.7,
     "z_loss": 0.02,
+    "temperature": 0.7,
     "class_weight": True,
     "ignore_index": 0,
 }

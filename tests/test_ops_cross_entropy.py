@@ -33,6 +33,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 4.0},
     "logit_scale": {"logit_scale": 0.35},
     "negative_logit_scale": {"logit_scale": -1.5},
+    "temperature": {"temperature": 0.7},
     "z_loss": {"z_loss": 0.01},
     "class_weight": {"class_weight": True},
     "smoothed_class_weight": {"class_weight": True, "label_smoothing": 0.3},
@@ -43,6 +44,7 @@ ALONE: dict[str, dict[str, Any]] = {
         "softcap": 5.0,
         "logit_scale": 1.7,
         "z_loss": 0.02,
+        "temperature": 0.7,
         "class_weight": True,
         "row_weight": True,
         "ignore_index": 0,
@@ -97,7 +99,16 @@ def assert_right(logits, targets, **options):
     chain = 9 if logits.dtype == torch.float32 else 1
     three_way(settled(grad, true_grad), torch_grad, true_grad, logits.dtype, "gradient", chain)
     # A difference of numbers of order 1 (lse and a mean logit), so 1 is what its roundoff is relative to.
-    three_way(ours.entropy + 1, torchs.entropy + 1, truth.entropy + 1, torch.float32, "1 + entropy")
+    masked = truth.mean_logits.isinf()
+    for name in ("entropy", "log_sum_sq_probs", "mean_logits", "max_logits"):
+        factor = (
+            -0.5 if name == "log_sum_sq_probs" else 1.0
+        )  # minus the log of p's 2-norm, which is not negative either
+        three = [factor * getattr(o, name) + 1 for o in (ours, torchs, truth)]
+        if name == "mean_logits":
+            assert torch.equal(three[0][masked].double(), three[2][masked])
+            three = [t.masked_fill(masked, 0.0) for t in three]
+        three_way(*three, torch.float32, f"1 + {name}")
     log_probs = settled(ours.log_probs, truth.log_probs)
     three_way(log_probs, torchs.log_probs, truth.log_probs, torch.float32, "log_probs")
     # In float32 a soft cap makes logits equal that are not in float64, and each formula others: then any of them will
@@ -112,6 +123,7 @@ def assert_right(logits, targets, **options):
     counted = targets != options.get("ignore_index", -100)
     hits = ((ours.predicted_tokens == targets) & counted).sum() / counted.sum().clamp(min=1)
     assert ours.token_accuracy == hits.float()
+    assert torch.equal(ours.is_top1, (ours.predicted_tokens == targets) & counted)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -225,6 +237,7 @@ def test_one_class_alone(options, device):
     logits, targets, options = make_inputs(6, 1, torch.float32, device, options, spread=10.0)
     loss, grad = run(cross_entropy, logits, targets, torch.ones(6), reduction="none", **options)
     roundoff = unit_roundoff(torch.float32) * max(float(logits.abs().max()), 1.0) * abs(options.get("logit_scale", 1.0))
+    roundoff /= options.get("temperature", 1.0)
     assert loss.abs().max() <= 4 * roundoff
     assert grad.abs().max() <= 4 * roundoff
 
@@ -399,7 +412,7 @@ def test_target_out_of_range(target, device):
     forward_rows(logits, targets, torch.ones(5, device=device), None, options, rows)
     upstream = torch.ones(3, device=device)
     backward_rows(logits, targets, torch.ones(5, device=device), options, rows.stats, upstream, grad)
-    for rowwise in (rows.loss, rows.log_probs, grad):
+    for rowwise in (rows.loss, rows.extras["log_probs"], grad):
         assert rowwise[1].isnan().all()
         assert rowwise[[0, 2]].isfinite().all()
 
@@ -508,7 +521,7 @@ def test_every_option_is_in_the_signature(function):
 
 
 def test_options_are_the_same_after_an_operators_schema():
-    options = LossOptions(7, 0.1, None, 2.0, 1e-4, "sum", ("entropy", "log_probs"))
+    options = LossOptions(7, 0.1, None, 2.0, 1e-4, 0.5, "sum", ("entropy", "log_probs"))
     assert LossOptions.of_numbers(options.as_numbers(), "sum", "entropy log_probs") == options
 
 
@@ -527,13 +540,17 @@ def test_reference_is_the_formula(reduction):
     w = options["class_weight"] = options["class_weight"].double()
     by_row = options["row_weight"] = options["row_weight"].double()
     eps, cap, scale = options["label_smoothing"], options["softcap"], options["logit_scale"]
+    temperature = options["temperature"]
     out = cross_entropy_ref(logits, targets, reduction=reduction, extras=EXTRAS, **options)
     losses, weights, hits = [], [], []
     for row, y in enumerate(targets.tolist()):
-        z = [cap * math.tanh(scale * x / cap) for x in logits[row].tolist()]
+        z = [cap * math.tanh(scale * x / cap) / temperature for x in logits[row].tolist()]
         lse = math.log(sum(math.exp(v) for v in z))
         log_p = [v - lse for v in z]
         assert out.entropy[row].item() == pytest.approx(-sum(math.exp(v) * v for v in log_p))
+        assert out.log_sum_sq_probs[row].item() == pytest.approx(math.log(sum(math.exp(2 * v) for v in log_p)))
+        assert out.mean_logits[row].item() == pytest.approx(sum(z) / 5)
+        assert out.max_logits[row].item() == pytest.approx(max(z))
         assert out.predicted_tokens[row] == z.index(max(z))
         if y == options["ignore_index"]:
             losses.append(0.0)

@@ -19,7 +19,7 @@ from liger_kernels.ops._linear import Call, Needs
 from liger_kernels.ops._linear_operators import _as_arguments, backward_op, forward_op
 from liger_kernels.ops._linear_token_chunks import TokenChunks
 from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs
-from liger_kernels.ops._loss_options import LossOptions
+from liger_kernels.ops._loss_options import WRITTEN, LossOptions
 from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops.cross_entropy import EXTRAS, cross_entropy_ref
 from liger_kernels.ops.linear_cross_entropy import (
@@ -466,7 +466,7 @@ def test_compiles_under_autocast_and_without_gradients(device):
 def test_ops_are_registered_as_torch_wants_them(schedule, reduction, device):
     """Schema, autograd registration, and fake outputs equal to the real ones in shape, dtype and stride."""
     case = Case(device, torch.bfloat16, **ALL)
-    options = LossOptions(0, 0.2, 5.0, 1.7, 0.02, reduction, EXTRAS)
+    options = LossOptions(0, 0.2, 5.0, 1.7, 0.02, 0.5, reduction, EXTRAS)
     row_weight = torch.rand(TOKENS, device=device)
     tensors = *case.leaves(), case.targets, case.options["class_weight"], row_weight, row_weight.sum()
 
@@ -477,8 +477,11 @@ def test_ops_are_registered_as_torch_wants_them(schedule, reduction, device):
     for needs in (Needs(True, True, True), Needs(False, True, False)):
         check(forward_op, _as_arguments(Call.of(tensors, options, needs), schedule))
         arguments = _as_arguments(Call.of([t.detach() for t in tensors], options, needs), schedule)
-        loss, _, _, _, *state = forward_op(*arguments)
-        check(backward_op, (torch.ones_like(loss), state, *arguments))
+        loss, *results = forward_op(*arguments)
+        entropy, state = results[list(WRITTEN).index("entropy")], results[len(WRITTEN) :]
+        check(backward_op, (torch.ones_like(loss), None, None, state, *arguments))
+        if reduction == "none":
+            check(backward_op, (torch.ones_like(loss), entropy, torch.ones_like(entropy), state, *arguments))
 
 
 @pytest.mark.parametrize("memory", MEMORY)

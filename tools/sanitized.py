@@ -32,7 +32,7 @@ def slabs(dtype: torch.dtype, device: str = "cuda", rows: int = 40, vocab: int =
         options = LossOptions(z_loss=1e-4, extras=extras)
         found = Rows.empty(rows, logits.device, options, stats=True)
         assert found.stats is not None
-        carry = torch.zeros(4, rows, device=device)
+        carry = torch.zeros(6, rows, device=device)
         carry[1] = float("-inf")
         for start in range(0, vocab, columns):
             slab = Slab(start, vocab, carry)

@@ -18,12 +18,14 @@ from liger_kernels.ops.glu import (
     swiglu_ref,
 )
 from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from liger_kernels.ops.linear_log_probs import LogProbsOutput, linear_log_probs, linear_log_probs_ref
 from liger_kernels.ops.packing import PackedTargets, packing_weights
 from liger_kernels.ops.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from liger_kernels.ops.rope import rope, rope_ref
 
 __all__ = [
     "CrossEntropyOutput",
+    "LogProbsOutput",
     "LossOptions",
     "PackedTargets",
     "add_rms_norm",
@@ -37,6 +39,8 @@ __all__ = [
     "launches",
     "linear_cross_entropy",
     "linear_cross_entropy_ref",
+    "linear_log_probs",
+    "linear_log_probs_ref",
     "observe_logits_grad",
     "packing_weights",
     "reset_launches",

@@ -8,8 +8,9 @@ A row is read in two passes, for its sums and for its gradient. Both go through 
 of the target and the last one, which need masks, are separate, and the target's own gradient is stored last.
 
 An option that is off is None, so that a program is compiled without it. What belongs together goes through the
-helpers as a tuple: ``scaling`` is (logit_scale, softcap), with a number for logit_scale where there is a softcap;
-``smoothing`` is (label_smoothing, the sum of the class weights). PRECISE is for float32 logits.
+helpers as a tuple: ``scaling`` is (logit_scale, softcap, inverse temperature), where without a softcap logit_scale has
+the temperature in it and with one is a number; ``smoothing`` is (label_smoothing, the sum of the class weights);
+``entropy`` is (the upstream gradient of the entropy, entropy - log total), both [rows]. PRECISE is for float32 logits.
 """
 
 from __future__ import annotations
@@ -71,10 +72,12 @@ def _tanh(x, PRECISE: tl.constexpr):
 @triton.jit
 def _scaled_logits(x, scaling, PRECISE: tl.constexpr):
     """z of the formula, from the raw logits in float32."""
-    logit_scale, softcap = scaling
+    logit_scale, softcap, inverse_temperature = scaling
     if softcap is not None:
         softcap = _float32(softcap)
         z = softcap * _tanh(x * _float32(logit_scale) / softcap, PRECISE)
+        if inverse_temperature is not None:
+            z *= _float32(inverse_temperature)
     elif logit_scale is not None:
         z = x * _float32(logit_scale)
     else:
@@ -85,19 +88,27 @@ def _scaled_logits(x, scaling, PRECISE: tl.constexpr):
 @triton.jit
 def _softcap_slope(x, scaling, PRECISE: tl.constexpr):
     """dz/dx under a cap: logit_scale times 1 - tanh^2, in a form that does not cancel where the cap saturates."""
-    logit_scale, softcap = scaling
+    logit_scale, softcap, inverse_temperature = scaling
     logit_scale = _float32(logit_scale)
     e = _exp(-2.0 * tl.abs(x * logit_scale / _float32(softcap)), PRECISE)
+    if inverse_temperature is not None:
+        logit_scale *= _float32(inverse_temperature)
     return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
 @triton.jit
-def _finished_grad(grad, e, x, weight, inverse, upstream, vocab, scaling, smoothing, PRECISE: tl.constexpr):
-    """``grad`` with what smoothing and a cap make of it; ``e`` is exp(z - max), ``weight`` the classes' weights."""
+def _finished_grad(
+    grad, e, below, x, weight, inverse, upstream, vocab, scaling, smoothing, entropy, PRECISE: tl.constexpr
+):
+    """``grad`` with what smoothing, the entropy and a cap make of it; ``below`` is z - max, ``e`` its exponential,
+    ``weight`` the classes' weights."""
     label_smoothing, weight_sum = smoothing
-    _, softcap = scaling
+    _, softcap, _ = scaling
     if label_smoothing is not None:
         grad += _float32(label_smoothing) / vocab * (weight_sum * (e * inverse) - weight) * upstream
+    if entropy is not None:
+        upstream_of_entropy, shift = entropy
+        grad -= upstream_of_entropy * (e * inverse) * tl.where(e > 0.0, below + shift, 0.0)
     if softcap is not None:
         grad *= _softcap_slope(x, scaling, PRECISE)
     return grad
@@ -134,7 +145,7 @@ def _read_target(target, ignore_index, vocab, first, classes):
 def _store_grad_block(
     logits_rows, grad_rows, start,    # pointers [rows], and the first column
     weight_ptr,                       # [vocab] or None
-    rows,                             # six of [rows]
+    rows, entropy,                    # six of [rows], two of [rows] or None
     vocab, scaling, smoothing,
     PRECISE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):
@@ -156,9 +167,15 @@ def _store_grad_block(
             weight = tl.load(weight_ptr + cols, mask=cols < vocab, other=0.0)[None, :]
     x = tl.load(logits_rows[:, None] + cols[None, :], mask=read, other=0.0, eviction_policy="evict_first")
     x = x.to(tl.float32)
-    e = _exp(_scaled_logits(x, scaling, PRECISE) - row_max[:, None], PRECISE)
+    z = _scaled_logits(x, scaling, PRECISE)
+    below = z - row_max[:, None]
+    e = _exp(below, PRECISE)
+    if entropy is not None:
+        upstream_of_entropy, shift = entropy
+        entropy = (upstream_of_entropy[:, None], shift[:, None])
     grad = _finished_grad(
-        e * factor[:, None], e, x, weight, inverse[:, None], upstream[:, None], vocab, scaling, smoothing, PRECISE
+        e * factor[:, None], e, below, x, weight, inverse[:, None], upstream[:, None],
+        vocab, scaling, smoothing, entropy, PRECISE,
     )
     tl.store(
         grad_rows[:, None] + cols[None, :],
@@ -174,13 +191,14 @@ def _store_grad(
     weight_ptr,                                   # [vocab] or None
     row_mask, target, column, counts, invalid,    # [rows]; column: where the target's logit would be
     upstream, row_max, total, others,             # [rows]
+    entropy,                                      # two of [rows]: its upstream gradient, and itself; or None
     vocab, z_loss, scaling, smoothing,
     PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Write upstream * dloss/dx for a tile of rows. The blocks run from last to first: after the forward's pass over
     the same rows the last blocks are still in the cache."""
     label_smoothing, _ = smoothing
-    logit_scale, softcap = scaling
+    logit_scale, softcap, _ = scaling
     if weight_ptr is None:
         class_weight = tl.full(target.shape, 1.0, tl.float32)
     else:
@@ -191,7 +209,13 @@ def _store_grad(
     total = tl.where(counts, total, 1.0)
     row_max = tl.where(counts, row_max, 0.0)
     inverse = 1.0 / total
-    z_loss_slope = 2.0 * z_loss * (row_max + tl.log(total))
+    log_total = tl.log(total)
+    z_loss_slope = 2.0 * z_loss * (row_max + log_total)
+    if entropy is not None:
+        upstream_of_entropy, own_entropy = entropy
+        if logit_scale is not None and softcap is None:
+            upstream_of_entropy *= _float32(logit_scale)
+        entropy = (tl.where(counts, upstream_of_entropy, 0.0), tl.where(counts, own_entropy - log_total, 0.0))
     if logit_scale is not None and softcap is None:
         upstream *= _float32(logit_scale)
     # A row that does not count has factors of zero, or of NaN where its target is out of range.
@@ -200,11 +224,13 @@ def _store_grad(
     # p - 1 at the target from the other classes' sum: subtracting would cancel.
     here = counts & (column >= 0) & (column < vocab)
     x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
-    e_target = _exp(_scaled_logits(x_target, scaling, PRECISE) - row_max, PRECISE)
+    below_target = _scaled_logits(x_target, scaling, PRECISE) - row_max
+    e_target = _exp(below_target, PRECISE)
     p_target = e_target * inverse
     at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream
     at_target = _finished_grad(
-        at_target, e_target, x_target, class_weight, inverse, upstream, vocab, scaling, smoothing, PRECISE
+        at_target, e_target, below_target, x_target, class_weight, inverse, upstream,
+        vocab, scaling, smoothing, entropy, PRECISE,
     )
     rows = (row_mask, counts, row_max, factor, inverse, upstream)
     tl.debug_barrier()  # over logits, every lane has read its target's before any lane overwrites it
@@ -215,12 +241,12 @@ def _store_grad(
         n_whole = vocab // BLOCK
     for i in range(n_whole, tl.cdiv(vocab, BLOCK)):
         _store_grad_block(
-            logits_rows, grad_rows, i * BLOCK, weight_ptr, rows,
+            logits_rows, grad_rows, i * BLOCK, weight_ptr, rows, entropy,
             vocab, scaling, smoothing, PRECISE, BLOCK, WHOLE=False,
         )
     for i in range(n_whole):
         _store_grad_block(
-            logits_rows, grad_rows, (n_whole - 1 - i) * BLOCK, weight_ptr, rows,
+            logits_rows, grad_rows, (n_whole - 1 - i) * BLOCK, weight_ptr, rows, entropy,
             vocab, scaling, smoothing, PRECISE, BLOCK, WHOLE=True,
         )
     tl.debug_barrier()  # the target's own gradient comes after what its block wrote there
@@ -247,8 +273,8 @@ def _argmax_of_lane(z):
 @triton.jit
 def _scan_block(
     logits_rows, start,                                # pointers [rows], and the first column
-    group_max, others, distance, smooth, predicted,    # [rows, lanes], of the columns before
-    weight_ptr, entropy_ptr, predicted_ptr,            # None: not wanted
+    group_max, others, distance, squares, mean, smooth, predicted,    # [rows, lanes], of the columns before
+    weight_ptr, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr,    # None: not wanted
     read, column, finite_z_target, first_class,        # [rows], and the class of the first column of all
     vocab, scaling, label_smoothing,
     PRECISE: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
@@ -273,6 +299,11 @@ def _scan_block(
         if weight_ptr is not None:
             lower *= tl.load(weight_ptr + cols, mask=in_row, other=0.0)[None, :]
         smooth += _over_lane(tl.reshape(lower, (lower.shape[0], CHUNKS, LANES, VECTOR)))
+    if mean_ptr is not None:
+        summed = z
+        if not PLAIN:
+            summed = tl.where(mask, z, 0.0)
+        mean += _over_lane(tl.reshape(summed, (z.shape[0], CHUNKS, LANES, VECTOR)))
     z = tl.reshape(z, (z.shape[0], CHUNKS, LANES, VECTOR))
     if predicted_ptr is None:
         block_max = tl.max(tl.max(z, 3), 1)
@@ -292,8 +323,10 @@ def _scan_block(
         moved = tl.where(group_max > float("-inf"), group_max - shift, 0.0)
         distance = (distance + moved * others) * decay
         distance += _over_lane(e * tl.where(e > 0.0, z - shift[:, None, :, None], 0.0))
+    if squares_ptr is not None:
+        squares = squares * (decay * decay) + _over_lane(e * e)
     others = others * decay + _over_lane(e)
-    return new_max, others, distance, smooth, predicted
+    return new_max, others, distance, squares, mean, smooth, predicted
 
 
 @triton.jit
@@ -304,15 +337,15 @@ def _cross_entropy_fwd_kernel(
     row_weight_ptr,                                     # [rows] or None
     loss_ptr,                                           # [rows]
     stats_ptr, stats_stride,                            # [3, rows] or None
-    log_probs_ptr, entropy_ptr, predicted_ptr,          # [rows] or None
+    log_probs_ptr, entropy_ptr, predicted_ptr, squares_ptr, mean_ptr, max_ptr,    # [rows] or None
     grad_ptr, grad_stride, denominator_ptr,            # [rows, vocab], 0-d, or None
-    carry_ptr, carry_stride, first, classes,            # of a slab: [4, rows] or None, and two numbers
+    carry_ptr, carry_stride, first, classes,            # of a slab: [6, rows] or None, and two numbers
     n_rows, vocab,
-    ignore_index, label_smoothing, softcap, logit_scale, z_loss,
+    ignore_index, label_smoothing, softcap, logit_scale, inverse_temperature, z_loss,
     PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
 ):
     z_loss = _float32(z_loss)
-    scaling = (logit_scale, softcap)
+    scaling = (logit_scale, softcap, inverse_temperature)
 
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < n_rows
@@ -329,7 +362,7 @@ def _cross_entropy_fwd_kernel(
 
     # Ignored rows are read only if something is reported about them.
     read = row_mask
-    if entropy_ptr is None and predicted_ptr is None:
+    if entropy_ptr is None and predicted_ptr is None and squares_ptr is None and mean_ptr is None and max_ptr is None:
         read = counts
 
     # A maximum and its sums for what each lane holds of a block, CHUNKS times VECTOR neighbouring columns: nothing
@@ -338,6 +371,8 @@ def _cross_entropy_fwd_kernel(
     group_max = tl.full((ROWS, LANES), float("-inf"), tl.float32)
     others = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max) but for the target's
     distance = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max) * (z - max), for the entropy
+    squares = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max)^2 but for the target's
+    mean = tl.zeros((ROWS, LANES), tl.float32)  # sum of z
     smooth = tl.zeros((ROWS, LANES), tl.float32)  # sum of w_c * (z_c - z_target), for label smoothing
     predicted = tl.zeros((ROWS, LANES), tl.int32)
     first_class = 0
@@ -351,6 +386,10 @@ def _cross_entropy_fwd_kernel(
         if entropy_ptr is not None:
             before = tl.load(carry_rows + carry_stride + carry_stride + carry_stride, mask=row_mask, other=0.0)
             distance = tl.where(lane, before[:, None], distance)
+        if squares_ptr is not None:
+            squares = tl.where(lane, tl.load(carry_rows + 4 * carry_stride, mask=row_mask, other=0.0)[:, None], squares)
+        if mean_ptr is not None:
+            mean = tl.where(lane, tl.load(carry_rows + 5 * carry_stride, mask=row_mask, other=0.0)[:, None], mean)
         if predicted_ptr is not None:
             known = tl.load(predicted_ptr + row, mask=row_mask, other=0).to(tl.int32)
             predicted = tl.where(lane, known[:, None], predicted)
@@ -376,10 +415,10 @@ def _cross_entropy_fwd_kernel(
                 block = tl.minimum(target_block, n_whole)
                 if i > 0:
                     block = n_whole
-            group_max, others, distance, smooth, predicted = _scan_block(
+            group_max, others, distance, squares, mean, smooth, predicted = _scan_block(
                 logits_rows, block * BLOCK,
-                group_max, others, distance, smooth, predicted,
-                weight_ptr, entropy_ptr, predicted_ptr,
+                group_max, others, distance, squares, mean, smooth, predicted,
+                weight_ptr, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr,
                 read, column, finite_z_target, first_class,
                 vocab, scaling, label_smoothing,
                 PRECISE, BLOCK, CHUNKS, VECTOR, EVICTED, PLAIN=edges == 0,
@@ -397,12 +436,20 @@ def _cross_entropy_fwd_kernel(
     if entropy_ptr is not None:
         distance = tl.sum((distance + moved * others) * decay, 1)
     others = tl.sum(others * decay, 1)
+    if squares_ptr is not None:
+        squares = tl.sum(squares * (decay * decay), 1)
+    if mean_ptr is not None:
+        mean = tl.sum(mean, 1)
     if carry_ptr is not None:
         tl.store(carry_rows, z_target, mask=row_mask)
         tl.store(carry_rows + carry_stride, known_max, mask=row_mask)
         tl.store(carry_rows + carry_stride + carry_stride, others, mask=row_mask)
         if entropy_ptr is not None:
             tl.store(carry_rows + carry_stride + carry_stride + carry_stride, distance, mask=row_mask)
+        if squares_ptr is not None:
+            tl.store(carry_rows + 4 * carry_stride, squares, mask=row_mask)
+        if mean_ptr is not None:
+            tl.store(carry_rows + 5 * carry_stride, mean, mask=row_mask)
     smooth = tl.sum(smooth, 1)
     e_target = tl.where(counts, _exp(z_target - row_max, PRECISE), 0.0)
     total = tl.where(read, others + e_target, 1.0)
@@ -439,6 +486,16 @@ def _cross_entropy_fwd_kernel(
     if entropy_ptr is not None:
         mean_distance = (distance + tl.where(e_target > 0.0, e_target * (z_target - row_max), 0.0)) / total
         tl.store(entropy_ptr + row, log_total - mean_distance, mask=row_mask)
+    if squares_ptr is not None:
+        squares = tl.where(read, squares + e_target * e_target, 1.0)
+        tl.store(squares_ptr + row, tl.log(squares) - 2.0 * log_total, mask=row_mask)
+    if mean_ptr is not None:
+        classes_in_all = vocab
+        if classes is not None:
+            classes_in_all = classes
+        tl.store(mean_ptr + row, mean / classes_in_all, mask=row_mask)
+    if max_ptr is not None:
+        tl.store(max_ptr + row, known_max, mask=row_mask)
     if predicted_ptr is not None:
         tl.store(predicted_ptr + row, predicted.to(tl.int64), mask=row_mask)
 
@@ -449,7 +506,7 @@ def _cross_entropy_fwd_kernel(
         _store_grad(
             logits_rows, grad_ptr + row * grad_stride, weight_ptr,
             row_mask, target, column, counts, invalid, upstream,
-            row_max, total, others,
+            row_max, total, others, None,
             vocab, z_loss, scaling, (label_smoothing, weight_sum), PRECISE, ROWS, BLOCK,
         )
 
@@ -462,18 +519,18 @@ def _cross_entropy_bwd_kernel(
     weight_ptr, weight_sum_ptr,                         # [vocab], 0-d, or None
     stats_ptr, stats_stride,                            # [3, rows]
     upstream_ptr, upstream_stride, denominator_ptr,         # [rows], 0-d or None
-    row_weight_ptr,                                     # [rows] or None
-    skip_if_one_ptr,                                     # 0-d or None
+    row_weight_ptr, skip_if_one_ptr,                    # [rows], 0-d, or None
+    entropy_ptr, grad_entropy_ptr, grad_entropy_stride, # [rows] or None
     first, classes,                                     # of a slab
     n_rows, vocab,
-    ignore_index, label_smoothing, softcap, logit_scale, z_loss,
+    ignore_index, label_smoothing, softcap, logit_scale, inverse_temperature, z_loss,
     PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     if skip_if_one_ptr is not None:  # noqa: SIM102 (the outer one is decided when it is compiled)
         if tl.load(skip_if_one_ptr) == 1.0:
             return
     z_loss = _float32(z_loss)
-    scaling = (logit_scale, softcap)
+    scaling = (logit_scale, softcap, inverse_temperature)
 
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < n_rows
@@ -487,13 +544,17 @@ def _cross_entropy_bwd_kernel(
         upstream = tl.div_rn(upstream, tl.load(denominator_ptr))
     if row_weight_ptr is not None:
         upstream *= tl.load(row_weight_ptr + row, mask=counts, other=0.0)
+    entropy = None
+    if grad_entropy_ptr is not None:
+        upstream_of_entropy = tl.load(grad_entropy_ptr + row * grad_entropy_stride, mask=row_mask, other=0.0)
+        entropy = (upstream_of_entropy.to(tl.float32), tl.load(entropy_ptr + row, mask=row_mask, other=0.0))
     stats_rows = stats_ptr + row
     _store_grad(
         logits_ptr + row * logits_stride, grad_ptr + row * grad_stride, weight_ptr,
         row_mask, target, column, counts, invalid, upstream,
         tl.load(stats_rows, mask=row_mask, other=0.0),
         tl.load(stats_rows + stats_stride, mask=row_mask, other=1.0),
-        tl.load(stats_rows + stats_stride + stats_stride, mask=row_mask, other=0.0),
+        tl.load(stats_rows + stats_stride + stats_stride, mask=row_mask, other=0.0), entropy,
         vocab, z_loss, scaling, (label_smoothing, weight_sum), PRECISE, ROWS, BLOCK,
     )
 # fmt: on

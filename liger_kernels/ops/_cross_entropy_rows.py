@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from liger_kernels.ops import _cross_entropy_kernels as kernels
-from liger_kernels.ops._loss_options import LossOptions
+from liger_kernels.ops._loss_options import WRITTEN, LossOptions
 from liger_kernels.ops._runtime import INTERPRET, launch
 from liger_kernels.ops._tiling import cdiv, choice, next_power_of_2, tile
 
@@ -17,26 +17,20 @@ class Rows(NamedTuple):
 
     loss: torch.Tensor  # [tokens]
     stats: torch.Tensor | None  # [3, tokens]: the maximum of z, the sum of exp(z - maximum), the same without y's
-    log_probs: torch.Tensor | None  # [tokens]
-    entropy: torch.Tensor | None  # [tokens]
-    predicted: torch.Tensor | None  # [tokens]
+    extras: dict[str, torch.Tensor]  # [tokens] each: of WRITTEN
 
     @classmethod
     def empty(cls, tokens: int, device: torch.device, options: LossOptions, stats: bool) -> Rows:
-        def rows(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=device)
+        def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
 
-        return cls(
-            loss=rows(tokens),
-            stats=rows(3, tokens) if stats else None,
-            log_probs=rows(tokens) if "log_probs" in options.extras else None,
-            entropy=rows(tokens) if "entropy" in options.extras else None,
-            predicted=torch.empty(tokens, dtype=torch.int64, device=device) if options.predicts() else None,
-        )
+        extras = {name: rows(tokens, dtype=WRITTEN[name]) for name in options.written()}
+        return cls(rows(tokens), rows(3, tokens) if stats else None, extras)
 
     def chunk(self, start: int, stop: int) -> Rows:
         """Views of rows ``start`` to ``stop``."""
-        return Rows(*(None if t is None else t[..., start:stop] for t in self))  # type: ignore[arg-type]
+        stats = None if self.stats is None else self.stats[:, start:stop]
+        return Rows(self.loss[start:stop], stats, {name: t[start:stop] for name, t in self.extras.items()})
 
 
 class Slab(NamedTuple):
@@ -45,8 +39,9 @@ class Slab(NamedTuple):
     Attributes:
         first: the class of the first column.
         classes: how many there are in all.
-        carry: float32 [4, tokens], what the forward knows of the classes before: the target's z, the maximum, and the
-            sums of exp(z - maximum) and of exp(z - maximum) * (z - maximum) without the target's.
+        carry: float32 [6, tokens], what the forward knows of the classes before: the target's z, the maximum; without
+            the target's the sums of exp(z - maximum), of exp(z - maximum) * (z - maximum) and of exp(z - maximum)^2;
+            and the sum of z.
     """
 
     first: int
@@ -102,15 +97,16 @@ def _weight_sum(class_weight: torch.Tensor | None, options: LossOptions) -> torc
 
 
 def _as_arguments(options: LossOptions) -> tuple[float | None, ...]:
-    """ignore_index, label_smoothing, softcap, logit_scale and z_loss for a kernel, None for what changes nothing."""
-    scaled = options.logit_scale != 1.0 or options.softcap is not None
-    return (
-        options.ignore_index,
-        options.label_smoothing or None,
-        options.softcap,
-        options.logit_scale if scaled else None,
-        options.z_loss,
-    )
+    """ignore_index, label_smoothing, softcap, logit_scale, 1 / temperature and z_loss for a kernel, None for what
+    changes nothing."""
+    scale: float | None = options.logit_scale
+    inverse: float | None = 1.0 / options.temperature
+    if options.softcap is None:  # then one factor does
+        scale, inverse = options.logit_scale / options.temperature, None
+        scale = None if scale == 1.0 else scale
+    elif inverse == 1.0:
+        inverse = None
+    return options.ignore_index, options.label_smoothing or None, options.softcap, scale, inverse, options.z_loss
 
 
 def forward_rows(
@@ -129,12 +125,13 @@ def forward_rows(
     tokens, vocab = logits.shape
     shape = _launch_shape(logits, passes=2)
     first, classes, carry = (None, None, None) if slab is None else slab
+    extras = [rows.extras.get(name) for name in WRITTEN]
     # fmt: off
     launch(
         kernels._cross_entropy_fwd_kernel, (cdiv(tokens, shape["ROWS"]),), logits.device,
         logits, logits.stride(0),
         targets, class_weight, _weight_sum(class_weight, options), row_weight,
-        rows.loss, rows.stats, _row_stride(rows.stats), rows.log_probs, rows.entropy, rows.predicted,
+        rows.loss, rows.stats, _row_stride(rows.stats), *extras,
         grad, _row_stride(grad), denominator,
         carry, _row_stride(carry), first, classes,
         tokens, vocab, *_as_arguments(options), PRECISE=logits.dtype == torch.float32,
@@ -155,11 +152,14 @@ def backward_rows(
     denominator: torch.Tensor | None = None,
     row_weight: torch.Tensor | None = None,
     skip_if_one: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
+    grad_entropy: torch.Tensor | None = None,
     slab: Slab | None = None,
 ) -> None:
     """Write upstream / denominator * row weight * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is
     0-d or [tokens], ``denominator`` 0-d, ``row_weight`` float32 [tokens] and contiguous. Where ``skip_if_one`` (0-d) is
-    1, ``grad`` is left as it is: only the device knows, and nobody waits for it."""
+    1, ``grad`` is left as it is: only the device knows, and nobody waits for it. With ``grad_entropy`` [tokens], the
+    gradient of the rows' ``entropy`` times it is added."""
     tokens, vocab = logits.shape
     shape = _launch_shape(logits, passes=1)
     first, classes, _ = (None, None, None) if slab is None else slab
@@ -169,6 +169,7 @@ def backward_rows(
         logits, logits.stride(0), grad, grad.stride(0),
         targets, class_weight, _weight_sum(class_weight, options), stats, stats.stride(0),
         upstream, upstream.stride(0) if upstream.dim() else 0, denominator, row_weight, skip_if_one,
+        entropy, grad_entropy, 0 if grad_entropy is None else grad_entropy.stride(0),
         first, classes,
         tokens, vocab, *_as_arguments(options), PRECISE=logits.dtype == torch.float32,
         enable_fp_fusion=_FUSION, **shape,

@@ -105,6 +105,14 @@ class Output(NamedTuple):
         return self if reduction == "none" else self._replace(loss=self.loss.new_empty(()))
 
 
+class Upstream(NamedTuple):
+    """What comes into a backward."""
+
+    loss: Tensor  # the gradient of the loss, 0-d or [tokens]
+    entropy: Tensor | None = None  # the rows' entropy, and
+    grad_entropy: Tensor | None = None  # its gradient, both [tokens]
+
+
 Gradients = tuple[Tensor, Tensor, Tensor]  # of hidden, weight and bias, each without elements if it is not needed
 
 
@@ -130,10 +138,10 @@ class Schedule(Protocol):
         call: Call,
         saved: tuple[Tensor, ...],
         buffers: tuple[Tensor, ...] | None,
-        grad_loss: Tensor,
+        upstream: Upstream,
         overwrite: bool,
     ) -> Gradients:
-        """The gradients for the upstream gradient ``grad_loss``.
+        """The gradients of the arguments.
 
         Args:
             buffers: those of the forward, or None where an earlier pass overwrote them.

@@ -23,6 +23,7 @@ from liger_kernels.ops._linear import (
     Gradients,
     Needs,
     Output,
+    Upstream,
     current_observer,
     logits_buffer,
     logits_of,
@@ -147,14 +148,14 @@ class TokenChunks(NamedTuple):
         call: Call,
         saved: tuple[Tensor, ...],
         buffers: tuple[Tensor, ...] | None,
-        grad_loss: Tensor,
+        upstream: Upstream,
         overwrite: bool,
     ) -> Gradients:
         if call.options.reduction == "none":
-            return self._recomputed(call, saved[0], grad_loss)
+            return self._recomputed(call, saved[0], upstream)
         assert buffers is not None  # only the last pass overwrites them
         *sums, d_logits = buffers
-        scale = grad_loss.to(torch.float32) / saved[0]
+        scale = upstream.loss.to(torch.float32) / saved[0]
         observer = current_observer()
         if observer is not None and d_logits.dim() == 2:
             for start, stop in self._chunks(len(d_logits)):
@@ -168,12 +169,14 @@ class TokenChunks(NamedTuple):
         rows = first.shape[0] + (second.shape[0] if call.needs.weight else 0)
         return torch.empty_like(hidden), hidden.new_empty((rows, *first.shape[1:])), hidden.new_empty(bias.shape)
 
-    def _recomputed(self, call: Call, stats: Tensor, grad_loss: Tensor) -> Gradients:
+    def _recomputed(self, call: Call, stats: Tensor, upstream: Upstream) -> Gradients:
         """The backward of "none"."""
         observer = current_observer()
         # The upstream gradient's size stays out of the 16-bit logits' gradient here, too.
-        grad_loss = grad_loss.to(torch.float32)
-        upstream, scale = _normalised(grad_loss if call.row_weight is None else grad_loss * call.row_weight)
+        grad_loss = upstream.loss.to(torch.float32)
+        grad_loss = grad_loss if call.row_weight is None else grad_loss * call.row_weight
+        grads = [grad_loss] if upstream.grad_entropy is None else [grad_loss, upstream.grad_entropy.to(torch.float32)]
+        (grad_loss, *grad_entropy), scale = _normalised(torch.stack(grads))
         tokens = len(call.hidden)
         buffer = logits_buffer(call, min(self.chunk_size, tokens), len(call.weight))
         sums = _GradientSums.empty(call, call.needs)
@@ -186,8 +189,10 @@ class TokenChunks(NamedTuple):
                 call.class_weight,
                 call.options,
                 stats[:, start:stop],
-                upstream[start:stop],  # the row weights, too
+                grad_loss[start:stop],  # the row weights, too
                 grad=logits,
+                entropy=None if upstream.entropy is None else upstream.entropy[start:stop],
+                grad_entropy=grad_entropy[0][start:stop] if grad_entropy else None,
             )
             if observer is not None:
                 observer(start, logits.float() * scale)
@@ -204,7 +209,7 @@ class TokenChunks(NamedTuple):
 
 
 def _normalised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``weight`` [tokens] in units of its largest magnitude, and that, 0-d; 1 for no or only zero weights."""
-    largest = weight.abs().amax() if len(weight) else torch.ones((), dtype=torch.float32, device=weight.device)
+    """``weight`` [..., tokens] in units of its largest magnitude, and that, 0-d; 1 for no or only zero weights."""
+    largest = weight.abs().amax() if weight.numel() else torch.ones((), dtype=torch.float32, device=weight.device)
     largest = largest.masked_fill(largest == 0, 1.0)
     return weight / largest, largest

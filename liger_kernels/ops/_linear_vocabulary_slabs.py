@@ -31,6 +31,7 @@ from liger_kernels.ops._linear import (
     Call,
     Gradients,
     Output,
+    Upstream,
     current_observer,
     logits_buffer,
     logits_of,
@@ -132,9 +133,9 @@ class VocabularySlabs(NamedTuple):
         rows, (_, stats), buffers = output.rows, output.saved, output.buffers
         carry = None
         if not self._whole:
-            if rows.predicted is not None:
-                rows.predicted.zero_()
-            carry = torch.zeros((4, len(call.hidden)), dtype=torch.float32, device=call.hidden.device)
+            if "predicted_tokens" in rows.extras:
+                rows.extras["predicted_tokens"].zero_()
+            carry = torch.zeros((6, len(call.hidden)), dtype=torch.float32, device=call.hidden.device)
             carry[1] = float("-inf")
         for first, logits in self._forward_slabs(call, *buffers):
             slab = None if self._whole else Slab(first, len(call.weight), carry)
@@ -154,7 +155,7 @@ class VocabularySlabs(NamedTuple):
         call: Call,
         saved: tuple[Tensor, ...],
         buffers: tuple[Tensor, ...] | None,
-        grad_loss: Tensor,
+        upstream: Upstream,
         overwrite: bool,
     ) -> Gradients:
         known = buffers is not None and (not self.slab or bool(self.kept_classes))
@@ -173,7 +174,7 @@ class VocabularySlabs(NamedTuple):
         else:
             slabs, gradients = iter(self._kept_slabs(call, grad_weight, other_logits)), self._gradients_of_kept
         grad_bias = call.new(call.needs.bias, len(call.weight))
-        grad_hidden = gradients(call, self._overwritten(call, slabs, saved, grad_loss, grad_bias), grad_weight)
+        grad_hidden = gradients(call, self._overwritten(call, slabs, saved, upstream, grad_bias), grad_weight)
         return grad_hidden, grad_weight, grad_bias
 
     def allocate_gradients(self, call: Call, buffers: tuple[Tensor, ...]) -> Gradients:
@@ -238,7 +239,7 @@ class VocabularySlabs(NamedTuple):
         call: Call,
         slabs: Iterable[tuple[int, int, Tensor]],
         saved: tuple[Tensor, ...],
-        grad_loss: Tensor,
+        upstream: Upstream,
         grad_bias: Tensor,
     ) -> Iterator[tuple[int, int, Tensor]]:
         """``slabs``, their logits overwritten by the gradient, of which ``grad_bias`` and the observer get theirs."""
@@ -251,10 +252,12 @@ class VocabularySlabs(NamedTuple):
                 call.class_weight,
                 call.options,
                 stats,
-                grad_loss,
+                upstream.loss,
                 grad=logits,
                 denominator=denominator,
                 row_weight=call.row_weight,
+                entropy=upstream.entropy,
+                grad_entropy=upstream.grad_entropy,
                 slab=None if self._whole else Slab(first, vocab),
             )
             if observer is not None:

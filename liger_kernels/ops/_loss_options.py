@@ -7,8 +7,28 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 REDUCTIONS = ("mean", "sum", "none")
-EXTRAS = ("token_accuracy", "predicted_tokens", "entropy", "log_probs")
+EXTRAS = (
+    "token_accuracy",
+    "predicted_tokens",
+    "entropy",
+    "log_probs",
+    "is_top1",
+    "log_sum_sq_probs",
+    "mean_logits",
+    "max_logits",
+)
+# What a kernel writes for each row, and in which dtype; the others come of it.
+WRITTEN = {
+    "log_probs": torch.float32,
+    "entropy": torch.float32,
+    "predicted_tokens": torch.int64,
+    "log_sum_sq_probs": torch.float32,
+    "mean_logits": torch.float32,
+    "max_logits": torch.float32,
+}
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -22,10 +42,10 @@ class LossOptions(NamedTuple):
         softcap: the bound of the tanh cap, or None.
         logit_scale: multiplies the logits, before the cap.
         z_loss: the factor of lse^2 (``lse_square_scale``).
+        temperature: divides the logits, after the cap.
         reduction: "mean", "sum" or "none". A mean over no row (or a total weight of 0) is 0 with zero gradients, where
             PyTorch returns NaN.
-        extras: names of more results from the same pass: "token_accuracy", "predicted_tokens", "entropy", "log_probs".
-            They carry no gradient.
+        extras: names of more results from the same pass, of :data:`EXTRAS`. They carry no gradient.
     """
 
     ignore_index: int = -100
@@ -33,6 +53,7 @@ class LossOptions(NamedTuple):
     softcap: float | None = None
     logit_scale: float = 1.0
     z_loss: float = 0.0
+    temperature: float = 1.0
     reduction: str = "mean"
     extras: tuple[str, ...] = ()
 
@@ -65,6 +86,8 @@ class LossOptions(NamedTuple):
             raise ValueError(f"label_smoothing is {options.label_smoothing!r}; it must be between 0 and 1")
         if options.softcap is not None and options.softcap <= 0.0:
             raise ValueError(f"softcap is {options.softcap!r}; it must be positive, or None for no cap")
+        if options.temperature <= 0.0:
+            raise ValueError(f"temperature is {options.temperature!r}; it must be positive")
         if options.z_loss < 0.0:
             raise ValueError(f"z_loss is {options.z_loss!r}; it must not be negative")
         ignore_index, *others = options._numbers().values()
@@ -91,9 +114,10 @@ class LossOptions(NamedTuple):
         values: list[Any] = [int(ignore_index), *floats, reduction, tuple(extras.split())]
         return cls(*values)
 
-    def predicts(self) -> bool:
-        """Whether the class of the largest logit is wanted."""
-        return "token_accuracy" in self.extras or "predicted_tokens" in self.extras
+    def written(self) -> list[str]:
+        """What a kernel has to write for ``extras``, in the order of :data:`WRITTEN`."""
+        predicts = any(name in self.extras for name in ("token_accuracy", "is_top1"))
+        return [name for name in WRITTEN if name in self.extras or (predicts and name == "predicted_tokens")]
 
 
 def takes_options(function: _Function) -> _Function:

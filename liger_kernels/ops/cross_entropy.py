@@ -1,7 +1,8 @@
 r"""Cross entropy over logits, with every option of the loss, in one read of the logits and one write of their gradient.
 
-With raw logits x[row, c], z = softcap * tanh(logit_scale * x / softcap) (z = logit_scale * x without a cap),
-lse = log(sum_c exp(z_c)), log p_c = z_c - lse, class weights w, V classes and smoothing eps, a row with target y costs
+With raw logits x[row, c], z = softcap * tanh(logit_scale * x / softcap) / temperature (without a cap
+z = logit_scale * x / temperature), lse = log(sum_c exp(z_c)), log p_c = z_c - lse, class weights w, V classes and
+smoothing eps, a row with target y costs
 
     loss = (1 - eps) * w_y * (-log p_y) + eps / V * sum_c w_c * (-log p_c) + z_loss * lse^2
     dloss/dx_c = ((1 - eps) * w_y * (p_c - [c = y]) + eps / V * (W * p_c - w_c) + 2 * z_loss * lse * p_c) * dz_c/dx_c
@@ -39,6 +40,10 @@ class CrossEntropyOutput(NamedTuple):
         predicted_tokens: int64 [tokens]: the class of the largest logit, the first one of equals.
         entropy: float32 [tokens]: -sum_c p_c log p_c, for ignored rows too.
         log_probs: float32 [tokens]: log p of the target; 0 for ignored rows.
+        is_top1: bool [tokens]: whether the target has the largest logit and no class before it has, too; False for
+            ignored rows.
+        log_sum_sq_probs: float32 [tokens]: log sum_c p_c^2, for ignored rows too.
+        mean_logits, max_logits: float32 [tokens]: of z, for ignored rows too.
     """
 
     loss: torch.Tensor
@@ -46,6 +51,10 @@ class CrossEntropyOutput(NamedTuple):
     predicted_tokens: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     log_probs: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+    log_sum_sq_probs: torch.Tensor | None = None
+    mean_logits: torch.Tensor | None = None
+    max_logits: torch.Tensor | None = None
 
 
 @takes_options
@@ -64,6 +73,7 @@ def cross_entropy_ref(
     z = z * o.logit_scale
     if o.softcap is not None:
         z = o.softcap * torch.tanh(z / o.softcap)
+    z = z / o.temperature
     targets = targets.long()
     weights = None if class_weight is None else class_weight.to(z.dtype)
     rows = F.cross_entropy(
@@ -85,18 +95,16 @@ def cross_entropy_ref(
     if not o.extras:
         return loss
     with torch.no_grad():
-        predicted = z.argmax(dim=-1)
-        accuracy = ((predicted == targets) & counted).sum() / counted.sum().clamp(min=1)
         log_p = torch.log_softmax(z, dim=-1)
-        log_probs = log_p.gather(1, targets.where(counted, 0)[:, None])[:, 0].where(counted, 0.0)
-        entropy = torch.special.entr(log_p.exp()).sum(dim=-1)
-    return _select_extras(loss, o.extras, accuracy, predicted, entropy, log_probs)
-
-
-def token_accuracy(predicted: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """The share of right predictions among the rows not ignored, 0-d float32."""
-    counted = targets != ignore_index
-    return ((predicted == targets) & counted).sum().to(torch.float32) / counted.sum().clamp(min=1)
+        extras = {
+            "log_probs": log_p.gather(1, targets.where(counted, 0)[:, None])[:, 0].where(counted, 0.0),
+            "entropy": torch.special.entr(log_p.exp()).sum(dim=-1),
+            "predicted_tokens": z.argmax(dim=-1),
+            "log_sum_sq_probs": torch.logsumexp(2 * log_p, dim=-1),
+            "mean_logits": z.mean(dim=-1),
+            "max_logits": z.amax(dim=-1),
+        }
+    return with_extras(loss, o, targets, extras)
 
 
 def _empty_grad(logits: torch.Tensor) -> torch.Tensor:
@@ -147,7 +155,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         ctx.options, ctx.grad = options, grad
         ctx.set_materialize_grads(False)
         # Tensors only: Dynamo takes every result for one whose gradient it can make contiguous.
-        extra_outputs = [t for t in (rows.log_probs, rows.entropy, rows.predicted) if t is not None]
+        extra_outputs = list(rows.extras.values())
         ctx.mark_non_differentiable(*extra_outputs)
         return loss, *extra_outputs
 
@@ -236,39 +244,22 @@ def as_kernel_weight(weight: torch.Tensor | None) -> torch.Tensor | None:
     return None if weight is None else weight.to(torch.float32).contiguous()
 
 
-def _select_extras(
-    loss: torch.Tensor,
-    extras: tuple[str, ...],
-    accuracy: torch.Tensor | None,
-    predicted: torch.Tensor | None,
-    entropy: torch.Tensor | None,
-    log_probs: torch.Tensor | None,
-) -> CrossEntropyOutput:
-    return CrossEntropyOutput(
-        loss,
-        accuracy if "token_accuracy" in extras else None,
-        predicted if "predicted_tokens" in extras else None,
-        entropy if "entropy" in extras else None,
-        log_probs if "log_probs" in extras else None,
-    )
-
-
 def with_extras(
-    loss: torch.Tensor,
-    options: LossOptions,
-    targets: torch.Tensor,
-    log_probs: torch.Tensor | None,
-    entropy: torch.Tensor | None,
-    predicted: torch.Tensor | None,
+    loss: torch.Tensor, options: LossOptions, targets: torch.Tensor, written: dict[str, torch.Tensor]
 ) -> torch.Tensor | CrossEntropyOutput:
-    """What the public functions return: the loss alone, or with what was asked for."""
+    """What the public functions return: the loss alone, or with what was asked for.
+
+    Args:
+        written: at least ``options.written()``.
+    """
     if not options.extras:
         return loss
-    accuracy = None
-    if "token_accuracy" in options.extras:
-        assert predicted is not None
-        accuracy = token_accuracy(predicted, targets, options.ignore_index)
-    return _select_extras(loss, options.extras, accuracy, predicted, entropy, log_probs)
+    extras = dict(written)
+    if "token_accuracy" in options.extras or "is_top1" in options.extras:
+        counted = targets != options.ignore_index
+        extras["is_top1"] = (extras["predicted_tokens"] == targets) & counted
+        extras["token_accuracy"] = extras["is_top1"].sum().to(torch.float32) / counted.sum().clamp(min=1)
+    return CrossEntropyOutput(loss, **{name: extras[name] for name in options.extras})
 
 
 @takes_options
@@ -316,8 +307,5 @@ def cross_entropy(
         return cross_entropy_ref(logits, targets, **weights, **o.as_arguments())
     targets = targets.contiguous()
     tensors = targets, as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
-    outputs = iter(CrossEntropyFunction.apply(logits, *tensors, *o))
-    loss = next(outputs)
-    asked = "log_probs" in o.extras, "entropy" in o.extras, o.predicts()
-    extra_outputs = [next(outputs) if is_asked else None for is_asked in asked]
-    return with_extras(loss, o, targets, *extra_outputs)
+    loss, *extra_outputs = CrossEntropyFunction.apply(logits, *tensors, *o)
+    return with_extras(loss, o, targets, dict(zip(o.written(), extra_outputs, strict=True)))

@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernels.ops._linear import TENSORS, Call, Needs, Schedule, current_observer, padded
+from liger_kernels.ops._linear import TENSORS, Call, Needs, Schedule, Upstream, current_observer, padded
 from liger_kernels.ops._linear_operators import linear_cross_entropy_op
 from liger_kernels.ops._linear_token_chunks import TokenChunks
 from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs, kept_by_fast, kept_by_small, slab_sizes
@@ -77,12 +77,17 @@ def linear_cross_entropy_ref(
     **options: Any,
 ) -> Tensor | CrossEntropyOutput:
     """What :func:`linear_cross_entropy` computes, in plain torch, holding all logits in the input's dtype."""
-    logits = F.linear(hidden, weight, bias)
-    if current_observer() is not None and logits.requires_grad:
-        logits.register_hook(_observe_all_rows)
+    logits = observed_logits(F.linear(hidden, weight, bias))
     return cross_entropy_ref(
         logits, targets, class_weight=class_weight, row_weight=row_weight, denominator=denominator, **options
     )
+
+
+def observed_logits(logits: Tensor) -> Tensor:
+    """``logits``, whose gradient an observer gets if there is one."""
+    if current_observer() is not None and logits.requires_grad:
+        logits.register_hook(_observe_all_rows)
+    return logits
 
 
 def _observe_all_rows(grad: Tensor) -> None:
@@ -123,7 +128,7 @@ def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | N
     return None
 
 
-def _schedule(
+def choose_schedule(
     hidden: Tensor, vocab: int, options: LossOptions, needs: Needs, chunk_size: int | None, memory: str | None
 ) -> tuple[str, Schedule]:
     """A name of :data:`MEMORY` and what it is here: from the arguments, their shape and dtype only, so that a result
@@ -176,24 +181,28 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, schedule: Schedule
-    ) -> tuple[Tensor | None, ...]:
-        """``call`` has the tensors before it, too."""
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, schedule: Schedule, entropy: bool
+    ) -> tuple[Tensor, ...]:
+        """The loss and the extras, of which the entropy has a gradient if ``entropy`` says so. ``call`` has the tensors
+        before it, too."""
         output = schedule.forward(call)
-        ctx.save_for_backward(*call.for_backward(schedule), *output.saved)
+        extras = output.rows.extras
+        ctx.save_for_backward(*call.for_backward(schedule), extras["entropy"] if entropy else None, *output.saved)
         # Not saved: a backward pass overwrites them, and autograd would then refuse a second one.
         ctx.buffers = output.buffers
         ctx.schedule, ctx.options, ctx.needs = schedule, call.options, call.needs
-        rows = output.rows
-        ctx.mark_non_differentiable(*[t for t in (rows.log_probs, rows.entropy, rows.predicted) if t is not None])
+        ctx.entropy = list(extras).index("entropy") if entropy else None
+        ctx.like_loss = output.loss.shape, output.loss.device
+        ctx.mark_non_differentiable(*[t for name, t in extras.items() if not entropy or name != "entropy"])
         ctx.set_materialize_grads(False)
-        return output.loss, rows.log_probs, rows.entropy, rows.predicted
+        return output.loss, *extras.values()
 
     @staticmethod
     @backward_once
-    def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if grad_loss is None:
-            return (None,) * 5
+    def backward(ctx: Any, grad_loss: Tensor | None, *of_extras: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_entropy = None if ctx.entropy is None else of_extras[ctx.entropy]
+        if grad_loss is None and grad_entropy is None:
+            return (None,) * 6
         schedule, saved = ctx.schedule, ctx.saved_tensors  # raises where an earlier pass was the last one
         call = Call.of(saved[:TENSORS], ctx.options, ctx.needs)
         # What reads the arguments computes again what it has overwritten.
@@ -201,8 +210,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         buffers = ctx.buffers
         if overwrite:
             ctx.buffers = None
-        grads = schedule.backward(call, saved[TENSORS:], buffers, grad_loss, overwrite)
-        return *[grad if needed else None for grad, needed in zip(grads, ctx.needs, strict=True)], None, None
+        entropy, *saved = saved[TENSORS:]
+        shape, device = ctx.like_loss
+        grad_loss = torch.zeros(shape, device=device) if grad_loss is None else grad_loss
+        upstream = Upstream(grad_loss, None if grad_entropy is None else entropy, grad_entropy)
+        grads = schedule.backward(call, saved, buffers, upstream, overwrite)
+        return *[grad if needed else None for grad, needed in zip(grads, ctx.needs, strict=True)], None, None, None
 
 
 def _is_traced_whole(hidden: Tensor, vocab: int) -> bool:
@@ -212,6 +225,56 @@ def _is_traced_whole(hidden: Tensor, vocab: int) -> bool:
     program. The operator pads the rows of an odd vocabulary, and knows what an observer wants."""
     aligned = padded(vocab) == vocab
     return torch.compiler.is_compiling() and use_triton(hidden) and aligned and current_observer() is None
+
+
+def checked_head(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    options: LossOptions,
+    class_weight: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    denominator: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Needs]:
+    """hidden, weight and bias, cast under autocast as ``F.linear`` casts them, and which of them need a gradient.
+
+    Raises:
+        TypeError, ValueError: something does not fit.
+    """
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they must be "
+            "[tokens, hidden size] and [vocab, hidden size]: flatten hidden's leading dimensions"
+        )
+    tokens, vocab = hidden.shape[0], weight.shape[0]
+    if bias is not None and bias.shape != (vocab,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{vocab}], one number per row of weight")
+    check_targets(targets, class_weight, options.ignore_index, tokens, vocab, hidden.device)
+    check_weights(row_weight, denominator, tokens, hidden.device)
+    hidden, weight, bias = (as_autocast(t, hidden.device) for t in (hidden, weight, bias))
+    parameters = [weight] if bias is None else [weight, bias]
+    if any(p.dtype != hidden.dtype or p.device != hidden.device for p in parameters):
+        given = ", ".join(f"{t.dtype} on {t.device}" for t in (hidden, *parameters))
+        raise ValueError(f"hidden, weight and bias are {given}; they must have one dtype and device: cast or move them")
+    grad = torch.is_grad_enabled()
+    needs = Needs(
+        grad and hidden.requires_grad,
+        grad and weight.requires_grad,
+        grad and bias is not None and bias.requires_grad,
+    )
+    return hidden, weight, bias, needs
+
+
+def run_schedule(schedule: Schedule, call: Call, entropy: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the extras of ``call.options.written()``, of which the entropy has a gradient if ``entropy`` says
+    so. Only for reduction "none"."""
+    if torch.compiler.is_compiling() or type(call.hidden) not in (Tensor, torch.nn.Parameter):
+        loss, *extras = linear_cross_entropy_op(call, schedule, entropy)
+    else:
+        inputs = call.hidden, call.weight, call.bias
+        loss, *extras = LinearCrossEntropyFunction.apply(*inputs, call, schedule, entropy)
+    return loss, dict(zip(call.options.written(), extras, strict=True))
 
 
 @takes_options
@@ -258,40 +321,16 @@ def linear_cross_entropy(
         TypeError, ValueError: for an argument of a wrong type, shape, device or range; for targets out of range as
             :func:`cross_entropy` does.
     """
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they must be "
-            "[tokens, hidden size] and [vocab, hidden size]: flatten hidden's leading dimensions"
-        )
-    tokens, vocab = hidden.shape[0], weight.shape[0]
-    if bias is not None and bias.shape != (vocab,):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{vocab}], one number per row of weight")
     o = LossOptions.checked(options)
-    check_targets(targets, class_weight, o.ignore_index, tokens, vocab, hidden.device)
-    check_weights(row_weight, denominator, tokens, hidden.device)
-    hidden, weight, bias = (as_autocast(t, hidden.device) for t in (hidden, weight, bias))
-    parameters = [weight] if bias is None else [weight, bias]
-    if any(p.dtype != hidden.dtype or p.device != hidden.device for p in parameters):
-        given = ", ".join(f"{t.dtype} on {t.device}" for t in (hidden, *parameters))
-        raise ValueError(f"hidden, weight and bias are {given}; they must have one dtype and device: cast or move them")
-    grad = torch.is_grad_enabled()
-    needs = Needs(
-        grad and hidden.requires_grad,
-        grad and weight.requires_grad,
-        grad and bias is not None and bias.requires_grad,
-    )
-    memory, schedule = _schedule(hidden, vocab, o, needs, chunk_size, memory)
+    weights = class_weight, row_weight, denominator
+    hidden, weight, bias, needs = checked_head(hidden, weight, targets, bias, o, *weights)
+    memory, schedule = choose_schedule(hidden, weight.shape[0], o, needs, chunk_size, memory)
     named = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator, **o.as_arguments()}
     if not use_triton(hidden, opaque=True):
         return linear_cross_entropy_ref(hidden, weight, targets, bias, **named)
-    if memory == "fast" and _is_traced_whole(hidden, vocab):
+    if memory == "fast" and _is_traced_whole(hidden, weight.shape[0]):
         return cross_entropy(F.linear(hidden, weight, bias), targets, **named)
     targets = targets.contiguous()
     weights = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
-    call = Call(hidden, weight, bias, targets, *weights, o, needs)
-    if torch.compiler.is_compiling() or type(hidden) not in (Tensor, torch.nn.Parameter):
-        outputs = linear_cross_entropy_op(call, schedule)
-    else:
-        outputs = LinearCrossEntropyFunction.apply(hidden, weight, bias, call, schedule)
-    loss, log_probs, entropy, predicted = outputs
-    return with_extras(loss, o, targets, log_probs, entropy, predicted)
+    loss, extras = run_schedule(schedule, Call(hidden, weight, bias, targets, *weights, o, needs))
+    return with_extras(loss, o, targets, extras)

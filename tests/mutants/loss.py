@@ -43,7 +43,7 @@ def _hidden(
 _AT_TARGET = "at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream"
 _STORED = "grad.to(grad_rows.dtype.element_ty)"
 _SLOPE = "return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))"
-_SCALE = "grad_loss.to(torch.float32) / saved[0]"
+_SCALE = "upstream.loss.to(torch.float32) / saved[0]"
 _UPSTREAM = "            grad_loss,\n            grad,\n"
 _COUNT = "counts = in_range & (target != ignore_index)\n"
 _WEIGHT = "self.weight.rounded(scale, dtype, overwrite)"
@@ -162,7 +162,7 @@ MUTANTS = (
         "backward", (_WEIGHT, _WEIGHT.replace("scale", "0.0 * scale")), model="llama-tied"),
     _hidden("one_chunk_upstream_gradient_ignored",
         "The gradient that comes in is taken for 1, where one chunk has all tokens.",
-        "backward", ("stats, grad_loss", "stats, torch.ones_like(grad_loss)", "_overwritten"), module=_SLABS),
+        "backward", ("stats, upstream.loss", "stats, torch.ones_like(upstream.loss)", "_overwritten"), module=_SLABS),
     _hidden("one_chunk_mean_over_all_tokens",
         "The gradient of a mean is divided by all rows, the ignored ones too, where one chunk has all tokens.",
         "backward",

@@ -1,0 +1,168 @@
+r"""Log-probabilities and entropy of a linear head, from hidden states, without holding the logits several times.
+
+    a = logit_scale * (hidden @ weight^T + bias)        c = softcap * tanh(a / softcap), or a without a softcap
+    z = c / temperature,    L = logsumexp_j z_j,    p = exp(z - L)
+    log_prob = z_y - L,     entropy = L - sum_j p_j z_j
+
+With upstream gradients g of log_prob and k of entropy,
+
+    dz_j = g ([j = y] - p_j) - k p_j (log p_j + entropy)
+
+It is :func:`linear_cross_entropy` with reduction "none" (log_prob is minus its loss) in whose backward the entropy has
+a gradient, too: the same schedules and the same kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernels.ops._linear import Call
+from liger_kernels.ops._loss_options import LossOptions
+from liger_kernels.ops._runtime import use_triton
+from liger_kernels.ops.linear_cross_entropy import checked_head, choose_schedule, observed_logits, run_schedule
+
+
+class LogProbsOutput(NamedTuple):
+    """What was asked for, ``None`` for what was not; 0 or False for ignored rows. All are [tokens].
+
+    Attributes:
+        log_probs: float32, log p of the target, with gradient.
+        entropy: float32, -sum_c p_c log p_c, with gradient.
+        is_top1: bool, whether the target has the largest logit and no class before it has, too.
+        log_sum_sq_probs: float32, log sum_c p_c^2.
+        mean_logits, max_logits: float32, of z.
+    """
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    is_top1: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    max_logits: Tensor | None = None
+
+
+OUTPUTS = LogProbsOutput._fields
+
+
+def _options(
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+    ignore_index: int,
+    outputs: tuple[str, ...],
+) -> LossOptions:
+    if isinstance(outputs, str) or not outputs or any(name not in OUTPUTS for name in outputs):
+        allowed = ", ".join(map(repr, OUTPUTS))
+        raise ValueError(f"outputs is {outputs!r}; it must be a tuple of at least one name from {allowed}")
+    return LossOptions.checked(
+        {
+            "temperature": temperature,
+            "softcap": softcap,
+            "logit_scale": logit_scale,
+            "ignore_index": ignore_index,
+            "reduction": "none",
+            "extras": tuple([name for name in OUTPUTS[1:] if name in outputs]),
+        }
+    )
+
+
+def linear_log_probs_ref(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> LogProbsOutput:
+    """What :func:`linear_log_probs` computes, in plain torch, holding all logits in the input's dtype."""
+    z = observed_logits(F.linear(hidden, weight, bias))
+    z = logit_scale * (z if z.dtype == torch.float64 else z.float())
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    z = z / temperature
+    counted = targets != ignore_index
+    log_p = z.log_softmax(-1)
+    p = log_p.exp()
+    safe = targets.long().where(counted, 0)
+    with torch.no_grad():
+        found = {
+            "is_top1": z.argmax(-1) == safe,
+            "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
+            "mean_logits": z.mean(-1),
+            "max_logits": z.amax(-1),
+        }
+    found["log_probs"] = log_p.gather(1, safe[:, None])[:, 0]
+    found["entropy"] = -(p * log_p.where(p > 0, 0.0)).sum(-1)
+    return LogProbsOutput(**{name: found[name].where(counted, 0) for name in OUTPUTS if name in outputs})
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    outputs: tuple[str, ...] = ("log_probs",),
+    memory: str | None = None,
+) -> LogProbsOutput:
+    """The log-probability of each target, and what else is asked for, of ``F.linear(hidden, weight, bias)``.
+
+    Under autocast, hidden, weight and bias are cast as ``F.linear`` casts them. Gradients are summed in float32 and
+    rounded once. They are not differentiable themselves.
+
+    Args:
+        hidden: [tokens, hidden size], float16, bfloat16, float32, or float64 (which runs the reference).
+        weight: [vocab, hidden size], of the same dtype.
+        targets: [tokens], int64 or int32.
+        bias: [vocab], of the same dtype, or None.
+        temperature: divides the logits, after the cap; positive.
+        softcap: the bound of the tanh cap, or None.
+        logit_scale: multiplies the logits, before the cap.
+        ignore_index: rows with this target have log-probability and entropy 0, and no gradient.
+        outputs: the fields of :class:`LogProbsOutput` to compute.
+        memory: as for :func:`linear_cross_entropy`.
+
+    Returns:
+        A :class:`LogProbsOutput`; in float64 for float64 inputs.
+
+    Raises:
+        TypeError, ValueError: for an argument of a wrong type, shape, device or range; for targets out of range as
+            :func:`cross_entropy` does.
+    """
+    o = _options(temperature, softcap, logit_scale, ignore_index, outputs)
+    hidden, weight, bias, needs = checked_head(hidden, weight, targets, bias, o)
+    _, schedule = choose_schedule(hidden, weight.shape[0], o, needs, None, memory)
+    if not use_triton(hidden, opaque=True):
+        return linear_log_probs_ref(
+            hidden,
+            weight,
+            targets,
+            bias,
+            temperature=o.temperature,
+            softcap=o.softcap,
+            logit_scale=o.logit_scale,
+            ignore_index=o.ignore_index,
+            outputs=outputs,
+        )
+    targets = targets.contiguous()
+    call = Call(hidden, weight, bias, targets, None, None, None, o, needs)
+    loss, found = run_schedule(schedule, call, entropy="entropy" in outputs)
+    counted = targets != ignore_index
+    if "is_top1" in outputs:
+        found["is_top1"] = found["predicted_tokens"] == targets
+    found = {name: found[name].where(counted, 0) for name in o.extras}
+    if "log_probs" in outputs:
+        found["log_probs"] = 0.0 - loss  # 0, not -0, for ignored rows
+    return LogProbsOutput(**found)

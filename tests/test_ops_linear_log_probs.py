@@ -1,0 +1,250 @@
+"""Log-probabilities and entropy of a linear head, their gradients, and what else is computed with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from convergence.tolerance import three_way
+from liger_kernels.ops import linear_log_probs, linear_log_probs_ref
+from liger_kernels.ops.linear_log_probs import OUTPUTS
+from tests.linear_cross_entropy_checks import DTYPES, HIDDEN, TOKENS, VOCAB, slabs_of
+
+pytestmark = pytest.mark.usefixtures("small_slabs")
+
+OPTIONS = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "softcap": {"softcap": 5.0},
+    "logit_scale": {"logit_scale": 1.7},
+    "all": {"temperature": 0.7, "softcap": 5.0, "logit_scale": 1.7, "ignore_index": 3},
+}
+MEMORY = ("fast", "balanced", "small")
+GRADIENTS = ("log_probs", "entropy")
+
+
+class Case:
+    """Inputs of one call, and its results under upstream gradients that are not 1."""
+
+    def __init__(self, device, dtype, *, tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, bias=True, seed=0, needs=(1, 1, 1),
+                 of=GRADIENTS, **options):  # fmt: skip
+        rng = torch.Generator().manual_seed(seed)
+        draw = lambda *shape: torch.randn(shape, generator=rng).to(dtype).to(device)  # noqa: E731
+        self.tensors = [draw(tokens, hidden), draw(vocab, hidden), draw(vocab) if bias else None]
+        targets = torch.randint(0, vocab, (tokens,), generator=rng)
+        targets[tokens // 3 : tokens // 3 + 1] = options.get("ignore_index", -100)
+        self.targets, self.needs, self.of, self.options = targets.to(device), needs, of, options
+        self.upstream = (torch.randn((2, tokens), generator=rng) - 0.3).to(device)
+
+    def run(self, function, dtype=None, **how):
+        leaves = [
+            None if t is None else t.detach().to(dtype or t.dtype).requires_grad_(bool(needed))
+            for t, needed in zip(self.tensors, self.needs, strict=True)
+        ]
+        hidden, weight, bias = leaves
+        out = function(hidden, weight, self.targets, bias, outputs=OUTPUTS, **self.options, **how)
+        results = [getattr(out, name) for name in self.of]
+        if any(leaf is not None and leaf.requires_grad for leaf in leaves):
+            torch.autograd.backward(results, [g.to(r.dtype) for g, r in zip(self.upstream, results, strict=False)])
+        return out, [None if leaf is None else leaf.grad for leaf in leaves]
+
+    def assert_right(self, function=linear_log_probs, **how):
+        ours, grads = self.run(function, **how)
+        torchs, torch_grads = self.run(linear_log_probs_ref)
+        truth, true_grads = self.run(linear_log_probs_ref, torch.float64)
+        dtype = self.tensors[0].dtype
+        three_way(ours.log_probs, torchs.log_probs, truth.log_probs, dtype, "log_probs")
+        # Differences of numbers of order 1 and more: 1 is what their roundoff is relative to.
+        for name in ("entropy", "log_sum_sq_probs", "mean_logits", "max_logits"):
+            three_way(*(getattr(o, name) + 1 for o in (ours, torchs, truth)), dtype, f"1 + {name}")
+        assert torch.equal(ours.is_top1, torchs.is_top1)
+        ignored = self.targets == self.options.get("ignore_index", -100)
+        assert all(not bool(getattr(ours, name)[ignored].any()) for name in OUTPUTS)
+        for name, *three in zip(("hidden", "weight", "bias"), grads, torch_grads, true_grads, strict=True):
+            if three[2] is None:
+                assert three[0] is None, f"a gradient of {name} that nobody asked for"
+                continue
+            assert three[0].dtype == dtype
+            three_way(*three, dtype, f"gradient of {name}", chain=3)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("memory", MEMORY)
+def test_every_option(memory, dtype, options, device):
+    Case(device, dtype, **options).assert_right(memory=memory)
+
+
+@pytest.mark.parametrize("of", [("log_probs",), ("entropy",)], ids=str)
+@pytest.mark.parametrize("memory", MEMORY)
+def test_gradient_of_one_alone(memory, of, device):
+    """One upstream gradient is not there at all, which is not the same as zeros."""
+    Case(device, torch.bfloat16, of=of).assert_right(memory=memory)
+
+
+@pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)], ids=str)
+@pytest.mark.parametrize("memory", MEMORY)
+def test_frozen_parts(memory, needs, device):
+    Case(device, torch.bfloat16, needs=needs).assert_right(memory=memory)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 8])
+def test_in_two_kept_slabs(tokens, device):
+    case = Case(device, torch.bfloat16, hidden=64, tokens=tokens)
+    with slabs_of(24):
+        case.assert_right(memory="fast")
+
+
+@settings(derandomize=True, deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.integers(0, 30),
+    hidden=st.integers(1, 80),
+    vocab=st.integers(2, 150),
+    bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    memory=st.sampled_from([None, *MEMORY]),
+    temperature=st.sampled_from([1.0, 0.3, 2.5]),
+    softcap=st.sampled_from([None, 5.0]),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape(device, memory, **case):
+    Case(device, **case).assert_right(memory=memory)
+
+
+def test_large_logits_and_sure_predictions(device):
+    """Where one class has all the probability, the entropy and its gradient are 0, and nothing is NaN."""
+    case = Case(device, torch.float32)
+    case.tensors[0] *= 1e3
+    for memory in MEMORY:
+        out, grads = case.run(linear_log_probs, memory=memory)
+        assert all(bool(torch.isfinite(t).all()) for t in (out.log_probs, out.entropy, *grads))
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_ties(memory, device):
+    """Of equal largest logits the first one counts, in whatever block or slab the others are."""
+    hidden, weight = torch.zeros(VOCAB, HIDDEN, device=device), torch.ones(VOCAB, HIDDEN, device=device)
+    out = linear_log_probs(
+        hidden.requires_grad_(), weight, torch.arange(VOCAB, device=device), outputs=("is_top1",), memory=memory
+    )
+    assert out.is_top1.tolist() == [True] + [False] * (VOCAB - 1)
+
+
+NUMBERS = {
+    (1.0, None, 1.0): (
+        [-0.471242096898, 0.0, -0.081451723643],
+        [0.922128662920, 0.0, 0.323212621096],
+        [0.101850221153, -0.047213586404, 0.0, 0.0, 0.241896594737, -0.111315581179],
+        [
+            [-0.269226490622, 0.576156648464, -0.175379061549, 0.512726205377],
+            [0.222045900431, -0.656249804525, 0.222559651740, -0.432633049315],
+        ],
+        [-0.193819156182, 0.148557103007, -0.202270106897, 0.247532160071],
+    ),
+    (0.7, 2.0, 1.5): (
+        [-0.471817117906, 0.0, -0.118884927367],
+        [0.795692720303, 0.0, 0.390829850172],
+        [0.038336628594, 0.075775701476, 0.0, 0.0, 0.528171481899, 0.227351639929],
+        [
+            [-0.356302451193, 0.731412555006, -0.493205867186, 1.501284522630],
+            [0.030350296673, -0.087202928440, 0.119623704459, -0.236981033793],
+        ],
+        [-0.318687145951, 0.536539709329, -0.022654373515, 0.124156454712],
+    ),
+}
+
+
+@pytest.mark.parametrize("options", NUMBERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_numbers(dtype, options, device):
+    """Computed once in float64 from the formulas at the top of the op's file."""
+    temperature, softcap, logit_scale = options
+    data = [[1, -2], [0.5, 0.25], [-1, 3]], [[0.2, -0.4], [1, 0.5], [-0.3, 0.8], [0.7, -0.6]], [0.1, -0.2, 0.3, 0]
+    hidden, weight, bias = (torch.tensor(d, dtype=dtype, device=device, requires_grad=True) for d in data)
+    targets = torch.tensor([3, -100, 2], device=device)
+    scaling = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
+    out = linear_log_probs(hidden, weight, targets, bias, outputs=GRADIENTS, **scaling)
+    upstream = [torch.tensor(u, dtype=dtype, device=device) for u in ([1, 5, -2], [0.5, 7, 0.25])]
+    grads = torch.autograd.grad([out.log_probs, out.entropy], (hidden, weight, bias), upstream)
+    for got, expected in zip((out.log_probs, out.entropy, *grads), NUMBERS[options], strict=True):
+        wanted = torch.tensor(expected, dtype=dtype, device=device).flatten()
+        error = 1e-11 if dtype == torch.float64 else 2e-6
+        torch.testing.assert_close(got.flatten(), wanted, rtol=error, atol=error)
+
+
+def test_reference_gradient():
+    case = Case(torch.device("cpu"), torch.float64, tokens=4, hidden=3, vocab=5, **OPTIONS["all"])
+    leaves = [t.requires_grad_() for t in case.tensors]
+
+    def both(hidden, weight, bias):
+        out = linear_log_probs_ref(hidden, weight, case.targets, bias, outputs=GRADIENTS, **case.options)
+        return out.log_probs, out.entropy
+
+    assert torch.autograd.gradcheck(both, leaves)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_backward_twice_and_nothing_overwritten(memory, device):
+    case = Case(device, torch.bfloat16)
+    leaves = [t.detach().requires_grad_() for t in case.tensors]
+    out = linear_log_probs(*leaves[:2], case.targets, leaves[2], outputs=OUTPUTS, memory=memory)
+    results, before = [out.log_probs, out.entropy], [t.clone() for t in out]
+    first = torch.autograd.grad(results, leaves, list(case.upstream), retain_graph=True)
+    copies = [grad.clone() for grad in first]
+    second = torch.autograd.grad(results, leaves, list(case.upstream))
+    for one, copy, two in zip(first, copies, second, strict=True):
+        assert torch.equal(one, copy)
+        assert torch.equal(one, two)
+    assert all(map(torch.equal, out, before))
+    assert all(map(torch.equal, leaves, case.tensors))
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_compiles_without_a_graph_break(memory, device):
+    torch.compiler.reset()
+    compiled = torch.compile(linear_log_probs, fullgraph=True, backend="aot_eager")
+    for tokens in (TOKENS, TOKENS + 4):
+        case = Case(device, torch.float32, tokens=tokens)
+        case.assert_right(compiled, memory=memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_of_float32_masters(dtype, device):
+    case = Case(device, torch.float32)
+    with torch.autocast(device.type, dtype):
+        ours, grads = case.run(linear_log_probs)
+        torchs, torch_grads = case.run(linear_log_probs_ref)
+    truth, true_grads = case.run(linear_log_probs_ref, torch.float64)
+    three_way(ours.log_probs, torchs.log_probs, truth.log_probs, dtype, "log_probs")
+    for grad, theirs, true in zip(grads, torch_grads, true_grads, strict=True):
+        assert grad.dtype == torch.float32
+        three_way(grad, theirs, true, dtype, "gradient", chain=3)
+
+
+def test_only_what_is_asked_for(device):
+    case = Case(device, torch.float32)
+    for name in OUTPUTS:
+        out = linear_log_probs(*case.tensors[:2], case.targets, case.tensors[2], outputs=(name,))
+        assert [field for field in OUTPUTS if getattr(out, field) is not None] == [name]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0; it must be positive"),
+        ({"temperature": -1.0}, "temperature is -1.0; it must be positive"),
+        ({"outputs": ("logprobs",)}, "outputs is .*logprobs.* from 'log_probs', 'entropy'"),
+        ({"outputs": "entropy"}, "must be a tuple"),
+        ({"outputs": ()}, "at least one name"),
+        ({"memory": "less"}, "memory is 'less'"),
+        ({"targets": torch.full((TOKENS,), VOCAB)}, "target 67 is out of range"),
+    ],
+    ids=str,
+)
+def test_bad_input(change, message):
+    case = Case(torch.device("cpu"), torch.float32)
+    arguments = {"targets": case.targets, "bias": case.tensors[2], **change}
+    with pytest.raises(ValueError, match=message):
+        linear_log_probs(*case.tensors[:2], **arguments)
