@@ -21,7 +21,7 @@ class HeadObserver:
 
     def __init__(self, batch: Batch, result: Trajectory, at: Moment) -> None:
         self.batch, self.result, self.at = batch, result, at
-        self.chunks: list[tuple[int, torch.Tensor]] = []
+        self.chunks: dict[int, torch.Tensor] = {}
 
     def observe_outputs(self, logits: torch.Tensor) -> None:
         """The caller's own loss reads ``outputs.logits``: observe what arrives there."""
@@ -37,7 +37,7 @@ class HeadObserver:
             output.register_hook(self.logits_grad)
 
     def chunk(self, start: int, grad: torch.Tensor) -> None:
-        self.chunks.append((start, grad))
+        self.chunks[start] = self.chunks[start] + grad if start in self.chunks else grad
 
     def logits_grad(self, grad: torch.Tensor) -> None:
         """Record ``grad`` [..., vocab] of [batch, length] rows; the last position may be missing (the loss cuts it)."""
@@ -53,7 +53,7 @@ class HeadObserver:
 
     def finish(self) -> None:
         if self.chunks:
-            self.logits_grad(torch.cat([grad for _, grad in sorted(self.chunks, key=lambda chunk: chunk[0])]))
+            self.logits_grad(torch.cat([self.chunks[start] for start in sorted(self.chunks)]))
 
 
 @contextlib.contextmanager

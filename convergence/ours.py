@@ -60,7 +60,8 @@ def kernel_of(module: nn.Module) -> str | None:
 @contextlib.contextmanager
 def head_in_chunks(model: Any, tokens: int) -> Iterator[None]:
     """Inside, the fused head of ``model`` takes ``tokens`` rows in several chunks with a partial last one, as on real
-    batches: 63 rows are 4 * 13 + 11. With the schedule that slices the vocabulary, it takes several slabs."""
+    batches: 63 rows are 4 * 13 + 11. With the schedule that slices the vocabulary, it takes several slabs. Where some
+    targets are ignored it takes no other rows, however few that spares."""
     if not fuses_head(model):
         yield
         return
@@ -71,12 +72,14 @@ def head_in_chunks(model: Any, tokens: int) -> Iterator[None]:
     with tiled(
         schedule=lambda choose, n, *_: ("fast" if n <= chunk else "balanced", chunk),
         slabs=lambda choose, n, hidden_size: SlabSizes(slab, slab, worth=2 * n * slab + 1),
+        counted_rows=lambda choose, n, counted: counted,
     ):
         yield
 
 
 def observe_logits_grad(observer: Callable[[int, torch.Tensor], None]) -> contextlib.AbstractContextManager[None]:
-    """Inside, the fused head hands ``observer`` each chunk's first row and gradient of the logits."""
+    """Inside, the fused head hands ``observer`` each chunk's first row and gradient of the logits. Chunks that begin at
+    the same row are summands."""
     from liger_kernels.ops import observe_logits_grad
 
     return observe_logits_grad(observer)

@@ -3,6 +3,7 @@
 Every op takes CUDA, ROCm, XPU and CPU tensors; see :mod:`liger_kernels.ops._runtime` for which of them run a kernel.
 """
 
+from liger_kernels.ops._counted_rows import CountedTargets
 from liger_kernels.ops._linear import observe_logits_grad
 from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import launches, reset_launches
@@ -24,6 +25,7 @@ from liger_kernels.ops.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm,
 from liger_kernels.ops.rope import rope, rope_ref
 
 __all__ = [
+    "CountedTargets",
     "CrossEntropyOutput",
     "LogProbsOutput",
     "LossOptions",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._counted_rows import CountedRows
 from liger_kernels.ops._cross_entropy_rows import Rows
 from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._mean import mean_denominator
@@ -23,7 +24,8 @@ _observer: Observer | None = None
 def observe_logits_grad(observer: Observer) -> Iterator[None]:
     """While installed, every backward of :func:`linear_cross_entropy` calls ``observer(start_row, grad)``, chunk by
     chunk in the order of the rows, with the float32 [rows, vocab] gradient of the head's raw output
-    hidden @ weight^T + bias.
+    hidden @ weight^T + bias. Where only the counted rows are multiplied, ``grad`` has all rows, zeros but for the
+    chunk's: the sum of what it is called with is the gradient.
 
     It must be installed around the forward and the backward. It changes neither the schedule nor any computed number;
     it costs tokens x vocab memory. ``grad`` is the observer's to keep.
@@ -61,10 +63,11 @@ class Call(NamedTuple):
     denominator: Tensor | None  # 0-d
     options: LossOptions
     needs: Needs
+    taken: CountedRows | None = None  # which of the caller's rows these are, if not all
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, class_weight, row_weight, denominator, _, _ = self
-        return hidden, weight, bias, targets, class_weight, row_weight, denominator
+        tensors: tuple[Any, ...] = self[:TENSORS]
+        return tensors
 
     def for_backward(self, schedule: Schedule) -> tuple[Tensor | None, ...]:
         """:meth:`tensors`, None for what the backward does not read: never the denominator, which the caller may fill
@@ -76,6 +79,17 @@ class Call(NamedTuple):
         """What :meth:`tensors` came from."""
         fields: Any = *tensors, options, needs
         return cls(*fields)
+
+    def observe(self, start: int, grad: Tensor) -> None:
+        """Hand the float32 gradient of the logits from row ``start`` on to the observer."""
+        observer = current_observer()
+        if observer is None:
+            return
+        if self.taken is None or self.taken.rows is None:
+            observer(start, grad)
+        else:
+            rows = self.taken.rows[start : start + len(grad)]
+            observer(0, grad.new_zeros((self.taken.of, grad.shape[1])).index_copy_(0, rows, grad))
 
     def mean_denominator(self) -> Tensor:
         """What the sum of the rows' losses is divided by, 0-d float32."""

@@ -156,10 +156,9 @@ class TokenChunks(NamedTuple):
         assert buffers is not None  # only the last pass overwrites them
         *sums, d_logits = buffers
         scale = upstream.loss.to(torch.float32) / saved[0]
-        observer = current_observer()
-        if observer is not None and d_logits.dim() == 2:
+        if current_observer() is not None and d_logits.dim() == 2:
             for start, stop in self._chunks(len(d_logits)):
-                observer(start, d_logits[start:stop].float() * scale)
+                call.observe(start, d_logits[start:stop].float() * scale)
         return _GradientSums.of(tuple(sums)).rounded(call.needs, scale, overwrite)
 
     def allocate_gradients(self, call: Call, buffers: tuple[Tensor, ...]) -> Gradients:
@@ -171,7 +170,6 @@ class TokenChunks(NamedTuple):
 
     def _recomputed(self, call: Call, stats: Tensor, upstream: Upstream) -> Gradients:
         """The backward of "none"."""
-        observer = current_observer()
         # The upstream gradient's size stays out of the 16-bit logits' gradient here, too.
         grad_loss = upstream.loss.to(torch.float32)
         grad_loss = grad_loss if call.row_weight is None else grad_loss * call.row_weight
@@ -194,8 +192,8 @@ class TokenChunks(NamedTuple):
                 entropy=None if upstream.entropy is None else upstream.entropy[start:stop],
                 grad_entropy=grad_entropy[0][start:stop] if grad_entropy else None,
             )
-            if observer is not None:
-                observer(start, logits.float() * scale)
+            if current_observer() is not None:
+                call.observe(start, logits.float() * scale)
             sums.add(call, call.needs, start, stop, logits)
         return sums.rounded(call.needs, scale, overwrite=True)
 

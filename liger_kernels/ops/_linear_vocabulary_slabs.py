@@ -266,7 +266,7 @@ class VocabularySlabs(NamedTuple):
                 torch.sum(logits, 0, out=grad_bias[first:stop])
             yield first, stop, logits
         if observer is not None:
-            observer(0, observed)
+            call.observe(0, observed)
 
     def _gradients_of_kept(self, call: Call, slabs: Iterator[tuple[int, int, Tensor]], grad_weight: Tensor) -> Tensor:
         """grad_hidden of "fast"; ``grad_weight`` is written where it is needed."""

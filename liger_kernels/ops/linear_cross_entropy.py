@@ -41,6 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernels.ops._counted_rows import CountedRows, CountedTargets, checked_count, rows_to_take
 from liger_kernels.ops._linear import TENSORS, Call, Needs, Schedule, Upstream, current_observer, padded
 from liger_kernels.ops._linear_operators import linear_cross_entropy_op
 from liger_kernels.ops._linear_token_chunks import TokenChunks
@@ -190,7 +191,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         ctx.save_for_backward(*call.for_backward(schedule), extras["entropy"] if entropy else None, *output.saved)
         # Not saved: a backward pass overwrites them, and autograd would then refuse a second one.
         ctx.buffers = output.buffers
-        ctx.schedule, ctx.options, ctx.needs = schedule, call.options, call.needs
+        ctx.schedule, ctx.options, ctx.needs, ctx.taken = schedule, call.options, call.needs, call.taken
         ctx.entropy = list(extras).index("entropy") if entropy else None
         ctx.like_loss = output.loss.shape, output.loss.device
         ctx.mark_non_differentiable(*[t for name, t in extras.items() if not entropy or name != "entropy"])
@@ -204,7 +205,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if grad_loss is None and grad_entropy is None:
             return (None,) * 6
         schedule, saved = ctx.schedule, ctx.saved_tensors  # raises where an earlier pass was the last one
-        call = Call.of(saved[:TENSORS], ctx.options, ctx.needs)
+        call = Call.of(saved[:TENSORS], ctx.options, ctx.needs)._replace(taken=ctx.taken)
         # What reads the arguments computes again what it has overwritten.
         overwrite = schedule.reads(ctx.options) or not torch._C._autograd._get_current_graph_task_keep_graph()
         buffers = ctx.buffers
@@ -277,6 +278,34 @@ def run_schedule(schedule: Schedule, call: Call, entropy: bool = False) -> tuple
     return loss, dict(zip(call.options.written(), extras, strict=True))
 
 
+# The extras that are zero for an ignored row, or no row's. The others describe every row.
+_OF_COUNTED_ROWS = ("token_accuracy", "log_probs", "is_top1")
+
+
+def counted_rows(
+    counted: CountedTargets | int | None,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    extras: tuple[str, ...] = (),
+) -> CountedRows:
+    """The rows to multiply for the loss and those ``extras`` that describe every row.
+
+    Raises:
+        TypeError, ValueError: as :func:`checked_count`.
+    """
+    at_most = checked_count(counted, targets, ignore_index)
+    targets = targets.contiguous()
+    plain = type(hidden) in (Tensor, torch.nn.Parameter)
+    if at_most is None or not plain or not use_triton(hidden) or any(name not in _OF_COUNTED_ROWS for name in extras):
+        return CountedRows(targets)
+    taken = rows_to_take(len(targets), at_most)
+    return (
+        CountedRows.first(targets, ignore_index, len(weight), taken) if taken < len(targets) else CountedRows(targets)
+    )
+
+
 @takes_options
 def linear_cross_entropy(
     hidden: Tensor,
@@ -289,6 +318,7 @@ def linear_cross_entropy(
     denominator: Tensor | None = None,
     chunk_size: int | None = None,
     memory: str | None = None,
+    counted: CountedTargets | int | None = None,
     **options: Any,
 ) -> Tensor | CrossEntropyOutput:
     """:func:`cross_entropy` of ``F.linear(hidden, weight, bias)`` with one buffer of logits, all or a chunk of them.
@@ -311,6 +341,10 @@ def linear_cross_entropy(
             ``torch.compile`` compiles, where "fast" holds the logits twice, for no more than hidden size tokens.
             Without gradients there is nothing to keep logits for: "fast" is "balanced". Not together with
             ``chunk_size``.
+        counted: at most how many targets are not ``ignore_index``: an int, or :class:`CountedTargets`, which was made
+            where the targets were first seen and does not stop the GPU. If they are at most about 7/8 of the tokens,
+            only their rows are multiplied; with extras that describe ignored rows, too, all are. Where more targets
+            count than that, the loss is NaN, or a ``ValueError`` on a CPU. None: all rows.
         options: the fields of :class:`LossOptions`, by name.
 
     Returns:
@@ -324,13 +358,17 @@ def linear_cross_entropy(
     o = LossOptions.checked(options)
     weights = class_weight, row_weight, denominator
     hidden, weight, bias, needs = checked_head(hidden, weight, targets, bias, o, *weights)
+    taken = counted_rows(counted, hidden, weight, targets, o.ignore_index, o.extras)
+    hidden = taken.take(hidden)
     memory, schedule = choose_schedule(hidden, weight.shape[0], o, needs, chunk_size, memory)
     named = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator, **o.as_arguments()}
     if not use_triton(hidden, opaque=True):
         return linear_cross_entropy_ref(hidden, weight, targets, bias, **named)
     if memory == "fast" and _is_traced_whole(hidden, weight.shape[0]):
         return cross_entropy(F.linear(hidden, weight, bias), targets, **named)
-    targets = targets.contiguous()
+    row_weight = None if row_weight is None else taken.take(row_weight)
     weights = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
-    loss, extras = run_schedule(schedule, Call(hidden, weight, bias, targets, *weights, o, needs))
+    loss, extras = run_schedule(schedule, Call(hidden, weight, bias, taken.targets, *weights, o, needs, taken))
+    loss = taken.spread(loss) if o.reduction == "none" else loss
+    extras = {name: taken.spread(extra) for name, extra in extras.items()}
     return with_extras(loss, o, targets, extras)

@@ -20,10 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernels.ops._counted_rows import CountedTargets
 from liger_kernels.ops._linear import Call
 from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import use_triton
-from liger_kernels.ops.linear_cross_entropy import checked_head, choose_schedule, observed_logits, run_schedule
+from liger_kernels.ops.linear_cross_entropy import (
+    checked_head,
+    choose_schedule,
+    counted_rows,
+    observed_logits,
+    run_schedule,
+)
 
 
 class LogProbsOutput(NamedTuple):
@@ -116,6 +123,7 @@ def linear_log_probs(
     ignore_index: int = -100,
     outputs: tuple[str, ...] = ("log_probs",),
     memory: str | None = None,
+    counted: CountedTargets | int | None = None,
 ) -> LogProbsOutput:
     """The log-probability of each target, and what else is asked for, of ``F.linear(hidden, weight, bias)``.
 
@@ -132,7 +140,7 @@ def linear_log_probs(
         logit_scale: multiplies the logits, before the cap.
         ignore_index: rows with this target have log-probability and entropy 0, and no gradient.
         outputs: the fields of :class:`LogProbsOutput` to compute.
-        memory: as for :func:`linear_cross_entropy`.
+        memory, counted: as for :func:`linear_cross_entropy`.
 
     Returns:
         A :class:`LogProbsOutput`; in float64 for float64 inputs.
@@ -143,6 +151,8 @@ def linear_log_probs(
     """
     o = _options(temperature, softcap, logit_scale, ignore_index, outputs)
     hidden, weight, bias, needs = checked_head(hidden, weight, targets, bias, o)
+    taken = counted_rows(counted, hidden, weight, targets, ignore_index)
+    hidden = taken.take(hidden)
     _, schedule = choose_schedule(hidden, weight.shape[0], o, needs, None, memory)
     if not use_triton(hidden, opaque=True):
         return linear_log_probs_ref(
@@ -156,13 +166,12 @@ def linear_log_probs(
             ignore_index=o.ignore_index,
             outputs=outputs,
         )
-    targets = targets.contiguous()
-    call = Call(hidden, weight, bias, targets, None, None, None, o, needs)
+    call = Call(hidden, weight, bias, taken.targets, None, None, None, o, needs, taken)
     loss, found = run_schedule(schedule, call, entropy="entropy" in outputs)
-    counted = targets != ignore_index
     if "is_top1" in outputs:
-        found["is_top1"] = found["predicted_tokens"] == targets
-    found = {name: found[name].where(counted, 0) for name in o.extras}
+        found["is_top1"] = found["predicted_tokens"] == taken.targets
+    counts = taken.targets != ignore_index
+    found = {name: taken.spread(found[name].where(counts, 0)) for name in o.extras}
     if "log_probs" in outputs:
-        found["log_probs"] = 0.0 - loss  # 0, not -0, for ignored rows
+        found["log_probs"] = taken.spread(0.0 - loss)  # 0, not -0, for ignored rows
     return LogProbsOutput(**found)

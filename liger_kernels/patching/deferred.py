@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from liger_kernels.ops import cross_entropy, linear_cross_entropy
+from liger_kernels.ops import CountedTargets, cross_entropy, linear_cross_entropy
 from liger_kernels.ops.linear_cross_entropy import balanced_because
 from liger_kernels.patching.lazy import Computation, Unchanged, defer
 from liger_kernels.patching.packing import Packing
@@ -55,6 +55,7 @@ class Product:
     autocast: torch.dtype | None = None
     grad: bool = True
     packing: Packing | None = None  # what the rows weigh, where they do not all weigh the same
+    counted: CountedTargets | None = None  # of the labels that the targets come from
     memory: str | None = None  # the schedule that the fused loss is to run
 
     def __post_init__(self) -> None:
@@ -136,8 +137,17 @@ class Request:
             weight = weight[: self.vocabulary]
             bias = bias[: self.vocabulary] if bias is not None else None
         hidden = rows(hidden, self.views)
-        memory = self.product.memory
-        return self._noted(linear_cross_entropy(hidden, weight, self.targets, bias, memory=memory, **self.options))
+        memory, counted = self.product.memory, self._counted()
+        return self._noted(
+            linear_cross_entropy(hidden, weight, self.targets, bias, memory=memory, counted=counted, **self.options)
+        )
+
+    def _counted(self) -> CountedTargets | None:
+        """At most how many targets count. No model makes targets of more labels than it got, or of ignored ones."""
+        counted = self.product.counted
+        if counted is None or counted.of < self.targets.numel():
+            return None
+        return counted if counted.ignore_index == self.options["ignore_index"] else None
 
     def loss_of_logits(self, logits: torch.Tensor) -> Any:
         logits = rows(logits, self.views)

@@ -50,7 +50,7 @@ class HeadRecipe(Recipe):
             hidden = args[0]
             outer = _entrance(state.outer, self)
             product = Product(hidden, self, outer, 0, state.fallbacks, extras=state.extras, memory=memory)
-            product.packing = state.packing
+            product.packing, product.counted = state.packing, state.counted
             reason = obstacle(self, outer) if fused else None
             if fused and reason is None:
                 product.features = self.out_features

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from liger_kernels.ops import CountedTargets
 from liger_kernels.patching.deferred import DeferredLogits, count
 from liger_kernels.patching.head import HeadRecipe, in_transform, is_plain_linear, patched_heads
 from liger_kernels.patching.lazy import LazyTensor, lazy_output
@@ -90,7 +91,8 @@ def _plain(base: Any) -> Callable[..., Any]:
                 heads = patched_heads(outer)
                 if heads:
                     packing = before.packing if before is not None else None
-                    state = Forward(heads, outer, fallbacks, ("token_accuracy",) if accuracy else (), packing)
+                    extras = ("token_accuracy",) if accuracy else ()
+                    state = Forward(heads, outer, fallbacks, extras, packing, _counted(labels, kwargs))
                 else:
                     count(fallbacks, "the head was replaced after patch(): call patch(model) again")
         elif labels is None and before is not None and _shares_a_head(self, before):
@@ -109,6 +111,13 @@ def _plain(base: Any) -> Callable[..., Any]:
         return released(output, labels, kwargs.get("shift_labels")) if accuracy else released(output)
 
     return _like(base, forward)
+
+
+def _counted(labels: Any, kwargs: dict[str, Any]) -> CountedTargets | None:
+    """How many of the targets count that upstream's loss makes of ``labels``, or takes from ``shift_labels``."""
+    targets = labels if kwargs.get("shift_labels") is None else kwargs["shift_labels"]
+    seen = isinstance(targets, torch.Tensor) and not torch.compiler.is_compiling()
+    return CountedTargets(targets, IGNORE) if seen else None
 
 
 def _shares_a_head(model: Any, forward: Forward) -> bool:

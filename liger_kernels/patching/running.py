@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from liger_kernels.ops import CountedTargets
 from liger_kernels.patching.packing import Packing
 
 
@@ -25,6 +26,7 @@ class Forward:
         fallbacks: of the model's report.
         extras: what the pass of the loss computes in addition, such as "token_accuracy".
         packing: what the rows of the loss weigh, where they do not all weigh the same.
+        counted: how many of the labels count, asked for at the beginning.
     """
 
     heads: list[Any]
@@ -32,6 +34,7 @@ class Forward:
     fallbacks: Counter[str]
     extras: tuple[str, ...] = ()
     packing: Packing | None = None
+    counted: CountedTargets | None = None
 
 
 class _Running(threading.local):

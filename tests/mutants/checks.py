@@ -317,8 +317,17 @@ MUTANTS = (
         f"{_OPS}._cross_entropy_kernels", "where_max < predicted", "where_max > predicted",
         "test_ops_linear_log_probs.py::test_ties"),
     _check("ignored_rows_have_an_entropy", "The entropy of ignored rows gets a gradient.",
-        f"{_OPS}.linear_log_probs", "found[name].where(counted, 0)", "found[name]",
+        f"{_OPS}.linear_log_probs", "found[name].where(counts, 0)", "found[name]",
         "test_ops_linear_log_probs.py::test_every_option[fast-torch.float32-plain]", within="linear_log_probs"),
+    _check("gradient_of_the_wrong_rows", "The gradient of the counted rows goes to the first rows.",
+        f"{_OPS}._counted_rows", "0, rows, grad", "0, torch.arange(len(rows)), grad",
+        "test_ops_counted_rows.py::test_loss_of_counted_rows[mean-fast-20]"),
+    _check("rows_of_other_blocks_overwritten", "The order of the rows starts anew in every block.",
+        f"{_OPS}._counted_rows", "before += tl.sum(counts, axis=0)", "pass",
+        "test_ops_counted_rows.py::test_large_gaps_between_rows"),
+    _check("rows_that_count_left_out", "Where more targets count than were said to, the loss is that of the first.",
+        f"{_OPS}._counted_rows", "found > counted", "False",
+        "test_ops_counted_rows.py::test_too_few"),
 )
 # fmt: on
 

@@ -202,7 +202,7 @@ MUTANTS = (
     Mutant("gradient_with_a_nan", "One element of one gradient is NaN.", after=_poison_gradient, dies="finite"),
     Mutant("gradient_missing", "One parameter gets no gradient.", after=_drop_gradient, dies="missing"),
     _edited("schedule_dropped_on_the_way", "The schedule that the patch was asked for never reaches the fused loss.",
-        _DEFERRED, "memory = self.product.memory\n", "memory = None\n",
+        _DEFERRED, "self.product.memory, self._counted()", "None, self._counted()",
         check="tests/test_patching_memory.py::test_what_was_chosen_runs_and_is_the_same", dies="test"),
     _edited("schedule_replaced_in_silence", "A step that could not run the schedule that was asked for is not counted.",
         _DEFERRED, "reason is not None", "False", within="DeferredLogits.cross_entropy",

@@ -15,6 +15,7 @@ _HIDDEN = "liger_kernels.ops.linear_cross_entropy"
 _SHARED = "liger_kernels.ops._linear"
 _TOKEN_CHUNKS = "liger_kernels.ops._linear_token_chunks"
 _SLABS = "liger_kernels.ops._linear_vocabulary_slabs"
+_COUNTED = "liger_kernels.ops._counted_rows"
 
 
 def _logits(
@@ -198,4 +199,13 @@ MUTANTS = (
         "The forward's later slabs lie where the first one's logits wait for the backward.",
         "backward", ("grad_weight.view(-1)[: kept * hidden_size]", "grad_weight.view(-1)[kept * hidden_size :]"),
         module=_SLABS, memory="small"),
+    _hidden("counted_rows_with_anothers_target", "A row that is taken gets the target of the row before it.", "forward",
+        ("target = tl.where((n_counted > n_kept) & (place == 0), out_of_range, target)",
+            "target = tl.load(targets_ptr + tl.maximum(row - 1, 0), mask=row < n_rows, other=ignore_index)"),
+        module=_COUNTED),
+    _hidden("counted_rows_gradient_for_the_others", "The rows that are not taken get the first one's gradient.",
+        "backward",
+        ("grad.new_zeros((ctx.n_rows, *grad.shape[1:]))",
+            "grad[:1].expand(ctx.n_rows, *grad.shape[1:]).contiguous()"),
+        module=_COUNTED),
 )
