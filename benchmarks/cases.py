@@ -20,6 +20,9 @@ from liger_kernels.ops.linear_cross_entropy import balanced_because
 Tensors = tuple[torch.Tensor, ...]
 
 EPS = 1e-6
+# Of the labels, as in instruction tuning, where the prompts' are ignored.
+SHARE = 0.3
+MASKED = " (30% of the labels)"
 # Of a loss; float64 logits of all rows would not fit. The other ops are compared over all rows.
 CHECKED_ROWS = 384
 
@@ -34,8 +37,11 @@ class Place:
     def randn(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, device=self.device) * scale).to(self.dtype).requires_grad_()
 
-    def targets(self, rows: int, classes: int) -> torch.Tensor:
-        return torch.randint(classes, (rows,), device=self.device)
+    def targets(self, rows: int, classes: int, masked: bool = False) -> torch.Tensor:
+        targets = torch.randint(classes, (rows,), device=self.device)
+        if masked:
+            targets[torch.randperm(rows, device=self.device)[counted(targets) :]] = -100
+        return targets
 
     def row_weights(self, rows: int) -> Tensors:
         """The weight of each row and their sum, as a loss of packed rows takes them."""
@@ -72,6 +78,16 @@ class Case:
     def name(self) -> str:
         """What is asked for on the command line."""
         return self.formula.split()[0]
+
+
+def counted(targets: torch.Tensor) -> int:
+    """How many of masked ``targets`` count. A trainer asks the device for it at the beginning of the forward."""
+    return round(SHARE * len(targets))
+
+
+def of_counted(op: Callable[..., Any]) -> Callable[..., Any]:
+    """``op`` over hidden, weight and targets, which is told how many targets count."""
+    return lambda *inputs, **options: op(*inputs, counted=counted(inputs[2]), **options)
 
 
 def norm(place: Place, rows: int, hidden: int, formula: str) -> Case:
@@ -201,16 +217,25 @@ def computed_again(rows: int, hidden: int, vocab: int) -> int:
 
 
 def linear_loss(
-    place: Place, rows: int, hidden: int, vocab: int, weights: bool = False, memory: str | None = None
+    place: Place,
+    rows: int,
+    hidden: int,
+    vocab: int,
+    weights: bool = False,
+    memory: str | None = None,
+    masked: bool = False,
 ) -> Case:
     def inputs(n: int) -> Tensors:
-        leaves = place.randn(n, hidden), place.randn(vocab, hidden, scale=hidden**-0.5), place.targets(n, vocab)
+        targets = place.targets(n, vocab, masked)
+        leaves = place.randn(n, hidden), place.randn(vocab, hidden, scale=hidden**-0.5), targets
         return (*leaves, *place.row_weights(n)) if weights else leaves
 
-    ours = partial(ops.linear_cross_entropy, memory=memory)
+    ours: Callable[..., Any] = partial(ops.linear_cross_entropy, memory=memory)
+    ours = of_counted(ours) if masked else ours
+    multiplied = round(rows * SHARE) if masked else rows
     again = memory == "small" and balanced_because(place.dtype, 0.0, memory) is None
     return Case(
-        f"linear_cross_entropy{' (row_weight)' if weights else ''}",
+        f"linear_cross_entropy{' (row_weight)' if weights else ''}{MASKED if masked else ''}",
         f"{rows}x{hidden}x{vocab}",
         rows,
         inputs,
@@ -218,7 +243,7 @@ def linear_loss(
         linear_float_loss,
         weighted(ops.linear_cross_entropy_ref) if weights else ops.linear_cross_entropy_ref,
         2 * (rows + vocab) * hidden * place.dtype.itemsize,
-        2 * rows * hidden * (3 * vocab + (computed_again(rows, hidden, vocab) if again else 0)),
+        2 * multiplied * hidden * (3 * vocab + (computed_again(multiplied, hidden, vocab) if again else 0)),
         memory=memory,
         checked_rows=CHECKED_ROWS,
     )
@@ -227,29 +252,38 @@ def linear_loss(
 def float_log_probs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Tensors:
     """Log-probabilities and entropy as they are written in plain torch."""
     log_p = F.linear(hidden, weight).float().log_softmax(-1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    counts = targets >= 0
+    log_probs, entropy = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    return log_probs.where(counts, 0), entropy.where(counts, 0)
 
 
-def linear_log_probs(place: Place, rows: int, hidden: int, vocab: int, memory: str | None = None) -> Case:
+def linear_log_probs(
+    place: Place, rows: int, hidden: int, vocab: int, memory: str | None = None, masked: bool = False
+) -> Case:
     """Log-probabilities and entropy, both with gradient."""
 
     def inputs(n: int) -> Tensors:
-        return place.randn(n, hidden), place.randn(vocab, hidden, scale=hidden**-0.5), place.targets(n, vocab)
+        targets = place.targets(n, vocab, masked)
+        return place.randn(n, hidden), place.randn(vocab, hidden, scale=hidden**-0.5), targets
 
     def both(op: Callable[..., Any]) -> Callable[..., Tensors]:
         return lambda *tensors: op(*tensors, outputs=("log_probs", "entropy"))[:2]
 
+    ours = both(partial(ops.linear_log_probs, memory=memory))
+    if masked:
+        ours = both(of_counted(partial(ops.linear_log_probs, memory=memory)))
     again = memory == "small" and balanced_because(place.dtype, 0.0, memory) is None
+    multiplied = round(rows * SHARE) if masked else rows
     return Case(
-        "linear_log_probs",
+        f"linear_log_probs{MASKED if masked else ''}",
         f"{rows}x{hidden}x{vocab}",
         rows,
         inputs,
-        both(partial(ops.linear_log_probs, memory=memory)),
+        ours,
         float_log_probs,
         both(ops.linear_log_probs_ref),
         2 * (rows + vocab) * hidden * place.dtype.itemsize,
-        2 * rows * hidden * (3 * vocab + (computed_again(rows, hidden, vocab) if again else 0)),
+        2 * multiplied * hidden * (3 * vocab + (computed_again(multiplied, hidden, vocab) if again else 0)),
         memory=memory,
         checked_rows=CHECKED_ROWS,
     )
@@ -300,6 +334,8 @@ def cases(place: Place) -> list[Case]:
             for memory in (None, "fast", "balanced", "small")
         ),
         linear_loss(place, *heads[0], weights=True),
+        *[linear_loss(place, *shape, masked=True) for shape in heads[:2]],
         *[linear_log_probs(place, *shape, memory=memory) for shape in heads[:2] for memory in ("fast", "small")],
+        *[linear_log_probs(place, *shape, masked=True) for shape in heads[:2]],
         packing(place, 1 << 20, 4096),
     ]

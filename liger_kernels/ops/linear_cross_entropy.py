@@ -342,7 +342,7 @@ def linear_cross_entropy(
             Without gradients there is nothing to keep logits for: "fast" is "balanced". Not together with
             ``chunk_size``.
         counted: at most how many targets are not ``ignore_index``: an int, or :class:`CountedTargets`, which was made
-            where the targets were first seen and does not stop the GPU. If they are at most about 7/8 of the tokens,
+            where the targets were first seen and does not stop the GPU. If they are at most 15/16 of the tokens,
             only their rows are multiplied; with extras that describe ignored rows, too, all are. Where more targets
             count than that, the loss is NaN, or a ``ValueError`` on a CPU. None: all rows.
         options: the fields of :class:`LossOptions`, by name.
