@@ -101,7 +101,7 @@ def linear_log_probs_ref(
         }
     found["log_probs"] = log_p.gather(1, safe[:, None])[:, 0]
     found["entropy"] = -(p * log_p.where(p > 0, 0.0)).sum(-1)
-    return LogProbsOutput(**{name: found[name].where(counted, 0) for name in OUTPUTS if name in outputs})
+    return LogProbsOutput(**{name: found[name].where(counted, False) for name in OUTPUTS if name in outputs})
 
 
 def linear_log_probs(
@@ -162,7 +162,7 @@ def linear_log_probs(
     counted = targets != ignore_index
     if "is_top1" in outputs:
         found["is_top1"] = found["predicted_tokens"] == targets
-    found = {name: found[name].where(counted, 0) for name in o.extras}
+    found = {name: found[name].where(counted, False) for name in o.extras}
     if "log_probs" in outputs:
         found["log_probs"] = 0.0 - loss  # 0, not -0, for ignored rows
     return LogProbsOutput(**found)
