@@ -9,6 +9,8 @@ package ``liger_kernel`` and ask its distribution for a version. After :func:`in
 
 Patches of a model do what they do everywhere in this package. What is not provided (the chunked preference losses) can
 be imported, as trl does wherever it finds the package, and raises ``NotImplementedError`` when it is constructed.
+
+trl 1.15 and later compute the loss by a head of their own. It runs on this package's kernels, too: :mod:`trl_head`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from liger_kernels import __version__
+from liger_kernels import __version__, trl_head
 
 __all__ = ["install", "uninstall"]
 
@@ -35,7 +37,9 @@ _PACKAGE = "liger_kernel"
 
 
 def install() -> None:
-    """Answer for ``liger_kernel`` in this process. Installed already, it stays so.
+    """Answer for ``liger_kernel`` in this process, and run trl's fused LM head on :func:`linear_log_probs`.
+
+    Installed already, it stays so. ``liger_kernels.report()`` says what became of trl's head.
 
     Raises:
         RuntimeError: the real package is installed, or trl has been imported and has looked for it in vain.
@@ -53,14 +57,19 @@ def install() -> None:
             "liger_kernels.compat.install() before the first import of trl"
         )
     sys.meta_path.append(_finder)
+    trl_head.install()
     _transformers_asks_again(True)
 
 
 def uninstall() -> None:
-    """Undo :func:`install`: ``liger_kernel`` is not found any more. What was imported from it goes on working."""
+    """Undo :func:`install`: ``liger_kernel`` is not found any more, and trl's head is its own.
+
+    What was imported from ``liger_kernel`` goes on working.
+    """
     if _finder not in sys.meta_path:
         return
     sys.meta_path.remove(_finder)
+    trl_head.uninstall()
     for name in _MODULES:
         sys.modules.pop(name, None)
     _transformers_asks_again(False)

@@ -80,6 +80,7 @@ def report() -> EnvironmentReport:
     from liger_kernels.ops._device import obstacle, shared_memory
     from liger_kernels.ops._runtime import HAS_TRITON, INTERPRET, launcher_state
     from liger_kernels.patching import KERNELS
+    from liger_kernels.trl_head import state
 
     versions = {"liger-kernels": liger_kernels.__version__, "Python": platform.python_version()}
     for name in PACKAGES:
@@ -108,6 +109,8 @@ def report() -> EnvironmentReport:
         "interpreter": "on" if INTERPRET else "off, TRITON_INTERPRET is not 1",
         "kept programs": launcher_state(),
     }
+    if "trl" in versions:
+        switches["trl's LM head"] = state()
     if told := newer_torch():
         switches["torch"] = told
     kernels = dict.fromkeys(KERNELS, tuple(where))

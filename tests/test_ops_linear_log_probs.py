@@ -59,6 +59,7 @@ class Case:
         # Differences of numbers of order 1 and more: 1 is what their roundoff is relative to.
         for name in ("entropy", "log_sum_sq_probs", "mean_logits", "max_logits"):
             three_way(*(getattr(o, name) + 1 for o in (ours, torchs, truth)), dtype, f"1 + {name}")
+        assert ours.is_top1.dtype == torchs.is_top1.dtype == torch.bool
         assert torch.equal(ours.is_top1, torchs.is_top1)
         ignored = self.targets == self.options.get("ignore_index", -100)
         assert all(not bool(getattr(ours, name)[ignored].any()) for name in OUTPUTS)

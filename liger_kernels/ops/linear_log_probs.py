@@ -108,7 +108,7 @@ def linear_log_probs_ref(
         }
     found["log_probs"] = log_p.gather(1, safe[:, None])[:, 0]
     found["entropy"] = -(p * log_p.where(p > 0, 0.0)).sum(-1)
-    return LogProbsOutput(**{name: found[name].where(counted, 0) for name in OUTPUTS if name in outputs})
+    return LogProbsOutput(**{name: found[name].where(counted, False) for name in OUTPUTS if name in outputs})
 
 
 def linear_log_probs(
@@ -171,7 +171,7 @@ def linear_log_probs(
     if "is_top1" in outputs:
         found["is_top1"] = found["predicted_tokens"] == taken.targets
     counts = taken.targets != ignore_index
-    found = {name: taken.spread(found[name].where(counts, 0)) for name in o.extras}
+    found = {name: taken.spread(found[name].where(counts, False)) for name in o.extras}
     if "log_probs" in outputs:
         found["log_probs"] = taken.spread(0.0 - loss)  # 0, not -0, for ignored rows
     return LogProbsOutput(**found)

@@ -1,0 +1,458 @@
+"""trl's fused LM head on ``linear_log_probs``: the same numbers, trl's own function wherever ours does not fit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from convergence.tolerance import three_way
+from liger_kernels import trl_head
+from liger_kernels.ops import _runtime, launches, linear_log_probs_ref, reset_launches
+from tests.test_compat import python
+
+kernels = pytest.importorskip("trl.kernels.chunked_logprob", reason="trl has a fused head from 1.15")
+TOKENS, HIDDEN, VOCAB = 12, 8, 37
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+OPTIONS: dict[str, tuple[float, float | None, float]] = {  # temperature, softcap, logit scale
+    "plain": (1.0, None, 1.0),
+    "temperature": (0.7, None, 1.0),
+    "softcap": (1.0, 5.0, 1.0),
+    "logit_scale": (1.0, None, 1.7),
+    "all": (0.7, 5.0, 1.7),
+}
+
+
+@pytest.fixture
+def function() -> Any:
+    return kernels.ChunkedLogProbFunction
+
+
+@pytest.fixture
+def head(function: Any) -> Iterator[trl_head.Replacement]:
+    """It is installed, and trl's module is there."""
+    trl_head.install()
+    found = trl_head.current()
+    assert found is not None
+    yield found
+    trl_head.uninstall()
+    assert "apply" not in vars(function)
+
+
+class Case:
+    """Inputs of one call of trl's function, and its results under upstream gradients that are not 1."""
+
+    def __init__(
+        self, device: Any, dtype: torch.dtype = torch.float32, tokens: int = TOKENS, bias: bool = True
+    ) -> None:
+        self.tensors: list[Any] = [
+            torch.randn(shape).to(device, dtype) for shape in ((tokens, HIDDEN), (VOCAB, HIDDEN), (VOCAB,))
+        ]
+        if not bias:
+            self.tensors[2] = None
+        self.targets = torch.randint(0, VOCAB, (tokens,)).to(device)
+        self.upstream = (torch.randn(2, tokens) - 0.3).to(device)
+
+    def run(self, apply: Any, dtype: Any = None, options: Any = OPTIONS["plain"], outputs: Any = OUTPUTS) -> Any:
+        leaves = [None if t is None else t.to(dtype or t.dtype, copy=True).requires_grad_() for t in self.tensors]
+        temperature, softcap, scale = options
+        out = apply(*leaves, self.targets, temperature, 16, softcap, scale, outputs)
+        pairs = [(t, g) for t, g in zip(out, self.upstream, strict=False) if t is not None]
+        torch.autograd.backward([t for t, _ in pairs], [g.to(t.dtype) for t, g in pairs])
+        return out, [None if t is None else t.grad for t in leaves]
+
+
+reference = functools.partial(trl_head._as_trl_calls_it, linear_log_probs_ref)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_it_computes_what_trl_computes(head, function, device, dtype, options, bias) -> None:
+    case = Case(device, dtype, bias=bias)
+    reset_launches()
+    ours, our_grads = case.run(function.apply, options=options)
+    assert any("cross_entropy" in name for name in launches())
+    assert (head.ours, head.theirs) == (1, 0), head.reason
+    theirs, their_grads = case.run(head.own, options=options)
+    truth, true_grads = case.run(reference, torch.float64, options=options)
+    for name, a, b, expected in zip(OUTPUTS[:4], ours, theirs, truth, strict=False):
+        assert (a.dtype, a.requires_grad) == (b.dtype, b.requires_grad), name
+        three_way(a + 1, b + 1, expected + 1, dtype, f"1 + {name}")
+    assert ours[4].dtype == theirs[4].dtype == torch.bool
+    assert torch.equal(ours[4], theirs[4])
+    for name, a, b, expected in zip(("hidden", "weight", "bias"), our_grads, their_grads, true_grads, strict=True):
+        if expected is not None:
+            assert a.dtype == b.dtype == dtype
+            three_way(a, b, expected, dtype, f"gradient of {name}", chain=3)
+
+
+@pytest.mark.parametrize("outputs", [(), ("log_probs",), ("is_top1", "entropy"), OUTPUTS], ids=" ".join)
+def test_what_is_not_asked_for_is_none(head, function, device, outputs) -> None:
+    case = Case(device)
+    (ours, _), (theirs, _) = case.run(function.apply, outputs=outputs), case.run(head.own, outputs=outputs)
+    assert head.ours == 1
+    assert isinstance(ours, tuple)
+    assert [t is None for t in ours] == [t is None for t in theirs]
+
+
+def test_a_batch_in_which_no_label_counts_gets_gradients_of_zero(head, function, device) -> None:
+    """On a GPU trl takes the counted rows out first: there may be none."""
+    (log_probs, *_), grads = Case(device, tokens=0).run(function.apply)
+    assert head.ours == 1
+    assert log_probs.shape == (0,)
+    assert all(not grad.any() for grad in grads)
+
+
+def test_under_autocast_both_cast(head, function, device) -> None:
+    case = Case(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        ours, our_grads = case.run(function.apply)
+        theirs, their_grads = case.run(head.own)
+    truth, true_grads = case.run(reference, torch.float64)
+    assert (head.ours, head.theirs) == (1, 0), head.reason
+    three_way(ours[0], theirs[0], truth[0], torch.bfloat16, "log_probs")
+    for name, *three in zip(("hidden", "weight", "bias"), our_grads, their_grads, true_grads, strict=True):
+        assert three[0].dtype == torch.float32
+        three_way(*three, torch.bfloat16, f"gradient of {name}")
+
+
+def test_in_a_compiled_program(head, function, device) -> None:
+    """Dynamo does not trace trl's function where the last chunk is not full; eager kernels run there."""
+
+    def loss(hidden: Any, weight: Any, targets: Any) -> Any:
+        out = function.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ("log_probs", "entropy"))
+        return out[0].sum() + 0.1 * out[1].sum()
+
+    case = Case(device)
+    for vocab in (VOCAB, 32):
+        hidden, weight = (t.clone().requires_grad_() for t in (case.tensors[0], case.tensors[1][:vocab]))
+        targets = case.targets % vocab
+        expected = torch.autograd.grad(loss(hidden, weight, targets), (hidden, weight))
+        compiled = torch.compile(loss, backend="aot_eager")
+        found = torch.autograd.grad(compiled(hidden, weight, targets), (hidden, weight))
+        torch.testing.assert_close(found, expected)
+
+
+class Strange(torch.Tensor):
+    """Such as DTensor."""
+
+
+def mixed(tensors: list[Any]) -> None:
+    tensors[1:] = [t.bfloat16() for t in tensors[1:]]
+
+
+def sharded(tensors: list[Any]) -> None:
+    tensors[1] = nn.Parameter(tensors[1])
+    tensors[1].ds_id = 7
+
+
+def double(tensors: list[Any]) -> None:
+    tensors[:] = [t.double() for t in tensors]
+
+
+def strange(tensors: list[Any]) -> None:
+    tensors[0] = tensors[0].as_subclass(Strange)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (mixed, "hidden, weight and bias are torch.float32 on "),
+        (sharded, "ZeRO-3 shards the weight"),
+        (double, "no kernel takes torch.float64"),
+        (strange, "a tensor is a Strange"),
+    ],
+    ids=["mixed", "sharded", "double", "strange"],
+)
+def test_tensors_that_only_trl_takes(head, function, device, change, reason) -> None:
+    case = Case(device)
+    change(case.tensors)
+    marks = [getattr(t, "ds_id", None) for t in case.tensors]
+
+    def run(apply: Any) -> Any:
+        leaves: list[Any] = [t.detach().clone().requires_grad_() for t in case.tensors]
+        for leaf, mark in zip(leaves, marks, strict=True):
+            if mark is not None:
+                leaf.ds_id = mark
+        log_probs = apply(*leaves, case.targets, 1.0, 16, None, 1.0, ("log_probs",))[0]
+        return [log_probs, *torch.autograd.grad(log_probs.sum(), leaves)]
+
+    assert all(map(torch.equal, run(function.apply), run(head.own)))
+    assert (head.ours, head.theirs) == (0, 1)
+    assert head.reason.startswith(reason)
+    assert f"1 ran trl's function, the last one because {reason}" in trl_head.state()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((1.0, 16, 0.0, 1.0, ("log_probs",)), "softcap is 0.0"),
+        ((1.0, 16, None, 1.0, ("log_probs", "kl")), "outputs is ('log_probs', 'log_probs', 'kl')"),
+        ((1.0, 16), "it got 6 arguments, not 9"),
+    ],
+    ids=["softcap", "outputs", "defaults"],
+)
+def test_options_that_only_trl_takes(head, function, device, arguments, reason) -> None:
+    tensors = *Case(device).tensors, torch.arange(TOKENS, device=device)
+    assert torch.equal(function.apply(*tensors, *arguments)[0], head.own(*tensors, *arguments)[0])
+    assert (head.ours, head.theirs) == (0, 1)
+    assert head.reason.startswith(reason)
+
+
+def test_without_our_kernels_trl_computes_in_chunks(head, function, device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_runtime, "HAS_TRITON", False)
+    Case(device).run(function.apply)
+    assert (head.ours, head.theirs) == (0, 1)
+    assert head.reason == f"no kernel takes torch.float32 on {device.type}"
+    assert head.difference is None  # nor was anything probed
+
+
+def test_a_subclass_computes_by_its_own_forward(head, function, device) -> None:
+    class Another(function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            return args[0] + 1
+
+    x = torch.ones(1, device=device)
+    assert Another.apply(x).item() == 2.0
+    assert head.ours + head.theirs == 0
+
+
+# What trl's function may become, each in one way: the results, or the gradients, of the changed function.
+
+
+def changed(forward: Any) -> Any:
+    own = kernels.ChunkedLogProbFunction.forward
+
+    @functools.wraps(own)  # the signature, too
+    def another(ctx: Any, *args: Any) -> Any:
+        return forward(functools.partial(own, ctx), ctx, *args)
+
+    return {"forward": staticmethod(another)}
+
+
+def entropy_without_gradient(own: Any, ctx: Any, *args: Any) -> Any:
+    out = own(*args)
+    ctx.mark_non_differentiable(*(t for t in out[1:] if t is not None))
+    return out
+
+
+def mean_with_gradient(own: Any, ctx: Any, *args: Any) -> Any:
+    out = own(*args)
+    ctx.mark_non_differentiable(*(t for t in (out[2], out[4]) if t is not None))
+    return out
+
+
+def temperature_before_the_softcap(own: Any, ctx: Any, h: Any, w: Any, b: Any, y: Any, t: Any, n: Any, cap: Any, s: Any,
+                                   outputs: Any) -> Any:  # fmt: skip
+    return own(h, w, b, y, 1.0, n, cap, s / t, outputs)
+
+
+def scale_without_the_bias(own: Any, ctx: Any, h: Any, w: Any, b: Any, y: Any, t: Any, n: Any, cap: Any, s: Any,
+                           outputs: Any) -> Any:  # fmt: skip
+    return own(h, w, None if b is None else b / s, y, t, n, cap, s, outputs)
+
+
+def ties_count(own: Any, ctx: Any, *args: Any) -> Any:
+    out = own(*args)
+    logits = args[0] @ args[1].T
+    top = logits.gather(1, args[3][:, None])[:, 0] >= logits.amax(1)
+    return (*out[:4], top) if args[2] is None else out
+
+
+def always_entropy(own: Any, ctx: Any, *args: Any) -> Any:
+    return own(*args[:8], (*args[8], "entropy"))
+
+
+def another_power(own: Any, ctx: Any, *args: Any) -> Any:
+    out = own(*args)
+    if out[2] is not None:
+        out[2].mul_(1.01)
+    return out
+
+
+def six_results(own: Any, ctx: Any, *args: Any) -> Any:
+    return (*own(*args), args[0].detach().sum())
+
+
+def a_column(own: Any, ctx: Any, *args: Any) -> Any:
+    out = own(*args)
+    return out if out[3] is None else (*out[:3], out[3][:, None], out[4])
+
+
+def not_any_more(own: Any, ctx: Any, *args: Any) -> Any:
+    raise NotImplementedError("use the other one")
+
+
+def wrong_backward(number: int) -> Any:
+    own = kernels.ChunkedLogProbFunction.backward
+
+    def another(ctx: Any, *grads: Any) -> Any:
+        found = own(ctx, *grads)
+        return tuple([g * 1.001 if i == number and g is not None else g for i, g in enumerate(found)])
+
+    return {"backward": staticmethod(another)}
+
+
+def entropy_gradient_of_the_wrong_sign() -> Any:
+    own = kernels.ChunkedLogProbFunction.backward
+    negated = lambda ctx, g, k, *rest: own(ctx, g, None if k is None else -k, *rest)  # noqa: E731
+    return {"backward": staticmethod(negated)}
+
+
+def one_more_argument(ctx: Any, h: Any, w: Any, b: Any, y: Any, t: Any, n: Any, cap: Any, s: Any, outputs: Any,
+                      z_loss: float = 0.0) -> Any:  # fmt: skip
+    raise AssertionError("nobody calls it")
+
+
+CHANGES = {
+    "entropy without gradient": (lambda: changed(entropy_without_gradient), "entropy has no gradient"),
+    "mean with gradient": (lambda: changed(mean_with_gradient), "mean_logits has a gradient"),
+    "temperature": (lambda: changed(temperature_before_the_softcap), "log_probs is off by "),
+    "scale": (lambda: changed(scale_without_the_bias), "log_probs is off by "),
+    "ties": (lambda: changed(ties_count), "is_top1 is off by 1"),
+    "always entropy": (lambda: changed(always_entropy), "entropy is there unasked"),
+    "power": (lambda: changed(another_power), "log_sum_sq_probs is off by "),
+    "six results": (lambda: changed(six_results), "ValueError: zip() argument 2 is longer"),
+    "shape": (lambda: changed(a_column), "mean_logits has shape (6, 1), not (6,)"),
+    "raises": (lambda: changed(not_any_more), "NotImplementedError: use the other one"),
+    "hidden": (lambda: wrong_backward(0), "the gradient of hidden is off by "),
+    "weight": (lambda: wrong_backward(1), "the gradient of weight is off by "),
+    "bias": (lambda: wrong_backward(2), "the gradient of bias is off by "),
+    "entropy gradient": (entropy_gradient_of_the_wrong_sign, "the gradient of hidden is off by "),
+    "argument": (lambda: {"forward": staticmethod(one_more_argument)}, "its forward takes 10 arguments, not 9"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), CHANGES.values(), ids=CHANGES)
+def test_a_function_that_has_changed_is_left_alone(change, reason, function, device, monkeypatch, request) -> None:
+    for name, value in change().items():
+        monkeypatch.setattr(function, name, value)
+    head = request.getfixturevalue("head")  # after the change
+    assert head.probed().startswith(reason)
+    assert trl_head.state() == f"off, trl's function is left alone: {head.difference}"
+    monkeypatch.setattr(head, "own", lambda *args: "trl's")
+    assert function.apply(*Case(device).tensors, None, 1.0, 16, None, 1.0, OUTPUTS) == "trl's"
+    assert head.ours == 0
+
+
+def test_one_probe_is_enough_whatever_is_set_around_it(head, function, device, monkeypatch: pytest.MonkeyPatch) -> None:
+    probes: list[None] = []
+    own = trl_head._differences
+    monkeypatch.setattr(trl_head, "_differences", lambda apply: probes.append(None) or own(apply))
+    case = Case(device)
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+        torch.set_default_dtype(torch.float64)
+        try:
+            state = torch.get_rng_state()
+            function.apply(*case.tensors, case.targets, 1.0, 16, None, 1.0, OUTPUTS)
+            assert torch.equal(torch.get_rng_state(), state)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    case.run(function.apply)
+    assert trl_head.state() == "on, 2 calls ran linear_log_probs"
+    assert len(probes) == 1
+
+
+def test_uninstall_gives_the_very_same_function_back(function) -> None:
+    own = function.apply
+    trl_head.install()
+    trl_head.install()
+    assert function.apply != own
+    kept = function.apply
+    trl_head.uninstall()
+    trl_head.uninstall()
+    assert function.apply == own
+    assert "apply" not in vars(function)
+    assert trl_head.state() == "off, liger_kernels.compat.install() was not called"
+    # Who took ours while it was there keeps a function that works.
+    assert kept(*Case("cpu").tensors, torch.arange(TOKENS), 1.0, 16, None, 1.0, OUTPUTS)[0].shape == (TOKENS,)
+
+
+def test_what_somebody_else_put_there_stays(function, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = classmethod(lambda cls, *args: "theirs")
+    monkeypatch.setattr(function, "apply", theirs)
+    trl_head.install()
+    trl_head.uninstall()
+    assert vars(function)["apply"] is theirs
+    trl_head.install()
+    monkeypatch.setattr(function, "apply", later := classmethod(lambda cls, *args: "later"))
+    trl_head.uninstall()
+    assert vars(function)["apply"] is later
+
+
+def test_a_model_with_the_head_in_the_documented_order() -> None:
+    """``install()`` before trl is imported; then the head that trl gives a model, with a softcap, too."""
+    python("""
+import copy, sys, torch
+import liger_kernels, liger_kernels.compat as compat
+compat.install()
+assert "trl" not in sys.modules
+assert "is not imported" in liger_kernels.report().switches["trl's LM head"]
+from trl.trainer.utils import add_fused_lm_head
+from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+module = sys.modules["trl.kernels.chunked_logprob"]
+assert type(module.__loader__).__module__ == type(module.__spec__.loader).__module__ != "liger_kernels.trl_head"
+from convergence.float64 import InFloat64
+from convergence.tolerance import three_way
+from liger_kernels import trl_head
+from liger_kernels.ops import launches
+from tests.patching_checks import batch, tiny
+outputs = "log_probs", "entropy", "is_top1"
+models = [(tiny(family).cpu(), {"cpu": True}) for family in ("llama", "gemma2")]
+def run(model):
+    add_fused_lm_head(model, temperature=0.9, outputs=outputs)
+    inputs = {name: t.cpu() for name, t in batch().items()}
+    out = model(**inputs, fused_lm_head=True)
+    (out.loss + 0.1 * out.entropy.mean()).backward()
+    return out, {name: p.grad for name, p in model.named_parameters()}
+for model, _ in models:
+    own, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    if "gemma2" in model.config.model_type: assert model.config.final_logit_softcapping
+    ours, our_grads = run(model)
+    replacement = trl_head.current()
+    assert (replacement.ours, replacement.theirs) == (1, 0), str(replacement)
+    assert any("cross_entropy" in name for name in launches())
+    ChunkedLogProbFunction.apply, kept = replacement.own, vars(ChunkedLogProbFunction)["apply"]
+    theirs, their_grads = run(own)
+    with InFloat64(): truth, true_grads = run(exact)
+    ChunkedLogProbFunction.apply = kept
+    assert torch.equal(ours.is_top1, theirs.is_top1)
+    for name in ("loss", "log_probs", "entropy"):
+        three_way(*(getattr(o, name) for o in (ours, theirs, truth)), torch.float32, name, chain=9)
+    for name in our_grads:
+        three_way(our_grads[name], their_grads[name], true_grads[name], torch.float32, name, chain=9)
+    replacement.ours = 0
+assert liger_kernels.report().switches["trl's LM head"] == "on, 0 calls ran linear_log_probs"
+compat.uninstall()
+assert "apply" not in vars(ChunkedLogProbFunction)
+assert liger_kernels.report().switches["trl's LM head"].startswith("off")
+assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("liger_kernels")]
+""")
+
+
+def test_a_trl_that_has_no_such_function(tmp_path: Path) -> None:
+    (tmp_path / "trl" / "kernels").mkdir(parents=True)
+    (tmp_path / "trl" / "__init__.py").write_text("")
+    (tmp_path / "trl" / "kernels" / "__init__.py").write_text("")
+    (tmp_path / "trl" / "kernels" / "chunked_logprob.py").write_text("another = 1\n")
+    python(
+        """
+import importlib.util
+from liger_kernels import trl_head
+trl_head.install()
+spec = importlib.util.find_spec("trl.kernels.chunked_logprob")
+assert spec.loader.is_package("trl.kernels.chunked_logprob") is False  # found, not loaded
+assert "is not imported" in trl_head.state()
+import trl.kernels.chunked_logprob
+assert trl.kernels.chunked_logprob.another == 1
+assert trl_head.state() == "off, trl.kernels.chunked_logprob has no ChunkedLogProbFunction"
+""",
+        PYTHONPATH=f"{tmp_path}:.",
+    )
