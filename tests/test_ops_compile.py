@@ -118,8 +118,10 @@ def cross_entropy_cases() -> None:
 
 
 def linear_cross_entropy_cases() -> None:
-    from liger_kernels.ops import linear_cross_entropy
+    from liger_kernels.ops import linear_cross_entropy, linear_log_probs
+    from liger_kernels.ops._counted_rows import CountedRows
     from liger_kernels.ops.cross_entropy import EXTRAS
+    from liger_kernels.ops.linear_log_probs import OUTPUTS
 
     targets = torch.zeros(64, dtype=torch.int64)
     for reduction in ("mean", "none"):
@@ -127,6 +129,10 @@ def linear_cross_entropy_cases() -> None:
         run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, new(32000), reduction=reduction, chunk_size=32)
         run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, reduction=reduction, memory="small")
     run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, extras=EXTRAS, softcap=30.0, memory="small")
+    CountedRows.first(targets, -100, 32000, 32)  # alone: nothing is launched, so the rows that it finds are none
+    for memory in ("fast", "balanced", "small"):
+        options: dict[str, Any] = {"outputs": OUTPUTS, "temperature": 0.7, "memory": memory}
+        run(linear_log_probs, new(64, 16), new(32000, 16), targets, softcap=30.0, **options)
 
 
 CASES: dict[str, Callable[[], None]] = {  # what takes longest first

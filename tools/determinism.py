@@ -24,6 +24,7 @@ from convergence.records import versions
 from convergence.tables import markdown, markdown_row
 from liger_kernels import ops
 from liger_kernels.ops._runtime import INTERPRET
+from liger_kernels.ops.linear_log_probs import OUTPUTS
 
 Tensors = dict[str, torch.Tensor]
 
@@ -50,6 +51,7 @@ PROMISED = {
     "cross_entropy, mean": {RUNS, BATCH},
     "linear_cross_entropy, none": {RUNS},
     "linear_cross_entropy, mean": {RUNS},
+    "linear_log_probs": {RUNS},
     "packing_weights": {RUNS, BATCH},
     "packing_weights, class_weight": set(),
 }
@@ -203,6 +205,15 @@ def _loss(op: Callable[..., Any], first: str, reduction: str) -> Case:
     return Case(_logits if first == "logits" else _head, compute)
 
 
+def _log_probs(targets: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
+    d_log_probs = inputs.pop("d loss")
+    leaves = {f"d {name}": tensor.requires_grad_() for name, tensor in inputs.items()}
+    given: dict[str, Any] = {"targets": targets, **inputs, "temperature": 0.7, "outputs": OUTPUTS}
+    rows: Tensors = ops.linear_log_probs(**given)._asdict()
+    grads = _grads((rows["log_probs"], rows["entropy"]), leaves, (d_log_probs, d_log_probs.square()))
+    return rows | {"d hidden": grads.pop("d hidden")}, grads
+
+
 def _packed(sizes: Sizes, dtype: torch.dtype, class_weight: bool) -> tuple[Tensors, Tensors]:
     labels = torch.randint(sizes.vocab, (sizes.rows, 24))
     labels[torch.rand(labels.shape) < 0.3] = -100
@@ -235,6 +246,7 @@ CASES = {
     "geglu_linear": _glu_linear(ops.geglu_linear),
     **{f"cross_entropy, {r}": _loss(ops.cross_entropy, "logits", r) for r in ("none", "mean")},
     **{f"linear_cross_entropy, {r}": _loss(ops.linear_cross_entropy, "hidden", r) for r in ("none", "mean")},
+    "linear_log_probs": Case(_head, _log_probs),
     "packing_weights": Case(partial(_packed, class_weight=False), _packing),
     "packing_weights, class_weight": Case(partial(_packed, class_weight=True), _packing),
 }

@@ -356,7 +356,12 @@ def _cross_entropy_fwd_kernel(
     z_target = _scaled_logits(x_target, scaling, PRECISE)
     carry_rows = row
     if carry_ptr is not None:
-        carry_rows = carry_ptr + row
+        carry_rows = carry_ptr + row  # of its six rows, each a stride after the one before: no product in 32 bits
+        carry_max = carry_rows + carry_stride
+        carry_others = carry_max + carry_stride
+        carry_distance = carry_others + carry_stride
+        carry_squares = carry_distance + carry_stride
+        carry_mean = carry_squares + carry_stride
         z_target = tl.where(here, z_target, tl.load(carry_rows, mask=row_mask, other=0.0))
     finite_z_target = tl.where(z_target > float("-inf"), z_target, 0.0)
 
@@ -379,17 +384,19 @@ def _cross_entropy_fwd_kernel(
     if carry_ptr is not None:  # the classes before these, as if the first lane had seen them
         first_class = first
         lane = (tl.arange(0, LANES) == 0)[None, :]
-        before = tl.load(carry_rows + carry_stride, mask=row_mask, other=float("-inf"))
+        before = tl.load(carry_max, mask=row_mask, other=float("-inf"))
         group_max = tl.where(lane, before[:, None], group_max)
-        before = tl.load(carry_rows + carry_stride + carry_stride, mask=row_mask, other=0.0)
+        before = tl.load(carry_others, mask=row_mask, other=0.0)
         others = tl.where(lane, before[:, None], others)
         if entropy_ptr is not None:
-            before = tl.load(carry_rows + carry_stride + carry_stride + carry_stride, mask=row_mask, other=0.0)
+            before = tl.load(carry_distance, mask=row_mask, other=0.0)
             distance = tl.where(lane, before[:, None], distance)
         if squares_ptr is not None:
-            squares = tl.where(lane, tl.load(carry_rows + 4 * carry_stride, mask=row_mask, other=0.0)[:, None], squares)
+            before = tl.load(carry_squares, mask=row_mask, other=0.0)
+            squares = tl.where(lane, before[:, None], squares)
         if mean_ptr is not None:
-            mean = tl.where(lane, tl.load(carry_rows + 5 * carry_stride, mask=row_mask, other=0.0)[:, None], mean)
+            before = tl.load(carry_mean, mask=row_mask, other=0.0)
+            mean = tl.where(lane, before[:, None], mean)
         if predicted_ptr is not None:
             known = tl.load(predicted_ptr + row, mask=row_mask, other=0).to(tl.int32)
             predicted = tl.where(lane, known[:, None], predicted)
@@ -442,14 +449,14 @@ def _cross_entropy_fwd_kernel(
         mean = tl.sum(mean, 1)
     if carry_ptr is not None:
         tl.store(carry_rows, z_target, mask=row_mask)
-        tl.store(carry_rows + carry_stride, known_max, mask=row_mask)
-        tl.store(carry_rows + carry_stride + carry_stride, others, mask=row_mask)
+        tl.store(carry_max, known_max, mask=row_mask)
+        tl.store(carry_others, others, mask=row_mask)
         if entropy_ptr is not None:
-            tl.store(carry_rows + carry_stride + carry_stride + carry_stride, distance, mask=row_mask)
+            tl.store(carry_distance, distance, mask=row_mask)
         if squares_ptr is not None:
-            tl.store(carry_rows + 4 * carry_stride, squares, mask=row_mask)
+            tl.store(carry_squares, squares, mask=row_mask)
         if mean_ptr is not None:
-            tl.store(carry_rows + 5 * carry_stride, mean, mask=row_mask)
+            tl.store(carry_mean, mean, mask=row_mask)
     smooth = tl.sum(smooth, 1)
     e_target = tl.where(counts, _exp(z_target - row_max, PRECISE), 0.0)
     total = tl.where(read, others + e_target, 1.0)

@@ -317,7 +317,7 @@ MUTANTS = (
         f"{_OPS}._cross_entropy_kernels", "where_max < predicted", "where_max > predicted",
         "test_ops_linear_log_probs.py::test_ties"),
     _check("ignored_rows_have_an_entropy", "The entropy of ignored rows gets a gradient.",
-        f"{_OPS}.linear_log_probs", "found[name].where(counts, 0)", "found[name]",
+        f"{_OPS}.linear_log_probs", "found[name].where(counts, False)", "found[name]",
         "test_ops_linear_log_probs.py::test_every_option[fast-torch.float32-plain]", within="linear_log_probs"),
     _check("gradient_of_the_wrong_rows", "The gradient of the counted rows goes to the first rows.",
         f"{_OPS}._counted_rows", "0, rows, grad", "0, torch.arange(len(rows)), grad",
