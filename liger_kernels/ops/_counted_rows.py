@@ -135,7 +135,7 @@ class CountedRows(NamedTuple):
         kept = torch.empty(taken, dtype=targets.dtype, device=targets.device)
         out_of_range = vocab if ignore_index != vocab else vocab + 1
         numbers = len(targets), taken, ignore_index, out_of_range
-        _, block = tile(1, len(targets), 1, 4096, widest=4096)
+        _, block = tile(1, len(targets), 1, 2048, widest=2048)
         launch(_order_kernel, (1,), targets.device, targets, rows, kept, *numbers, BLOCK=block, num_warps=32)
         return cls(kept, rows, len(targets))
 
