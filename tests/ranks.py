@@ -1,4 +1,4 @@
-"""Starts a function on two ranks, each in a process of its own, and brings back what the ranks found."""
+"""Starts a function on ranks, two by default, each in a process of its own, and brings back what they found."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[1]
 RANKS = 2
 
 
-def on_ranks(module: str, folder: Path) -> list[dict[str, Any]]:
+def on_ranks(module: str, folder: Path, ranks: int = RANKS) -> list[dict[str, Any]]:
     """What ``python -m module rank folder`` of each rank wrote to ``folder/rank.json``, by rank."""
-    start("-m", module, folder)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    start("-m", module, folder, ranks=ranks)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def start(how: str, what: str, folder: Path, timeout: float = 560) -> None:
+def start(how: str, what: str, folder: Path, timeout: float = 560, ranks: int = RANKS) -> None:
     """Run ``python how what rank folder`` on each rank. The ranks are on the CPU, also where there is a GPU.
 
     Raises:
@@ -42,8 +42,8 @@ def start(how: str, what: str, folder: Path, timeout: float = 560) -> None:
         "DS_ACCELERATOR": "cpu",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
     }
     processes = [
         subprocess.Popen(
@@ -54,7 +54,7 @@ def start(how: str, what: str, folder: Path, timeout: float = 560) -> None:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(RANKS)
+        for rank in range(ranks)
     ]
     try:
         for rank, process in enumerate(processes):
@@ -68,4 +68,5 @@ def start(how: str, what: str, folder: Path, timeout: float = 560) -> None:
 def join(rank: int, folder: Path) -> None:
     """Make this process ``rank`` of the group."""
     prepare()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    ranks = int(os.environ["WORLD_SIZE"])
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)

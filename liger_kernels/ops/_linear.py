@@ -13,6 +13,7 @@ from liger_kernels.ops._counted_rows import CountedRows
 from liger_kernels.ops._cross_entropy_rows import Rows
 from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._mean import mean_denominator
+from liger_kernels.ops._vocab_parallel import VocabShard, classes_of
 
 Observer = Callable[[int, Tensor], None]
 
@@ -58,12 +59,13 @@ class Call(NamedTuple):
     weight: Tensor  # [vocab, hidden size]
     bias: Tensor | None  # [vocab]
     targets: Tensor  # [tokens]
-    class_weight: Tensor | None  # [vocab], float32
+    class_weight: Tensor | None  # [classes], float32
     row_weight: Tensor | None  # [tokens], float32
     denominator: Tensor | None  # 0-d
     options: LossOptions
     needs: Needs
     taken: CountedRows | None = None  # which of the caller's rows these are, if not all
+    shard: VocabShard | None = None  # whose classes the weight has, if not all
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         tensors: tuple[Any, ...] = self[:TENSORS]
@@ -95,8 +97,13 @@ class Call(NamedTuple):
         """What the sum of the rows' losses is divided by, 0-d float32."""
         if self.options.reduction != "mean":
             return torch.ones((), dtype=torch.float32, device=self.hidden.device)
-        weights, vocab = (self.class_weight, self.row_weight, self.denominator), self.weight.shape[0]
-        return mean_denominator(self.targets, *weights, self.options.ignore_index, vocab)
+        weights = self.class_weight, self.row_weight, self.denominator
+        return mean_denominator(self.targets, *weights, self.options.ignore_index, self.classes)
+
+    @property
+    def classes(self) -> int:
+        """How many there are, on all ranks."""
+        return classes_of(self.weight, self.shard)
 
     def new(self, wanted: bool, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised, without elements unless it is ``wanted``; of hidden's dtype if no other is given."""

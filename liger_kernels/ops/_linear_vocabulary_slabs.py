@@ -131,15 +131,20 @@ class VocabularySlabs(NamedTuple):
     def forward(self, call: Call) -> Output:
         output = self.allocate(call)
         rows, (_, stats), buffers = output.rows, output.saved, output.buffers
-        carry = None
-        if not self._whole:
+        carry, shard, classes = None, call.shard, call.classes
+        if not self._whole or shard is not None:
             if "predicted_tokens" in rows.extras:
                 rows.extras["predicted_tokens"].zero_()
             carry = torch.zeros((6, len(call.hidden)), dtype=torch.float32, device=call.hidden.device)
             carry[1] = float("-inf")
         for first, logits in self._forward_slabs(call, *buffers):
-            slab = None if self._whole else Slab(first, len(call.weight), carry)
+            slab = None if carry is None else Slab(self._first(call) + first, classes, carry)
             forward_rows(logits, call.targets, call.class_weight, call.row_weight, call.options, rows, slab=slab)
+        if shard is not None and carry is not None:
+            shard.merge(carry, rows.extras.get("predicted_tokens"))
+            none = call.new(True, len(call.hidden), 1)[:, :0]  # what is known of the rows is in carry
+            slab = Slab(classes, classes, carry)
+            forward_rows(none, call.targets, call.class_weight, call.row_weight, call.options, rows, slab=slab)
         denominator = call.mean_denominator()
         loss = rows.loss if call.options.reduction == "none" else mean(rows.loss, denominator)
         return Output(loss, rows, (denominator, stats), buffers)
@@ -169,16 +174,22 @@ class VocabularySlabs(NamedTuple):
         grad_weight, other_logits = buffers
         if not self.kept_classes:
             grad_weight = call.new(call.needs.weight, *call.weight.shape)
+        gradients = self._gradients_of_slabs
         if self.slab:
-            slabs, gradients = self._slabs_again(call, grad_weight, known), self._gradients_of_slabs
+            slabs = self._slabs_again(call, grad_weight, known)
         else:
-            slabs, gradients = iter(self._kept_slabs(call, grad_weight, other_logits)), self._gradients_of_kept
+            slabs = iter(self._kept_slabs(call, grad_weight, other_logits))
+            gradients = self._gradients_of_kept if call.shard is None else gradients
         grad_bias = call.new(call.needs.bias, len(call.weight))
         grad_hidden = gradients(call, self._overwritten(call, slabs, saved, upstream, grad_bias), grad_weight)
         return grad_hidden, grad_weight, grad_bias
 
     def allocate_gradients(self, call: Call, buffers: tuple[Tensor, ...]) -> Gradients:
         return new_gradients(call)
+
+    def _first(self, call: Call) -> int:
+        """The class of the weight's first row."""
+        return 0 if call.shard is None else call.shard.first
 
     def _kept_slabs(self, call: Call, grad_weight: Tensor, other_logits: Tensor) -> list[tuple[int, int, Tensor]]:
         """Those of "fast": first and last + 1 class, and the memory of their logits."""
@@ -244,6 +255,7 @@ class VocabularySlabs(NamedTuple):
     ) -> Iterator[tuple[int, int, Tensor]]:
         """``slabs``, their logits overwritten by the gradient, of which ``grad_bias`` and the observer get theirs."""
         (denominator, stats), vocab, observer = saved, len(call.weight), current_observer()
+        known = self._whole and call.shard is None
         observed = call.new(observer is not None, len(call.hidden), vocab, dtype=torch.float32)
         for first, stop, logits in slabs:
             backward_rows(
@@ -258,7 +270,7 @@ class VocabularySlabs(NamedTuple):
                 row_weight=call.row_weight,
                 entropy=upstream.entropy,
                 grad_entropy=upstream.grad_entropy,
-                slab=None if self._whole else Slab(first, vocab),
+                slab=None if known else Slab(self._first(call) + first, call.classes),
             )
             if observer is not None:
                 observed[:, first:stop] = logits
@@ -266,7 +278,7 @@ class VocabularySlabs(NamedTuple):
                 torch.sum(logits, 0, out=grad_bias[first:stop])
             yield first, stop, logits
         if observer is not None:
-            call.observe(0, observed)
+            call.observe(0, observed if call.shard is None else call.shard.gather(observed))
 
     def _gradients_of_kept(self, call: Call, slabs: Iterator[tuple[int, int, Tensor]], grad_weight: Tensor) -> Tensor:
         """grad_hidden of "fast"; ``grad_weight`` is written where it is needed."""
@@ -285,15 +297,21 @@ class VocabularySlabs(NamedTuple):
         return grad_hidden
 
     def _gradients_of_slabs(self, call: Call, slabs: Iterator[tuple[int, int, Tensor]], grad_weight: Tensor) -> Tensor:
-        """The same of "small"."""
+        """The same of "small", and of both where the classes are split over ranks: the sum is theirs, too."""
         hidden, weight = call.hidden, call.weight
         sums = SplitSum.empty(call.needs.hidden, hidden.shape, hidden.dtype, hidden.device)
+        logits = None
+        if not len(weight):  # a rank without a class
+            for part in sums:
+                part.zero_()
         for first, stop, logits in slabs:
             if call.needs.weight:
                 torch.mm(logits.t(), hidden, out=grad_weight[first:stop])
             if call.needs.hidden:
                 sums.add(logits, weight[first:stop], keep=1.0 if first else 0.0)
         del logits, slabs  # the slab's memory is freed before grad_hidden is rounded
+        if call.shard is not None and call.needs.hidden:
+            call.shard.add(*sums)
         if hidden.dtype == torch.float32 or not call.needs.hidden:
             return sums.first
         return sums.rounded(None, hidden.dtype, overwrite=True)

@@ -28,6 +28,9 @@ of the GEMMs and the peak of memory beyond the inputs, both gradients included, 
 
 Without gradients only the loss is computed; what needs no gradient costs no buffer and no GEMM.
 
+Where the classes are split over the ranks of a process group (``_vocab_parallel.py``), both schedules in slabs go on
+over those of a rank, each rank's V above; "balanced" is "small".
+
 float16 always goes in token chunks, also where one covers all tokens: the other schedules have the upstream gradient
 and 1 / denominator in the logits' gradient, most of which float16 would flush to zero. Label smoothing does not go with
 "small".
@@ -35,6 +38,7 @@ and 1 / denominator in the logits' gradient, most of which float16 would flush t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +53,7 @@ from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs, kept_by_
 from liger_kernels.ops._loss_options import LossOptions, takes_options
 from liger_kernels.ops._runtime import as_autocast, backward_once, use_triton
 from liger_kernels.ops._tiling import choice
+from liger_kernels.ops._vocab_parallel import VocabShard, classes_of, logits_of_all
 from liger_kernels.ops.cross_entropy import (
     CrossEntropyOutput,
     as_kernel_weight,
@@ -75,10 +80,11 @@ def linear_cross_entropy_ref(
     class_weight: Tensor | None = None,
     row_weight: Tensor | None = None,
     denominator: Tensor | None = None,
+    group: Any = None,
     **options: Any,
 ) -> Tensor | CrossEntropyOutput:
     """What :func:`linear_cross_entropy` computes, in plain torch, holding all logits in the input's dtype."""
-    logits = observed_logits(F.linear(hidden, weight, bias))
+    logits = observed_logits(logits_of_all(hidden, weight, bias, VocabShard.of(group, weight)))
     return cross_entropy_ref(
         logits, targets, class_weight=class_weight, row_weight=row_weight, denominator=denominator, **options
     )
@@ -130,7 +136,13 @@ def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | N
 
 
 def choose_schedule(
-    hidden: Tensor, vocab: int, options: LossOptions, needs: Needs, chunk_size: int | None, memory: str | None
+    hidden: Tensor,
+    vocab: int,
+    options: LossOptions,
+    needs: Needs,
+    chunk_size: int | None,
+    memory: str | None,
+    shard: VocabShard | None = None,
 ) -> tuple[str, Schedule]:
     """A name of :data:`MEMORY` and what it is here: from the arguments, their shape and dtype only, so that a result
     never depends on the state of the machine."""
@@ -142,6 +154,10 @@ def choose_schedule(
             f"memory is {memory!r} and chunk_size is {chunk_size}; give one of them: a chunk size is token chunks of "
             "that size"
         )
+    if shard is not None and chunk_size is not None:
+        raise ValueError(
+            f"chunk_size is {chunk_size} and a group is given, which goes in slabs of classes: leave it out"
+        )
     chunk = _chunk_of_balanced(hidden_size)
     if chunk_size is not None:
         chunk = _checked_chunk_size(chunk_size)
@@ -150,9 +166,11 @@ def choose_schedule(
         memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype)
     if balanced_because(hidden.dtype, options.label_smoothing, memory) is not None:
         memory = "balanced"
+    if shard is not None:  # the classes of other ranks are like slabs before and after
+        memory = "fast" if memory == "fast" and any(needs) else "small"
     if memory == "fast" and not any(needs):  # nothing to keep logits for
         memory = "balanced"
-    many = tokens > FAST_CHUNK and chunk_size is None
+    many = tokens > FAST_CHUNK and chunk_size is None and shard is None
     if memory == "fast" and many and options.reduction != "none":  # whose chunks would compute the logits again
         memory, chunk = "balanced", FAST_CHUNK
     if memory == "balanced":
@@ -160,7 +178,7 @@ def choose_schedule(
     # A compiled program would copy grad_weight with the kept logits.
     in_grad_weight = needs.weight and not torch.compiler.is_compiling()
     if memory == "fast":
-        in_grad_weight = in_grad_weight and not options.label_smoothing
+        in_grad_weight = in_grad_weight and not options.label_smoothing and shard is None
         return memory, VocabularySlabs(
             kept_by_fast(tokens, hidden_size, vocab, hidden.dtype.itemsize) if in_grad_weight else 0
         )
@@ -191,7 +209,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         ctx.save_for_backward(*call.for_backward(schedule), extras["entropy"] if entropy else None, *output.saved)
         # Not saved: a backward pass overwrites them, and autograd would then refuse a second one.
         ctx.buffers = output.buffers
-        ctx.schedule, ctx.options, ctx.needs, ctx.taken = schedule, call.options, call.needs, call.taken
+        ctx.schedule, ctx.options, ctx.needs = schedule, call.options, call.needs
+        ctx.rows_and_classes = {"taken": call.taken, "shard": call.shard}
         ctx.entropy = list(extras).index("entropy") if entropy else None
         ctx.like_loss = output.loss.shape, output.loss.device
         ctx.mark_non_differentiable(*[t for name, t in extras.items() if not entropy or name != "entropy"])
@@ -205,7 +224,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if grad_loss is None and grad_entropy is None:
             return (None,) * 6
         schedule, saved = ctx.schedule, ctx.saved_tensors  # raises where an earlier pass was the last one
-        call = Call.of(saved[:TENSORS], ctx.options, ctx.needs)._replace(taken=ctx.taken)
+        call = Call.of(saved[:TENSORS], ctx.options, ctx.needs)._replace(**ctx.rows_and_classes)
         # What reads the arguments computes again what it has overwritten.
         overwrite = schedule.reads(ctx.options) or not torch._C._autograd._get_current_graph_task_keep_graph()
         buffers = ctx.buffers
@@ -237,8 +256,10 @@ def checked_head(
     class_weight: Tensor | None = None,
     row_weight: Tensor | None = None,
     denominator: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Needs]:
-    """hidden, weight and bias, cast under autocast as ``F.linear`` casts them, and which of them need a gradient.
+    group: Any = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Needs, VocabShard | None]:
+    """hidden, weight and bias, cast under autocast as ``F.linear`` casts them, which of them need a gradient, and which
+    classes these are.
 
     Raises:
         TypeError, ValueError: something does not fit.
@@ -249,28 +270,51 @@ def checked_head(
             "[tokens, hidden size] and [vocab, hidden size]: flatten hidden's leading dimensions"
         )
     tokens, vocab = hidden.shape[0], weight.shape[0]
+    shard = VocabShard.of(group, weight)
     if bias is not None and bias.shape != (vocab,):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{vocab}], one number per row of weight")
-    check_targets(targets, class_weight, options.ignore_index, tokens, vocab, hidden.device)
+    check_targets(targets, class_weight, options.ignore_index, tokens, classes_of(weight, shard), hidden.device)
     check_weights(row_weight, denominator, tokens, hidden.device)
     hidden, weight, bias = (as_autocast(t, hidden.device) for t in (hidden, weight, bias))
     parameters = [weight] if bias is None else [weight, bias]
     if any(p.dtype != hidden.dtype or p.device != hidden.device for p in parameters):
         given = ", ".join(f"{t.dtype} on {t.device}" for t in (hidden, *parameters))
         raise ValueError(f"hidden, weight and bias are {given}; they must have one dtype and device: cast or move them")
+    if shard is not None:
+        _check_sharded(options, hidden.dtype)
     grad = torch.is_grad_enabled()
     needs = Needs(
         grad and hidden.requires_grad,
         grad and weight.requires_grad,
         grad and bias is not None and bias.requires_grad,
     )
-    return hidden, weight, bias, needs
+    return hidden, weight, bias, needs, shard
+
+
+def unsharded_because(dtype: torch.dtype, label_smoothing: float) -> str | None:
+    """What does not go with classes that are split over ranks: it wants "balanced", which knows its own only."""
+    return balanced_because(dtype, label_smoothing, "small")
+
+
+def _check_sharded(options: LossOptions, dtype: torch.dtype) -> None:
+    reason = unsharded_because(dtype, options.label_smoothing)
+    if reason is not None:
+        raise ValueError(
+            f"group was given with {reason}, which does not go with it: use bfloat16 or float32 without label "
+            "smoothing, or compute the logits of all ranks and their cross_entropy"
+        )
+
+
+@torch.compiler.disable
+def uncompiled(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return op(*args, **kwargs)
 
 
 def run_schedule(schedule: Schedule, call: Call, entropy: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss, and the extras of ``call.options.written()``, of which the entropy has a gradient if ``entropy`` says
     so. Only for reduction "none"."""
-    if torch.compiler.is_compiling() or type(call.hidden) not in (Tensor, torch.nn.Parameter):
+    plain = type(call.hidden) in (Tensor, torch.nn.Parameter) or call.shard is not None
+    if torch.compiler.is_compiling() or not plain:
         loss, *extras = linear_cross_entropy_op(call, schedule, entropy)
     else:
         inputs = call.hidden, call.weight, call.bias
@@ -285,7 +329,7 @@ _OF_COUNTED_ROWS = ("token_accuracy", "log_probs", "is_top1")
 def counted_rows(
     counted: CountedTargets | int | None,
     hidden: Tensor,
-    weight: Tensor,
+    classes: int,
     targets: Tensor,
     ignore_index: int,
     extras: tuple[str, ...] = (),
@@ -301,9 +345,7 @@ def counted_rows(
     if at_most is None or not plain or not use_triton(hidden) or any(name not in _OF_COUNTED_ROWS for name in extras):
         return CountedRows(targets)
     taken = rows_to_take(len(targets), at_most)
-    return (
-        CountedRows.first(targets, ignore_index, len(weight), taken) if taken < len(targets) else CountedRows(targets)
-    )
+    return CountedRows.first(targets, ignore_index, classes, taken) if taken < len(targets) else CountedRows(targets)
 
 
 @takes_options
@@ -319,6 +361,7 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     memory: str | None = None,
     counted: CountedTargets | int | None = None,
+    group: Any = None,
     **options: Any,
 ) -> Tensor | CrossEntropyOutput:
     """:func:`cross_entropy` of ``F.linear(hidden, weight, bias)`` with one buffer of logits, all or a chunk of them.
@@ -345,6 +388,11 @@ def linear_cross_entropy(
             where the targets were first seen and does not stop the GPU. If they are at most 15/16 of the tokens,
             only their rows are multiplied; with extras that describe ignored rows, too, all are. Where more targets
             count than that, the loss is NaN, or a ``ValueError`` on a CPU. None: all rows.
+        group: the ``torch.distributed.ProcessGroup`` over whose ranks the classes are split, in the order of the ranks:
+            ``weight`` and ``bias`` are those of this rank's classes, of any number. Everything else is the same on
+            every rank and of all classes, and so are the results and the gradient of hidden. The host waits for the GPU
+            in the first call with a weight. Not with ``chunk_size``, label smoothing or float16; ``torch.compile``
+            leaves it to Python.
         options: the fields of :class:`LossOptions`, by name.
 
     Returns:
@@ -355,20 +403,24 @@ def linear_cross_entropy(
         TypeError, ValueError: for an argument of a wrong type, shape, device or range; for targets out of range as
             :func:`cross_entropy` does.
     """
+    named: dict[str, Any] = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator}
+    if group is not None and torch.compiler.is_compiling():
+        how: dict[str, Any] = {"chunk_size": chunk_size, "memory": memory, "counted": counted, "group": group}
+        return uncompiled(linear_cross_entropy, hidden, weight, targets, bias, **named, **how, **options)
     o = LossOptions.checked(options)
     weights = class_weight, row_weight, denominator
-    hidden, weight, bias, needs = checked_head(hidden, weight, targets, bias, o, *weights)
-    taken = counted_rows(counted, hidden, weight, targets, o.ignore_index, o.extras)
+    hidden, weight, bias, needs, shard = checked_head(hidden, weight, targets, bias, o, *weights, group)
+    taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, o.ignore_index, o.extras)
     hidden = taken.take(hidden)
-    memory, schedule = choose_schedule(hidden, weight.shape[0], o, needs, chunk_size, memory)
-    named = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator, **o.as_arguments()}
+    memory, schedule = choose_schedule(hidden, weight.shape[0], o, needs, chunk_size, memory, shard)
+    named |= o.as_arguments()
     if not use_triton(hidden, opaque=True):
-        return linear_cross_entropy_ref(hidden, weight, targets, bias, **named)
+        return linear_cross_entropy_ref(hidden, weight, targets, bias, group=group, **named)
     if memory == "fast" and _is_traced_whole(hidden, weight.shape[0]):
         return cross_entropy(F.linear(hidden, weight, bias), targets, **named)
     row_weight = None if row_weight is None else taken.take(row_weight)
     weights = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
-    loss, extras = run_schedule(schedule, Call(hidden, weight, bias, taken.targets, *weights, o, needs, taken))
+    loss, extras = run_schedule(schedule, Call(hidden, weight, bias, taken.targets, *weights, o, needs, taken, shard))
     loss = taken.spread(loss) if o.reduction == "none" else loss
     extras = {name: taken.spread(extra) for name, extra in extras.items()}
     return with_extras(loss, o, targets, extras)

@@ -14,22 +14,23 @@ a gradient, too: the same schedules and the same kernels.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernels.ops._counted_rows import CountedTargets
 from liger_kernels.ops._linear import Call
 from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import use_triton
+from liger_kernels.ops._vocab_parallel import VocabShard, classes_of, logits_of_all
 from liger_kernels.ops.linear_cross_entropy import (
     checked_head,
     choose_schedule,
     counted_rows,
     observed_logits,
     run_schedule,
+    uncompiled,
 )
 
 
@@ -88,9 +89,10 @@ def linear_log_probs_ref(
     logit_scale: float = 1.0,
     ignore_index: int = -100,
     outputs: tuple[str, ...] = ("log_probs",),
+    group: Any = None,
 ) -> LogProbsOutput:
     """What :func:`linear_log_probs` computes, in plain torch, holding all logits in the input's dtype."""
-    z = observed_logits(F.linear(hidden, weight, bias))
+    z = observed_logits(logits_of_all(hidden, weight, bias, VocabShard.of(group, weight)))
     z = logit_scale * (z if z.dtype == torch.float64 else z.float())
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -124,6 +126,7 @@ def linear_log_probs(
     outputs: tuple[str, ...] = ("log_probs",),
     memory: str | None = None,
     counted: CountedTargets | int | None = None,
+    group: Any = None,
 ) -> LogProbsOutput:
     """The log-probability of each target, and what else is asked for, of ``F.linear(hidden, weight, bias)``.
 
@@ -140,7 +143,7 @@ def linear_log_probs(
         logit_scale: multiplies the logits, before the cap.
         ignore_index: rows with this target have log-probability and entropy 0, and no gradient.
         outputs: the fields of :class:`LogProbsOutput` to compute.
-        memory, counted: as for :func:`linear_cross_entropy`.
+        memory, counted, group: as for :func:`linear_cross_entropy`.
 
     Returns:
         A :class:`LogProbsOutput`; in float64 for float64 inputs.
@@ -149,11 +152,15 @@ def linear_log_probs(
         TypeError, ValueError: for an argument of a wrong type, shape, device or range; for targets out of range as
             :func:`cross_entropy` does.
     """
+    if group is not None and torch.compiler.is_compiling():
+        numbers: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
+        how: dict[str, Any] = {"outputs": outputs, "memory": memory, "counted": counted, "group": group}
+        return uncompiled(linear_log_probs, hidden, weight, targets, bias, ignore_index=ignore_index, **numbers, **how)
     o = _options(temperature, softcap, logit_scale, ignore_index, outputs)
-    hidden, weight, bias, needs = checked_head(hidden, weight, targets, bias, o)
-    taken = counted_rows(counted, hidden, weight, targets, ignore_index)
+    hidden, weight, bias, needs, shard = checked_head(hidden, weight, targets, bias, o, group=group)
+    taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, ignore_index)
     hidden = taken.take(hidden)
-    _, schedule = choose_schedule(hidden, weight.shape[0], o, needs, None, memory)
+    _, schedule = choose_schedule(hidden, weight.shape[0], o, needs, None, memory, shard)
     if not use_triton(hidden, opaque=True):
         return linear_log_probs_ref(
             hidden,
@@ -165,8 +172,9 @@ def linear_log_probs(
             logit_scale=o.logit_scale,
             ignore_index=o.ignore_index,
             outputs=outputs,
+            group=group,
         )
-    call = Call(hidden, weight, bias, taken.targets, None, None, None, o, needs, taken)
+    call = Call(hidden, weight, bias, taken.targets, None, None, None, o, needs, taken, shard)
     loss, found = run_schedule(schedule, call, entropy="entropy" in outputs)
     if "is_top1" in outputs:
         found["is_top1"] = found["predicted_tokens"] == taken.targets

@@ -1,0 +1,161 @@
+"""A head whose classes are split over the ranks of a process group (tensor parallelism): what the ranks exchange.
+
+Every rank has the same hidden states and targets, and the weight's rows of its own classes. It takes the sums of each
+row over its own classes; one all-gather of at most seven numbers a row then makes them those of all classes, on every
+rank in the same order and so to the same bit. The gradient of the weight stays on its rank; that of the hidden states
+is summed over the ranks in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# By weight: its shape, the group, and what they gave. Not by shape alone: where a vocabulary grows, some ranks keep
+# theirs.
+_known = WeakTensorKeyDictionary()
+
+
+class VocabShard(NamedTuple):
+    """This rank's part of the classes. It is a ``group`` for the ops of which nobody has to ask for the sizes.
+
+    Attributes:
+        group: the ranks that have all of them, in the order of the ranks.
+        sizes: how many classes each has.
+    """
+
+    group: Any
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: Any, weight: Tensor) -> VocabShard | None:
+        """The part that ``weight`` [classes of this rank, hidden size] is; None without a group, or of one rank.
+
+        The ranks exchange what they have the first time that they see a weight, for which the host waits.
+
+        Raises:
+            TypeError, ValueError: ``group`` is no process group, this process is not in it, or the ranks' weights do
+                not have one hidden size and dtype.
+        """
+        if group is None or isinstance(group, VocabShard):
+            return group
+        if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"group is a {type(group).__name__}; it must be a torch.distributed.ProcessGroup, or None for a weight "
+                "that has all classes"
+            )
+        if dist.get_rank(group) < 0:
+            raise ValueError("this process is not a member of group; call it on the ranks that hold the classes")
+        if dist.get_world_size(group) == 1:
+            return None
+        mine = (*weight.shape, weight.dtype.itemsize, int(weight.dtype == torch.bfloat16))
+        shape, of, shard = _known.get(weight, (None, None, None))
+        if shape == mine and of is group:
+            return shard
+        every = _gathered(torch.tensor(mine, dtype=torch.int64, device=weight.device), group).tolist()
+        if any(theirs[1:] != every[0][1:] for theirs in every):
+            shapes = ", ".join(f"[{rows}, {columns}]" for rows, columns, *_ in every)
+            raise ValueError(
+                f"the ranks of group have weights {shapes}; they must be [classes of the rank, hidden size] of one "
+                "hidden size and dtype"
+            )
+        shard = cls(group, tuple([rows for rows, *_ in every]))
+        _known[weight] = mine, group, shard
+        return shard
+
+    @property
+    def first(self) -> int:
+        """The class of this rank's first row of the weight."""
+        return sum(self.sizes[: dist.get_rank(self.group)])
+
+    @property
+    def classes(self) -> int:
+        """How many there are on all ranks."""
+        return sum(self.sizes)
+
+    def merge(self, carry: Tensor, predicted: Tensor | None) -> None:
+        """``carry`` (of a :class:`Slab`) and ``predicted``, int64 [tokens], become those of all ranks' classes."""
+        known = carry if predicted is None else torch.cat([carry, predicted.to(torch.int32).view(torch.float32)[None]])
+        target, highest, others, distance, squares, total, *classes = _gathered(known, self.group).unbind(1)
+        maximum = highest.amax(0)
+        some = highest > float("-inf")
+        below = (highest - maximum).where(some, 0.0)
+        decay = below.exp().where(some, 0.0)
+        carry[0] = target.sum(0)  # zero but on the rank that has it
+        carry[1] = maximum
+        carry[2] = (others * decay).sum(0)
+        carry[3] = ((distance + below * others) * decay).sum(0)
+        carry[4] = (squares * decay.square()).sum(0)
+        carry[5] = total.sum(0)
+        if predicted is not None:
+            none = self.classes
+            first = classes[0].contiguous().view(torch.int32).where(highest == maximum, none).amin(0)
+            predicted.copy_(first.masked_fill(first == none, 0))
+
+    def add(self, *parts: Tensor) -> None:
+        """The sum over the ranks, in place."""
+        for part in parts:
+            if part.numel():
+                dist.all_reduce(part, group=self.group)
+
+    def gather(self, columns: Tensor) -> Tensor:
+        """[tokens, all classes], from this rank's ``columns``."""
+        padded = columns.new_zeros((len(columns), max(self.sizes)))
+        padded[:, : columns.shape[1]] = columns
+        every = zip(_gathered(padded, self.group), self.sizes, strict=True)
+        return torch.cat([part[:, :size] for part, size in every], 1)
+
+
+def classes_of(weight: Tensor, shard: VocabShard | None) -> int:
+    """How many there are, on all ranks."""
+    return weight.shape[0] if shard is None else shard.classes
+
+
+def _gathered(x: Tensor, group: Any) -> Tensor:
+    """[ranks, ...]."""
+    every = x.new_empty((dist.get_world_size(group), *x.shape))
+    dist.all_gather(list(every.unbind()), x.contiguous(), group=group)
+    return every
+
+
+class _Replicated(torch.autograd.Function):
+    """``hidden``, which every rank uses with its own classes: the gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, shard: VocabShard) -> Tensor:
+        ctx.shard = shard
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        summed = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True).contiguous()
+        ctx.shard.add(summed)
+        return summed.to(grad.dtype), None
+
+
+class _Gathered(torch.autograd.Function):
+    """[tokens, all classes] from the logits of this rank's, of which the gradient is this rank's part: every rank
+    computes the same from them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shard: VocabShard) -> Tensor:
+        ctx.mine = slice(shard.first, shard.first + logits.shape[1])
+        return shard.gather(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[:, ctx.mine], None
+
+
+def logits_of_all(hidden: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None) -> Tensor:
+    """``F.linear(hidden, weight, bias)`` [..., all classes] with the weights of all ranks, on each of them."""
+    linear = torch.nn.functional.linear
+    if shard is None:
+        return linear(hidden, weight, bias)
+    logits = linear(_Replicated.apply(hidden, shard), weight, bias)
+    whole = _Gathered.apply(logits.flatten(0, -2), shard)
+    return whole.unflatten(0, hidden.shape[:-1])

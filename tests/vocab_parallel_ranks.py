@@ -1,0 +1,210 @@
+"""What one rank does for test_ops_vocab_parallel.py: the head with its classes split over the ranks, and the whole head
+in float64 and in its own dtype."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from liger_kernels.ops import CountedTargets, linear_cross_entropy, linear_log_probs
+from liger_kernels.ops._linear import observe_logits_grad
+from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes
+from liger_kernels.ops._tiling import tiled
+from tests import linear_log_probs_checks as log_probs
+from tests.linear_cross_entropy_checks import ALONE, HIDDEN, REDUCTIONS, TOKENS, VOCAB, Case
+from tests.ranks import join
+
+CPU = torch.device("cpu")
+WORLDS = (2, 4)
+# Even, uneven, and a rank without a class.
+SPLITS = {2: ((34, 33), (60, 7), (67, 0)), 4: ((17, 17, 17, 16), (0, 40, 20, 7), (1, 2, 3, 61))}
+DTYPES = (torch.float32, torch.bfloat16)
+MEMORY = ("fast", "small")
+
+
+def shard(split: tuple[int, ...], *tensors: torch.Tensor | None) -> list[Any]:
+    """This rank's rows of each."""
+    first = sum(split[: dist.get_rank()])
+    return [None if t is None else t[first : first + split[dist.get_rank()]] for t in tensors]
+
+
+def over_ranks(op: Callable[..., Any], split: tuple[int, ...]) -> Callable[..., Any]:
+    """``op`` of the whole weight, of which each rank takes its part."""
+
+    def call(hidden: Any, weight: Any, targets: Any, bias: Any, **options: Any) -> Any:
+        weight, bias = shard(split, weight, bias)
+        return op(hidden, weight, targets, bias, group=dist.group.WORLD, **options)
+
+    return call
+
+
+def whole(grads: list[Any]) -> list[Any]:
+    """The gradients of hidden, weight and bias, of which each rank has its classes' in a tensor of zeros."""
+    for grad in grads[1:]:
+        if grad is not None:
+            dist.all_reduce(grad)
+    return grads
+
+
+def same_on_ranks(*tensors: torch.Tensor) -> None:
+    for x in tensors:
+        every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, x.contiguous())
+        assert all(torch.equal(x, other) for other in every), "the ranks' results differ"
+
+
+class LogProbs(log_probs.Case):
+    def run(self, function: Any, dtype: Any = None, **how: Any) -> Any:
+        out, grads = super().run(function, dtype, **how)
+        if function.__name__ == "call":
+            same_on_ranks(*out, grads[0])
+            grads = whole(grads)
+        return out, grads
+
+
+class Loss(Case):
+    def run(self, function: Any = None, dtype: Any = None, **options: Any) -> Any:
+        out, grads = super().run(function, dtype, **options)
+        if function is None:
+            same_on_ranks(*(out if isinstance(out, tuple) else (out,)), grads[0])
+            grads = whole(grads)
+        return out, grads
+
+
+def check_log_probs(split: Any, memory: str, dtype: Any, options: dict[str, Any]) -> None:
+    LogProbs(CPU, dtype, **options).assert_right(over_ranks(linear_log_probs, split), memory=memory)
+
+
+def check_loss(split: Any, memory: str, dtype: Any, reduction: str, options: dict[str, Any]) -> None:
+    case = Loss(CPU, dtype, reduction=reduction, function=over_ranks(linear_cross_entropy, split), **options)
+    case.assert_right(memory=memory)
+
+
+def check_in_float64(split: Any) -> None:
+    """What runs the reference, as everything on a CPU does without an interpreter."""
+    check_log_probs(split, "fast", torch.float64, log_probs.OPTIONS["all"])
+
+
+def check_frozen_parts(split: Any, memory: str) -> None:
+    for needs in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        case = log_probs.Case(CPU, torch.bfloat16, needs=needs)
+        _, grads = case.run(over_ranks(linear_log_probs, split), memory=memory)
+        assert [grad is not None for grad in grads] == [bool(n) for n in needs]
+    with torch.no_grad():
+        out = over_ranks(linear_log_probs, split)(*case.tensors[:2], case.targets, case.tensors[2], memory=memory)
+    torch.testing.assert_close(out.log_probs, case.run(linear_log_probs)[0].log_probs, rtol=0.05, atol=0.05)
+
+
+def check_counted_rows(split: Any, memory: str) -> None:
+    case = Loss(CPU, torch.float32, function=over_ranks(linear_cross_entropy, split))
+    case.targets[3:] = -100
+    ours, grads = case.run(memory=memory, counted=CountedTargets(case.targets))
+    theirs, expected = case.run(linear_cross_entropy)
+    torch.testing.assert_close([ours, *grads], [theirs, *expected])
+
+
+def check_observer(split: Any, memory: str) -> None:
+    """The gradient of all classes' logits, on every rank."""
+    seen: dict[str, torch.Tensor] = {}
+    case = Loss(CPU, torch.float32, function=over_ranks(linear_cross_entropy, split))
+    for name, function in (("ours", None), ("theirs", linear_cross_entropy)):
+        seen[name] = torch.zeros(TOKENS, VOCAB)
+
+        def observe(start: int, grad: torch.Tensor, name: str = name) -> None:
+            seen[name][start : start + len(grad)] += grad
+
+        with observe_logits_grad(observe):
+            case.run(function, memory=memory)
+    torch.testing.assert_close(seen["ours"], seen["theirs"])
+
+
+def check_compiled(split: Any) -> None:
+    """The graph ends before the collectives."""
+    torch.compiler.reset()
+    for op in (linear_log_probs, linear_cross_entropy):
+        hidden, weight, bias = log_probs.Case(CPU, torch.float32).tensors
+        call = torch.compile(over_ranks(op, split), backend="eager")
+        found, expected = (f(hidden, weight, torch.arange(TOKENS), bias) for f in (call, over_ranks(op, split)))
+        torch.testing.assert_close(found, expected)
+
+
+def check_ties(split: Any) -> None:
+    """Of equal largest logits the first class is the prediction, on whichever rank it is."""
+    hidden, weight = torch.zeros(VOCAB, HIDDEN, requires_grad=True), torch.ones(VOCAB, HIDDEN)
+    out = over_ranks(linear_log_probs, split)(hidden, weight, torch.arange(VOCAB), None, outputs=("is_top1",))
+    assert out.is_top1.tolist() == [True] + [False] * (VOCAB - 1)
+
+
+def check_bad_input(split: Any) -> None:
+    case = log_probs.Case(CPU, torch.float32)
+    hidden, weight, bias = case.tensors
+    weight, bias = shard(split, weight, bias)
+    rank = dist.get_rank()
+    wider = torch.randn(len(weight), HIDDEN + (rank == 1))
+    for error, message, changes in (
+        (TypeError, "group is a str; it must be a torch.distributed.ProcessGroup", {"group": "tp"}),
+        (ValueError, "chunk_size is 5 and a group is given", {"chunk_size": 5}),
+        (ValueError, "group was given with label smoothing", {"label_smoothing": 0.1}),
+        (ValueError, f"there are {VOCAB} classes", {"targets": torch.full((TOKENS,), VOCAB)}),
+        (ValueError, rf"must be floating point of shape \[{VOCAB}\]", {"class_weight": torch.ones(VOCAB + 1)}),
+        (ValueError, "one hidden size and dtype", {"weight": wider, "hidden": torch.randn(TOKENS, wider.shape[1])}),
+        (ValueError, "float16", {"hidden": hidden.half(), "weight": weight.half(), "bias": bias.half()}),
+    ):
+        arguments = {"hidden": hidden, "weight": weight, "bias": bias, "targets": case.targets}
+        with pytest.raises(error, match=message):
+            linear_cross_entropy(**{**arguments, "group": dist.group.WORLD, **changes})
+
+
+def checks(world: int) -> dict[str, Callable[[], None]]:
+    """Every check by name."""
+    splits = itertools.cycle(SPLITS[world])
+    few = world > 2  # what does not depend on the number of ranks is checked on two
+    found: dict[str, Callable[[], None]] = {}
+    for memory in MEMORY:
+        for dtype in DTYPES[few:]:
+            for name, options in [*log_probs.OPTIONS.items()][-1 if few else 0 :]:
+                found[f"log_probs-{memory}-{dtype}-{name}"] = partial(
+                    check_log_probs, next(splits), memory, dtype, options
+                )
+            for reduction in REDUCTIONS[few:]:
+                for name in ("plain", "no_bias", "all but smoothing, row_weight")[2 if few else 0 :]:
+                    found[f"loss-{memory}-{dtype}-{reduction}-{name}"] = partial(
+                        check_loss, next(splits), memory, dtype, reduction, ALONE[name]
+                    )
+        for check in (check_frozen_parts, check_counted_rows, check_observer):
+            found[f"{check.__name__.removeprefix('check_')}-{memory}"] = partial(check, next(splits), memory)
+    for alone in (check_in_float64, check_compiled, check_ties, check_bad_input):
+        found[alone.__name__.removeprefix("check_")] = partial(alone, next(splits))
+    return found
+
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    join(rank, folder)
+    found = {}
+    for name, check in checks(dist.get_world_size()).items():
+        torch.manual_seed(0)
+        try:
+            # Several slabs of a rank's classes, as in the other tests of the head.
+            with tiled(slabs=lambda *_: SlabSizes(16, 16)):
+                check()
+        except Exception:
+            found[name] = traceback.format_exc()[-3000:]
+        else:
+            found[name] = ""
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
