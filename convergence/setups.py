@@ -327,9 +327,6 @@ class TensorParallel(Setup):
     ranks = RANKS
     same_batch = True
 
-    def head_runs_itself(self, model: Any) -> bool:
-        return not model.overrides.get("tie_word_embeddings", False)
-
     def wrap(self, model: Any, device: torch.device) -> Any:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate

@@ -86,6 +86,14 @@ def _tensor_parallel(model: Any, style: str) -> nn.Module:
     return model
 
 
+def _transformers_plan(model: Any) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan = dict.fromkeys(("lm_head", "lm_head.weight"), "colwise_gather_output")
+    return apply_tensor_parallelism(model, init_device_mesh("cpu", (RANKS,)), plan)
+
+
 def _deepspeed(model: nn.Module, stage: int) -> Any:
     import deepspeed
 
@@ -117,10 +125,13 @@ SETUPS: dict[str, Callable[[Any], Any]] = {
     "zero-1": lambda m: _deepspeed(m, 1),
     "zero-3": lambda m: _deepspeed(m, 3),
     "head by columns": lambda m: _tensor_parallel(m, "columns"),
+    "head by columns, transformers' plan": _transformers_plan,
     "head by rows": lambda m: _tensor_parallel(m, "rows"),
     "head by columns, loss parallel": lambda m: _tensor_parallel(m, "loss"),
 }
-SAME_BATCH = ("head by columns", "head by rows", "head by columns, loss parallel")
+SPLIT = ("head by columns", "head by columns, transformers' plan")
+UNFUSED = ("head by rows", "head by columns, loss parallel")
+SAME_BATCH = (*SPLIT, *UNFUSED)
 
 
 def _shard_grad_op() -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.once import make_once
 from tests.ranks import RANKS, on_ranks
-from tests.sharded_ranks import LOSSES, ORDERS, SAME_BATCH, SETUPS, STEPS
+from tests.sharded_ranks import LOSSES, ORDERS, SETUPS, STEPS, UNFUSED
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_training(found: list[dict[str, Any]], setup: str, loss: str, order: str
             pytest.skip(found[rank][f"{setup}/{loss}"]["absent"])
         result = found[rank][f"{setup}/{loss}/{order}"]
         assert "error" not in result, f"rank {rank}: {result['error']}"
-        if setup in SAME_BATCH:  # the head is split, and computes its logits itself
+        if setup in UNFUSED:  # the head is split, and computes its logits itself
             assert not result["fuses_head"]
             assert any("tensor parallel plan" in reason for reason in result["left"])
         else:

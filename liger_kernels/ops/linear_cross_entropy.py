@@ -305,9 +305,9 @@ def _check_sharded(options: LossOptions, dtype: torch.dtype) -> None:
         )
 
 
-@torch.compiler.disable
 def uncompiled(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return op(*args, **kwargs)
+    """``op(*args, **kwargs)`` outside of the program that is being compiled."""
+    return torch.compiler.disable(op)(*args, **kwargs)  # as a decorator it would import the compiler for everybody
 
 
 def run_schedule(schedule: Schedule, call: Call, entropy: bool = False) -> tuple[Tensor, dict[str, Tensor]]:

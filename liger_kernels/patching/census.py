@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from liger_kernels.patching.head import HeadRecipe, patched_heads, split_by_plan
+from liger_kernels.patching.head import HeadRecipe, patched_heads
 from liger_kernels.patching.model import ModelRecipe
 from liger_kernels.patching.modules import has_own_forward
 from liger_kernels.patching.probe import package_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
+from liger_kernels.patching.split_head import has_plan, why_unfused
 from liger_kernels.patching.swap import RAN, recipe_of
 
 
@@ -39,6 +40,9 @@ def _runs_ours(module: Any) -> bool:
 
 def _changed(module: Any, recipe: Any) -> str | None:
     """Why the kernel of ``module`` does not run there any more, or is not what its class asks for now."""
+    fused_head = isinstance(recipe, HeadRecipe) and recipe.fused
+    if fused_head and has_plan(module):
+        return why_unfused(module)
     if has_own_forward(module) and not _runs_ours(module):
         who = package_of(module.__dict__["forward"])
         return f"{who or 'somebody'} replaced its forward on the instance after patch(), and this package's is hidden"
@@ -51,7 +55,7 @@ def _changed(module: Any, recipe: Any) -> str | None:
         )
     if isinstance(recipe, ModelRecipe) and not patched_heads(module.get_output_embeddings()):
         return "its LM head was replaced after patch(), and computes logits: call patch(model) again"
-    return split_by_plan(module) if isinstance(recipe, HeadRecipe) and recipe.fused else None
+    return None
 
 
 def never_ran(model: nn.Module, report: PatchReport) -> list[Replacement]:

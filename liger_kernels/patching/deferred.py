@@ -27,10 +27,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from liger_kernels.ops import CountedTargets, cross_entropy, linear_cross_entropy
-from liger_kernels.ops.linear_cross_entropy import balanced_because
+from liger_kernels.ops._vocab_parallel import logits_of_all
+from liger_kernels.ops.linear_cross_entropy import balanced_because, unsharded_because
 from liger_kernels.patching.lazy import Computation, Unchanged, defer
 from liger_kernels.patching.packing import Packing
 from liger_kernels.patching.running import running
+from liger_kernels.patching.split_head import SplitHead, narrowed
+from liger_kernels.patching.swap import mark_run
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 
@@ -57,6 +60,7 @@ class Product:
     packing: Packing | None = None  # what the rows weigh, where they do not all weigh the same
     counted: CountedTargets | None = None  # of the labels that the targets come from
     memory: str | None = None  # the schedule that the fused loss is to run
+    split: SplitHead | None = None  # this rank's part of a head whose classes a plan splits over ranks
 
     def __post_init__(self) -> None:
         device = self.hidden.device.type
@@ -75,7 +79,11 @@ class Product:
     def ask(self, request: Request) -> Any:
         """What ``request`` asks for, from inside the head's call; None where its weight is not one tensor there, and it
         has computed its logits."""
-        answer = call_head(self.outer, self.hidden, request)
+        if self.split is not None:
+            mark_run(self.head)
+            answer = request.answer(self.hidden, self.split.weight, self.split.bias)
+        else:
+            answer = call_head(self.outer, self.hidden, request)
         if not request.answered:
             self.logits = answer
             return None
@@ -133,14 +141,15 @@ class Request:
         return (loss, self._lazy(hidden, weight, bias)) if self.wants_lazy else loss
 
     def _loss(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        if self.vocabulary is not None:
+        group, split = None, self.product.split
+        if split is not None:
+            weight, bias, group = narrowed(split, self.vocabulary)
+        elif self.vocabulary is not None:
             weight = weight[: self.vocabulary]
             bias = bias[: self.vocabulary] if bias is not None else None
+        how: dict[str, Any] = {"memory": self.product.memory, "counted": self._counted(), "group": group}
         hidden = rows(hidden, self.views)
-        memory, counted = self.product.memory, self._counted()
-        return self._noted(
-            linear_cross_entropy(hidden, weight, self.targets, bias, memory=memory, counted=counted, **self.options)
-        )
+        return self._noted(linear_cross_entropy(hidden, weight, self.targets, bias, **how, **self.options))
 
     def _counted(self) -> CountedTargets | None:
         """At most how many targets count. No model makes targets of more labels than it got, or of ignored ones."""
@@ -163,10 +172,11 @@ class Request:
         product, dtype = self.product, weight.dtype
         cast = product.autocast
         head, outer = product.head, product.outer
+        shard = None if product.split is None else product.split.shard
 
         def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             with autocast(hidden.device, cast):
-                return F.linear(hidden, weight, bias)
+                return logits_of_all(hidden, weight, bias, shard)
 
         def gathered() -> torch.Tensor:
             sharded: dict[str, Any] = dict(head.named_parameters(recurse=False))
@@ -405,7 +415,11 @@ class DeferredLogits:
         loss = None
         if product.logits is None:
             dtype = product.autocast if product.autocast is not None else product.hidden.dtype
-            reason = balanced_because(dtype, options["label_smoothing"], product.memory)
+            smoothing = options["label_smoothing"]
+            reason = balanced_because(dtype, smoothing, product.memory)
+            if product.split is not None and (why := unsharded_because(dtype, smoothing)) is not None:
+                product.compute(f"{why}: a head that is split over ranks computes its logits")
+                return self._cross_entropy_of_logits(request)
             if reason is not None:
                 count(product.fallbacks, f"memory={product.memory!r} does not go with {reason}: 'balanced' ran")
             loss = product.ask(request)
@@ -414,10 +428,13 @@ class DeferredLogits:
                 if type(product.logits) is not torch.Tensor:
                     return None
         if loss is None:
-            logits: Any = product.logits
-            loss = request.loss_of_logits(logits)
-            product.token_accuracy = request.token_accuracy
+            return self._cross_entropy_of_logits(request)
         return loss.to(self._dtype)  # PyTorch's loss has the dtype of its logits
+
+    def _cross_entropy_of_logits(self, request: Request) -> torch.Tensor:
+        loss = request.loss_of_logits(self._product.logits)
+        self._product.token_accuracy = request.token_accuracy
+        return loss.to(self._dtype)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from liger_kernels.patching.deferred import DeferredLogits, Product, Request, count
-from liger_kernels.patching.probe import INFRASTRUCTURE, any_user_hook, module_of
+from liger_kernels.patching.probe import INFRASTRUCTURE, any_user_hook
 from liger_kernels.patching.running import running
+from liger_kernels.patching.split_head import SplitHead, has_plan, split_head
 from liger_kernels.patching.swap import Recipe, mark_run, recipe_of
 
 LOSSES = ("cross_entropy", "linear_cross_entropy")
@@ -51,8 +52,10 @@ class HeadRecipe(Recipe):
             outer = _entrance(state.outer, self)
             product = Product(hidden, self, outer, 0, state.fallbacks, extras=state.extras, memory=memory)
             product.packing, product.counted = state.packing, state.counted
-            reason = obstacle(self, outer) if fused else None
+            split = split_head(self, outer) if fused and has_plan(self) else None
+            reason = obstacle(self, outer, split) if fused else None
             if fused and reason is None:
+                product.split = None if isinstance(split, str) else split
                 product.features = self.out_features
                 shape = (*hidden.shape[:-1], product.features)
                 return DeferredLogits(product, shape, product.autocast or hidden.dtype)
@@ -102,9 +105,11 @@ def _entrance(outer: nn.Module, head: Any) -> nn.Module:
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
-def obstacle(head: Any, outer: nn.Module) -> str | None:
-    """Why the head has to compute its logits itself right now."""
-    if "forward" in head.__dict__:
+def obstacle(head: Any, outer: nn.Module, split: SplitHead | str | None = None) -> str | None:
+    """Why the head has to compute its logits itself right now; ``split`` is what :func:`split_head` says of it."""
+    if isinstance(split, str):
+        return split
+    if "forward" in head.__dict__ and split is None:
         if hasattr(head, "_hf_hook"):
             return "accelerate moves the head's weight around its forward (a device map, or offload)"
         owner = getattr(head.forward, "__module__", None)
@@ -114,24 +119,12 @@ def obstacle(head: Any, outer: nn.Module) -> str | None:
             return "a forward hook on the head expects logits"
     if any_user_hook(_GLOBAL_HOOKS):
         return "a hook of all modules expects logits"
+    if split is not None:
+        return None
     weight = head._parameters.get("weight")
     if weight is None or type(weight) in (nn.Parameter, torch.Tensor) or is_fsdp2(type(head)):
         return None
-    return split_by_plan(head) or f"the head's weight is a {type(weight).__name__} in its own call"
-
-
-def split_by_plan(head: nn.Module) -> str | None:
-    """That a tensor parallel plan, whose hooks are on the head, splits its weight; None where none does.
-
-    The weight itself does not tell: outside of a forward, that of a model under ``fully_shard`` is a DTensor, too.
-    """
-    hooks = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
-    if not any(module_of(hook).startswith(_PLANS) for hook in hooks):
-        return None
-    return "a tensor parallel plan splits the head's weight: the head computes its logits"
-
-
-_PLANS = ("torch.distributed.tensor.", "transformers.integrations.tensor_parallel")
+    return f"the head's weight is a {type(weight).__name__} in its own call"
 
 
 # Those that see the logits or their gradient.

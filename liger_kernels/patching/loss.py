@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_kernels.patching.head import HeadRecipe, linears_to_choose_from, patched_heads, split_by_plan
+from liger_kernels.patching.head import HeadRecipe, linears_to_choose_from, patched_heads
 from liger_kernels.patching.model import ModelRecipe
 from liger_kernels.patching.modules import has_own_forward, own_forward
 from liger_kernels.patching.probe import describe
@@ -48,16 +48,13 @@ def patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchRepor
         recipe = HeadRecipe(fused=False)
         reason = "it is not a plain linear layer" if fused else None
         linears = linears_to_choose_from(head) if fused else []
-        sharded = next((why for linear in linears if (why := split_by_plan(linear))), None)
-        if linears and sharded is None:
+        if linears:
             recipe, reason = HeadRecipe(fused=True, memory=report.memory), None
-        elif sharded is not None:
-            linears, reason = [], sharded
         if reason is not None:
             runs = "it runs itself, and the loss over its logits is fused"
-            also = f": {runs}" if "cross_entropy" in report.kernels and sharded is None else ""
+            also = f": {runs}" if "cross_entropy" in report.kernels else ""
             leave(head_path, head, f"{reason}{also}")
-        if sharded is not None or (not linears and "cross_entropy" not in report.kernels):
+        if not linears and "cross_entropy" not in report.kernels:
             return
         for linear in linears or [head]:
             replace(head_path, linear, recipe, report, undo)

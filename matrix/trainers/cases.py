@@ -197,6 +197,13 @@ def _length_reward(completions: list[str], **_: Any) -> list[float]:
 
 _SFT = {"max_length|max_seq_length": 48, "dataset_text_field": "text"}
 _PAIRS = {"learning_rate": 0.002, "max_length": 64, "max_prompt_length": 32, "max_completion_length": 32}
+_ONLINE = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 4,
+    "max_prompt_length": 16,
+    "max_completion_length": 8,
+    "beta": 0.0,
+}
 CASES: dict[str, Case] = {
     "trainer": Case(
         "Trainer",
@@ -229,17 +236,19 @@ CASES: dict[str, Case] = {
     ),
     "kto": Case("KTOTrainer", material.judged, _PAIRS),
     "orpo": Case("ORPOTrainer", material.preferences, _PAIRS),
-    "grpo": Case(
-        "GRPOTrainer",
-        lambda: {"prompt": material.questions()["prompt"]},
-        {
-            "num_generations": 4,
-            "per_device_train_batch_size": 4,
-            "max_prompt_length": 16,
-            "max_completion_length": 8,
-            "beta": 0.0,
-        },
-        arguments=lambda: {"reward_funcs": _length_reward},
-        zero=(LOSS, Quantity(LOGGED, "train_loss")),  # on policy every ratio is 1, and advantages add up to 0
-    ),
+    # On policy every ratio is 1, and advantages add up to 0.
+    **{
+        name: Case(
+            trainer,
+            lambda: {"prompt": material.questions()["prompt"]},
+            {**_ONLINE, **options},
+            needs=("num_generations",),
+            arguments=lambda: {"reward_funcs": _length_reward},
+            zero=(LOSS, Quantity(LOGGED, "train_loss")),
+        )
+        for name, trainer, options in (
+            ("grpo", "GRPOTrainer", {}),
+            ("rloo", "RLOOTrainer", {"temperature": 0.9}),
+        )
+    },
 }

@@ -17,6 +17,7 @@ from convergence.compare import Verdict, compare
 from convergence.observed import GRADIENT_NORM, LOGGED, Quantity
 from convergence.records import STATISTICS, Statistic
 from convergence.trajectory import Trajectory
+from liger_kernels import trl_head
 from matrix.trainers.cases import CASES
 from matrix.trainers.observe import Arm, Seen, run
 
@@ -140,6 +141,8 @@ def _check_what_ran(verdict: Verdict, baseline: Seen, seen: Seen, record: Record
     if not {"rms_norm", "rope"} <= record.census.keys() or not {"swiglu", "geglu"} & record.census.keys():
         verdict.fail("candidate", "", "not patched", f"only {record.census}; {[str(left) for left in report.left]}")
     record.head = _head(seen, report)
+    if (replaced := trl_head.current()) is not None and replaced.difference:
+        verdict.fail("candidate", "", "trl's head not replaced", replaced.difference)
     norms = [float(value) for value in baseline.trajectory.values[GRADIENT_NORM].values()]
     if len(set(norms)) < 2:  # not the losses: GRPO's is 0 by construction, as long as it is on policy
         verdict.fail("baseline", "", "did not train", f"its gradient norms are {norms}")
@@ -147,6 +150,8 @@ def _check_what_ran(verdict: Verdict, baseline: Seen, seen: Seen, record: Record
 
 def _head(seen: Seen, report: Any) -> str:
     """Who computed the loss: our fused head, real logits, or the trainer without asking the model's head."""
+    if seen.trls_head:
+        return f"trl's own head, on linear_log_probs {seen.trls_head} x"
     fused = sum(count for name, count in seen.launches.items() if "cross_entropy" in name)
     if report.fallbacks:
         return f"fused {fused} x, real logits {sum(report.fallbacks.values())} x"

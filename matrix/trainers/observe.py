@@ -16,6 +16,7 @@ from convergence.float64 import InFloat64
 from convergence.observe import logged_warnings
 from convergence.observed import GRADIENT, GRADIENT_NORM, LOGGED, LOSS, SGD, Moment, Quantity
 from convergence.trajectory import Trajectory, nudged
+from liger_kernels import trl_head
 from liger_kernels.ops import launches, reset_launches
 
 # What a trainer logs about the clock and its own progress, not about the model.
@@ -64,13 +65,14 @@ def plain(folder: Path) -> Any:
 @dataclass
 class Seen:
     """One arm's outcome: what is judged, the logged values, which kernels ran how often, how often the model's head was
-    called while it trained and was evaluated, and the trainer itself."""
+    called while it trained and was evaluated, the trainer itself, and how many calls of trl's own head ran on ours."""
 
     trajectory: Trajectory
     logged: list[dict[str, float]]
     launches: dict[str, int]
     head_calls: int
     trainer: Any
+    trls_head: int = 0
 
 
 def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, reference_is_another: bool = True) -> Seen:
@@ -86,7 +88,7 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, refe
         calls: list[None] = []
         trainer.model.get_output_embeddings().register_forward_pre_hook(lambda *call: calls.append(None))
         reset_launches()
-        with mode, _observed(trainer, result):
+        with mode, _observed(trainer, result), _trls_head(patched=arm.load is not None) as taken:
             trainer.train()
             if trainer.eval_dataset is not None:
                 trainer.evaluate()
@@ -103,7 +105,7 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, refe
                 quantity = GRADIENT_NORM if name == "grad_norm" else Quantity(LOGGED, name)
                 result.record(quantity, Moment(SGD, str(i)), torch.tensor(float(value), dtype=torch.float64))
     result.to_cpu()
-    return Seen(result, logged, ran, len(calls), trainer)
+    return Seen(result, logged, ran, len(calls), trainer, taken())
 
 
 def _prepare_reference(trainer: Any, dtype: torch.dtype, distance: float) -> None:
@@ -148,6 +150,20 @@ def _observed(trainer: Any, result: Trajectory) -> Iterator[None]:
     finally:
         handle.remove()
         del trainer.training_step
+
+
+@contextlib.contextmanager
+def _trls_head(patched: bool) -> Iterator[Callable[[], int]]:
+    """Inside, trl's head (trl 1.15 and later) runs on our kernels in a ``patched`` arm, and on trl's own in any other;
+    a function of how many calls ran on ours."""
+    trl_head.uninstall()
+    if patched:
+        trl_head.install()
+    replacement = trl_head.current()
+    try:
+        yield lambda: 0 if replacement is None else replacement.ours
+    finally:
+        trl_head.install()
 
 
 @contextlib.contextmanager

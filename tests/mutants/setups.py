@@ -73,7 +73,10 @@ MUTANTS = (
         "deferred", "answer = call_head(self.outer, self.hidden, request)",
         "answer = call_head(self.head, self.hidden, request)",
         "sharded.py::test_training[fsdp1 of linear layers-the model's-before]"),
-    _check("split_head_taken_for_whole", "A head that a tensor parallel plan splits is replaced as if it were whole.",
-        "head", "not any(module_of(hook).startswith(_PLANS) for hook in hooks)", "True",
+    _check("split_head_taken_for_whole", "A head that a tensor parallel plan splits is taken for any other.",
+        "split_head", "any(module_of(function).startswith(_PLANS) for function in _around(head))", "False",
         "sharded.py::test_training[head by columns-the model's-after]"),
+    _check("split_head_not_tried", "What a tensor parallel plan makes of the logits is not tried.",
+        "split_head", "why = _try(head, part)", "why = None",
+        "sharded.py::test_training[head by columns, loss parallel-the model's-before]"),
 )
