@@ -10,12 +10,16 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.cases import Place
+from benchmarks.tensor_parallel import even, measure
+from benchmarks.timing import Measured
 from liger_kernels.ops import CountedTargets, linear_cross_entropy, linear_log_probs
 from liger_kernels.ops._linear import observe_logits_grad
 from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes
@@ -145,6 +149,13 @@ def check_ties(split: Any) -> None:
     assert out.is_top1.tolist() == [True] + [False] * (VOCAB - 1)
 
 
+def check_benchmark(split: Any) -> None:
+    """Every arm of it is right, and measured."""
+    gpu = SimpleNamespace(measure=lambda *_: Measured(1.0 + dist.get_rank(), 0.0, 3.0, 0.0), release=lambda: None)
+    rows = measure(Place("cpu", torch.float32), gpu, even, (TOKENS, HIDDEN, VOCAB))
+    assert [row[1:] for row in rows] == [(f"{TOKENS}x{HIDDEN}x{VOCAB}", dist.get_world_size(), 3.0)] * 4
+
+
 def check_bad_input(split: Any) -> None:
     case = log_probs.Case(CPU, torch.float32)
     hidden, weight, bias = case.tensors
@@ -183,7 +194,7 @@ def checks(world: int) -> dict[str, Callable[[], None]]:
                     )
         for check in (check_frozen_parts, check_counted_rows, check_observer):
             found[f"{check.__name__.removeprefix('check_')}-{memory}"] = partial(check, next(splits), memory)
-    for alone in (check_in_float64, check_compiled, check_ties, check_bad_input):
+    for alone in (check_in_float64, check_compiled, check_ties, check_benchmark, check_bad_input):
         found[alone.__name__.removeprefix("check_")] = partial(alone, next(splits))
     return found
 
