@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from convergence.tolerance import three_way, unit_roundoff
-from liger_kernels.ops import _cross_entropy_kernels
+from liger_kernels.ops import _cross_entropy_formulas
 from liger_kernels.ops._cross_entropy_rows import Rows, backward_rows, forward_rows
 from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import INTERPRET, launches, reset_launches, tl
@@ -163,8 +163,8 @@ def assert_right_on(tokens, vocab, dtype, device, options, reduction, **how):
 def compiled_exponential(monkeypatch):
     """The exponential of compiled kernels for 16-bit logits, in the interpreter, too. On a GPU they have it anyway."""
     if INTERPRET:
-        monkeypatch.setattr(_cross_entropy_kernels, "_COMPILED", tl.constexpr(True))
-        monkeypatch.setattr(_cross_entropy_kernels, "libdevice", SimpleNamespace(exp2=lambda x: tl.exp2(x)))
+        monkeypatch.setattr(_cross_entropy_formulas, "_COMPILED", tl.constexpr(True))
+        monkeypatch.setattr(_cross_entropy_formulas, "libdevice", SimpleNamespace(exp2=lambda x: tl.exp2(x)))
 
 
 @pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)

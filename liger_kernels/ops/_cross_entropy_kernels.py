@@ -7,136 +7,13 @@ keeps with its maximum and its total: p_y - 1 = -others / total and -log p_y = l
 A row is read in two passes, for its sums and for its gradient. Both go through whole blocks without masks; the block
 of the target and the last one, which need masks, are separate, and the target's own gradient is stored last.
 
-An option that is off is None, so that a program is compiled without it. What belongs together goes through the
-helpers as a tuple: ``scaling`` is (logit_scale, softcap, inverse temperature), where without a softcap logit_scale has
-the temperature in it and with one is a number; ``smoothing`` is (label_smoothing, the sum of the class weights);
-``entropy`` is (the upstream gradient of the entropy, entropy - log total), both [rows]. PRECISE is for float32 logits.
+Tuples of options and None are as in ``_cross_entropy_formulas.py``.
 """
 
 from __future__ import annotations
 
-from liger_kernels.ops._runtime import INTERPRET, libdevice, tl, triton
-
-# A GPU has an instruction for 2^y. On the way from exp(x) to 2^(x * log2(e)) the product is rounded: x = -20 loses 20
-# units of float32's roundoff. That is nothing beside the rounding of 16-bit logits, where putting it back would cost a
-# sixth of the time.
-_COMPILED = tl.constexpr(not INTERPRET)
-_LOG2_E = tl.constexpr(1.44269502162933349609375)  # log2(e) in float32 ...
-_LOG2_E_REST = tl.constexpr(1.92596299112661746e-8)  # ... and what that leaves
-_LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _exp(x, PRECISE: tl.constexpr):
-    """exp(x) for x <= 0. PRECISE puts back, to first order, what rounding the exponent of 2 loses: 3 ulp."""
-    if not _COMPILED:
-        y = tl.exp(x)
-    elif PRECISE:
-        x = tl.where(x < -200.0, -200.0, x)  # 0 in float32; an infinite x would be infinity - infinity below
-        power = x * _LOG2_E
-        lost = tl.fma(x, _LOG2_E, -power) + x * _LOG2_E_REST
-        y = libdevice.exp2(power)  # flushes to zero below 2^-126, which spares three instructions
-        y = tl.fma(y, lost * _LN_2, y)
-    else:
-        y = libdevice.exp2(x * _LOG2_E)
-    return y
-
-
-@triton.jit
-def _float32(x):  # a number of the host, which Inductor passes as float64
-    return tl.full((), x, tl.float32)
-
-
-@triton.jit
-def _log1p(x):
-    """log(1 + x) for 0 <= x <= 1 without cancellation (Kahan; Goldberg 1991, theorem 4)."""
-    u = 1.0 + x
-    d = u - 1.0
-    return tl.where(d == 0.0, x, tl.log(u) * (x / tl.where(d == 0.0, 1.0, d)))
-
-
-@triton.jit
-def _tanh(x, PRECISE: tl.constexpr):
-    """tanh to 2 ulp (Cephes tanhf): near zero an odd polynomial, because there the exponential form cancels."""
-    a = tl.abs(x)
-    s = x * x
-    p = tl.fma(s, -5.70498872745e-3, 2.06390887954e-2)
-    p = tl.fma(p, s, -5.37397155531e-2)
-    p = tl.fma(p, s, 1.33314422036e-1)
-    p = tl.fma(p, s, -3.33332819422e-1)
-    e = _exp(-2.0 * a, PRECISE)
-    far = (1.0 - e) / (1.0 + e)
-    return tl.where(a < 0.625, tl.fma(p * s, x, x), tl.where(x < 0.0, -far, far))
-
-
-@triton.jit
-def _scaled_logits(x, scaling, PRECISE: tl.constexpr):
-    """z of the formula, from the raw logits in float32."""
-    logit_scale, softcap, inverse_temperature = scaling
-    if softcap is not None:
-        softcap = _float32(softcap)
-        z = softcap * _tanh(x * _float32(logit_scale) / softcap, PRECISE)
-        if inverse_temperature is not None:
-            z *= _float32(inverse_temperature)
-    elif logit_scale is not None:
-        z = x * _float32(logit_scale)
-    else:
-        z = x
-    return z
-
-
-@triton.jit
-def _softcap_slope(x, scaling, PRECISE: tl.constexpr):
-    """dz/dx under a cap: logit_scale times 1 - tanh^2, in a form that does not cancel where the cap saturates."""
-    logit_scale, softcap, inverse_temperature = scaling
-    logit_scale = _float32(logit_scale)
-    e = _exp(-2.0 * tl.abs(x * logit_scale / _float32(softcap)), PRECISE)
-    if inverse_temperature is not None:
-        logit_scale *= _float32(inverse_temperature)
-    return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))
-
-
-@triton.jit
-def _finished_grad(
-    grad, e, below, x, weight, inverse, upstream, vocab, scaling, smoothing, entropy, PRECISE: tl.constexpr
-):
-    """``grad`` with what smoothing, the entropy and a cap make of it; ``below`` is z - max, ``e`` its exponential,
-    ``weight`` the classes' weights."""
-    label_smoothing, weight_sum = smoothing
-    _, softcap, _ = scaling
-    if label_smoothing is not None:
-        grad += _float32(label_smoothing) / vocab * (weight_sum * (e * inverse) - weight) * upstream
-    if entropy is not None:
-        upstream_of_entropy, shift = entropy
-        grad -= upstream_of_entropy * (e * inverse) * tl.where(e > 0.0, below + shift, 0.0)
-    if softcap is not None:
-        grad *= _softcap_slope(x, scaling, PRECISE)
-    return grad
-
-
-@triton.jit
-def _read_target(target, ignore_index, vocab, first, classes):
-    """The rows' targets (-1 where there is none), whether a row counts, and whether its target is out of range; then
-    the target's column and whether it is one of the ``vocab`` columns. They are all classes, or those from ``first`` on
-    of ``classes``.
-
-    The kernels load ``target`` themselves. From a function that was given the pointer, torch.compile would conclude
-    that what is stored at the target's column is stored into the targets, and would have a copy of them overwritten.
-    """
-    target = target.to(tl.int64)
-    ignored = target == ignore_index
-    known = vocab
-    if classes is not None:
-        known = classes
-    in_range = (target >= 0) & (target < known)
-    counts = in_range & (ignored == 0)
-    target = tl.where(counts, target, -1).to(tl.int32)
-    column = target
-    here = counts
-    if first is not None:
-        column = target - first
-        here = counts & (column >= 0) & (column < vocab)
-    return target, counts, (in_range == 0) & (ignored == 0), column, here
+from liger_kernels.ops._cross_entropy_formulas import as_float32, exp, finished_grad, log1p, read_target, scaled_logits
+from liger_kernels.ops._runtime import tl, triton
 
 
 # The formatter would put every argument on a line of its own.
@@ -167,13 +44,13 @@ def _store_grad_block(
             weight = tl.load(weight_ptr + cols, mask=cols < vocab, other=0.0)[None, :]
     x = tl.load(logits_rows[:, None] + cols[None, :], mask=read, other=0.0, eviction_policy="evict_first")
     x = x.to(tl.float32)
-    z = _scaled_logits(x, scaling, PRECISE)
+    z = scaled_logits(x, scaling, PRECISE)
     below = z - row_max[:, None]
-    e = _exp(below, PRECISE)
+    e = exp(below, PRECISE)
     if entropy is not None:
         upstream_of_entropy, shift = entropy
         entropy = (upstream_of_entropy[:, None], shift[:, None])
-    grad = _finished_grad(
+    grad = finished_grad(
         e * factor[:, None], e, below, x, weight, inverse[:, None], upstream[:, None],
         vocab, scaling, smoothing, entropy, PRECISE,
     )
@@ -205,7 +82,7 @@ def _store_grad(
         class_weight = tl.load(weight_ptr + target, mask=counts, other=0.0)
     true_weight = class_weight
     if label_smoothing is not None:
-        true_weight = class_weight * (1.0 - _float32(label_smoothing))
+        true_weight = class_weight * (1.0 - as_float32(label_smoothing))
     total = tl.where(counts, total, 1.0)
     row_max = tl.where(counts, row_max, 0.0)
     inverse = 1.0 / total
@@ -214,21 +91,21 @@ def _store_grad(
     if entropy is not None:
         upstream_of_entropy, own_entropy = entropy
         if logit_scale is not None and softcap is None:
-            upstream_of_entropy *= _float32(logit_scale)
+            upstream_of_entropy *= as_float32(logit_scale)
         entropy = (tl.where(counts, upstream_of_entropy, 0.0), tl.where(counts, own_entropy - log_total, 0.0))
     if logit_scale is not None and softcap is None:
-        upstream *= _float32(logit_scale)
+        upstream *= as_float32(logit_scale)
     # A row that does not count has factors of zero, or of NaN where its target is out of range.
     upstream = tl.where(counts, upstream, tl.where(invalid, float("nan"), 0.0))
     factor = (true_weight + z_loss_slope) * (inverse * upstream)
     # p - 1 at the target from the other classes' sum: subtracting would cancel.
     here = counts & (column >= 0) & (column < vocab)
     x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
-    below_target = _scaled_logits(x_target, scaling, PRECISE) - row_max
-    e_target = _exp(below_target, PRECISE)
+    below_target = scaled_logits(x_target, scaling, PRECISE) - row_max
+    e_target = exp(below_target, PRECISE)
     p_target = e_target * inverse
     at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream
-    at_target = _finished_grad(
+    at_target = finished_grad(
         at_target, e_target, below_target, x_target, class_weight, inverse, upstream,
         vocab, scaling, smoothing, entropy, PRECISE,
     )
@@ -291,7 +168,7 @@ def _scan_block(
     else:
         x = tl.load(logits_rows[:, None] + cols[None, :], mask=mask, other=0.0, eviction_policy=EVICTED)
     x = x.to(tl.float32)
-    z = _scaled_logits(x, scaling, PRECISE)
+    z = scaled_logits(x, scaling, PRECISE)
     if not PLAIN:
         z = tl.where(mask, z, float("-inf"))
     if label_smoothing is not None:
@@ -314,8 +191,8 @@ def _scan_block(
         predicted = tl.where(better, where_max, predicted)
     new_max = tl.maximum(group_max, block_max)
     shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
-    decay = _exp(group_max - shift, PRECISE)
-    e = _exp(z - shift[:, None, :, None], PRECISE)
+    decay = exp(group_max - shift, PRECISE)
+    e = exp(z - shift[:, None, :, None], PRECISE)
     if not PLAIN:
         is_target = tl.reshape(cols, (CHUNKS, LANES, VECTOR))[None, :, :, :] == column[:, None, None, None]
         e = tl.where(is_target, 0.0, e)
@@ -344,16 +221,16 @@ def _cross_entropy_fwd_kernel(
     ignore_index, label_smoothing, softcap, logit_scale, inverse_temperature, z_loss,
     PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
 ):
-    z_loss = _float32(z_loss)
+    z_loss = as_float32(z_loss)
     scaling = (logit_scale, softcap, inverse_temperature)
 
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < n_rows
     target = tl.load(targets_ptr + row, mask=row_mask, other=ignore_index)
-    target, counts, invalid, column, here = _read_target(target, ignore_index, vocab, first, classes)
+    target, counts, invalid, column, here = read_target(target, ignore_index, vocab, first, classes)
     logits_rows = logits_ptr + row * logits_stride
     x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
-    z_target = _scaled_logits(x_target, scaling, PRECISE)
+    z_target = scaled_logits(x_target, scaling, PRECISE)
     carry_rows = row
     if carry_ptr is not None:
         carry_rows = carry_ptr + row  # of its six rows, each a stride after the one before: no product in 32 bits
@@ -439,7 +316,7 @@ def _cross_entropy_fwd_kernel(
     known_max = row_max
     row_max = tl.where(row_max > float("-inf"), row_max, 0.0)
     moved = tl.where(group_max > float("-inf"), group_max - row_max[:, None], 0.0)
-    decay = tl.where(group_max > float("-inf"), _exp(group_max - row_max[:, None], PRECISE), 0.0)
+    decay = tl.where(group_max > float("-inf"), exp(group_max - row_max[:, None], PRECISE), 0.0)
     if entropy_ptr is not None:
         distance = tl.sum((distance + moved * others) * decay, 1)
     others = tl.sum(others * decay, 1)
@@ -458,24 +335,24 @@ def _cross_entropy_fwd_kernel(
         if mean_ptr is not None:
             tl.store(carry_mean, mean, mask=row_mask)
     smooth = tl.sum(smooth, 1)
-    e_target = tl.where(counts, _exp(z_target - row_max, PRECISE), 0.0)
+    e_target = tl.where(counts, exp(z_target - row_max, PRECISE), 0.0)
     total = tl.where(read, others + e_target, 1.0)
     log_total = tl.log(total)
     confident = others <= e_target
     ratio = tl.where(confident, others, 0.0) / tl.where(e_target > 0.0, e_target, 1.0)
-    nll = tl.where(confident & (e_target > 0.0), _log1p(ratio), row_max - z_target + log_total)
+    nll = tl.where(confident & (e_target > 0.0), log1p(ratio), row_max - z_target + log_total)
     lse = row_max + log_total
 
     loss = nll
     if label_smoothing is not None:
-        loss = nll * (1.0 - _float32(label_smoothing))
+        loss = nll * (1.0 - as_float32(label_smoothing))
     if weight_ptr is not None:
         loss *= tl.load(weight_ptr + target, mask=counts, other=0.0)
     weight_sum = tl.full((), vocab, tl.float32)
     if weight_sum_ptr is not None:
         weight_sum = tl.load(weight_sum_ptr)
     if label_smoothing is not None:
-        loss += _float32(label_smoothing) / vocab * (weight_sum * nll - smooth)
+        loss += as_float32(label_smoothing) / vocab * (weight_sum * nll - smooth)
     loss += z_loss * lse * lse
     row_weight = tl.full((ROWS,), 1.0, tl.float32)
     if row_weight_ptr is not None:
@@ -536,13 +413,13 @@ def _cross_entropy_bwd_kernel(
     if skip_if_one_ptr is not None:  # noqa: SIM102 (the outer one is decided when it is compiled)
         if tl.load(skip_if_one_ptr) == 1.0:
             return
-    z_loss = _float32(z_loss)
+    z_loss = as_float32(z_loss)
     scaling = (logit_scale, softcap, inverse_temperature)
 
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < n_rows
     target = tl.load(targets_ptr + row, mask=row_mask, other=ignore_index)
-    target, counts, invalid, column, _ = _read_target(target, ignore_index, vocab, first, classes)
+    target, counts, invalid, column, _ = read_target(target, ignore_index, vocab, first, classes)
     weight_sum = tl.full((), vocab, tl.float32)
     if weight_sum_ptr is not None:
         weight_sum = tl.load(weight_sum_ptr)

@@ -10,6 +10,7 @@ from tests.mutants.mutant import Mutant
 _LOGITS = "liger_kernels.ops.cross_entropy"
 _ROWS = "liger_kernels.ops._cross_entropy_rows"
 _KERNELS = "liger_kernels.ops._cross_entropy_kernels"
+_FORMULAS = "liger_kernels.ops._cross_entropy_formulas"
 _MEAN = "liger_kernels.ops._mean"
 _HIDDEN = "liger_kernels.ops.linear_cross_entropy"
 _SHARED = "liger_kernels.ops._linear"
@@ -87,15 +88,16 @@ MUTANTS = (
         source="C16", fused=True),
     _logits("c18_softcap_without_its_factor", "The cap is x * tanh(x / cap), not cap * tanh(x / cap).",
         "forward",
-        ("softcap * _tanh(x * _float32(logit_scale) / softcap, PRECISE)",
-            "x * _tanh(x * _float32(logit_scale) / softcap, PRECISE)"), source="C18", model="gemma2", fused=True),
+        ("softcap * tanh(x * as_float32(logit_scale) / softcap, PRECISE)",
+            "x * tanh(x * as_float32(logit_scale) / softcap, PRECISE)"), source="C18", model="gemma2", fused=True,
+        module=_FORMULAS),
     _logits("softcap_ignored", "Logits are not capped, forward and backward.",
         "forward", ("", "options = options._replace(softcap=None)", "forward_rows"), module=_ROWS, model="gemma2",
         fused=True),
     _logits("softcap_gradient_missing", "The gradient forgets the slope of the cap.",
-        "backward", (_SLOPE, "return logit_scale + 0.0 * e"), model="gemma2", fused=True),
+        "backward", (_SLOPE, "return logit_scale + 0.0 * e"), model="gemma2", fused=True, module=_FORMULAS),
     _logits("softcap_gradient_missing_over_logits", "The gradient forgets the slope of the cap, where logits exist.",
-        "backward", (_SLOPE, "return logit_scale + 0.0 * e"), model="gemma2"),
+        "backward", (_SLOPE, "return logit_scale + 0.0 * e"), model="gemma2", module=_FORMULAS),
     _logits("z_loss_unasked", "A z-loss of 1e-4 is added, as some trainers do.",
         "forward", ("", "options = options._replace(z_loss=1e-4)", "forward_rows"), module=_ROWS, fused=True),
     _logits("last_classes_dropped", "The classes beyond the last multiple of 8 are not summed.",
@@ -105,9 +107,10 @@ MUTANTS = (
         fused=True),
     _logits("ignored_rows_count_as_class_0", "Rows whose label is -100 are learnt as class 0.",
         "forward",
-        ("    in_range = (target >= 0) & (target < known)",
-            "    target = tl.where(ignored & row_mask, 0, target)\n    ignored = row_mask == 0\n"
-            "    in_range = (target >= 0) & (target < known)"), fused=True),
+        ("target, counts, invalid, column, here = read_target(target, ignore_index, vocab, first, classes)",
+            "target = tl.where(row_mask & (target == ignore_index), 0, target)\n"
+            "target, counts, invalid, column, here = read_target(target, ignore_index, vocab, first, classes)"),
+        fused=True),
     _logits("logits_gradient_of_one_percent_less", "The gradient of the logits is 1% too small.",
         "backward", (_STORED, f"({_STORED.replace('grad.', 'grad * 0.99).', 1)}")),
     _logits("target_gradient_of_one_percent_less", "The target's gradient alone is 1% too small.",

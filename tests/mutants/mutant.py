@@ -4,8 +4,8 @@ Most faults change one expression or statement. An :class:`Edit` finds its place
 must occur exactly once: a mutant whose place is gone fails instead of testing nothing. The changed tree is compiled.
 While the mutant lives
 
-- every Triton kernel of the module is a new one, made from the changed text (a kernel inlines its helpers when it is
-  compiled, so a helper cannot be exchanged under it);
+- every Triton kernel of the module is a new one, made from the changed text, and so are those of modules that import
+  its helpers (a kernel inlines its helpers when it is compiled, so a helper cannot be exchanged under it);
 - every Python function keeps its identity and gets the changed code, so that whoever imported it runs it, too, and a
   ``torch.library`` op is not registered a second time.
 
@@ -21,6 +21,7 @@ import importlib
 import inspect
 import itertools
 import linecache
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -127,18 +128,39 @@ def _changed(name: str, text: str, label: str) -> Iterator[None]:
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     tree = ast.parse(text)
     codes = dict(_codes(compile(tree, filename, "exec", dont_inherit=True)))
-    kernels = _kernels(tree, filename, module)
     functions = [(f, codes[path]) for path, f in _functions(module) if path in codes]
-    before = {kernel: vars(module)[kernel] for kernel in kernels}, [(f, f.__code__) for f, _ in functions]
-    try:
-        vars(module).update(kernels)
-        for function, code in functions:
-            function.__code__ = code
+    before = [(f, f.__code__) for f, _ in functions]
+    with _kernels_of(module, tree, filename):
+        try:
+            for function, code in functions:
+                function.__code__ = code
+            yield
+        finally:
+            for function, code in before:
+                function.__code__ = code
+
+
+@contextlib.contextmanager
+def _kernels_of(module: types.ModuleType, tree: ast.Module, filename: str) -> Iterator[None]:
+    """Inside, the kernels of ``module`` are those of ``tree``, also where they are inlined in other modules."""
+    kernels = _kernels(tree, filename, module)
+    before = {name: vars(module)[name] for name in kernels}
+    held = {
+        other: names
+        for other in list(sys.modules.values())
+        if other is not module
+        and getattr(other, "__name__", "").startswith("liger_kernels.")
+        and (names := [name for name in kernels if vars(other).get(name) is before[name]])
+    }
+    with contextlib.ExitStack() as stack:
+        for space, names in ((vars(module), [*kernels]), *((vars(other), names) for other, names in held.items())):
+            stack.callback(space.update, {name: before[name] for name in names})
+            space.update({name: kernels[name] for name in names})
+        for other in held:
+            file = inspect.getsourcefile(other)
+            assert file is not None
+            stack.enter_context(_kernels_of(other, ast.parse(_source(other.__name__)), file))
         yield
-    finally:
-        vars(module).update(before[0])
-        for function, code in before[1]:
-            function.__code__ = code
 
 
 def _codes(code: types.CodeType, path: str = "") -> Iterator[tuple[str, types.CodeType]]:
