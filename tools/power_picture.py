@@ -1,4 +1,4 @@
-"""Writes docs/power.md and docs/power.svg: how far honest runs and mutants are from the bounds, per statistic.
+"""Writes power.md and power.svg in docs/evidence: how far honest runs and mutants are from the bounds, per statistic.
 
 ``python -m tools.power_picture HONEST.jsonl RECORDS`` (needs matplotlib). HONEST.jsonl is what ``pytest
 tests/test_honest.py --honest-results`` wrote, RECORDS the folder that ``pytest tests/test_mutants.py --records`` named.
@@ -34,7 +34,7 @@ _PAGE = """\
 A proof is of use when no honest candidate fails it and every fault does. Both were measured; this page counts them.
 Honest candidates (`tests/honest.py`) are models, patched or not, with other seeds, other last bits of the weights,
 another order of rows, another attention, other tiles and chunks. [Mutants](mutants.md) are faults. Each statistic of
-[the proof](convergence.md) is a value with a bound. The *share* is value / bound; of each run, the largest share of any
+[the proof](../reference/convergence.md) is a value with a bound. The *share* is value / bound; of each run, the largest share of any
 tensor and step counts.
 
 ![Histograms of the largest share of the bound, of honest candidates and of mutants](power.svg)
@@ -342,7 +342,7 @@ def alarms(evidence: Evidence) -> list[str]:
 
 
 def page(evidence: Evidence) -> str:
-    """The text of docs/power.md."""
+    """The text of docs/evidence/power.md."""
     return _PAGE.format(
         by_dtype="\n".join(by_dtype(evidence)),
         alarms="\n".join(alarms(evidence)),
@@ -441,7 +441,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.power_picture", description=__doc__)
     parser.add_argument("honest", type=Path, help="the file that --honest-results named")
     parser.add_argument("records", type=Path, help="the folder that --records named")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="the folder to write to (docs)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/evidence"), help="the folder to write to (docs/evidence)"
+    )
     options = parser.parse_args(arguments)
 
     from convergence.models import MODELS

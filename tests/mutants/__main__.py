@@ -1,4 +1,4 @@
-"""``python -m tests.mutants RECORDS``: write docs/mutants.md from the records of ``pytest tests/test_mutants.py``."""
+"""``python -m tests.mutants RECORDS``: write the pages of mutants in docs/evidence from records of ``test_mutants.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from convergence.tables import markdown
 from tests.mutants import ABSENT, MUTANTS
 from tests.mutants.mutant import Mutant
 
-PAGE = Path(__file__).parents[2] / "docs" / "mutants.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "mutants.md"
 DTYPES = ("float32", "bfloat16")
 _INTRO = """\
 # Mutants
