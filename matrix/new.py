@@ -104,6 +104,7 @@ def main() -> int:
         if pins := wanted(later, cell, prefix):
             path = write(resolve(cell, pins), prefix)
             print(
-                f"proposed: {path}; say in it why it exists, add {path.stem} to tox.ini and docs/matrix.md, then run it"
+                f"proposed: {path}; say in it why it exists, add {path.stem} to tox.ini and docs/reference/matrix.md, "
+                "then run it"
             )
     return 0

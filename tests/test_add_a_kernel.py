@@ -1,4 +1,4 @@
-"""docs/add-a-kernel.md: its code runs, and does what the page says."""
+"""docs/how-to/write-a-recogniser.md: its code runs, and does what the page says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import liger_kernels
 from liger_kernels.patching import register
 from liger_kernels.patching.modules import kernel_names
 
-PAGE = Path(__file__).parent.parent / "docs" / "add-a-kernel.md"
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "write-a-recogniser.md"
 
 
 @pytest.fixture

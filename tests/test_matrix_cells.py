@@ -23,7 +23,7 @@ def in_tox() -> list[str]:
 
 
 def in_docs() -> list[str]:
-    text = (ROOT / "docs" / "matrix.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "matrix.md").read_text(encoding="utf-8")
     return re.findall(r"^\| `([^`]+)` \|", text.partition("## Cells")[2].partition("\n## ")[0], flags=re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Draws docs/packing.svg: how much a sample counts, by its number of targets.
+"""Draws docs/explanation/packing.svg: how much a sample counts, by its number of targets.
 
 ``python -m tools.packing_picture`` (needs matplotlib).
 """
@@ -45,7 +45,7 @@ def main() -> None:
     panels[1].set_yticks(ticks, [f"{t:g}" if t >= 1 else f"1/{1 / t:g}" for t in ticks])
     panels[0].set_ylabel(f"relative to a sample of {OF_LENGTH}")
     panels[0].legend(title="loss_reduction")
-    figure.savefig(Path("docs/packing.svg"), metadata={"Date": None})
+    figure.savefig(Path("docs/explanation/packing.svg"), metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes docs/power.md and docs/power.svg: how far honest runs and mutants are from the bounds, per statistic.
+"""Writes power.md and power.svg in docs/evidence: how far honest runs and mutants are from the bounds, per statistic.
 
 ``python -m tools.power_picture HONEST.jsonl RECORDS`` (needs matplotlib). HONEST.jsonl is what ``pytest
 tests/test_honest.py --honest-results`` wrote, RECORDS the folder that ``pytest tests/test_mutants.py --records`` named.
@@ -31,16 +31,17 @@ PER_DECADE, DECADES = 10, (-1, 3)  # the bins of the picture; what lies outside 
 _PAGE = """\
 # How far apart honest runs and mutants are
 
-A proof is of use when no honest candidate fails it and every fault does. Both were measured; this page counts them.
-Honest candidates (`tests/honest.py`) are models, patched or not, with other seeds, other last bits of the weights,
-another order of rows, another attention, other tiles and chunks. [Mutants](mutants.md) are faults. Each statistic of
-[the proof](convergence.md) is a value with a bound. The *share* is value / bound; of each run, the largest share of any
-tensor and step counts.
+A proof is useful when every honest candidate passes and every fault fails. Both were measured; this
+page counts them. Honest candidates (`tests/honest.py`) are models, patched or not, that differ in
+seed, in the last bits of the weights, in the order of rows, in the attention implementation, or in
+tiles and chunks. [Mutants](mutants.md) are faults. Each statistic of [the
+proof](../explanation/how-the-proof-judges.md) is a value with a bound. The *share* is value /
+bound; of each run, the largest share of any tensor and step counts.
 
 ![Histograms of the largest share of the bound, of honest candidates and of mutants](power.svg)
 
-Blue, upwards: honest candidates. Orange, downwards: mutants. Counts are on a logarithmic scale, so that a single run is
-seen. The black line is the bound. A mutant need not be beyond it in every statistic: one is enough. Those that raise
+Blue, upwards: honest candidates. Orange, downwards: mutants. Counts are on a logarithmic scale. The
+black line is the bound. A mutant fails when one statistic is beyond its bound. Mutants that raise
 have no share and are not drawn.
 
 ## All statistics together
@@ -49,18 +50,19 @@ have no share and are not drawn.
 
 {alarms}
 
-Mutants that [a check of their own](mutants.md#killed-by-a-check-of-their-own) kills are not trained and not counted.
+Mutants that [a check of their own](mutants.md) kills are not trained and not counted.
 
 ## Each statistic alone
 
 {by_statistic}
 
-"Beyond 1" are the mutants that this statistic alone would fail, "by nothing else" those that nothing but it fails.
+"Beyond 1" counts the mutants that this statistic fails, "by nothing else" those that only this
+statistic fails.
 
 ## Mutants that die otherwise
 
-They raise, overwrite what the caller holds, or deliver nothing, or something of another dtype. No share says how far
-such a mutant is from passing; no statistic is beyond its bound for it.
+They raise, overwrite what the caller holds, or deliver nothing, or something of another dtype. No
+share says how far such a mutant is from passing; no statistic is beyond its bound for it.
 
 {otherwise}
 
@@ -76,25 +78,27 @@ $ pytest tests/test_mutants.py --mutants all --records records/
 $ python -m tools.power_picture honest.jsonl records/
 ```
 
-`-n 15 --dist loadgroup` spreads the first two over the processor's cores; `-k` may leave some out, and the table says
-what was run. A candidate that ran more than once counts once, as its worst run; of a mutant, the newest record counts.
+`-n 15 --dist loadgroup` spreads the first two over the processor's cores; `-k` may leave some out,
+and the table says what was run. A candidate that ran more than once counts once, as its worst run;
+of a mutant, the newest record counts.
 
 ## Where the bounds come from
 
-`convergence/tolerance.py` computes every bound from the unit roundoff of the dtype, a count, or noise that was measured
-in the very case: {replicas} replicas of the unpatched baseline, each with a truth of its own, whose weights were moved
-by one unit in the last place. Nothing there is told which model or patch it bounds, so nothing is tuned per model.
+`convergence/tolerance.py` computes every bound from the unit roundoff of the dtype, a count, or
+noise that was measured in the very case: {replicas} replicas of the unpatched baseline, each with a
+truth of its own, whose weights were moved by one unit in the last place. Nothing there is told
+which model or patch it bounds, so nothing is tuned per model.
 
-- *Error ratio* and *largest error ratio*: {factor:g} times the worst ratio that a replica has when the others judge it,
-  at least 1, over all tensors of the phase. A number alone (the loss, the gradient norm), and whatever the steps of an
-  optimizer have led to, is one draw of the noise and may always be {sigmas:g} times it. An error below one unit of
-  roundoff counts as one.
-- *Gain* and *gain against the others*: {sigmas:g} standard deviations of the replicas' gains, and one unit of roundoff
-  over the square root of the number of steps.
+- *Error ratio* and *largest error ratio*: {factor:g} times the worst ratio that a replica has when
+  the others judge it, at least 1, over all tensors of the phase. A number alone (the loss, the
+  gradient norm), and whatever the steps of an optimizer have led to, is one draw of the noise and
+  may always be {sigmas:g} times it. An error below one unit of roundoff counts as one.
+- *Gain* and *gain against the others*: {sigmas:g} standard deviations of the replicas' gains, and
+  one unit of roundoff over the square root of the number of steps.
 
-Chosen, not derived, are the factor {factor:g} of the customary three-way comparison, the {sigmas:g} standard deviations
-and the number of replicas: three constants for all models and dtypes. The rule for a single draw came after a
-measurement: without it, one honest run of 2,400 had been beyond its bound, by 1.08.
+Chosen, not derived, are the factor {factor:g} of the customary three-way comparison, the {sigmas:g}
+standard deviations and the number of replicas: three constants for all models and dtypes. Without
+the rule for a single draw, one honest run of 2,400 was beyond its bound, by a factor of 1.08.
 """
 
 
@@ -342,7 +346,7 @@ def alarms(evidence: Evidence) -> list[str]:
 
 
 def page(evidence: Evidence) -> str:
-    """The text of docs/power.md."""
+    """The text of docs/evidence/power.md."""
     return _PAGE.format(
         by_dtype="\n".join(by_dtype(evidence)),
         alarms="\n".join(alarms(evidence)),
@@ -441,7 +445,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.power_picture", description=__doc__)
     parser.add_argument("honest", type=Path, help="the file that --honest-results named")
     parser.add_argument("records", type=Path, help="the folder that --records named")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="the folder to write to (docs)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/evidence"), help="the folder to write to (docs/evidence)"
+    )
     options = parser.parse_args(arguments)
 
     from convergence.models import MODELS

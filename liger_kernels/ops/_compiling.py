@@ -2,7 +2,8 @@
 
 Inductor fuses a norm with the residual around it, and a mean with what follows. A launch of one of our kernels takes
 the host about 20 us longer than one of Inductor's there (H200 machine, torch 2.11), and a step whose tensors have
-2**20 elements or less (512 tokens of 2048 features) waits for the host. docs/compile.md lists what else differs.
+2**20 elements or less (512 tokens of 2048 features) waits for the host. docs/reference/compile.md lists what else
+differs.
 """
 
 from __future__ import annotations

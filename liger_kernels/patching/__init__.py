@@ -56,8 +56,9 @@ def patch(
             of the head's logits.
         loss_reduction: what the model's own loss averages over where a row holds several samples: "token" as
             transformers does; "sample", every sample alike; "square", a sample of n targets by the root of n
-            (docs/packing.md). The last two take ``cu_seq_lens_q``, ``seq_idx`` or ``position_ids`` with the labels, and
-            ``num_items_in_batch`` in their own unit (:func:`packing_denominator`, :class:`PackingLossMixin`).
+            (docs/how-to/packed-samples.md). The last two take ``cu_seq_lens_q``, ``seq_idx`` or ``position_ids`` with
+            the labels, and ``num_items_in_batch`` in their own unit (:func:`packing_denominator`,
+            :class:`PackingLossMixin`).
         memory: the schedule of ``linear_cross_entropy``: "fast" holds the logits of up to 8192 tokens, "balanced" of
             1024 or 2048, "small" hardly any, and computes them twice; None lets shape and dtype choose between the
             first two. Where a step cannot take it (float16; label smoothing with "small"), "balanced" runs, and

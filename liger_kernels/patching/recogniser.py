@@ -1,4 +1,4 @@
-"""How ``patch`` finds the modules of a kernel. docs/add-a-kernel.md has a worked example."""
+"""How ``patch`` finds the modules of a kernel. docs/how-to/write-a-recogniser.md has a worked example."""
 
 from __future__ import annotations
 

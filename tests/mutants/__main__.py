@@ -1,38 +1,54 @@
-"""``python -m tests.mutants RECORDS``: write docs/mutants.md from the records of ``pytest tests/test_mutants.py``."""
+"""``python -m tests.mutants RECORDS``: write docs/evidence/mutants*.md from the records of ``test_mutants.py``."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from convergence.observed import ADAMW, INITIAL, SGD, Moment
 from convergence.records import Record, load_folder
 from convergence.tables import markdown
-from tests.mutants import ABSENT, MUTANTS
+from tests.mutants import ABSENT, checks, contract, glu, loss, norms, packing, recognise, rope, setups
 from tests.mutants.mutant import Mutant
 
-PAGE = Path(__file__).parents[2] / "docs" / "mutants.md"
+FOLDER = Path(__file__).parents[2] / "docs" / "evidence"
 DTYPES = ("float32", "bfloat16")
+GROUPS = {
+    "norms": ("norms", norms),
+    "rope": ("rotary embeddings", rope),
+    "glu": ("gated MLPs", glu),
+    "loss": ("cross entropy", loss),
+    "packing": ("packed samples", packing),
+    "contract": ("the patch", contract),
+    "recognise": ("recognisers", recognise),
+    "setups": ("set-ups", setups),
+    "checks": ("what no training shows", checks),
+}
 _INTRO = """\
 # Mutants
 
-A proof that passes is worth what it would have caught. Each fault below is injected into the candidate alone and must
-make the proof fail, in every dtype in which it is a fault. The identifiers are rows of a list of faults that really
-happened to kernel packages and trainers; a fault without one was thought up here.
+A proof that passes is worth what it would have caught. Each fault is injected into the candidate
+alone and must make the proof fail, in every dtype in which it is a fault. Identifiers such as N1
+are rows of a list of faults that happened in kernel packages and trainers. A fault without one was
+added here.
 
-- `pytest convergence --patch tests.mutants:NAME --models MODEL` runs one of them as any other patch is run.
-- `pytest tests/test_mutants.py` runs a sample, `tox run -e mutants` all of them.
-- `pytest tests/test_mutants.py --mutants all --records DIR`, then `python -m tests.mutants DIR`, writes this page.
+| command | what it does |
+|---|---|
+| `pytest convergence --patch tests.mutants:NAME --models MODEL` | runs one mutant as any other patch |
+| `pytest tests/test_mutants.py` | runs a sample |
+| `tox run -e mutants` | runs all of them |
+| `pytest tests/test_mutants.py --mutants all --records DIR`, then `python -m tests.mutants DIR` | writes these pages |
 
-A fault is a change of a few characters of source that must still be there: a mutant whose place is gone fails as stale.
+A fault is a change of a few characters of source. A mutant whose place is gone fails as stale.
 
-## Killed by training
 """
-_CELLS = """
-A cell says what kills the mutant: the statistic farthest beyond its bound, with value / bound, where it is highest, and
-the phase in which the first statistic leaves the noise; or the finding in words. "-" is a dtype in which it is no
-fault, or in which it has a check of its own below; "?" was not measured.
+_TRAINED = """
+A cell names the statistic farthest beyond its bound, with value / bound, tensor and step, then the
+phase in which the first statistic leaves the noise; or the finding in words. "-": no fault in this
+dtype. "?": not measured.
 """
+_CHECKED = "No training shows these. In a copy of the sources that has the fault, the test named here fails."
 
 
 def cell(mutant: Mutant, dtype: str, records: dict[tuple[str, str], Record]) -> str:
@@ -53,36 +69,63 @@ def cell(mutant: Mutant, dtype: str, records: dict[tuple[str, str], Record]) -> 
     return f"{worst.statistic} {worst} ({worst.quantity}, {worst.step}); from {first}"
 
 
-def page(records: list[Record]) -> str:
-    found = {(record.patch.rpartition(":")[2], record.dtype): record for record in records}
-    trained = [m for m in MUTANTS.values() if m.check is None]
-    checked = [m for m in MUTANTS.values() if m.check is not None]
-    environments = sorted(
+def environments(records: Sequence[Record]) -> list[str]:
+    """What the records were measured on, a line each."""
+    return sorted(
         {
-            f"{record.versions.get('device', record.device)}, torch {record.versions.get('torch')}, triton "
-            f"{record.versions.get('triton')}, transformers {record.versions.get('transformers')}, {record.at[:10]}"
+            f"Measured on: {record.versions.get('device', record.device)}, torch {record.versions.get('torch')}, "
+            f"triton {record.versions.get('triton')}, transformers {record.versions.get('transformers')}, "
+            f"{record.at[:10]}."
             for record in records
         }
     )
-    rows = [
-        (f"`{m.name}`", m.source or "", m.does, m.model, *(cell(m, dtype, found) for dtype in DTYPES)) for m in trained
-    ]
-    lines = [_INTRO, *markdown(("mutant", "row", "what it does", "model", *DTYPES), rows), _CELLS]
-    lines += [f"Measured on: {environment}." for environment in environments]
-    lines += ["", "## Killed by a check of their own", ""]
-    lines += ["No training shows these. In a copy of the sources with the fault in it, the test named here fails.", ""]
-    rows = [(f"`{m.name}`", m.source or "", m.does, f"`{m.check}`") for m in checked]
-    lines += markdown(("mutant", "row", "what it does", "test"), rows)
-    lines += ["", "## Not possible here", ""]
-    rows = [(row, what, why) for why, group in ABSENT.items() for row, what in group.items()]
-    lines += markdown(("row", "what", "why not"), sorted(rows))
+
+
+def page(title: str, mutants: Sequence[Mutant], records: dict[tuple[str, str], Record], measured: list[str]) -> str:
+    """The page of one group of mutants."""
+    trained = [m for m in mutants if m.check is None]
+    checked = [m for m in mutants if m.check is not None]
+    lines = [f"# Mutants: {title}", "", "Written by a command; [the overview](mutants.md) says which."]
+    if trained:
+        rows = [
+            (f"`{m.name}`", m.source, m.does, m.model, *(cell(m, dtype, records) for dtype in DTYPES)) for m in trained
+        ]
+        lines += ["", "## Killed by training", ""]
+        lines += [*markdown(("mutant", "row", "what it does", "model", *DTYPES), rows), _TRAINED, *measured]
+    if checked:
+        lines += ["", "## Killed by a check of their own", "", _CHECKED, ""]
+        rows = [(f"`{m.name}`", m.source, m.does, f"`{m.check}`") for m in checked]
+        lines += markdown(("mutant", "row", "what it does", "test"), rows)
     return "\n".join(lines) + "\n"
+
+
+def overview() -> str:
+    """The page that leads to the others: how many mutants of which kind, and what cannot be one."""
+    rows: list[tuple[object, ...]] = []
+    for name, (title, group) in GROUPS.items():
+        checked = sum(m.check is not None for m in group.MUTANTS)
+        rows.append((f"[{title}](mutants-{name}.md)", len(group.MUTANTS) - checked, checked))
+    rows.append(("all", sum(int(str(row[1])) for row in rows), sum(int(str(row[2])) for row in rows)))
+    absent = [(row, what, why) for why, group in ABSENT.items() for row, what in group.items()]
+    lines = markdown(("faults of", "killed by training", "killed by a check of their own"), rows)
+    lines += ["", "## Not possible here", "", *markdown(("row", "what", "why not"), sorted(absent))]
+    return _INTRO + "\n".join(lines) + "\n"
+
+
+def pages(records: Sequence[Record]) -> dict[str, str]:
+    """Every page by its file name."""
+    found = {(record.patch.rpartition(":")[2], record.dtype): record for record in records}
+    written = {"mutants.md": overview()}
+    for name, (title, group) in GROUPS.items():
+        written[f"mutants-{name}.md"] = page(title, group.MUTANTS, found, environments(records))
+    return written
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("records", type=Path, help="the folder that --records named")
-    PAGE.write_text(page(load_folder(parser.parse_args().records)), encoding="utf-8")
+    for name, text in pages(load_folder(parser.parse_args().records)).items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
