@@ -1,6 +1,7 @@
 """The pytest hooks of the proof: options, device choice, a line per case, the table at the end. Only hooks.
 
-Loaded by the root ``conftest.py`` for every run, ``tests/`` too, so nothing heavy is imported at the top.
+``convergence.entry_point`` loads it where the proof is installed and named. This repository's ``conftest.py`` loads it
+for every run, ``tests/`` too.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import functools
 import os
 import shutil
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -69,6 +71,9 @@ _choose_device(None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    here = str(config.invocation_params.dir)  # a patch may lie there: ``pytest`` finds it as ``python -m pytest`` does
+    if here not in sys.path:
+        sys.path.insert(0, here)
     config.stash[_summaries] = []
     config.addinivalue_line("markers", "xdist_group(name): runs on one worker with the rest of its group")
     _share_the_cores(getattr(config, "workerinput", {}).get("workercount", 1))

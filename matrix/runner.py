@@ -26,7 +26,7 @@ TIMEOUT = 3600.0
 # What runs in a cell, or decides how. What only reads records afterwards is not among it.
 _RUNS = ("checks", "trainers", "records.py", "runner.py", "stages.py")
 _SOURCE = (
-    *("liger_kernels", "convergence", "tests", "tools", "conftest.py", "pyproject.toml", "tox.ini"),
+    *("liger_kernels", "convergence", "tests", "tools", "examples", "conftest.py", "pyproject.toml", "tox.ini"),
     *(f"matrix/{name}" for name in _RUNS),
 )
 _SUFFIXES = (".py", ".toml", ".ini", ".txt", ".jinja")

@@ -1,7 +1,8 @@
-"""What is uploaded: it builds, holds the package and nothing else, and installs and imports with nothing optional."""
+"""What is uploaded: it builds, holds package and proof only, needs nothing optional, and proves a foreign patch."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -11,16 +12,36 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-NOT_SHIPPED = ("tests", "convergence", "matrix", "benchmarks", "conftest", "test_")
+SHIPPED = ("liger_kernels", "convergence")
+NOT_SHIPPED = ("tests", "matrix", "benchmarks", "tools", "examples", "conftest")
 # What the package works without; a bare environment has none of it.
 OPTIONAL = ("transformers", "trl", "accelerate", "peft", "datasets", "rich", "pytest")
 
 UV = (sys.executable, "-m", "uv")
 
 
-def call(*command: str | Path, cwd: Path = ROOT) -> str:
-    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+# What the proof judges from outside of the repository: one norm in plain torch, and the same off by a hundredth.
+PATCHES = """
+import torch
+
+def right(model, error=0.0):
+    norm = model.model.layers[0].input_layernorm
+    def forward(x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+        return norm.weight * wide.to(x.dtype) * (1 + error)
+    norm.forward = forward
+
+def wrong(model):
+    right(model, error=0.01)
+"""
+
+
+def call(*command: str | Path, cwd: Path = ROOT, status: int = 0) -> str:
+    # Only what is installed counts, not what the caller's environment points to.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH", "TRITON_"))}
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == status, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
 
@@ -33,10 +54,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sources() -> set[str]:
-    return {path.relative_to(ROOT).as_posix() for path in (ROOT / "liger_kernels").rglob("*.py")}
+    files = [path for top in SHIPPED for path in (ROOT / top).rglob("*") if path.is_file()]
+    return {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
 
 
-def test_the_wheel_holds_the_package_only(built: Path) -> None:
+def test_the_wheel_holds_package_and_proof_only(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == sources()
@@ -48,20 +70,30 @@ def test_the_sdist_has_no_tests(built: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert sources() | {"pyproject.toml", "README.md", "LICENSE"} <= names
-    assert [name for name in sorted(names) if name.rpartition("/")[2].startswith("test_")] == []
+    tests = {name for name in names if name.rpartition("/")[2].startswith("test_")}
+    assert tests == {"convergence/test_convergence.py"}
     assert [name for name in sorted(names) if name.startswith(NOT_SHIPPED)] == []
 
 
-@pytest.fixture(scope="module")
-def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(built: Path, folder: Path, extra: str = "") -> Path:
     """The Python of an environment that has the wheel and what it asks for, nothing else."""
-    folder = tmp_path_factory.mktemp("bare")
     (wheel,) = built.glob("*.whl")
     call(*UV, "venv", "--python", sys.executable, folder / "env")
     python = folder / "env" / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     # The one tested torch: a resolver that may choose freely brings gigabytes of CUDA packages.
-    call(*UV, "pip", "install", "--python", python, "--constraint", ROOT / "constraints.txt", wheel)
+    constraint = ("--constraint", ROOT / "constraints.txt")
+    call(*UV, "pip", "install", "--python", python, *constraint, f"liger-kernels{extra} @ {wheel.as_uri()}")
     return python
+
+
+@pytest.fixture(scope="module")
+def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environment(built, tmp_path_factory.mktemp("bare"))
+
+
+@pytest.fixture(scope="module")
+def proof(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environment(built, tmp_path_factory.mktemp("proof"), "[proof]")
 
 
 def test_it_imports_with_nothing_optional(bare: Path, tmp_path: Path) -> None:
@@ -76,6 +108,31 @@ def test_it_imports_with_nothing_optional(bare: Path, tmp_path: Path) -> None:
     assert call(bare, "-c", code, cwd=tmp_path).strip() == "patch"
 
 
+@pytest.mark.parametrize(("patch", "status"), [("right", 0), ("wrong", 1)])
+def test_the_proof_judges_a_patch_from_an_empty_folder(proof: Path, tmp_path: Path, patch: str, status: int) -> None:
+    """By the names that are documented: the ``pytest`` command, in a folder that has nothing but the patch."""
+    (tmp_path / "others.py").write_text(PATCHES, encoding="utf-8")
+    command = (proof.parent / "pytest", "--pyargs", "convergence", "--patch", f"others:{patch}")
+    options = ("--models", "llama-tied", "--dtypes", "float32", "--device", "cpu", "-p", "no:cacheprovider")
+    shown = call(*command, *options, "--records=records", "--report=report.html", cwd=tmp_path, status=status)
+    assert f"llama-tied/float32/{patch}: {'different' if status else 'equal'}" in shown
+    assert "llama-tied" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    summary = call(proof, "-m", "convergence", "report", "records", cwd=tmp_path)
+    assert f"| llama-tied/float32/{patch} |" in summary
+
+
+def test_the_proof_does_nothing_to_another_run(proof: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import os, sys\n\ndef test_it():\n"
+        "    assert not {'torch', 'triton', 'transformers', 'convergence.plugin'} & set(sys.modules)\n"
+        "    assert 'TRITON_INTERPRET' not in os.environ\n",
+        encoding="utf-8",
+    )
+    for workers in ("0", "1"):
+        shown = call(proof.parent / "pytest", "-n", workers, "-p", "no:cacheprovider", cwd=tmp_path)
+        assert "liger-kernels-" in shown
+
+
 def test_the_wheel_asks_for_what_is_documented(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     archive = zipfile.ZipFile(wheel)
@@ -83,3 +140,16 @@ def test_the_wheel_asks_for_what_is_documented(built: Path) -> None:
     required = [line for line in archive.read(name).decode().splitlines() if line.startswith("Requires-Dist:")]
     always = [line.split()[1].partition("<")[0].partition(">")[0] for line in required if "extra ==" not in line]
     assert always == ["torch", "triton"]
+
+
+def test_versions_types_and_extras_are_declared(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    fields = [line.partition(": ")[::2] for line in archive.read(name).decode().partition("\n\n")[0].splitlines()]
+    text = (ROOT / "liger_kernels" / "__init__.py").read_text(encoding="utf-8")
+    (version,) = (line.split('"')[1] for line in text.splitlines() if line.startswith("__version__"))
+    assert ("Version", version) in fields
+    extras = {value for field, value in fields if field == "Provides-Extra"}
+    assert extras >= {"transformers", "trl", "proof", "matrix", "ray", "docs"}
+    assert {f"{top}/py.typed" for top in SHIPPED} <= set(archive.namelist())
