@@ -145,6 +145,7 @@ _ROWS = (
     MiniModel("qwen2", "Qwen2ForCausalLM"),
     MiniModel("qwen3", "Qwen3ForCausalLM", overrides=_NORMED_HEADS),
     MiniModel("phi3", "Phi3ForCausalLM"),
+    MiniModel("gpt_neox", "GPTNeoXForCausalLM", ("layer_norm", "rope"), {"layer_norm_eps": 1e-3}),
 )
 MODELS = {row.name: row for row in _ROWS}
 CORE = ("llama", "gemma", "gemma2", "gemma3")

@@ -97,7 +97,7 @@ def small_tiles() -> Iterator[None]:
         blocks = -(-n_cols // 128)
         return (-(-n_rows // 64) * blocks,), blocks, {"ROWS": 64, "BLOCK": 128, "num_warps": 2}
 
-    with tiled(rms_norm=halved(), rope=halved("TOKENS"), cross_entropy=halved(BLOCK=128), glu=columns_in_blocks):
+    with tiled(norm=halved(), rope=halved("TOKENS"), cross_entropy=halved(BLOCK=128), glu=columns_in_blocks):
         yield
 
 

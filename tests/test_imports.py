@@ -82,6 +82,7 @@ q, angles = torch.randn(1, 2, 4, 8, requires_grad=True), torch.randn(1, 4, 8)
 head, targets = torch.randn(10, 8, requires_grad=True), torch.tensor([1, -100, 0, 9])
 results = [
     (ops.rms_norm(x, weight), ops.rms_norm_ref(x, weight)),
+    (ops.layer_norm(x, weight), ops.layer_norm_ref(x, weight)),
     (ops.add_rms_norm(x, x, weight)[0], ops.add_rms_norm_ref(x, x, weight)[0]),
     (ops.rope(q, q, angles, angles)[0], ops.rope_ref(q, q, angles, angles)[0]),
     (ops.swiglu(x, x), ops.swiglu_ref(x, x)),

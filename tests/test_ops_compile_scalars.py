@@ -23,7 +23,7 @@ def compile_with_wide_scalars() -> None:
         return {name: "fp64" if kind == "fp32" else kind for name, kind in signature.items()}, *rest
 
     test_ops_compile.signature_of = widened
-    names = "rms_norm,cross_entropy,linear_cross_entropy"
+    names = "rms_norm,layer_norm,cross_entropy,linear_cross_entropy"
     test_ops_compile.compile_all(names, "sm_90")  # the target whose operations are kept
 
 

@@ -32,6 +32,11 @@ def _add_norm(device: torch.device) -> tuple[Callable[..., object], Callable[[in
     )
 
 
+def _layer_norm(device: torch.device) -> tuple[Callable[..., object], Callable[[int], Inputs]]:
+    weight, bias = _new(device, 24), _new(device, 24)
+    return lambda x: ops.layer_norm(x, weight, bias), lambda size: (_new(device, 2, size, 24),)
+
+
 def _rope(device: torch.device) -> tuple[Callable[..., object], Callable[[int], Inputs]]:
     def inputs(size: int) -> Inputs:
         angles = torch.randn(2, size, 8, device=device)
@@ -68,6 +73,7 @@ def _head(device: torch.device, **options: object) -> tuple[Callable[..., object
 CALLS: dict[str, Callable[[torch.device], tuple[Callable[..., object], Callable[[int], Inputs]]]] = {
     "rms_norm": _norm,
     "add_rms_norm": _add_norm,
+    "layer_norm": _layer_norm,
     "rope": _rope,
     "swiglu": functools.partial(_glu, ops.swiglu),
     "geglu": functools.partial(_glu, ops.geglu),

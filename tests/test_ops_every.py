@@ -52,6 +52,9 @@ OPS = {
         f"add_rms_norm, {f}": both("add_rms_norm", lambda n: ((n, 12), (n, 12), (12,)), eps=1e-3, formula=f)
         for f in FORMULAS
     },
+    "layer_norm": both("layer_norm", lambda n: ((n, 12), (12,), (12,)), eps=1e-3),
+    "layer_norm, zero-centred": both("layer_norm", lambda n: ((n, 12), (12,)), eps=1e-3, zero_centered=True),
+    "layer_norm, no weight": both("layer_norm", lambda n: ((n, 12),), eps=1e-3),
     **{f"rope, {pairing}": both("rope", rotated, 2, pairing=pairing) for pairing in PAIRINGS},
     "swiglu": both("swiglu", lambda n: ((n, 12), (n, 12))),
     **{f"geglu, {a}": both("geglu", lambda n: ((n, 12), (n, 12)), approximate=a) for a in ("tanh", "none")},

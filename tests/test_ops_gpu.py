@@ -55,6 +55,7 @@ def head_loss_in_two_slabs() -> Any:
 EXTRAS = ("token_accuracy", "predicted_tokens", "entropy", "log_probs")
 CALLS: dict[str, Callable[[], Any]] = {
     **{f"rms_norm {f}": lambda f=f: norm(f) for f in ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")},
+    "layer_norm": lambda: ops.layer_norm(new(96, 256), new(256), new(256)),
     "add_rms_norm": lambda: ops.add_rms_norm(new(96, 256), new(96, 256), new(256)),
     "rope": rotated,
     "swiglu": lambda: ops.swiglu(new(96, 256), new(96, 256)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import re
 from collections import Counter
@@ -15,9 +16,11 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import liger_kernels
-from liger_kernels.patching import modules
+from liger_kernels.ops import launches, reset_launches
+from liger_kernels.ops._runtime import INTERPRET
+from liger_kernels.patching import modules, norms
 from liger_kernels.patching.glu import GluRecipe, is_glu_candidate, recognise_glu
-from liger_kernels.patching.norms import NormRecipe, is_norm_candidate, recognise_norm
+from liger_kernels.patching.norms import LayerNormRecipe, NormRecipe, is_norm_candidate, recognise_norm
 from liger_kernels.patching.recogniser import fingerprint
 from liger_kernels.patching.rotary import Rotation, recognise_rotation
 from tests.patching_checks import tiny
@@ -122,18 +125,38 @@ class Raises(Norm):
         raise NotImplementedError("only on a GPU")
 
 
+class RoundsBeforeTheBias(nn.LayerNorm):
+    def __init__(self):
+        super().__init__(24)
+
+    def forward(self, x):
+        return F.layer_norm(x.float(), (24,)).to(x.dtype) * self.weight + self.bias
+
+
+class ChannelsFirst(nn.LayerNorm):
+    def __init__(self):
+        super().__init__(24)
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (Centred, "not an RMS norm"),
-        (SumOfSquares, "not an RMS norm"),
-        (EpsOutsideTheRoot, "eps|not an RMS norm"),
+        (Centred, "rounds at other places"),
+        (SumOfSquares, "not a norm of ours"),
+        (EpsOutsideTheRoot, "eps|RMS norm of another formula"),
         (RoundsEarly, "rounds at other places"),
-        (Clamped, "not an RMS norm"),
+        (Clamped, "RMS norm of another formula|not a norm of ours"),
         (StopsTheGradient, "gradient"),
         (Gated, "more than one tensor"),
         (ReturnsFloat32, "returns torch.float32"),
         (Raises, "cannot be probed .*only on a GPU"),
+        (functools.partial(nn.GroupNorm, 1, 24), "cannot be probed|LayerNorm of another formula"),
+        (functools.partial(nn.GroupNorm, 1, 3), "LayerNorm of another formula"),
+        (RoundsBeforeTheBias, "rounds at other places"),
+        (ChannelsFirst, "cannot be probed"),
     ],
 )
 def test_other_norms_are_refused_with_the_reason(cls, reason):
@@ -142,11 +165,101 @@ def test_other_norms_are_refused_with_the_reason(cls, reason):
     assert re.search(reason, verdict), verdict
 
 
-def test_a_norm_with_a_bias_is_no_candidate_for_replacement():
-    model = nn.Sequential(Norm(), nn.LayerNorm(24))
-    report = liger_kernels.patch(model)
-    assert [r.path for r in report.replaced] == ["0"]
-    assert type(model[1]) is nn.LayerNorm
+class InFloat32(nn.LayerNorm):
+    """Weight and no bias, written out."""
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight.float() * wide).to(x.dtype)
+
+
+class ZeroCentred(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class Swapped(nn.Module):
+    """What is called weight is the bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale, self.eps = nn.Parameter(torch.zeros(24)), nn.Parameter(torch.ones(24)), 1e-12
+
+    def forward(self, x):
+        return F.layer_norm(x, (24,), self.scale, self.weight, self.eps)
+
+
+LAYER_NORMS = [
+    (nn.LayerNorm(24), LayerNormRecipe(1e-5, "weight", "bias", bare=True)),
+    (nn.LayerNorm(7, eps=3e-4), LayerNormRecipe(3e-4, "weight", "bias", bare=True)),
+    (nn.LayerNorm(1024, eps=1e-12), LayerNormRecipe(1e-12, "weight", "bias", bare=True)),
+    (nn.LayerNorm(24, bias=False), LayerNormRecipe(1e-5, "weight", None, bare=True)),
+    (nn.LayerNorm(24, elementwise_affine=False), LayerNormRecipe(1e-5, None, None, bare=True)),
+    (InFloat32(24, eps=1e-6, bias=False), LayerNormRecipe(1e-6, "weight", None)),
+    (ZeroCentred(24), LayerNormRecipe(1e-5, "weight", "bias", zero_centered=True)),
+    (Swapped(), LayerNormRecipe(1e-12, "scale", "weight", bare=True)),
+]
+
+
+@pytest.mark.parametrize(("module", "recipe"), LAYER_NORMS, ids=lambda value: type(value).__name__)
+def test_layer_norms_are_recognised_with_their_formula(module, recipe):
+    assert is_norm_candidate(module)
+    assert recognise_norm(module) == recipe
+
+
+@pytest.mark.parametrize("module", [module for module, _ in LAYER_NORMS], ids=lambda module: type(module).__name__)
+def test_a_replaced_layer_norm_computes_and_learns_the_same_and_comes_back(module):
+    model = nn.Sequential(copy.deepcopy(module))
+    size = next((p.shape[0] for p in model.parameters()), 24)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    leaves = [torch.randn(5, size, requires_grad=True), *model.parameters()]
+    upstream = torch.randn(5, size)
+
+    def step():
+        y = model(leaves[0])
+        return y, *torch.autograd.grad(y, leaves, upstream)
+
+    before = step()
+    assert liger_kernels.patch(model).counts() == {"layer_norm": 1}
+    reset_launches()
+    torch.testing.assert_close(step(), before, rtol=1e-5, atol=1e-5)
+    assert "_layer_norm_bwd_kernel" in launches() or not INTERPRET
+    liger_kernels.unpatch(model)
+    assert type(model[0]) is type(module)
+    assert all(map(torch.equal, step(), before))
+
+
+@pytest.mark.parametrize("widens", [False, True])
+def test_a_layer_norm_under_autocast_returns_what_torch_does(widens, monkeypatch):
+    """On a CPU torch returns the input's dtype, on a GPU float32, which a stand-in does here."""
+    model, x = nn.Sequential(nn.LayerNorm(24)), torch.randn(5, 24).bfloat16()
+    liger_kernels.patch(model)
+    norms._autocast_dtype.cache_clear()
+    own = F.layer_norm
+    if widens:
+        monkeypatch.setattr(F, "layer_norm", lambda x, *args: own(x.float(), *args))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        reset_launches()
+        y = model(x)
+        assert bool(launches()) == INTERPRET
+        expected = F.layer_norm(x, (24,), *model.parameters())
+    norms._autocast_dtype.cache_clear()
+    assert y.dtype == expected.dtype == (torch.float32 if widens else torch.bfloat16)
+    torch.testing.assert_close(y, expected)
+
+
+def test_what_is_more_than_layer_norm_runs_itself_under_autocast():
+    """What autocast does in it depends on the device."""
+    model = nn.Sequential(ZeroCentred(24))
+    liger_kernels.patch(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        reset_launches()
+        model(torch.randn(5, 24).bfloat16())
+    assert not launches()
 
 
 class Mlp(nn.Module):

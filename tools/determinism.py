@@ -42,6 +42,8 @@ PROMISED = {
     "rms_norm, offset_scale_then_cast": {RUNS, BATCH},
     "rms_norm, no weight": {RUNS, BATCH},
     "add_rms_norm": {RUNS, BATCH},
+    "layer_norm": {RUNS, BATCH},
+    "layer_norm, no weight": {RUNS, BATCH},
     "rope": {RUNS, BATCH},
     "swiglu": {RUNS, BATCH},
     "geglu": {RUNS, BATCH},
@@ -100,6 +102,22 @@ def _norm(formula: str, weighted: bool = True) -> Case:
     def compute(x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor | None = None) -> tuple[Tensors, Tensors]:
         leaves = {"d x": x.requires_grad_()} | ({} if weight is None else {"d weight": weight.requires_grad_()})
         y = ops.rms_norm(x, weight, formula=formula)
+        grads = _grads(y, leaves, dy)
+        return {"y": y, "d x": grads.pop("d x")}, grads
+
+    return Case(inputs, compute)
+
+
+def _layer_norm(weighted: bool) -> Case:
+    def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+        rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("x", "dy")}
+        names = ("weight", "bias") if weighted else ()
+        return rows, {name: torch.randn(sizes.hidden, dtype=dtype) for name in names}
+
+    def compute(dy: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
+        leaves = {f"d {name}": tensor.requires_grad_() for name, tensor in inputs.items()}
+        vectors: dict[str, Any] = inputs
+        y = ops.layer_norm(**vectors)
         grads = _grads(y, leaves, dy)
         return {"y": y, "d x": grads.pop("d x")}, grads
 
@@ -239,6 +257,8 @@ CASES = {
     **{f"rms_norm, {f}": _norm(f) for f in ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")},
     "rms_norm, no weight": _norm("cast_then_scale", weighted=False),
     "add_rms_norm": Case(_sum_inputs, _sum),
+    "layer_norm": _layer_norm(weighted=True),
+    "layer_norm, no weight": _layer_norm(weighted=False),
     "rope": Case(_rope_inputs, _rope),
     "swiglu": _glu(ops.swiglu),
     "geglu": _glu(ops.geglu),

@@ -18,6 +18,7 @@ from liger_kernels.ops.glu import (
     swiglu_linear_ref,
     swiglu_ref,
 )
+from liger_kernels.ops.layer_norm import layer_norm, layer_norm_ref
 from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from liger_kernels.ops.linear_log_probs import LogProbsOutput, linear_log_probs, linear_log_probs_ref
 from liger_kernels.ops.packing import PackedTargets, packing_weights
@@ -39,6 +40,8 @@ __all__ = [
     "geglu_linear_ref",
     "geglu_ref",
     "launches",
+    "layer_norm",
+    "layer_norm_ref",
     "linear_cross_entropy",
     "linear_cross_entropy_ref",
     "linear_log_probs",

@@ -15,6 +15,7 @@ import torch
 # The number of elements up to which each is left to Inductor.
 INDUCTOR_UP_TO: dict[str, float] = {
     "rms_norm": math.inf,
+    "layer_norm": math.inf,
     "mean": math.inf,
     "rope": 2**20,
     "swiglu": 2**20,

@@ -27,14 +27,11 @@ from typing import Any
 
 import torch
 
-from liger_kernels.ops._device import room_for_loads
-from liger_kernels.ops._runtime import backward_once, launch, tl, triton, use_triton
-from liger_kernels.ops._tiling import as_rows, cdiv, choice, next_power_of_2, tile
+from liger_kernels.ops._norm_rows import backward_programs, check_rows, launch_shape, runs_kernel, stages, sum_parts
+from liger_kernels.ops._runtime import backward_once, launch, tl, triton
+from liger_kernels.ops._tiling import as_rows, cdiv
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
-
-# A program holds whole rows in registers. Wider rows than this would spill most of them; they run the reference.
-MAX_HIDDEN = 65536
 
 
 def rms_norm_ref(
@@ -148,49 +145,6 @@ def _rms_norm_bwd_kernel(
 # fmt: on
 
 
-@triton.jit
-def _sum_parts_kernel(parts_ptr, dweight_ptr, n_parts, hidden, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of ``parts_ptr`` [n_parts, hidden] over its rows, rounded once."""
-    part = tl.arange(0, PARTS)
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = (part < n_parts)[:, None] & (col < hidden)[None, :]
-    parts = tl.load(parts_ptr + part[:, None].to(tl.int64) * hidden + col[None, :], mask=mask, other=0.0)
-    tl.store(dweight_ptr + col, tl.sum(parts, axis=0).to(dweight_ptr.dtype.element_ty), mask=col < hidden)
-
-
-@choice("rms_norm")
-def _launch_shape(n_rows: int, hidden: int, elements: int, per_lane: int) -> dict[str, int]:
-    """Launch choices: as many rows a program as ``elements`` allow, ``per_lane`` of them a lane."""
-    block = next_power_of_2(hidden)
-    rows, _ = tile(n_rows, hidden, max(1, elements // block), block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // (32 * per_lane)))}
-
-
-def _stages(elements: int, bytes_per_column: int, device: torch.device) -> int:
-    """Tiles in flight in the backward: two or three wait in shared memory while one is computed, if they fit there."""
-    most = 4 if elements <= 4096 else 3
-    return 1 if elements > 8192 else min(most, 1 + room_for_loads(device) // (elements * bytes_per_column))
-
-
-def _n_programs(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device.index).multi_processor_count
-    if device.type == "xpu":
-        return torch.xpu.get_device_properties(device.index).gpu_subslice_count
-    return 2  # the interpreter: the fewest with which partial sums are still added up
-
-
-def _sum_parts(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of ``parts`` [n_parts, hidden] over its rows, in ``dtype``: one launch where torch needs two or three."""
-    n_parts, hidden = parts.shape
-    dweight = parts.new_empty(hidden, dtype=dtype)
-    _, block = tile(1, hidden, 1, 32)  # 128 bytes of each part
-    grid = (cdiv(hidden, block),)
-    shape = {"PARTS": next_power_of_2(n_parts), "BLOCK": block, "num_warps": 8}
-    launch(_sum_parts_kernel, grid, parts.device, parts, dweight, n_parts, hidden, **shape)
-    return dweight
-
-
 class RMSNormFunction(torch.autograd.Function):
     """The norm of x, or, with a residual, the norm of their sum and the sum.
 
@@ -222,7 +176,7 @@ class RMSNormFunction(torch.autograd.Function):
                 dtype = torch.promote_types(dtype, weight.dtype)
         y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         rstd = x.new_empty(n_rows, dtype=torch.float32) if any(ctx.needs_input_grad) else None
-        shape = _launch_shape(n_rows, hidden, elements=2048, per_lane=16)
+        shape = launch_shape(n_rows, hidden, elements=2048, per_lane=16)
         # fmt: off
         launch(
             _rms_norm_fwd_kernel, (cdiv(n_rows, shape["ROWS"]),), x.device,
@@ -254,19 +208,18 @@ class RMSNormFunction(torch.autograd.Function):
         needs_dx = needs_x or needs_residual
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
         dtotal_rows, dtotal_stride = as_rows(dtotal) if needs_dx and dtotal is not None else (None, None)
-        shape = _launch_shape(n_rows, hidden, elements=4096 if hidden <= 2048 else 8192, per_lane=32)
-        n_programs = min(_n_programs(x.device), cdiv(n_rows, shape["ROWS"]))
+        shape = launch_shape(n_rows, hidden, elements=4096 if hidden <= 2048 else 8192, per_lane=32)
+        n_programs = min(backward_programs(x.device), cdiv(n_rows, shape["ROWS"]))
         loaded = dy.element_size() + x.element_size() + (0 if dtotal_rows is None else dtotal_rows.element_size())
         parts = x.new_empty((n_programs, hidden), dtype=torch.float32) if needs_weight else None
-        stages = _stages(shape["ROWS"] * shape["BLOCK"], loaded, x.device)
         # fmt: off
         launch(
             _rms_norm_bwd_kernel, (n_programs,), x.device,
             dy_rows, dy_stride, rows, stride, weight, rstd, dtotal_rows, dtotal_stride, dx, parts, n_rows, hidden,
-            FORMULA=ctx.formula, STAGES=stages, **shape,
+            FORMULA=ctx.formula, STAGES=stages(shape["ROWS"] * shape["BLOCK"], loaded, x.device), **shape,
         )
         # fmt: on
-        dweight = None if parts is None else _sum_parts(parts, weight.dtype)
+        dweight = None if parts is None else sum_parts(parts, weight.dtype)
         if ctx.dtypes is None:
             return dx, None, dweight, None, None
         return *_of_terms(ctx, dx), dweight, None, None
@@ -283,24 +236,7 @@ def _of_terms(ctx: Any, d: torch.Tensor | None) -> tuple[torch.Tensor | None, ..
 def _check(x: torch.Tensor, weight: torch.Tensor | None, formula: str) -> None:
     if formula not in FORMULAS:
         raise ValueError(f"formula is {formula!r}; allowed are {', '.join(map(repr, FORMULAS))}")
-    if not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype}; it must be floating point")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., hidden] with at least one column")
-    if weight is not None:
-        if weight.shape != x.shape[-1:]:
-            raise ValueError(
-                f"weight has shape {tuple(weight.shape)}; for x of shape {tuple(x.shape)} it must be [{x.shape[-1]}]"
-            )
-        if not weight.is_floating_point():
-            raise TypeError(f"weight is {weight.dtype}; it must be floating point")
-        if weight.device != x.device:
-            raise ValueError(f"weight is on {weight.device}, x on {x.device}; move it there")
-
-
-def _runs_kernel(x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None = None) -> bool:
-    float64 = torch.float64 in (weight is not None and weight.dtype, residual is not None and residual.dtype)
-    return use_triton(x) and x.shape[-1] <= MAX_HIDDEN and not float64
+    check_rows(x, weight=weight)
 
 
 def rms_norm(
@@ -323,7 +259,7 @@ def rms_norm(
         TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
     """
     _check(x, weight, formula)
-    if not _runs_kernel(x, weight):
+    if not runs_kernel(x, weight):
         return rms_norm_ref(x, weight, eps, formula=formula)
     return RMSNormFunction.apply(x, None, weight, eps, formula)
 
@@ -360,6 +296,6 @@ def add_rms_norm(
         raise TypeError(f"residual is {residual.dtype}; it must be floating point")
     if residual.device != x.device:
         raise ValueError(f"residual is on {residual.device}, x on {x.device}; move it there")
-    if not _runs_kernel(x, weight, residual):
+    if not runs_kernel(x, weight, residual):
         return add_rms_norm_ref(x, residual, weight, eps, formula=formula)
     return RMSNormFunction.apply(x, residual, weight, eps, formula)

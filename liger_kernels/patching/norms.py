@@ -1,14 +1,20 @@
-"""Recognise an RMS norm by what it computes, and replace its ``forward`` by the kernel of the formula that matched."""
+"""Recognise an RMS norm or a LayerNorm by what it computes, and let the kernel of the formula that matched run in its
+``forward``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from liger_kernels.ops import rms_norm, rms_norm_ref
+from liger_kernels.ops import layer_norm, layer_norm_ref, rms_norm, rms_norm_ref
 from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.ops.rms_norm import FORMULAS
 from liger_kernels.patching import probe
@@ -20,6 +26,7 @@ from liger_kernels.patching.swap import RAN, Recipe
 # tips a rounding: about 2^-8 of them for each unit in the last place (float32 has 2^13 to 2^16 steps in one of theirs,
 # so a fraction well below 1%). Rounding at another place changes more than a tenth.
 AGREEING_FRACTION = 0.99
+_NO_NORM = "it is not a norm of ours"
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,57 @@ class NormRecipe(Recipe):
         return {"forward": forward}
 
 
-def _fits(weight: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether the weight is there as one plain tensor: where it is sharded, something has gathered it."""
-    return type(weight) in PLAIN and weight.numel() == x.shape[-1]
+@dataclass(frozen=True)
+class LayerNormRecipe(Recipe):
+    """A norm whose forward is ``layer_norm(x, weight, bias, eps, zero_centered=zero_centered)``."""
+
+    kernel = "layer_norm"
+    eps: float
+    weight: str | None  # the names of the parameters
+    bias: str | None
+    zero_centered: bool = False
+    bare: bool = False  # it is F.layer_norm and nothing else: then autocast's rule for that is all that autocast does
+
+    @property
+    def detail(self) -> str:
+        vectors = ("1 + weight" if self.zero_centered else "weight") if self.weight is not None else ""
+        bias = "bias" if self.bias is not None else ""
+        return f"{' and '.join(filter(None, (vectors, bias))) or 'no weight'}, eps={self.eps:g}"
+
+    def namespace(self, base: Any) -> dict[str, Any]:
+        eps, zero_centered, bare = self.eps, self.zero_centered, self.bare
+        weight_name, bias_name = self.weight, self.bias
+
+        def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+            (x,) = (*args, *kwargs.values())
+            if left_to_inductor("layer_norm", x):
+                return base.forward(self, *args, **kwargs)
+            weight = getattr(self, weight_name) if weight_name is not None else None
+            bias = getattr(self, bias_name) if bias_name is not None else None
+            autocast = torch.is_autocast_enabled(x.device.type)
+            if (
+                type(x) not in PLAIN
+                or (weight is not None and not _fits(weight, x))
+                or (bias is not None and not _fits(bias, x))
+                or (autocast and not bare)
+            ):
+                return base.forward(self, *args, **kwargs)
+            self.__dict__[RAN] = True
+            dtype = _autocast_dtype(x.device, x.dtype) if autocast else None
+            return layer_norm(x, weight, bias, eps, zero_centered=zero_centered, dtype=dtype)
+
+        return {"forward": forward}
+
+
+@functools.cache
+def _autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """What ``F.layer_norm`` makes of ``dtype`` under autocast, which is on: float32 on GPUs, the same on CPUs."""
+    return F.layer_norm(torch.empty(0, 1, device=device, dtype=dtype), (1,)).dtype
+
+
+def _fits(vector: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a parameter is there as one plain tensor: where it is sharded, something has gathered it."""
+    return type(vector) in PLAIN and vector.numel() == x.shape[-1]
 
 
 def is_norm_candidate(module: nn.Module) -> bool:
@@ -77,8 +132,8 @@ def looks_like_norm(module: nn.Module) -> bool:
     return any("eps" in name and _is_eps(value) for name, value in vars(module).items())
 
 
-def recognise_norm(module: nn.Module) -> NormRecipe | str:
-    """The recipe for ``module``, or the reason why it is none of our RMS norms.
+def recognise_norm(module: nn.Module) -> NormRecipe | LayerNormRecipe | str:
+    """The recipe for ``module``, or the reason why it is none of our norms.
 
     A copy of the module with random weights runs on rows of very different sizes (zero and tiny ones, where eps
     decides, among them), in float32, in both 16-bit types and with float32 weights under 16-bit inputs; values, result
@@ -89,12 +144,12 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str:
 
 def _verdict(module: nn.Module) -> Verdict:
     verdict, normalises = _examined(module)
-    if isinstance(verdict, NormRecipe):
+    if isinstance(verdict, Recipe):
         return verdict
     return (probe.with_origin(verdict, type(module)),) if normalises or looks_like_norm(module) else ()
 
 
-def _examined(module: nn.Module) -> tuple[NormRecipe | str, bool]:
+def _examined(module: nn.Module) -> tuple[NormRecipe | LayerNormRecipe | str, bool]:
     """What :func:`recognise_norm` answers, and whether a refused module turned out to be a norm of some kind."""
     shapes = _vectors(module)
     if not probe.takes_one_tensor(type(module).forward):
@@ -102,17 +157,17 @@ def _examined(module: nn.Module) -> tuple[NormRecipe | str, bool]:
         reason = f"its forward takes more than one tensor: {names}" if names else "its forward has no signature to read"
         return reason, False
     shape = next(iter(shapes.values()), None)
-    verdict: NormRecipe | str = "it is not an RMS norm"
+    verdict: NormRecipe | LayerNormRecipe | str = _NO_NORM
     kind = None
     for size in _sizes(module, shape):
         try:
             with probe.probing():
-                if len(shapes) <= 1:
+                if len(shapes) <= 2:
                     weights = {name: randn(size) for name in shapes}
                     eps = _solve_eps(module, weights, size)
                     verdict = eps if isinstance(eps, str) else _match(module, weights, size, eps)
                 if isinstance(verdict, str) and (kind := _kind(module, shapes, size)) is not None:
-                    verdict = kind if len(shapes) > 1 or "not an RMS norm" in verdict else verdict
+                    verdict = kind if verdict == _NO_NORM else verdict
             break
         except Exception as error:  # whatever a stranger's forward raises on the probe means that it is not ours
             verdict = f"it cannot be probed ({probe.describe(error)})"
@@ -129,9 +184,8 @@ def _kind(module: nn.Module, shapes: dict[str, Any], size: int) -> str | None:
         y, scaled, shifted = (_run(module, x_, weights) for x_ in (x, 1000 * x, x + 3))
     if not bool(y.any()) or relative_difference(scaled, y) > 1e-2:  # eps shows a little
         return None
-    if relative_difference(shifted, y) < 1e-3:
-        return "it is not an RMS norm but a LayerNorm (it subtracts the mean): no kernel for it"
-    return "it is not an RMS norm of ours: no kernel for it"
+    centres = relative_difference(shifted, y) < 1e-3
+    return f"it is {'a LayerNorm' if centres else 'an RMS norm'} of another formula: no kernel for it"
 
 
 def _vectors(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
@@ -157,25 +211,85 @@ def _sizes(module: nn.Module, shape: tuple[int, ...] | None) -> list[int]:
     return [48, *sorted(own, reverse=True)]
 
 
-def _match(module: nn.Module, weights: dict[str, torch.Tensor], size: int, eps: float) -> NormRecipe | str:
+@dataclass(frozen=True)
+class _Hypothesis:
+    """What a norm may compute: ``reference(x, weights, eps)``, and its recipe but for eps."""
+
+    recipe: NormRecipe | LayerNormRecipe
+    reference: Callable[[torch.Tensor, dict[str, torch.Tensor], float], torch.Tensor]
+
+
+def _hypotheses(names: list[str]) -> Iterator[_Hypothesis]:
+    """Every formula of ours for a norm with parameters of these names, whatever they are called."""
+    if len(names) < 2:
+        weight = names[0] if names else None
+        for formula in FORMULAS if names else FORMULAS[:1]:
+            yield _Hypothesis(NormRecipe(formula, 0.0, weight), functools.partial(_rms, weight, formula))
+    for weight, bias in itertools.permutations([*names, None, None][:2]):
+        for zero_centered in (False, True)[: 1 if weight is None else 2]:
+            recipe = LayerNormRecipe(0.0, weight, bias, zero_centered)
+            yield _Hypothesis(recipe, functools.partial(_layer, weight, bias, zero_centered))
+
+
+def _rms(
+    weight: str | None, formula: str, x: torch.Tensor, weights: dict[str, torch.Tensor], eps: float
+) -> torch.Tensor:
+    return rms_norm_ref(x, weights.get(weight or ""), eps, formula=formula)
+
+
+def _layer(
+    weight: str | None,
+    bias: str | None,
+    zero_centered: bool,
+    x: torch.Tensor,
+    weights: dict[str, torch.Tensor],
+    eps: float,
+) -> torch.Tensor:
+    return layer_norm_ref(x, weights.get(weight or ""), weights.get(bias or ""), eps, zero_centered=zero_centered)
+
+
+def _match(
+    module: nn.Module, weights: dict[str, torch.Tensor], size: int, eps: float
+) -> NormRecipe | LayerNormRecipe | str:
     rows = probe.full((8,), 1.0)
     rows[:4] = rows.new_tensor([0.0, 1e-2 * eps**0.5, eps**0.5, 1e-2])
     rows[6:] = rows.new_tensor([30.0, 3e3])
-    x = randn(len(rows), size) * rows[:, None]
+    x = randn(len(rows), 3, size) * rows[:, None, None]  # what normalises over more than the last dimension shows
     departures = []
-    for formula in FORMULAS if weights else FORMULAS[:1]:
-        parts = (_both(module, part, weights, eps, formula) for part in (x[-5:], x[1:3]))
+    for hypothesis in _hypotheses(list(weights)):
+        parts = (_both(module, part, weights, eps, hypothesis) for part in (x[-5:], x[1:3]))
         if max(relative_difference(*both) for both in parts) <= probe.SAME_FORMULA:
-            departure = _departure(module, x, weights, eps, formula)
+            departure = _departure(module, x, weights, eps, hypothesis)
+            if departure is None and isinstance(hypothesis.recipe, LayerNormRecipe):
+                return replace(hypothesis.recipe, eps=eps, bare=_is_bare(module, x, weights))
             if departure is None:
-                return NormRecipe(formula, eps, next(iter(weights), None))
+                return replace(hypothesis.recipe, eps=eps)
             departures.append(departure)
     # The formula that it follows furthest says most about why it is refused.
-    return max(departures)[1] if departures else "it is not an RMS norm"
+    return max(departures)[1] if departures else _NO_NORM
+
+
+class _Called(TorchFunctionMode):
+    """Every call of torch inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((function, args))
+        return function(*args, **(kwargs or {}))
+
+
+def _is_bare(module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> bool:
+    """Whether ``F.layer_norm`` of ``x`` is all that the module calls."""
+    with _Called() as called:
+        _run(module, x, weights)
+    return [function for function, _ in called.calls] in ([F.layer_norm], [torch.layer_norm])
 
 
 def _departure(
-    module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor], eps: float, formula: str
+    module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor], eps: float, hypothesis: _Hypothesis
 ) -> tuple[int, str] | None:
     """How far a module whose float32 values match follows the formula, and where it departs; None if nowhere."""
     combinations = (
@@ -186,7 +300,7 @@ def _departure(
     for stage, (dtype, weight_dtype) in enumerate(combinations):
         cast = {name: weight.to(weight_dtype) for name, weight in weights.items()}
         with torch.no_grad():
-            got, expected = _both(module, x.clamp(-6e4, 6e4).to(dtype), cast, eps, formula)
+            got, expected = _both(module, x.clamp(-6e4, 6e4).to(dtype), cast, eps, hypothesis)
         if got.dtype != expected.dtype:
             return stage, f"for {dtype} inputs and {weight_dtype} weights it returns {got.dtype}, not {expected.dtype}"
         if float((got == expected).double().mean()) < AGREEING_FRACTION:
@@ -195,7 +309,7 @@ def _departure(
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     gradients = [
         torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), [leaf, *leaves.values()])
-        for y in _both(module, leaf, leaves, eps, formula)
+        for y in _both(module, leaf, leaves, eps, hypothesis)
     ]
     for got, expected in zip(*gradients, strict=True):
         # ten times the forward's bound: the gradient sums over rows and over columns
@@ -205,10 +319,10 @@ def _departure(
 
 
 def _both(
-    module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor], eps: float, formula: str
+    module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor], eps: float, hypothesis: _Hypothesis
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the module makes of ``x``, and what the formula does."""
-    return _run(module, x, weights), rms_norm_ref(x, next(iter(weights.values()), None), eps, formula=formula)
+    return _run(module, x, weights), hypothesis.reference(x, weights, eps)
 
 
 def _run(module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -221,22 +335,35 @@ def _run(module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor]) -
 
 
 def _solve_eps(module: nn.Module, weights: dict[str, torch.Tensor], size: int) -> float | str:
-    """eps from the answer to a row so small that nothing but eps is under the root: y = w x / sqrt(x^2 + eps)."""
-    ones = {name: probe.full((size,), 1.0) for name in weights}
+    """eps from the answer to a row so small that nothing but eps is under the root, or why there is none."""
+    # Next to a bias the answer would be lost, and any parameter may be one.
+    biases = list(weights) if len(weights) == 2 else [None, *weights]
+    answers = [_eps_without(bias, module, weights, size) for bias in biases]
+    for wanted in (lambda answer: isinstance(answer, float), lambda answer: answer != _NO_NORM):
+        if any(map(wanted, answers)):
+            return next(filter(wanted, answers))
+    return _NO_NORM
+
+
+def _eps_without(bias: str | None, module: nn.Module, weights: dict[str, torch.Tensor], size: int) -> float | str:
+    """y = w x / sqrt(mean(x^2) + eps), of an x whose mean is 0, where ``bias`` is 0 and w is 1."""
+    ones = {name: probe.full((size,), 0.0 if name == bias else 1.0) for name in weights}
+    row = probe.full((1, size), 1.0)
+    row[:, 1::2] = -1.0
+    row[:, size - size % 2 :] = 0.0 if size > 1 else 1.0
     with torch.no_grad():
-        tiny, large = (_run(module, probe.full((1, size), scale), ones).double().mean() for scale in (1e-12, 1.0))
-    scale = float(large)  # 1, or 2 where the formula adds 1 to the weight; eps moves it by parts of 1
-    ratio = float(tiny) / scale if scale else 0.0
+        tiny, large = ((_run(module, scale * row, ones).double() * row).sum() for scale in (1e-12, 1.0))
+    square = float(row.square().mean())
+    ratio = float(tiny / large) if large else 0.0  # whatever w is: 2 where the formula adds 1 to the weight
     if not 0 < ratio < 1:
-        return "it is not an RMS norm"
-    solved = (1e-12 / ratio) ** 2 * (1 - ratio**2)
+        return _NO_NORM
+    solved = 1e-24 * square * (1 - ratio**2) / (ratio**2 - 1e-24)
     known = [float(value) for value in vars(module).values() if _is_eps(value)]
     known += [float(f"1e-{k}") for k in range(3, 13)] + [torch.finfo(d).eps for d in (torch.float32, torch.float64)]
     for eps in known:
-        # `scale` holds 1/sqrt(1 + eps), so the solved value is off by a relative eps besides float32 roundoff
-        if abs(eps - solved) <= (2 * eps + 10 * probe.SAME_FORMULA) * eps:
+        if abs(eps - solved) <= 10 * probe.SAME_FORMULA * eps:
             return eps
-    return f"it is not an RMS norm, or its eps (about {solved:.2g}) is none of its attributes"
+    return f"it is not a norm of ours, or its eps (about {solved:.2g}) is none of its attributes"
 
 
 def _is_eps(value: object) -> bool:
@@ -244,5 +371,8 @@ def _is_eps(value: object) -> bool:
 
 
 NORMS = Recogniser(
-    ("rms_norm",), is_norm_candidate, _verdict, key=lambda module: fingerprint(module, replaced=_vectors(module))
+    ("rms_norm", "layer_norm"),
+    is_norm_candidate,
+    _verdict,
+    key=lambda module: fingerprint(module, replaced=_vectors(module)),
 )

@@ -1,25 +1,25 @@
-"""Faults of RMSNorm."""
+"""Faults of RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from tests.mutants.edit import Edit
 from tests.mutants.mutant import Mutant
 
-_FILE = "liger_kernels.ops.rms_norm"
+_OPS = "liger_kernels.ops"
+_ROWS = f"{_OPS}._norm_rows"
 
 
-def _forward(name: str, does: str, *edits: tuple[str, ...], **other: Any) -> Mutant:
-    changed = tuple(Edit(_FILE, *edit) for edit in edits)
-    return Mutant(name, does, changed, kernel="rms_norm", phase="forward", **other)
+def _norm(phase: str, name: str, does: str, *edits: tuple[str, ...], kernel: str = "rms_norm", **other: Any) -> Mutant:
+    """An edit is of the kernel's file, or, where it names another as its fourth, of that one."""
+    file = f"{_OPS}.{kernel}"
+    changed = tuple(Edit(e[3] if len(e) > 3 else file, *e[:3]) for e in edits)
+    return Mutant(name, does, changed, kernel=kernel, phase=phase, **other)
 
 
-def _backward(name: str, does: str, *edits: tuple[str, ...], **other: Any) -> Mutant:
-    changed = tuple(Edit(_FILE, *edit) for edit in edits)
-    return Mutant(name, does, changed, kernel="rms_norm", phase="backward", **other)
-
-
+_forward, _backward = partial(_norm, "forward"), partial(_norm, "backward")
 _RSTD = "tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)"
 _DX = "(dy - norm * projection[:, None]) * rstd[:, None]"
 _NEW_DX = "torch.empty_like(x, memory_format=torch.contiguous_format)"
@@ -29,10 +29,29 @@ _ACCUMULATE = "dweight += dy * norm"
 _SMALL_TILES = (
     "rows, _ = tile(n_rows, hidden, max(1, elements // block), block)",
     "rows = min(8, next_power_of_2(n_rows))",
+    "launch_shape",
+    _ROWS,
 )
 
 # fmt: off
-# fmt: off
+_CENTRED = "tl.where(in_row[None, :], x - mean[:, None], 0.0)"
+_LAYER_DX = "(dy - shift[:, None] - norm * projection[:, None]) * rstd[:, None]"
+_ON_NEOX: dict[str, Any] = {"kernel": "layer_norm", "model": "gpt_neox"}
+_LAYER_NORM = (
+    _forward("layer_norm_does_not_centre", "The mean is not subtracted.", (_CENTRED, "x"), **_ON_NEOX),
+    _forward("layer_norm_centres_the_padding", "Columns beyond the row count in the variance.",
+        (_CENTRED, "x - mean[:, None]"), **_ON_NEOX),
+    _forward("layer_norm_without_bias", "The bias is not added.", ("bias_ptr is not None", "False"), **_ON_NEOX),
+    _backward("layer_norm_gradient_not_centred", "The gradient's mean is not taken off.",
+        (_LAYER_DX, "(dy - norm * projection[:, None]) * rstd[:, None]"), **_ON_NEOX, sample=True),
+    _backward("layer_norm_gradient_without_projection", "The part of the gradient along the row is not taken off.",
+        (_LAYER_DX, "(dy - shift[:, None]) * rstd[:, None]"), **_ON_NEOX),
+    _backward("layer_norm_bias_gradient_of_the_scaled_gradient", "The bias's gradient multiplies by the weight.",
+        ("dbias += dy", "dbias += dy * weight[None, :]"), **_ON_NEOX),
+    _backward("layer_norm_weight_gradient_of_the_row_that_is_not_centred",
+        "The weight's gradient multiplies by x / std, mean and all.",
+        ("dweight += dy * norm", "dweight += dy * x * rstd[:, None]"), **_ON_NEOX),
+)
 MUTANTS = (
     _forward("n1a_norm_without_offset", "Gemma's norm multiplies by weight, not by 1 + weight.",
         ('FORMULA == "offset_scale_then_cast"', "False", "_rms_norm_fwd_kernel"), source="N1", model="gemma2"),
@@ -69,13 +88,14 @@ MUTANTS = (
     _backward("norm_gradient_of_one_percent_more", "The input's gradient is 1% too large.",
         (_DX, _DX + " * 1.01")),
     _backward("norm_weight_gradient_of_one_percent_more", "The weight's gradient is 1% too large.",
-        (_SUM, f"({_SUM} * 1.01)"), sample=True),
+        (_SUM, f"({_SUM} * 1.01)", "_sum_parts_kernel", _ROWS), sample=True),
     _backward("norm_weight_gradient_of_one_program", "Only the first program's part of the weight's gradient arrives.",
-        (_SUM, "tl.sum(tl.where(part[:, None] == 0, parts, 0.0), axis=0)"), _SMALL_TILES),
+        (_SUM, "tl.sum(tl.where(part[:, None] == 0, parts, 0.0), axis=0)", "_sum_parts_kernel", _ROWS), _SMALL_TILES),
     _backward("norm_weight_gradient_without_the_partial_tile",
         "Rows of the last, partial tile do not count in the weight's gradient.",
         (_ACCUMULATE, "dweight += tl.where(start + ROWS <= n_rows, dy * norm, 0.0)"), _SMALL_TILES),
     _backward("norm_weight_gradient_of_the_unnormalised_row",
         "The weight's gradient multiplies by x, not by the normalised x.",
         (_ACCUMULATE, "dweight += dy * x")),
+    *_LAYER_NORM,
 )
