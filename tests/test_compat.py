@@ -20,9 +20,16 @@ def python(code: str, **environment: str) -> str:
 
 
 def test_names_and_metadata_come_with_install_and_go_with_uninstall() -> None:
+    """After trl it is too late. Losses that are not provided say so when they are constructed."""
     python("""
-import importlib.metadata, importlib.util, sys
+import importlib.metadata, importlib.util, sys, types
 import liger_kernels.compat as compat
+assert importlib.util.find_spec("liger_kernel") is None
+sys.modules["trl"] = types.ModuleType("trl")
+try: compat.install()
+except RuntimeError as error: assert "before the first import of trl" in str(error)
+else: raise AssertionError
+del sys.modules["trl"]
 assert importlib.util.find_spec("liger_kernel") is None
 compat.install(); compat.install()
 assert sum(type(finder).__module__ == "liger_kernels.compat" for finder in sys.meta_path) == 1
@@ -33,7 +40,13 @@ for name in ("liger_kernel", "liger-kernel"):
 assert liger_kernel.__version__ == f"0.8.2+liger.kernels.{compat.__version__}"
 assert "liger-kernel" in importlib.metadata.packages_distributions()["liger_kernel"]
 assert importlib.metadata.version("torch")  # others are still found, and not by us
-from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
+from liger_kernel.chunked_loss import (
+    LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss, LigerFusedLinearKTOLoss
+)
+for loss in (LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss, LigerFusedLinearKTOLoss):
+    try: loss(beta=0.1)
+    except NotImplementedError as error: assert loss.__name__ in str(error), error
+    else: raise AssertionError(loss)
 compat.uninstall(); compat.uninstall()
 assert importlib.util.find_spec("liger_kernel") is None
 assert not [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]
@@ -43,14 +56,11 @@ else: raise AssertionError
 """)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before transformers", "after transformers"])
-def test_transformers_finds_and_loses_it(first: bool) -> None:
-    python(f"""
+def test_transformers_finds_it_where_it_was_installed_before_and_loses_it() -> None:
+    python("""
 import liger_kernels.compat as compat
-if {first}: compat.install()
-from transformers.utils import is_liger_kernel_available
-assert is_liger_kernel_available() is {first}
 compat.install()
+from transformers.utils import is_liger_kernel_available
 assert is_liger_kernel_available()
 from liger_kernel.transformers import AutoLigerKernelForCausalLM, _apply_liger_kernel_to_instance
 from liger_kernel.transformers import apply_liger_kernel_to_llama
@@ -59,58 +69,38 @@ assert not is_liger_kernel_available()
 """)
 
 
-@pytest.mark.parametrize("what", ["package", "metadata"])
-def test_the_real_package_is_never_hidden(what: str, tmp_path: Path) -> None:
-    if what == "package":
-        (tmp_path / "liger_kernel").mkdir()
-        (tmp_path / "liger_kernel" / "__init__.py").write_text("")
-    else:
-        (tmp_path / "liger_kernel-0.6.0.dist-info").mkdir()
-        (tmp_path / "liger_kernel-0.6.0.dist-info" / "METADATA").write_text("Name: liger_kernel\\nVersion: 0.6.0\\n")
-    python(
-        """
+def test_the_real_package_is_never_hidden(tmp_path: Path) -> None:
+    """Neither a package of that name nor its metadata alone."""
+    (tmp_path / "package" / "liger_kernel").mkdir(parents=True)
+    (tmp_path / "package" / "liger_kernel" / "__init__.py").write_text("")
+    folder = tmp_path / "metadata" / "liger_kernel-0.6.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Name: liger_kernel\nVersion: 0.6.0\n")
+    python(f"""
+import sys
 import liger_kernels.compat as compat
-try: compat.install()
-except RuntimeError as error: assert "pip uninstall liger-kernel" in str(error)
-else: raise AssertionError
-""",
-        PYTHONPATH=str(tmp_path),
-    )
-
-
-def test_after_trl_it_is_too_late() -> None:
-    python("""
-import sys, types
-sys.modules["trl"] = types.ModuleType("trl")
-import liger_kernels.compat as compat
-try: compat.install()
-except RuntimeError as error: assert "before the first import of trl" in str(error)
-else: raise AssertionError
-""")
-
-
-def test_losses_that_are_not_provided_say_so_when_they_are_constructed() -> None:
-    python("""
-import liger_kernels.compat as compat
-compat.install()
-from liger_kernel.chunked_loss import (
-    LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss, LigerFusedLinearKTOLoss
-)
-for loss in (LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss, LigerFusedLinearKTOLoss):
-    try: loss(beta=0.1)
-    except NotImplementedError as error: assert loss.__name__ in str(error), error
-    else: raise AssertionError(loss)
+for what in ("package", "metadata"):
+    sys.path.insert(0, {str(tmp_path)!r} + "/" + what)
+    try: compat.install()
+    except RuntimeError as error: assert "pip uninstall liger-kernel" in str(error)
+    else: raise AssertionError(what)
+    del sys.path[0]
+compat.install()  # the two folders were what it refused
 """)
 
 
 def test_the_flag_of_transformers_patches_the_model(tmp_path: Path) -> None:
-    """``use_liger_kernel=True``, with and without a configuration, and on a model that is patched already."""
+    """``use_liger_kernel=True``, with and without a configuration, and on a model that is patched already; transformers
+    was imported before the package is installed, and loses it again."""
     python(f"""
 import inspect
 import liger_kernels, liger_kernels.compat
 from tests.patching_checks import batch, tiny
-liger_kernels.compat.install()
 from transformers import Trainer, TrainingArguments
+from transformers.utils import is_liger_kernel_available
+assert not is_liger_kernel_available()
+liger_kernels.compat.install()
+assert is_liger_kernel_available()
 
 def reports(config, model):
     arguments = {{"output_dir": {str(tmp_path)!r}, "use_cpu": True, "report_to": "none", "max_steps": 1}}
@@ -130,4 +120,6 @@ assert reports(None, patched) == everything
 if "liger_kernel_config" in inspect.signature(TrainingArguments).parameters:
     config = {{"rope": False, "fused_linear_cross_entropy": False}}
     assert reports(config, tiny("llama")) == {{"rms_norm", "swiglu", "geglu"}}
+liger_kernels.compat.uninstall()
+assert not is_liger_kernel_available()
 """)

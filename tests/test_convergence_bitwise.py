@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from convergence.records import Digests, Record, load_folder, versions, write
-from tests.suite import ROOT, collect
+from tests.suite import ISOLATED, ROOT, collect, suite
 
 PATCH = "patch_of_this_test:patch"
 CASE = ("--models", "llama-untied", "--dtypes", "float32", "--profile", "plain", "--device", "cpu", "--patch", PATCH)
@@ -33,38 +33,47 @@ def patch(model):
 """
 
 
-def run(code: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    (folder / "patch_of_this_test.py").write_text(code)
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "convergence", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options],
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The records of a run of the honest patch, in an interpreter of its own."""
+    folder = tmp_path_factory.mktemp("before")
+    (folder / "patch_of_this_test.py").write_text(HONEST)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "convergence", "-q", *ISOLATED, *CASE, "--records", str(folder / "records")],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
     )
-
-
-@pytest.fixture(scope="module")
-def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The records of a run of the honest patch."""
-    folder = tmp_path_factory.mktemp("before")
-    done = run(HONEST, folder, *CASE, "--records", str(folder / "records"))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "records"
 
 
-def test_the_same_patch_is_the_same_bit_for_bit(before, tmp_path):
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs ``pytest convergence`` in this process. The candidate of a module that only a test knows trains elsewhere."""
+
+    def run(code: str, *options: str) -> int:
+        (tmp_path / "patch_of_this_test.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        return suite(*CASE, *options)
+
+    return run
+
+
+def test_the_same_patch_is_the_same_bit_for_bit(before, run):
     """Into the same folder: the run adds a record and is compared with the one that was there."""
-    done = run(HONEST, tmp_path, *CASE, "--compare-to", str(before), "--records", str(before))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert run(HONEST, "--compare-to", str(before), "--records", str(before)) == 0
     assert len(list(before.glob("*.json"))) == 2
 
 
-def test_one_bit_of_one_gradient_is_named(before, tmp_path):
+def test_one_bit_of_one_gradient_is_named(before, run, tmp_path, capfd):
     records = tmp_path / "records"
-    done = run(ONE_BIT, tmp_path, *CASE, "--compare-to", str(before), "--records", str(records))
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
-    assert "not bit for bit what the earlier run observed" in done.stdout
+    code = run(ONE_BIT, "--compare-to", str(before), "--records", str(records))
+    shown = capfd.readouterr().out
+    assert code == pytest.ExitCode.TESTS_FAILED, shown
+    assert "not bit for bit what the earlier run observed" in shown
     (record,) = load_folder(records)
     first = next(iter(record.losses["truth"]))
     quantity, step, statistic, *_ = record.failures[0]
