@@ -1,5 +1,6 @@
 """``python -m convergence report RECORDS``: HTML, Markdown and JUnit XML from records of any machines and workers.
-``python -m convergence setups RECORDS``: which set-ups are fused and equal."""
+``python -m convergence setups RECORDS``: which set-ups are fused and equal.
+``python -m convergence prove PATH``: is a patch the same mathematics on a checkpoint of your own?"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from convergence.records import load_all, newest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write what is asked for; without a file, the Markdown goes to the standard output. 0 when it was written."""
+    """Write what is asked for; without a file, the Markdown goes to the standard output. 0 when it was written. Of
+    ``prove``, the exit code of pytest: 0 equal, 1 different, 4 an error before anything was trained."""
     parser = argparse.ArgumentParser(prog="python -m convergence", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("report", help="summarise the newest record of every case")
@@ -25,7 +27,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument(
             "records", nargs="+", type=Path, metavar="RECORDS", help="record files, or folders of them"
         )
-    options = parser.parse_args(arguments)
+    command = commands.add_parser(
+        "prove",
+        help="train a checkpoint with and without a patch, and compare",
+        usage="python -m convergence prove PATH [options of pytest convergence, such as --patch module:function]",
+    )
+    command.add_argument("path", metavar="PATH", help="a folder with config.json and safetensors, or a GGUF file")
+    options, others = parser.parse_known_args(arguments)
+    if options.command == "prove":
+        return _prove(options.path, others)
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         records = newest(load_all(options.records))
         if options.command == "setups":
@@ -47,6 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not made:
         print(report.markdown(records), end="")
     return 0
+
+
+def _prove(path: str, options: Sequence[str]) -> int:
+    import pytest
+
+    folder = Path(__file__).parent
+    return int(pytest.main([str(folder), "--checkpoint", path, "-p", "no:cacheprovider", *options]))
 
 
 if __name__ == "__main__":

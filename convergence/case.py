@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from convergence import bitwise, isolate, ours, tolerance
+from convergence import bitwise, isolate, memory, ours, progress, tolerance
 from convergence.blame import blame
 from convergence.candidate import Candidate, PatchError, load_patch, train_candidate
 from convergence.compare import Pair, Verdict, compare
-from convergence.data import IGNORE, Batch, Step, evaluation_batch, steps
+from convergence.data import IGNORE, Batch, Step
 from convergence.in_setup import Arms, train_in_setup
-from convergence.models import MODELS, MiniModel
+from convergence.models import MODELS, Row, find
 from convergence.observed import LOSS
 from convergence.patches import BUILT_IN
 from convergence.pristine import Bystander, Fingerprint
@@ -30,15 +30,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Between these probabilities a prediction counts as confident, and the hard profile asks for it. Nearer to 1, p - 1
 # would have too few digits left in the truth itself: float64 keeps ten of them here.
 CONFIDENT = (0.99, 1 - 1e-6)
-_fingerprint: Fingerprint | None = None
 
 
-def remember_upstream(models: Iterable[MiniModel] = MODELS.values()) -> Fingerprint:
+def remember_upstream(models: Iterable[Row] = MODELS.values()) -> Fingerprint:
     """The fingerprint of everything unpatched; it is taken once per process, before any patch is imported."""
-    global _fingerprint
-    if _fingerprint is None:
-        _fingerprint = Fingerprint(model.model_class() for model in models if model.is_available())
-    return _fingerprint
+    return _fingerprint(frozenset(model.model_class() for model in models if model.is_available()))
+
+
+@functools.cache
+def _fingerprint(classes: frozenset[type]) -> Fingerprint:
+    return Fingerprint(sorted(classes, key=lambda cls: cls.__qualname__))
+
+
+def _upstream(case: Case) -> Fingerprint:
+    """That of the mini models' classes and of the case's own."""
+    return remember_upstream([*MODELS.values(), find(case.model)])
 
 
 @dataclass
@@ -48,9 +54,10 @@ class Inputs:
     template: nn.Module
     steps: list[Step]
     evaluation: Batch
+    phases: tuple[str, ...]
 
     def run(self, dtype: torch.dtype, device: torch.device, **other: Any) -> Run:
-        return Run(self.template, self.steps, self.evaluation, dtype, device, **other)
+        return Run(self.template, self.steps, self.evaluation, dtype, device, phases=self.phases, **other)
 
 
 @dataclass
@@ -62,24 +69,36 @@ class References(Inputs):
 
 def inputs(model: str, dtype: str, profile: str, seed: int) -> Inputs:
     """The template and what it is trained on, the same in every process."""
-    template = MODELS[model].build(seed)
-    chosen = steps(profile, seed, DTYPES[dtype])
+    row = find(model)
+    template = row.build(seed)
+    chosen, evaluation = row.data(profile, seed, DTYPES[dtype])
     if profile == "hard":
         _ask_for_confident_predictions(template, chosen)
-    return Inputs(template, chosen, evaluation_batch(seed))
+    return Inputs(template, chosen, evaluation, row.phases)
 
 
 @functools.lru_cache(maxsize=1)
 def references(model: str, dtype: str, profile: str, device: str, seed: int) -> References:
     """Template, inputs, and (truth, baseline) of the initial weights and of every replica."""
     result = References(**vars(inputs(model, dtype, profile, seed)), pairs=[])
-    where, judged = torch.device(device), DTYPES[dtype]
+    where, judged, exact = torch.device(device), DTYPES[dtype], find(model).truth(dtype, device)
     for nudge in (None, *range(tolerance.REPLICAS)):
-        truth = train(result.run(torch.float64, where, rounded_to=judged, nudge=nudge))
+        which = "" if nudge is None else f" of replica {nudge + 1}"
+        progress.begin(f"truth{which}")
+        truth = train(result.run(exact, where, rounded_to=judged, nudge=nudge))
+        _release(truth, where)
+        progress.begin(f"baseline{which}")
         baseline = train(result.run(judged, where, nudge=nudge))
-        truth.model = baseline.model = None
+        _release(baseline, where)
         result.pairs.append((truth, baseline))
     return result
+
+
+def _release(trajectory: Trajectory, device: torch.device) -> None:
+    """Give back the memory of the trained model: the next arm, maybe in another process, may need all there is."""
+    trajectory.model = None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _references(case: Case) -> References:
@@ -103,7 +122,7 @@ def _ask_for_confident_predictions(template: nn.Module, inputs: list[Step]) -> N
 
 def absent(case: Case) -> str:
     """Why ``case`` cannot be had here; empty where it can."""
-    model = MODELS[case.model]
+    model = find(case.model)
     if not model.is_available():
         return f"this transformers has no {model.architecture}"
     return "" if case.setup == "plain" else SETUPS[case.setup].absent(model.build(case.seed), case.dtype, case.device)
@@ -118,7 +137,8 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
     """
     began = time.perf_counter()
     record = Record.of(case, replicas=tolerance.REPLICAS)
-    upstream = remember_upstream()
+    record.truth = memory.describe(find(case.model).truth(case.dtype, case.device))
+    upstream = _upstream(case)
     record.symbols = len(upstream)
     verdict = Verdict()
     changed = upstream.changes()
@@ -140,10 +160,10 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
 
 def train_case(case: Case, given: Inputs | None = None) -> Candidate:
     """Train the candidate of ``case`` in this process, on ``given`` inputs (by default on those of the case)."""
-    upstream = remember_upstream()
+    upstream = _upstream(case)
     if given is None:
         given = inputs(case.model, case.dtype, case.profile, case.seed)
-    bystander = Bystander(given.template, given.evaluation)
+    bystander = Bystander(find(case.model).bystander(given.template), given.evaluation)
 
     def changes() -> list[str]:
         return upstream.changes() + bystander.changes()
@@ -174,7 +194,7 @@ def _blame(case: Case, record: Record, verdict: Verdict, trajectory: Trajectory 
 
 
 def construct(case: Case) -> Callable[[], nn.Module] | None:
-    return functools.partial(MODELS[case.model].build, case.seed) if case.scope == "class" else None
+    return functools.partial(find(case.model).build, case.seed) if case.scope == "class" else None
 
 
 def _train(case: Case, upstream: Fingerprint, timeout: float, verdict: Verdict) -> Arms:
@@ -183,6 +203,7 @@ def _train(case: Case, upstream: Fingerprint, timeout: float, verdict: Verdict) 
     reference = _references(case)
     if ours.launches() != before:
         verdict.fail("baseline", "", "not pristine", "it launched kernels of this package")
+    progress.begin("candidate")
     if not _is_isolated(case):
         return Arms(reference.pairs, train_case(case, reference))
     try:
@@ -223,7 +244,7 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
 
 def _check_in_setup(case: Case, arms: Arms, record: Record, verdict: Verdict) -> None:
     """Nothing is hooked in a set-up, so less can be asked there: something changed, or every kernel ran."""
-    candidate, model = arms.candidate, MODELS[case.model]
+    candidate, model = arms.candidate, find(case.model)
     if candidate.report is None:
         record.census = candidate.census
         if not (candidate.census or candidate.changed or candidate.launches):
@@ -240,13 +261,15 @@ def _is_fused(report: Any, reads: int) -> bool:
 
 
 def _check_kernels(
-    model: MiniModel, candidate: Candidate, record: Record, verdict: Verdict, head_runs_itself: bool = False
+    model: Row, candidate: Candidate, record: Record, verdict: Verdict, head_runs_itself: bool = False
 ) -> None:
-    """Every kernel that this architecture has a place for must have been put there, and must have run."""
+    """Every kernel that this architecture has a place for must have been put there, and must have run; where nobody
+    knows of its places, every kernel that the patch says it has put somewhere, and there must be one."""
     report = candidate.report
     record.census, record.fallbacks = report.counts(), dict(report.fallbacks)
     loss = "linear_cross_entropy" if "linear_cross_entropy" in report.kernels else "cross_entropy"
-    for kernel in (*(k for k in model.kernels if k in report.kernels), *(() if head_runs_itself else (loss,))):
+    wanted = [*(k for k in model.kernels if k in report.kernels), *(() if head_runs_itself else (loss,))]
+    for kernel in wanted if model.kernels else [k for k, n in record.census.items() if n] or wanted:
         if not record.census.get(kernel):
             why = "; ".join(f"{left.path}: {left.reason}" for left in report.left) or "no candidate was found"
             verdict.fail("candidate", "", "not patched", f"{kernel} replaced nothing: {why}", "at least 1")
@@ -256,7 +279,7 @@ def _check_kernels(
 
 def _check_ours(case: Case, arms: Arms, record: Record, verdict: Verdict) -> None:
     """Every kernel that this architecture has a place for must have been put in all such places, and must have run."""
-    model, candidate, report = MODELS[case.model], arms.candidate, arms.candidate.report
+    model, candidate, report = find(case.model), arms.candidate, arms.candidate.report
     _check_kernels(model, candidate, record, verdict)
     record.fused = "yes" if report.fuses_head else "no"
     listed = {replacement.path for replacement in report.replaced}

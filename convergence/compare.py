@@ -52,7 +52,7 @@ from convergence.records import Statistic
 from convergence.trajectory import Trajectory
 
 # What a patch of somebody else need not have.
-_NOT_OBSERVABLE = (LOGITS, TARGET_LOGIT, HIDDEN, TRAINING_LOGITS)
+_NOT_OBSERVABLE = (LOGITS, BY_ELEMENT, TARGET_LOGIT, HIDDEN, TRAINING_LOGITS)
 
 Pair = tuple[Trajectory, Trajectory]  # the truth, and the arm that is measured against it
 
@@ -135,10 +135,12 @@ def _check_presence(
                 verdict.fail(quantity, step, "missing", "it never arrived")
             elif step not in expected:
                 verdict.fail(quantity, step, "unexpected", "the baseline has none")
-            elif got[step].shape != expected[step].shape:
-                verdict.fail(quantity, step, "shape", str(tuple(got[step].shape)), str(tuple(expected[step].shape)))
-            elif quantity not in _NOT_OBSERVABLE and got[step].dtype != baseline.values[quantity][step].dtype:
-                verdict.fail(quantity, step, "dtype", str(got[step].dtype), str(baseline.values[quantity][step].dtype))
+            elif (shape := candidate.form(quantity, step)[0]) != (wanted := truth.form(quantity, step)[0]):
+                verdict.fail(quantity, step, "shape", str(tuple(shape)), str(tuple(wanted)))
+            elif quantity not in _NOT_OBSERVABLE and (
+                (dtype := candidate.form(quantity, step)[1]) != (own := baseline.form(quantity, step)[1])
+            ):
+                verdict.fail(quantity, step, "dtype", str(dtype), str(own))
             elif not bool(torch.isfinite(baseline.values[quantity][step]).all()):
                 verdict.fail(quantity, step, "finite", "the baseline itself is not")
             elif not bool(torch.isfinite(got[step]).all()):
@@ -206,8 +208,8 @@ def _judge_statistics(
     dtype: torch.dtype,
     verdict: Verdict,
 ) -> None:
-    measured = {q: _measure(pairs, candidate, q, steps, dtype) for q, steps in comparable.items()}
-    if LOGITS in comparable:
+    measured = {q: _measure(pairs, candidate, q, steps, dtype, q == BY_ELEMENT) for q, steps in comparable.items()}
+    if LOGITS in comparable and BY_ELEMENT not in comparable:  # else they are too large to be kept by element
         measured[BY_ELEMENT] = _measure(pairs, candidate, LOGITS, comparable[LOGITS], dtype, by_element=True)
     _judge_error_ratios("error ratio", {q: (m, m.error, m.floor) for q, m in measured.items()}, verdict)
     # Where every element counts by its own size, the largest error is that of whatever is nearest to 0.

@@ -84,21 +84,29 @@ class Step:
         return F.cross_entropy(logits, labels, ignore_index=IGNORE, label_smoothing=self.label_smoothing)
 
 
-@functools.cache
-def text() -> torch.Tensor:
-    """The Python language reference as bytes: int64 [about 460,000]."""
+def default_text() -> str:
+    """The Python language reference."""
     from pydoc_data import topics
 
-    return torch.tensor(list("\n".join(topics.topics.values()).encode()))
+    return "\n".join(topics.topics.values())
+
+
+@functools.cache
+def text() -> torch.Tensor:
+    """The default text as bytes: int64 [about 460,000]."""
+    return torch.tensor(list(default_text().encode()))
 
 
 class _Sampler:
-    def __init__(self, seed: int) -> None:
+    """Batches of ``tokens`` [n], by default the default text's bytes."""
+
+    def __init__(self, seed: int, tokens: torch.Tensor | None = None) -> None:
         self.generator = torch.Generator().manual_seed(seed)
+        self.tokens = text() if tokens is None else tokens
 
     def batch(self, size: int, length: int) -> Batch:
-        starts = torch.randint(0, len(text()) - length, (size,), generator=self.generator)
-        tokens = torch.stack([text()[start : start + length] for start in starts.tolist()])
+        starts = torch.randint(0, len(self.tokens) - length, (size,), generator=self.generator)
+        tokens = torch.stack([self.tokens[start : start + length] for start in starts.tolist()])
         return Batch(tokens, tokens.clone())
 
     def masked(self, size: int, length: int) -> Batch:
@@ -167,6 +175,21 @@ def steps(profile: str, seed: int, dtype: torch.dtype) -> list[Step]:
     ]
 
 
-def evaluation_batch(seed: int) -> Batch:
+def text_steps(tokens: torch.Tensor, size: int, length: int, count: int, seed: int) -> list[Step]:
+    """``count`` steps of ``size`` rows of ``length`` of ``tokens``: as they are, packed, and with targets ignored, in
+    turn. Where targets are ignored the last row has none, so it takes three rows."""
+    sample = _Sampler(seed, tokens)
+    kinds = {"text": sample.batch, "packed": sample.packed, **({"masked": sample.masked} if size > 2 else {})}
+    names = list(kinds)
+    return [
+        Step(f"{name} {i}", [kinds[name](size, length)], trains=True, whole=True)
+        for i, name in enumerate(names[i % len(names)] for i in range(count))
+    ]
+
+
+SHORTEST = 16  # tokens in a row: of the batch that is evaluated, and one more
+
+
+def evaluation_batch(seed: int, tokens: torch.Tensor | None = None) -> Batch:
     """The batch whose logits are compared, and whose beginnings are continued, after training."""
-    return _Sampler(seed + 1).masked(3, 15)
+    return _Sampler(seed + 1, tokens).masked(3, SHORTEST - 1)

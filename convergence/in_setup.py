@@ -24,12 +24,13 @@ from convergence import isolate, tolerance
 from convergence.candidate import Candidate, load_patch, train_candidate
 from convergence.data import Batch, Step, evaluation_batch, steps
 from convergence.float64 import InFloat64
+from convergence.large import nudged
 from convergence.observe import logged_warnings
 from convergence.observed import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Moment
 from convergence.records import Case
 from convergence.setups import RANKS, SETUPS, Setup
 from convergence.train import SGD_LEARNING_RATE
-from convergence.trajectory import Run, Trajectory, apply, build, nudged
+from convergence.trajectory import Run, Trajectory, apply, build
 
 # What takes part: enough for every way through a loss, few enough for a dozen set-ups.
 STEPS = ("masked", "packed", "accumulated", "label smoothing", "logits read", "padded", "plain 0", "plain 1", "plain 2")

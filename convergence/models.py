@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from convergence import data
+from convergence.observed import ADAMW, SGD
+
 VOCABULARY = 263  # 256 bytes and seven tokens that the text never uses
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -39,8 +42,48 @@ _ALTERNATING = {
 _NORMED_HEADS = {"head_dim": 60, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+class Row:
+    """What a case trains: a mini model, or a model of real size.
+
+    Attributes:
+        name: what finds it again (:func:`find`).
+        kernels: those it must be given; empty for what the patch itself says.
+        phases: the optimizers that train it, after the observation at the initial weights.
+        is_long: whether a bar shows how far it is.
+    """
+
+    name: str
+    architecture: str = ""
+    kernels: tuple[str, ...]
+    phases: tuple[str, ...] = (SGD, ADAMW)
+    is_long = False
+
+    def is_available(self) -> bool:
+        """Whether the installed transformers has its architecture."""
+        return True
+
+    def model_class(self) -> Any:
+        raise NotImplementedError
+
+    def build(self, seed: int) -> nn.Module:
+        """The unpatched model."""
+        raise NotImplementedError
+
+    def data(self, profile: str, seed: int, dtype: torch.dtype) -> tuple[list[data.Step], data.Batch]:
+        """What arms of ``dtype`` are trained on, and the batch that is evaluated."""
+        return data.steps(profile, seed, dtype), data.evaluation_batch(seed)
+
+    def truth(self, dtype: str, device: str) -> torch.dtype:
+        """What the truth trains in. Without float64 it is float32, with TF32 off."""
+        return torch.float64
+
+    def bystander(self, template: nn.Module) -> nn.Module:
+        """A model on the CPU that nobody patches, and that runs the same code."""
+        return template
+
+
 @dataclass(frozen=True)
-class MiniModel:
+class MiniModel(Row):
     """One row of the table: an architecture, what its configuration overrides, and which kernels it must be given."""
 
     name: str
@@ -149,6 +192,13 @@ _ROWS = (
 )
 MODELS = {row.name: row for row in _ROWS}
 CORE = ("llama", "gemma", "gemma2", "gemma3")
+
+
+def find(name: str) -> Row:
+    """The row of that name, of whichever kind."""
+    from convergence.checkpoint import Checkpoint
+
+    return MODELS.get(name) or Checkpoint.parse(name)
 
 
 def select(names: str) -> list[MiniModel]:

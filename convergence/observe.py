@@ -12,7 +12,8 @@ from torch import nn
 
 from convergence import ours
 from convergence.data import IGNORE, Batch, Step
-from convergence.observed import HIDDEN, INITIAL, LOGITS, TARGET_LOGIT, Moment, Remark
+from convergence.large import is_large, sample
+from convergence.observed import BY_ELEMENT, HIDDEN, INITIAL, LOGITS, TARGET_LOGIT, Moment, Remark
 from convergence.trajectory import Trajectory
 
 
@@ -47,6 +48,8 @@ class HeadObserver:
         full = rows.new_zeros(batch, length, rows.shape[-1])
         full[:, :kept] = rows.unflatten(0, (batch, kept))
         self.result.record(LOGITS, self.at, full)
+        if is_large(full):
+            self.result.record(BY_ELEMENT, self.at, sample(full))
         targets = self.batch.labels[:, 1:]
         at_target = full[:, :-1].gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         self.result.record(TARGET_LOGIT, self.at, at_target[targets != IGNORE])

@@ -7,13 +7,14 @@ for every run, ``tests/`` too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ import pytest
 from convergence.patches import BUILT_IN
 
 if TYPE_CHECKING:
+    from convergence.checkpoint import Checkpoint
     from convergence.records import Case, Record
 
 _PROPERTY = "convergence"
@@ -37,7 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--scope", default="instance", help="what it may change: the instance, or any class (see docs)")
     group.addoption("--patch-timeout", type=float, default=1800, metavar="S", help="seconds per candidate (1800)")
     group.addoption("--models", default="core", help="a comma-separated list, 'core' or 'all' (default: core)")
-    group.addoption("--dtypes", default="float32,bfloat16", help="float32, bfloat16 or both (default: both)")
+    group.addoption("--checkpoint", metavar="PATH", help="prove this model: a folder of transformers, or a GGUF file")
+    group.addoption("--text", metavar="FILE", default="", help="what a checkpoint trains on (default: Python's manual)")
+    group.addoption("--layers", type=int, metavar="N", help="of a checkpoint, the first N layers only")
+    group.addoption("--rows", type=int, default=4, metavar="N", help="of a checkpoint's batches (4)")
+    group.addoption("--length", type=int, default=128, metavar="N", help="tokens in a checkpoint's row (128)")
+    group.addoption("--steps", type=int, default=4, metavar="N", help="batches of a checkpoint (4)")
+    group.addoption("--dtypes", default=None, help="float32, bfloat16 or both (default: both; a checkpoint's own)")
     group.addoption("--setups", default="plain", help="what arms train in: a comma-separated list, or 'all' (see docs)")
     group.addoption("--orders", default="first", choices=("first", "all"), help="patch before wrapping, or also after")
     group.addoption("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
@@ -88,12 +96,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
         prepare()
     _check_names("--profile", config.getoption("--profile"), ("plain", "hard"), single=True)
-    _check_names("--dtypes", config.getoption("--dtypes"), ("float32", "bfloat16"))
+    _check_names("--dtypes", config.getoption("--dtypes") or "float32", ("float32", "bfloat16"))
     from convergence import models, setups
 
     _check_selected("--models", config.getoption("--models"), models.select)
     _check_selected("--setups", config.getoption("--setups"), setups.select)
     _check_names("--scope", config.getoption("--scope"), ("instance", "class"), single=True)
+    _check_checkpoint(config)
     if not 0 < config.getoption("--patch-timeout") < 1e9:
         raise pytest.UsageError("--patch-timeout takes a number of seconds above 0")
     if not config.getoption("--patch"):
@@ -137,6 +146,39 @@ def _check_selected(option: str, names: str, select: Callable[[str], object]) ->
         select(names)
     except ValueError as error:
         raise pytest.UsageError(f"{option}: {error}") from None
+
+
+def _check_checkpoint(config: pytest.Config) -> None:
+    """See before anything is loaded that the checkpoint can be trained here, and choose its dtype."""
+    row = checkpoint(config)
+    if row is None:
+        given = [f"--{name}" for name in ("text", "layers") if config.getoption(f"--{name}")]
+        if given:
+            raise pytest.UsageError(f"{given[0]} is for a checkpoint of your own: give it with --checkpoint PATH")
+        config.option.dtypes = config.getoption("--dtypes") or "float32,bfloat16"
+        return
+    if config.getoption("--setups") != "plain":
+        raise pytest.UsageError("--checkpoint trains in no set-up yet; leave --setups out")
+    dtypes = config.getoption("--dtypes")
+    try:
+        row.check(dtypes.split(",") if dtypes else [], config.getoption("--device"))
+        if not dtypes:
+            config.option.dtypes = row.default_dtype()
+            row.check([config.option.dtypes], config.getoption("--device"))
+    except ValueError as error:
+        raise pytest.UsageError(f"--checkpoint: {error}") from None
+
+
+def checkpoint(config: pytest.Config) -> Checkpoint | None:
+    """The model that ``--checkpoint`` names; None without that option."""
+    path = config.getoption("--checkpoint")
+    if not path:
+        return None
+    from convergence.checkpoint import Checkpoint
+
+    given = {name: config.getoption(f"--{name}") for name in ("layers", "rows", "length", "steps")}
+    text = config.getoption("--text")
+    return Checkpoint(str(Path(path).resolve()), **given, text=str(Path(text).resolve()) if text else "")
 
 
 def _check_installed() -> None:
@@ -190,7 +232,7 @@ def _prepare_records(config: pytest.Config) -> tuple[str, str]:
 def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
     """What each case of this run was in the earlier one; nothing is compared unless every case can be."""
     from convergence import bitwise
-    from convergence.models import MODELS
+    from convergence.models import find
     from convergence.records import Record, load_all
 
     where = config.getoption("--compare-to")
@@ -200,7 +242,7 @@ def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
         raise pytest.UsageError(f"--compare-to {error}") from None
     found, refused = {}, []
     for case in cases(config):
-        if MODELS[case.model].is_available():
+        if find(case.model).is_available():
             try:
                 found[case] = bitwise.earlier(records, Record.of(case))
             except ValueError as error:
@@ -222,18 +264,20 @@ def earlier(config: pytest.Config, case: Case) -> Record | None:
 def cases(config: pytest.Config) -> list[Case]:
     """What the options ask for, ordered so that cases with the same truth and baseline follow one another, and the long
     ones in bfloat16 come first: workers then finish together."""
+    from convergence.checkpoint import PROFILE
     from convergence.models import select
     from convergence.records import Case
     from convergence.setups import select as select_setups
 
     patch = config.getoption("--patch")
     dtypes = sorted(name.strip() for name in config.getoption("--dtypes").split(","))
+    own = checkpoint(config)
     return [
         Case(
             model.name,
             dtype,
             which,
-            config.getoption("--profile"),
+            config.getoption("--profile") if own is None else PROFILE,
             config.getoption("--device"),
             scope=config.getoption("--scope"),
             setup=setup.name,
@@ -242,13 +286,33 @@ def cases(config: pytest.Config) -> list[Case]:
         for setup in select_setups(config.getoption("--setups"))
         for order in (setup.orders if config.getoption("--orders") == "all" else setup.orders[:1])
         for dtype in dtypes
-        for model in select(config.getoption("--models"))
+        for model in ([own] if own is not None else select(config.getoption("--models")))
         for which in ([patch] if patch else BUILT_IN if setup.name == "plain" else BUILT_IN[:1])
     ]
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"convergence: device {config.getoption('--device')}, {config.getoption('--profile')} inputs"
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    row, device = checkpoint(config), config.getoption("--device")
+    if row is None:
+        return [f"convergence: device {device}, {config.getoption('--profile')} inputs"]
+    return [f"convergence: device {device}"] + [
+        row.describe(dtype.strip(), device) for dtype in config.getoption("--dtypes").split(",")
+    ]
+
+
+@contextlib.contextmanager
+def shown(config: pytest.Config, case: Case) -> Iterator[None]:
+    """Inside, what trains is shown on the terminal, where ``case`` takes long."""
+    from convergence import progress
+    from convergence.models import find
+    from convergence.tolerance import REPLICAS
+
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    if not find(case.model).is_long or capture is None or hasattr(config, "workerinput"):
+        yield
+        return
+    with capture.global_and_fixture_disabled(), progress.bar(2 * (1 + REPLICAS) + 1):
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -22,7 +22,9 @@ from convergence import files
 from convergence.observed import STATISTICS, Statistic, worst
 
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.
-SCHEMA = 3
+SCHEMA = 4
+# What a record of an earlier schema did not hold yet, because it was always the same.
+_ALWAYS: dict[int, dict[str, str]] = {3: {"truth": "float64"}}
 BIT_FOR_BIT = "bit for bit"  # the statistic of a value that is not what it was in an earlier run
 VERDICTS = ("equal", "different", "cannot run", "absent")
 # What does not decide a single bit of a result; everything else in ``versions`` does.
@@ -42,8 +44,9 @@ class Digests(TypedDict):
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the proof: a mini model, a dtype, a patch (``module:function``), on inputs and a device.
+    """One row of the proof: a model, a dtype, a patch (``module:function``), on inputs and a device.
 
+    ``model`` is a row's name (:func:`convergence.models.find`); a checkpoint's says all that it was made with.
     ``scope`` is what the patch may change: the "instance" it is called with, or any "class", before the candidate is.
     ``setup`` is what baseline and candidate train in, ``order`` whether the patch comes "before" the model is wrapped.
     """
@@ -62,7 +65,7 @@ class Case:
         """Its set-up is named where there is one, and the order where the patch came after it."""
         setup = self.setup if self.order == "before" else f"{self.setup}-{self.order}"
         around = () if self.setup == "plain" else (setup,)
-        return "/".join((self.model, *around, self.dtype, self.patch.rpartition(":")[2]))
+        return "/".join((self.model.rpartition("/")[2], *around, self.dtype, self.patch.rpartition(":")[2]))
 
 
 @dataclass
@@ -83,6 +86,7 @@ class Record:
         fallbacks: how often our fused head had to compute real logits, by reason.
         order: whether the patch came "before" the model was wrapped or "after".
         fused: whether our loss was computed from hidden states, and no logits but those that were read: "yes" or "no".
+        truth: the arithmetic of the truth: float64, or float32 with TF32 off where that does not fit.
         losses: of every arm (truth, baseline, candidate), the loss of every step.
         digests: of baseline and candidate, what every observed tensor was, bit for bit.
         versions: the environment: packages, processor, threads.
@@ -108,6 +112,7 @@ class Record:
     census: dict[str, int] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
+    truth: str = "float64"
     losses: dict[str, dict[str, float]] = field(default_factory=dict)
     digests: dict[str, list[Digests]] = field(default_factory=dict)
     replicas: int = 0
@@ -219,7 +224,9 @@ def from_dict(data: Any, source: str = "record") -> Record:
         raise ValueError(
             f"{source}: field 'schema' is {schema}, of a later release; allowed is {SCHEMA}; read it with that release"
         )
-    if schema < SCHEMA:
+    if schema in _ALWAYS:
+        data = {**data, **_ALWAYS[schema], "schema": SCHEMA}
+    elif schema < SCHEMA:
         raise ValueError(
             f"{source}: field 'schema' is {schema}, of an earlier release; allowed is {SCHEMA}; run the case again"
         )

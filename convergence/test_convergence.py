@@ -9,7 +9,7 @@ import pytest
 
 from convergence import bitwise, report
 from convergence.case import absent, prove
-from convergence.plugin import RECORDS, RUN, cases, earlier
+from convergence.plugin import RECORDS, RUN, cases, earlier, shown
 from convergence.records import Case, Record, write
 
 
@@ -34,7 +34,8 @@ def test_convergence(
     """The candidate is the same mathematics as the unpatched model, and with ``--compare-to`` what it was before."""
     reason = absent(case)
     if not reason:
-        record = prove(case, request.config.getoption("--patch-timeout"), request.config.getoption("--blame"))
+        with shown(request.config, case):
+            record = prove(case, request.config.getoption("--patch-timeout"), request.config.getoption("--blame"))
     else:
         record = Record.of(case, verdict="absent", reason=reason)
     before = earlier(request.config, case)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch
 from convergence import ours
 from convergence.data import Batch, Step
 from convergence.float64 import InFloat64
+from convergence.large import is_large, nudged
 from convergence.observe import differ, kept_activations, logged_warnings, observed_head
 from convergence.observed import (
     ADAMW,
@@ -36,7 +37,7 @@ from convergence.observed import (
     Moment,
     Remark,
 )
-from convergence.trajectory import Run, Trajectory, apply, build, nudged
+from convergence.trajectory import Run, Trajectory, apply, build
 
 # Small enough that the loss falls: a step that overshoots turns rounding noise into chaos, which hides faults.
 SGD_LEARNING_RATE = 0.02
@@ -44,6 +45,8 @@ ADAMW_LEARNING_RATE = 2e-3
 # With the usual 1e-8, AdamW's first step is the sign of the gradient, and where that is rounding noise an honest
 # candidate takes a full step the other way (measured: errors 50 times PyTorch's own). Gradients are near 1e-2 here.
 ADAMW_EPS = 1e-3
+Weights = Iterable[tuple[str, torch.Tensor]]  # by name, in the model's order
+
 PROMPT_TOKENS = 7
 GENERATED_TOKENS = 4
 
@@ -66,23 +69,25 @@ def train(run: Run, model: Any = None) -> Trajectory:
 
 
 def _train(run: Run, model: Any, result: Trajectory) -> None:
-    initial = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
-    steps = [step.to(run.device) for step in run.steps]
     rounded = run.rounded_to or run.dtype
+    # Nothing is lost: they were rounded so when the model was built.
+    initial = {name: p.detach().to("cpu", rounded, copy=True) for name, p in model.named_parameters()}
+    steps = [step.to(run.device) for step in run.steps]
 
     # Two steps computed alike, bit for bit, would be one sample of noise that counts twice. So no two of them start
     # from the same weights: each from its own, one unit in the last place away.
-    def near_initial(seed: int) -> dict[str, torch.Tensor]:
+    def near_initial(seed: int) -> Weights:
         generator = torch.Generator().manual_seed(seed)
-        return {name: nudged(weight, rounded, generator) for name, weight in initial.items()}
+        for name, weight in initial.items():
+            yield name, nudged(weight.to(run.device) if is_large(weight) else weight, rounded, generator)
 
     for seed, step in enumerate(steps):
         if run.only is not None and step.name not in run.only:
             continue
         _set_weights(model, near_initial(seed))
         _accumulate(model, step, result, INITIAL)
-    if run.only is None or DECODING in run.only:
-        _set_weights(model, initial)
+    if run.phases and (run.only is None or DECODING in run.only):
+        _set_weights(model, initial.items())
         _decode(model, run.evaluation, result, run.device)
     if run.only is not None:
         return
@@ -91,23 +96,23 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
         SGD: lambda: torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE),
         ADAMW: lambda: torch.optim.AdamW(model.parameters(), lr=ADAMW_LEARNING_RATE, eps=ADAMW_EPS),
     }
-    for seed, (phase, make) in enumerate(optimizers.items(), start=len(steps)):
-        start = near_initial(seed)
-        _set_weights(model, start)
-        optimizer = make()
+    for seed, phase in enumerate(run.phases, start=len(steps)):
+        _set_weights(model, near_initial(seed))
+        optimizer = optimizers[phase]()
         for step in steps:
             if step.trains:
                 _accumulate(model, step, result, phase)
                 optimizer.step()
-        result.record_end(model.named_parameters(), start, phase)
+        for parameter, start in zip(model.named_parameters(), near_initial(seed), strict=True):
+            result.record_end([parameter], dict([start]), phase)
         if phase == SGD:
             _evaluate(model, run.evaluation, result, run.device)
 
 
-def _set_weights(model: Any, weights: dict[str, torch.Tensor]) -> None:
+def _set_weights(model: Any, weights: Weights) -> None:
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+        for (_, parameter), (_, weight) in zip(model.named_parameters(), weights, strict=True):
+            parameter.copy_(weight)
 
 
 def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:

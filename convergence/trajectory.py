@@ -11,7 +11,21 @@ import torch
 from torch import nn
 
 from convergence.data import Batch, Step
-from convergence.observed import DISPLACEMENT, END, GRADIENT, GRADIENT_NORM, PARAMETER, Moment, Quantity, Remark
+from convergence.large import is_large, nudged, project
+from convergence.observed import (
+    ADAMW,
+    DISPLACEMENT,
+    END,
+    GRADIENT,
+    GRADIENT_NORM,
+    PARAMETER,
+    SGD,
+    Moment,
+    Quantity,
+    Remark,
+)
+
+Form = tuple[torch.Size, torch.dtype]
 
 
 @dataclass
@@ -19,7 +33,8 @@ class Run:
     """What one arm trains.
 
     Args:
-        template: the unpatched float32 model on the CPU; it is copied, never touched.
+        template: the unpatched model on the CPU, in float32 or, of a checkpoint, in what that is saved in; it is
+            copied, never touched.
         steps: the steps of the profile.
         evaluation: the batch that is evaluated after SGD.
         dtype: of the parameters. float64 is the truth. Buffers stay float32 as ``from_pretrained`` leaves them.
@@ -31,6 +46,7 @@ class Run:
         rounded_to: the dtype whose initial weights the truth shares (default: ``dtype``).
         nudge: when given, the seed of a perturbation of every initial weight by one unit in the last place.
         only: when given, the names of the steps that are run, at the initial weights, and nothing after them.
+        phases: the optimizers that train after that. Without any, nothing is decoded either.
     """
 
     template: nn.Module
@@ -43,6 +59,7 @@ class Run:
     rounded_to: torch.dtype | None = None
     nudge: int | None = None
     only: frozenset[str] | None = None
+    phases: tuple[str, ...] = (SGD, ADAMW)
 
 
 class CannotApply(RuntimeError):
@@ -54,7 +71,9 @@ class Trajectory:
     """What one arm showed.
 
     Attributes:
-        values: ``values[quantity][moment]`` is a tensor in the dtype it arrived in; once trained, on the CPU.
+        values: ``values[quantity][moment]`` is a tensor in the dtype it arrived in; once trained, on the CPU. Of one
+            that is large, its projections.
+        forms: shape and dtype of those that are large.
         generated: the greedily generated tokens [batch, tokens], and ``scores`` [tokens, batch, vocab] they came from.
         complaints: what went wrong while it ran.
         notes: what the caller was not given.
@@ -62,6 +81,7 @@ class Trajectory:
     """
 
     values: dict[Quantity, dict[Moment, torch.Tensor]] = field(default_factory=dict)
+    forms: dict[tuple[Quantity, Moment], Form] = field(default_factory=dict)
     generated: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     complaints: list[Remark] = field(default_factory=list)
@@ -70,7 +90,15 @@ class Trajectory:
     model: Any = None
 
     def record(self, quantity: Quantity, at: Moment, value: torch.Tensor) -> None:
-        self.values.setdefault(quantity, {})[at] = value.detach().clone()
+        kept = value.detach()
+        if is_large(kept):
+            self.forms[quantity, at] = kept.shape, kept.dtype
+        self.values.setdefault(quantity, {})[at] = project(kept) if is_large(kept) else kept.clone()
+
+    def form(self, quantity: Quantity, at: Moment) -> Form:
+        """Shape and dtype of what was observed, whether it was kept or projected."""
+        value = self.values[quantity][at]
+        return self.forms.get((quantity, at), (value.shape, value.dtype))
 
     def record_gradients(self, gradients: Iterable[tuple[str, torch.Tensor]], at: Moment) -> None:
         """Every parameter's gradient, and the norm of all of them."""
@@ -104,12 +132,6 @@ class Trajectory:
                 self.values[quantity][step] = flat.view(value.shape)
 
 
-def nudged(weight: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """``weight`` with every element moved by about one unit in the last place of ``dtype``, up or down."""
-    sign = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
-    return (weight.double() * (1 + sign * torch.finfo(dtype).eps)).to(dtype)
-
-
 def build(run: Run) -> Any:
     """The arm's model with its initial weights, on its device, in its dtype: a copy of the template, unpatched, or what
     was constructed anew after a patch of classes.
@@ -125,7 +147,7 @@ def build(run: Run) -> Any:
     rounded = run.rounded_to or run.dtype
     generator = torch.Generator().manual_seed(run.nudge or 0)
     for parameter in model.parameters():
-        weight = parameter.data.to(rounded)
+        weight = parameter.data.to(run.device if is_large(parameter) else parameter.device, rounded)
         if run.nudge is not None:
             weight = nudged(weight, rounded, generator)
         parameter.data = weight.to(run.dtype)

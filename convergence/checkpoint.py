@@ -1,0 +1,290 @@
+"""A checkpoint of somebody's own as a model of the proof: its weights, its tokenizer, and text of the user's choice.
+
+:class:`Checkpoint` is a row like those in ``models.py``. Its name says all that it was made with, so that a record, and
+a process of its own, can make it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+import torch
+from torch import nn
+
+from convergence import data, memory
+from convergence.models import Row
+from convergence.observed import SGD
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PROFILE = "text"
+
+
+@dataclass(frozen=True)
+class Checkpoint(Row):
+    """What ``--checkpoint`` names.
+
+    Args:
+        path: a folder with config.json and safetensors, or a GGUF file.
+        layers: how many of its layers are kept, from the first on; None for all.
+        rows, length: of a batch; ``length`` in tokens.
+        steps: how many batches.
+        text: a file; empty for the text that ships with Python.
+    """
+
+    path: str
+    layers: int | None = None
+    rows: int = 4
+    length: int = 128
+    steps: int = 4
+    text: str = ""
+
+    phases = (SGD,)
+    is_long = True
+    kernels = ()
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        given = {name: value for name, value in vars(self).items() if name != "path" and value}
+        return f"{self.path}?{urlencode(given)}"
+
+    @classmethod
+    def parse(cls, name: str) -> Checkpoint:
+        """The checkpoint of that name."""
+        path, _, query = name.rpartition("?")
+        given: dict[str, Any] = {key: value if key == "text" else int(value) for key, value in parse_qsl(query)}
+        return cls(path, **given)
+
+    @property
+    def _file(self) -> dict[str, Any]:
+        """Where transformers finds it; nothing is ever downloaded, and no code of its folder runs."""
+        path = Path(self.path)
+        given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        if path.suffix == ".gguf":
+            return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, **given}
+        return {"pretrained_model_name_or_path": str(path), **given}
+
+    def config(self) -> Any:
+        """Its configuration, cut to the layers that are kept, without dropout."""
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(**self._file)
+        inner = config.get_text_config()
+        count = inner.num_hidden_layers
+        if self.layers is not None:
+            for name, value in vars(inner).items():  # lists with an entry per layer
+                if isinstance(value, list) and len(value) == count:
+                    setattr(inner, name, value[: self.layers])
+            inner.num_hidden_layers = self.layers
+        for part in (config, inner):
+            for name, value in vars(part).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(part, name, 0.0)
+        return config
+
+    def model_class(self) -> Any:
+        return _causal_lm(self.config())
+
+    def build(self, seed: int) -> nn.Module:
+        """The unpatched model on the CPU, with its weights in the dtype that they were saved in.
+
+        Raises:
+            ValueError: weights are missing.
+        """
+        import transformers
+
+        loader: Any = transformers.AutoModelForCausalLM
+        how = {} if "gguf_file" in self._file else {"use_safetensors": True}
+        with _quietly():  # it tells of every layer that is left out
+            model, found = loader.from_pretrained(
+                **self._file, **how, config=self.config(), torch_dtype="auto", output_loading_info=True
+            )
+        if found["missing_keys"]:
+            missing = ", ".join(sorted(found["missing_keys"])[:5])
+            raise ValueError(f"{self.path}: {len(found['missing_keys'])} weights are missing: {missing}")
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        model.generation_config = transformers.GenerationConfig()  # without an end: generation always runs to its end
+        return model.train()
+
+    def empty(self) -> nn.Module:
+        """The model without weights, on the meta device."""
+        import transformers
+
+        with torch.device("meta"):
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(self.config())
+        return model
+
+    def data(self, profile: str, seed: int, dtype: torch.dtype) -> tuple[list[data.Step], data.Batch]:
+        tokens = _tokens(self.path, self.text)
+        return data.text_steps(tokens, self.rows, self.length, self.steps, seed), data.evaluation_batch(seed, tokens)
+
+    def truth(self, dtype: str, device: str) -> torch.dtype:
+        return self.plan(dtype, device).truth
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  (a row is a small value; what is free changes while arms train)
+    def plan(self, dtype: str, device: str) -> memory.Plan:
+        """What it takes, and the truth that fits."""
+        return memory.plan(self.empty(), self.rows, self.length, DTYPES[dtype], device, self.saved_in())
+
+    def saved_in(self) -> torch.dtype:
+        dtype = getattr(self.config(), "dtype", None) or getattr(self.config(), "torch_dtype", None)
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+    def default_dtype(self) -> str:
+        """The dtype that it is proven in where none is asked for: the one it is saved in, or bfloat16 for float16."""
+        return "float32" if self.saved_in() is torch.float32 else "bfloat16"
+
+    def bystander(self, template: nn.Module) -> nn.Module:
+        """One layer of it: a whole one would hold as much memory again."""
+        return dataclasses.replace(self, layers=1).build(0)
+
+    def describe(self, dtype: str, device: str) -> str:
+        """What will be trained, and what that takes, in a line."""
+        count = sum(parameter.numel() for parameter in self.empty().parameters())
+        layers = self.config().get_text_config().num_hidden_layers
+        return (
+            f"{self.path}: {count:,} parameters, {layers} layers, {self.steps} steps of {self.rows} "
+            f"rows of {self.length} tokens in {dtype}: {self.plan(dtype, device)}"
+        )
+
+    def check(self, dtypes: list[str], device: str) -> None:
+        """See, before anything is loaded, that it can be trained here.
+
+        Raises:
+            ValueError: it cannot; the message says why, and what would do.
+        """
+        config = self._checked_config()
+        layers = config["num_hidden_layers"]
+        for option, value, least, most in (
+            ("--layers", self.layers, 1, layers),
+            ("--rows", self.rows, 1, None),
+            ("--length", self.length, data.SHORTEST, config["max_position_embeddings"]),
+            ("--steps", self.steps, 1, None),
+        ):
+            if value is not None and (value < least or (most is not None and value > most)):
+                allowed = f"from {least} on" if most is None else f"{least} to {most}"
+                raise ValueError(f"{option} {value}: allowed for {self.path} is {allowed}")
+        self._check_text()
+        for dtype in dtypes:
+            if not self.plan(dtype, device).fits:
+                raise ValueError(f"{self.describe(dtype, device)} does not fit. {self._what_fits(dtype, device)}")
+
+    def _checked_config(self) -> dict[str, Any]:
+        """The numbers that options are checked against."""
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        path, takes = Path(self.path), "--checkpoint takes a folder with config.json and *.safetensors, or a GGUF file"
+        if path.suffix == ".gguf" and path.is_file():
+            if importlib.util.find_spec("gguf") is None:
+                raise ValueError(f"{path}: to read it needs the package gguf: pip install gguf")
+        elif not (path / "config.json").is_file():
+            raise ValueError(f"{path}: has no config.json; {takes}")
+        else:
+            raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            kind, known = raw.get("model_type"), transformers.__version__
+            if kind not in CONFIG_MAPPING and "auto_map" in raw:
+                raise ValueError(
+                    f"{path}: needs remote code (auto_map in its config.json), which the proof does not run; it takes "
+                    "a checkpoint of an architecture that transformers itself has"
+                )
+            if kind not in CONFIG_MAPPING:
+                raise ValueError(
+                    f"{path}: its model_type is {kind!r}, which transformers {known} does not know; a later one may"
+                )
+            if "quantization_config" in raw:
+                raise ValueError(f"{path}: is quantised; the proof trains every weight and takes one that is not")
+            if not any(path.glob("*.safetensors")):
+                raise ValueError(f"{path}: has no *.safetensors; {takes}; save_pretrained writes them")
+        config = transformers.AutoConfig.from_pretrained(**self._file)
+        model_class, saved = _causal_lm(config), config.architectures or []
+        if model_class is None or (saved and model_class.__name__ not in saved):
+            raise ValueError(
+                f"{path}: has no causal language model: it is {', '.join(saved) or config.model_type}; --checkpoint "
+                "takes what AutoModelForCausalLM loads"
+            )
+        inner = config.get_text_config()
+        names = ("num_hidden_layers", "max_position_embeddings")
+        return {name: getattr(inner, name, None) for name in names}
+
+    def _check_text(self) -> None:
+        if self.text and not Path(self.text).is_file():
+            raise ValueError(f"--text {self.text!r}: there is no such file; it takes a text file in UTF-8")
+        try:
+            tokens = _tokens(self.path, self.text)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--text {self.text!r}: is not UTF-8 ({error.reason}); it takes a text file") from error
+        except (OSError, ValueError, ImportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"{self.path}: has no tokenizer that can be loaded here ({reason}); tokenizer.save_pretrained"
+                f"({self.path!r}) puts it there"
+            ) from error
+        classes = self.config().get_text_config().vocab_size
+        if len(tokens) and int(tokens.max()) >= classes:
+            raise ValueError(
+                f"{self.path}: its tokenizer makes token {int(tokens.max())}, its model has {classes} classes: the two "
+                "do not belong together"
+            )
+        needed = self.rows * self.length
+        if len(tokens) <= needed:
+            raise ValueError(
+                f"--text {self.text!r}: has {len(tokens)} tokens, and a batch takes more than {needed} ({self.rows} "
+                f"rows of {self.length}): give a longer text, or smaller --rows and --length"
+            )
+
+    def _what_fits(self, dtype: str, device: str) -> str:
+        count = self.config().get_text_config().num_hidden_layers
+        while count > 1:
+            count //= 2
+            if dataclasses.replace(self, layers=count).plan(dtype, device).fits:
+                return f"--layers {count} fits."
+        other = " --dtypes bfloat16," if dtype == "float32" else ""
+        return f"One layer does not fit either: try{other} smaller --rows and --length, or a larger device."
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Inside, transformers reports nothing but errors."""
+    from transformers.utils import logging
+
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()
+
+
+def _causal_lm(config: Any) -> Any:
+    """The class that AutoModelForCausalLM makes of ``config``; None where there is none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+@functools.lru_cache(maxsize=1)
+def _tokens(path: str, text: str) -> torch.Tensor:
+    """The text in tokens of the checkpoint: int64 [tokens].
+
+    Raises:
+        OSError, ValueError, ImportError: transformers finds no tokenizer, or lacks what reads it.
+    """
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**Checkpoint(path)._file)
+    read = Path(text).read_text(encoding="utf-8") if text else data.default_text()
+    return torch.tensor(tokenizer(read, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)

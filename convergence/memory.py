@@ -1,0 +1,114 @@
+"""How much memory a case takes, and how much there is: known before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a case trains its truth in, and what its largest arm takes.
+
+    Attributes:
+        truth: float64 where it fits, else float32 for arms of 16 bits.
+        device, host: bytes that are needed on the GPU, and in the machine's memory.
+        free_device, free_host: bytes that are free there. Without a GPU everything is in the machine's memory.
+    """
+
+    truth: torch.dtype
+    device: int
+    host: int
+    free_device: int
+    free_host: int
+
+    @property
+    def fits(self) -> bool:
+        return self.device <= self.free_device and self.host <= self.free_host
+
+    def __str__(self) -> str:
+        places = [f"{self.host / GIB:.1f} of {self.free_host / GIB:.1f} GiB of memory"]
+        if self.device:
+            places.insert(0, f"{self.device / GIB:.1f} of {self.free_device / GIB:.1f} GiB of the GPU's memory")
+        return f"{' and '.join(places)}, truth in {describe(self.truth)}"
+
+
+def describe(truth: torch.dtype) -> str:
+    """A truth's arithmetic in words."""
+    return "float64" if truth is torch.float64 else "float32 with TF32 off"
+
+
+def plan(
+    model: nn.Module, rows: int, length: int, judged: torch.dtype, device: str, saved_in: torch.dtype, own: bool = True
+) -> Plan:
+    """The first plan that fits, or where none does the smallest.
+
+    Args:
+        model: on the meta device.
+        rows, length: of a batch.
+        judged: the dtype of baseline and candidate.
+        saved_in: the dtype of the template.
+        own: whether the template is in the machine's memory, and not on the device.
+    """
+    free_device, free_host = available(device)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    truths = [torch.float64] if judged is torch.float32 else [torch.float64, torch.float32]
+    for truth in truths:
+        arm = _arm(model, rows, length, truth)
+        # The template and the copy that becomes the arm, and the arm's initial weights.
+        template = elements * 2 * saved_in.itemsize
+        host = elements * judged.itemsize + (template if own else 0)
+        if device == "cpu":
+            found = Plan(truth, 0, host + arm, free_device, free_host)
+        else:
+            found = Plan(truth, arm + (0 if own else template), host, free_device, free_host)
+        if found.fits:
+            break
+    return found
+
+
+def _arm(model: Any, rows: int, length: int, dtype: torch.dtype) -> int:
+    """The bytes of one arm in training: weights, gradients, activations, logits. An upper bound, roughly."""
+    tokens, head = rows * length, model.get_output_embeddings()
+    weights = 2 * sum(parameter.numel() for parameter in model.parameters())
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    # What goes into a layer and what comes out of it is kept for the backward pass, and once more to see that it stays.
+    activations = 2 * tokens * sum(layer.in_features + layer.out_features for layer in layers)
+    classes = head.weight.shape[0]
+    logits = 6 * tokens * classes  # as they are, for the loss, their gradients, and what is observed
+    config = model.config.get_text_config()
+    if dtype is torch.float64 or config._attn_implementation == "eager":  # no kernel spares their attention's scores
+        activations += 3 * rows * length**2 * config.num_attention_heads * config.num_hidden_layers
+    return (weights + activations + logits) * dtype.itemsize
+
+
+def available(device: str) -> tuple[int, int]:
+    """Free bytes of the GPU (0 without one), and of the machine, within what its control group allows."""
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+    return free, min(
+        [_free_memory(), *_limits((Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")))]
+    )
+
+
+def _free_memory() -> int:
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # no Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _limits(files: Sequence[Path]) -> list[int]:
+    try:
+        limit, used = (int(file.read_text()) for file in files)
+    except (OSError, ValueError):  # no such group, or no limit: "max"
+        return []
+    return [limit - used]

@@ -1,0 +1,195 @@
+"""The proof on a checkpoint of somebody's own, saved to disk here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from convergence import memory
+from convergence.__main__ import main
+from convergence.checkpoint import Checkpoint
+from convergence.large import LARGE, is_large, nudged, project
+from convergence.models import find
+from convergence.records import Record, load_folder
+from matrix.trainers.material import save
+from tests.mutants import restore
+from tests.suite import collect, suite
+
+OURS = "convergence.patches:fused_linear"
+SMALL = ("--device", "cpu", "--rows", "3", "--length", "24", "--steps", "3", "--layers", "1", "--no-blame")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama and a Gemma of two layers, with their tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for family in ("llama", "gemma"):
+        save(family, folder / family)
+    return folder
+
+
+def prove(path: Path, records: Path, *options: str) -> tuple[int, Record]:
+    code = suite("--checkpoint", str(path), "--records", str(records), *SMALL, *options)
+    (record,) = load_folder(records)
+    return code, record
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_our_patch_is_equal_on_the_checkpoints_own_weights(folder: Path, tmp_path: Path, family: str) -> None:
+    code, record = prove(folder / family, tmp_path, "--patch", OURS)
+    assert code == 0, record.reason
+    assert (record.dtype, record.profile, record.truth) == ("float32", "text", "float64")
+    assert record.census["linear_cross_entropy"] == 1
+    assert record.census["rms_norm"] == 3, "two in the one layer that is left, and the last"
+    steps = set(record.losses["truth"])
+    assert {"initial: text 0", "initial: packed 1", "initial: masked 2", "SGD: masked 2", "SGD: evaluation"} <= steps
+    assert not any(step.startswith("AdamW") for step in steps)
+
+
+def test_a_fault_is_found_by_the_command(folder: Path, tmp_path: Path) -> None:
+    patch = "tests.mutants:n1a_norm_without_offset"
+    arguments = ("--patch", patch, "--records", str(tmp_path), "-q", "-p", "no:xdist", "-p", "no:faulthandler")
+    try:
+        assert main(["prove", str(folder / "gemma"), *arguments, *SMALL]) == 1
+    finally:
+        restore()
+    (record,) = load_folder(tmp_path)
+    assert record.verdict == "different"
+    assert "logits" in record.reason or "loss" in record.reason
+
+
+def test_the_command_takes_only_its_own_options_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(tmp_path), "--patch", OURS])
+
+
+def test_its_weights_are_those_on_the_disk_cut_to_the_first_layers(folder: Path) -> None:
+    whole, cut = Checkpoint(str(folder / "llama")), Checkpoint(str(folder / "llama"), layers=1)
+    before, after = whole.build(0).state_dict(), cut.build(0).state_dict()
+    assert {name for name in before if ".layers.1." in name} == before.keys() - after.keys()
+    assert after
+    for name, weight in after.items():
+        assert torch.equal(weight, before[name])
+
+
+def test_a_text_of_ones_own_is_what_it_trains_on(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab " * 400)
+    row = Checkpoint(str(folder / "llama"), text=str(tmp_path / "a.txt"))
+    (batch,) = row.data("text", 0, torch.float32)[0][0].batches
+    default = Checkpoint(str(folder / "llama")).data("text", 0, torch.float32)[0][0].batches[0]
+    assert len(batch.input_ids.unique()) < 6 < len(default.input_ids.unique())
+
+
+def test_a_name_says_all_that_it_was_made_with(tmp_path: Path) -> None:
+    for row in (
+        Checkpoint("/a folder/x?y=1"),
+        Checkpoint("/x", layers=3, rows=1, length=99, steps=2, text="/a b/&text=?.txt"),
+    ):
+        assert find(row.name) == row
+
+
+def edited(folder: Path, to: Path, **changes: object) -> Path:
+    """A copy of the Llama whose config.json has other values; None takes one away."""
+    shutil.copytree(folder / "llama", to)
+    config = json.loads((to / "config.json").read_text()) | changes
+    (to / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "shown"),
+    [
+        ({"model_type": "nosuch"}, (), ("model_type is 'nosuch'", "does not know")),
+        ({"model_type": "nosuch", "auto_map": {"AutoConfig": "a.B"}}, (), ("needs remote code",)),
+        ({"architectures": ["LlamaForSequenceClassification"]}, (), ("has no causal language model",)),
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, (), ("no causal language model",)),
+        ({"quantization_config": {"quant_method": "fp8"}}, (), ("is quantised",)),
+        ({"vocab_size": 100}, (), ("do not belong together",)),
+        ({}, ("--layers", "3"), ("--layers 3", "1 to 2")),
+        ({}, ("--rows", "0"), ("--rows 0", "from 1 on")),
+        ({}, ("--length", "129"), ("--length 129", "16 to 128")),
+        ({}, ("--text", "no/such/file"), ("there is no such file",)),
+        ({}, ("--rows", "100000"), ("has", "tokens, and a batch takes more than 12800000", "longer text")),
+        ({}, ("--setups", "compile"), ("no set-up",)),
+    ],
+)
+def test_what_cannot_be_proven_is_a_usage_error(folder, tmp_path, capfd, changes, options, shown):
+    path = edited(folder, tmp_path / "copy", **changes)
+    assert collect("--device", "cpu", "--checkpoint", str(path), *options) == pytest.ExitCode.USAGE_ERROR
+    error = capfd.readouterr().err
+    for part in shown:
+        assert part in error
+
+
+@pytest.mark.parametrize(
+    ("gone", "shown"),
+    [("config.json", "has no config.json"), ("*.safetensors", "has no *.safetensors"), ("token*", "has no tokenizer")],
+)
+def test_a_missing_file_is_a_usage_error(folder, tmp_path, capfd, gone, shown):
+    path = edited(folder, tmp_path / "copy")
+    for file in path.glob(gone):
+        file.unlink()
+    assert collect("--device", "cpu", "--checkpoint", str(path)) == pytest.ExitCode.USAGE_ERROR
+    assert shown in capfd.readouterr().err
+
+
+def test_options_of_a_checkpoint_need_one(capfd):
+    assert collect("--device", "cpu", "--layers", "2") == pytest.ExitCode.USAGE_ERROR
+    assert "--checkpoint PATH" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("more", "shown"), [(0, "--layers 1 fits"), (-1, "One layer does not fit either")])
+def test_one_that_does_not_fit_is_a_usage_error_that_says_what_would(folder, monkeypatch, capfd, more, shown):
+    free = Checkpoint(str(folder / "llama"), layers=1, length=16).plan("float32", "cpu").host + more
+    Checkpoint.plan.cache_clear()
+    monkeypatch.setattr(memory, "available", lambda device: (0, free))
+    monkeypatch.setattr(Checkpoint, "build", lambda *_: pytest.fail("it was loaded"))
+    options = ("--checkpoint", str(folder / "llama"), "--device", "cpu", "--length", "16")
+    assert suite(*options) == pytest.ExitCode.USAGE_ERROR
+    Checkpoint.plan.cache_clear()
+    error = capfd.readouterr().err
+    assert "does not fit" in error
+    assert shown in error
+
+
+def test_the_truth_is_in_float32_where_float64_does_not_fit(folder, monkeypatch):
+    row = Checkpoint(str(folder / "llama"), length=16)
+    needs = {dtype: memory.plan(row.empty(), 4, 16, torch.bfloat16, "cpu", torch.float32) for dtype in (1, 2)}
+    monkeypatch.setattr(memory, "available", lambda device: (0, needs[1].host - 1))
+    found = memory.plan(row.empty(), 4, 16, torch.bfloat16, "cpu", torch.float32)
+    assert found.fits
+    assert found.truth is torch.float32
+    assert not memory.plan(row.empty(), 4, 16, torch.float32, "cpu", torch.float32).fits
+
+
+def test_projections_of_a_large_tensor_keep_error_gain_and_every_wrong_row_and_column():
+    truth = torch.randn(700, 900, dtype=torch.float64)
+    noise = 1e-3 * torch.randn_like(truth)
+    assert is_large(truth)
+    assert truth.numel() > LARGE
+    t, off = project(truth), project(truth + noise) - project(truth)
+    assert t.shape == (700 + 900,)
+    assert float(off.square().mean().sqrt()) == pytest.approx(1e-3, rel=0.1)
+    torch.testing.assert_close(project(1.01 * truth), 1.01 * t)
+    wrong = truth.clone()
+    wrong[699] *= 1.5
+    assert int((project(wrong) - t)[:700].abs().argmax()) == 699
+    wrong = truth.clone()
+    wrong[:, 450] = 0
+    assert int((project(wrong) - t)[700:].abs().argmax()) == 450
+    wrong[3, 4] = float("nan")
+    assert not bool(project(wrong).isfinite().all())
+
+
+def test_a_large_weight_is_moved_by_one_unit_everywhere_and_alike_in_every_arm():
+    weight = torch.rand(700, 900) + 1
+    moved = [nudged(weight, torch.bfloat16, torch.Generator().manual_seed(5)) for _ in range(2)]
+    assert torch.equal(*moved)
+    steps = (moved[0].double() / weight - 1).abs() / torch.finfo(torch.bfloat16).eps
+    assert float(steps.min()) > 0.4
+    assert float(steps.max()) < 1.6
+    assert float((moved[0] > weight).double().mean()) == pytest.approx(0.5, abs=0.01)
