@@ -107,6 +107,25 @@ def norm(place: Place, rows: int, hidden: int, formula: str) -> Case:
     )
 
 
+def layer_norm(place: Place, rows: int, hidden: int) -> Case:
+    """Eager is torch's own kernel."""
+
+    def torchs(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (hidden,), weight, bias, EPS)
+
+    return Case(
+        "layer_norm",
+        f"{rows}x{hidden}",
+        rows,
+        lambda n: (place.randn(n, hidden), place.randn(hidden), place.randn(hidden)),
+        lambda x, weight, bias: ops.layer_norm(x, weight, bias, EPS),
+        torchs,
+        torchs,
+        5 * rows * hidden * place.dtype.itemsize,
+        16 * rows * hidden,
+    )
+
+
 def add_norm(place: Place, rows: int, hidden: int) -> Case:
     """Both results are used, as in a model: the sum is the next block's residual."""
     return Case(
@@ -322,6 +341,7 @@ def cases(place: Place) -> list[Case]:
         norm(place, 8192, 4096, "offset_scale_then_cast"),
         *(norm(place, *shape, "cast_then_scale") for shape in ((8192, 8192), (32768, 4096))),
         *(add_norm(place, *shape) for shape in ((2048, 4096), (8192, 4096), (32768, 4096))),
+        *(layer_norm(place, *shape) for shape in ((2048, 4096), (8192, 1152), (8192, 4096), (32768, 4096))),
         rope(place, 4, 8192, 32, 8, 128),
         glu(place, "swiglu", 8192, 11008),
         glu(place, "geglu", 8192, 14336),
