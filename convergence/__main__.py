@@ -22,6 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--html", type=Path, metavar="FILE", help="one self-contained page (needs jinja2)")
     command.add_argument("--markdown", type=Path, metavar="FILE", help="a summary for a CI's page")
     command.add_argument("--junit", type=Path, metavar="FILE", help="a test case per record")
+    command.add_argument(
+        "--trend",
+        action="store_true",
+        help="the page (report.html without --html) also shows each case's older records",
+    )
     commands.add_parser("setups", help="a Markdown table: set-up, order, fused, equal")
     for command in commands.choices.values():
         command.add_argument(
@@ -39,14 +44,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
-        records = newest(load_all(options.records))
+        everything = load_all(options.records)
+        records, history = newest(everything), []
         if options.command == "setups":
             print("\n".join(report.setups(records)))
             return 0
+        if options.trend:  # one entry a case; its other environments are in its trend
+            records, history = [*{record.case: record for record in everything}.values()], everything
+            options.html = options.html or Path("report.html")
         made = {
             path: make(records)
             for path, make in (
-                (options.html, html.page),
+                (options.html, lambda records: html.page(records, history)),
                 (options.markdown, report.markdown),
                 (options.junit, report.junit),
             )

@@ -50,8 +50,8 @@ def available() -> bool:
     return True
 
 
-def page(records: Sequence[Record]) -> str:
-    """The HTML of ``records``, the failed ones first.
+def page(records: Sequence[Record], history: Sequence[Record] = ()) -> str:
+    """The HTML of ``records``, the failed ones first, each with how it came to that in ``history``.
 
     Raises:
         ValueError: jinja2 is not installed, or there is no record.
@@ -75,7 +75,10 @@ def page(records: Sequence[Record]) -> str:
     ordered = sorted(records, key=lambda record: (passed(record) is not False, passed(record) is None))
     environments = Counter(_environment(record) for record in records)
     return environment.get_template(TEMPLATE).render(
-        cases=[_case(record, several=len(environments) > 1) for record in ordered],
+        cases=[
+            _case(record, len(environments) > 1, [other for other in history if other.case == record.case])
+            for record in ordered
+        ],
         counts=Counter(record.verdict for record in ordered),
         failed=sum(passed(record) is False for record in records),
         environments=[(dict(environment), count) for environment, count in environments.items()],
@@ -100,7 +103,7 @@ def _environment(record: Record) -> tuple[tuple[str, str], ...]:
     return (("runs on", record.device), *record.versions.items())
 
 
-def _case(record: Record, several: bool) -> dict[str, Any]:
+def _case(record: Record, several: bool, history: Sequence[Record]) -> dict[str, Any]:
     return {
         "record": record,
         "state": {True: "pass", False: "fail", None: "none"}[passed(record)],
@@ -109,6 +112,7 @@ def _case(record: Record, several: bool) -> dict[str, Any]:
         "worst": [(name, _bar(worst)) for name in STATISTICS[:2] if (worst := record.worst(name))],
         "failures": failures_by_tensor(record),
         "charts": _charts(record),
+        "trends": _trends(history),
         "losses": [
             (step, [_short(record.losses.get(arm, {}).get(step)) for arm in ARMS])
             for step in dict.fromkeys(step for losses in record.losses.values() for step in losses)
@@ -159,6 +163,40 @@ def _charts(record: Record) -> list[Chart]:
     ]
 
 
+def _trends(history: Sequence[Record]) -> list[Chart]:
+    """What one case came to in each of its records, grouped by version and in order of time within one."""
+    if len(history) < 2:
+        return []
+    versions = [_versions(record, history) for record in history]
+    order = sorted(range(len(history)), key=lambda i: (versions.index(versions[i]), history[i].at))
+    labels = [f"{versions[i]}: {history[i].at[:16].replace('T', ' ')} {history[i].verdict}" for i in order]
+
+    def judged(kind: str) -> dict[str, list[float]]:
+        worst = [history[i].worst(kind) for i in order]
+        pairs = {"bound": [s.bound if s else math.nan for s in worst]}
+        return pairs | {"candidate": [s.value if s else math.nan for s in worst]}
+
+    return [
+        _chart(
+            "Worst error ratio", "The error ratio nearest to its bound, of every record", judged("error ratio"), labels
+        ),
+        _chart("Worst gain", "The gain nearest to its bound, of every record", judged("gain"), labels),
+        _chart(
+            "Seconds",
+            "The seconds that the case took, of every record",
+            {"candidate": [history[i].seconds for i in order]},
+            labels,
+        ),
+    ]
+
+
+def _versions(record: Record, history: Sequence[Record]) -> str:
+    """The versions of ``record`` that are not the same in all of ``history``; else that of transformers."""
+    packages = ("transformers", "torch", "triton", "liger-kernels")
+    differ = [name for name in packages if len({other.versions.get(name) for other in history}) > 1]
+    return ", ".join(f"{name} {record.versions.get(name, '?')}" for name in differ or packages[:1])
+
+
 def _chart(
     title: str, about: str, series: dict[str, list[float]], steps: Sequence[str], logarithmic: bool = False
 ) -> Chart:
@@ -203,7 +241,7 @@ def _chart(
         title,
         about,
         lines,
-        [(x(i), y(value)) for i, value in enumerate(series["candidate"]) if math.isfinite(value)],
+        [(x(i), y(value)) for i, value in enumerate([*series.values()][-1]) if math.isfinite(value)],
         [(level_at(level), label) for level, label in levels.items()],
         [(round(LEFT + width * phases.index(phase), 1), phase) for phase in dict.fromkeys(phases)],
         [

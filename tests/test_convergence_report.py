@@ -131,7 +131,7 @@ def test_a_browser_shows_it(tmp_path):
     """Without an error or a request, which the page's own policy forbids and the console would name; as wide as a
     phone, with every case open; in both schemes with the contrast of 4.5 that WCAG asks for; by keyboard."""
     page = tmp_path / "report.html"
-    html.write(MIXED, page)
+    page.write_text(html.page([*MIXED, HISTORY[-1]], HISTORY), encoding="utf-8")
     with browser.chromium(tmp_path / "profile") as shown:
         run = shown.execute_script
         backgrounds = set()
@@ -147,7 +147,7 @@ def test_a_browser_shows_it(tmp_path):
             assert least >= 4.5
             backgrounds.add(background)
         assert len(backgrounds) == 2
-        assert shown.title == f"3 of {len(MIXED)} cases failed"
+        assert shown.title == f"3 of {len(MIXED) + 1} cases failed"
         heights = run("return [...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().height)")
         assert min(heights) > 100
         run("document.querySelectorAll('details').forEach(each => each.open = false)")
@@ -250,6 +250,60 @@ def test_the_command_reports_merged_records(tmp_path, capsys):
     assert "1 of 1 cases failed" in made["markdown"].read_text()
     assert ElementTree.parse(made["junit"]).getroot().get("failures") == "1"
     assert capsys.readouterr().out == ""
+
+
+def drifting(day: int, transformers: str = "5.23.0", **fields) -> Record:
+    """A case whose error ratio and time grow day by day."""
+    statistics = [
+        Statistic("loss", STEPS[0], kind, value, bound)
+        for kind, value, bound in (("error ratio", 1 + day / 10, 2.4), ("gain", day * 1e-8, 2.7e-7))
+    ]
+    versions = {"python": "3.11.7", "torch": "2.13.0", "transformers": transformers}
+    at = f"2026-01-{day:02}T00:00:00+00:00"
+    return case("gemma", "float32", statistics=statistics, versions=versions, at=at, seconds=day, **fields)
+
+
+HISTORY = [drifting(day) for day in range(1, 7)] + [drifting(day, "5.24.0") for day in range(7, 11)]
+
+
+def test_a_trend_shows_drift_by_date_and_version():
+    """Three charts, the bound and the candidate in each version; the candidate's line goes up, time after time."""
+    without = html.page(HISTORY[-1:])
+    assert "Trend over" not in without
+    text = html.page(HISTORY[-1:], [*HISTORY, case("llama-tied", "float32")])
+    assert "Trend over 10 records" in text
+    assert text.count("<polyline") - without.count("<polyline") == 2 * (2 + 2 + 1)
+    (ratios,) = re.findall(r"(?s)<figcaption>Worst error ratio</figcaption>(.*?)</figure>", text)
+    points = re.findall(r'<polyline class="candidate" points="([^"]*)"', ratios)
+    heights = [[float(point.split(",")[1]) for point in line.split()] for line in points]
+    assert [len(line) for line in heights] == [6, 4]
+    assert all(line == sorted(line, reverse=True) and len({*line}) == len(line) for line in heights)
+    for part in ("transformers 5.23.0: 2026-01-01 00:00 equal: bound 2.4, candidate 1.1", "transformers 5.24.0"):
+        assert part in ratios
+    assert "<figcaption>Seconds" in text
+
+
+def test_versions_that_run_side_by_side_have_a_line_each():
+    mixed = [drifting(day, version) for day in range(1, 5) for version in ("5.22.0", "5.23.0")]
+    charts = html._trends(mixed)
+    assert [len(points.split()) for arm, points in charts[0].lines if arm == "candidate"] == [4, 4]
+    assert [label for _, label in charts[0].phases] == ["transformers 5.22.0", "transformers 5.23.0"]
+
+
+def test_a_record_without_statistics_is_a_gap():
+    history = [HISTORY[0], drifting(2).__class__(**{**vars(drifting(2)), "statistics": []}), *HISTORY[2:4]]
+    assert [len(points.split()) for arm, points in html._trends(history)[0].lines if arm == "candidate"] == [1, 2]
+
+
+def test_the_command_draws_trends(tmp_path, monkeypatch):
+    """One entry a case, whatever it ran on."""
+    monkeypatch.chdir(tmp_path)
+    for record in HISTORY:
+        write(record, tmp_path / "records")
+    assert main(["report", "records", "--trend"]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Trend over 10 records" in page
+    assert "1 cases, none failed" in page
 
 
 def test_the_command_refuses_what_is_no_record(tmp_path, capsys):
