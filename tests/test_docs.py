@@ -15,7 +15,7 @@ import torch
 import liger_kernels
 from tests.pages import PAGES, ROOT, blocks, write_modules
 from tests.patching_checks import tiny
-from tools import longest_sequences, models_picture
+from tools import longest_sequences, models_picture, prose
 
 # The only blocks that may stay unrun here: page, package. trl is in the cells of the matrix.
 UNRUN = {("docs/how-to/trainers.md", "trl"), ("docs/how-to/packed-samples.md", "trl")}
@@ -77,8 +77,8 @@ def test_no_page_takes_longer_to_read_than_ten_minutes(page: Path) -> None:
 
 def test_what_tools_write_is_what_the_pages_say() -> None:
     table = "\n".join(longest_sequences.table())
-    for page in ("README.md", "docs/evidence/longest-sequences.md"):
-        assert table in (ROOT / page).read_text(encoding="utf-8"), f"{page}: python -m tools.longest_sequences"
+    for name in ("README.md", "docs/evidence/longest-sequences.md"):
+        assert table in (ROOT / name).read_text(encoding="utf-8"), f"{name}: python -m tools.longest_sequences"
     page, picture = ROOT / models_picture.PAGE, (ROOT / models_picture.PAGE).with_suffix(".svg")
     drawn = models_picture.svg(page.read_text(encoding="utf-8"))
     assert drawn == picture.read_text(encoding="utf-8"), "python -m tools.models_picture"
@@ -89,3 +89,32 @@ def test_the_formula_of_the_longest_sequence_is_near_what_was_measured() -> None
     shape = longest_sequences.BENCHMARKED
     calculated = 8192 * shape.per_token(lora=False, checkpointing=False) / longest_sequences.GIB
     assert calculated == pytest.approx(18.5 - 11.1, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("page.md", "The buffer is let go.\n", "1: 'let go': write freed"),
+        ("page.md", "It takes some 20 seconds.\n", "1: 'some 20': write about"),
+        ("page.md", "one\n\n" + 21 * "long " + "\n", "3: 105 characters"),
+        ("module.py", '"""One.\n\nA door to two.\n"""\n', "3: 'door': write alias"),
+        ("module.py", 'def f():\n    """In ratio to it."""\n', "2: 'In ratio to': write relative to"),
+    ],
+)
+def test_the_prose_check_finds(name: str, text: str, found: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    (finding,) = prose.findings(tmp_path / name)
+    assert finding.startswith(f"{tmp_path / name}:{found}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("page.md", "```\nlet go\n```\n`a door` for some reason\n"),
+        ("page.md", "| " + 30 * "cell " + "|\n"),
+        ("module.py", 'door = "let go"  # beside\n'),
+    ],
+)
+def test_the_prose_check_leaves_code_and_tables(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    assert not list(prose.findings(tmp_path / name))
