@@ -231,7 +231,7 @@ def loss(place: Place, rows: int, vocab: int, weights: bool = False) -> Case:
 
 
 def computed_again(rows: int, hidden: int, vocab: int) -> int:
-    """Of how many classes the schedule "small" computes the logits twice: the others are kept in d weight's memory."""
+    """Of how many classes the schedule "small" computes the logits twice: others stay in grad_weight's memory."""
     return vocab - vocab * hidden // (rows + hidden) // 1024 * 1024
 
 

@@ -5,7 +5,7 @@
 Random weights in bfloat16, random tokens, every position a target, sdpa attention, no optimizer. Each arm is a model of
 its own with the same weights. Before anything is timed, an arm's loss and gradients are compared with eager's: that
 catches an arm that computes something else, and proves nothing more (``pytest convergence`` does). Times are medians of
-whole steps by CUDA events, so gaps that the host leaves are in them, and beside them the fastest step. ``eager``,
+whole steps by CUDA events, so gaps that the host leaves are in them, and with them the fastest step. ``eager``,
 ``ours`` and ``ours-small`` take turns, step by step, so that a host that slows down for a while slows them all, and so
 do ``compile`` and ``ours+compile``; the other arms run one after the other. Memory is the peak of a step, weights and
 gradients included, and nothing that the comparison or other arms hold. The first step of a shape is a number of its

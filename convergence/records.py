@@ -175,7 +175,7 @@ def versions(device: str = "cpu") -> dict[str, str]:
 
 
 def write(record: Record, folder: Path) -> Path:
-    """Add ``record`` to ``folder``, as a whole or not at all, beside what is there; returns its file.
+    """Add ``record`` to ``folder``, as a whole or not at all, next to what is there; returns its file.
 
     The name holds the time and a random part, so no file is ever replaced.
     """

@@ -127,7 +127,7 @@ def accept(
     why: str,
     differences: Sequence[Difference],
 ) -> None:
-    """Make ``found`` the baseline, and note who did it, when, why, and what it lets go."""
+    """Make ``found`` the baseline, and note who did it, when, why, and what it accepts."""
     entry = {
         "who": git_user(),
         "when": now(),

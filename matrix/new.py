@@ -63,7 +63,7 @@ def wanted(later: dict[str, list[str]], newest: Cell, prefix: str) -> dict[str, 
 
 
 def resolve(cell: Cell, wanted: dict[str, str]) -> dict[str, str]:
-    """The pins of ``cell`` with ``wanted`` instead; what these then ask for beside it, the resolver chooses.
+    """The pins of ``cell`` with ``wanted`` instead; what these then ask for in addition, the resolver chooses.
 
     Raises:
         ValueError: nothing fits together, with what the resolver said.

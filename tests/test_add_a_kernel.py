@@ -1,10 +1,9 @@
-"""docs/how-to/write-a-recogniser.md: its code runs, and does what the page says."""
+"""The kernel of docs/how-to/add-an-op.md and write-a-recogniser.md does what the pages say."""
 
 from __future__ import annotations
 
 import copy
 import importlib
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,21 +17,18 @@ from torch import nn
 import liger_kernels
 from liger_kernels.patching import register
 from liger_kernels.patching.modules import kernel_names
-
-PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "write-a-recogniser.md"
+from tests.pages import write_modules
 
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The page's modules. The first line of each block of code says its file."""
-    blocks = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL))
-    assert len(blocks) == PAGE.read_text(encoding="utf-8").count("```python")
-    for name, code in blocks.items():
-        (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+    """The modules of the pages."""
+    names = write_modules(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in blocks})
-    for name in blocks:
-        del sys.modules[name]
+    wanted = ("relu_squared", "recogniser", "use")
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in wanted})
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 class ReLUSquared(nn.Module):

@@ -100,10 +100,10 @@ def _norm(formula: str, weighted: bool = True) -> Case:
         return rows, {"weight": torch.randn(sizes.hidden, dtype=dtype)} if weighted else {}
 
     def compute(x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor | None = None) -> tuple[Tensors, Tensors]:
-        leaves = {"d x": x.requires_grad_()} | ({} if weight is None else {"d weight": weight.requires_grad_()})
+        leaves = {"grad_x": x.requires_grad_()} | ({} if weight is None else {"grad_weight": weight.requires_grad_()})
         y = ops.rms_norm(x, weight, formula=formula)
         grads = _grads(y, leaves, dy)
-        return {"y": y, "d x": grads.pop("d x")}, grads
+        return {"y": y, "grad_x": grads.pop("grad_x")}, grads
 
     return Case(inputs, compute)
 
@@ -133,10 +133,14 @@ def _sum_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
 def _sum(
     x: torch.Tensor, residual: torch.Tensor, dy: torch.Tensor, dtotal: torch.Tensor, weight: torch.Tensor
 ) -> tuple[Tensors, Tensors]:
-    leaves = {"d x": x.requires_grad_(), "d residual": residual.requires_grad_(), "d weight": weight.requires_grad_()}
+    leaves = {
+        "grad_x": x.requires_grad_(),
+        "grad_residual": residual.requires_grad_(),
+        "grad_weight": weight.requires_grad_(),
+    }
     y, total = ops.add_rms_norm(x, residual, weight)
     grads = _grads((y, total), leaves, (dy, dtotal))
-    return {"y": y, "total": total, "d x": grads.pop("d x"), "d residual": grads.pop("d residual")}, grads
+    return {"y": y, "total": total, "grad_x": grads.pop("grad_x"), "grad_residual": grads.pop("grad_residual")}, grads
 
 
 def _rope_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
@@ -153,7 +157,7 @@ def _rope(
     def sequence(x: torch.Tensor) -> torch.Tensor:  # a view of [1, heads, rows, width]
         return x.transpose(0, 1)[None]
 
-    leaves = {"d q": q.requires_grad_(), "d k": k.requires_grad_()}
+    leaves = {"grad_q": q.requires_grad_(), "grad_k": k.requires_grad_()}
     turned = ops.rope(sequence(q), sequence(k), cos[None], sin[None])
     grads = _grads(turned, leaves, (sequence(dq), sequence(dk)))
     turned_q, turned_k = (x[0].transpose(0, 1) for x in turned)
@@ -166,22 +170,22 @@ def _glu(op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Case:
 
     def compute(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> tuple[Tensors, Tensors]:
         y = op(gate.requires_grad_(), up.requires_grad_())
-        return {"y": y, **_grads(y, {"d gate": gate, "d up": up}, dy)}, {}
+        return {"y": y, **_grads(y, {"grad_gate": gate, "grad_up": up}, dy)}, {}
 
     return Case(inputs, compute)
 
 
 def _glu_linear(op: Callable[..., torch.Tensor]) -> Case:
     def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-        rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("gate", "up", "d out")}
+        rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("gate", "up", "grad_out")}
         return rows, {"weight": torch.randn(64, sizes.hidden, dtype=dtype), "bias": torch.randn(64, dtype=dtype)}
 
     def compute(**inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
-        d_out = inputs.pop("d out")[:, :64]
-        leaves = {f"d {name}": tensor.requires_grad_() for name, tensor in inputs.items()}
+        d_out = inputs.pop("grad_out")[:, :64]
+        leaves = {f"grad_{name}": tensor.requires_grad_() for name, tensor in inputs.items()}
         out = op(**inputs)
         grads = _grads(out, leaves, d_out)
-        return {"out": out, **{name: grads.pop(name) for name in ("d gate", "d up")}}, grads
+        return {"out": out, **{name: grads.pop(name) for name in ("grad_gate", "grad_up")}}, grads
 
     return Case(inputs, compute)
 
@@ -189,7 +193,7 @@ def _glu_linear(op: Callable[..., torch.Tensor]) -> Case:
 def _targets(sizes: Sizes) -> Tensors:
     targets = torch.randint(sizes.vocab, (sizes.loss_rows,))
     targets[::7] = -100
-    return {"targets": targets, "d loss": torch.rand(sizes.loss_rows)}
+    return {"targets": targets, "grad_loss": torch.rand(sizes.loss_rows)}
 
 
 def _logits(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
@@ -206,8 +210,8 @@ def _loss(op: Callable[..., Any], first: str, reduction: str) -> Case:
     """With "mean" the divisor is given: by default it is a sum over the rows."""
 
     def compute(targets: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
-        d_loss = inputs.pop("d loss")
-        leaves = {f"d {name}": tensor.requires_grad_() for name, tensor in inputs.items()}
+        d_loss = inputs.pop("grad_loss")
+        leaves = {f"grad_{name}": tensor.requires_grad_() for name, tensor in inputs.items()}
         options: dict[str, Any] = {
             "reduction": reduction,
             "extras": ("log_probs", "entropy"),
@@ -217,19 +221,23 @@ def _loss(op: Callable[..., Any], first: str, reduction: str) -> Case:
             options["chunk_size"] = _sizes(targets.device).chunk_size
         out = op(inputs.pop(first), targets=targets, **inputs, **options)
         grads = _grads(out.loss, leaves, d_loss if reduction == "none" else d_loss.new_tensor(0.7))
-        rows: Tensors = {"log_probs": out.log_probs, "entropy": out.entropy, f"d {first}": grads.pop(f"d {first}")}
+        rows: Tensors = {
+            "log_probs": out.log_probs,
+            "entropy": out.entropy,
+            f"grad_{first}": grads.pop(f"grad_{first}"),
+        }
         return ({"loss": out.loss} | rows, grads) if reduction == "none" else (rows, {"loss": out.loss} | grads)
 
     return Case(_logits if first == "logits" else _head, compute)
 
 
 def _log_probs(targets: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
-    d_log_probs = inputs.pop("d loss")
-    leaves = {f"d {name}": tensor.requires_grad_() for name, tensor in inputs.items()}
+    d_log_probs = inputs.pop("grad_loss")
+    leaves = {f"grad_{name}": tensor.requires_grad_() for name, tensor in inputs.items()}
     given: dict[str, Any] = {"targets": targets, **inputs, "temperature": 0.7, "outputs": OUTPUTS}
     rows: Tensors = ops.linear_log_probs(**given)._asdict()
     grads = _grads((rows["log_probs"], rows["entropy"]), leaves, (d_log_probs, d_log_probs.square()))
-    return rows | {"d hidden": grads.pop("d hidden")}, grads
+    return rows | {"grad_hidden": grads.pop("grad_hidden")}, grads
 
 
 def _packed(sizes: Sizes, dtype: torch.dtype, class_weight: bool) -> tuple[Tensors, Tensors]:

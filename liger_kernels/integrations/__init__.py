@@ -1,4 +1,4 @@
-"""The names that users of transformers know, each a thin door to :mod:`liger_kernels.patching`.
+"""The names that users of transformers know, each a thin alias of :mod:`liger_kernels.patching`.
 
 ``apply_liger_kernel_to_<family>()`` with a model patches that model. Without one it is called before the model exists:
 from then on every model of that family is patched as it is built, on the meta device, too, so that ``from_pretrained``

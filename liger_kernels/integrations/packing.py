@@ -15,7 +15,7 @@ class PackingLossMixin:
 
     It stands before the trainer among the base classes. With a model that is not patched, or patched with "token", it
     changes nothing. Otherwise the loss of a step is the one that ``transformers.Trainer`` takes from the model's own
-    forward: a ``compute_loss`` between, as SFTTrainer has it, does not run, and what it logs beside the loss (entropy,
+    forward: a ``compute_loss`` between, as SFTTrainer has it, does not run, and what it logs with the loss (entropy,
     token accuracy) is not logged.
 
     Raises:

@@ -31,7 +31,7 @@ __all__ = ["EXTRAS", "CrossEntropyOutput", "cross_entropy", "cross_entropy_ref"]
 
 
 class CrossEntropyOutput(NamedTuple):
-    """The loss and what was asked for beside it; ``None`` for what was not. Only the loss is differentiable.
+    """The loss and what was asked for with it; ``None`` for what was not. Only the loss is differentiable.
 
     Attributes:
         loss: float32, 0-d, or [tokens] for reduction "none".

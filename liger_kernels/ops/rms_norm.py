@@ -16,7 +16,7 @@ the next rows' loads in flight and keeps its part of dL/dweight in float32 regis
 a fixed order.
 
 :func:`add_rms_norm` adds before it normalises, as between two blocks of a model: total = x + residual, y = norm of
-total, in the same two kernels. total goes on beside y, so that both have a gradient:
+total, in the same two kernels. total goes on next to y, so that both have a gradient:
 
     dL/dx = dL/dresidual = dL/dtotal + (dL/dx above, of total)
 """

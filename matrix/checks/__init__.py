@@ -1,1 +1,1 @@
-"""What runs inside a cell's environment, beside the proof and the trainers."""
+"""What runs inside a cell's environment in addition to the proof and the trainers."""

@@ -1,0 +1,121 @@
+"""The code of README, tutorials and how-tos runs as it stands; links of README and its like lead somewhere."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import liger_kernels
+from tests.pages import PAGES, ROOT, blocks, write_modules
+from tests.patching_checks import tiny
+from tools import longest_sequences, models_picture, prose
+
+# The only blocks that may stay unrun here: page, package. trl is in the cells of the matrix.
+UNRUN = {("docs/how-to/trainers.md", "trl"), ("docs/how-to/packed-samples.md", "trl")}
+WITH_CODE = [page for page in PAGES if blocks(page)]
+
+
+@pytest.fixture
+def as_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty folder that has the pages' modules; afterwards the process is as it was."""
+    names = write_modules(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    random = torch.get_rng_state()
+    yield
+    torch.set_rng_state(random)
+    liger_kernels.revert_liger_kernel()
+    for name in list(sys.modules):
+        if name in names or name.partition(".")[0] == "trl":  # a page wants to be the first to import trl
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs(page: Path, as_a_reader: None) -> None:
+    namespace: dict[str, object] = {"__name__": "page"}
+    if page.stem == "README":
+        namespace["model"] = tiny("llama")  # "any Hugging Face causal LM"
+    for block in blocks(page):
+        if block.module:
+            importlib.import_module(block.module)
+        elif not block.needs or importlib.util.find_spec(block.needs):
+            code = "\n" * (block.line - 1) + block.code  # so that a traceback has the page's line
+            exec(compile(code, str(page), "exec"), namespace)
+
+
+def test_only_known_blocks_need_what_the_tests_lack() -> None:
+    needing = {(str(page.relative_to(ROOT)), block.needs) for page in PAGES for block in blocks(page) if block.needs}
+    assert needing == UNRUN
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_of_the_pages_outside_of_the_site(page: str) -> None:
+    """mkdocs checks those inside of it."""
+    for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", (ROOT / page).read_text(encoding="utf-8")):
+        found = ROOT / (target or page)
+        assert found.exists(), f"{page}: {target}"
+        assert not anchor or anchor in headings(found), f"{page}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+def test_no_page_takes_longer_to_read_than_ten_minutes(page: Path) -> None:
+    words = re.sub(r"[|]|---", " ", page.read_text(encoding="utf-8")).split()
+    assert len(words) <= 2000, f"{page}: {len(words)} words, at most 2000; split it"
+
+
+def test_what_tools_write_is_what_the_pages_say() -> None:
+    table = "\n".join(longest_sequences.table())
+    for name in ("README.md", "docs/evidence/longest-sequences.md"):
+        assert table in (ROOT / name).read_text(encoding="utf-8"), f"{name}: python -m tools.longest_sequences"
+    page, picture = ROOT / models_picture.PAGE, (ROOT / models_picture.PAGE).with_suffix(".svg")
+    drawn = models_picture.svg(page.read_text(encoding="utf-8"))
+    assert drawn == picture.read_text(encoding="utf-8"), "python -m tools.models_picture"
+
+
+def test_the_formula_of_the_longest_sequence_is_near_what_was_measured() -> None:
+    """docs/evidence/whole-models.md: a llama step of 16384 tokens takes 7.4 GiB more than one of 8192 (18.5, 11.1)."""
+    shape = longest_sequences.BENCHMARKED
+    calculated = 8192 * shape.per_token(lora=False, checkpointing=False) / longest_sequences.GIB
+    assert calculated == pytest.approx(18.5 - 11.1, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("page.md", "The buffer is let go.\n", "1: 'let go': write freed"),
+        ("page.md", "It takes some 20 seconds.\n", "1: 'some 20': write about"),
+        ("page.md", "one\n\n" + 21 * "long " + "\n", "3: 105 characters"),
+        ("module.py", '"""One.\n\nA door to two.\n"""\n', "3: 'door': write alias"),
+        ("module.py", 'def f():\n    """In ratio to it."""\n', "2: 'In ratio to': write relative to"),
+    ],
+)
+def test_the_prose_check_finds(name: str, text: str, found: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    (finding,) = prose.findings(tmp_path / name)
+    assert finding.startswith(f"{tmp_path / name}:{found}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("page.md", "```\nlet go\n```\n`a door` for some reason\n"),
+        ("page.md", "| " + 30 * "cell " + "|\n"),
+        ("module.py", 'door = "let go"  # beside\n'),
+    ],
+)
+def test_the_prose_check_leaves_code_and_tables(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    assert not list(prose.findings(tmp_path / name))
