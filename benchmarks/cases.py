@@ -122,6 +122,23 @@ def add_norm(place: Place, rows: int, hidden: int) -> Case:
     )
 
 
+def layer_norm(place: Place, rows: int, hidden: int) -> Case:
+    def torchs(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (hidden,), weight, bias, EPS)
+
+    return Case(
+        "layer_norm",
+        f"{rows}x{hidden}",
+        rows,
+        lambda n: (place.randn(n, hidden), place.randn(hidden), place.randn(hidden)),
+        lambda x, weight, bias: ops.layer_norm(x, weight, bias, EPS),
+        torchs,
+        lambda x, weight, bias: ops.layer_norm_ref(x, weight, bias, EPS),
+        5 * rows * hidden * place.dtype.itemsize,
+        16 * rows * hidden,
+    )
+
+
 def rope(place: Place, batch: int, seq: int, heads: int, kv_heads: int, dim: int) -> Case:
     def inputs(rows: int) -> Tensors:
         angles = torch.rand(1, rows, dim // 2, device=place.device) * 6.3
@@ -322,6 +339,7 @@ def cases(place: Place) -> list[Case]:
         norm(place, 8192, 4096, "offset_scale_then_cast"),
         *(norm(place, *shape, "cast_then_scale") for shape in ((8192, 8192), (32768, 4096))),
         *(add_norm(place, *shape) for shape in ((2048, 4096), (8192, 4096), (32768, 4096))),
+        *(layer_norm(place, *shape) for shape in ((2048, 4096), (8192, 1024), (8192, 4096), (32768, 4096))),
         rope(place, 4, 8192, 32, 8, 128),
         glu(place, "swiglu", 8192, 11008),
         glu(place, "geglu", 8192, 14336),
