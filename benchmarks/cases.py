@@ -107,25 +107,6 @@ def norm(place: Place, rows: int, hidden: int, formula: str) -> Case:
     )
 
 
-def layer_norm(place: Place, rows: int, hidden: int) -> Case:
-    """Eager is torch's own kernel."""
-
-    def torchs(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (hidden,), weight, bias, EPS)
-
-    return Case(
-        "layer_norm",
-        f"{rows}x{hidden}",
-        rows,
-        lambda n: (place.randn(n, hidden), place.randn(hidden), place.randn(hidden)),
-        lambda x, weight, bias: ops.layer_norm(x, weight, bias, EPS),
-        torchs,
-        torchs,
-        5 * rows * hidden * place.dtype.itemsize,
-        16 * rows * hidden,
-    )
-
-
 def add_norm(place: Place, rows: int, hidden: int) -> Case:
     """Both results are used, as in a model: the sum is the next block's residual."""
     return Case(
@@ -138,6 +119,23 @@ def add_norm(place: Place, rows: int, hidden: int) -> Case:
         ops.add_rms_norm_ref,
         8 * rows * hidden * place.dtype.itemsize,
         14 * rows * hidden,
+    )
+
+
+def layer_norm(place: Place, rows: int, hidden: int) -> Case:
+    def torchs(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (hidden,), weight, bias, EPS)
+
+    return Case(
+        "layer_norm",
+        f"{rows}x{hidden}",
+        rows,
+        lambda n: (place.randn(n, hidden), place.randn(hidden), place.randn(hidden)),
+        lambda x, weight, bias: ops.layer_norm(x, weight, bias, EPS),
+        torchs,
+        lambda x, weight, bias: ops.layer_norm_ref(x, weight, bias, EPS),
+        5 * rows * hidden * place.dtype.itemsize,
+        16 * rows * hidden,
     )
 
 

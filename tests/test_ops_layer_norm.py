@@ -111,6 +111,11 @@ def test_a_large_mean_costs_no_variance(device, mean) -> None:
     three_way(y, layer_norm_ref(x), truth, torch.float32, "y", 16)
 
 
+def test_padding_does_not_count_in_16_bits(device) -> None:
+    """Where a row's mean is as large as its deviation, columns beyond the row would."""
+    check((randn(16, 80, dtype=torch.bfloat16, device=device) + 1.0).detach().requires_grad_())
+
+
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_float32_weights_under_bfloat16_input(device, zero_centered) -> None:
     x = randn(7, 96, dtype=torch.bfloat16, device=device)

@@ -40,7 +40,7 @@ _ON_NEOX: dict[str, Any] = {"kernel": "layer_norm", "model": "gpt_neox"}
 _LAYER_NORM = (
     _forward("layer_norm_does_not_centre", "The mean is not subtracted.", (_CENTRED, "x"), **_ON_NEOX),
     _forward("layer_norm_centres_the_padding", "Columns beyond the row count in the variance.",
-        (_CENTRED, "x - mean[:, None]"), **_ON_NEOX),
+        (_CENTRED, "x - mean[:, None]"), **_ON_NEOX, dtypes=("float32",)),
     _forward("layer_norm_without_bias", "The bias is not added.", ("bias_ptr is not None", "False"), **_ON_NEOX),
     _backward("layer_norm_gradient_not_centred", "The gradient's mean is not taken off.",
         (_LAYER_DX, "(dy - norm * projection[:, None]) * rstd[:, None]"), **_ON_NEOX, sample=True),
