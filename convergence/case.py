@@ -123,9 +123,10 @@ def _ask_for_confident_predictions(template: nn.Module, inputs: list[Step]) -> N
 def absent(case: Case) -> str:
     """Why ``case`` cannot be had here; empty where it can."""
     model = find(case.model)
-    if not model.is_available():
-        return f"this transformers has no {model.architecture}"
-    return "" if case.setup == "plain" else SETUPS[case.setup].absent(model.build(case.seed), case.dtype, case.device)
+    missing = model.absent(case.dtype, case.device)
+    if missing or case.setup == "plain":
+        return missing
+    return SETUPS[case.setup].absent(model.build(case.seed), case.dtype, case.device)
 
 
 def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> Record:

@@ -62,6 +62,10 @@ class Row:
         """Whether the installed transformers has its architecture."""
         return True
 
+    def absent(self, dtype: str, device: str) -> str:
+        """Why arms of ``dtype`` cannot be had here; empty where they can."""
+        return "" if self.is_available() else f"this transformers has no {self.architecture}"
+
     def model_class(self) -> Any:
         raise NotImplementedError
 
@@ -129,11 +133,12 @@ def initialise(model: Any, seed: int) -> None:
     (probability above 0.99), others are not. The router of a mixture sees the token through a few strong embedding
     dimensions, so that which experts it chooses does not hang on rounding.
     """
-    generator = torch.Generator().manual_seed(seed)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    device = head.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator, device=device)
             if parameter.ndim == 1:
                 parameter.add_(0.25 * noise)
             else:
@@ -143,11 +148,11 @@ def initialise(model: Any, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith(("block_sparse_moe.gate.weight", "mlp.gate.weight")):
                 experts = parameter.shape[0]
-                levels = torch.linspace(-8.0, 8.0, experts)
-                for token in range(embedding.weight.shape[0]):
-                    embedding.weight[token, :experts] = levels.roll(token)
+                levels = torch.linspace(-8.0, 8.0, experts, device=device)
+                tokens = torch.arange(embedding.weight.shape[0], device=device).unsqueeze(1)
+                embedding.weight[:, :experts] = levels[(torch.arange(experts, device=device) - tokens) % experts]
                 parameter.mul_(0.1)
-                parameter[:, :experts] += torch.eye(experts)
+                parameter[:, :experts] += torch.eye(experts, device=device)
 
 
 _GEMMA = ("rms_norm", "rope", "geglu")
@@ -197,8 +202,9 @@ CORE = ("llama", "gemma", "gemma2", "gemma3")
 def find(name: str) -> Row:
     """The row of that name, of whichever kind."""
     from convergence.checkpoint import Checkpoint
+    from convergence.scale import SHAPES
 
-    return MODELS.get(name) or Checkpoint.parse(name)
+    return MODELS.get(name) or SHAPES.get(name) or Checkpoint.parse(name)
 
 
 def select(names: str) -> list[MiniModel]:

@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from convergence.patches import BUILT_IN
 
 if TYPE_CHECKING:
     from convergence.checkpoint import Checkpoint
+    from convergence.models import Row
     from convergence.records import Case, Record
 
 _PROPERTY = "convergence"
@@ -49,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--setups", default="plain", help="what arms train in: a comma-separated list, or 'all' (see docs)")
     group.addoption("--orders", default="first", choices=("first", "all"), help="patch before wrapping, or also after")
     group.addoption("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
-    group.addoption("--profile", default="hard", help="plain or hard inputs (default: hard)")
+    group.addoption("--profile", default="hard", help="plain or hard inputs, or scale: real widths (default: hard)")
     group.addoption(
         "--blame",
         action=argparse.BooleanOptionalAction,
@@ -95,11 +96,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from convergence.interpreter import prepare
 
         prepare()
-    _check_names("--profile", config.getoption("--profile"), ("plain", "hard"), single=True)
+    _check_names("--profile", config.getoption("--profile"), ("plain", "hard", "scale"), single=True)
     _check_names("--dtypes", config.getoption("--dtypes") or "float32", ("float32", "bfloat16"))
-    from convergence import models, setups
+    from convergence import setups
 
-    _check_selected("--models", config.getoption("--models"), models.select)
+    _check_selected("--models", config.getoption("--models"), functools.partial(_rows, config))
     _check_selected("--setups", config.getoption("--setups"), setups.select)
     _check_names("--scope", config.getoption("--scope"), ("instance", "class"), single=True)
     _check_checkpoint(config)
@@ -133,6 +134,18 @@ def _use_own_gpu(worker: str) -> None:
     if not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: this machine has no CUDA device; allowed here is cpu")
     torch.cuda.set_device(int(worker.removeprefix("gw")) % torch.cuda.device_count())
+
+
+def _rows(config: pytest.Config, names: str) -> Sequence[Row]:
+    """The models that ``names`` selects of those that the profile has."""
+    from convergence import models, scale
+
+    if config.getoption("--profile") != scale.PROFILE:
+        return models.select(names)
+    rows = scale.select(names)
+    if config.getoption("--device") != "cuda" and any(row.divided == 1 for row in rows):
+        raise pytest.UsageError("--profile scale needs a CUDA device, for models of real widths; here is none in use")
+    return rows
 
 
 def _check_names(option: str, value: str, allowed: tuple[str, ...], single: bool = False) -> None:
@@ -265,7 +278,6 @@ def cases(config: pytest.Config) -> list[Case]:
     """What the options ask for, ordered so that cases with the same truth and baseline follow one another, and the long
     ones in bfloat16 come first: workers then finish together."""
     from convergence.checkpoint import PROFILE
-    from convergence.models import select
     from convergence.records import Case
     from convergence.setups import select as select_setups
 
@@ -286,17 +298,22 @@ def cases(config: pytest.Config) -> list[Case]:
         for setup in select_setups(config.getoption("--setups"))
         for order in (setup.orders if config.getoption("--orders") == "all" else setup.orders[:1])
         for dtype in dtypes
-        for model in ([own] if own is not None else select(config.getoption("--models")))
+        for model in ([own] if own is not None else _rows(config, config.getoption("--models")))
         for which in ([patch] if patch else BUILT_IN if setup.name == "plain" else BUILT_IN[:1])
     ]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    row, device = checkpoint(config), config.getoption("--device")
-    if row is None:
-        return [f"convergence: device {device}, {config.getoption('--profile')} inputs"]
-    return [f"convergence: device {device}"] + [
-        row.describe(dtype.strip(), device) for dtype in config.getoption("--dtypes").split(",")
+    own, device = checkpoint(config), config.getoption("--device")
+    rows: list[Any] = [own] if own is not None else [*_rows(config, config.getoption("--models"))]
+    return [
+        f"convergence: device {device}, {config.getoption('--profile') if own is None else 'text'} inputs",
+        *(
+            row.describe(d.strip(), device)
+            for row in rows
+            if row.is_long
+            for d in config.getoption("--dtypes").split(",")
+        ),
     ]
 
 

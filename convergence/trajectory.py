@@ -33,8 +33,8 @@ class Run:
     """What one arm trains.
 
     Args:
-        template: the unpatched model on the CPU, in float32 or, of a checkpoint, in what that is saved in; it is
-            copied, never touched.
+        template: the unpatched model, on the CPU in float32; a checkpoint is in what it is saved in, a shape of scale
+            where it trains. It is copied, never touched.
         steps: the steps of the profile.
         evaluation: the batch that is evaluated after SGD.
         dtype: of the parameters. float64 is the truth. Buffers stay float32 as ``from_pretrained`` leaves them.
@@ -147,7 +147,7 @@ def build(run: Run) -> Any:
     rounded = run.rounded_to or run.dtype
     generator = torch.Generator().manual_seed(run.nudge or 0)
     for parameter in model.parameters():
-        weight = parameter.data.to(run.device if is_large(parameter) else parameter.device, rounded)
+        weight = parameter.data.to(run.device if is_large(parameter) else "cpu", rounded)
         if run.nudge is not None:
             weight = nudged(weight, rounded, generator)
         parameter.data = weight.to(run.dtype)

@@ -1,0 +1,47 @@
+"""``--profile scale`` with every size divided, so that a CPU runs the same code."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from convergence import large
+from convergence.records import load_folder
+from convergence.scale import SHAPES, select
+from tests.suite import collect, suite
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_without_a_gpu_it_is_a_usage_error(capfd):
+    assert collect("--profile", "scale") == pytest.ExitCode.USAGE_ERROR
+    assert "--profile scale needs a CUDA device" in capfd.readouterr().err
+
+
+def test_an_unknown_shape_is_named():
+    with pytest.raises(ValueError, match="'llama-tied'; allowed with --profile scale are all, llama3-8b, "):
+        select("llama-tied")
+
+
+def test_the_table_reaches_what_it_is_there_for():
+    classes = {name: row.config().vocab_size for name, row in SHAPES.items()}
+    assert max(row.rows * row.length * classes[name] for name, row in SHAPES.items()) > 2**31
+    assert {min(classes.values()) < 65536, max(classes.values()) >= 262_144} == {True}
+    assert max(row.length for row in SHAPES.values()) == 32_768
+    assert {row.config().head_dim for row in SHAPES.values()} == {64, 96, 128, 256}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_runs_divided(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, name, dataclasses.replace(SHAPES[name], divided=64))
+    monkeypatch.setattr(large, "LARGE", 2**14)
+    options = ("--profile", "scale", "--models", name, "--dtypes", "bfloat16", "--device", "cpu", "--no-blame")
+    code = suite(*options, "--patch", "convergence.patches:fused_linear", "--records", str(tmp_path))
+    (record,) = load_folder(tmp_path)
+    assert code == 0, record.failures
+    assert record.truth == "float64"
+    judged = {statistic.quantity for statistic in record.statistics}
+    assert {"loss", "gradient of the logits", "relative gradient of the logits"} <= judged
+    assert {statistic.step for statistic in record.statistics} == {"initial: scale"}
