@@ -13,8 +13,8 @@ from typing import Any
 
 
 def compile_with_wide_scalars() -> None:
-    """In the subprocess: what ``compile_all`` prints, with every number of a launch typed as Inductor types it, compiled
-    no further than to the text that is looked at."""
+    """In the subprocess: what ``compile_all`` prints, with every number of a launch typed as Inductor types it, and
+    compiled no further than to what is looked at."""
     import triton
 
     from tests import test_ops_compile
