@@ -51,7 +51,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs ``pytest convergence`` in this process. A candidate of a module that only a test knows trains elsewhere."""
+    """Runs ``pytest convergence`` in this process. The patch is imported in a process of its own."""
 
     def run(code: str, *options: str) -> int:
         (tmp_path / "patch_of_this_test.py").write_text(code)

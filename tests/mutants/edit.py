@@ -93,15 +93,18 @@ class _Place(NamedTuple):
 
 
 def _find(scope: ast.AST, old: Sequence[ast.AST]) -> Iterator[_Place]:
-    wanted = [_shape(node) for node in old]
+    wanted = [(type(node), _shape(node)) for node in old]
+
+    def alike(nodes: Sequence[object]) -> bool:  # the shape of few nodes has to be written down
+        return all(type(n) is kind and _shape(n) == shape for n, (kind, shape) in zip(nodes, wanted, strict=True))
+
     for parent in ast.walk(scope):
         for field, value in ast.iter_fields(parent):
             if isinstance(value, list):
-                shapes = [_shape(node) for node in value]
-                for start in range(len(shapes) - len(wanted) + 1):
-                    if shapes[start : start + len(wanted)] == wanted:
+                for start in range(len(value) - len(wanted) + 1):
+                    if alike(value[start : start + len(wanted)]):
                         yield _Place(parent, field, start, len(wanted))
-            elif [_shape(value)] == wanted:
+            elif len(wanted) == 1 and alike([value]):
                 yield _Place(parent, field, None, 1)
 
 
