@@ -341,6 +341,12 @@ class TensorParallel(Setup):
             plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
         return parallelize_module(model, init_device_mesh(device.type, (RANKS,)), plan)
 
+    def optimizer(self, wrapped: Any, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
+        """In two groups: on a GPU an optimizer takes the parameters of a group at once, and mixes no DTensors in."""
+        split = [p for p in wrapped.parameters() if hasattr(p, "full_tensor")]
+        whole = [p for p in wrapped.parameters() if not hasattr(p, "full_tensor")]
+        return make([{"params": group} for group in (split, whole) if group])
+
 
 class SequenceParallel(Setup):
     """Attention gathers the whole sequence. Everything else, the head and the loss included, sees one half of it.

@@ -126,14 +126,15 @@ def test_float32_weights_under_bfloat16_input(device, zero_centered) -> None:
 
 
 def test_result_of_another_dtype(device) -> None:
-    """As under autocast, which casts what goes in: no bit is lost by not casting it."""
+    """As under autocast, which casts what goes in: nothing is lost by not casting it."""
     leaves = [randn(*shape, dtype=torch.bfloat16, device=device) for shape in ((7, 96), (96,), (96,))]
     wide = [t.detach().float().requires_grad_() for t in leaves]
     upstream = [randn(7, 96, dtype=torch.float32, device=device, grad=False)]
     ours, theirs = run(partial(layer_norm, dtype=torch.float32), leaves, upstream), run(layer_norm, wide, upstream)
-    assert torch.equal(ours[0][0], theirs[0][0])
-    for gradient, exact in zip(ours[1], theirs[1], strict=True):
-        assert torch.equal(gradient, exact.bfloat16())
+    truth = run(layer_norm_ref, [t.detach().double().requires_grad_() for t in leaves], [upstream[0].double()])
+    three_way(ours[0][0], theirs[0][0], truth[0][0], torch.float32, "y")
+    for gradient, exact, true in zip(ours[1], theirs[1], truth[1], strict=True):
+        three_way(gradient, exact.bfloat16(), true, torch.bfloat16, "gradient")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
