@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.mutants import ABSENT, MUTANTS, restore
+from tests.mutants.__main__ import overview
 from tests.mutants.edit import Edit, StaleMutant
 from tests.mutants.mutant import Mutant
 from tests.once import make_once
@@ -132,6 +133,8 @@ def test_the_documentation_has_every_mutant_and_every_row() -> None:
         assert "survives" not in lines[mutant.name]
     for row in (row for group in ABSENT.values() for row in group):
         assert row in lines
+    page = (ROOT / "docs" / "evidence" / "mutants.md").read_text(encoding="utf-8")
+    assert page == overview(), "write docs/evidence/mutants*.md anew: python -m tests.mutants DIR"
 
 
 @pytest.mark.parametrize("old", ["f(a, b)", "no_such_name", "if a:\n    pass", "c=1", "a, c"])
