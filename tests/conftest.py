@@ -46,8 +46,8 @@ def little_for_the_garbage_collector() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def first_compilation() -> None:
-    """Dynamo changes ``torch.nn.Module`` when it first compiles: before the proof remembers what is unpatched, so that a
-    worker may run a test that compiles between two of the proof."""
+    """Dynamo changes ``torch.nn.Module`` when it first compiles: before the proof remembers what is unpatched, so that
+    a worker may run a test that compiles between two of the proof."""
     if "convergence.case" in sys.modules:
         torch.compile(lambda x: x, backend="eager")(torch.ones(1))
 
