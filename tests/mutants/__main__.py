@@ -35,6 +35,11 @@ fault, or in which it has a check of its own below; "?" was not measured.
 """
 
 
+def where(mutant: Mutant) -> str:
+    """The mini model, and the set-up where there is one."""
+    return mutant.model if mutant.setup == "plain" else f"{mutant.model}, {mutant.setup}"
+
+
 def cell(mutant: Mutant, dtype: str, records: dict[tuple[str, str], Record]) -> str:
     if dtype not in mutant.dtypes:
         return "-"
@@ -65,7 +70,7 @@ def page(records: list[Record]) -> str:
         }
     )
     rows = [
-        (f"`{m.name}`", m.source or "", m.does, m.model, *(cell(m, dtype, found) for dtype in DTYPES)) for m in trained
+        (f"`{m.name}`", m.source or "", m.does, where(m), *(cell(m, dtype, found) for dtype in DTYPES)) for m in trained
     ]
     lines = [_INTRO, *markdown(("mutant", "row", "what it does", "model", *DTYPES), rows), _CELLS]
     lines += [f"Measured on: {environment}." for environment in environments]
