@@ -14,7 +14,7 @@ from convergence.__main__ import main
 from convergence.checkpoint import Checkpoint
 from convergence.large import LARGE, is_large, nudged, project
 from convergence.models import find
-from convergence.records import Record, load_folder
+from convergence.records import Record, dumps, from_dict, load_folder
 from matrix.trainers.material import save
 from tests.mutants import restore
 from tests.suite import collect, suite
@@ -60,6 +60,21 @@ def test_a_fault_is_found_by_the_command(folder: Path, tmp_path: Path) -> None:
     (record,) = load_folder(tmp_path)
     assert record.verdict == "different"
     assert "logits" in record.reason or "loss" in record.reason
+
+
+def test_a_truth_in_float32_judges_bfloat16_and_the_record_says_so(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "truth", lambda self, dtype, device: torch.float32)
+    code, record = prove(folder / "llama", tmp_path, "--patch", OURS, "--dtypes", "bfloat16")
+    assert code == 0, record.reason
+    assert record.truth == "float32 with TF32 off"
+
+
+def test_a_record_of_the_schema_before_had_its_truth_in_float64():
+    data = json.loads(dumps(Record("llama-tied", "float32", OURS, "hard", "cpu", 0, versions={})))
+    del data["truth"]
+    assert from_dict({**data, "schema": 3}).truth == "float64"
+    with pytest.raises(ValueError, match="'truth' is missing"):
+        from_dict(data)
 
 
 def test_the_command_takes_only_its_own_options_elsewhere(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     trained = [mutant for mutant in chosen if mutant.check is None]
     pairs = [(mutant, dtype) for mutant in trained for dtype in mutant.dtypes if every or dtype == "float32"]
-    pairs.sort(key=lambda pair: (pair[0].model, pair[1]))
+    pairs.sort(key=lambda pair: (pair[0].setup, pair[0].model, pair[1]))
     # Small groups, so that workers end together; each loads truth and baseline once.
     size = max(4, len(pairs) // (12 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
     seen: dict[str, int] = {}
@@ -77,11 +77,11 @@ def shared_references(shared_folder: Path) -> Iterator[None]:
             file.unlink()
 
 
-def prove(patch: str, model: str, dtype: str, records: Path) -> int:
+def prove(patch: str, model: str, dtype: str, records: Path, setup: str = "plain") -> int:
     """``pytest convergence`` as users run it, in this process, which has truth and baseline already."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = ("--patch", patch, "--models", model, "--dtypes", dtype, "--device", device, "--records", str(records))
-    return suite(*options, "--no-blame")
+    return suite(*options, "--setups", setup, "--no-blame")
 
 
 def test_the_proof_kills(mutant: Mutant, dtype: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_the_proof_kills(mutant: Mutant, dtype: str, request: pytest.FixtureRequ
 
     records = request.config.getoption("--records")
     folder = Path(records) if records else tmp_path
-    code = prove(f"tests.mutants:{mutant.name}", mutant.model, dtype, folder)
+    code = prove(f"tests.mutants:{mutant.name}", mutant.model, dtype, folder, mutant.setup)
     (record,) = [r for r in load_folder(folder) if r.patch.endswith(f":{mutant.name}") and r.dtype == dtype]
     worst = sorted(record.statistics, key=lambda s: s.value / s.bound)[-3:]
     assert code == 1, f"{mutant.name} survives in {dtype}: {mutant.does} The highest statistics are {worst}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from convergence.observed import ADAMW, INITIAL, SGD, Moment
 from convergence.records import Record, load_folder
 from convergence.tables import markdown
-from tests.mutants import ABSENT, checks, contract, glu, loss, norms, packing, recognise, rope, setups
+from tests.mutants import ABSENT, checks, contract, glu, loss, norms, packing, recognise, rope, scale, setups
 from tests.mutants.mutant import Mutant
 
 FOLDER = Path(__file__).parents[2] / "docs" / "evidence"
@@ -23,6 +23,7 @@ GROUPS = {
     "contract": ("the patch", contract),
     "recognise": ("recognisers", recognise),
     "setups": ("set-ups", setups),
+    "scale": ("one dtype, mode or pass alone", scale),
     "checks": ("what no training shows", checks),
 }
 _INTRO = """\
@@ -49,6 +50,11 @@ phase in which the first statistic leaves the noise; or the finding in words. "-
 dtype. "?": not measured.
 """
 _CHECKED = "No training shows these. In a copy of the sources that has the fault, the test named here fails."
+
+
+def where(mutant: Mutant) -> str:
+    """The mini model, and the set-up where there is one."""
+    return mutant.model if mutant.setup == "plain" else f"{mutant.model}, {mutant.setup}"
 
 
 def cell(mutant: Mutant, dtype: str, records: dict[tuple[str, str], Record]) -> str:
@@ -88,7 +94,7 @@ def page(title: str, mutants: Sequence[Mutant], records: dict[tuple[str, str], R
     lines = [f"# Mutants: {title}", "", "Written by a command; [the overview](mutants.md) says which."]
     if trained:
         rows = [
-            (f"`{m.name}`", m.source, m.does, m.model, *(cell(m, dtype, records) for dtype in DTYPES)) for m in trained
+            (f"`{m.name}`", m.source, m.does, where(m), *(cell(m, dtype, records) for dtype in DTYPES)) for m in trained
         ]
         lines += ["", "## Killed by training", ""]
         lines += [*markdown(("mutant", "row", "what it does", "model", *DTYPES), rows), _TRAINED, *measured]

@@ -44,6 +44,7 @@ class Mutant:
         edits: changes of source text.
         after: what is done to the patched model.
         model: the mini model on which it is tried.
+        setup: what the arms train in.
         dtypes: the dtypes in which it is a fault.
         kernel: the guilty kernel, or None where no kernel is.
         phase: "forward" or "backward": where the guilty kernel is wrong; None where no kernel is.
@@ -60,6 +61,7 @@ class Mutant:
     source: str = ""
     after: Callable[[Any], Any] | None = None
     model: str = "llama-untied"
+    setup: str = "plain"
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     kernel: str | None = None
     phase: str | None = None
