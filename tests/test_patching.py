@@ -518,7 +518,7 @@ def test_bad_input_is_refused_and_leaves_the_model_alone():
     model = tiny("llama")
     with pytest.raises(TypeError, match=r"takes a torch.nn.Module, not str"):
         liger_kernels.patch("meta-llama/Llama-3.2-1B")
-    with pytest.raises(ValueError, match=r"unknown kernels \['rmsnorm'\]; there are \['rms_norm', 'rope'"):
+    with pytest.raises(ValueError, match=r"unknown kernels \['rmsnorm'\]; there are \['rms_norm', 'layer_norm'"):
         liger_kernels.patch(model, ["rmsnorm"])
     with pytest.raises(TypeError, match=r"not the string 'rope'"):
         liger_kernels.patch(model, "rope")
@@ -527,7 +527,7 @@ def test_bad_input_is_refused_and_leaves_the_model_alone():
 
 def test_a_patch_that_replaces_nothing_says_so_loudly():
     with pytest.warns(UserWarning, match="replaced nothing in this Sequential"):
-        report = liger_kernels.patch(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)))
+        report = liger_kernels.patch(nn.Sequential(nn.Linear(3, 3), nn.GroupNorm(1, 3)))
     assert "NOTHING WAS REPLACED" in str(report)
 
 
