@@ -115,11 +115,11 @@ def _layer_norm(weighted: bool) -> Case:
         return rows, {name: torch.randn(sizes.hidden, dtype=dtype) for name in names}
 
     def compute(dy: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
-        leaves = {f"d {name}": tensor.requires_grad_() for name, tensor in inputs.items()}
+        leaves = {f"grad_{name}": tensor.requires_grad_() for name, tensor in inputs.items()}
         vectors: dict[str, Any] = inputs
         y = ops.layer_norm(**vectors)
         grads = _grads(y, leaves, dy)
-        return {"y": y, "d x": grads.pop("d x")}, grads
+        return {"y": y, "grad_x": grads.pop("grad_x")}, grads
 
     return Case(inputs, compute)
 
