@@ -71,7 +71,7 @@ def train(run: Run, model: Any = None) -> Trajectory:
 def _train(run: Run, model: Any, result: Trajectory) -> None:
     rounded = run.rounded_to or run.dtype
     # Nothing is lost: they were rounded so when the model was built.
-    initial = {name: p.detach().to("cpu", rounded, copy=True) for name, p in model.named_parameters()}
+    initial = {name: p.detach().to(rounded, copy=True).cpu() for name, p in model.named_parameters()}
     steps = [step.to(run.device) for step in run.steps]
 
     # Two steps computed alike, bit for bit, would be one sample of noise that counts twice. So no two of them start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -150,6 +151,13 @@ def test_a_missing_file_is_a_usage_error(folder, tmp_path, capfd, gone, shown):
         file.unlink()
     assert collect("--device", "cpu", "--checkpoint", str(path)) == pytest.ExitCode.USAGE_ERROR
     assert shown in capfd.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is not None, reason="gguf is installed here")
+def test_a_gguf_file_needs_its_package(tmp_path, capfd):
+    (tmp_path / "a.gguf").touch()
+    assert collect("--device", "cpu", "--checkpoint", str(tmp_path / "a.gguf")) == pytest.ExitCode.USAGE_ERROR
+    assert "pip install gguf" in capfd.readouterr().err
 
 
 def test_options_of_a_checkpoint_need_one(capfd):
