@@ -116,6 +116,7 @@ def apply_liger_kernel_to_instance(
     cross_entropy: bool = False,
     fused_linear_cross_entropy: bool = True,
     rms_norm: bool = True,
+    layer_norm: bool = True,
     swiglu: bool = True,
     geglu: bool = True,
     memory: str | None = None,
@@ -139,6 +140,7 @@ def apply_liger_kernel_to_instance(
         cross_entropy=cross_entropy,
         linear_cross_entropy=fused_linear_cross_entropy,
         rms_norm=rms_norm,
+        layer_norm=layer_norm,
         swiglu=swiglu,
         geglu=geglu,
     )
