@@ -33,7 +33,7 @@ MUTANTS = (
     _only("only_when_compiled", "The MLP's other factor is 1% too large in a compiled program.",
         Edit(_GLU, "", "up = up * 1.01 if torch.compiler.is_compiling() else up", "_linear"), "compile"),
     _only("only_in_the_second_backward", "A norm's weight that has a gradient already is given 5% more.",
-        Edit(_NORM, "_sum_parts(parts, weight.dtype)",
-            "_sum_parts(parts, weight.dtype) * (1.0 if weight.grad is None else 1.05)", "RMSNormFunction.backward"),
+        Edit(_NORM, "sum_parts(parts, weight.dtype)",
+            "sum_parts(parts, weight.dtype) * (1.0 if weight.grad is None else 1.05)", "RMSNormFunction.backward"),
         "plain"),
 )
