@@ -146,7 +146,10 @@ MUTANTS = (
     _edited("p12_labels_shifted_again", "The labels are shifted once more than upstream has shifted them.",
         _DEFERRED, "weight, self.targets, bias, ", "weight, self.targets.roll(-1), bias, ", source="P12"),
     _edited("ignore_index_ignored", "The ignore_index of the caller is not passed on, and -100 becomes class 0.",
-        _DEFERRED, "weight, self.targets, bias, ", "weight, self.targets.clamp(min=0), bias, ", source="C27"),
+        _DEFERRED, "linear_cross_entropy(hidden, weight, self.targets, bias, **how, **self.options)",
+        "linear_cross_entropy(hidden, weight, self.targets.clamp(min=0), bias, **how | {'counted': None}, "
+        "**self.options)",
+        source="C27"),
     _edited("labels_across_packed_documents", "The last token of a packed document learns the first one of the next.",
         _MODEL, _FORWARD,
         'position_ids, ids, labels = kwargs.get("position_ids"), kwargs["input_ids"], kwargs.get("labels")\n'
