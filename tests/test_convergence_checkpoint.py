@@ -153,8 +153,9 @@ def test_a_missing_file_is_a_usage_error(folder, tmp_path, capfd, gone, shown):
     assert shown in capfd.readouterr().err
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gguf") is not None, reason="gguf is installed here")
-def test_a_gguf_file_needs_its_package(tmp_path, capfd):
+def test_a_gguf_file_needs_its_package(tmp_path, capfd, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else find(name, *rest))
     (tmp_path / "a.gguf").touch()
     assert collect("--device", "cpu", "--checkpoint", str(tmp_path / "a.gguf")) == pytest.ExitCode.USAGE_ERROR
     assert "pip install gguf" in capfd.readouterr().err

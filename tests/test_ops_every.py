@@ -53,7 +53,7 @@ OPS = {
         for f in FORMULAS
     },
     "layer_norm": both("layer_norm", lambda n: ((n, 12), (12,), (12,)), eps=1e-3),
-    "layer_norm, zero-centred": both("layer_norm", lambda n: ((n, 12), (12,)), eps=1e-3, zero_centered=True),
+    "layer_norm, zero-centered": both("layer_norm", lambda n: ((n, 12), (12,)), eps=1e-3, zero_centered=True),
     "layer_norm, no weight": both("layer_norm", lambda n: ((n, 12),), eps=1e-3),
     **{f"rope, {pairing}": both("rope", rotated, 2, pairing=pairing) for pairing in PAIRINGS},
     "swiglu": both("swiglu", lambda n: ((n, 12), (n, 12))),

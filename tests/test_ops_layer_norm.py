@@ -139,7 +139,7 @@ def test_result_of_another_dtype(device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounds_where_the_formula_rounds(device, dtype) -> None:
-    """Once, at the end; a zero-centred weight's 1 is added in the weight's dtype."""
+    """Once, at the end; a zero-centered weight's 1 is added in the weight's dtype."""
     x, weight, bias = (randn(*shape, dtype=dtype, device=device, grad=False) for shape in ((64, 512), (512,), (512,)))
     norm = layer_norm_ref(x.float())
     twice = (weight * norm.to(dtype)).to(dtype) + bias

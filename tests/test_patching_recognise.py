@@ -16,6 +16,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import liger_kernels
+from convergence.float64 import InFloat64
+from convergence.tolerance import three_way
 from liger_kernels.ops import launches, reset_launches
 from liger_kernels.ops._runtime import INTERPRET
 from liger_kernels.patching import modules, norms
@@ -216,17 +218,19 @@ def test_a_replaced_layer_norm_computes_and_learns_the_same_and_comes_back(modul
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    leaves = [torch.randn(5, size, requires_grad=True), *model.parameters()]
-    upstream = torch.randn(5, size)
+    x, upstream = torch.randn(5, size, requires_grad=True), torch.randn(5, size)
 
-    def step():
-        y = model(leaves[0])
-        return y, *torch.autograd.grad(y, leaves, upstream)
+    def step(model=model, x=x):
+        y = model(x)
+        return y, *torch.autograd.grad(y, [x, *model.parameters()], upstream.to(y.dtype))
 
     before = step()
+    with InFloat64():
+        truth = step(copy.deepcopy(model).double(), x.detach().double().requires_grad_())
     assert liger_kernels.patch(model).counts() == {"layer_norm": 1}
     reset_launches()
-    torch.testing.assert_close(step(), before, rtol=1e-5, atol=1e-5)
+    for ours, torchs, true in zip(step(), before, truth, strict=True):
+        three_way(ours, torchs, true, torch.float32, "result or gradient")
     assert "_layer_norm_bwd_kernel" in launches() or not INTERPRET
     liger_kernels.unpatch(model)
     assert type(model[0]) is type(module)

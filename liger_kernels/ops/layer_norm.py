@@ -5,7 +5,7 @@ With x a row in float32, mean its mean and rstd = rsqrt(mean((x - mean)^2) + eps
 
     norm = (x - mean) * rstd        y = (norm * weight + bias).to(x.dtype)
 
-Weight and bias are optional, each for itself. A zero-centred weight (Nemotron) is stored as a distance from 1: then
+Weight and bias are optional, each for itself. A zero-centered weight (Nemotron) is stored as a distance from 1: then
 weight + 1 takes its place, rounded to the weight's dtype. With u = dL/dy * weight,
 
     dL/dx = rstd * (u - mean(u) - norm * mean(u * norm))

@@ -87,7 +87,7 @@ MUTANTS = (
         "Columns beyond the row count in the variance: in bfloat16 a whole model's rounding hides it.",
         f"{_OPS}.layer_norm", "tl.where(in_row[None, :], x - mean[:, None], 0.0)", "x - mean[:, None]",
         "test_ops_layer_norm.py::test_padding_does_not_count_in_16_bits"),
-    _check("layer_norm_adds_one_in_float32", "A zero-centred weight's 1 is added in float32.",
+    _check("layer_norm_adds_one_in_float32", "A zero-centered weight's 1 is added in float32.",
         f"{_OPS}.layer_norm", "(weight + 1.0).to(weight_ptr.dtype.element_ty).to(tl.float32)", "weight + 1.0",
         "test_ops_layer_norm.py::test_rounds_where_the_formula_rounds"),
     _check("norm_rounds_elsewhere", "Llama's norm is multiplied by its weight before it is rounded.",

@@ -206,7 +206,7 @@ MUTANTS = (
         ("target = tl.where((n_counted > n_kept) & (place == 0), out_of_range, target)",
             "target = tl.load(targets_ptr + tl.maximum(row - 1, 0), mask=row < n_rows, other=ignore_index)"),
         module=_COUNTED),
-    _hidden("counted_rows_gradient_for_the_others", "The rows that are not taken get the first one's gradient.",
+    _hidden("counted_rows_gradient_for_the_others", "The rows that are left out get the gradient of the first one.",
         "backward",
         ("grad.new_zeros((ctx.n_rows, *grad.shape[1:]))",
             "grad[:1].expand(ctx.n_rows, *grad.shape[1:]).contiguous()"),
