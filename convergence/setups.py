@@ -28,6 +28,7 @@ class Setup:
     Attributes:
         does: one line for the documentation.
         ranks: how many processes train together.
+        gpus: how many GPUs it needs where it trains on GPUs.
         needs: a package that must be installed.
         dtypes: of the parameters, in which it makes sense.
         orders: whether the patch can come "before" the model is wrapped, "after", or both; the first is the default.
@@ -40,6 +41,7 @@ class Setup:
     name = "plain"
     does = "one process, nothing around the model"
     ranks = 1
+    gpus = 1
     needs: str | None = None
     dtypes: tuple[str, ...] = BOTH
     orders: tuple[str, ...] = ("before",)
@@ -58,8 +60,9 @@ class Setup:
             return f"the set-up {self.name} needs {self.needs}, which is not installed"
         if dtype not in self.dtypes:
             return f"the set-up {self.name} is for parameters in {' or '.join(self.dtypes)}"
-        if self.ranks > 1 and device == "cuda" and torch.cuda.device_count() < self.ranks:
-            return f"the set-up {self.name} needs {self.ranks} GPUs; this machine has {torch.cuda.device_count()}"
+        gpus = max(self.ranks, self.gpus)
+        if device == "cuda" and torch.cuda.device_count() < gpus:
+            return f"the set-up {self.name} needs {gpus} GPUs; this machine has {torch.cuda.device_count()}"
         return ""
 
     def template(self, model: nn.Module) -> nn.Module:
@@ -217,6 +220,26 @@ class LoraHead(Lora):
 
     def head_runs_itself(self, model: Any) -> bool:
         return True
+
+
+class DeviceMap(Setup):
+    """A head that is tied to its embedding lies with it, on the first device."""
+
+    name = "device-map"
+    does = "accelerate's dispatch_model over two GPUs (a CPU gets its hooks alone)"
+    orders = ("after", "before")
+    gpus = 2
+    needs = "accelerate"
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        from accelerate import dispatch_model
+
+        first, last = ("cpu", "cpu") if device.type == "cpu" else (0, 1)
+        half = len(model.model.layers) // 2
+        where = {f"model.{name}": first for name, _ in model.model.named_children() if name != "layers"}
+        where |= {f"model.layers.{i}": first if i < half else last for i in range(len(model.model.layers))}
+        head = first if model.config.tie_word_embeddings else last
+        return dispatch_model(model, {**where, "model.norm": last, "lm_head": head}, force_hooks=True)
 
 
 class Ddp(Setup):
@@ -418,6 +441,7 @@ SETUPS: dict[str, Setup] = {
         Compile,
         Lora,
         LoraHead,
+        DeviceMap,
         Ddp,
         Fsdp2,
         Fsdp1,

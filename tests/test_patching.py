@@ -543,17 +543,3 @@ def test_the_report_prints_what_why_and_how_often():
     assert "cast_then_scale" in text
     assert "model.layers.0.input_layernorm" in text
     assert "1 x a forward hook on the head expects logits" in text
-
-
-def test_accelerate_replaced_a_forward_before_the_patch():
-    import accelerate
-
-    model = tiny("llama")
-    accelerate.hooks.add_hook_to_module(model.model.norm, accelerate.hooks.ModelHook())
-    accelerate.hooks.add_hook_to_module(model, accelerate.hooks.ModelHook())
-    expected = model(**batch()).loss
-    report = liger_kernels.patch(model)
-    reasons = {item.path: item.reason for item in report.left}
-    assert set(reasons) == {"model.norm", ""}
-    assert all("patch the model before" in reason for reason in reasons.values())
-    torch.testing.assert_close(model(**batch()).loss, expected)

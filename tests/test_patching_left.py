@@ -224,16 +224,6 @@ def replaced_by(module, name):
     module.forward = forward.__get__(module)
 
 
-def test_offloaded_modules_are_left_with_the_advice_for_accelerate():
-    import accelerate
-
-    model = tiny("llama")
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    reasons = {item.reason for item in liger_kernels.patch(model, ["rms_norm"]).left}
-    (reason,) = reasons
-    assert all(word in reason for word in ("accelerate", "offloads its weights", "patch the model before"))
-
-
 @pytest.mark.parametrize(
     ("origin", "says", "before"),
     [

@@ -6,6 +6,7 @@ import copy
 import types
 import warnings
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 import liger_kernels
 from liger_kernels.patching import modules
-from tests.patching_checks import DEVICE, VOCAB, batch, check_same, gradients, tiny
+from tests.patching_checks import DEVICE, VOCAB, batch, check_same, compare, gradients, tiny
 
 
 def classes(model: nn.Module) -> list[type]:
@@ -210,3 +211,38 @@ def test_what_others_replace_after_the_patch_is_said(monkeypatch):
     assert [left.path for left in report.left] == ["model.norm"]
     assert "is hidden" in report.left[0].reason
     assert report.counts()["rms_norm"] == 4
+
+
+# accelerate's hooks: a device map, and offload.
+
+
+@pytest.mark.parametrize("order", ["hooks first", "patched first"])
+@pytest.mark.parametrize("hooks_go", [False, True], ids=["hooks stay", "hooks go"])
+def test_kernels_run_inside_accelerates_hooks_until_unpatch(order, hooks_go):
+    model, plain = tiny("llama"), tiny("llama")
+    own, truth = run(plain), run(copy.deepcopy(plain).double())
+    if order == "patched first":
+        liger_kernels.patch(model)
+    accelerate.dispatch_model(model, {"": DEVICE}, force_hooks=True)
+    report = liger_kernels.patch(model)
+    assert report.fuses_head
+    assert not report.left
+    compare(plain, run(model), own, truth)
+    assert not liger_kernels.status(model).never_ran
+    assert not report.fallbacks
+    if hooks_go:
+        accelerate.hooks.remove_hook_from_submodules(model)
+        compare(plain, run(model), own, truth)
+    liger_kernels.unpatch(model)
+    assert not patched_modules(model)
+    for name, value in run(model).items():  # with upstream's own forwards, inside the hooks or not
+        assert torch.equal(value, own[name])
+
+
+def test_an_offloaded_head_computes_its_logits():
+    model, plain = tiny("llama"), tiny("llama")
+    accelerate.cpu_offload(model, execution_device=torch.device(DEVICE))
+    report = liger_kernels.patch(model)
+    assert not report.left
+    torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss)
+    assert [*report.fallbacks] == ["accelerate loads the head's weight for its forward only (offload)"]

@@ -33,17 +33,12 @@ def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
     return report
 
 
-def _runs_ours(module: Any) -> bool:
-    """Whether accelerate's hook, which replaces a forward on the instance, calls the one of the patched class."""
-    return getattr(module.__dict__.get("_old_forward"), "__func__", None) is type(module).forward
-
-
 def _changed(module: Any, recipe: Any) -> str | None:
     """Why the kernel of ``module`` does not run there any more, or is not what its class asks for now."""
     fused_head = isinstance(recipe, HeadRecipe) and recipe.fused
     if fused_head and has_plan(module):
         return why_unfused(module)
-    if has_own_forward(module) and not _runs_ours(module):
+    if has_own_forward(module):
         who = package_of(module.__dict__["forward"])
         return f"{who or 'somebody'} replaced its forward on the instance after patch(), and this package's is hidden"
     cls: Any = next(c for c in type(module).__mro__ if "_liger_kernels_base" in vars(c))  # FSDP2 puts one before it

@@ -63,8 +63,9 @@ class Product:
     split: SplitHead | None = None  # this rank's part of a head whose classes a plan splits over ranks
 
     def __post_init__(self) -> None:
-        device = self.hidden.device.type
-        self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self.device = self.hidden.device
+        kind = self.device.type
+        self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.grad = torch.is_grad_enabled()
 
     def compute(self, reason: str | None) -> torch.Tensor:
@@ -229,7 +230,7 @@ class DeferredLogits:
 
     @property
     def device(self) -> torch.device:
-        return self._product.hidden.device
+        return self._product.device
 
     @property
     def ndim(self) -> int:

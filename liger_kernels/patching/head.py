@@ -14,7 +14,7 @@ from liger_kernels.patching.deferred import DeferredLogits, Product, Request, co
 from liger_kernels.patching.probe import INFRASTRUCTURE, any_user_hook
 from liger_kernels.patching.running import running
 from liger_kernels.patching.split_head import SplitHead, has_plan, split_head
-from liger_kernels.patching.swap import Recipe, mark_run, recipe_of
+from liger_kernels.patching.swap import Recipe, mark_run, recipe_of, runs_inside_hook
 
 LOSSES = ("cross_entropy", "linear_cross_entropy")
 
@@ -57,6 +57,8 @@ class HeadRecipe(Recipe):
             if fused and reason is None:
                 product.split = None if isinstance(split, str) else split
                 product.features = self.out_features
+                if runs_inside_hook(self):  # a device map: accelerate brings the hidden states there
+                    product.device = self.weight.device
                 shape = (*hidden.shape[:-1], product.features)
                 return DeferredLogits(product, shape, product.autocast or hidden.dtype)
             logits = base.__call__(self, hidden)
@@ -66,7 +68,7 @@ class HeadRecipe(Recipe):
                 return logits
             if not fused:
                 mark_run(self)
-            product.logits = logits
+            product.logits, product.device = logits, logits.device
             return DeferredLogits(product, tuple(logits.shape), logits.dtype)
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,9 +111,11 @@ def obstacle(head: Any, outer: nn.Module, split: SplitHead | str | None = None) 
     """Why the head has to compute its logits itself right now; ``split`` is what :func:`split_head` says of it."""
     if isinstance(split, str):
         return split
-    if "forward" in head.__dict__ and split is None:
-        if hasattr(head, "_hf_hook"):
-            return "accelerate moves the head's weight around its forward (a device map, or offload)"
+    if runs_inside_hook(head):
+        hooks = getattr(head._hf_hook, "hooks", (head._hf_hook,))
+        if not all(type(hook).__name__ == "AlignDevicesHook" and not hook.offload for hook in hooks):
+            return "accelerate loads the head's weight for its forward only (offload)"
+    elif "forward" in head.__dict__ and split is None:
         owner = getattr(head.forward, "__module__", None)
         return f"the head's forward was replaced on the instance by {owner or 'somebody'}"
     for module in (head,) if outer is head else outer.modules():

@@ -188,8 +188,10 @@ def defer(computation: Computation) -> Any:
     return _Deferred.apply(computation, *computation.inputs)
 
 
-def _step(lazy: Any, compute: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> Any:
-    return defer(Computation(tuple(lazy.shape), dtype, lazy.device, compute, (lazy,)))
+def _step(
+    lazy: Any, compute: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, device: torch.device | None = None
+) -> Any:
+    return defer(Computation(tuple(lazy.shape), dtype, device or lazy.device, compute, (lazy,)))
 
 
 def _real_of(lazy: Any) -> torch.Tensor:
@@ -257,12 +259,16 @@ def _real_arguments(arguments: Any) -> Any:
     return tree_map(lambda x: x.computed() if isinstance(x, LazyTensor) else x, arguments)
 
 
-def _cast(lazy: Any, *args: Any, **kwargs: Any) -> Any:
-    """``lazy.to(dtype)``; None where it is asked for anything else."""
-    dtype = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if not args and len(kwargs) == 1 else None
-    if not isinstance(dtype, torch.dtype):
+def _moved(lazy: Any, *args: Any, **kwargs: Any) -> Any:
+    """``lazy.to(dtype)``, or to a device as accelerate's hooks ask for it; None where it is asked for anything else."""
+    kwargs.pop("non_blocking", None)
+    to = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if not args and len(kwargs) == 1 else None
+    if isinstance(to, torch.dtype):
+        return lazy if to == lazy.dtype else _step(lazy, lambda x: x.to(to), to)
+    if not isinstance(to, (torch.device, str, int)):
         return None
-    return lazy if dtype == lazy.dtype else _step(lazy, lambda x: x.to(dtype), dtype)
+    device = torch.empty(0, device=to).device  # with its index
+    return lazy if device == lazy.device else _step(lazy, lambda x: x.to(device), lazy.dtype, device)
 
 
 def _detached(lazy: Any) -> Any:
@@ -284,10 +290,10 @@ _PASSED_ON: dict[Any, Callable[..., Any]] = {
     _T.detach: _detached,
     _T.clone: lambda lazy: _step(lazy, torch.clone, lazy.dtype),
     _T.view_as: _viewed,
-    _T.to: _cast,
-    _T.float: lambda lazy: _cast(lazy, torch.float32),
-    _T.half: lambda lazy: _cast(lazy, torch.float16),
-    _T.bfloat16: lambda lazy: _cast(lazy, torch.bfloat16),
+    _T.to: _moved,
+    _T.float: lambda lazy: _moved(lazy, torch.float32),
+    _T.half: lambda lazy: _moved(lazy, torch.float16),
+    _T.bfloat16: lambda lazy: _moved(lazy, torch.bfloat16),
 }
 # What is known of a tensor, or registered on it, without its value.
 _VALUES = ("data", "real", "imag", "T", "mT", "H", "mH")

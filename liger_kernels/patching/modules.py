@@ -15,7 +15,7 @@ from liger_kernels.patching.probe import describe, module_of, package_of
 from liger_kernels.patching.recogniser import Recogniser, Verdict
 from liger_kernels.patching.report import Left, PatchReport
 from liger_kernels.patching.rotary import ROTATIONS
-from liger_kernels.patching.swap import Recipe, Undo, recipe_of, replace
+from liger_kernels.patching.swap import Recipe, Undo, recipe_of, replace, runs_inside_hook
 
 # The last is asked first, and the first recipe wins: a recogniser may take what an earlier one would leave.
 _recognisers: list[Recogniser] = [NORMS, ROTATIONS, GATED_MLPS]
@@ -98,25 +98,17 @@ def has_own_forward(module: nn.Module) -> bool:
     """Whether the instance carries a forward that hides the one of its class.
 
     transformers, when it has captured hidden states, leaves the class's own method behind on the instance; that hides
-    nothing and goes.
+    nothing and goes. accelerate's hooks run around the class's own, which they keep.
     """
     own = module.__dict__.get("forward")
     if own is not None and getattr(own, "__func__", None) is type(module).forward and own.__self__ is module:
         del module.__dict__["forward"]
-    return "forward" in module.__dict__
+    return "forward" in module.__dict__ and not runs_inside_hook(module)
 
 
 def own_forward(module: nn.Module) -> str:
     """Who replaced the forward of an instance, and what to do about it where something can be done."""
     own = module.__dict__["forward"]
-    hook = module.__dict__.get("_hf_hook")
-    if hook is not None:
-        hooks = (hook, *getattr(hook, "hooks", ()))
-        offloads = any(getattr(h, "offload", False) for h in hooks)
-        return (
-            f"accelerate's {type(hook).__name__} runs its forward{' and offloads its weights' if offloads else ''}: "
-            "load it without device_map, and patch the model before accelerate dispatches it"
-        )
     origin, package = module_of(own), package_of(own)
     if origin.startswith("transformers.") and "parallel" in origin:
         return "the tensor parallel plan that transformers loaded it with (tp_plan, ep_plan) runs its forward"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import inspect
+import types
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ def replace(path: str, module: nn.Module, recipe: Recipe, report: PatchReport, u
         report.left.append(Left(path, base.__name__, f"its class cannot be subclassed ({describe(error)})"))
         return False
     cls._liger_kernels_base_forward = base.forward  # whoever replaces it after this is seen
+    _rebind_inside_hook(module, base, cls)
     undo.append((module, base))
     module.__dict__[REPORT] = report
     return True
@@ -104,9 +106,31 @@ def replace(path: str, module: nn.Module, recipe: Recipe, report: PatchReport, u
 def restore(undo: Undo) -> None:
     """Give every module its own class back."""
     for module, base in reversed(undo):
+        _rebind_inside_hook(module, type(module), base)
         module.__class__ = base
         for name in (REPORT, RAN):
             module.__dict__.pop(name, None)
+
+
+# Where accelerate keeps what its hook runs around: the bound method that the module had.
+_INSIDE_HOOK = "_old_forward"
+
+
+def runs_inside_hook(module: nn.Module) -> bool:
+    """Whether the forward of the instance is accelerate's (a device map, or offload), around that of its class."""
+    own, inner = module.__dict__.get("forward"), module.__dict__.get(_INSIDE_HOOK)
+    is_hook = getattr(getattr(own, "func", None), "__module__", None) == "accelerate.hooks"
+    return is_hook and getattr(inner, "__func__", None) is type(module).forward
+
+
+def _rebind_inside_hook(module: Any, before: Any, after: Any) -> None:
+    """Let accelerate's hook run around the forward of the class ``after`` where it ran around that of ``before``.
+
+    A hook that went has left the method that it ran around on the instance.
+    """
+    for name in (_INSIDE_HOOK, "forward"):
+        if getattr(module.__dict__.get(name), "__func__", None) is before.forward:
+            module.__dict__[name] = types.MethodType(after.forward, module)
 
 
 def base_of(module: nn.Module) -> type | None:
