@@ -107,7 +107,8 @@ class Trajectory:
             self.record(Quantity(GRADIENT, name), at, gradient)
             norms.append(gradient.double().norm())
         if norms:
-            self.record(GRADIENT_NORM, at, torch.stack(norms).norm())
+            here = norms[0].device  # a device map spreads parameters
+            self.record(GRADIENT_NORM, at, torch.stack([norm.to(here) for norm in norms]).norm())
 
     def record_end(
         self, weights: Iterable[tuple[str, torch.Tensor]], start: dict[str, torch.Tensor], phase: str
