@@ -139,7 +139,8 @@ _ROWS = (
         overrides={
             **_LLAMA, "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "head_dim": 128,
         },
-        length=16_768,
+        rows=8,
+        length=2100,
     ),
     Shape(
         "llama3-8b-odd",
@@ -152,11 +153,15 @@ _ROWS = (
         length=1023,
         dtypes=("float32", "bfloat16", "float16"),
     ),
-    # The longest rows, and more of them than a dimension of a grid counts, of heads and tokens together.
+    # The longest rows, and more of them than a dimension of a grid counts, of heads and tokens together. No heads
+    # share their keys: PyTorch's only attention that knows of that in float32 holds all scores.
     Shape(
-        "llama3.2-1b-long",
+        "llama-long",
         "LlamaForCausalLM",
-        overrides={**_LLAMA, "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64},
+        overrides={
+            **_LLAMA, "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64,
+            "num_key_value_heads": 32,
+        },
         length=32_768,
     ),
     Shape(
