@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from convergence.setups import SETUPS
 from convergence.train import train
 from convergence.trajectory import Run, Trajectory
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Between these probabilities a prediction counts as confident, and the hard profile asks for it. Nearer to 1, p - 1
 # would have too few digits left in the truth itself: float64 keeps ten of them here.
 CONFIDENT = (0.99, 1 - 1e-6)
@@ -80,6 +81,10 @@ def inputs(model: str, dtype: str, profile: str, seed: int) -> Inputs:
 @functools.lru_cache(maxsize=1)
 def references(model: str, dtype: str, profile: str, device: str, seed: int) -> References:
     """Template, inputs, and (truth, baseline) of the initial weights and of every replica."""
+    _forget_references()  # of the case before: at real size these are much of a GPU's memory
+    if device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
     result = References(**vars(inputs(model, dtype, profile, seed)), pairs=[])
     where, judged, exact = torch.device(device), DTYPES[dtype], find(model).truth(dtype, device)
     for nudge in (None, *range(tolerance.REPLICAS)):
@@ -99,6 +104,9 @@ def _release(trajectory: Trajectory, device: torch.device) -> None:
     trajectory.model = None
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+_forget_references = references.cache_clear
 
 
 def _references(case: Case) -> References:
@@ -138,7 +146,10 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
     """
     began = time.perf_counter()
     record = Record.of(case, replicas=tolerance.REPLICAS)
-    record.truth = memory.describe(find(case.model).truth(case.dtype, case.device))
+    row = find(case.model)
+    record.truth = memory.describe(row.truth(case.dtype, case.device))
+    if row.is_long and case.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     upstream = _upstream(case)
     record.symbols = len(upstream)
     verdict = Verdict()
@@ -151,6 +162,8 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
             _blame(case, record, verdict, trajectory, timeout)
     record.failures = verdict.failures
     record.notes = verdict.notes
+    if row.is_long and case.device == "cuda":
+        record.notes.append(f"peak memory of the GPU: {torch.cuda.max_memory_allocated() / memory.GIB:.1f} GiB")
     record.statistics = verdict.statistics
     if not verdict.passed:
         record.verdict = "cannot run" if verdict.failures[0][2] == "cannot run" else "different"

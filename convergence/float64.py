@@ -1,12 +1,23 @@
-"""The truth's arithmetic: what upstream computes in float32 by name, computed in float64."""
+"""The truth's arithmetic: what upstream computes in float32 by name, computed in float64.
+
+At real size two of upstream's functions take more memory in float64 than a GPU has: attention, for which no kernel
+spares the scores, and the loss, which holds the logits four times. Both are computed in blocks there, by the same
+formulas. A mini model's are far below :data:`BLOCK` and run as they are.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd import graph
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+# Elements of scores, or of logits, beyond which they are computed in blocks of about that many: 2 GiB in float64.
+BLOCK = 2**28
 
 
 class InFloat64(TorchFunctionMode):
@@ -18,6 +29,10 @@ class InFloat64(TorchFunctionMode):
             return args[0].double()
         if func is torch.Tensor.backward:
             return self._backward(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention and _is_long(args, kwargs or {}):
+            return attention(*args, **(kwargs or {}))
+        if func is F.cross_entropy and _is_large(args, kwargs or {}):
+            return cross_entropy(*args, **(kwargs or {}))
         if func is torch.multinomial:  # a GPU draws other random numbers in float64: the truth samples what others do
             return func(args[0].to(torch.float32), *args[1:], **(kwargs or {}))
 
@@ -39,3 +54,84 @@ class InFloat64(TorchFunctionMode):
             graph._engine_run_backward(
                 (loss,), gradients, keep, create_graph, wanted, allow_unreachable=True, accumulate_grad=True
             )
+
+
+def _is_long(args: Any, options: dict[str, Any]) -> bool:
+    """Whether the scores of this attention, which upstream calls with three tensors in place, are more than a block."""
+    return len(args) == 3 and not options.get("dropout_p") and _scores(*args[:2]) > BLOCK
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor) -> int:
+    return query.shape[:-1].numel() * key.shape[-2]
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """``F.scaled_dot_product_attention`` of [..., heads, length, head_dim] without dropout, a block of queries at a
+    time. The backward pass computes each block's scores again."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+    length, outputs = query.shape[-2], []
+    rows = max(1, BLOCK // 4 * length // _scores(query, key))
+    for start in range(0, length, rows):
+        end = min(start + rows, length)
+        keys = end if is_causal else key.shape[-2]
+        mask = attn_mask if attn_mask is None or attn_mask.shape[-2] == 1 else attn_mask[..., start:end, :]
+        if is_causal:
+            mask = torch.ones(end - start, keys, dtype=torch.bool, device=query.device).tril(start)
+        block = query[..., start:end, :], key[..., :keys, :], value[..., :keys, :], mask
+        outputs.append(checkpoint(_attention, *block, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(outputs, -2)
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    scores = query @ key.mT
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+    return scores.softmax(-1) @ value
+
+
+def _is_large(args: Any, options: dict[str, Any]) -> bool:
+    """Whether these logits [tokens, classes] are more than a block, in a loss as causal models of upstream ask for."""
+    as_upstream = options.get("weight") is None and not options.get("label_smoothing")
+    return (
+        len(args) == 2 and args[0].ndim == 2 and args[1].ndim == 1 and args[0].numel() > BLOCK
+        and as_upstream and options.get("reduction", "mean") in ("mean", "sum")
+    )  # fmt: skip
+
+
+def cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100, reduction: str = "mean", **others: Any
+) -> torch.Tensor:
+    """``F.cross_entropy`` of logits [tokens, classes], with no copy of them but their gradient."""
+    losses: torch.Tensor = _CrossEntropy.apply(logits, targets, ignore_index)
+    return losses.sum() if reduction == "sum" else losses.sum() / (targets != ignore_index).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Every token's loss, a block of tokens at a time; 0 where the target is ignored."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
+        rows = max(1, BLOCK // 4 // logits.shape[-1])
+        log_sum = torch.cat([block.logsumexp(-1) for block in logits.split(rows)])
+        ctx.save_for_backward(logits, targets, log_sum)
+        ctx.ignore_index, ctx.rows = ignore_index, rows
+        at_target = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return (log_sum - at_target).masked_fill(targets == ignore_index, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, targets, log_sum = ctx.saved_tensors
+        scale = grad_output.masked_fill(targets == ctx.ignore_index, 0.0).unsqueeze(-1)
+        gradient = torch.empty_like(logits)
+        for block, of in zip(gradient.split(ctx.rows), range(0, len(logits), ctx.rows), strict=True):
+            here = slice(of, of + len(block))
+            torch.sub(logits[here], log_sum[here].unsqueeze(-1), out=block)
+            block.exp_().scatter_add_(-1, targets[here].clamp(min=0).unsqueeze(-1), -torch.ones_like(scale[here]))
+            block.mul_(scale[here])
+        return gradient, None, None

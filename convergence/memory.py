@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from convergence import float64
+
 GIB = 2**30
 
 
@@ -47,7 +49,14 @@ def describe(truth: torch.dtype) -> str:
 
 
 def plan(
-    model: nn.Module, rows: int, length: int, judged: torch.dtype, device: str, saved_in: torch.dtype, own: bool = True
+    model: nn.Module,
+    rows: int,
+    length: int,
+    judged: torch.dtype,
+    device: str,
+    saved_in: torch.dtype,
+    own: bool = True,
+    kept: float = 2.0,
 ) -> Plan:
     """The first plan that fits, or where none does the smallest.
 
@@ -57,37 +66,45 @@ def plan(
         judged: the dtype of baseline and candidate.
         saved_in: the dtype of the template.
         own: whether the template is in the machine's memory, and not on the device.
+        kept: how often what goes into a layer and comes out of it is held: for the backward pass, and by default once
+            more to see that it stays.
     """
     free_device, free_host = available(device)
     elements = sum(parameter.numel() for parameter in model.parameters())
     truths = [torch.float64] if judged is torch.float32 else [torch.float64, torch.float32]
     for truth in truths:
-        arm = _arm(model, rows, length, truth)
+        arm = _arm(model, rows, length, truth, kept)
         # The template and the copy that becomes the arm, and the arm's initial weights.
         template = elements * 2 * saved_in.itemsize
         host = elements * judged.itemsize + (template if own else 0)
         if device == "cpu":
             found = Plan(truth, 0, host + arm, free_device, free_host)
         else:
-            found = Plan(truth, arm + (0 if own else template), host, free_device, free_host)
+            # While an arm trains, its copy of the template is the arm.
+            found = Plan(truth, arm + (0 if own else template // 2), host, free_device, free_host)
         if found.fits:
             break
     return found
 
 
-def _arm(model: Any, rows: int, length: int, dtype: torch.dtype) -> int:
+def _arm(model: Any, rows: int, length: int, dtype: torch.dtype, kept: float) -> int:
     """The bytes of one arm in training: weights, gradients, activations, logits. An upper bound, roughly."""
-    tokens, head = rows * length, model.get_output_embeddings()
-    weights = 2 * sum(parameter.numel() for parameter in model.parameters())
+    tokens, head, config = rows * length, model.get_output_embeddings(), model.config.get_text_config()
+    weights = sum(parameter.numel() for parameter in model.parameters())
     layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
-    # What goes into a layer and what comes out of it is kept for the backward pass, and once more to see that it stays.
-    activations = 2 * tokens * sum(layer.in_features + layer.out_features for layer in layers)
-    classes = head.weight.shape[0]
-    logits = 6 * tokens * classes  # as they are, for the loss, their gradients, and what is observed
-    config = model.config.get_text_config()
-    if dtype is torch.float64 or config._attn_implementation == "eager":  # no kernel spares their attention's scores
-        activations += 3 * rows * length**2 * config.num_attention_heads * config.num_hidden_layers
-    return (weights + activations + logits) * dtype.itemsize
+    activations = int(kept * tokens * sum(layer.in_features + layer.out_features for layer in layers))
+    scores = rows * length**2 * config.num_attention_heads
+    if config._attn_implementation == "eager" or (dtype is torch.float64 and scores <= float64.BLOCK):
+        activations += 3 * scores * config.num_hidden_layers  # no kernel spares them
+    elif dtype is torch.float64:
+        activations += 2 * float64.BLOCK
+    logits = tokens * head.weight.shape[0]
+    # As they are, for the loss, their gradients, and what is observed. In blocks, the truth holds two of them in
+    # float64, and any other arm, which takes more then, four in float32.
+    held = 17 if logits > float64.BLOCK else 6 * dtype.itemsize
+    # When all gradients are there, the logits are what is left of those.
+    later = max(held * logits + head.weight.numel() * dtype.itemsize, (logits + weights) * dtype.itemsize)
+    return (weights + activations) * dtype.itemsize + later
 
 
 def available(device: str) -> tuple[int, int]:

@@ -48,6 +48,7 @@ class Row:
     Attributes:
         name: what finds it again (:func:`find`).
         kernels: those it must be given; empty for what the patch itself says.
+        dtypes: those that it is proven in where none is asked for.
         phases: the optimizers that train it, after the observation at the initial weights.
         is_long: whether a bar shows how far it is.
     """
@@ -55,6 +56,7 @@ class Row:
     name: str
     architecture: str = ""
     kernels: tuple[str, ...]
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
     phases: tuple[str, ...] = (SGD, ADAMW)
     is_long = False
 

@@ -44,9 +44,9 @@ class HeadObserver:
         """Record ``grad`` [..., vocab] of [batch, length] rows; the last position may be missing (the loss cuts it)."""
         rows = grad.flatten(0, -2)
         batch, length = self.batch.labels.shape
-        kept = len(rows) // batch
-        full = rows.new_zeros(batch, length, rows.shape[-1])
-        full[:, :kept] = rows.unflatten(0, (batch, kept))
+        full = rows.unflatten(0, (batch, len(rows) // batch))
+        if full.shape[1] < length:
+            full = torch.nn.functional.pad(full, (0, 0, 0, length - full.shape[1]))
         self.result.record(LOGITS, self.at, full)
         if is_large(full):
             self.result.record(BY_ELEMENT, self.at, sample(full))

@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--rows", type=int, default=4, metavar="N", help="of a checkpoint's batches (4)")
     group.addoption("--length", type=int, default=128, metavar="N", help="tokens in a checkpoint's row (128)")
     group.addoption("--steps", type=int, default=4, metavar="N", help="batches of a checkpoint (4)")
-    group.addoption("--dtypes", default=None, help="float32, bfloat16 or both (default: both; a checkpoint's own)")
+    group.addoption("--dtypes", default=None, help="float32, bfloat16, float16 (default: see docs)")
     group.addoption("--setups", default="plain", help="what arms train in: a comma-separated list, or 'all' (see docs)")
     group.addoption("--orders", default="first", choices=("first", "all"), help="patch before wrapping, or also after")
     group.addoption("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
@@ -97,7 +97,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         prepare()
     _check_names("--profile", config.getoption("--profile"), ("plain", "hard", "scale"), single=True)
-    _check_names("--dtypes", config.getoption("--dtypes") or "float32", ("float32", "bfloat16"))
+    small = ("float16",) if config.getoption("--profile") == "scale" else ()
+    _check_names("--dtypes", config.getoption("--dtypes") or "float32", ("float32", "bfloat16", *small))
     from convergence import setups
 
     _check_selected("--models", config.getoption("--models"), functools.partial(_rows, config))
@@ -148,6 +149,12 @@ def _rows(config: pytest.Config, names: str) -> Sequence[Row]:
     return rows
 
 
+def _dtypes(config: pytest.Config, row: Row) -> list[str]:
+    """Those that ``row`` is proven in."""
+    asked: str | None = config.getoption("--dtypes")
+    return [name.strip() for name in asked.split(",")] if asked else [*row.dtypes]
+
+
 def _check_names(option: str, value: str, allowed: tuple[str, ...], single: bool = False) -> None:
     for name in [value] if single else value.split(","):
         if name.strip() not in allowed:
@@ -168,7 +175,6 @@ def _check_checkpoint(config: pytest.Config) -> None:
         given = [f"--{name}" for name in ("text", "layers") if config.getoption(f"--{name}")]
         if given:
             raise pytest.UsageError(f"{given[0]} is for a checkpoint of your own: give it with --checkpoint PATH")
-        config.option.dtypes = config.getoption("--dtypes") or "float32,bfloat16"
         return
     if config.getoption("--setups") != "plain":
         raise pytest.UsageError("--checkpoint trains in no set-up yet; leave --setups out")
@@ -282,8 +288,8 @@ def cases(config: pytest.Config) -> list[Case]:
     from convergence.setups import select as select_setups
 
     patch = config.getoption("--patch")
-    dtypes = sorted(name.strip() for name in config.getoption("--dtypes").split(","))
     own = checkpoint(config)
+    rows = [own] if own is not None else _rows(config, config.getoption("--models"))
     return [
         Case(
             model.name,
@@ -297,8 +303,9 @@ def cases(config: pytest.Config) -> list[Case]:
         )
         for setup in select_setups(config.getoption("--setups"))
         for order in (setup.orders if config.getoption("--orders") == "all" else setup.orders[:1])
-        for dtype in dtypes
-        for model in ([own] if own is not None else _rows(config, config.getoption("--models")))
+        for dtype in sorted({dtype for row in rows for dtype in _dtypes(config, row)})
+        for model in rows
+        if dtype in _dtypes(config, model)
         for which in ([patch] if patch else BUILT_IN if setup.name == "plain" else BUILT_IN[:1])
     ]
 
@@ -308,12 +315,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     rows: list[Any] = [own] if own is not None else [*_rows(config, config.getoption("--models"))]
     return [
         f"convergence: device {device}, {config.getoption('--profile') if own is None else 'text'} inputs",
-        *(
-            row.describe(d.strip(), device)
-            for row in rows
-            if row.is_long
-            for d in config.getoption("--dtypes").split(",")
-        ),
+        *(row.describe(d, device) for row in rows if row.is_long for d in _dtypes(config, row)),
     ]
 
 

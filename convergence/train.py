@@ -70,16 +70,20 @@ def train(run: Run, model: Any = None) -> Trajectory:
 
 def _train(run: Run, model: Any, result: Trajectory) -> None:
     rounded = run.rounded_to or run.dtype
-    # Nothing is lost: they were rounded so when the model was built.
-    initial = {name: p.detach().to(rounded, copy=True).cpu() for name, p in model.named_parameters()}
     steps = [step.to(run.device) for step in run.steps]
+    # Nothing is lost: they were rounded so when the model was built. Who takes but one step needs no copy of them.
+    again = bool(run.phases) or len(steps) > 1
+    initial = {
+        name: p.detach().to(rounded, copy=True).cpu() if again else p.detach() for name, p in model.named_parameters()
+    }
 
     # Two steps computed alike, bit for bit, would be one sample of noise that counts twice. So no two of them start
     # from the same weights: each from its own, one unit in the last place away.
     def near_initial(seed: int) -> Weights:
         generator = torch.Generator().manual_seed(seed)
         for name, weight in initial.items():
-            yield name, nudged(weight.to(run.device) if is_large(weight) else weight, rounded, generator)
+            weight = weight.to(run.device if is_large(weight) else "cpu", rounded)
+            yield name, nudged(weight, rounded, generator)
 
     for seed, step in enumerate(steps):
         if run.only is not None and step.name not in run.only:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from convergence import large
+from convergence import float64, large
 from convergence.records import load_folder
 from convergence.scale import SHAPES, select
 from tests.suite import collect, suite
@@ -33,11 +33,12 @@ def test_the_table_reaches_what_it_is_there_for():
     assert {row.config().head_dim for row in SHAPES.values()} == {64, 96, 128, 256}
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_shape_runs_divided(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [(name, row.dtypes[-1]) for name, row in SHAPES.items()])
+def test_every_shape_runs_divided(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, name, dataclasses.replace(SHAPES[name], divided=64))
     monkeypatch.setattr(large, "LARGE", 2**14)
-    options = ("--profile", "scale", "--models", name, "--dtypes", "bfloat16", "--device", "cpu", "--no-blame")
+    monkeypatch.setattr(float64, "BLOCK", 2**14)
+    options = ("--profile", "scale", "--models", name, "--dtypes", dtype, "--device", "cpu", "--no-blame")
     code = suite(*options, "--patch", "convergence.patches:fused_linear", "--records", str(tmp_path))
     (record,) = load_folder(tmp_path)
     assert code == 0, record.failures
