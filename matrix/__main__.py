@@ -1,4 +1,5 @@
-"""``python -m matrix``: list, run and report cells, propose new ones, print them for a CI, and decide on a release."""
+"""``python -m matrix``: list, run and report cells, propose new ones, print them for a CI, decide on a release, and
+count what of transformers runs on kernels."""
 
 from __future__ import annotations
 
@@ -39,6 +40,10 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--markdown", action="store_true", help="as Markdown")
     add("new", "write cell files for releases of transformers, trl and torch beyond the newest cells")
     add("moved", "in what the cell main differs from the accepted records, as Markdown; exit 1 where it does")
+    census = add("census", "what of every model of the installed transformers runs on kernels, and why the rest not")
+    census.add_argument(
+        "--write", action="store_true", help="also into matrix/census.json and docs/evidence/census*.md"
+    )
     add("ci", "the cells as a job matrix for GitHub Actions, JSON")
     gate = add("gate", "decide on a release: everything that must pass, against the last release's records")
     gate.add_argument("--accept", metavar="REASON", help="make these records the baseline, and say why")
@@ -121,6 +126,10 @@ def main(argv: list[str] | None = None) -> int:
             from matrix import gate
 
             return gate.main(arguments)
+        if arguments.command == "census":
+            from matrix import census
+
+            return census.main(arguments)
         if arguments.command == "new":
             from matrix import new
 

@@ -117,6 +117,11 @@ def _worse_finding(where: str, name: str, old: records.Finding, new: records.Fin
     for kernel, count in old.census.items():
         if new.census.get(kernel, 0) < count:
             yield Difference(where, "smaller census", name, f"{kernel}: {new.census.get(kernel, 0)} instead of {count}")
+    for what, before in old.shares.items():
+        if new.shares.get(what, 0.0) < before:
+            yield Difference(
+                where, "smaller share", name, f"{what}: {new.shares.get(what, 0.0):g} instead of {before:g}"
+            )
     for kernel, count in old.launches.items():
         if count and not new.launches.get(kernel):
             yield Difference(where, "kernel not launched", name, kernel)

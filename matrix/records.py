@@ -34,6 +34,7 @@ class Finding:
         census: how many modules each kernel replaced.
         launches: how often each kernel was launched.
         fallbacks: how often real logits were computed, by reason.
+        shares: what part of something runs on kernels, or how much does; the more, the better.
     """
 
     verdict: str
@@ -42,6 +43,7 @@ class Finding:
     census: dict[str, int] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -185,8 +187,8 @@ def read_findings(folder: Path) -> dict[str, Finding]:
     """What the JSON records below ``folder`` say, by name.
 
     A record is an object with a ``verdict``, and what :data:`NAMED_BY` says it is named by;
-    ``reason``, ``census``, ``launches``, ``fallbacks`` and ``statistics`` (a list of objects with ``statistic``,
-    ``value``, ``bound``, ``quantity``, ``step``) may be there.
+    ``reason``, ``census``, ``launches``, ``fallbacks``, ``shares`` and ``statistics`` (a list of objects with
+    ``statistic``, ``value``, ``bound``, ``quantity``, ``step``) may be there.
 
     Raises:
         ValueError: a file is no such record, or two have one name.
@@ -213,7 +215,7 @@ def read_findings(folder: Path) -> dict[str, Finding]:
             data["verdict"],
             str(data.get("reason", "")),
             worst,
-            *(dict(data.get(key, {})) for key in ("census", "launches", "fallbacks")),
+            *(dict(data.get(key, {})) for key in ("census", "launches", "fallbacks", "shares")),
         )
     return found
 

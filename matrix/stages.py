@@ -36,8 +36,9 @@ _PROOF = Stage(
 )
 _MODELS = Stage(
     "models",
-    "every causal LM of that version, shrunk: census of the patch, signatures of what it replaced; private names",
-    ("matrix/checks/test_models.py", "matrix/checks/test_private_names.py"),
+    "every causal LM of that version, shrunk: census of the patch, signatures of what it replaced; every model at its "
+    "own size: shares of what runs on kernels; private names",
+    ("matrix/checks/test_census.py", "matrix/checks/test_models.py", "matrix/checks/test_private_names.py"),
     leaves_records=True,
 )
 _TRAINERS = Stage(

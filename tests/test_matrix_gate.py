@@ -29,6 +29,7 @@ KERNELS = {
 
 def stage(name: str) -> StageResult:
     finding = Finding("equal", "", copy.deepcopy(WORST), {"rms_norm": 5}, {"_rms_norm_fwd_kernel": 9})
+    finding.shares = {"norms": 0.9}
     return StageResult(name, ["python"], "passed", passed=[f"{name}::a", f"{name}::b"], findings={"llama": finding})
 
 
@@ -153,6 +154,8 @@ change_code = put(code="other")
         # A flag that is refused as it should be is no failure, but a change where it was not refused before.
         (put("stages", 1, *FOUND, verdict="not provided"), "changed verdict", "llama"),
         (shrink_census, "smaller census", "llama"),
+        (put("stages", 0, *FOUND, shares={"norms": 0.8999}), "smaller share", "llama"),
+        (put("stages", 0, *FOUND, shares={}), "smaller share", "llama"),
         (put("stages", 0, *FOUND, launches={}), "kernel not launched", "llama"),
         (put("stages", 0, *FOUND, fallbacks={"somebody reads the logits": 1}), "new fallback", "llama"),
         (grow_error, "grown error", "llama"),

@@ -19,6 +19,7 @@ import liger_kernels
 from convergence.float64 import InFloat64
 from convergence.tolerance import three_way
 from liger_kernels.ops import launches, reset_launches
+from liger_kernels.ops._norm_rows import MAX_HIDDEN
 from liger_kernels.ops._runtime import INTERPRET
 from liger_kernels.patching import modules, norms
 from liger_kernels.patching.glu import GluRecipe, is_glu_candidate, recognise_glu
@@ -155,8 +156,10 @@ class ChannelsFirst(nn.LayerNorm):
         (Gated, "more than one tensor"),
         (ReturnsFloat32, "returns torch.float32"),
         (Raises, "cannot be probed .*only on a GPU"),
-        (functools.partial(nn.GroupNorm, 1, 24), "cannot be probed|LayerNorm of another formula"),
-        (functools.partial(nn.GroupNorm, 1, 3), "LayerNorm of another formula"),
+        (functools.partial(nn.GroupNorm, 1, 24), "normalises channels"),
+        (functools.partial(nn.BatchNorm1d, 24), "normalises channels"),
+        (functools.partial(nn.LayerNorm, MAX_HIDDEN + 1), "rows of 65537 are wider than a kernel holds"),
+        (functools.partial(nn.LayerNorm, (2, 24)), "its weight is no vector"),
         (RoundsBeforeTheBias, "rounds at other places"),
         (ChannelsFirst, "cannot be probed"),
     ],

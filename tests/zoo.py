@@ -17,7 +17,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,11 @@ def tiny_batch(model: PreTrainedModel, seed: int = 0) -> dict[str, torch.Tensor]
         if name in inspect.signature(type(model).forward).parameters:
             batch[name] = torch.zeros_like(input_ids)
     return batch
+
+
+def shrinkers(cls: Any) -> Iterator[Callable[[], PretrainedConfig]]:
+    """What makes tiny configurations of ``cls``, the likeliest first. Whether they build is for the caller to see."""
+    return (functools.partial(lambda attempt: _shrunk(cls.config_class(), attempt), attempt) for attempt in _ATTEMPTS)
 
 
 def _shrunk(default: PretrainedConfig, attempt: _Attempt) -> PretrainedConfig:

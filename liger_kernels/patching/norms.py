@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from liger_kernels.ops import layer_norm, layer_norm_ref, rms_norm, rms_norm_ref
 from liger_kernels.ops._compiling import left_to_inductor
+from liger_kernels.ops._norm_rows import MAX_HIDDEN
 from liger_kernels.ops.rms_norm import FORMULAS
 from liger_kernels.patching import probe
 from liger_kernels.patching.probe import PLAIN, randn, relative_difference
@@ -27,6 +28,8 @@ from liger_kernels.patching.swap import RAN, Recipe
 # so a fraction well below 1%). Rounding at another place changes more than a tenth.
 AGREEING_FRACTION = 0.99
 _NO_NORM = "it is not a norm of ours"
+# What torch has for channels; a probe of rows would only raise in them.
+_OF_CHANNELS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 
 
 @dataclass(frozen=True)
@@ -112,12 +115,15 @@ def _fits(vector: torch.Tensor, x: torch.Tensor) -> bool:
 
 
 def is_norm_candidate(module: nn.Module) -> bool:
-    """A leaf of vectors: one, or several or none where it looks like a norm. Cheap: nothing is run."""
+    """A leaf of vectors: one, or several or none where it looks like a norm. Cheap: nothing is run.
+
+    A norm by name whose weight is no vector is one, too, for the report to say so.
+    """
     if module._modules or type(module).forward is nn.Module.forward:
         return False
     shapes = _vectors(module)
     if any(shape is not None and len(shape) != 1 for shape in shapes.values()):
-        return False
+        return "Norm" in type(module).__name__ and len(shapes) <= 2
     if len(shapes) == 1:
         return True
     if not shapes and "Dropout" not in type(module).__name__ and any(_is_eps(value) for value in vars(module).values()):
@@ -157,6 +163,12 @@ def _examined(module: nn.Module) -> tuple[NormRecipe | LayerNormRecipe | str, bo
         reason = f"its forward takes more than one tensor: {names}" if names else "its forward has no signature to read"
         return reason, False
     shape = next(iter(shapes.values()), None)
+    if any(s is not None and len(s) != 1 for s in shapes.values()):
+        return "its weight is no vector: no kernel for it", True
+    if isinstance(module, _OF_CHANNELS):
+        return "it normalises channels, not rows: no kernel for it", True
+    if shape is not None and shape[0] > MAX_HIDDEN:
+        return f"its rows of {shape[0]} are wider than a kernel holds ({MAX_HIDDEN})", True
     verdict: NormRecipe | LayerNormRecipe | str = _NO_NORM
     kind = None
     for size in _sizes(module, shape):
