@@ -152,12 +152,12 @@ def test_norms_mlps_and_experts_of_any_structure_are_listed():
     assert "its eps (about 0.7) is none of its attributes" in report.left[0].reason
 
 
-@pytest.mark.parametrize("kernels", [["rms_norm"], ["rope"], ["swiglu"], ["linear_cross_entropy"]])
+@pytest.mark.parametrize("kernels", [["rms_norm"], ["rope"], ["swiglu"], ["experts"], ["linear_cross_entropy"]])
 def test_nothing_is_listed_of_kernels_that_were_not_asked_for(kernels):
     model = nn.ModuleList([nn.GroupNorm(4, 16), TwoLinears(), Experts()])
     with pytest.warns(UserWarning, match="replaced nothing"):
         left = liger_kernels.patch(model, kernels).left
-    assert [item.path for item in left] == {"rms_norm": ["0"], "swiglu": ["1", "2"]}.get(kernels[0], [])
+    assert [item.path for item in left] == {"rms_norm": ["0"], "swiglu": ["1"], "experts": ["2"]}.get(kernels[0], [])
 
 
 class OddParent(nn.Module):
