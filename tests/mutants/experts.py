@@ -50,7 +50,7 @@ MUTANTS = (
         _OP, "tl.program_id(0).to(tl.int64)", "tl.program_id(0)",
         "test_ops_compile.py::test_offsets_are_64_bits_wide[packed_glu]", "_packed_glu_fwd_kernel"),
     _check("gate_probed_on_usual_numbers", "A gate is compared on usual numbers only, which no clamp changes.",
-        _RECOGNISER, "(2.0, gate.limit or 1.0, 1e3)", "(1.0,)", _OTHERS),
+        _RECOGNISER, "(2.0, gate.limit or 1.0, 1e3)", "(0.5,)", _OTHERS),
     _check("gate_probed_without_gradients", "Only what a gate returns is compared.",
         _RECOGNISER, "probe.relative_difference(*slopes) < probe.SAME_FORMULA", "True", _OTHERS),
     _check("gate_of_a_training_module", "A gate is probed in the mode of the model, so that no dropout shows.",
