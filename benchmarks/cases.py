@@ -176,6 +176,25 @@ def glu(place: Place, name: str, rows: int, inner: int) -> Case:
     )
 
 
+def packed_glu(place: Place, rows: int, features: int, gate: ops.Gate) -> Case:
+    """Gate and up in one tensor, as the experts of a mixture have them."""
+
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        return ops.packed_glu_ref(x, gate)
+
+    return Case(
+        f"packed_glu ({gate})",
+        f"{rows}x{features}",
+        rows,
+        lambda n: (place.randn(n, 2 * features),),
+        lambda x: ops.packed_glu(x, gate),
+        reference,
+        reference,
+        8 * rows * features * place.dtype.itemsize,
+        30 * rows * features,
+    )
+
+
 def glu_linear(place: Place, name: str, rows: int, inner: int, hidden: int) -> Case:
     """The unit with the linear layer behind it, whose three products are nearly all of its operations."""
     reference = getattr(ops, f"{name}_linear_ref")
@@ -343,6 +362,8 @@ def cases(place: Place) -> list[Case]:
         rope(place, 4, 8192, 32, 8, 128),
         glu(place, "swiglu", 8192, 11008),
         glu(place, "geglu", 8192, 14336),
+        packed_glu(place, 65536, 768, ops.Gate()),
+        packed_glu(place, 32768, 2880, ops.Gate(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)),
         glu_linear(place, "swiglu", 8192, 8192, 2048),
         *(loss(place, 8192, vocab) for vocab in (32768, 128256, 262144)),
         loss(place, 8192, 128256, weights=True),

@@ -312,6 +312,7 @@ _KERNEL_NAMES = {
     "rope": "rope",
     "swiglu": "glu",
     "geglu": "glu",
+    "experts": "packed_glu",
     "cross_entropy": "cross_entropy",
     "linear_cross_entropy": "cross_entropy",
 }

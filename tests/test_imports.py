@@ -87,6 +87,7 @@ results = [
     (ops.add_rms_norm(x, x, weight)[0], ops.add_rms_norm_ref(x, x, weight)[0]),
     (ops.rope(q, q, angles, angles)[0], ops.rope_ref(q, q, angles, angles)[0]),
     (ops.swiglu(x, x), ops.swiglu_ref(x, x)),
+    (ops.packed_glu(x), ops.packed_glu_ref(x)),
     (ops.geglu(x, x), ops.geglu_ref(x, x)),
     (ops.cross_entropy(x @ head.t(), targets), ops.cross_entropy_ref(x @ head.t(), targets)),
     (ops.linear_cross_entropy(x, head, targets), ops.linear_cross_entropy_ref(x, head, targets)),

@@ -115,6 +115,18 @@ def glu_cases() -> None:
     run(swiglu, new(64, 11008, grad=False), new(64, 11008))
 
 
+def packed_glu_cases() -> None:
+    from liger_kernels.ops import Gate, packed_glu
+
+    for dtype in (BF16, FP32):
+        for inner in (768, 2880):
+            run(packed_glu, new(64, 2 * inner, dtype=dtype))
+    gates = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
+    for gate in (Gate(limit=10.0), Gate(**gates, interleaved=True), Gate(**gates, gate_first=False), Gate("gelu_tanh")):
+        run(packed_glu, new(64, 1536), gate=gate)
+    run(packed_glu, new(64, 2 * 40, dtype=FP16), gate=Gate("gelu", interleaved=True, gate_first=False))
+
+
 def cross_entropy_cases() -> None:
     from liger_kernels.ops import cross_entropy
     from liger_kernels.ops.cross_entropy import EXTRAS
@@ -155,6 +167,7 @@ CASES: dict[str, Callable[[], None]] = {  # what takes longest first
     "layer_norm": layer_norm_cases,
     "linear_cross_entropy": linear_cross_entropy_cases,
     "glu": glu_cases,
+    "packed_glu": packed_glu_cases,
     "rope": rope_cases,
 }
 

@@ -47,6 +47,7 @@ PROMISED = {
     "rope": {RUNS, BATCH},
     "swiglu": {RUNS, BATCH},
     "geglu": {RUNS, BATCH},
+    "packed_glu": {RUNS, BATCH},
     "swiglu_linear": {RUNS},
     "geglu_linear": {RUNS},
     "cross_entropy, none": {RUNS, BATCH},
@@ -175,6 +176,19 @@ def _glu(op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Case:
     return Case(inputs, compute)
 
 
+def _packed_glu_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    width = 2 * sizes.hidden
+    return {
+        "x": torch.randn(sizes.rows, width, dtype=dtype),
+        "dy": torch.randn(sizes.rows, width // 2, dtype=dtype),
+    }, {}
+
+
+def _packed_glu(x: torch.Tensor, dy: torch.Tensor) -> tuple[Tensors, Tensors]:
+    y = ops.packed_glu(x.requires_grad_())
+    return {"y": y, **_grads(y, {"grad_x": x}, dy)}, {}
+
+
 def _glu_linear(op: Callable[..., torch.Tensor]) -> Case:
     def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
         rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("gate", "up", "grad_out")}
@@ -270,6 +284,7 @@ CASES = {
     "rope": Case(_rope_inputs, _rope),
     "swiglu": _glu(ops.swiglu),
     "geglu": _glu(ops.geglu),
+    "packed_glu": Case(_packed_glu_inputs, _packed_glu),
     "swiglu_linear": _glu_linear(ops.swiglu_linear),
     "geglu_linear": _glu_linear(ops.geglu_linear),
     **{f"cross_entropy, {r}": _loss(ops.cross_entropy, "logits", r) for r in ("none", "mean")},

@@ -21,6 +21,7 @@ from liger_kernels.ops.glu import (
 from liger_kernels.ops.layer_norm import layer_norm, layer_norm_ref
 from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from liger_kernels.ops.linear_log_probs import LogProbsOutput, linear_log_probs, linear_log_probs_ref
+from liger_kernels.ops.packed_glu import Gate, packed_glu, packed_glu_ref
 from liger_kernels.ops.packing import PackedTargets, packing_weights
 from liger_kernels.ops.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from liger_kernels.ops.rope import rope, rope_ref
@@ -28,6 +29,7 @@ from liger_kernels.ops.rope import rope, rope_ref
 __all__ = [
     "CountedTargets",
     "CrossEntropyOutput",
+    "Gate",
     "LogProbsOutput",
     "LossOptions",
     "PackedTargets",
@@ -47,6 +49,8 @@ __all__ = [
     "linear_log_probs",
     "linear_log_probs_ref",
     "observe_logits_grad",
+    "packed_glu",
+    "packed_glu_ref",
     "packing_weights",
     "reset_launches",
     "rms_norm",

@@ -17,6 +17,7 @@ INDUCTOR_UP_TO: dict[str, float] = {
     "rms_norm": math.inf,
     "layer_norm": math.inf,
     "mean": math.inf,
+    "experts": math.inf,
     "rope": 2**20,
     "swiglu": 2**20,
     "geglu": 2**20,

@@ -25,7 +25,7 @@ MUTANTS = (
     _check("probe_misses_a_clamp", "A gated MLP is probed on usual numbers only, which no clamp changes.",
         "glu", "(2.0, 1e3)", "(1.0, 1.0)", "recognise.py::test_a_clamp_that_usual_numbers_do_not_reach_is_seen"),
     _check("activation_past_its_hooks", "The gated MLP computes the activation although somebody has hooks on it.",
-        "glu", "left_to_inductor(recipe.kernel, x) or _skips_watched(self, called)",
+        "glu", "left_to_inductor(recipe.kernel, x) or skips_watched(self, called)",
         "left_to_inductor(recipe.kernel, x)", "left.py::test_hooks_on_the_activation_are_called_as_unpatched[forward]"),
     _check("sharded_norm_of_unknown_size", "A norm whose weight ZeRO-3 has sharded is taken for one of no elements.",
         "probe", "    if whole is not None:\n        return tuple(whole)\n", "",
