@@ -203,10 +203,10 @@ CORE = ("llama", "gemma", "gemma2", "gemma3")
 
 def find(name: str) -> Row:
     """The row of that name, of whichever kind."""
+    from convergence import scale
     from convergence.checkpoint import Checkpoint
-    from convergence.scale import SHAPES
 
-    return MODELS.get(name) or SHAPES.get(name) or Checkpoint.parse(name)
+    return MODELS.get(name) or scale.find(name) or Checkpoint.parse(name)
 
 
 def select(names: str) -> list[MiniModel]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +32,15 @@ _FLOPS = 4e13
 class Shape(MiniModel):
     """A row of the table: an architecture, its real sizes, and the batch.
 
-    ``divided`` divides all widths and counts, and the length: a dry run of the same code on a CPU.
+    ``divided`` divides all widths and counts, and the length: a dry run of the same code on a CPU. What ``whole`` names
+    stays as it is. The row of that is called ``llama3-8b?divided=64&whole=vocab_size``.
     """
 
     rows: int = 1
     length: int = 4096
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     divided: int = 1
+    whole: tuple[str, ...] = ()
 
     phases = ()
     is_long = True
@@ -45,7 +48,7 @@ class Shape(MiniModel):
     def config(self) -> Any:
         sizes = dict(self.overrides)
         for name in _DIVIDED:
-            if name in sizes:
+            if name in sizes and name not in self.whole:
                 sizes[name] = max(1, sizes[name] // self.divided)
         sizes["max_position_embeddings"] = self._tokens
         return self.model_class().config_class(
@@ -55,7 +58,7 @@ class Shape(MiniModel):
     @property
     def _tokens(self) -> int:
         """In a row."""
-        return self.length // self.divided
+        return self.length if "length" in self.whole else self.length // self.divided
 
     def build(self, seed: int) -> nn.Module:
         """The unpatched model in float32, where it will train: a CPU takes minutes to draw a billion weights."""
@@ -84,7 +87,7 @@ class Shape(MiniModel):
         return [data.Step(PROFILE, [batch], scale=scale, whole=True)], data.evaluation_batch(seed)
 
     def bystander(self, template: nn.Module) -> nn.Module:
-        return dataclasses.replace(self, divided=max(64, self.divided)).build(0)
+        return dataclasses.replace(self, divided=64, whole=()).build(0)
 
     def truth(self, dtype: str, device: str) -> torch.dtype:
         return self.plan(dtype, device).truth
@@ -115,7 +118,7 @@ class Shape(MiniModel):
 
     # A row is hashed by what names it: its overrides are a dict.
     def __hash__(self) -> int:
-        return hash((self.name, self.divided))
+        return hash((self.name, self.divided, self.whole))
 
 
 _GEMMA3 = {
@@ -153,16 +156,17 @@ _ROWS = (
         length=1023,
         dtypes=("float32", "bfloat16", "float16"),
     ),
-    # The longest rows, and more of them than a dimension of a grid counts, of heads and tokens together. No heads
-    # share their keys: PyTorch's only attention that knows of that in float32 holds all scores.
+    # The longest rows, and more tokens than a dimension of a grid may count. No heads share their keys: PyTorch's only
+    # attention that knows of that in float32 holds all scores.
     Shape(
         "llama-long",
         "LlamaForCausalLM",
         overrides={
-            **_LLAMA, "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64,
-            "num_key_value_heads": 32,
+            **_LLAMA, "vocab_size": 16_000, "hidden_size": 1024, "intermediate_size": 4096, "head_dim": 64,
+            "num_attention_heads": 16, "num_key_value_heads": 16,
         },
-        length=32_768,
+        rows=2,
+        length=34_000,
     ),
     Shape(
         "gemma3-4b",
@@ -226,6 +230,21 @@ _ROWS = (
 SHAPES = {row.name: row for row in _ROWS}
 
 
+def find(name: str) -> Shape | None:
+    """The row of that name, which may be divided; None where there is none."""
+    given = _NAME.fullmatch(name)
+    if given is None or given["shape"] not in SHAPES:
+        return None
+    row = SHAPES[given["shape"]]
+    if given["divided"] is None:
+        return row
+    whole = tuple(given["whole"].split("+")) if given["whole"] else ()
+    return dataclasses.replace(row, name=name, divided=int(given["divided"]), whole=whole)
+
+
+_NAME = re.compile(r"(?P<shape>[^?]+)(\?divided=(?P<divided>[1-9]\d*)(&whole=(?P<whole>[a-z_+]+))?)?")
+
+
 def select(names: str) -> list[Shape]:
     """The shapes that ``--models`` names; those of "core" are all.
 
@@ -234,6 +253,7 @@ def select(names: str) -> list[Shape]:
     """
     wanted = [name.strip() for name in names.split(",")]
     for name in wanted:
-        if name not in ("all", "core", *SHAPES):
+        if name not in ("all", "core") and find(name) is None:
             raise ValueError(f"unknown model {name!r}; allowed with --profile scale are all, {', '.join(SHAPES)}")
-    return [row for row in SHAPES.values() if {row.name, "all", "core"} & {*wanted}]
+    divided = [row for row in map(find, wanted) if row is not None and row.divided > 1]
+    return [row for row in SHAPES.values() if {row.name, "all", "core"} & {*wanted}] + divided

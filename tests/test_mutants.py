@@ -43,8 +43,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for mutant, dtype in pairs:
         group = f"{mutant.model}/{dtype}"
         seen[group] = seen.get(group, 0) + 1
-        mark = pytest.mark.xdist_group(f"{group}/{seen[group] // size}")
-        parameters.append(pytest.param(mutant, dtype, id=f"{mutant.name}-{dtype}", marks=mark))
+        marks = [pytest.mark.xdist_group(f"{group}/{seen[group] // size}")]
+        if mutant.profile == "scale" and mutant.on_cpu is None and not torch.cuda.is_available():
+            marks.append(pytest.mark.skip(reason="only a GPU shows it"))
+        parameters.append(pytest.param(mutant, dtype, id=f"{mutant.name}-{dtype}", marks=marks))
     metafunc.parametrize(("mutant", "dtype"), parameters)
 
 
@@ -63,6 +65,8 @@ def shared_references(shared_folder: Path) -> Iterator[None]:
 
     @functools.lru_cache(maxsize=1)
     def references(*key: object) -> case.References:
+        if "scale" in key:  # gigabytes, and on one worker
+            return train(*key)
         file = shared_folder / f"references-{'-'.join(map(str, key))}.pt"
         make_once(file, lambda path: torch.save(train(*key), path))
         return torch.load(file, weights_only=False, mmap=True)
@@ -77,11 +81,11 @@ def shared_references(shared_folder: Path) -> Iterator[None]:
             file.unlink()
 
 
-def prove(patch: str, model: str, dtype: str, records: Path, setup: str = "plain") -> int:
+def prove(patch: str, model: str, dtype: str, records: Path, *others: str) -> int:
     """``pytest convergence`` as users run it, in this process, which has truth and baseline already."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = ("--patch", patch, "--models", model, "--dtypes", dtype, "--device", device, "--records", str(records))
-    return suite(*options, "--setups", setup, "--no-blame")
+    return suite(*options, *others, "--no-blame")
 
 
 def test_the_proof_kills(mutant: Mutant, dtype: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
@@ -89,7 +93,11 @@ def test_the_proof_kills(mutant: Mutant, dtype: str, request: pytest.FixtureRequ
 
     records = request.config.getoption("--records")
     folder = Path(records) if records else tmp_path
-    code = prove(f"tests.mutants:{mutant.name}", mutant.model, dtype, folder, mutant.setup)
+    model = mutant.model
+    if mutant.profile == "scale" and not torch.cuda.is_available():
+        model = f"{model}?{mutant.on_cpu}"
+    others = ("--setups", mutant.setup, "--profile", mutant.profile)
+    code = prove(f"tests.mutants:{mutant.name}", model, dtype, folder, *others)
     (record,) = [r for r in load_folder(folder) if r.patch.endswith(f":{mutant.name}") and r.dtype == dtype]
     worst = sorted(record.statistics, key=lambda s: s.value / s.bound)[-3:]
     assert code == 1, f"{mutant.name} survives in {dtype}: {mutant.does} The highest statistics are {worst}"

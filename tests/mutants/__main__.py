@@ -24,7 +24,7 @@ GROUPS = {
     "contract": ("the patch", contract),
     "recognise": ("recognisers", recognise),
     "setups": ("set-ups", setups),
-    "scale": ("one dtype, mode or pass alone", scale),
+    "scale": ("one dtype, mode, pass or size alone", scale),
     "checks": ("what no training shows", checks),
 }
 _INTRO = """\
@@ -55,6 +55,8 @@ _CHECKED = "No training shows these. In a copy of the sources that has the fault
 
 def where(mutant: Mutant) -> str:
     """The mini model, and the set-up where there is one."""
+    if mutant.profile == "scale":
+        return f"{mutant.model}, at real size" + ("" if mutant.on_cpu is None else f" or {mutant.on_cpu}")
     return mutant.model if mutant.setup == "plain" else f"{mutant.model}, {mutant.setup}"
 
 

@@ -45,6 +45,9 @@ class Mutant:
         after: what is done to the patched model.
         model: the mini model on which it is tried.
         setup: what the arms train in.
+        profile: "scale" for a fault that only a model of real size shows, on a GPU.
+        on_cpu: how that model may be divided so that a CPU shows it, as ``convergence.scale`` takes it; None where only
+            a GPU does.
         dtypes: the dtypes in which it is a fault.
         kernel: the guilty kernel, or None where no kernel is.
         phase: "forward" or "backward": where the guilty kernel is wrong; None where no kernel is.
@@ -62,6 +65,8 @@ class Mutant:
     after: Callable[[Any], Any] | None = None
     model: str = "llama-untied"
     setup: str = "plain"
+    profile: str = "hard"
+    on_cpu: str | None = None
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     kernel: str | None = None
     phase: str | None = None
