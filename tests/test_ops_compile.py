@@ -88,12 +88,15 @@ def layer_norm_cases() -> None:
 
 def rope_cases() -> None:
     from liger_kernels.ops import rope
+    from liger_kernels.ops.rope import PAIRINGS
 
     def angles(batch: int, rotary_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
         return [new(batch, 16, rotary_dim, dtype=dtype, grad=False) for _ in range(2)]
 
-    for pairing in ("half", "interleaved", "interleaved_repeat"):
+    for pairing in PAIRINGS:
         run(rope, new(2, 32, 16, 128), new(2, 8, 16, 128), *angles(1, 128, BF16), pairing=pairing)
+    complex_halves = new(1, 16, 64, 2, dtype=FP32, grad=False).unbind(-1)
+    run(rope, new(2, 40, 16, 128), None, *complex_halves, pairing="interleaved_repeat", rotary_dim=128, inverse=True)
     run(rope, new(2, 40, 16, 192, dtype=FP16), new(2, 1, 16, 192), *angles(2, 96, FP32), pairing="interleaved")
     run(rope, new(2, 128, 16, 256, dtype=FP32), new(2, 128, 16, 256, dtype=FP32), *angles(2, 256, FP32))
     run(rope, new(2, 32, 16, 128), new(2, 8, 16, 128, grad=False), *angles(1, 128, BF16))
