@@ -25,7 +25,7 @@ LEFT = {
         "MixtralExperts": "packed experts: their forward .eager. calls no _apply_gate; patch"
     },
     ("qwen3_moe", "Qwen3MoeForCausalLM"): {"Qwen3MoeExperts": "packed experts"},
-    ("gpt_oss", "GptOssForCausalLM"): {"GptOssAttention": "apply_rotary_pos_emb: "},
+    ("gpt_oss", "GptOssForCausalLM"): {},
     ("gpt2", "GPT2LMHeadModel"): {"GPT2MLP": "two projections"},
     ("gpt_neox", "GPTNeoXForCausalLM"): {"GPTNeoXMLP": "two projections"},
     ("phi", "PhiForCausalLM"): {"PhiMLP": "two projections"},
@@ -33,14 +33,8 @@ LEFT = {
     ("cohere", "CohereForCausalLM"): {},
     ("olmo", "OlmoForCausalLM"): {},
     ("bamba", "BambaForCausalLM"): {"BambaRMSNormGated": "more than one tensor: hidden_states, gate"},
-    ("deepseek_v3", "DeepseekV3ForCausalLM"): {
-        "DeepseekV3Attention": "apply_rotary_pos_emb_interleave: it is none of the rotations",
-        "DeepseekV3Experts": "packed experts",
-    },
-    ("gemma4", "Gemma4ForCausalLM"): {
-        "Gemma4TextDecoderLayer": "two projections",
-        "Gemma4TextAttention": r"apply_rotary_pos_emb: it takes \(x, cos, sin",
-    },
+    ("deepseek_v3", "DeepseekV3ForCausalLM"): {"DeepseekV3Experts": "packed experts"},
+    ("gemma4", "Gemma4ForCausalLM"): {"Gemma4TextDecoderLayer": "two projections"},
     ("llama", "LlamaForCausalLM"): {},
     ("mamba", "MambaForCausalLM"): {},
 }
