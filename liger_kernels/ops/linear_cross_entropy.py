@@ -116,8 +116,8 @@ def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype, per_row
     and in 16 bits the float32 sum of grad_weight. A compiled program does not overwrite the kept logits, but a copy or
     memory of the gradient's own; of at most hidden_size tokens even both take no more.
 
-    ``per_row`` gradients let "balanced" compute all logits twice, as "small" does. 8192 x 2048 x 128256, log-probabilities
-    and entropy, one H200, bfloat16: "balanced" 28.7 ms, "small" 26.9."""
+    ``per_row`` gradients let "balanced" compute all logits twice, as "small" does. 8192 x 2048 x 128256,
+    log-probabilities and entropy, one H200, bfloat16: "balanced" 28.7 ms, "small" 26.9."""
     chunk = _chunk_of_balanced(hidden_size)
     few = chunk + (0 if dtype == torch.float32 else 2 * hidden_size)
     if torch.compiler.is_compiling():
