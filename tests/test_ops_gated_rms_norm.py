@@ -82,7 +82,12 @@ def test_any_shape_and_option(shape, width, groups, dtypes, options, eps, scale,
     torch.manual_seed(seed)
     of = dict(zip(("x", "gate", "weight"), dtypes, strict=True))
     # With few columns and a small eps the norm hardly depends on x: its gradient is what cancellation leaves.
-    check(leaves(DEVICE, *shape, width * groups, scale=scale, **of), eps if width >= 16 else scale**2, groups=groups, **options)
+    check(
+        leaves(DEVICE, *shape, width * groups, scale=scale, **of),
+        eps if width >= 16 else scale**2,
+        groups=groups,
+        **options,
+    )
 
 
 @every_order
@@ -98,13 +103,15 @@ def test_rows_that_are_zero_or_tiny(device, options) -> None:
 
 def test_groups_are_norms_of_their_own(device) -> None:
     x, gate, weight = leaves(device, 6, 96)
-    apart = [gated_rms_norm(*(t[..., part] for t in (x, gate, weight))) for part in (slice(32), slice(32, 64), slice(64, 96))]
+    apart = [
+        gated_rms_norm(*(t[..., part] for t in (x, gate, weight))) for part in (slice(32), slice(32, 64), slice(64, 96))
+    ]
     assert torch.equal(gated_rms_norm(x, gate, weight, groups=3), torch.cat(apart, dim=-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounds_where_the_formula_rounds(device, dtype) -> None:
-    """"cast_then_scale" three times with the gate last, twice with the gate first; "scale_then_cast" once."""
+    """ "cast_then_scale" three times with the gate last, twice with the gate first; "scale_then_cast" once."""
     x, gate, weight = (t.detach() for t in leaves(device, 64, 512, dtype=dtype))
     for options in OPTIONS:
         y = gated_rms_norm(x, gate, weight, **options)

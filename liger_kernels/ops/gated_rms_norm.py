@@ -21,6 +21,7 @@ the weight it holds, and the backward goes over the rows as that of RMSNorm does
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from liger_kernels.ops._tiling import as_rows, cdiv
 from liger_kernels.ops.glu import _activate, _sigmoid
 
 FORMULAS = ("cast_then_scale", "scale_then_cast")
-ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 def gated_rms_norm_ref(

@@ -48,7 +48,9 @@ class GatedNormRecipe(Recipe):
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             given = (*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
-            x, gate = given if len(given) == 2 else (None, None)  # some are called without a gate
+            if len(given) != 2:  # some are called without a gate
+                return base.forward(self, *args, **kwargs)
+            x, gate = given
             weight = getattr(self, weight_name)
             if (
                 type(x) not in PLAIN
@@ -84,9 +86,7 @@ def gated_hypotheses(
             yield recipe, functools.partial(_reference, recipe)
 
 
-def _reference(
-    recipe: GatedNormRecipe, x: torch.Tensor, vectors: dict[str, torch.Tensor], eps: float
-) -> torch.Tensor:
+def _reference(recipe: GatedNormRecipe, x: torch.Tensor, vectors: dict[str, torch.Tensor], eps: float) -> torch.Tensor:
     options: dict[str, Any] = {"activation": recipe.activation, "gate_first": recipe.gate_first}
     gate, weight = gate_of(x, vectors[GATE]), vectors[recipe.weight]
     return gated_rms_norm_ref(x, gate, weight, eps, groups=recipe.groups, formula=recipe.formula, **options)

@@ -267,9 +267,7 @@ def _layer(
     return layer_norm_ref(x, weights.get(weight or ""), weights.get(bias or ""), eps, zero_centered=zero_centered)
 
 
-def _match(
-    module: nn.Module, weights: dict[str, torch.Tensor], size: int, eps: float
-) -> AnyNormRecipe | str:
+def _match(module: nn.Module, weights: dict[str, torch.Tensor], size: int, eps: float) -> AnyNormRecipe | str:
     rows = probe.full((8,), 1.0)
     rows[:4] = rows.new_tensor([0.0, 1e-2 * eps**0.5, eps**0.5, 1e-2])
     rows[6:] = rows.new_tensor([30.0, 3e3])
