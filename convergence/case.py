@@ -309,6 +309,7 @@ def _check_ours(case: Case, arms: Arms, record: Record, verdict: Verdict) -> Non
 _KERNEL_NAMES = {
     "rms_norm": "rms_norm",
     "layer_norm": "layer_norm",
+    "gated_rms_norm": "gated_rms_norm",
     "rope": "rope",
     "swiglu": "glu",
     "geglu": "glu",

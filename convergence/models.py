@@ -195,6 +195,25 @@ _ROWS = (
         kernels=("rms_norm", "rope"),  # its experts are one tensor, no module to recognise
         overrides={"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
     ),
+    MiniModel(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        ("rms_norm", "gated_rms_norm", "rope", "swiglu"),
+        # One layer of each kind. Without the package of its linear attention, upstream's own torch code runs.
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 12,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 12,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 40,
+            "experts_implementation": "eager",
+        },
+    ),
     MiniModel("llama-untied", "LlamaForCausalLM"),
     MiniModel("llama-tied", "LlamaForCausalLM", overrides={"tie_word_embeddings": True}),
     MiniModel("llama-bias", "LlamaForCausalLM", head_bias=True),

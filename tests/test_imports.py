@@ -85,6 +85,7 @@ results = [
     (ops.rms_norm(x, weight), ops.rms_norm_ref(x, weight)),
     (ops.layer_norm(x, weight), ops.layer_norm_ref(x, weight)),
     (ops.add_rms_norm(x, x, weight)[0], ops.add_rms_norm_ref(x, x, weight)[0]),
+    (ops.gated_rms_norm(x, x, weight), ops.gated_rms_norm_ref(x, x, weight)),
     (ops.rope(q, q, angles, angles)[0], ops.rope_ref(q, q, angles, angles)[0]),
     (ops.swiglu(x, x), ops.swiglu_ref(x, x)),
     (ops.packed_glu(x), ops.packed_glu_ref(x)),

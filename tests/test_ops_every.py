@@ -56,6 +56,17 @@ OPS = {
     "layer_norm": both("layer_norm", lambda n: ((n, 12), (12,), (12,)), eps=1e-3),
     "layer_norm, zero-centered": both("layer_norm", lambda n: ((n, 12), (12,)), eps=1e-3, zero_centered=True),
     "layer_norm, no weight": both("layer_norm", lambda n: ((n, 12),), eps=1e-3),
+    **{
+        f"gated_rms_norm, {activation}, {'first' if first else 'last'}": both(
+            "gated_rms_norm",
+            lambda n: ((n, 12), (n, 12), (12,)),
+            eps=1e-3,
+            groups=2,
+            activation=activation,
+            gate_first=first,
+        )
+        for activation, first in (("silu", False), ("silu", True), ("sigmoid", False))
+    },
     **{f"rope, {pairing}": both("rope", rotated, 2, pairing=pairing) for pairing in PAIRINGS},
     "swiglu": both("swiglu", lambda n: ((n, 12), (n, 12))),
     **{f"geglu, {a}": both("geglu", lambda n: ((n, 12), (n, 12)), approximate=a) for a in ("tanh", "none")},

@@ -32,7 +32,7 @@ LEFT = {
     ("opt", "OPTForCausalLM"): {"OPTDecoderLayer": "two projections"},
     ("cohere", "CohereForCausalLM"): {},
     ("olmo", "OlmoForCausalLM"): {},
-    ("bamba", "BambaForCausalLM"): {"BambaRMSNormGated": "more than one tensor: hidden_states, gate"},
+    ("bamba", "BambaForCausalLM"): {},
     ("deepseek_v3", "DeepseekV3ForCausalLM"): {"DeepseekV3Experts": "packed experts"},
     ("gemma4", "Gemma4ForCausalLM"): {"Gemma4TextDecoderLayer": "two projections"},
     ("llama", "LlamaForCausalLM"): {},

@@ -135,6 +135,17 @@ class RoundsBeforeTheBias(nn.LayerNorm):
         return F.layer_norm(x.float(), (24,)).to(x.dtype) * self.weight + self.bias
 
 
+class OfAllRows(nn.Module):
+    """A LayerNorm where there is one row."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias, self.eps = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3)), 1e-5
+
+    def forward(self, x):
+        return F.group_norm(x, 1, self.weight, self.bias, self.eps)
+
+
 class ChannelsFirst(nn.LayerNorm):
     def __init__(self):
         super().__init__(24)
@@ -152,10 +163,11 @@ class ChannelsFirst(nn.LayerNorm):
         (RoundsEarly, "rounds at other places"),
         (Clamped, "RMS norm of another formula|not a norm of ours"),
         (StopsTheGradient, "gradient"),
-        (Gated, "more than one tensor"),
+        (Gated, "rounds at other places"),
         (ReturnsFloat32, "returns torch.float32"),
         (Raises, "cannot be probed .*only on a GPU"),
         (functools.partial(nn.GroupNorm, 1, 24), "normalises channels"),
+        (OfAllRows, "LayerNorm of another formula"),
         (functools.partial(nn.BatchNorm1d, 24), "normalises channels"),
         (functools.partial(nn.LayerNorm, MAX_HIDDEN + 1), "rows of 65537 are wider than a kernel holds"),
         (functools.partial(nn.LayerNorm, (2, 24)), "its weight is no vector"),

@@ -44,6 +44,8 @@ PROMISED = {
     "add_rms_norm": {RUNS, BATCH},
     "layer_norm": {RUNS, BATCH},
     "layer_norm, no weight": {RUNS, BATCH},
+    "gated_rms_norm": {RUNS, BATCH},
+    "gated_rms_norm, gate first in groups": {RUNS, BATCH},
     "rope": {RUNS, BATCH},
     "swiglu": {RUNS, BATCH},
     "geglu": {RUNS, BATCH},
@@ -121,6 +123,21 @@ def _layer_norm(weighted: bool) -> Case:
         y = ops.layer_norm(**vectors)
         grads = _grads(y, leaves, dy)
         return {"y": y, "grad_x": grads.pop("grad_x")}, grads
+
+    return Case(inputs, compute)
+
+
+def _gated_norm(**options: Any) -> Case:
+    def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+        rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("x", "gate", "dy")}
+        return rows, {"weight": torch.randn(sizes.hidden, dtype=dtype)}
+
+    def compute(dy: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
+        leaves = {f"grad_{name}": tensor.requires_grad_() for name, tensor in inputs.items()}
+        tensors: dict[str, Any] = inputs
+        y = ops.gated_rms_norm(**tensors, **options)
+        grads = _grads(y, leaves, dy)
+        return {"y": y, **{name: grads.pop(name) for name in ("grad_x", "grad_gate")}}, grads
 
     return Case(inputs, compute)
 
@@ -281,6 +298,8 @@ CASES = {
     "add_rms_norm": Case(_sum_inputs, _sum),
     "layer_norm": _layer_norm(weighted=True),
     "layer_norm, no weight": _layer_norm(weighted=False),
+    "gated_rms_norm": _gated_norm(),
+    "gated_rms_norm, gate first in groups": _gated_norm(gate_first=True, groups=8),
     "rope": Case(_rope_inputs, _rope),
     "swiglu": _glu(ops.swiglu),
     "geglu": _glu(ops.geglu),
