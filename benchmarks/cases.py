@@ -221,6 +221,40 @@ def packed_glu(place: Place, rows: int, features: int, gate: ops.Gate) -> Case:
     )
 
 
+def experts(place: Place, tokens: int, hidden: int, features: int, n_experts: int, choices: int) -> Case:
+    """Tokens at random experts. Nearly all of the operations are those of two grouped products and their gradients."""
+
+    def inputs(n: int) -> Tensors:
+        ids = torch.rand(n, n_experts, device=place.device).topk(choices).indices
+        shapes = (n_experts, 2 * features, hidden), (n_experts, hidden, features)
+        gate_up, down = (place.randn(*shape, scale=shape[2] ** -0.5) for shape in shapes)
+        return place.randn(n, hidden), ids, place.randn(n, choices, scale=choices**-0.5), gate_up, down
+
+    def transformers(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> Any:
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        module: Any = torch.nn.Module()
+        settings = {"num_experts": n_experts, "has_gate": True, "_apply_gate": ops.packed_glu_ref}
+        off = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+        vars(module).update(settings, **dict.fromkeys(off, False))
+        vars(module).update(zip(("gate_up_proj", "down_proj"), parameters, strict=True))
+        return grouped_mm_experts_forward(module, hidden, ids, weights)
+
+    parameters = 3 * n_experts * features * hidden
+    return Case(
+        "experts",
+        f"{tokens} tokens, {choices} of {n_experts} x {features} x {hidden}",
+        tokens,
+        inputs,
+        ops.experts,
+        transformers,
+        ops.experts_ref,
+        (3 * parameters + 4 * tokens * hidden) * place.dtype.itemsize,
+        18 * tokens * choices * features * hidden,
+        checked_rows=CHECKED_ROWS,
+    )
+
+
 def glu_linear(place: Place, name: str, rows: int, inner: int, hidden: int) -> Case:
     """The unit with the linear layer behind it, whose three products are nearly all of its operations."""
     reference = getattr(ops, f"{name}_linear_ref")
@@ -392,6 +426,7 @@ def cases(place: Place) -> list[Case]:
         rope(place, 1, 16384, 16, 16, 80, " (vision)", keep_dtype=True),
         glu(place, "swiglu", 8192, 11008),
         glu(place, "geglu", 8192, 14336),
+        experts(place, 8192, 2048, 768, 128, 8),
         packed_glu(place, 65536, 768, ops.Gate()),
         packed_glu(place, 32768, 2880, ops.Gate(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)),
         glu_linear(place, "swiglu", 8192, 8192, 2048),

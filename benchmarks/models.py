@@ -36,7 +36,8 @@ from benchmarks.timing import spread
 from convergence import files, tables
 
 _COMMON = {"attention_dropout": 0.0, "use_cache": False}
-# Published shapes; Gemma 3's with 12 of its 26 layers, so that eager holds the logits of 16384 tokens, too.
+# Published shapes; Gemma 3's with 12 of its 26 layers, so that eager holds the logits of 16384 tokens, too, and
+# Qwen3-MoE's with 8 of its 48.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
         "LlamaForCausalLM",
@@ -74,6 +75,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 128,
             "vocab_size": 151936,
             "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
         },
     ),
 }
@@ -192,7 +210,7 @@ def first(model: Any, ids: torch.Tensor, arm: str) -> torch.Tensor:
 def outcome(model: Any, ids: torch.Tensor, arm: str) -> tuple[float, dict[str, torch.Tensor]]:
     loss = float(first(model, ids, arm))
     inner = getattr(model, "_orig_mod", model)
-    return loss, {name: p.grad.float() for name, p in inner.named_parameters() if p.grad is not None}
+    return loss, {name: p.grad.clone() for name, p in inner.named_parameters() if p.grad is not None}
 
 
 def differs(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]) -> str:
@@ -202,7 +220,7 @@ def differs(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float,
     if found[1].keys() != expected[1].keys():
         return f"gradients of {sorted(found[1].keys() ^ expected[1].keys())[:3]} are missing on one side"
     for name, gradient in found[1].items():
-        cosine = float(torch.cosine_similarity(gradient.flatten(), expected[1][name].flatten(), dim=0))
+        cosine = float(torch.cosine_similarity(gradient.float().flatten(), expected[1][name].float().flatten(), dim=0))
         if not cosine > 0.99:
             return f"the gradient of {name} points elsewhere: cosine {cosine:.4f}"
     return ""

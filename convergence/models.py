@@ -40,6 +40,8 @@ _ALTERNATING = {
 }
 # Where every head is normalised, the norm's weight has few elements for noise to average over: few, long heads.
 _NORMED_HEADS = {"head_dim": 60, "num_attention_heads": 4, "num_key_value_heads": 2}
+# Grouped matrix products want aligned strides and know no float64: the loop over experts knows everything.
+_EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 
 
 class Row:
@@ -156,7 +158,7 @@ def initialise(model: Any, seed: int) -> None:
         head.weight.mul_(1.5)
         head.weight[::16].mul_(4)
         for name, parameter in model.named_parameters():
-            if name.endswith(("block_sparse_moe.gate.weight", "mlp.gate.weight")):
+            if name.endswith(("block_sparse_moe.gate.weight", "mlp.gate.weight", "mlp.router.weight")):
                 experts = parameter.shape[0]
                 levels = torch.linspace(-8.0, 8.0, experts, device=device)
                 tokens = torch.arange(embedding.weight.shape[0], device=device).unsqueeze(1)
@@ -191,9 +193,21 @@ _ROWS = (
     MiniModel(
         "mixtral",
         "MixtralForCausalLM",
-        # Grouped matrix products want aligned strides and know no float64: the loop over experts knows everything.
-        kernels=("rms_norm", "rope"),  # its experts are one tensor, no module to recognise
-        overrides={"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+        ("rms_norm", "rope", "experts"),
+        {**_EXPERTS, "num_local_experts": 4},
+    ),
+    MiniModel(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        ("rms_norm", "experts"),
+        {**_ALTERNATING, **_EXPERTS, "num_local_experts": 5, "head_dim": 10, "swiglu_limit": 1.0},
+        attention="eager",  # which has its sinks
+    ),
+    MiniModel(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        ("rms_norm", "rope", "experts"),
+        {**_NORMED_HEADS, **_EXPERTS, "num_experts": 7, "moe_intermediate_size": 70, "norm_topk_prob": True},
     ),
     MiniModel(
         "qwen3_next",

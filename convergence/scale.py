@@ -191,7 +191,7 @@ _ROWS = (
     Shape(
         "qwen3-moe",
         "Qwen3MoeForCausalLM",
-        ("rms_norm", "rope"),  # its experts are one tensor, no module to recognise
+        ("rms_norm", "rope", "experts"),
         {
             "num_hidden_layers": 1,
             "num_attention_heads": 32,

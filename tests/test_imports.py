@@ -80,6 +80,7 @@ import torch
 from liger_kernels import ops
 x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
 q, angles = torch.randn(1, 2, 4, 8, requires_grad=True), torch.randn(1, 4, 8)
+ids, parts = torch.tensor([[0, 1]] * 4), torch.randn(3, 8, 8, requires_grad=True)
 head, targets = torch.randn(10, 8, requires_grad=True), torch.tensor([1, -100, 0, 9])
 results = [
     (ops.rms_norm(x, weight), ops.rms_norm_ref(x, weight)),
@@ -88,6 +89,7 @@ results = [
     (ops.gated_rms_norm(x, x, weight), ops.gated_rms_norm_ref(x, x, weight)),
     (ops.rope(q, q, angles, angles)[0], ops.rope_ref(q, q, angles, angles)[0]),
     (ops.swiglu(x, x), ops.swiglu_ref(x, x)),
+    (ops.experts(x, ids, x[:, :2], parts, parts[:, :, :4]), ops.experts_ref(x, ids, x[:, :2], parts, parts[:, :, :4])),
     (ops.packed_glu(x), ops.packed_glu_ref(x)),
     (ops.geglu(x, x), ops.geglu_ref(x, x)),
     (ops.cross_entropy(x @ head.t(), targets), ops.cross_entropy_ref(x @ head.t(), targets)),

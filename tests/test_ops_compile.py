@@ -148,6 +148,19 @@ def packed_glu_cases() -> None:
     run(packed_glu, new(64, 2 * 40, dtype=FP16), gate=Gate("gelu", interleaved=True, gate_first=False))
 
 
+def experts_cases() -> None:
+    from liger_kernels.ops import Gate, experts
+
+    for n_experts in (4, 300):  # sorted by keys of eight bits, and of 32
+        for dtype, hidden in ((BF16, 2048), (FP32, 2880), (FP16, 40)):
+            ids, weights = torch.zeros(8, 4, dtype=torch.int64), new(8, 4, dtype=dtype)
+            shapes = (n_experts, 32, hidden), (n_experts, hidden, 16), (n_experts, 32), (n_experts, hidden)
+            gate_up, down, *biases = (new(*shape, dtype=dtype) for shape in shapes)
+            run(experts, new(8, hidden, dtype=dtype), ids, weights, gate_up, down)
+            gate = Gate(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)
+            run(experts, new(8, hidden, dtype=dtype), ids, weights.float(), gate_up, down, gate, *biases)
+
+
 def cross_entropy_cases() -> None:
     from liger_kernels.ops import cross_entropy
     from liger_kernels.ops.cross_entropy import EXTRAS
@@ -190,6 +203,7 @@ CASES: dict[str, Callable[[], None]] = {  # what takes longest first
     "linear_cross_entropy": linear_cross_entropy_cases,
     "glu": glu_cases,
     "packed_glu": packed_glu_cases,
+    "experts": experts_cases,
     "rope": rope_cases,
 }
 
@@ -234,6 +248,7 @@ def signature_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 torch.float32: "*fp32",
                 torch.int64: "*i64",
                 torch.int32: "*i32",
+                torch.uint8: "*u8",
             }[value.dtype]
             if value.data_ptr() % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]

@@ -35,6 +35,11 @@ def rotated() -> tuple[torch.Tensor, ...]:
     return ops.rope(new(2, 4, 16, 64), new(2, 2, 16, 64), cos, sin)
 
 
+def routed() -> torch.Tensor:
+    ids = torch.randint(5, (96, 2), device="cuda")  # of 6: one that has no token
+    return ops.experts(new(96, 64), ids, new(96, 2), new(6, 64, 64), new(6, 64, 32))
+
+
 def targets(rows: int = 96, vocab: int = 1000, device: str = "cuda") -> torch.Tensor:
     return torch.randint(vocab, (rows,), device=device).masked_fill_(torch.rand(rows, device=device) < 0.3, -100)
 
@@ -64,6 +69,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "rope": rotated,
     "swiglu": lambda: ops.swiglu(new(96, 256), new(96, 256)),
     "geglu": lambda: ops.geglu(new(96, 256), new(96, 256)),
+    "experts": routed,
     "packed_glu": lambda: ops.packed_glu(new(96, 256), ops.Gate(limit=7.0, offset=1.0, interleaved=True)),
     "swiglu_linear": lambda: ops.swiglu_linear(new(96, 256), new(96, 256), new(64, 256), new(64)),
     "geglu_linear": lambda: ops.geglu_linear(new(96, 256), new(96, 256), new(64, 256)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from torch import nn
 
 import liger_kernels
 from liger_kernels.ops import Gate, launches, packed_glu_ref, reset_launches
-from liger_kernels.patching.experts import ExpertsRecipe, find_gate, recognise_experts
+from liger_kernels.patching.experts import ExpertsRecipe, Parameters, recognise_experts
 from tests import zoo
+from tests.ops_checks import check_op, randn
 from tests.patching_checks import DEVICE, check_same, gradients
 
+WHOLE = Parameters("gate_up_proj", "down_proj")
 CLAMPED = Gate(limit=10.0)
 GPT_OSS = Gate(alpha=1.702, limit=7.0, offset=1.0)
 CLASSES = {
@@ -49,45 +52,111 @@ def with_implementation(model: nn.Module, name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize(("module", "name"), list(CLASSES))
+def test_every_way_to_multiply_is_computed_alike(module, name, implementation, dtype):
+    """Tokens, of which some numbers lie beyond the limits, with every gradient."""
+    (experts, *_) = experts_of(copy.deepcopy(built(module, name)))
+    experts.to(dtype)
+    names, parameters = zip(*experts.named_parameters(), strict=True)
+    hidden = experts.gate_up_proj.shape[1 if experts.is_transposed else 2]
+    ids = torch.stack([torch.randperm(experts.num_experts)[:2] for _ in range(40)]).to(DEVICE)
+
+    def call(module, implementation):
+        def run(hidden, weights, *parameters):
+            # Grouped products know no float64, and the loop is the definition.
+            module.config._experts_implementation = "eager" if hidden.dtype == torch.float64 else implementation
+            return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (hidden, ids, weights))
+
+        return run
+
+    candidate = copy.deepcopy(experts)
+    report = liger_kernels.patch(candidate)
+    assert [item.formula for item in report.replaced] == [f"sum of weight * down({CLASSES[module, name]})"]
+    leaves = [
+        randn(40, hidden, dtype=dtype, device=DEVICE, scale=4.0),
+        torch.rand(40, 2).to(DEVICE, dtype).requires_grad_(),
+        *((t * (10 if t.dim() == 3 else 1)).detach().requires_grad_() for t in parameters),
+    ]
+    reset_launches()
+    check_op(call(candidate, implementation), call(experts, implementation), leaves, terms=hidden)
+    assert bool(launches().get("_experts_sum_kernel")) == (implementation != "batched_mm")
+    assert launches()["_packed_glu_fwd_kernel"] == launches()["_packed_glu_bwd_kernel"] == 1
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize(("module", "name"), [key for key in CLASSES if key[0] in ("mixtral", "qwen3_moe", "gpt_oss")])
 def test_loss_and_gradients_are_those_of_the_model(module, name, implementation):
     model = with_implementation(copy.deepcopy(built(module, name)), implementation)
     batch = {key: value.to(DEVICE) for key, value in zoo.tiny_batch(model).items()}
 
     def train(model):
-        if next(model.parameters()).dtype == torch.float64:  # which grouped products do not know
+        if next(model.parameters()).dtype == torch.float64:
             with_implementation(model, "eager")
         return gradients(model, model(**batch).loss)
 
-    reset_launches()
     candidate = check_same(model, train, ["experts"])
-    assert launches()
-    found = liger_kernels.status(candidate).replaced
-    assert len(found) == len(experts_of(model)) > 0
-    assert {item.formula for item in found} == {str(CLASSES[module, name])}
+    found = liger_kernels.status(candidate)
+    assert len(found.replaced) == len(experts_of(model)) > 0
+    assert not found.never_ran
     liger_kernels.unpatch(candidate)
     assert [type(part) for part in experts_of(candidate)] == [type(part) for part in experts_of(model)]
+
+
+@pytest.mark.parametrize("name", ["autocast", "checkpointing", "frozen", "another way to multiply"])
+def test_whatever_is_set_around_it_the_model_is_the_same(name):
+    model = with_implementation(copy.deepcopy(built("qwen3_moe", "Qwen3MoeForCausalLM")), "eager")
+    batch = {key: value.to(DEVICE) for key, value in zoo.tiny_batch(model).items()}
+    if name == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if name == "frozen":
+        for part in experts_of(model):
+            part.requires_grad_(False)
+
+    def train(model):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=name == "autocast"):
+            return gradients(model, model(**batch).loss)
+
+    candidate, own = copy.deepcopy(model), train(model)
+    liger_kernels.patch(candidate, ["experts"])
+    if name == "another way to multiply":
+        with_implementation(candidate, "batched_mm")
+    reset_launches()
+    ours = train(candidate)
+    assert bool(launches().get("_experts_sum_kernel")) == (name in ("checkpointing", "frozen"))
+    assert ours.keys() == own.keys()
+    for key, value in own.items():
+        torch.testing.assert_close(ours[key], value, atol=1e-5, rtol=1e-3)
+
+
+def test_adapters_on_the_parameters_of_experts():
+    """peft gives the module another class while it runs, in which a parameter is computed."""
+    peft = pytest.importorskip("peft")
+    if "target_parameters" not in inspect.signature(peft.LoraConfig).parameters:
+        pytest.skip("this peft has no adapters on parameters")
+    base = copy.deepcopy(built("qwen3_moe", "Qwen3MoeForCausalLM"))
+    batch = {key: value.to(DEVICE) for key, value in zoo.tiny_batch(base).items()}
+    config = peft.LoraConfig(target_parameters=["gate_up_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config).train()
+
+    def train(model):
+        return gradients(model, model(**batch).loss)
+
+    reset_launches()
+    check_same(model, train, ["experts"])
+    assert launches()["_experts_sum_kernel"]
 
 
 @pytest.mark.parametrize("limit", [0.5, 3.0, 7.25])
 def test_the_limit_is_that_of_the_module(limit):
     (experts, *_) = experts_of(copy.deepcopy(built("deepseek_v4", "DeepseekV4ForCausalLM")))
     experts.limit = limit
-    assert recognise_experts(experts) == ExpertsRecipe(Gate(limit=limit))
-
-
-def test_eager_experts_that_call_no_gate_are_left():
-    model = copy.deepcopy(built("qwen3_moe", "Qwen3MoeForCausalLM"))
-    reasons = {item.reason for item in liger_kernels.patch(model).left if item.what.endswith("Experts")}
-    assert reasons == {
-        "packed experts: their forward (eager) calls no _apply_gate; patch the model with "
-        "experts_implementation='grouped_mm'"
-    }
+    assert recognise_experts(experts) == ExpertsRecipe(Gate(limit=limit), WHOLE)
 
 
 class Experts(nn.Module):
-    """Every step of the gate a method, so that a subclass can get one of them wrong."""
+    """Every step a method, so that a subclass can get one of them wrong."""
 
     def __init__(self, hidden=16, inner=20, n_experts=6):
         super().__init__()
@@ -104,26 +173,98 @@ class Experts(nn.Module):
         gate, up = x.chunk(2, dim=-1)
         return self.activate(gate) * self.limited(up)
 
+    def unit(self, x):
+        return self._apply_gate(x)
+
+    def chosen(self, ids):
+        return ids
+
+    def expert(self, x, ids):
+        x = torch.einsum("th,toh->to", x, self.gate_up_proj[ids])
+        return torch.einsum("ti,thi->th", self.unit(x), self.down_proj[ids])
+
+    def result(self, y, weight):
+        return y * weight
+
     def forward(self, hidden_states, top_k_index, top_k_weights):
         out = torch.zeros_like(hidden_states)
         for k in range(top_k_index.shape[1]):
             ids = top_k_index[:, k]
-            x = torch.einsum("th,toh->to", hidden_states, self.gate_up_proj[ids])
-            y = torch.einsum("ti,thi->th", self._apply_gate(x), self.down_proj[ids])
-            out = out + y * top_k_weights[:, k, None]
+            out = out + self.result(self.expert(hidden_states, self.chosen(ids)), top_k_weights[:, k, None])
         return out
+
+
+class TransposedExperts(Experts):
+    def __init__(self):
+        super().__init__()
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(self, name, nn.Parameter(getattr(self, name).detach().transpose(1, 2).contiguous()))
+
+    def expert(self, x, ids):
+        x = torch.einsum("th,tho->to", x, self.gate_up_proj[ids])
+        return torch.einsum("ti,tih->th", self.unit(x), self.down_proj[ids])
 
 
 def wrong(**methods: Any) -> type:
     return type("Wrong", (Experts,), methods)
 
 
-def test_a_strangers_experts_are_recognised_and_computed_alike():
-    model = Experts().to(DEVICE)
-    assert find_gate(model) == Gate(limit=2.0)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_strangers_experts_are_recognised_and_computed_alike(transposed):
+    model = (TransposedExperts() if transposed else Experts()).to(DEVICE)
+    recipe = recognise_experts(model)
+    assert recipe == ExpertsRecipe(Gate(limit=2.0), Parameters("gate_up_proj", "down_proj", transposed))
     ids = torch.tensor([[0, 1], [1, 1], [5, 2]], device=DEVICE)
     inputs = (3 * torch.randn(3, 16, device=DEVICE), ids, torch.rand(3, 2, device=DEVICE))
-    check_same(model, lambda m: gradients(m, m(inputs[0].to(m.down_proj), ids, inputs[2].to(m.down_proj)).sum()))
+
+    def train(m):
+        hidden, weights = (t.to(m.down_proj) for t in (inputs[0], inputs[2]))
+        return gradients(m, m(hidden, top_k_weights=weights, top_k_index=ids).square().sum())
+
+    reset_launches()
+    check_same(model, train)
+    assert launches()["_experts_sum_kernel"] == 1
+
+
+class BiasedBehindTheSum(Experts):
+    """It has the shape of a bias of down."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(6, 16))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, top_k_weights) + self.bias[top_k_index].sum(1)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        wrong(result=lambda self, y, weight: y * weight * weight),
+        wrong(result=lambda self, y, weight: y),
+        wrong(result=lambda self, y, weight: y * weight.detach()),
+        wrong(result=lambda self, y, weight: F.dropout(y * weight, 0.1, self.training)),
+        wrong(result=lambda self, y, weight: F.layer_norm(y, (y.shape[-1],)) * weight),
+        wrong(chosen=lambda self, ids: 5 - ids),
+        BiasedBehindTheSum,
+    ],
+)
+def test_of_what_is_another_sum_of_experts_only_the_gate_is_replaced(cls):
+    assert recognise_experts(cls()) == ExpertsRecipe(Gate(limit=2.0))
+
+
+def test_experts_that_call_no_gate_are_left():
+    cls = wrong(unit=lambda self, x: packed_glu_ref(x), result=lambda self, y, weight: y)
+    assert recognise_experts(cls()) == (
+        "packed experts: their forward is no sum of weight * down(act(gate) * up), and calls no _apply_gate (None)",
+    )
+
+
+def test_experts_without_a_method_for_their_gate_are_recognised():
+    """As those of transformers 5.0, whose forward is a loop."""
+    cls = wrong(unit=lambda self, x: packed_glu_ref(x))
+    cls = type("Older", (cls,), {"_apply_gate": None})
+    assert recognise_experts(cls()) == ExpertsRecipe(Gate(), WHOLE)
 
 
 @pytest.mark.parametrize(

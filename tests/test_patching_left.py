@@ -21,10 +21,11 @@ from tests.patching_checks import DEVICE, batch, gradients, tiny, unlisted
 
 # A sample of families and what of each is in no other table: (class, why it is left).
 LEFT = {
-    ("mixtral", "MixtralForCausalLM"): {
-        "MixtralExperts": "packed experts: their forward .eager. calls no _apply_gate; patch"
+    ("mixtral", "MixtralForCausalLM"): {},
+    ("llama4", "Llama4ForCausalLM"): {
+        "Llama4TextAttention": "apply_rotary_emb: ",
+        "Llama4TextExperts": "packed experts: their forward is no sum of weight",
     },
-    ("qwen3_moe", "Qwen3MoeForCausalLM"): {"Qwen3MoeExperts": "packed experts"},
     ("gpt_oss", "GptOssForCausalLM"): {},
     ("gpt2", "GPT2LMHeadModel"): {"GPT2MLP": "two projections"},
     ("gpt_neox", "GPTNeoXForCausalLM"): {"GPTNeoXMLP": "two projections"},
@@ -33,7 +34,7 @@ LEFT = {
     ("cohere", "CohereForCausalLM"): {},
     ("olmo", "OlmoForCausalLM"): {},
     ("bamba", "BambaForCausalLM"): {},
-    ("deepseek_v3", "DeepseekV3ForCausalLM"): {"DeepseekV3Experts": "packed experts"},
+    ("deepseek_v3", "DeepseekV3ForCausalLM"): {},
     ("gemma4", "Gemma4ForCausalLM"): {"Gemma4TextDecoderLayer": "two projections"},
     ("llama", "LlamaForCausalLM"): {},
     ("mamba", "MambaForCausalLM"): {},

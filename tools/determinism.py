@@ -50,6 +50,7 @@ PROMISED = {
     "swiglu": {RUNS, BATCH},
     "geglu": {RUNS, BATCH},
     "packed_glu": {RUNS, BATCH},
+    "experts": {RUNS},
     "swiglu_linear": {RUNS},
     "geglu_linear": {RUNS},
     "cross_entropy, none": {RUNS, BATCH},
@@ -206,6 +207,21 @@ def _packed_glu(x: torch.Tensor, dy: torch.Tensor) -> tuple[Tensors, Tensors]:
     return {"y": y, **_grads(y, {"grad_x": x}, dy)}, {}
 
 
+def _experts_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    hidden, dy = (torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for _ in range(2))
+    rows = {"hidden": hidden, "dy": dy, "ids": torch.randint(8, (sizes.rows, 2)), "weights": torch.rand(sizes.rows, 2)}
+    gate_up, down = (torch.randn(8, *size, dtype=dtype) for size in ((64, sizes.hidden), (sizes.hidden, 32)))
+    return rows, {"gate_up": gate_up, "down": down}
+
+
+def _experts(**inputs: Any) -> tuple[Tensors, Tensors]:
+    dy = inputs.pop("dy")
+    leaves = {f"grad_{name}": t.requires_grad_() for name, t in inputs.items() if name != "ids"}
+    y = ops.experts(**inputs)
+    grads = _grads(y, leaves, dy)
+    return {"y": y, **{name: grads.pop(name) for name in ("grad_hidden", "grad_weights")}}, grads
+
+
 def _glu_linear(op: Callable[..., torch.Tensor]) -> Case:
     def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
         rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("gate", "up", "grad_out")}
@@ -304,6 +320,7 @@ CASES = {
     "swiglu": _glu(ops.swiglu),
     "geglu": _glu(ops.geglu),
     "packed_glu": Case(_packed_glu_inputs, _packed_glu),
+    "experts": Case(_experts_inputs, _experts),
     "swiglu_linear": _glu_linear(ops.swiglu_linear),
     "geglu_linear": _glu_linear(ops.geglu_linear),
     **{f"cross_entropy, {r}": _loss(ops.cross_entropy, "logits", r) for r in ("none", "mean")},

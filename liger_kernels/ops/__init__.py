@@ -8,6 +8,7 @@ from liger_kernels.ops._linear import observe_logits_grad
 from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_ref
+from liger_kernels.ops.experts import experts, experts_ref
 from liger_kernels.ops.gated_rms_norm import gated_rms_norm, gated_rms_norm_ref
 from liger_kernels.ops.glu import (
     geglu,
@@ -38,6 +39,8 @@ __all__ = [
     "add_rms_norm_ref",
     "cross_entropy",
     "cross_entropy_ref",
+    "experts",
+    "experts_ref",
     "gated_rms_norm",
     "gated_rms_norm_ref",
     "geglu",

@@ -9,14 +9,15 @@ recomputes the activation from x, which is all that is saved, and writes one gra
 
     dL/dup = dL/dy * act(gate)        dL/dgate = dL/dy * (up + offset) * act'(gate)        0 beyond the limit
 
-A row may be multiplied by a number of its own (the router's score of an expert); its gradient is the sum over the row
-of dL/dy times the product. It is multiplied in float32, before the product is rounded.
+For rows of several experts there is more: each row's expert may add a bias of its own to gate and up, and a row may be
+multiplied by a number (the router's score), in float32, before it is rounded. The number's gradient is the sum over the
+row of dL/dy times the product.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -141,8 +142,25 @@ def _factors(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.
 
 
 @triton.jit
+def _load_biased(
+    x_ptr, x_stride, bias_ptr, group_ptr, n_groups, row, col, n_rows, n_cols, mask,
+    INTERLEAVED: tl.constexpr, GATE_FIRST: tl.constexpr,
+):
+    gate, up = _load_pair(x_ptr, row, x_stride, col, n_cols, mask, INTERLEAVED, GATE_FIRST)
+    if bias_ptr is not None:
+        group = tl.load(group_ptr + row, mask=row < n_rows, other=0).to(tl.int64)
+        group = tl.minimum(group, n_groups - 1)  # a row of no group may hold anything
+        bias_gate, bias_up = _load_pair(bias_ptr, 2 * group, n_cols, col, n_cols, mask, INTERLEAVED, GATE_FIRST)
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        gate = (gate + bias_gate).to(dtype).to(tl.float32)
+        up = (up + bias_up).to(dtype).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
 def _packed_glu_fwd_kernel(
-    x_ptr, x_stride, scale_ptr, y_ptr,    # [rows, 2 columns], [rows] or None, [rows, columns]
+    x_ptr, x_stride, bias_ptr, group_ptr, n_groups,    # [rows, 2 columns], [groups, 2 columns] or None, [rows] or None
+    y_ptr,                                             # [rows, columns]
     n_rows, n_cols,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr, GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -152,24 +170,24 @@ def _packed_glu_fwd_kernel(
     for start in range(0, n_cols, BLOCK):
         col = start + tl.arange(0, BLOCK)[None, :]
         mask = (row < n_rows) & (col < n_cols)
-        gate, up = _load_pair(x_ptr, row, x_stride, col, n_cols, mask, INTERLEAVED, GATE_FIRST)
+        gate, up = _load_biased(
+            x_ptr, x_stride, bias_ptr, group_ptr, n_groups, row, col, n_rows, n_cols, mask, INTERLEAVED, GATE_FIRST
+        )
         act, up, _, _ = _factors(gate, up, dtype, ACTIVATION, ALPHA, LIMIT, OFFSET)
-        y = act * up
-        if scale_ptr is not None:
-            y *= tl.load(scale_ptr + row, mask=row < n_rows, other=0.0).to(tl.float32)
-        tl.store(y_ptr + row * n_cols + col, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + row * n_cols + col, (act * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _packed_glu_bwd_kernel(
-    dy_ptr, x_ptr, x_stride, scale_ptr,    # [rows, columns], [rows, 2 columns], [rows] or None
-    dx_ptr, dscale_ptr,                    # [rows, 2 columns], [rows] float32; None: not computed
+    dy_ptr, x_ptr, x_stride,               # [rows, columns], [rows, 2 columns]
+    bias_ptr, group_ptr, n_groups,         # as in the forward
+    scale_ptr, dx_ptr, dscale_ptr,         # [rows] or None; [rows, 2 columns], [rows] float32, None: not computed
     n_rows, n_cols,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr, GATE_FIRST: tl.constexpr, PRODUCT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """With ``PRODUCT``, dy becomes the forward's y."""
+    """With ``PRODUCT``, dy becomes the forward's y, times ``scale``."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     dscale = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -177,7 +195,9 @@ def _packed_glu_bwd_kernel(
         col = start + tl.arange(0, BLOCK)[None, :]
         mask = (row < n_rows) & (col < n_cols)
         dy = tl.load(dy_ptr + row * n_cols + col, mask=mask, other=0.0).to(tl.float32)
-        gate, up = _load_pair(x_ptr, row, x_stride, col, n_cols, mask, INTERLEAVED, GATE_FIRST)
+        gate, up = _load_biased(
+            x_ptr, x_stride, bias_ptr, group_ptr, n_groups, row, col, n_rows, n_cols, mask, INTERLEAVED, GATE_FIRST
+        )
         act, up, by_gate, by_up = _factors(gate, up, dtype, ACTIVATION, ALPHA, LIMIT, OFFSET)
         y = act * up
         if dscale_ptr is not None:
@@ -215,14 +235,27 @@ def _constants(gate: Gate) -> dict[str, Any]:
     }
 
 
-def product(x: torch.Tensor, gate: Gate, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """The unit of ``x`` [..., 2 features], each row times its ``scale``: [rows] or None."""
+class GroupBias(NamedTuple):
+    """What is added to rows."""
+
+    bias: torch.Tensor | None = None  # [groups, 2 features], without gaps
+    group: torch.Tensor | None = None  # [rows], which of them; a number that is none adds an arbitrary one
+
+    def arguments(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+        return (None, None, 0) if self.bias is None else (self.bias, self.group, len(self.bias))
+
+
+_NO_BIAS = GroupBias()
+
+
+def product(x: torch.Tensor, gate: Gate, bias: GroupBias = _NO_BIAS) -> torch.Tensor:
+    """The unit of ``x`` [..., 2 features]."""
     n_cols = x.shape[-1] // 2
     y = x.new_empty((*x.shape[:-1], n_cols))
     n_rows = y.numel() // n_cols
     shape = _launch_shape(n_rows, n_cols)
-    grid = (cdiv(n_rows, shape["ROWS"]),)
-    launch(_packed_glu_fwd_kernel, grid, x.device, *as_rows(x), scale, y, n_rows, n_cols, **_constants(gate), **shape)
+    grid, tensors = (cdiv(n_rows, shape["ROWS"]),), (*as_rows(x), *bias.arguments(), y)
+    launch(_packed_glu_fwd_kernel, grid, x.device, *tensors, n_rows, n_cols, **_constants(gate), **shape)
     return y
 
 
@@ -230,12 +263,14 @@ def gradients(
     dy: torch.Tensor,
     x: torch.Tensor,
     gate: Gate,
+    bias: GroupBias = _NO_BIAS,
     scale: torch.Tensor | None = None,
     needs: tuple[bool, bool] = (True, False),
     keep_product: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of ``x`` and (in float32) of ``scale`` as far as ``needs`` says; ``dy`` must be contiguous, and
-    with ``keep_product`` becomes the forward's y."""
+    """The gradients of ``x`` and (in float32) of ``scale`` [rows], which multiplies the unit, as far as ``needs`` says.
+
+    ``dy`` must be contiguous, and with ``keep_product`` becomes the forward's result times ``scale``."""
     n_cols = x.shape[-1] // 2
     n_rows = dy.numel() // n_cols
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
@@ -244,7 +279,8 @@ def gradients(
     # fmt: off
     launch(
         _packed_glu_bwd_kernel, (cdiv(n_rows, shape["ROWS"]),), x.device,
-        dy, *as_rows(x), scale, dx, dscale, n_rows, n_cols, **_constants(gate), PRODUCT=keep_product, **shape,
+        dy, *as_rows(x), *bias.arguments(), scale, dx, dscale, n_rows, n_cols,
+        **_constants(gate), PRODUCT=keep_product, **shape,
     )
     # fmt: on
     return dx, dscale

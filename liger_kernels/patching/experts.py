@@ -1,22 +1,24 @@
-"""Recognise the gate of packed experts, which are many MLPs in few parameters, by what it computes, and fuse it.
+"""Recognise packed experts, which are many MLPs in few parameters, by what they compute, and run them on kernels.
 
-transformers multiplies the tokens of all experts at once and calls the module's ``_apply_gate`` between the two
-products, on one tensor of gate and up. What that method computes is solved for (limit, offset, factor) and compared.
-Whether the module's forward calls it is found by running the forward on small parameters.
+The whole module where its forward is a sum of experts weighted by the router, ``forward(hidden, ids, weights)``, of one
+parameter for gate and up and one for down. Else, with biases or a norm behind each expert for example, only the unit
+between the products: transformers multiplies the rows of all experts at once and calls the module's ``_apply_gate``.
+What that method computes is solved for (limit, offset, factor) and compared. The forward runs on small parameters.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from liger_kernels.ops import Gate, experts, experts_ref, packed_glu, packed_glu_ref
 from liger_kernels.ops._compiling import left_to_inductor
-from liger_kernels.ops.packed_glu import Gate, packed_glu, packed_glu_ref
 from liger_kernels.patching import probe
 from liger_kernels.patching.glu import parameter_names, skips_watched
 from liger_kernels.patching.probe import PLAIN, true_shape
@@ -25,15 +27,44 @@ from liger_kernels.patching.swap import Recipe, mark_run
 
 # Of transformers (since 5.0), private: what experts compute between their two products.
 _GATE = "_apply_gate"
+# Ways to multiply that the kernels stand for: any other is somebody's choice.
+_REPLACED = (None, "eager", "grouped_mm")
 # What the sizes of the probe are. Grouped products take rows of 16 bytes.
 _HIDDEN, _INNER = 8, 12
+# Grouped products know no float64. Sums of 24 products in float32, over the largest result.
+_SAME_IN_FLOAT32 = 2e-5
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The names of the parameters of experts, and whether the first two are [experts, in, out]."""
+
+    gate_up: str
+    down: str
+    transposed: bool = False
+    gate_up_bias: str | None = None
+    down_bias: str | None = None
+
+    def of(self, module: Any) -> dict[str, Any]:
+        """As the op takes them."""
+        gate_up, down = getattr(module, self.gate_up), getattr(module, self.down)
+        if self.transposed:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        biases = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+        return {"gate_up": gate_up, "down": down, **{k: getattr(module, name) for k, name in biases.items() if name}}
 
 
 @dataclass(frozen=True)
 class ExpertsRecipe(Recipe):
-    """Experts whose forward calls ``_apply_gate``, a packed gated linear unit."""
+    """Experts of one unit.
+
+    Attributes:
+        gate: the unit between the two products.
+        whole: where the parameters are; None: only ``_apply_gate`` is replaced.
+    """
 
     gate: Gate
+    whole: Parameters | None = None
 
     @property
     def kernel(self) -> str:
@@ -41,19 +72,52 @@ class ExpertsRecipe(Recipe):
 
     @property
     def detail(self) -> str:
-        return str(self.gate)
+        return str(self.gate) if self.whole is None else f"sum of weight * down({self.gate})"
 
     def namespace(self, base: Any) -> dict[str, Any]:
-        formula = self.gate
+        recipe = self
 
         def apply_gate(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = (*args, *kwargs.values())
             if left_to_inductor("experts", x) or type(x) not in PLAIN or skips_watched(self, set()):
                 return getattr(base, _GATE)(self, *args, **kwargs)
             mark_run(self)
-            return packed_glu(x, formula)
+            return packed_glu(x, recipe.gate)
 
-        return {_GATE: apply_gate}
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+            given = (*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
+            if len(given) == len(args) + len(kwargs) == 3 and recipe.whole is not None:
+                parameters = recipe.whole.of(self)
+                if _takes(self, *given, *parameters.values()):
+                    mark_run(self)
+                    return experts(*given, gate=recipe.gate, **parameters)
+            return base.forward(self, *args, **kwargs)
+
+        names = [parameter.name for parameter in probe.signature_of(base.forward)[1:]]
+        gate = {_GATE: apply_gate} if getattr(base, _GATE, None) is not None else {}
+        return gate if self.whole is None else {**gate, "forward": forward}
+
+
+def _takes(module: nn.Module, hidden: Any, ids: Any, weights: Any, *parameters: Any) -> bool:
+    """Whether the kernels compute this call as the probe did, and nobody watches what they skip."""
+    tensors = (hidden, ids, weights, *parameters)
+    return (
+        all(type(t) in PLAIN for t in tensors)
+        and not left_to_inductor("experts", hidden)
+        and hidden.dim() == ids.dim() == 2
+        and ids.shape == weights.shape
+        and all(t.dtype == hidden.dtype for t in parameters)
+        and all(t.device == hidden.device for t in tensors)
+        # The loop casts under autocast, the grouped products do not.
+        and not torch.is_autocast_enabled(hidden.device.type)
+        and _implementation(module) in _REPLACED
+        and not skips_watched(module, set())
+    )
+
+
+def _implementation(module: nn.Module) -> str | None:
+    """How the configuration of transformers says that experts are multiplied."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
 def _cubes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
@@ -82,21 +146,20 @@ def _fit(up: tuple[int, ...], down: tuple[int, ...]) -> bool:
 
 def recognise_experts(module: nn.Module) -> Verdict:
     """The recipe for ``module``, or why its experts stay as they are."""
-    if getattr(type(module), _GATE, None) is None:
-        return ("packed experts: no kernel for them",)
+    has_gate = getattr(type(module), _GATE, None) is not None
     try:
         with probe.probing():
-            called = _calls_gate(module)
-            gate = find_gate(module) if called else None
+            gate = find_gate(module) if has_gate else None
+            whole = _find_whole(module, _UNITS if gate is None else (gate,))
+            if whole is not None:
+                return whole
+            called = has_gate and _calls_gate(module)
     except Exception as error:  # whatever a stranger's forward raises on the probe means that it is not ours
         return (f"packed experts that cannot be probed ({probe.describe(error)})",)
-    if not called:
-        how = getattr(getattr(module, "config", None), "_experts_implementation", None)
-        hint = "; patch the model with experts_implementation='grouped_mm'" if how == "eager" else ""
-        return (f"packed experts: their forward ({how}) calls no {_GATE}{hint}",)
-    if gate is None:
-        return ("packed experts whose gate is not act(gate) * up with silu or gelu",)
-    return ExpertsRecipe(gate)
+    if called:
+        return ExpertsRecipe(gate) if gate else ("packed experts whose gate is not act(gate) * up with silu or gelu",)
+    call = f", and calls no {_GATE} ({_implementation(module)})" if gate else ""
+    return (f"packed experts: their forward is no sum of weight * down(act(gate) * up){call}",)
 
 
 def find_gate(module: nn.Module) -> Gate | None:
@@ -158,6 +221,54 @@ def _rounded(number: float) -> float:
     return float(f"{number:.6g}") if abs(number) > 1e-6 else 0.0
 
 
+class _Small(NamedTuple):
+    """A copy of a module with small random parameters in float32, for one way to read their sizes."""
+
+    module: Any
+    hidden: int
+    parameters: Parameters
+
+    def has_all(self) -> bool:
+        """Whether these are all parameters of the module, and the first has room for gate and up."""
+        known = list(self.parameters.of(self.module).values())
+        return known[0].numel() == 2 * known[1].numel() and len(known) == len(self.module._parameters)
+
+
+def _find_whole(module: nn.Module, gates: tuple[Gate, ...]) -> ExpertsRecipe | None:
+    """The recipe for the whole ``module``; None where its forward computes something else, or has more parameters."""
+    if len(parameter_names(module)) != 3:
+        return None
+    for small in _small_copies(module):
+        if not small.has_all():
+            continue
+        for dtype, bound in ((torch.float64, probe.SAME_FORMULA), (torch.float32, _SAME_IN_FLOAT32)):
+            small.module.to(dtype)
+            try:
+                results = [_run(type(module), small, scale) for scale in (1.0, 1e3)]
+            except Exception:  # whatever a stranger's forward raises
+                continue
+            for gate in gates:
+                expected = [_run(None, small, scale, gate) for scale in (1.0, 1e3)]
+                pairs = zip(itertools.chain(*results), itertools.chain(*expected), strict=True)
+                if all(probe.relative_difference(a, b) < bound for a, b in pairs):
+                    return ExpertsRecipe(gate, small.parameters)
+            break
+    return None
+
+
+def _run(cls: type | None, small: _Small, scale: float, gate: Gate | None = None) -> list[torch.Tensor]:
+    """What the forward of ``cls``, or the reference, makes of random tokens, and every gradient."""
+    torch.default_generator.manual_seed(1)
+    hidden, ids, weights = _tokens(small)
+    leaves = [(scale * hidden).requires_grad_(), weights.requires_grad_(), *small.module.parameters(recurse=False)]
+    if cls is None:
+        y = experts_ref(leaves[0], ids, leaves[1], gate=gate, **small.parameters.of(small.module))
+    else:
+        y = cls.forward(small.module, leaves[0], ids, leaves[1])  # type: ignore[attr-defined]
+    upstream = probe.randn(*hidden.shape, dtype=torch.float64).to(hidden.dtype)
+    return [y, *torch.autograd.grad(y, leaves, upstream)]
+
+
 def _calls_gate(module: nn.Module) -> bool:
     """Whether the forward, on small parameters, comes to ``_apply_gate``.
 
@@ -165,18 +276,18 @@ def _calls_gate(module: nn.Module) -> bool:
         Exception: what the forward raised, where it runs with none of the ways to read its sizes."""
     calls: list[torch.Size] = []
     errors: list[Exception] = []
-    copies = _small_copies(module)
-    for small, hidden in copies:
-        original = getattr(type(module), _GATE)
+    copies = list(_small_copies(module))
+    original = getattr(type(module), _GATE)
+    for small in copies:
 
-        def recorded(x: torch.Tensor, small: Any = small, original: Any = original) -> torch.Tensor:
+        def recorded(x: torch.Tensor, small: Any = small.module) -> torch.Tensor:
             calls.append(x.shape)
             return original(small, x)
 
-        small.__dict__[_GATE] = recorded
+        small.module.__dict__[_GATE] = recorded
         try:
             with torch.no_grad():
-                type(module).forward(small, *_tokens(module, hidden))
+                type(module).forward(small.module, *_tokens(small))
         except Exception as error:
             errors.append(error)
     if errors and len(errors) == len(copies):
@@ -184,30 +295,29 @@ def _calls_gate(module: nn.Module) -> bool:
     return bool(calls)
 
 
-def _tokens(module: nn.Module, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _tokens(small: _Small) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states, the experts that each token goes to, and their weights. One token goes to an expert twice."""
-    n_experts = next(iter(_cubes(module).values()))[0]
-    hidden = probe.randn(5, size)
-    ids = torch.tensor([[0, 1], [1, 2], [2, 2], [0, 3], [5, 1]]) % n_experts
-    return hidden, ids, probe.randn(5, 2).abs()
+    down = getattr(small.module, small.parameters.down)
+    hidden = probe.randn(5, small.hidden, dtype=torch.float64).to(down.dtype)
+    ids = torch.tensor([[0, 1], [1, 2], [2, 2], [0, 3], [5, 1]]) % len(down)
+    return hidden, ids, probe.randn(5, 2, dtype=torch.float64).abs().to(down.dtype)
 
 
-def _small_copies(module: nn.Module) -> list[tuple[Any, int]]:
-    """A copy of ``module`` with small random parameters in float32, and its hidden size, for each way to read the sizes
-    of its own."""
-    copies = []
-    cubes = _cubes(module)
-    for (_, up), (_, down) in itertools.permutations(cubes.items(), 2):
+def _small_copies(module: nn.Module) -> Iterator[_Small]:
+    """One for each way to read the sizes of ``module``."""
+    shapes = {name: true_shape(p) for name, p in module._parameters.items() if p is not None}
+    for (up_name, up), (down_name, down) in itertools.permutations(_cubes(module).items(), 2):
         for transposed in (False, True):
             wide, hidden = up[1:][::-1] if transposed else up[1:]
             back, inner = down[1:][::-1] if transposed else down[1:]
             if hidden != back or wide not in (inner, 2 * inner):
                 continue
             # Sizes that are equal stay equal: an attribute may be either.
-            small = {inner: _INNER, 2 * inner: 2 * _INNER}
-            sizes = {hidden: _HIDDEN, **small}
-            copies.append((_small_copy(module, sizes), sizes[hidden]))
-    return copies
+            sizes = {hidden: _HIDDEN, inner: _INNER, 2 * inner: 2 * _INNER}
+            biases = [[n for n in shapes if shapes[n] == (up[0], size)] for size in (wide, hidden)]
+            for pair in itertools.product(*((*names,) or (None,) for names in biases)):
+                parameters = Parameters(up_name, down_name, transposed, *pair)
+                yield _Small(_small_copy(module, sizes), sizes[hidden], parameters)
 
 
 def _small_copy(module: nn.Module, sizes: dict[int, int]) -> Any:
@@ -224,6 +334,10 @@ def _small_copy(module: nn.Module, sizes: dict[int, int]) -> Any:
     return small
 
 
+# What a unit can be that is no method of its own.
+_UNITS = tuple(
+    Gate(activation, gate_first=first) for activation in ("silu", "gelu_tanh", "gelu") for first in (True, False)
+)
 EXPERTS = Recogniser(
     ("experts",),
     is_packed_experts,

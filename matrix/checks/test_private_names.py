@@ -174,6 +174,13 @@ def experts_have_a_gate() -> bool:
     return config._experts_implementation == "grouped_mm" and hasattr(MixtralExperts, "_apply_gate")
 
 
+def products_are_grouped() -> bool:
+    """Since torch 2.8; public since 2.10."""
+    from liger_kernels.ops import _grouped
+
+    return _grouped._grouped_mm is not None
+
+
 def a_caller_is_known() -> bool:
     import sys
 
@@ -242,6 +249,7 @@ NAMES = (
         experts_have_a_gate,
         "transformers",
     ),
+    Private(("_grouped_mm",), None, "experts are multiplied in a loop, which waits for the GPU", products_are_grouped),
     Private(("_getframe",), "sys:_getframe", "whoever reads the output counts as a user", a_caller_is_known),
     Private(("_cuda_getCurrentRawStream",), "torch:_C._cuda_getCurrentRawStream", "raises at a launch", None, "cuda"),
     Private(("_sleep",), "torch.cuda:_sleep", "raises in a benchmark", None, "cuda"),

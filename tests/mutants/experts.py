@@ -6,14 +6,23 @@ from tests.mutants.edit import Edit
 from tests.mutants.mutant import Mutant
 
 _OP = "liger_kernels.ops.packed_glu"
+_EXPERTS = "liger_kernels.ops.experts"
 _RECOGNISER = "liger_kernels.patching.experts"
 _REFERENCE = "test_ops_packed_glu.py::test_matches_reference"
 _LIMIT = "test_ops_packed_glu.py::test_a_number_on_the_limit_is_inside"
+_SUM = "test_ops_experts.py::test_matches_reference"
+_NO_EXPERT = "test_ops_experts.py::test_a_choice_that_is_no_expert_counts_as_nothing"
+_AROUND = "test_patching_experts.py::test_whatever_is_set_around_it_the_model_is_the_same"
 _OTHERS = "test_patching_experts.py::test_other_gates_are_left"
 
 
 def _check(name: str, does: str, module: str, old: str, new: str, check: str, within: str = "") -> Mutant:
     return Mutant(name, does, (Edit(module, old, new, within),), check=f"tests/{check}", dies="test")
+
+
+def _trained(name: str, does: str, phase: str, old: str, new: str, within: str = "") -> Mutant:
+    edit = Edit(_EXPERTS, old, new, within)
+    return Mutant(name, does, (edit,), model="mixtral", kernel="experts", phase=phase)
 
 
 # fmt: off
@@ -58,8 +67,45 @@ MUTANTS = (
         "find_gate"),
     _check("experts_without_a_call_replaced", "Experts are replaced whose forward never comes to the gate.",
         _RECOGNISER, "return bool(calls)", "return True",
-        "test_patching_experts.py::test_eager_experts_that_call_no_gate_are_left"),
+        "test_patching_experts.py::test_experts_that_call_no_gate_are_left"),
     _check("expert_activation_past_its_hooks", "The gate is computed although somebody has hooks on the activation.",
-        _RECOGNISER, "skips_watched(self, set())", "False",
+        _RECOGNISER, "not skips_watched(module, set())", "True",
         "test_patching_experts.py::test_a_watched_activation_runs"),
+    _trained("experts_of_another_token", "A row is gathered from the token of its place, not of its choice.",
+        "forward", "token = source // n_choices", "token = row // n_choices"),
+    _trained("router_weight_twice", "The router's weight multiplies a result twice, forward only.",
+        "forward", "x *= weight.to(tl.float32)[:, None]", "x *= weight.to(tl.float32)[:, None] * weight[:, None]"),
+    _trained("router_without_gradient", "The router's weights have a gradient of zero.",
+        "backward", "dweights.to(weights.dtype)", "torch.zeros_like(weights)"),
+    _trained("gate_up_gradient_of_other_rows", "The gradient of gate_up multiplies rows of dL/dy, not of the tokens.",
+        "backward", "routing.gather(hidden)", "routing.gather(dy)"),
+    _check("expert_sum_in_16_bits", "A token's sum is rounded after each of its rows.",
+        _EXPERTS, "total += x", "total = (total + x).to(y_ptr.dtype.element_ty).to(tl.float32)",
+        "test_ops_experts.py::test_weights_of_another_dtype"),
+    _check("down_gradient_without_the_weight", "The gradient of down forgets the router's weight.",
+        _OP, "y *= scale", "y *= 1.0", _SUM),
+    _check("router_gradient_without_the_bias", "The gradient of the router's weights forgets the bias of down.",
+        _EXPERTS, "dweights += of_bias.gather(1, routing.ids.long().clamp(max=len(ends)))", "pass", _SUM),
+    _check("bias_of_the_first_expert", "Every row has the first expert's bias.",
+        _OP, "tl.minimum(group, n_groups - 1)", "tl.minimum(group, 0)", _SUM),
+    _check("down_bias_without_the_weight", "The gradient of down's bias forgets the router's weight.",
+        _EXPERTS, "_bias_gradient(rows, scale, ends)", "_bias_gradient(rows, None, ends)", _SUM),
+    _check("choice_of_no_expert_counts", "A row of no expert, which nobody wrote, is summed.",
+        _EXPERTS, "(token < n_tokens) & (place < end)", "token < n_tokens", _NO_EXPERT),
+    _check("choice_of_no_expert_has_a_gradient", "The weight of a choice of no expert has whatever gradient there was.",
+        _EXPERTS, "dscale.masked_fill_(routing.expert >= len(ends), 0.0)", "pass", _NO_EXPERT),
+    _check("expert_numbers_of_eight_bits", "More experts than eight bits can number are sorted by eight bits.",
+        _EXPERTS, "n_experts < 255", "n_experts < 1000", "test_ops_experts.py::test_many_experts"),
+    _check("expert_ends_before_its_rows", "The rows of an expert end where they begin.",
+        _EXPERTS, "right=True", "right=False", _SUM),
+    _check("expert_gradient_laid_out_anew", "The gradient of a transposed parameter is not laid out as it is.",
+        _EXPERTS, "like.stride(1) < like.stride(2)", "False",
+        "test_ops_experts.py::test_autograd_keeps_the_gradients_of_parameters_where_they_are"),
+    _check("experts_probed_without_gradients", "Only what a forward of experts returns is compared.",
+        _RECOGNISER, "[y, *torch.autograd.grad(y, leaves, upstream)]", "[y]",
+        "test_patching_experts.py::test_of_what_is_another_sum_of_experts_only_the_gate_is_replaced"),
+    _check("experts_under_autocast", "Experts run on kernels under autocast, in another dtype than upstream's.",
+        _RECOGNISER, "not torch.is_autocast_enabled(hidden.device.type)", "True", f"{_AROUND}[autocast]"),
+    _check("experts_whatever_the_implementation", "Experts run on kernels whichever way to multiply was chosen.",
+        _RECOGNISER, "_implementation(module) in _REPLACED", "True", f"{_AROUND}[another way to multiply]"),
 )
