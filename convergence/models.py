@@ -199,7 +199,7 @@ _ROWS = (
     MiniModel(
         "gpt_oss",
         "GptOssForCausalLM",
-        ("rms_norm", "experts"),
+        ("rms_norm", "rope", "experts"),
         {**_ALTERNATING, **_EXPERTS, "num_local_experts": 5, "head_dim": 10, "swiglu_limit": 1.0},
         attention="eager",  # which has its sinks
     ),

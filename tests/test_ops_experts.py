@@ -109,6 +109,17 @@ def test_unused_experts_have_a_gradient_of_zero(device) -> None:
         assert gradient[EXPERTS - 2].abs().max() == 0 < gradient[0].abs().min()
 
 
+def test_a_token_is_summed_in_float32(device) -> None:
+    """Of 256 and four ones, a sum in bfloat16 is 256."""
+    hidden, _, *parameters = leaves(device, torch.bfloat16)
+    once = experts(
+        hidden, torch.zeros(9, 1, dtype=torch.int64, device=device), torch.ones(9, 1, device=device), *parameters
+    )
+    weights = torch.tensor([[256.0, 1, 1, 1, 1]], dtype=torch.bfloat16, device=device).expand(9, -1)
+    y = experts(hidden, torch.zeros(9, 5, dtype=torch.int64, device=device), weights, *parameters)
+    torch.testing.assert_close(y.float(), 260 * once.float(), rtol=2**-8, atol=0)
+
+
 def test_a_choice_that_is_no_expert_counts_as_nothing(device) -> None:
     """Whatever is in the memory of its rows (``torch.empty`` is NaN in tests)."""
     hidden, weights, *parameters = leaves(device, tokens=3, biases=True)

@@ -22,10 +22,7 @@ from tests.patching_checks import DEVICE, batch, gradients, tiny, unlisted
 # A sample of families and what of each is in no other table: (class, why it is left).
 LEFT = {
     ("mixtral", "MixtralForCausalLM"): {},
-    ("llama4", "Llama4ForCausalLM"): {
-        "Llama4TextAttention": "apply_rotary_emb: ",
-        "Llama4TextExperts": "packed experts: their forward is no sum of weight",
-    },
+    ("llama4", "Llama4ForCausalLM"): {"Llama4TextExperts": "packed experts: their forward is no sum of weight"},
     ("gpt_oss", "GptOssForCausalLM"): {},
     ("gpt2", "GPT2LMHeadModel"): {"GPT2MLP": "two projections"},
     ("gpt_neox", "GPTNeoXForCausalLM"): {"GPTNeoXMLP": "two projections"},

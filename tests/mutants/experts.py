@@ -81,7 +81,7 @@ MUTANTS = (
         "backward", "routing.gather(hidden)", "routing.gather(dy)"),
     _check("expert_sum_in_16_bits", "A token's sum is rounded after each of its rows.",
         _EXPERTS, "total += x", "total = (total + x).to(y_ptr.dtype.element_ty).to(tl.float32)",
-        "test_ops_experts.py::test_weights_of_another_dtype"),
+        "test_ops_experts.py::test_a_token_is_summed_in_float32"),
     _check("down_gradient_without_the_weight", "The gradient of down forgets the router's weight.",
         _OP, "y *= scale", "y *= 1.0", _SUM),
     _check("router_gradient_without_the_bias", "The gradient of the router's weights forgets the bias of down.",
