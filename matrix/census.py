@@ -37,7 +37,7 @@ def page(record: dict[str, Any]) -> str:
         for kernel, share in entry["kernels"].items():
             by_kernel[kernel].append(share)
         for reason, times in entry["reasons"].items():
-            reasons[re.sub(r"\d+", "N", reason)].append(times)
+            reasons[re.sub(r"\b\d+", "N", reason)].append(times)
     kernels = [
         (f"`{kernel}`", len(found), sum(int(share[0]) for share in found), *(_mean(found, i) for i in (1, 2)))
         for kernel, found in sorted(by_kernel.items(), key=lambda item: -len(item[1]))

@@ -125,7 +125,9 @@ def examine(model: Any) -> dict[str, Any]:
         elif _is_experts(path, module):
             count("experts", on(path) is not None, rest)
         elif module is head:
-            count("head", path in heavy, rest)
+            count("head", path in heavy, rest or reasons[""])
+        elif module is model:
+            continue  # what is said of it is said of its head
         elif path in heavy or rest:
             count("MLP", path in heavy, rest)
 
