@@ -37,14 +37,14 @@ def page(record: dict[str, Any]) -> str:
         for kernel, share in entry["kernels"].items():
             by_kernel[kernel].append(share)
         for reason, times in entry["reasons"].items():
-            reasons[re.sub(r"\d+", "N", reason)].append(times)
+            reasons[re.sub(r"\b\d+", "N", reason)].append(times)
     kernels = [
         (f"`{kernel}`", len(found), sum(int(share[0]) for share in found), *(_mean(found, i) for i in (1, 2)))
-        for kernel, found in sorted(by_kernel.items(), key=lambda item: -len(item[1]))
+        for kernel, found in sorted(by_kernel.items(), key=lambda item: (-len(item[1]), item[0]))
     ]
     left = [
         (*reason.split(": ", 1), sum(times), len(times))
-        for reason, times in sorted(reasons.items(), key=lambda item: -sum(item[1]))
+        for reason, times in sorted(reasons.items(), key=lambda item: (-sum(item[1]), item[0]))
     ]
     absent = [(e["name"], e["absent"]) for entries in newest["classes"].values() for e in entries if "absent" in e]
     toys = [entry["name"] for entry in every if not entry["full"]]

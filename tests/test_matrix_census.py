@@ -14,6 +14,7 @@ from torch import nn
 from convergence.files import read_json
 from matrix import census
 from matrix.checks import count
+from tests import zoo
 from tests.patching_checks import SIZES, VOCAB, tiny
 
 
@@ -177,3 +178,10 @@ def test_the_page_is_what_the_record_says() -> None:
     for file, text in census.pages(record).items():
         assert file.read_text(encoding="utf-8") == text, "python -m matrix census --write"
     assert census.RECORD.read_text(encoding="utf-8") == census.dump(record)
+
+
+def test_a_shrunk_model_has_the_experts_that_upstream_chooses() -> None:
+    shrunk = next(iter(zoo.shrinkers(transformers.Qwen3MoeForCausalLM)))()
+    assert shrunk._experts_implementation == "eager"
+    model = on_meta(transformers.Qwen3MoeForCausalLM, count._with_default_experts(shrunk))
+    assert model.config._experts_implementation != "eager"

@@ -637,3 +637,31 @@ def test_each_distinct_module_of_a_model_is_probed_once(family, probed):
     liger_kernels.patch(model)
     assert max(probed.values()) <= 2, probed  # the norms of heads have another size than those of layers
     assert [count for name, count in probed.items() if name.endswith("MLP")] == [1]
+
+
+class CastsToTheWeightsDtype(Norm):
+    """T5's: in 16 bits as Llama's, but with weights in float32 it rounds nothing and answers in float32."""
+
+    def forward(self, x):
+        norm = x.float() * torch.rsqrt(self.statistic(x.float()) + self.eps)
+        return self.weight * (norm if self.weight.dtype == torch.float32 else norm.to(self.weight.dtype))
+
+
+def test_a_norm_that_differs_in_two_dtypes_only_is_replaced_where_they_are_one():
+    norm = CastsToTheWeightsDtype()
+    assert recognise_norm(norm) == NormRecipe("cast_then_scale", 1e-6, "weight", mixed=False)
+    patched = copy.deepcopy(norm)
+    liger_kernels.patch(nn.ModuleList([patched]))
+    for dtype, weights, kernel in (
+        (torch.float32, torch.float32, True),
+        (torch.bfloat16, torch.bfloat16, True),
+        (torch.bfloat16, torch.float32, False),
+        (torch.float32, torch.bfloat16, False),
+    ):
+        x = torch.randn(5, 24, dtype=dtype)
+        reset_launches()
+        ours, upstreams = patched.to(weights)(x), norm.to(weights)(x)
+        assert bool(launches()) == kernel
+        assert ours.dtype == upstreams.dtype
+        assert kernel or torch.equal(ours, upstreams)
+        three_way(ours, upstreams, copy.deepcopy(norm).double()(x.double()), upstreams.dtype, "y")

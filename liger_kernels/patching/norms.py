@@ -41,13 +41,14 @@ class NormRecipe(Recipe):
     formula: str
     eps: float
     weight: str | None  # the name of the weight parameter
+    mixed: bool = True  # also where x and weight have two dtypes, in which T5's does something else
 
     @property
     def detail(self) -> str:
-        return f"{self.formula}, eps={self.eps:g}"
+        return f"{self.formula}, eps={self.eps:g}{'' if self.mixed else ', where x and weight have one dtype'}"
 
     def namespace(self, base: Any) -> dict[str, Any]:
-        formula, eps, weight_name = self.formula, self.eps, self.weight
+        formula, eps, weight_name, mixed = self.formula, self.eps, self.weight, self.mixed
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
@@ -55,6 +56,8 @@ class NormRecipe(Recipe):
                 return base.forward(self, *args, **kwargs)
             weight = getattr(self, weight_name) if weight_name is not None else None
             if type(x) not in PLAIN or (weight is not None and not probe.fits(weight, x)):
+                return base.forward(self, *args, **kwargs)
+            if not mixed and weight is not None and weight.dtype != x.dtype:
                 return base.forward(self, *args, **kwargs)
             self.__dict__[RAN] = True
             return rms_norm(x, weight, eps, formula=formula)
@@ -281,6 +284,12 @@ def _match(module: nn.Module, weights: dict[str, torch.Tensor], size: int, eps: 
                 return replace(hypothesis.recipe, eps=eps, bare=_is_bare(module, x, weights))
             if departure is None:
                 return replace(hypothesis.recipe, eps=eps)
+            if (
+                isinstance(hypothesis.recipe, NormRecipe)
+                and departure[0] == len(_OF_ONE_DTYPE)
+                and _departure(module, x, weights, eps, hypothesis, mixed=False) is None
+            ):
+                return replace(hypothesis.recipe, eps=eps, mixed=False)
             departures.append(departure)
     # The formula that it follows furthest says most about why it is refused.
     return max(departures)[1] if departures else _NO_NORM
@@ -305,15 +314,22 @@ def _is_bare(module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor
     return [function for function, _ in called.calls] in ([F.layer_norm], [torch.layer_norm])
 
 
+_OF_ONE_DTYPE = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
+
+
 def _departure(
-    module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor], eps: float, hypothesis: _Hypothesis
+    module: nn.Module,
+    x: torch.Tensor,
+    weights: dict[str, torch.Tensor],
+    eps: float,
+    hypothesis: _Hypothesis,
+    mixed: bool = True,
 ) -> tuple[int, str] | None:
-    """How far a module whose float32 values match follows the formula, and where it departs; None if nowhere."""
-    combinations = (
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float16),
-        (torch.bfloat16, torch.float32),
-    )
+    """How far a module whose float32 values match follows the formula, and where it departs; None if nowhere.
+
+    With ``mixed``, x and weights of two dtypes are tried, too, after those of one.
+    """
+    combinations = (*_OF_ONE_DTYPE, *[(torch.bfloat16, torch.float32)] * mixed)
     for stage, (dtype, weight_dtype) in enumerate(combinations):
         cast = {name: weight.to(weight_dtype) for name, weight in weights.items()}
         with torch.no_grad():
