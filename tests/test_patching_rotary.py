@@ -15,6 +15,7 @@ import torch
 import liger_kernels
 from convergence.float64 import InFloat64
 from liger_kernels.ops import launches, reset_launches
+from liger_kernels.ops._compiling import INDUCTOR_UP_TO
 from liger_kernels.ops._runtime import INTERPRET
 from liger_kernels.patching.census import never_ran
 from liger_kernels.patching.rotary import (
@@ -153,6 +154,24 @@ def test_every_recognised_layout_runs_the_kernel_and_computes_what_upstream_does
             reset_launches()
             check_op(partial(call, ours), partial(call, function), leaves, str(layout), terms=2)
             assert launches() == ({"_rope_kernel": 2} if INTERPRET or DEVICE.type == "cuda" else {}), layout
+
+
+@pytest.mark.parametrize("module", ["deepseek_v3", "qwen2_vl", "deepseek_v2", "gpt_oss"])
+def test_a_compiled_program_is_one_graph(module, monkeypatch):
+    monkeypatch.setitem(INDUCTOR_UP_TO, "rope", -1)
+    (name,) = (name for family, name in UPSTREAM if family == module)
+    function = of_upstream(module, name)
+    ours = rotary_function(function, rotation := recognise_rotation(name, function))
+    leaves, call = arguments(function, rotation, rotation.layouts[0], torch.float32, torch.float32, 16)
+
+    def run(*tensors):
+        *tensors, cos, sin = tensors
+        return ours(*tensors, *((torch.complex(cos, sin),) if "freqs_cis" in names else (cos, sin)))
+
+    names = inspect.signature(function).parameters
+    ours.__globals__["upstream"] = None  # it is not called
+    torch._dynamo.reset()
+    check_op(torch.compile(run, fullgraph=True, backend="aot_eager"), partial(call, function), leaves, terms=2)
 
 
 # Faults that a rotation may have, each on a function that is recognised without it.
