@@ -59,12 +59,13 @@ def test_several_tiles_of_tokens_and_heads(device, pairing) -> None:
     columns=st.sampled_from([1, 1.5, 2]),
     inverse=st.booleans(),
     keep=st.booleans(),
+    trailing=st.booleans(),
     frozen=st.sampled_from([None, 0, 1]),
     transposed=st.booleans(),
     seed=st.integers(0, 2**32),
 )
 def test_any_shape_and_option(
-    sizes, half, rest, per_row, dtypes, pairing, columns, inverse, keep, frozen, transposed, seed
+    sizes, half, rest, per_row, dtypes, pairing, columns, inverse, keep, trailing, frozen, transposed, seed
 ) -> None:
     """A table of a pairing with one angle for each pair may be half as wide as what it rotates, or wider."""
     torch.manual_seed(seed)
@@ -76,7 +77,7 @@ def test_any_shape_and_option(
     width = int(columns * half) if pairing.endswith("repeat") else 2 * half
     shape = (batch if per_row else 1, seq, width)
     leaves += [randn(*shape, dtype=dtype, device=DEVICE, grad=False) for dtype in dtypes[2:]]
-    options = {"rotary_dim": 2 * half, "inverse": inverse, "keep_dtype": keep}
+    options = {"rotary_dim": 2 * half, "inverse": inverse, "keep_dtype": keep, "trailing": trailing}
     check(*leaves, pairing, view=lambda x: x.transpose(1, 2) if transposed else x, **options)
 
 
@@ -141,6 +142,15 @@ def test_against_matrices(pairing) -> None:
         truth[to_b] = y * cos[0, 0, at_b] + x * sin[0, 0, at_b]
     torch.testing.assert_close(rope_ref(q, None, cos, sin, pairing=pairing)[0].flatten(), truth)
     torch.testing.assert_close(rope_ref(q, None, cos, -sin, pairing=pairing, inverse=True)[0].flatten(), truth)
+
+
+def test_the_last_elements_of_a_head(device) -> None:
+    q, k = (randn(2, heads, 5, 16, dtype=torch.float32, device=device) for heads in (4, 2))
+    cos, sin = angles(2, 5, 6, torch.float32, device)
+    check(q, k, cos, sin, trailing=True)
+    turned = rope(q, k, cos, sin, trailing=True)[0]
+    assert torch.equal(turned[..., :10], q[..., :10])
+    torch.testing.assert_close(turned[..., 10:], rope_ref(q[..., 10:], None, cos, sin)[0])
 
 
 def test_halves_of_complex_numbers_are_read_where_they_lie(device) -> None:

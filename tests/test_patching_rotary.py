@@ -15,6 +15,7 @@ import torch
 import liger_kernels
 from convergence.float64 import InFloat64
 from liger_kernels.ops import launches, reset_launches
+from liger_kernels.ops._compiling import INDUCTOR_UP_TO
 from liger_kernels.ops._runtime import INTERPRET
 from liger_kernels.patching.census import never_ran
 from liger_kernels.patching.rotary import (
@@ -29,7 +30,7 @@ from tests.ops_checks import check_op, randn
 from tests.patching_checks import DEVICE
 from tests.test_patching_zoo import build, compare, train
 
-HALF = Rotation("f", "half", False, False, False, False, LAYOUTS)
+HALF = Rotation("f", "half", False, False, False, False, False, LAYOUTS)
 
 
 def rotate_half(x):
@@ -77,6 +78,9 @@ UPSTREAM: dict[tuple[str, str], dict[str, Any]] = {
     ("gptj", "apply_rotary_pos_emb"): {"pairing": "interleaved_repeat", "halved": True, "layouts": ((4, 3, -2),)},
     ("cohere", "apply_rotary_pos_emb"): {"pairing": "interleaved", "casts_back": True},
     ("glm", "apply_rotary_pos_emb"): {"pairing": "interleaved_repeat", "partial": True},
+    ("deepseek_v4", "apply_rotary_pos_emb"): {
+        **{"pairing": "interleaved_repeat", "halved": True, "casts_back": True, "partial": True, "trailing": True},
+    },
     ("deepseek_v2", "apply_rotary_emb"): {
         "pairing": "interleaved_repeat", "halved": True, "casts_back": True, "layouts": IN_MIDDLE,
     },
@@ -150,6 +154,24 @@ def test_every_recognised_layout_runs_the_kernel_and_computes_what_upstream_does
             reset_launches()
             check_op(partial(call, ours), partial(call, function), leaves, str(layout), terms=2)
             assert launches() == ({"_rope_kernel": 2} if INTERPRET or DEVICE.type == "cuda" else {}), layout
+
+
+@pytest.mark.parametrize("module", ["deepseek_v3", "qwen2_vl", "deepseek_v2", "gpt_oss"])
+def test_a_compiled_program_is_one_graph(module, monkeypatch):
+    monkeypatch.setitem(INDUCTOR_UP_TO, "rope", -1)
+    (name,) = (name for family, name in UPSTREAM if family == module)
+    function = of_upstream(module, name)
+    ours = rotary_function(function, rotation := recognise_rotation(name, function))
+    leaves, call = arguments(function, rotation, rotation.layouts[0], torch.float32, torch.float32, 16)
+
+    def run(*tensors):
+        *tensors, cos, sin = tensors
+        return ours(*tensors, *((torch.complex(cos, sin),) if "freqs_cis" in names else (cos, sin)))
+
+    names = inspect.signature(function).parameters
+    ours.__globals__["upstream"] = None  # it is not called
+    torch._dynamo.reset()
+    check_op(torch.compile(run, fullgraph=True, backend="aot_eager"), partial(call, function), leaves, terms=2)
 
 
 # Faults that a rotation may have, each on a function that is recognised without it.
@@ -246,6 +268,7 @@ MODELS = {
     "gemma4": "Gemma4ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "nanochat": "NanoChatForCausalLM",
+    "deepseek_v4": "DeepseekV4ForCausalLM",
     "llama4": "Llama4ForCausalLM",
     "gptj": "GPTJForCausalLM",
 }
@@ -260,11 +283,12 @@ def test_a_model_trains_the_same_and_every_attention_rotates_by_the_kernel(famil
     model = copy.deepcopy(template)
     report = liger_kernels.patch(model, ["rope"])
     ours = train(model)
-    assert len(report.replaced) == model.config.get_text_config().num_hidden_layers
+    attentions = [item.path for item in report.replaced if item.path.endswith("attn")]
+    assert len(attentions) == model.config.get_text_config().num_hidden_layers
     assert not [item for item in report.left if "rotation" in item.reason or "it takes" in item.reason], report
     report.forwards = 1
     idle = {path for path, part in model.named_modules() if getattr(part, "use_rope", True) == 0}
-    assert {item.path for item in never_ran(model, report)} == idle
+    assert {item.path for item in never_ran(model, report)} & {*attentions} == idle
     compare(template, ours)
 
 

@@ -1,6 +1,6 @@
 """Rotary position embedding of queries and keys (Su et al., arXiv:2104.09864), in one launch.
 
-Pairs (a, b) of a head's first rotary_dim elements are rotated; what follows them passes through (partial rotation):
+Pairs (a, b) of a head's first (or last) rotary_dim elements are rotated; the others pass through (partial rotation):
 
     a' = a * cos_a - b * sin_a        b' = b * cos_b + a * sin_b
 
@@ -56,6 +56,7 @@ def rope_ref(
     rotary_dim: int | None = None,
     inverse: bool = False,
     keep_dtype: bool = False,
+    trailing: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """:func:`rope` in plain torch: the definition of correct, for any floating-point dtype."""
     places = _PAIRINGS[pairing]
@@ -72,10 +73,12 @@ def rope_ref(
         (cos_a, cos_b), (sin_a, sin_b) = (pair(angle, places.interleaved_out) for angle in (cos, sin))
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
-        a, b = pair(x[..., :rotary_dim], places.interleaved)
+        first = x.shape[-1] - rotary_dim if trailing else 0
+        a, b = pair(x[..., first : first + rotary_dim], places.interleaved)
         turned = a * cos_a - b * sin_a, b * cos_b + a * sin_b
         y = torch.stack(turned, dim=-1).flatten(-2) if places.interleaved_out else torch.cat(turned, dim=-1)
-        y = torch.cat((y, x[..., rotary_dim:]), dim=-1) if x.shape[-1] > rotary_dim else y
+        if x.shape[-1] > rotary_dim:
+            y = torch.cat((x[..., :first], y, x[..., first + rotary_dim :]), dim=-1)
         return y.to(x.dtype) if keep_dtype else y
 
     return (rotate(q),) if k is None else (rotate(q), rotate(k))
@@ -132,7 +135,7 @@ def _rotate_heads(
     x_ptr, x_strides, y_ptr, y_strides,      # [batch, heads, seq, head_dim]; strides as _strides returns them
     token, batch, in_range, n_heads,         # [tokens, 1, 1], and a number
     angles, half, head_dim,                  # cos_a, cos_b, sin_a, sin_b, each [tokens, 1, HALF]
-    INTERLEAVED: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, TRAILING: tl.constexpr, TRANSPOSED: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):
     """Rotate every head of the tokens."""
@@ -144,17 +147,20 @@ def _rotate_heads(
         mask = in_range & (head < n_heads)
         x_offset = token * x_seq_stride + head * x_head_stride + batch * x_batch_gap
         y_offset = token * y_seq_stride + head * y_head_stride + batch * y_batch_gap
-        a, b = _load_pairs(x_ptr, x_offset, mask, half, INTERLEAVED, HALF)
+        first, rest_first = 0, 2 * half
+        if TRAILING:
+            first, rest_first = head_dim - 2 * half, 0
+        a, b = _load_pairs(x_ptr + first, x_offset, mask, half, INTERLEAVED, HALF)
         if TRANSPOSED:
             turned_a = a * cos_a + b * sin_b
             turned_b = b * cos_b - a * sin_a
         else:
             turned_a = a * cos_a - b * sin_a
             turned_b = b * cos_b + a * sin_b
-        _store_pairs(y_ptr, y_offset, mask, turned_a, turned_b, half, INTERLEAVED_OUT, HALF)
+        _store_pairs(y_ptr + first, y_offset, mask, turned_a, turned_b, half, INTERLEAVED_OUT, HALF)
         if REST > 0:
-            col = 2 * half + tl.arange(0, REST)
-            rest_mask = mask & (col < head_dim)
+            col = rest_first + tl.arange(0, REST)
+            rest_mask = mask & (col < rest_first + head_dim - 2 * half)
             rest = tl.load(x_ptr + x_offset + col, mask=rest_mask, other=0.0).to(tl.float32)
             tl.store(y_ptr + y_offset + col, rest.to(y_ptr.dtype.element_ty), mask=rest_mask)
 
@@ -169,7 +175,7 @@ def _rope_kernel(
     sin_ptr, sin_batch_stride, sin_seq_stride, sin_col_stride,          # as cos
     n_tokens, seq_len, q_heads, k_heads, half, head_dim,
     INTERLEAVED: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, INTERLEAVED_ANGLES: tl.constexpr,
-    REPEAT: tl.constexpr, INVERSE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    REPEAT: tl.constexpr, INVERSE: tl.constexpr, TRAILING: tl.constexpr, TRANSPOSED: tl.constexpr,
     TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):
     """A tensor that is None is not rotated. TRANSPOSED applies the transposed map."""
@@ -191,19 +197,19 @@ def _rope_kernel(
             q_ptr, (q_seq_stride, q_head_stride, q_batch_gap),
             q_out_ptr, (q_out_seq_stride, q_out_head_stride, q_out_batch_gap),
             token, batch, in_range, q_heads, angles, half, head_dim,
-            INTERLEAVED, INTERLEAVED_OUT, TRANSPOSED, Q_HEADS, HALF, REST,
+            INTERLEAVED, INTERLEAVED_OUT, TRAILING, TRANSPOSED, Q_HEADS, HALF, REST,
         )
     if k_ptr is not None:
         _rotate_heads(
             k_ptr, (k_seq_stride, k_head_stride, k_batch_gap),
             k_out_ptr, (k_out_seq_stride, k_out_head_stride, k_out_batch_gap),
             token, batch, in_range, k_heads, angles, half, head_dim,
-            INTERLEAVED, INTERLEAVED_OUT, TRANSPOSED, K_HEADS, HALF, REST,
+            INTERLEAVED, INTERLEAVED_OUT, TRAILING, TRANSPOSED, K_HEADS, HALF, REST,
         )
 # fmt: on
 
 
-Options = tuple[str, int, bool, bool]  # pairing, rotary_dim, inverse, keep_dtype
+Options = tuple[str, int, bool, bool, bool]  # pairing, rotary_dim, inverse, keep_dtype, trailing
 
 
 @choice("rope")
@@ -250,7 +256,7 @@ def _rotate(
     transposed: bool,
 ) -> None:
     """Write the rotated ``q`` into ``q_out``, ``k`` into ``k_out``; either pair may be None."""
-    pairing, rotary_dim, inverse, _ = options
+    pairing, rotary_dim, inverse, _, trailing = options
     read, written, repeat = _PAIRINGS[pairing]
     angles = written
     if transposed:
@@ -274,7 +280,7 @@ def _rotate(
         cos, *cos_strides, sin, *sin_strides,
         n_tokens, seq_len, q_heads, k_heads, rotary_dim // 2, head_dim,
         INTERLEAVED=read, INTERLEAVED_OUT=written, INTERLEAVED_ANGLES=angles,
-        REPEAT=repeat, INVERSE=inverse, TRANSPOSED=transposed, **shape,
+        REPEAT=repeat, INVERSE=inverse, TRAILING=trailing, TRANSPOSED=transposed, **shape,
     )
     # fmt: on
 
@@ -346,6 +352,7 @@ def rope(
     rotary_dim: int | None = None,
     inverse: bool = False,
     keep_dtype: bool = False,
+    trailing: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Rotary position embedding; the formulas stand at the top of this file.
 
@@ -356,9 +363,10 @@ def rope(
         cos, sin: [1 or batch, seq, columns]. If they require a gradient the reference runs; the kernel has none for
             them. A pairing with ``_repeat`` reads them at any strides: both halves of complex numbers, for example.
         pairing: one of ``PAIRINGS``: "half", "interleaved", "interleaved_to_half", or one of these with "_repeat".
-        rotary_dim: how much of each head is rotated: even, and at most head_dim. By default, and always but for
-            ``_repeat``, as many as cos has columns; ``_repeat`` reads the first rotary_dim / 2 of these.
+        rotary_dim: how many elements of each head are rotated, the first ones: even, and at most head_dim. By default,
+            and always but for ``_repeat``, as many as cos has columns; ``_repeat`` reads the first rotary_dim / 2.
         inverse: rotate by the negative angle: sin with the other sign.
+        trailing: the last rotary_dim elements are rotated.
         keep_dtype: results have the dtype of q and of k, also where cos and sin are wider.
 
     Returns:
@@ -379,8 +387,8 @@ def rope(
         or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
     ):
         options: dict[str, Any] = {"pairing": pairing, "rotary_dim": rotary_dim, "inverse": inverse}
-        return rope_ref(q, k, cos, sin, **options, keep_dtype=keep_dtype)
-    return RopeFunction.apply(q, k, cos, sin, (pairing, rotary_dim, inverse, keep_dtype))
+        return rope_ref(q, k, cos, sin, **options, keep_dtype=keep_dtype, trailing=trailing)
+    return RopeFunction.apply(q, k, cos, sin, (pairing, rotary_dim, inverse, keep_dtype, trailing))
 
 
 def _check(

@@ -47,7 +47,8 @@ class Rotation:
         pairing: as :func:`liger_kernels.ops.rope` takes it.
         inverse: likewise.
         halved: the table has a column for each pair. Otherwise it has one for each element.
-        partial: the table may be narrower than the head.
+        partial: the table may be narrower than the head: the first elements are rotated, or the last.
+        trailing: it is the last.
         casts_back: the result has the dtype of what is rotated, also where the table's is wider.
         layouts: those in which all of this was found.
     """
@@ -57,11 +58,12 @@ class Rotation:
     inverse: bool
     halved: bool
     partial: bool
+    trailing: bool
     casts_back: bool
     layouts: tuple[Layout, ...]
 
     def __str__(self) -> str:
-        facts = ("inverse" * self.inverse, self.pairing, "or partial" * self.partial)
+        facts = ("inverse" * self.inverse, self.pairing, "or partial" * self.partial, "(last)" * self.trailing)
         return " ".join(filter(None, facts))
 
 
@@ -184,11 +186,13 @@ def _rotation(
     if not casts_back and (dtype := result_dtype(torch.bfloat16)) != torch.bfloat16:
         return f"it returns {dtype} for tensors and angles in torch.bfloat16"
     others = [other for other in LAYOUTS if facts in _tried(function, roles, other, halved, 8)]
-    partial = facts in _tried(function, roles, layout, halved, 4)
-    return Rotation(name, *facts, halved, partial, casts_back, tuple(others))
+    first, last = (facts in _tried(function, roles, layout, halved, 4, trailing) for trailing in (False, True))
+    return Rotation(name, *facts, halved, first or last, last, casts_back, tuple(others))
 
 
-def _matching(function: Callable[..., Any], roles: Roles, layout: Layout, halved: bool, rotary_dim: int) -> list[Facts]:
+def _matching(
+    function: Callable[..., Any], roles: Roles, layout: Layout, halved: bool, rotary_dim: int, trailing: bool = False
+) -> list[Facts]:
     """Which rotations of our op ``function`` is in this layout: values and gradients of random numbers."""
     tensors, cos, sin = _sample(roles, layout, halved, rotary_dim)
     got = _call(function, roles, layout, tensors, cos, sin)
@@ -207,17 +211,19 @@ def _matching(function: Callable[..., Any], roles: Roles, layout: Layout, halved
     for pairing, inverse in itertools.product(PAIRINGS, (False, True)):
         if halved and not pairing.endswith("_repeat"):
             continue
-        options = {"pairing": pairing, "inverse": inverse, "rotary_dim": rotary_dim}
+        options = {"pairing": pairing, "inverse": inverse, "rotary_dim": rotary_dim, "trailing": trailing}
         expected = observed(rotated(rope_ref, tensors, cos, sin, layout.heads, options))
         if all(probe.relative_difference(g, e) < probe.SAME_FORMULA for g, e in zip(mine, expected, strict=True)):
             found.append((pairing, inverse))
     return found
 
 
-def _tried(function: Callable[..., Any], roles: Roles, layout: Layout, halved: bool, rotary_dim: int) -> list[Facts]:
+def _tried(
+    function: Callable[..., Any], roles: Roles, layout: Layout, halved: bool, rotary_dim: int, trailing: bool = False
+) -> list[Facts]:
     """The same; nothing where ``function`` raises: few take every layout, or split off a part themselves."""
     try:
-        return _matching(function, roles, layout, halved, rotary_dim)
+        return _matching(function, roles, layout, halved, rotary_dim, trailing)
     except Exception:
         return []
 
@@ -306,7 +312,14 @@ def rotary_function(
         "sections_name": SECTIONS if SECTIONS in parameters else None,
         "default": parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else "fixed",
         "layouts": tuple(map(tuple, rotation.layouts)),
-        **{fact: getattr(rotation, fact) for fact in ("pairing", "inverse", "halved", "partial", "casts_back")},
+        "halved": rotation.halved,
+        "partial": rotation.partial,
+        "options": {
+            "pairing": rotation.pairing,
+            "inverse": rotation.inverse,
+            "trailing": rotation.trailing,
+            "keep_dtype": rotation.casts_back,
+        },
     }
     return types.FunctionType(_apply_rotary.__code__, scope, upstream.__name__)
 
@@ -319,7 +332,8 @@ default: Any = "fixed"
 sections_name: Any = None
 tensor_names: list[str] = []
 table_names: list[str] = []
-pairing, inverse, halved, partial, casts_back = "half", False, False, False, False
+halved, partial = False, False
+options: dict[str, Any] = {}
 runs = [0]
 
 
@@ -347,8 +361,7 @@ def _apply_rotary(*args: Any, **named: Any) -> Any:
         return upstream(*args, **named)
     if not torch.compiler.is_compiling():
         runs[0] += 1
-    options = {"pairing": pairing, "inverse": inverse, "rotary_dim": columns, "keep_dtype": casts_back}
-    results = rotated(rope, tensors, cos, sin, heads, options)
+    results = rotated(rope, tensors, cos, sin, heads, {**options, "rotary_dim": columns})
     return results if len(tensors) == 2 else results[0]
 
 
