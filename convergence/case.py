@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from convergence import bitwise, isolate, memory, ours, progress, tolerance
+from convergence import bitwise, isolate, long_run, memory, ours, progress, tolerance
 from convergence.blame import blame
 from convergence.candidate import Candidate, PatchError, load_patch, train_candidate
 from convergence.compare import Pair, Verdict, compare
@@ -56,9 +56,11 @@ class Inputs:
     steps: list[Step]
     evaluation: Batch
     phases: tuple[str, ...]
+    curve: list[Batch]
 
     def run(self, dtype: torch.dtype, device: torch.device, **other: Any) -> Run:
-        return Run(self.template, self.steps, self.evaluation, dtype, device, phases=self.phases, **other)
+        given = {"phases": self.phases, "curve": self.curve, **other}
+        return Run(self.template, self.steps, self.evaluation, dtype, device, **given)
 
 
 @dataclass
@@ -75,7 +77,7 @@ def inputs(model: str, dtype: str, profile: str, seed: int) -> Inputs:
     chosen, evaluation = row.data(profile, seed, DTYPES[dtype])
     if profile == "hard":
         _ask_for_confident_predictions(template, chosen)
-    return Inputs(template, chosen, evaluation, row.phases)
+    return Inputs(template, chosen, evaluation, row.phases, row.curve(seed))
 
 
 @functools.lru_cache(maxsize=1)
@@ -190,7 +192,7 @@ def _is_isolated(case: Case) -> bool:
 def _blame(case: Case, record: Record, verdict: Verdict, trajectory: Trajectory | None, timeout: float) -> None:
     """Say in ``record`` who made ``verdict`` fail. That changes no verdict, and when it fails itself, it is noted."""
     reference = _references(case)
-    run = reference.run(DTYPES[case.dtype], torch.device(case.device), construct=construct(case))
+    run = reference.run(DTYPES[case.dtype], torch.device(case.device), construct=construct(case), curve=())
     failed = {(row[0], row[2]) for row in verdict.failures}
     arguments = (case.patch, run, reference.pairs, failed, trajectory)
     try:
@@ -240,6 +242,10 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
         arm: {str(step): float(value) for step, value in observed.values[LOSS].items()}
         for arm, observed in zip(("truth", "baseline", "candidate"), (*arms.pairs[0], trajectory), strict=True)
     }
+    if trajectory.curve is not None:
+        curves = [arm.curve for _, arm in arms.pairs if arm.curve is not None]
+        for arm, losses in long_run.curves(curves, trajectory.curve).items():
+            record.losses[arm] = {**record.losses.get(arm, {}), **losses}
     record.digests = {"baseline": bitwise.digest(arms.pairs[0][1]), "candidate": bitwise.digest(trajectory)}
     if candidate.changed and case.scope == "instance":
         verdict.fail("other models", "", "patched too", ", ".join(candidate.changed))

@@ -20,11 +20,14 @@ from urllib.parse import parse_qsl, urlencode
 import torch
 from torch import nn
 
-from convergence import data, memory
+from convergence import data, long_run, memory
+from convergence.data import Batch
 from convergence.models import Row
 from convergence.observed import SGD
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Steps that are observed in full before a long run.
+_FEW = 4
 PROFILE = "text"
 
 
@@ -36,7 +39,7 @@ class Checkpoint(Row):
         path: a folder with config.json and safetensors, or a GGUF file.
         layers: how many of its layers are kept, from the first on; None for all.
         rows, length: of a batch; ``length`` in tokens.
-        steps: how many batches.
+        steps: how many batches. Many are a long run: all else is observed of a few, and of these the loss.
         text: a file; empty for the text that ships with Python.
     """
 
@@ -126,7 +129,14 @@ class Checkpoint(Row):
 
     def data(self, profile: str, seed: int, dtype: torch.dtype) -> tuple[list[data.Step], data.Batch]:
         tokens = _tokens(self.path, self.text)
-        return data.text_steps(tokens, self.rows, self.length, self.steps, seed), data.evaluation_batch(seed, tokens)
+        count = _FEW if self.steps >= long_run.LONG else self.steps
+        return data.text_steps(tokens, self.rows, self.length, count, seed), data.evaluation_batch(seed, tokens)
+
+    def curve(self, seed: int) -> list[Batch]:
+        if self.steps < long_run.LONG:
+            return []
+        tokens = _tokens(self.path, self.text)
+        return data.text_batches(tokens, self.rows, self.length, self.steps, seed + 1)
 
     def truth(self, dtype: str, device: str) -> torch.dtype:
         return self.plan(dtype, device).truth

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from convergence import tolerance
+from convergence import long_run, tolerance
 from convergence.observed import (
     BY_ELEMENT,
     CALLERS_LOGITS,
@@ -102,6 +102,9 @@ def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, fo
     comparable = _check_presence(pairs, candidate, verdict, foreign)
     _judge_statistics(pairs, candidate, comparable, dtype, verdict)
     _judge_generation(truth, baseline, candidate, verdict)
+    honest = [arm.curve for _, arm in pairs if arm.curve is not None]
+    if honest and candidate.curve is not None:
+        long_run.judge(honest, candidate.curve, verdict)
     for complaint in candidate.complaints:
         if complaint not in baseline.complaints:
             verdict.fail("what the caller holds", "", "overwritten", str(complaint))

@@ -229,6 +229,12 @@ def text_steps(tokens: torch.Tensor, size: int, length: int, count: int, seed: i
     ]
 
 
+def text_batches(tokens: torch.Tensor, size: int, length: int, count: int, seed: int) -> list[Batch]:
+    """``count`` batches of ``size`` rows of ``length`` of ``tokens``."""
+    sample = _Sampler(seed, tokens)
+    return [sample.batch(size, length) for _ in range(count)]
+
+
 SHORTEST = 16  # tokens in a row: of the batch that is evaluated, and one more
 
 

@@ -147,6 +147,12 @@ def _charts(record: Record) -> list[Chart]:
     if not truth:
         return []
     losses = {arm: [record.losses.get(arm, {}).get(step, math.nan) for step in truth] for arm in ARMS}
+    long = record.losses.get("lowest", {})
+    in_long = {
+        arm: [record.losses.get(arm, {}).get(step, math.nan) for step in long]
+        for arm in ("lowest", "highest", "baseline", "candidate")
+    }
+    about = "The mean loss of every block of a long run, with the lowest and the highest of all unpatched runs"
     distances = {
         arm: [abs(a - t) / abs(t) if t else math.nan for a, t in zip(losses[arm], losses["truth"], strict=True)]
         for arm in ARMS[1:]
@@ -160,6 +166,7 @@ def _charts(record: Record) -> list[Chart]:
             list(truth),
             logarithmic=True,
         ),
+        *([_chart("Long run", about, in_long, list(long))] if long else []),
     ]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from convergence import data
+from convergence.data import Batch
 from convergence.observed import ADAMW, SGD
 
 _COMMON: dict[str, Any] = {
@@ -80,6 +81,10 @@ class Row:
     def data(self, profile: str, seed: int, dtype: torch.dtype) -> tuple[list[data.Step], data.Batch]:
         """What arms of ``dtype`` are trained on, and the batch that is evaluated."""
         return data.steps(profile, seed, dtype), data.evaluation_batch(seed)
+
+    def curve(self, seed: int) -> list[Batch]:
+        """What arms train on in a long run after all else; nothing where there is none."""
+        return []
 
     def truth(self, dtype: str, device: str) -> torch.dtype:
         """What the truth trains in. Without float64 it is float32, with TF32 off."""

@@ -45,7 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--layers", type=int, metavar="N", help="of a checkpoint, the first N layers only")
     group.addoption("--rows", type=int, default=4, metavar="N", help="of a checkpoint's batches (4)")
     group.addoption("--length", type=int, default=128, metavar="N", help="tokens in a checkpoint's row (128)")
-    group.addoption("--steps", type=int, default=4, metavar="N", help="batches of a checkpoint (4)")
+    group.addoption(
+        "--steps", type=int, default=4, metavar="N", help="batches of a checkpoint (4); from 100 on, a long run"
+    )
     group.addoption("--dtypes", default=None, help="float32, bfloat16, float16 (default: see docs)")
     group.addoption("--setups", default="plain", help="what arms train in: a comma-separated list, or 'all' (see docs)")
     group.addoption("--orders", default="first", choices=("first", "all"), help="patch before wrapping, or also after")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from convergence import ours
+from convergence import long_run, ours
 from convergence.data import Batch, Step
 from convergence.float64 import InFloat64
 from convergence.large import is_large, nudged
@@ -111,6 +111,9 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
             result.record_end([parameter], dict([start]), phase)
         if phase == SGD:
             _evaluate(model, run.evaluation, result, run.device)
+    if run.curve and run.rounded_to is None:
+        _set_weights(model, initial.items())
+        result.curve = long_run.train(model, run.curve, optimizers[ADAMW](), run.device)
 
 
 def _set_weights(model: Any, weights: Weights) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class Run:
         nudge: when given, the seed of a perturbation of every initial weight by one unit in the last place.
         only: when given, the names of the steps that are run, at the initial weights, and nothing after them.
         phases: the optimizers that train after that. Without any, nothing is decoded either.
+        curve: the batches of a long run with AdamW after that. A truth has none: it takes too long.
     """
 
     template: nn.Module
@@ -60,6 +61,7 @@ class Run:
     nudge: int | None = None
     only: frozenset[str] | None = None
     phases: tuple[str, ...] = (SGD, ADAMW)
+    curve: Sequence[Batch] = ()
 
 
 class CannotApply(RuntimeError):
@@ -75,6 +77,7 @@ class Trajectory:
             that is large, its projections.
         forms: shape and dtype of those that are large.
         generated: the greedily generated tokens [batch, tokens], and ``scores`` [tokens, batch, vocab] they came from.
+        curve: the loss of every step of a long run.
         complaints: what went wrong while it ran.
         notes: what the caller was not given.
         model: the trained model.
@@ -84,6 +87,7 @@ class Trajectory:
     forms: dict[tuple[Quantity, Moment], Form] = field(default_factory=dict)
     generated: torch.Tensor | None = None
     scores: torch.Tensor | None = None
+    curve: torch.Tensor | None = None
     complaints: list[Remark] = field(default_factory=list)
     notes: list[Remark] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)

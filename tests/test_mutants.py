@@ -60,12 +60,13 @@ def restored() -> Iterator[None]:
 def shared_references(shared_folder: Path) -> Iterator[None]:
     """Truth and baseline are trained once in this run: by the xdist worker that needs them first."""
     from convergence import case
+    from convergence.models import MODELS
 
     (user := shared_folder / f"references-of-{os.getpid()}").touch()
 
     @functools.lru_cache(maxsize=1)
     def references(*key: object) -> case.References:
-        if "scale" in key:  # gigabytes, and on one worker
+        if key[0] not in MODELS:  # gigabytes, and on one worker
             return train(*key)
         file = shared_folder / f"references-{'-'.join(map(str, key))}.pt"
         make_once(file, lambda path: torch.save(train(*key), path))
