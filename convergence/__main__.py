@@ -1,6 +1,7 @@
 """``python -m convergence report RECORDS``: HTML, Markdown and JUnit XML from records of any machines and workers.
 ``python -m convergence setups RECORDS``: which set-ups are fused and equal.
-``python -m convergence prove PATH``: is a patch the same mathematics on a checkpoint of your own?"""
+``python -m convergence prove PATH``: is a patch the same mathematics on a checkpoint of your own?
+``python -m convergence peers DIR``: are the kernels of other packages, as far as they are installed?"""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from convergence import files, html, report
+from convergence.peers import PEERS
 from convergence.records import load_all, newest
 
 
@@ -38,9 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usage="python -m convergence prove PATH [options of pytest convergence, such as --patch module:function]",
     )
     command.add_argument("path", metavar="PATH", help="a folder with config.json and safetensors, or a GGUF file")
+    command = commands.add_parser(
+        "peers",
+        help="judge the kernels of other packages; python -m tools.peers makes a page of the records",
+        usage="python -m convergence peers DIR [options of pytest convergence, such as --models llama]",
+    )
+    command.add_argument("records", type=Path, metavar="DIR", help="where a record of every case is added")
     options, others = parser.parse_known_args(arguments)
     if options.command == "prove":
-        return _prove(options.path, others)
+        return _pytest("--checkpoint", options.path, *others)
+    if options.command == "peers":
+        return _pytest("--patch", ",".join(PEERS), "--no-blame", f"--records={options.records}", *others)
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
@@ -70,11 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _prove(path: str, options: Sequence[str]) -> int:
+def _pytest(*options: str) -> int:
     import pytest
 
-    folder = Path(__file__).parent
-    return int(pytest.main([str(folder), "--checkpoint", path, "-p", "no:cacheprovider", *options]))
+    return int(pytest.main([str(Path(__file__).parent), "-p", "no:cacheprovider", *options]))
 
 
 if __name__ == "__main__":

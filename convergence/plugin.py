@@ -36,7 +36,7 @@ _earlier = pytest.StashKey[dict[Any, Any]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("convergence", "the proof that a patch is the same mathematics")
-    group.addoption("--patch", metavar="MODULE:FUNCTION", help="judge function(model) (default: liger_kernels' own)")
+    group.addoption("--patch", metavar="MODULE:FUNCTION", help="judge function(model), or several of them")
     group.addoption("--scope", default="instance", help="what it may change: the instance, or any class (see docs)")
     group.addoption("--patch-timeout", type=float, default=1800, metavar="S", help="seconds per candidate (1800)")
     group.addoption("--models", default="core", help="a comma-separated list, 'core' or 'all' (default: core)")
@@ -107,10 +107,11 @@ def pytest_configure(config: pytest.Config) -> None:
     _check_checkpoint(config)
     if not 0 < config.getoption("--patch-timeout") < 1e9:
         raise pytest.UsageError("--patch-timeout takes a number of seconds above 0")
-    if not config.getoption("--patch"):
+    if not _patches(config):
         _check_installed()
     elif not hasattr(config, "workerinput"):
-        _check_patch(config.getoption("--patch"), config.getoption("--patch-timeout"))
+        for patch in _patches(config):
+            _check_patch(patch, config.getoption("--patch-timeout"))
     config.stash[RUN], config.stash[RECORDS] = _worker_input(config) or _prepare_records(config)
     config.stash[_earlier] = {}
     if config.getoption("--compare-to"):
@@ -207,6 +208,11 @@ def _check_installed() -> None:
         raise pytest.UsageError("liger_kernels is not installed here: name the patch to judge, --patch module:function")
 
 
+def _patches(config: pytest.Config) -> list[str]:
+    """Those that ``--patch`` names. In one run they share truth, baseline and replicas."""
+    return [name.strip() for name in (config.getoption("--patch") or "").split(",") if name.strip()]
+
+
 def _check_patch(name: str, timeout: float) -> None:
     """Import the patch in another process: importing may patch already, or crash."""
     if name in BUILT_IN:
@@ -287,7 +293,7 @@ def cases(config: pytest.Config) -> list[Case]:
     from convergence.records import Case
     from convergence.setups import select as select_setups
 
-    patch = config.getoption("--patch")
+    patches = _patches(config)
     own = checkpoint(config)
     rows = [own] if own is not None else _rows(config, config.getoption("--models"))
     return [
@@ -306,7 +312,7 @@ def cases(config: pytest.Config) -> list[Case]:
         for dtype in sorted({dtype for row in rows for dtype in _dtypes(config, row)})
         for model in rows
         if dtype in _dtypes(config, model)
-        for which in ([patch] if patch else BUILT_IN if setup.name == "plain" else BUILT_IN[:1])
+        for which in (patches or (BUILT_IN if setup.name == "plain" else BUILT_IN[:1]))
     ]
 
 

@@ -30,6 +30,8 @@ _REGISTRIES = (
 _WRITTEN_BY_TRANSFORMERS = ("smart_apply",)
 # torch.compile puts its programs among the globals of what it compiles.
 _WRITTEN_BY_DYNAMO = ("__compiled_fn_", "__resume_at_", "__import_")
+# And it wraps how a module is made, when it first compiles anything.
+_GUARD = "torch._dynamo.mutation_guard"
 
 
 class Fingerprint:
@@ -48,7 +50,7 @@ class Fingerprint:
         for label, namespace in self._namespaces.items():
             before, now = self._before[label], _symbols(namespace)
             for name in before.keys() | now.keys():
-                if name.startswith(_WRITTEN_BY_DYNAMO):
+                if name.startswith(_WRITTEN_BY_DYNAMO) or _is_guard(now.get(name)):
                     continue
                 if name not in before or name not in now or not _same(before[name], now[name]):
                     found.append(f"{label}.{name}")
@@ -104,6 +106,10 @@ def _symbols(namespace: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         and not isinstance(value, ModuleType)
         and (callable(value) or hasattr(type(value), "__get__"))
     }
+
+
+def _is_guard(symbol: tuple[Any, Any] | None) -> bool:
+    return symbol is not None and getattr(symbol[0], "__module__", "") == _GUARD
 
 
 def _same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:

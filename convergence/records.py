@@ -20,6 +20,7 @@ from typing import Any, TypedDict
 
 from convergence import files
 from convergence.observed import STATISTICS, Statistic, worst
+from convergence.peers import PEERS
 
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.
 SCHEMA = 4
@@ -127,7 +128,10 @@ class Record:
     @classmethod
     def of(cls, case: Case, **found: Any) -> Record:
         """The record of ``case``, in this process's environment."""
-        return cls(**dataclasses.asdict(case), versions=versions(case.device), **found)
+        known = versions(case.device)
+        if case.patch in PEERS:
+            known |= files.versions([PEERS[case.patch].distribution], missing="not installed")
+        return cls(**dataclasses.asdict(case), versions=known, **found)
 
     @property
     def case(self) -> Case:

@@ -102,3 +102,16 @@ def test_using_a_model_leaves_the_fingerprint_alone(fingerprint):
     model(input_ids=ids, labels=ids).loss.backward()
     model.eval().generate(ids, max_new_tokens=2, do_sample=False, attention_mask=torch.ones_like(ids))
     assert fingerprint.changes() == []
+
+
+def test_what_the_first_compilation_wraps_is_no_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.mutation_guard import install_generation_tagging_init
+
+    for name in ("__init__", "__setstate__"):
+        monkeypatch.setattr(torch.nn.Module, name, getattr(torch.nn.Module, name))
+    monkeypatch.setattr(torch.nn.Module, "___needs_generation_tag_patch", True, raising=False)
+    before = Fingerprint([torch.nn.Linear])
+    install_generation_tagging_init()
+    assert not before.changes()
+    monkeypatch.setattr(torch.nn.Module, "__init__", lambda self: None)
+    assert before.changes() == ["torch.nn.modules.module.Module.__init__"]
