@@ -84,26 +84,18 @@ def references(model: str, dtype: str, profile: str, device: str, seed: int) -> 
     _forget_references()  # of the case before: at real size these are much of a GPU's memory
     if device == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()
     result = References(**vars(inputs(model, dtype, profile, seed)), pairs=[])
     where, judged, exact = torch.device(device), DTYPES[dtype], find(model).truth(dtype, device)
     for nudge in (None, *range(tolerance.REPLICAS)):
         which = "" if nudge is None else f" of replica {nudge + 1}"
         progress.begin(f"truth{which}")
         truth = train(result.run(exact, where, rounded_to=judged, nudge=nudge))
-        _release(truth, where)
+        truth.model = None  # the next arm may need all the memory there is
         progress.begin(f"baseline{which}")
         baseline = train(result.run(judged, where, nudge=nudge))
-        _release(baseline, where)
+        baseline.model = None
         result.pairs.append((truth, baseline))
     return result
-
-
-def _release(trajectory: Trajectory, device: torch.device) -> None:
-    """Give back the memory of the trained model: the next arm, maybe in another process, may need all there is."""
-    trajectory.model = None
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 _forget_references = references.cache_clear
@@ -220,6 +212,8 @@ def _train(case: Case, upstream: Fingerprint, timeout: float, verdict: Verdict) 
     progress.begin("candidate")
     if not _is_isolated(case):
         return Arms(reference.pairs, train_case(case, reference))
+    if case.device == "cuda":  # the other process needs it
+        torch.cuda.empty_cache()
     try:
         candidate = isolate.call(train_case, case, timeout=timeout)
     except isolate.ProcessDied as death:

@@ -226,6 +226,7 @@ def _judge_error_ratios(
     name: str, measured: dict[Quantity, tuple[_Measured, torch.Tensor, torch.Tensor]], verdict: Verdict
 ) -> None:
     """Judge every quantity in every phase by what honest ratios are in this phase, over all quantities of one kind."""
+    lone_step = _is_lone({step for m, *_ in measured.values() for step in m.steps})
     ratios: dict[tuple[str, bool, bool], list[tuple[Quantity, Moment, float]]] = {}
     worst_replica: dict[tuple[str, bool, bool], float] = {}
     for quantity, (m, errors, floors) in measured.items():
@@ -243,9 +244,15 @@ def _judge_error_ratios(
                 worst_replica[kind] = max(worst_replica.get(kind, 0.0), left_out)
     for kind, values in ratios.items():
         phase, scalar, _ = kind
-        bound = tolerance.ratio_bound(worst_replica[kind], one_draw=scalar or phase != INITIAL)
+        one_draw = scalar or phase != INITIAL
+        bound = tolerance.ratio_bound(worst_replica[kind], one_draw, alone=scalar and lone_step)
         for quantity, worst, pooled in values:
             verdict.judge(quantity, worst, name, pooled, bound)
+
+
+def _is_lone(steps: set[Moment]) -> bool:
+    """Whether all that was observed is one step."""
+    return len(steps) == 1
 
 
 def _reference(honest: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
@@ -255,7 +262,9 @@ def _reference(honest: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
 
 
 def _against_the_others(parameters: dict[Quantity, _Measured]) -> dict[Quantity, _Measured]:
-    """The same with, in every arm and step, the median gain over the parameters taken off."""
+    """The same with, in every arm and step, the median gain over the parameters taken off.
+
+    Of a single step it is the median over the others: the parameter in the middle would show no noise at all there."""
     steps = {step for m in parameters.values() for step in m.steps}
     common = {
         step: torch.stack([m.gain[:, m.steps.index(step)] for m in parameters.values() if step in m.steps])
@@ -263,6 +272,10 @@ def _against_the_others(parameters: dict[Quantity, _Measured]) -> dict[Quantity,
         .values
         for step in steps
     }
+    if _is_lone(steps) and len(parameters) > 1:
+        gains = {quantity: m.gain for quantity, m in parameters.items()}
+        others = {q: torch.stack([g for other, g in gains.items() if other != q]).median(0).values for q in gains}
+        return {q: dataclasses.replace(m, gain=m.gain - others[q]) for q, m in parameters.items()}
     return {
         quantity: dataclasses.replace(m, gain=m.gain - torch.stack([common[step] for step in m.steps], 1))
         for quantity, m in parameters.items()
@@ -271,6 +284,7 @@ def _against_the_others(parameters: dict[Quantity, _Measured]) -> dict[Quantity,
 
 def _judge_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dtype, verdict: Verdict) -> None:
     """Judge the weighted mean gain of every quantity over all of its steps."""
+    lone_step = _is_lone({step for m in measured.values() for step in m.steps})
     noise: dict[Moment, list[torch.Tensor]] = {}
     for m in measured.values():
         for k, step in enumerate(m.steps):
@@ -290,7 +304,7 @@ def _judge_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dt
             float(means.std()) * (1 + 1 / len(means)) ** 0.5,
             float((honest.square().mean(0) @ weight.square()).sqrt()),
         )
-        bound = tolerance.gain_bound(sigma, dtype, steps=1 / float(weight.square().sum()))
+        bound = tolerance.gain_bound(sigma, dtype, 1 / float(weight.square().sum()), lone_step)
         worst = m.steps[int((m.gain[-1].abs() * weight).argmax())]
         verdict.judge(quantity, worst, name, value, bound, shown=f"off by {value:.3g}")
 

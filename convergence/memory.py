@@ -109,7 +109,8 @@ def _arm(model: Any, rows: int, length: int, dtype: torch.dtype, kept: float) ->
 
 def available(device: str) -> tuple[int, int]:
     """Free bytes of the GPU (0 without one), and of the machine, within what its control group allows."""
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+    # What this process holds there is of the case before, and freed before the next one trains.
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if device == "cuda" else 0
     return free, min(
         [_free_memory(), *_limits((Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")))]
     )

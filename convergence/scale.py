@@ -162,8 +162,8 @@ _ROWS = (
         "llama-long",
         "LlamaForCausalLM",
         overrides={
-            **_LLAMA, "vocab_size": 16_000, "hidden_size": 1024, "intermediate_size": 4096, "head_dim": 64,
-            "num_attention_heads": 16, "num_key_value_heads": 16,
+            **_LLAMA, "vocab_size": 16_000, "hidden_size": 576, "intermediate_size": 1536, "head_dim": 64,
+            "num_attention_heads": 9, "num_key_value_heads": 9,
         },
         rows=2,
         length=34_000,
