@@ -139,6 +139,27 @@ def layer_norm(place: Place, rows: int, hidden: int) -> Case:
     )
 
 
+def gated_norm(place: Place, rows: int, hidden: int, groups: int = 1, **options: Any) -> Case:
+    """As in a linear attention, whose rows are heads, or gated first in groups, as in a state-space model."""
+
+    def inputs(n: int) -> Tensors:
+        return place.randn(n, hidden), place.randn(n, hidden), place.randn(hidden)
+
+    order = f" (gate first{f', {groups} groups' * (groups > 1)})" if options.get("gate_first") else ""
+    reference = partial(ops.gated_rms_norm_ref, eps=EPS, groups=groups, **options)
+    return Case(
+        f"gated_rms_norm{order}",
+        f"{rows}x{hidden}",
+        rows,
+        inputs,
+        partial(ops.gated_rms_norm, eps=EPS, groups=groups, **options),
+        reference,
+        reference,
+        8 * rows * hidden * place.dtype.itemsize,
+        30 * rows * hidden,
+    )
+
+
 def rope(place: Place, batch: int, seq: int, heads: int, kv_heads: int, dim: int) -> Case:
     def inputs(rows: int) -> Tensors:
         angles = torch.rand(1, rows, dim // 2, device=place.device) * 6.3
@@ -173,6 +194,25 @@ def glu(place: Place, name: str, rows: int, inner: int) -> Case:
         reference,
         8 * rows * inner * place.dtype.itemsize,
         20 * rows * inner,
+    )
+
+
+def packed_glu(place: Place, rows: int, features: int, gate: ops.Gate) -> Case:
+    """Gate and up in one tensor, as the experts of a mixture have them."""
+
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        return ops.packed_glu_ref(x, gate)
+
+    return Case(
+        f"packed_glu ({gate})",
+        f"{rows}x{features}",
+        rows,
+        lambda n: (place.randn(n, 2 * features),),
+        lambda x: ops.packed_glu(x, gate),
+        reference,
+        reference,
+        8 * rows * features * place.dtype.itemsize,
+        30 * rows * features,
     )
 
 
@@ -340,9 +380,13 @@ def cases(place: Place) -> list[Case]:
         *(norm(place, *shape, "cast_then_scale") for shape in ((8192, 8192), (32768, 4096))),
         *(add_norm(place, *shape) for shape in ((2048, 4096), (8192, 4096), (32768, 4096))),
         *(layer_norm(place, *shape) for shape in ((2048, 4096), (8192, 1152), (8192, 4096), (32768, 4096))),
+        gated_norm(place, 262144, 128),
+        *(gated_norm(place, 8192, 8192, groups, gate_first=True) for groups in (1, 8)),
         rope(place, 4, 8192, 32, 8, 128),
         glu(place, "swiglu", 8192, 11008),
         glu(place, "geglu", 8192, 14336),
+        packed_glu(place, 65536, 768, ops.Gate()),
+        packed_glu(place, 32768, 2880, ops.Gate(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)),
         glu_linear(place, "swiglu", 8192, 8192, 2048),
         *(loss(place, 8192, vocab) for vocab in (32768, 128256, 262144)),
         loss(place, 8192, 128256, weights=True),

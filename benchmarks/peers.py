@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,8 +59,13 @@ def fla() -> dict[str, Arms]:
     from fla.modules.activations import swiglu
     from fla.modules.fused_cross_entropy import cross_entropy_loss
     from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
+    from fla.modules.norm.fused_norm_gate import rms_norm_gated
     from fla.modules.norm.layernorm import rms_norm
+    from fla.modules.norm.layernorm_gated import rmsnorm_fn
     from fla.modules.rotary import rotary_embedding
+
+    def first(groups: int, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rmsnorm_fn(x, weight, None, gate, EPS, x.shape[-1] // groups, norm_before_gate=False)
 
     def head(wide: bool) -> Callable[..., Any]:
         return lambda hidden, weight, targets: fused_linear_cross_entropy_loss(
@@ -69,6 +75,11 @@ def fla() -> dict[str, Arms]:
     return {
         LLAMA: {"fla": lambda x, weight: rms_norm(x, weight, None, eps=EPS)},
         "add_rms_norm": {"fla": lambda x, residual, weight: rms_norm(x, weight, None, residual, EPS, True)},
+        "gated_rms_norm": {"fla": lambda x, gate, weight: rms_norm_gated(x, gate, weight, None, eps=EPS)},
+        **{
+            f"gated_rms_norm (gate first{', 8 groups' * (groups > 1)})": {"fla": partial(first, groups)}
+            for groups in (1, 8)
+        },
         "rope": {"fla": _by_tensor(rotary_embedding)},
         "swiglu": {"fla": swiglu},
         "cross_entropy": {"fla": lambda logits, targets: cross_entropy_loss(logits, targets)[0].mean()},

@@ -110,7 +110,7 @@ def _ask_for_confident_predictions(template: nn.Module, inputs: list[Step]) -> N
     p -> 1, which cancels catastrophically in a kernel that rounds too early."""
     with torch.no_grad():
         for batch in (batch for step in inputs for batch in step.batches):
-            logits = template(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
+            logits = template(**batch.without_mask()).logits
             probability = logits.double().softmax(-1)
             confidence, prediction = probability[:, :-1].max(-1)
             labels, (low, high) = batch.labels[:, 1:], CONFIDENT
@@ -303,9 +303,11 @@ def _check_ours(case: Case, arms: Arms, record: Record, verdict: Verdict) -> Non
 _KERNEL_NAMES = {
     "rms_norm": "rms_norm",
     "layer_norm": "layer_norm",
+    "gated_rms_norm": "gated_rms_norm",
     "rope": "rope",
     "swiglu": "glu",
     "geglu": "glu",
+    "experts": "packed_glu",
     "cross_entropy": "cross_entropy",
     "linear_cross_entropy": "cross_entropy",
 }

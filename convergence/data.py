@@ -14,18 +14,23 @@ import torch
 from torch.nn import functional as F
 
 IGNORE = -100
+VOCABULARY = 263  # 256 bytes and seven tokens that the text never uses
 PROFILES = ("plain", "hard")
 
 
 @dataclass
 class Batch:
     """One forward: ``input_ids``, ``labels`` (unshifted) and, when packed, ``position_ids``, when padded,
-    ``attention_mask``, each [batch, length]."""
+    ``attention_mask``, each [batch, length]. With images also their patches [patches, values], the number of patches in
+    time, height and width [images, 3], and which tokens stand for them [batch, length]."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None = None
     attention_mask: torch.Tensor | None = None
+    pixel_values: torch.Tensor | None = None
+    image_grid_thw: torch.Tensor | None = None
+    mm_token_type_ids: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items() if tensor is not None})
@@ -34,6 +39,10 @@ class Batch:
         """What a model takes, but for the labels."""
         given = {name: tensor for name, tensor in vars(self).items() if name != "labels" and tensor is not None}
         return {**given, "use_cache": False}
+
+    def without_mask(self) -> dict[str, Any]:
+        """The same without what pads: padding is seen, too."""
+        return {name: tensor for name, tensor in self.inputs().items() if name != "attention_mask"}
 
 
 @dataclass
@@ -173,6 +182,39 @@ def steps(profile: str, seed: int, dtype: torch.dtype) -> list[Step]:
         ),
         Step("padded", [sample.padded(3, 21)], whole=True),
     ]
+
+
+# Two images of different proportions; a token stands for 2 x 2 patches of 2 frames of 2 x 2 pixels in three colours.
+IMAGES = torch.tensor([[1, 4, 6], [1, 6, 2]])
+IMAGE, IMAGE_START = VOCABULARY - 1, VOCABULARY - 2
+
+
+def illustrated(steps: list[Step], seed: int, token_types: bool) -> list[Step]:
+    """``steps`` with an image in the first row and one in the last, except where a mask says which tokens are seen.
+
+    Args:
+        steps: of text.
+        seed: of the images.
+        token_types: whether the model is to be told which tokens are those of images.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def illustrate(batch: Batch) -> Batch:
+        if batch.attention_mask is not None:
+            return batch
+        ids, labels = batch.input_ids.clone(), batch.labels.clone()
+        for row, (place, grid) in zip((0, -1), enumerate(IMAGES[: len(ids)], start=1), strict=False):
+            end = place + 1 + int(grid.prod()) // 4
+            ids[row, place], ids[row, place + 1 : end] = IMAGE_START, IMAGE
+            labels[row, place:end] = IGNORE
+        grids = IMAGES[: len(ids)]
+        pixels = torch.randn(int(grids.prod(1).sum()), 3 * 2 * 2 * 2, generator=generator)
+        types = (ids == IMAGE).long() if token_types else None
+        return replace(
+            batch, input_ids=ids, labels=labels, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=types
+        )
+
+    return [replace(step, batches=[illustrate(batch) for batch in step.batches]) for step in steps]
 
 
 def text_steps(tokens: torch.Tensor, size: int, length: int, count: int, seed: int) -> list[Step]:

@@ -7,6 +7,7 @@ float64 truth computes the same function.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +17,8 @@ from torch import nn
 from convergence import data
 from convergence.observed import ADAMW, SGD
 
-VOCABULARY = 263  # 256 bytes and seven tokens that the text never uses
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+    "vocab_size": data.VOCABULARY,
     "hidden_size": 100,
     "intermediate_size": 150,
     "num_hidden_layers": 2,
@@ -98,6 +98,7 @@ class MiniModel(Row):
     overrides: dict[str, Any] = field(default_factory=dict)
     attention: str = "sdpa"
     head_bias: bool = False
+    images: bool = False
 
     @property
     def family(self) -> str:
@@ -125,6 +126,13 @@ class MiniModel(Row):
         initialise(model, seed)
         model.generation_config.eos_token_id = None  # generation always runs to its end
         return model.train()
+
+    def data(self, profile: str, seed: int, dtype: torch.dtype) -> tuple[list[data.Step], data.Batch]:
+        steps, evaluation = super().data(profile, seed, dtype)
+        if self.images:
+            told = "mm_token_type_ids" in inspect.signature(self.model_class().forward).parameters
+            steps = data.illustrated(steps, seed, told)
+        return steps, evaluation
 
 
 def initialise(model: Any, seed: int) -> None:
@@ -187,6 +195,25 @@ _ROWS = (
         kernels=("rms_norm", "rope"),  # its experts are one tensor, no module to recognise
         overrides={"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
     ),
+    MiniModel(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        ("rms_norm", "gated_rms_norm", "rope", "swiglu"),
+        # One layer of each kind. Without the package of its linear attention, upstream's own torch code runs.
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 12,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 12,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 40,
+            "experts_implementation": "eager",
+        },
+    ),
     MiniModel("llama-untied", "LlamaForCausalLM"),
     MiniModel("llama-tied", "LlamaForCausalLM", overrides={"tie_word_embeddings": True}),
     MiniModel("llama-bias", "LlamaForCausalLM", head_bias=True),
@@ -196,6 +223,34 @@ _ROWS = (
     MiniModel("qwen3", "Qwen3ForCausalLM", overrides=_NORMED_HEADS),
     MiniModel("phi3", "Phi3ForCausalLM"),
     MiniModel("gpt_neox", "GPTNeoXForCausalLM", ("layer_norm", "rope"), {"layer_norm_eps": 1e-3}),
+    MiniModel(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        overrides={
+            **{"num_key_value_heads": 10, "q_lora_rank": 60, "kv_lora_rank": 60},
+            **{"qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10},
+            **{"first_k_dense_replace": 1, "moe_intermediate_size": 50, "n_routed_experts": 4, "n_group": 1},
+            **{"topk_group": 1, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+        },
+    ),
+    MiniModel(
+        "qwen2_5_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+        overrides={
+            "text_config": {
+                **_COMMON,
+                "rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [1, 2, 2]},
+            },
+            "vision_config": {
+                **{"depth": 2, "hidden_size": 60, "intermediate_size": 90, "num_heads": 5, "out_hidden_size": 100},
+                **{"patch_size": 2, "window_size": 8, "fullatt_block_indexes": [1]},
+            },
+            "image_token_id": data.IMAGE,
+            "vision_start_token_id": data.IMAGE_START,
+            "video_token_id": data.IMAGE_START - 1,
+        },
+        images=True,
+    ),
 )
 MODELS = {row.name: row for row in _ROWS}
 CORE = ("llama", "gemma", "gemma2", "gemma3")

@@ -117,7 +117,9 @@ liger_kernels.patch(patched)
 assert reports(None, patched) == everything
 if "liger_kernel_config" in inspect.signature(TrainingArguments).parameters:
     config = {{"rope": False, "fused_linear_cross_entropy": False}}
-    assert reports(config, tiny("llama")) == {{"rms_norm", "layer_norm", "swiglu", "geglu"}}
+    others = {{"rms_norm", "layer_norm", "gated_rms_norm", "swiglu", "geglu", "experts"}}
+    assert reports(config, tiny("llama")) == others
+    assert not {{"rms_norm", "gated_rms_norm"}} & reports({{"rms_norm": False}}, tiny("llama"))
     assert "layer_norm" not in reports({{"layer_norm": False}}, tiny("llama"))
 liger_kernels.compat.uninstall()
 assert not is_liger_kernel_available()

@@ -86,14 +86,35 @@ def layer_norm_cases() -> None:
         run(layer_norm, *(new(*shape, 4096, grad=grad) for shape, grad in zip(((64,), (), ()), needs, strict=True)))
 
 
+def gated_rms_norm_cases() -> None:
+    from liger_kernels.ops import gated_rms_norm
+    from liger_kernels.ops.gated_rms_norm import ACTIVATIONS, FORMULAS
+
+    for activation, gate_first, formula in itertools.product(ACTIVATIONS, (False, True), FORMULAS):
+        options: dict[str, Any] = {"activation": activation, "gate_first": gate_first, "formula": formula}
+        run(gated_rms_norm, new(64, 128), new(64, 128), new(128), **options)
+    for gate_first in (False, True):
+        run(gated_rms_norm, new(64, 4096), new(64, 4096), new(4096, dtype=FP32), groups=8, gate_first=gate_first)
+        for hidden in (80, 65536):
+            given = (new(64, hidden, dtype=FP32), new(64, hidden, dtype=FP32), new(hidden, dtype=FP32))
+            run(gated_rms_norm, *given, gate_first=gate_first)
+        for needs in ((True, False, False), (False, True, False), (False, False, True), (False, False, False)):
+            leaves = [new(*shape, 8192, grad=grad) for shape, grad in zip(((64,), (64,), ()), needs, strict=True)]
+            run(gated_rms_norm, *leaves, gate_first=gate_first)
+    run(gated_rms_norm, new(64, 8192, dtype=FP16), new(64, 8192, dtype=FP32), new(8192))
+
+
 def rope_cases() -> None:
     from liger_kernels.ops import rope
+    from liger_kernels.ops.rope import PAIRINGS
 
     def angles(batch: int, rotary_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
         return [new(batch, 16, rotary_dim, dtype=dtype, grad=False) for _ in range(2)]
 
-    for pairing in ("half", "interleaved", "interleaved_repeat"):
+    for pairing in PAIRINGS:
         run(rope, new(2, 32, 16, 128), new(2, 8, 16, 128), *angles(1, 128, BF16), pairing=pairing)
+    complex_halves = new(1, 16, 64, 2, dtype=FP32, grad=False).unbind(-1)
+    run(rope, new(2, 40, 16, 128), None, *complex_halves, pairing="interleaved_repeat", rotary_dim=128, inverse=True)
     run(rope, new(2, 40, 16, 192, dtype=FP16), new(2, 1, 16, 192), *angles(2, 96, FP32), pairing="interleaved")
     run(rope, new(2, 128, 16, 256, dtype=FP32), new(2, 128, 16, 256, dtype=FP32), *angles(2, 256, FP32))
     run(rope, new(2, 32, 16, 128), new(2, 8, 16, 128, grad=False), *angles(1, 128, BF16))
@@ -113,6 +134,18 @@ def glu_cases() -> None:
     run(swiglu, *new(64, 2 * 40).chunk(2, dim=-1))
     run(swiglu, new(64, 11008), new(64, 11008, dtype=FP32, grad=False))
     run(swiglu, new(64, 11008, grad=False), new(64, 11008))
+
+
+def packed_glu_cases() -> None:
+    from liger_kernels.ops import Gate, packed_glu
+
+    for dtype in (BF16, FP32):
+        for inner in (768, 2880):
+            run(packed_glu, new(64, 2 * inner, dtype=dtype))
+    gates = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
+    for gate in (Gate(limit=10.0), Gate(**gates, interleaved=True), Gate(**gates, gate_first=False), Gate("gelu_tanh")):
+        run(packed_glu, new(64, 1536), gate=gate)
+    run(packed_glu, new(64, 2 * 40, dtype=FP16), gate=Gate("gelu", interleaved=True, gate_first=False))
 
 
 def cross_entropy_cases() -> None:
@@ -153,8 +186,10 @@ CASES: dict[str, Callable[[], None]] = {  # what takes longest first
     "cross_entropy": cross_entropy_cases,
     "rms_norm": rms_norm_cases,
     "layer_norm": layer_norm_cases,
+    "gated_rms_norm": gated_rms_norm_cases,
     "linear_cross_entropy": linear_cross_entropy_cases,
     "glu": glu_cases,
+    "packed_glu": packed_glu_cases,
     "rope": rope_cases,
 }
 
@@ -291,6 +326,7 @@ def traced_calls() -> list[tuple[str, Callable[..., Any], list[torch.Tensor]]]:
     from liger_kernels.ops import (
         add_rms_norm,
         cross_entropy,
+        gated_rms_norm,
         geglu,
         layer_norm,
         linear_cross_entropy,
@@ -319,6 +355,7 @@ def traced_calls() -> list[tuple[str, Callable[..., Any], list[torch.Tensor]]]:
         ("rms_norm", rms_norm, [new(64, 128), new(128)]),
         ("add_rms_norm", add_rms_norm, [new(64, 128), new(64, 128), new(128)]),
         ("layer_norm", layer_norm, [new(64, 128), new(128), new(128)]),
+        ("gated_rms_norm", gated_rms_norm, [new(64, 128), new(64, 128), new(128)]),
         ("swiglu", swiglu, [new(64, 128), new(64, 128)]),
         ("swiglu, of few elements", swiglu, [new(64, 8), new(64, 8)]),
         ("geglu", lambda x: geglu(*x.chunk(2, dim=-1)), [new(64, 128)]),
@@ -467,7 +504,8 @@ def test_shared_memory_suffices(records: list[dict[str, Any]], target: str) -> N
     mine = [record for record in records if record["target"] == target and not record["error"]]
     over = [f"{r['what']}: {r['shared']} of {r['limit']} bytes" for r in mine if r["shared"] > r["limit"]]
     assert not over, "\n".join(over)
-    ahead = ("_rms_norm_bwd_kernel", "_layer_norm_bwd_kernel")  # which load as much as fits
+    norms = ("rms_norm", "layer_norm", "gated_rms_norm")
+    ahead = {f"_{norm}_bwd_kernel" for norm in norms}  # which load as much as fits
     fixed = [record for record in mine if record["kernel"] not in ahead]
     assert all(record["shared"] <= SHARED_MEMORY for record in fixed if TARGETS[target][0] == "cuda")
 
@@ -523,7 +561,7 @@ def test_dynamo_traces_down_to_the_launches(tmp_path: Path) -> None:
     units = ("swiglu", "swiglu, of few elements", "geglu", "swiglu_linear", "rope")
     ways = ("", ", extras", ", options", ", of computed logits")  # the mean and its denominator are torch's
     losses = (*(f"cross_entropy{way}" for way in ways), "linear_cross_entropy")
-    norms = {"rms_norm": 3, "add_rms_norm": 3, "layer_norm": 4}
+    norms = {"rms_norm": 3, "add_rms_norm": 3, "layer_norm": 4, "gated_rms_norm": 3}
     expected = {**norms, "rope, in two layers": 4, **dict.fromkeys((*units, *losses), 2)}
     assert launched == expected | {f"{name}, dynamic": count for name, count in expected.items()}
 

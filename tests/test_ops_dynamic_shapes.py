@@ -37,6 +37,14 @@ def _layer_norm(device: torch.device) -> tuple[Callable[..., object], Callable[[
     return lambda x: ops.layer_norm(x, weight, bias), lambda size: (_new(device, 2, size, 24),)
 
 
+def _gated_norm(device: torch.device) -> tuple[Callable[..., object], Callable[[int], Inputs]]:
+    weight = _new(device, 24)
+    return (
+        lambda x, gate: ops.gated_rms_norm(x, gate, weight, groups=2),
+        lambda size: (_new(device, 2, size, 24), _new(device, 2, size, 24)),
+    )
+
+
 def _rope(device: torch.device) -> tuple[Callable[..., object], Callable[[int], Inputs]]:
     def inputs(size: int) -> Inputs:
         angles = torch.randn(2, size, 8, device=device)
@@ -74,6 +82,7 @@ CALLS: dict[str, Callable[[torch.device], tuple[Callable[..., object], Callable[
     "rms_norm": _norm,
     "add_rms_norm": _add_norm,
     "layer_norm": _layer_norm,
+    "gated_rms_norm": _gated_norm,
     "rope": _rope,
     "swiglu": functools.partial(_glu, ops.swiglu),
     "geglu": functools.partial(_glu, ops.geglu),

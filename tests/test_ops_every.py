@@ -45,6 +45,7 @@ def rotated(n: int) -> Shapes:
     return (n, 2, 3, 8), (n, 1, 3, 8), (1, 3, 6), (1, 3, 6)
 
 
+INTERLEAVED = ops.Gate(alpha=1.702, limit=0.7, offset=1.0, interleaved=True)
 OPS = {
     **{f"rms_norm, {f}": both("rms_norm", lambda n: ((n, 12), (12,)), eps=1e-3, formula=f) for f in FORMULAS},
     "rms_norm, no weight": both("rms_norm", lambda n: ((n, 12),), eps=1e-3),
@@ -55,9 +56,22 @@ OPS = {
     "layer_norm": both("layer_norm", lambda n: ((n, 12), (12,), (12,)), eps=1e-3),
     "layer_norm, zero-centered": both("layer_norm", lambda n: ((n, 12), (12,)), eps=1e-3, zero_centered=True),
     "layer_norm, no weight": both("layer_norm", lambda n: ((n, 12),), eps=1e-3),
+    **{
+        f"gated_rms_norm, {activation}, {'first' if first else 'last'}": both(
+            "gated_rms_norm",
+            lambda n: ((n, 12), (n, 12), (12,)),
+            eps=1e-3,
+            groups=2,
+            activation=activation,
+            gate_first=first,
+        )
+        for activation, first in (("silu", False), ("silu", True), ("sigmoid", False))
+    },
     **{f"rope, {pairing}": both("rope", rotated, 2, pairing=pairing) for pairing in PAIRINGS},
     "swiglu": both("swiglu", lambda n: ((n, 12), (n, 12))),
     **{f"geglu, {a}": both("geglu", lambda n: ((n, 12), (n, 12)), approximate=a) for a in ("tanh", "none")},
+    "packed_glu": both("packed_glu", lambda n: ((n, 12),), gate=ops.Gate(limit=0.7)),
+    "packed_glu, interleaved": both("packed_glu", lambda n: ((n, 12),), gate=INTERLEAVED),
     "swiglu_linear": both("swiglu_linear", lambda n: ((n, 12), (n, 12), (9, 12), (9,))),
     **{
         f"geglu_linear, {a}": both("geglu_linear", lambda n: ((n, 12), (n, 12), (9, 12), (9,)), approximate=a)

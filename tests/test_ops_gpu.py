@@ -56,10 +56,15 @@ EXTRAS = ("token_accuracy", "predicted_tokens", "entropy", "log_probs")
 CALLS: dict[str, Callable[[], Any]] = {
     **{f"rms_norm {f}": lambda f=f: norm(f) for f in ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")},
     "layer_norm": lambda: ops.layer_norm(new(96, 256), new(256), new(256)),
+    "gated_rms_norm": lambda: ops.gated_rms_norm(new(96, 256), new(96, 256), new(256)),
+    "gated_rms_norm first, in groups": lambda: ops.gated_rms_norm(
+        new(96, 256), new(96, 256), new(256), gate_first=True, groups=4
+    ),
     "add_rms_norm": lambda: ops.add_rms_norm(new(96, 256), new(96, 256), new(256)),
     "rope": rotated,
     "swiglu": lambda: ops.swiglu(new(96, 256), new(96, 256)),
     "geglu": lambda: ops.geglu(new(96, 256), new(96, 256)),
+    "packed_glu": lambda: ops.packed_glu(new(96, 256), ops.Gate(limit=7.0, offset=1.0, interleaved=True)),
     "swiglu_linear": lambda: ops.swiglu_linear(new(96, 256), new(96, 256), new(64, 256), new(64)),
     "geglu_linear": lambda: ops.geglu_linear(new(96, 256), new(96, 256), new(64, 256)),
     "cross_entropy": loss,

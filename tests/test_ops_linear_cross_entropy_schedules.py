@@ -376,6 +376,10 @@ def test_default_schedule_depends_on_shape_and_dtype_only(monkeypatch):
         assert of(chunk, hidden, torch.float32) == (WHOLE,)
         assert of(chunk + 1, hidden, torch.float32) == (BALANCED, chunk)
         assert of(7, hidden, torch.float16) == (BALANCED, chunk)
+    for tokens, expected in ((11, WHOLE), (8192, SMALL), (8193, BALANCED)):  # gradients of single rows
+        assert of(tokens, 5, reduction="none")[0] == expected
+        assert of(tokens, 5, torch.float16, reduction="none")[0] == BALANCED
+        assert of(tokens, 5, grad=False, reduction="none")[0] == BALANCED
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     for hidden, few in ((1500, 1500), (3000, 3000)):
         assert of(few, hidden) == (WHOLE,)

@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liger_kernels.ops import launches, reset_launches, rope, rope_ref
+from liger_kernels.ops._runtime import use_triton
 from liger_kernels.ops.rope import PAIRINGS
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def check(q, k, cos, sin, pairing="half", view=lambda x: x):
+def check(q, k, cos, sin, pairing="half", view=lambda x: x, **options):
     def call(op, q, k, cos, sin):
-        return op(view(q), view(k), cos, sin, pairing=pairing)
+        return op(view(q), view(k), cos, sin, pairing=pairing, **options)
 
     return check_op(partial(call, rope), partial(call, rope_ref), [q, k, cos, sin], pairing)
 
@@ -31,7 +32,7 @@ def angles(batch: int, seq: int, rotary_dim: int, dtype: torch.dtype, device: to
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rotary_dim", [64, 48, 6, 2])
+@pytest.mark.parametrize("rotary_dim", [64, 6, 2])
 @pytest.mark.parametrize("batch", [1, 3], ids=["one_for_all", "one_per_row"])
 def test_matches_reference(device, pairing, dtype, rotary_dim, batch) -> None:
     q, k = (randn(3, heads, 5, 64, dtype=dtype, device=device) for heads in (6, 2))
@@ -55,20 +56,27 @@ def test_several_tiles_of_tokens_and_heads(device, pairing) -> None:
     per_row=st.booleans(),
     dtypes=st.tuples(*[st.sampled_from(DTYPES)] * 4),
     pairing=st.sampled_from(PAIRINGS),
+    columns=st.sampled_from([1, 1.5, 2]),
+    inverse=st.booleans(),
     frozen=st.sampled_from([None, 0, 1]),
     transposed=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_any_shape_and_option(sizes, half, rest, per_row, dtypes, pairing, frozen, transposed, seed) -> None:
+def test_any_shape_and_option(
+    sizes, half, rest, per_row, dtypes, pairing, columns, inverse, frozen, transposed, seed
+) -> None:
+    """A table of a pairing with one angle for each pair may be half as wide as what it rotates, or wider."""
     torch.manual_seed(seed)
     batch, heads, kv_heads, seq = sizes
     leaves = []
     for i, n in enumerate((heads, kv_heads)):
         shape = (batch, seq, n, 2 * half + rest) if transposed else (batch, n, seq, 2 * half + rest)
         leaves.append(randn(*shape, dtype=dtypes[i], device=DEVICE, grad=frozen != i))
-    shape = (batch if per_row else 1, seq, 2 * half)
+    width = int(columns * half) if pairing.endswith("repeat") else 2 * half
+    shape = (batch if per_row else 1, seq, width)
     leaves += [randn(*shape, dtype=dtype, device=DEVICE, grad=False) for dtype in dtypes[2:]]
-    check(*leaves, pairing, view=lambda x: x.transpose(1, 2) if transposed else x)
+    options = {"rotary_dim": 2 * half, "inverse": inverse}
+    check(*leaves, pairing, view=lambda x: x.transpose(1, 2) if transposed else x, **options)
 
 
 def test_position_ids_that_differ_per_row(device) -> None:
@@ -93,7 +101,7 @@ def test_position_ids_that_differ_per_row(device) -> None:
     ],
     ids=["transposed", "half_a_head", "every_other_token", "strided_head", "expanded", "tokens_innermost"],
 )
-@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("pairing", PAIRINGS[:3])
 def test_views_are_read_where_they_lie(device, view, pairing) -> None:
     q, k = (randn(4, 6, heads, 64, dtype=torch.bfloat16, device=device) for heads in (4, 2))
     batch, _, seq, head_dim = view(q).shape
@@ -115,6 +123,46 @@ def test_strided_and_expanded_angles(device) -> None:
     cos, sin = angles(5, 16, 4, torch.float32, device)
     check(q, k, cos.permute(2, 0, 1)[:2], sin.permute(2, 0, 1)[:2])
     check(q, k, cos[:, :, 0].expand(2, -1, -1), sin.permute(2, 0, 1)[:2])
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_against_matrices(pairing) -> None:
+    """The reference itself: every pair times a matrix of its own, put together from the table of the file's top."""
+    q, (cos, sin) = randn(1, 1, 1, 6, dtype=torch.float64, device="cpu"), torch.randn(2, 1, 1, 6).double()
+    name = pairing.removesuffix("_repeat")
+    near, far = [(2 * i, 2 * i + 1) for i in range(3)], [(i, i + 3) for i in range(3)]
+    read, written = far if name == "half" else near, near if name == "interleaved" else far
+    truth = torch.zeros(6, dtype=torch.float64)
+    for i, ((a, b), (to_a, to_b)) in enumerate(zip(read, written, strict=True)):
+        at_a, at_b = (i, i) if pairing.endswith("_repeat") else (to_a, to_b)
+        x, y = q[0, 0, 0, a], q[0, 0, 0, b]
+        truth[to_a] = x * cos[0, 0, at_a] - y * sin[0, 0, at_a]
+        truth[to_b] = y * cos[0, 0, at_b] + x * sin[0, 0, at_b]
+    torch.testing.assert_close(rope_ref(q, None, cos, sin, pairing=pairing)[0].flatten(), truth)
+    torch.testing.assert_close(rope_ref(q, None, cos, -sin, pairing=pairing, inverse=True)[0].flatten(), truth)
+
+
+def test_halves_of_complex_numbers_are_read_where_they_lie(device) -> None:
+    q, k = (randn(2, heads, 5, 16, dtype=torch.bfloat16, device=device) for heads in (4, 2))
+    numbers = randn(2, 5, 6, 2, dtype=torch.float32, device=device, grad=False)
+    check(q, k, *numbers.unbind(-1), "interleaved_repeat", rotary_dim=12)
+    turned = rope(q, k, *numbers.unbind(-1), pairing="interleaved_repeat", rotary_dim=12)[0]
+    pairs = torch.view_as_complex(q[..., :12].float().unflatten(-1, (6, 2)))
+    truth = torch.view_as_real(pairs * torch.view_as_complex(numbers)[:, None]).flatten(-2)
+    torch.testing.assert_close(turned[..., :12], truth)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_one_tensor(device, pairing) -> None:
+    q = randn(2, 4, 5, 16, dtype=torch.bfloat16, device=device)
+    cos, sin = angles(1, 5, 16, torch.float32, device)
+
+    def call(op, q):
+        return op(q, None, cos, sin, pairing=pairing, inverse=True)
+
+    reset_launches()
+    results, gradients = check_op(partial(call, rope), partial(call, rope_ref), [q])
+    assert (len(results), len(gradients), launches()) == (1, 1, {"_rope_kernel": 2} if use_triton(q) else {})
 
 
 def test_memory_order_is_kept(device) -> None:
@@ -205,9 +253,15 @@ def test_tokens_beyond_2_to_the_31_elements(device, untouched_memory) -> None:
             ValueError,
             r"cos has shape \(3, 5, 16\)",
         ),
-        (lambda a: {n: a[n][..., :7] for n in ("cos", "sin")}, ValueError, "have 7 columns; rotary_dim must be even"),
-        (lambda a: {n: a[n][..., :0] for n in ("cos", "sin")}, ValueError, "have 0 columns"),
-        (lambda a: {n: a[n].repeat(1, 1, 2) for n in ("cos", "sin")}, ValueError, "have 32 columns; .* 2 to 16"),
+        (lambda a: {n: a[n][..., :7] for n in ("cos", "sin")}, ValueError, "rotary_dim is 7; it must be even"),
+        (lambda a: {n: a[n][..., :0] for n in ("cos", "sin")}, ValueError, "rotary_dim is 0; it must be .* 2 to 16"),
+        (lambda a: {n: a[n].repeat(1, 1, 2) for n in ("cos", "sin")}, ValueError, "rotary_dim is 32; .* 2 to 16"),
+        (lambda a: {"rotary_dim": 8}, ValueError, "have 16 columns, rotary_dim is 8; 'half' needs as many"),
+        (
+            lambda a: {**{n: a[n][..., :6] for n in ("cos", "sin")}, "rotary_dim": 16, "pairing": "half_repeat"},
+            ValueError,
+            "have 6 columns, rotary_dim is 16; 'half_repeat' needs 8 columns or more",
+        ),
         (lambda a: {"cos": a["cos"].to("meta")}, ValueError, "cos is on meta, q on"),
     ],
 )

@@ -237,7 +237,10 @@ def test_who_wants_to_hear_of_launches_does(monkeypatch, kernel, name) -> None:
 
 @pytest.mark.parametrize(
     "op",
-    ["rms_norm", "add_rms_norm", "layer_norm", "rope", "swiglu", "geglu", "swiglu_linear", "cross_entropy", *MEMORY],
+    [
+        *("rms_norm", "add_rms_norm", "layer_norm", "gated_rms_norm", "rope"),
+        *("swiglu", "geglu", "swiglu_linear", "cross_entropy", *MEMORY),
+    ],
 )
 def test_a_second_derivative_is_refused(device, op) -> None:
     """Zeros would be a wrong number. A first one with ``create_graph`` is the usual one."""
@@ -247,6 +250,7 @@ def test_a_second_derivative_is_refused(device, op) -> None:
         "rms_norm": lambda: ops.rms_norm(x),
         "add_rms_norm": lambda: ops.add_rms_norm(x, torch.ones_like(x))[0],
         "layer_norm": lambda: ops.layer_norm(x),
+        "gated_rms_norm": lambda: ops.gated_rms_norm(x, torch.ones_like(x), torch.ones_like(x[0])),
         "rope": lambda: ops.rope(x[None, None], x[None, None], *torch.randn(2, 1, 4, 8, device=device))[0],
         "swiglu": lambda: ops.swiglu(x, x),
         "geglu": lambda: ops.geglu(x, x),

@@ -25,7 +25,6 @@ from liger_kernels.patching import modules, norms
 from liger_kernels.patching.glu import GluRecipe, is_glu_candidate, recognise_glu
 from liger_kernels.patching.norms import LayerNormRecipe, NormRecipe, is_norm_candidate, recognise_norm
 from liger_kernels.patching.recogniser import fingerprint
-from liger_kernels.patching.rotary import Rotation, recognise_rotation
 from tests.patching_checks import tiny
 
 
@@ -136,6 +135,17 @@ class RoundsBeforeTheBias(nn.LayerNorm):
         return F.layer_norm(x.float(), (24,)).to(x.dtype) * self.weight + self.bias
 
 
+class OfAllRows(nn.Module):
+    """A LayerNorm where there is one row."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias, self.eps = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3)), 1e-5
+
+    def forward(self, x):
+        return F.group_norm(x, 1, self.weight, self.bias, self.eps)
+
+
 class ChannelsFirst(nn.LayerNorm):
     def __init__(self):
         super().__init__(24)
@@ -153,10 +163,11 @@ class ChannelsFirst(nn.LayerNorm):
         (RoundsEarly, "rounds at other places"),
         (Clamped, "RMS norm of another formula|not a norm of ours"),
         (StopsTheGradient, "gradient"),
-        (Gated, "more than one tensor"),
+        (Gated, "rounds at other places"),
         (ReturnsFloat32, "returns torch.float32"),
         (Raises, "cannot be probed .*only on a GPU"),
         (functools.partial(nn.GroupNorm, 1, 24), "normalises channels"),
+        (OfAllRows, "LayerNorm of another formula"),
         (functools.partial(nn.BatchNorm1d, 24), "normalises channels"),
         (functools.partial(nn.LayerNorm, MAX_HIDDEN + 1), "rows of 65537 are wider than a kernel holds"),
         (functools.partial(nn.LayerNorm, (2, 24)), "its weight is no vector"),
@@ -352,66 +363,6 @@ def test_probing_leaves_no_trace():
     assert torch.equal(torch.rand(3), expected), "probing used the global random state"
 
 
-def rotate_half(x):
-    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
-
-
-def half(q, k, cos, sin, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
-
-
-def half_casting_back(q, k, cos, sin, unsqueeze_dim=1):
-    a, b = half(q, k, cos, sin, unsqueeze_dim)
-    return a.to(q.dtype), b.to(k.dtype)
-
-
-def wrong_sign(q, k, cos, sin, unsqueeze_dim=1):
-    return half(q, k, cos, -sin, unsqueeze_dim)
-
-
-def only_first_row(q, k, cos, sin, unsqueeze_dim=1):
-    return half(q, k, cos[:1], sin[:1], unsqueeze_dim)
-
-
-def queries_only(q, k, cos, sin, unsqueeze_dim=1):
-    return half(q, k, cos, sin, unsqueeze_dim)[0], k
-
-
-def with_sections(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-    return half(q, k, cos, sin, unsqueeze_dim)
-
-
-def test_rotations_are_recognised():
-    assert recognise_rotation("f", half) == Rotation("f", "half", partial=False, casts_back=False)
-    assert recognise_rotation("f", half_casting_back) == Rotation("f", "half", partial=False, casts_back=True)
-
-
-@pytest.mark.parametrize("function", [wrong_sign, only_first_row, queries_only])
-def test_other_rotations_are_refused(function):
-    assert recognise_rotation("f", function) == "it is none of the rotations that we know"
-
-
-def test_an_unknown_parameter_of_a_rotation_is_refused():
-    assert recognise_rotation("f", with_sections) == "its signature has mrope_section"
-
-
-def test_rotations_with_heads_after_the_sequence_and_unusual_calls_give_upstreams_result():
-    from liger_kernels.patching.rotary import _rotary_function
-
-    ours = _rotary_function(half, Rotation("half", "half", partial=False, casts_back=False))
-    torch.manual_seed(0)
-    cos, sin = torch.randn(2, 2, 5, 8)
-    q, k = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8)
-    for got, expected in zip(ours(q, k, cos, sin, unsqueeze_dim=2), half(q, k, cos, sin, 2), strict=True):
-        torch.testing.assert_close(got, expected)
-    for got, expected in zip(ours(q, k, cos, sin, 2), half(q, k, cos, sin, 2), strict=True):
-        torch.testing.assert_close(got, expected)
-    flat = torch.randn(2, 5, 8)  # no heads at all: upstream broadcasts it, so upstream gets it
-    for got, expected in zip(ours(flat, flat, cos, sin, 0), half(flat, flat, cos, sin, 0), strict=True):
-        assert torch.equal(got, expected)
-
-
 # What is set around a probe does not reach it, and what watches modules does not see it.
 
 
@@ -512,49 +463,6 @@ class ClampsWhatIsLarge(Mlp):
 
 def test_a_clamp_that_usual_numbers_do_not_reach_is_seen():
     assert isinstance(recognise_glu(ClampsWhatIsLarge()), str)
-
-
-# Upstream's own rotary function answers every call that is not of the form that was probed.
-
-
-def queries_or_both(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    rotated = q * cos + rotate_half(q) * sin
-    return rotated if k is None else (rotated, k * cos + rotate_half(k) * sin)
-
-
-CALLS = {
-    "all by position": lambda f, q, k, cos, sin: f(q, k, cos, sin),
-    "heads after the sequence": lambda f, q, k, cos, sin: f(
-        q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2
-    ),
-    "angles by name": lambda f, q, k, cos, sin: f(q, k, cos=cos, sin=sin),
-    "all by name": lambda f, q, k, cos, sin: f(sin=sin, cos=cos, k=k, q=q, unsqueeze_dim=1),
-    "queries alone": lambda f, q, k, cos, sin: f(q, cos=cos, sin=sin),
-    "None for the keys": lambda f, q, k, cos, sin: f(q, None, cos, sin),
-    "angles without a batch": lambda f, q, k, cos, sin: f(q, k, cos[0], sin[0], unsqueeze_dim=0),
-    "no heads": lambda f, q, k, cos, sin: f(q[:, 0], k[:, 0], cos, sin, unsqueeze_dim=0),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_every_call_of_a_rotary_function_gives_upstreams_result(call):
-    from liger_kernels.patching.rotary import _rotary_function
-
-    rotation = recognise_rotation("queries_or_both", queries_or_both)
-    assert rotation == Rotation("queries_or_both", "half", partial=False, casts_back=False)
-    ours = _rotary_function(queries_or_both, rotation)
-    torch.manual_seed(0)
-    tensors = (torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), *torch.randn(2, 2, 5, 8))
-    torch.testing.assert_close(CALLS[call](ours, *tensors), CALLS[call](queries_or_both, *tensors))
-
-
-def test_a_missing_argument_is_upstreams_error():
-    from liger_kernels.patching.rotary import _rotary_function
-
-    ours = _rotary_function(half, Rotation("half", "half", partial=False, casts_back=False))
-    with pytest.raises(TypeError, match=r"half\(\) missing"):
-        ours(torch.randn(2, 4, 5, 8))
 
 
 # What a probe must neither miss nor change, in whichever mode the model is when it is patched.

@@ -44,9 +44,12 @@ PROMISED = {
     "add_rms_norm": {RUNS, BATCH},
     "layer_norm": {RUNS, BATCH},
     "layer_norm, no weight": {RUNS, BATCH},
+    "gated_rms_norm": {RUNS, BATCH},
+    "gated_rms_norm, gate first in groups": {RUNS, BATCH},
     "rope": {RUNS, BATCH},
     "swiglu": {RUNS, BATCH},
     "geglu": {RUNS, BATCH},
+    "packed_glu": {RUNS, BATCH},
     "swiglu_linear": {RUNS},
     "geglu_linear": {RUNS},
     "cross_entropy, none": {RUNS, BATCH},
@@ -124,6 +127,21 @@ def _layer_norm(weighted: bool) -> Case:
     return Case(inputs, compute)
 
 
+def _gated_norm(**options: Any) -> Case:
+    def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+        rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("x", "gate", "dy")}
+        return rows, {"weight": torch.randn(sizes.hidden, dtype=dtype)}
+
+    def compute(dy: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
+        leaves = {f"grad_{name}": tensor.requires_grad_() for name, tensor in inputs.items()}
+        tensors: dict[str, Any] = inputs
+        y = ops.gated_rms_norm(**tensors, **options)
+        grads = _grads(y, leaves, dy)
+        return {"y": y, **{name: grads.pop(name) for name in ("grad_x", "grad_gate")}}, grads
+
+    return Case(inputs, compute)
+
+
 def _sum_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
     names = ("x", "residual", "dy", "dtotal")
     rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in names}
@@ -173,6 +191,19 @@ def _glu(op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Case:
         return {"y": y, **_grads(y, {"grad_gate": gate, "grad_up": up}, dy)}, {}
 
     return Case(inputs, compute)
+
+
+def _packed_glu_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    width = 2 * sizes.hidden
+    return {
+        "x": torch.randn(sizes.rows, width, dtype=dtype),
+        "dy": torch.randn(sizes.rows, width // 2, dtype=dtype),
+    }, {}
+
+
+def _packed_glu(x: torch.Tensor, dy: torch.Tensor) -> tuple[Tensors, Tensors]:
+    y = ops.packed_glu(x.requires_grad_())
+    return {"y": y, **_grads(y, {"grad_x": x}, dy)}, {}
 
 
 def _glu_linear(op: Callable[..., torch.Tensor]) -> Case:
@@ -267,9 +298,12 @@ CASES = {
     "add_rms_norm": Case(_sum_inputs, _sum),
     "layer_norm": _layer_norm(weighted=True),
     "layer_norm, no weight": _layer_norm(weighted=False),
+    "gated_rms_norm": _gated_norm(),
+    "gated_rms_norm, gate first in groups": _gated_norm(gate_first=True, groups=8),
     "rope": Case(_rope_inputs, _rope),
     "swiglu": _glu(ops.swiglu),
     "geglu": _glu(ops.geglu),
+    "packed_glu": Case(_packed_glu_inputs, _packed_glu),
     "swiglu_linear": _glu_linear(ops.swiglu_linear),
     "geglu_linear": _glu_linear(ops.geglu_linear),
     **{f"cross_entropy, {r}": _loss(ops.cross_entropy, "logits", r) for r in ("none", "mean")},

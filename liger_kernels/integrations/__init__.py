@@ -157,6 +157,7 @@ def _kernels(memory: str | None, **switches: bool) -> list[str]:
             "cross_entropy and fused_linear_cross_entropy cannot both be True: the fused linear loss leaves no logits "
             "for the other; choose one"
         )
+    switches["gated_rms_norm"] = switches["rms_norm"]  # trainers have no switch of its own
     kernels = [name for name in kernel_names() if switches.get(name, True)]
     check_options(kernels, "token", memory)
     return kernels

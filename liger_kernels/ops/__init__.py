@@ -8,6 +8,7 @@ from liger_kernels.ops._linear import observe_logits_grad
 from liger_kernels.ops._loss_options import LossOptions
 from liger_kernels.ops._runtime import launches, reset_launches
 from liger_kernels.ops.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_ref
+from liger_kernels.ops.gated_rms_norm import gated_rms_norm, gated_rms_norm_ref
 from liger_kernels.ops.glu import (
     geglu,
     geglu_linear,
@@ -21,6 +22,7 @@ from liger_kernels.ops.glu import (
 from liger_kernels.ops.layer_norm import layer_norm, layer_norm_ref
 from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from liger_kernels.ops.linear_log_probs import LogProbsOutput, linear_log_probs, linear_log_probs_ref
+from liger_kernels.ops.packed_glu import Gate, packed_glu, packed_glu_ref
 from liger_kernels.ops.packing import PackedTargets, packing_weights
 from liger_kernels.ops.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from liger_kernels.ops.rope import rope, rope_ref
@@ -28,6 +30,7 @@ from liger_kernels.ops.rope import rope, rope_ref
 __all__ = [
     "CountedTargets",
     "CrossEntropyOutput",
+    "Gate",
     "LogProbsOutput",
     "LossOptions",
     "PackedTargets",
@@ -35,6 +38,8 @@ __all__ = [
     "add_rms_norm_ref",
     "cross_entropy",
     "cross_entropy_ref",
+    "gated_rms_norm",
+    "gated_rms_norm_ref",
     "geglu",
     "geglu_linear",
     "geglu_linear_ref",
@@ -47,6 +52,8 @@ __all__ = [
     "linear_log_probs",
     "linear_log_probs_ref",
     "observe_logits_grad",
+    "packed_glu",
+    "packed_glu_ref",
     "packing_weights",
     "reset_launches",
     "rms_norm",

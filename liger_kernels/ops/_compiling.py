@@ -16,7 +16,9 @@ import torch
 INDUCTOR_UP_TO: dict[str, float] = {
     "rms_norm": math.inf,
     "layer_norm": math.inf,
+    "gated_rms_norm": math.inf,
     "mean": math.inf,
+    "experts": math.inf,
     "rope": 2**20,
     "swiglu": 2**20,
     "geglu": 2**20,

@@ -109,17 +109,20 @@ def _chunk_of_balanced(hidden_size: int) -> int:
 
 
 @choice("schedule")
-def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype) -> tuple[str, int]:
+def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype, per_row: bool) -> tuple[str, int]:
     """The schedule and the chunk size where neither is given.
 
     2 * hidden_size + C tokens' logits take about the memory of what token chunks hold instead: the logits of C tokens,
     and in 16 bits the float32 sum of grad_weight. A compiled program does not overwrite the kept logits, but a copy or
-    memory of the gradient's own; of at most hidden_size tokens even both take no more."""
+    memory of the gradient's own; of at most hidden_size tokens even both take no more.
+
+    ``per_row`` gradients let "balanced" compute all logits twice, as "small" does. 8192 x 2048 x 128256,
+    log-probabilities and entropy, one H200, bfloat16: "balanced" 28.7 ms, "small" 26.9."""
     chunk = _chunk_of_balanced(hidden_size)
     few = chunk + (0 if dtype == torch.float32 else 2 * hidden_size)
     if torch.compiler.is_compiling():
         few = min(few, hidden_size)
-    return "fast" if tokens <= few else "balanced", chunk
+    return "fast" if tokens <= few else "small" if per_row and tokens <= FAST_CHUNK else "balanced", chunk
 
 
 def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | None) -> str | None:
@@ -163,7 +166,8 @@ def choose_schedule(
         chunk = _checked_chunk_size(chunk_size)
         memory = "fast" if tokens <= chunk else "balanced"
     elif memory is None:
-        memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype)
+        per_row = options.reduction == "none" and any(needs)
+        memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype, per_row)
     if balanced_because(hidden.dtype, options.label_smoothing, memory) is not None:
         memory = "balanced"
     if shard is not None:  # the classes of other ranks are like slabs before and after

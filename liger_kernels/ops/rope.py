@@ -4,10 +4,11 @@ Pairs (a, b) of a head's first rotary_dim elements are rotated; what follows the
 
     a' = a * cos_a - b * sin_a        b' = b * cos_b + a * sin_b
 
-    pairing               a         b             angle of a, b in cos and sin
-    half                  x[i]      x[i + d/2]    i, i + d/2     Llama: x * cos + rotate_half(x) * sin
-    interleaved           x[2 i]    x[2 i + 1]    2 i, 2 i + 1   x * cos + rotate_every_two(x) * sin
-    interleaved_repeat    x[2 i]    x[2 i + 1]    i, i           GLM: cos[..., :d/2].repeat_interleave(2)
+    pairing                a, b in x          a', b' in the result   angle of a, b in cos and sin
+    half                   i, i + d/2         i, i + d/2             i, i + d/2      x * cos + rotate_half(x) * sin
+    interleaved            2 i, 2 i + 1       2 i, 2 i + 1           2 i, 2 i + 1    x * cos + rotate_every_two(x) * sin
+    interleaved_to_half    2 i, 2 i + 1       i, i + d/2             i, i + d/2      half of x[0::2] and x[1::2]
+    *_repeat               as the above       as the above           i, i            one angle a pair, in d/2 columns
 
 with d = rotary_dim and i < d/2. cos and sin are taken as they come, also where a pair's two angles differ, so the
 gradient is the transposed map rather than the rotation by the negative angle (the same thing for equal angles):
@@ -17,43 +18,72 @@ gradient is the transposed map rather than the rotation by the negative angle (t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from liger_kernels.ops._runtime import backward_once, launch, tl, triton, use_triton
 from liger_kernels.ops._tiling import cdiv, choice, next_power_of_2, tile
 
-PAIRINGS = ("half", "interleaved", "interleaved_repeat")
+
+class Pairing(NamedTuple):
+    """Where the elements of a pair are: next to each other (interleaved), or half of rotary_dim apart."""
+
+    interleaved: bool  # in q and k
+    interleaved_out: bool  # in the results, and in cos and sin where these have an angle for each element
+    repeat: bool  # both elements have the angle that stands in the first half of the columns
+
+
+_PAIRINGS = {
+    f"{name}{'_repeat' * repeat}": Pairing(*places, repeat)
+    for repeat in (False, True)
+    for name, places in (
+        ("half", (False, False)),
+        ("interleaved", (True, True)),
+        ("interleaved_to_half", (True, False)),
+    )
+}
+PAIRINGS = tuple(_PAIRINGS)
 
 
 def rope_ref(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, pairing: str = "half"
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    pairing: str = "half",
+    rotary_dim: int | None = None,
+    inverse: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """:func:`rope` in plain torch: the definition of correct, for any floating-point dtype."""
-    rotary_dim = cos.shape[-1]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # one for all heads
-    if pairing == "interleaved_repeat":
-        cos, sin = (angle[..., : rotary_dim // 2].repeat_interleave(2, dim=-1) for angle in (cos, sin))
+    places = _PAIRINGS[pairing]
+    rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
+    cos, sin = cos.unsqueeze(1), (-sin if inverse else sin).unsqueeze(1)  # one for all heads
+
+    def pair(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+        return a, b
+
+    if places.repeat:
+        (cos_a, sin_a) = (cos_b, sin_b) = [angle[..., : rotary_dim // 2] for angle in (cos, sin)]
+    else:
+        (cos_a, cos_b), (sin_a, sin_b) = (pair(angle, places.interleaved_out) for angle in (cos, sin))
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
-        head, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-        if pairing == "half":
-            a, b = head.chunk(2, dim=-1)
-            turned = torch.cat((-b, a), dim=-1)
-        else:
-            turned = torch.stack((-head[..., 1::2], head[..., ::2]), dim=-1).flatten(-2)
-        y = head * cos + turned * sin
-        return torch.cat((y, rest), dim=-1) if rest.shape[-1] else y
+        a, b = pair(x[..., :rotary_dim], places.interleaved)
+        turned = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+        y = torch.stack(turned, dim=-1).flatten(-2) if places.interleaved_out else torch.cat(turned, dim=-1)
+        return torch.cat((y, x[..., rotary_dim:]), dim=-1) if x.shape[-1] > rotary_dim else y
 
-    return rotate(q), rotate(k)
+    return (rotate(q),) if k is None else (rotate(q), rotate(k))
 
 
 @triton.jit
-def _load_pairs(ptr, offset, mask, half, PAIRING: tl.constexpr, HALF: tl.constexpr):
+def _load_pairs(ptr, offset, mask, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
     """Both elements of ``half`` pairs, [tokens, heads, HALF] each in float32; ``offset`` and ``mask`` end in a 1."""
     col = tl.arange(0, HALF)
-    if PAIRING == "half":
+    if not INTERLEAVED:
         mask = mask & (col < half)
         a = tl.load(ptr + offset + col, mask=mask, other=0.0)
         b = tl.load(ptr + offset + half + col, mask=mask, other=0.0)
@@ -66,10 +96,10 @@ def _load_pairs(ptr, offset, mask, half, PAIRING: tl.constexpr, HALF: tl.constex
 
 
 @triton.jit
-def _store_pairs(ptr, offset, mask, a, b, half, PAIRING: tl.constexpr, HALF: tl.constexpr):
+def _store_pairs(ptr, offset, mask, a, b, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
     col = tl.arange(0, HALF)
     dtype = ptr.dtype.element_ty
-    if PAIRING == "half":
+    if not INTERLEAVED:
         mask = mask & (col < half)
         tl.store(ptr + offset + col, a.to(dtype), mask=mask)
         tl.store(ptr + offset + half + col, b.to(dtype), mask=mask)
@@ -81,14 +111,16 @@ def _store_pairs(ptr, offset, mask, a, b, half, PAIRING: tl.constexpr, HALF: tl.
 
 
 @triton.jit
-def _load_angles(ptr, offset, mask, half, PAIRING: tl.constexpr, HALF: tl.constexpr):
+def _load_angles(
+    ptr, offset, col_stride, mask, half, INTERLEAVED: tl.constexpr, REPEAT: tl.constexpr, HALF: tl.constexpr
+):
     """The factors of both elements of each pair, [tokens, 1, HALF]."""
-    if PAIRING == "interleaved_repeat":
+    if REPEAT:
         col = tl.arange(0, HALF)
-        a = tl.load(ptr + offset + col, mask=mask & (col < half), other=0.0).to(tl.float32)
+        a = tl.load(ptr + offset + col.to(tl.int64) * col_stride, mask=mask & (col < half), other=0.0).to(tl.float32)
         b = a
     else:
-        a, b = _load_pairs(ptr, offset, mask, half, PAIRING, HALF)
+        a, b = _load_pairs(ptr, offset, mask, half, INTERLEAVED, HALF)
     return a, b
 
 
@@ -98,7 +130,8 @@ def _rotate_heads(
     x_ptr, x_strides, y_ptr, y_strides,      # [batch, heads, seq, head_dim]; strides as _strides returns them
     token, batch, in_range, n_heads,         # [tokens, 1, 1], and a number
     angles, half, head_dim,                  # cos_a, cos_b, sin_a, sin_b, each [tokens, 1, HALF]
-    PAIRING: tl.constexpr, TRANSPOSED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):
     """Rotate every head of the tokens."""
     x_seq_stride, x_head_stride, x_batch_gap = x_strides
@@ -109,14 +142,14 @@ def _rotate_heads(
         mask = in_range & (head < n_heads)
         x_offset = token * x_seq_stride + head * x_head_stride + batch * x_batch_gap
         y_offset = token * y_seq_stride + head * y_head_stride + batch * y_batch_gap
-        a, b = _load_pairs(x_ptr, x_offset, mask, half, PAIRING, HALF)
+        a, b = _load_pairs(x_ptr, x_offset, mask, half, INTERLEAVED, HALF)
         if TRANSPOSED:
             turned_a = a * cos_a + b * sin_b
             turned_b = b * cos_b - a * sin_a
         else:
             turned_a = a * cos_a - b * sin_a
             turned_b = b * cos_b + a * sin_b
-        _store_pairs(y_ptr, y_offset, mask, turned_a, turned_b, half, PAIRING, HALF)
+        _store_pairs(y_ptr, y_offset, mask, turned_a, turned_b, half, INTERLEAVED_OUT, HALF)
         if REST > 0:
             col = 2 * half + tl.arange(0, REST)
             rest_mask = mask & (col < head_dim)
@@ -130,10 +163,11 @@ def _rope_kernel(
     q_out_ptr, q_out_seq_stride, q_out_head_stride, q_out_batch_gap,    # as q
     k_ptr, k_seq_stride, k_head_stride, k_batch_gap,                    # [batch, kv_heads, seq, head_dim] or None
     k_out_ptr, k_out_seq_stride, k_out_head_stride, k_out_batch_gap,    # as k
-    cos_ptr, cos_batch_stride, cos_seq_stride,                          # [batch, seq, rotary_dim]
-    sin_ptr, sin_batch_stride, sin_seq_stride,                          # as cos
+    cos_ptr, cos_batch_stride, cos_seq_stride, cos_col_stride,          # [batch, seq, rotary_dim or half of it]
+    sin_ptr, sin_batch_stride, sin_seq_stride, sin_col_stride,          # as cos
     n_tokens, seq_len, q_heads, k_heads, half, head_dim,
-    PAIRING: tl.constexpr, TRANSPOSED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, INTERLEAVED_ANGLES: tl.constexpr,
+    REPEAT: tl.constexpr, INVERSE: tl.constexpr, TRANSPOSED: tl.constexpr,
     TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):
     """A tensor that is None is not rotated. TRANSPOSED applies the transposed map."""
@@ -145,22 +179,29 @@ def _rope_kernel(
     token = token.to(tl.int64)
     cos_offset = batch * cos_batch_stride + seq * cos_seq_stride
     sin_offset = batch * sin_batch_stride + seq * sin_seq_stride
-    cos_a, cos_b = _load_angles(cos_ptr, cos_offset, in_range, half, PAIRING, HALF)
-    sin_a, sin_b = _load_angles(sin_ptr, sin_offset, in_range, half, PAIRING, HALF)
+    cos_a, cos_b = _load_angles(cos_ptr, cos_offset, cos_col_stride, in_range, half, INTERLEAVED_ANGLES, REPEAT, HALF)
+    sin_a, sin_b = _load_angles(sin_ptr, sin_offset, sin_col_stride, in_range, half, INTERLEAVED_ANGLES, REPEAT, HALF)
+    if INVERSE:
+        sin_a, sin_b = -sin_a, -sin_b
     angles = (cos_a, cos_b, sin_a, sin_b)
     if q_ptr is not None:
         _rotate_heads(
             q_ptr, (q_seq_stride, q_head_stride, q_batch_gap),
             q_out_ptr, (q_out_seq_stride, q_out_head_stride, q_out_batch_gap),
-            token, batch, in_range, q_heads, angles, half, head_dim, PAIRING, TRANSPOSED, Q_HEADS, HALF, REST,
+            token, batch, in_range, q_heads, angles, half, head_dim,
+            INTERLEAVED, INTERLEAVED_OUT, TRANSPOSED, Q_HEADS, HALF, REST,
         )
     if k_ptr is not None:
         _rotate_heads(
             k_ptr, (k_seq_stride, k_head_stride, k_batch_gap),
             k_out_ptr, (k_out_seq_stride, k_out_head_stride, k_out_batch_gap),
-            token, batch, in_range, k_heads, angles, half, head_dim, PAIRING, TRANSPOSED, K_HEADS, HALF, REST,
+            token, batch, in_range, k_heads, angles, half, head_dim,
+            INTERLEAVED, INTERLEAVED_OUT, TRANSPOSED, K_HEADS, HALF, REST,
         )
 # fmt: on
+
+
+Options = tuple[str, int, bool]  # pairing, rotary_dim, inverse
 
 
 @choice("rope")
@@ -203,20 +244,24 @@ def _rotate(
     k_out: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    pairing: str,
+    options: Options,
     transposed: bool,
 ) -> None:
     """Write the rotated ``q`` into ``q_out``, ``k`` into ``k_out``; either pair may be None."""
+    pairing, rotary_dim, inverse = options
+    read, written, repeat = _PAIRINGS[pairing]
+    angles = written
+    if transposed:
+        read, written = written, read
     some = q if q is not None else k
     assert some is not None
     batch, _, seq_len, head_dim = some.shape
-    rotary_dim = cos.shape[-1]
     # Lists, also below: Dynamo of torch 2.15 fails on a generator inside of an autograd.Function.
     q, k = [None if x is None else _unit_stride(x) for x in (q, k)]
     q_heads, k_heads = [0 if x is None else x.shape[1] for x in (q, k)]
     strides = [(0, 0, 0) if x is None else _strides(x) for x in (q, q_out, k, k_out)]
     # A batch of 1 stands for every batch.
-    cos_strides, sin_strides = [(x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)) for x in (cos, sin)]
+    cos_strides, sin_strides = [(x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2)) for x in (cos, sin)]
     n_tokens = batch * seq_len
     shape = _launch_shape(n_tokens, q_heads, k_heads, rotary_dim, head_dim)
     q_strides, q_out_strides, k_strides, k_out_strides = strides
@@ -226,7 +271,8 @@ def _rotate(
         q, *q_strides, q_out, *q_out_strides, k, *k_strides, k_out, *k_out_strides,
         cos, *cos_strides, sin, *sin_strides,
         n_tokens, seq_len, q_heads, k_heads, rotary_dim // 2, head_dim,
-        PAIRING=pairing, TRANSPOSED=transposed, **shape,
+        INTERLEAVED=read, INTERLEAVED_OUT=written, INTERLEAVED_ANGLES=angles,
+        REPEAT=repeat, INVERSE=inverse, TRANSPOSED=transposed, **shape,
     )
     # fmt: on
 
@@ -248,80 +294,101 @@ class RopeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, options: Options
+    ) -> tuple[torch.Tensor, ...]:
         # Before the results take over the memory order of q and k: the kernel writes unit strides, too.
-        q, k, cos, sin = [_unit_stride(x) for x in (q, k, cos, sin)]
+        tensors = [None if x is None else _unit_stride(x) for x in (q, k)]
+        if not _PAIRINGS[options[0]].repeat:
+            cos, sin = _unit_stride(cos), _unit_stride(sin)
         angle_dtype = torch.promote_types(cos.dtype, sin.dtype)
-        q_out = torch.empty_like(q, dtype=torch.promote_types(q.dtype, angle_dtype))
-        k_out = torch.empty_like(k, dtype=torch.promote_types(k.dtype, angle_dtype))
-        _rotate(q, q_out, k, k_out, cos, sin, pairing, transposed=False)
+        outputs = [
+            None if x is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, angle_dtype)) for x in tensors
+        ]
+        (q_in, k_in), (q_out, k_out) = tensors, outputs
+        _rotate(q_in, q_out, k_in, k_out, cos, sin, options, transposed=False)
         ctx.save_for_backward(cos, sin)
-        ctx.pairing = pairing
-        ctx.layouts = (q.shape, q_out.stride(), q.dtype), (k.shape, k_out.stride(), k.dtype)
+        ctx.options = options
+        ctx.layouts = [
+            None if x is None or y is None else (x.shape, y.stride(), x.dtype, x.device)
+            for x, y in zip(tensors, outputs, strict=True)
+        ]
         ctx.set_materialize_grads(False)
-        return q_out, k_out
+        return tuple(y for y in outputs if y is not None)
 
     @staticmethod
     @backward_once
-    def backward(ctx: Any, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *d_outs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
+        dq_out, dk_out = (*d_outs, None)[:2]
         grads = []
-        for d_out, needed, (shape, strides, dtype) in zip(
-            (dq_out, dk_out), ctx.needs_input_grad[:2], ctx.layouts, strict=True
-        ):
+        for d_out, needed, layout in zip((dq_out, dk_out), ctx.needs_input_grad[:2], ctx.layouts, strict=True):
             wanted = needed and d_out is not None
-            grads.append(_empty(shape, strides, dtype, cos.device) if wanted else None)
+            grads.append(_empty(*layout) if wanted else None)
         dq, dk = grads
         if dq is not None or dk is not None:
             dq_out, dk_out = (None if dq is None else dq_out), (None if dk is None else dk_out)
-            _rotate(dq_out, dq, dk_out, dk, cos, sin, ctx.pairing, transposed=True)
+            _rotate(dq_out, dq, dk_out, dk, cos, sin, ctx.options, transposed=True)
         return dq, dk, None, None, None
 
 
 def rope(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, pairing: str = "half"
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    pairing: str = "half",
+    rotary_dim: int | None = None,
+    inverse: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """Rotary position embedding; the formulas stand at the top of this file.
 
     Args:
         q: [batch, heads, seq, head_dim], float16, bfloat16, float32, or float64 (which runs the reference). Any
             strides: a transposed view of [batch, seq, heads, head_dim] is read where it lies. Never overwritten.
-        k: [batch, kv_heads, seq, head_dim], likewise.
-        cos, sin: [1 or batch, seq, rotary_dim] with an even rotary_dim of at most head_dim. If they require a gradient
-            the reference runs; the kernel has none for them.
-        pairing: "half", "interleaved" or "interleaved_repeat".
+        k: [batch, kv_heads, seq, head_dim], likewise; or None.
+        cos, sin: [1 or batch, seq, columns]. If they require a gradient the reference runs; the kernel has none for
+            them. A pairing with ``_repeat`` reads them at any strides: both halves of complex numbers, for example.
+        pairing: one of ``PAIRINGS``: "half", "interleaved", "interleaved_to_half", or one of these with "_repeat".
+        rotary_dim: how much of each head is rotated: even, and at most head_dim. By default, and always but for
+            ``_repeat``, as many as cos has columns; ``_repeat`` reads the first rotary_dim / 2 of these.
+        inverse: rotate by the negative angle: sin with the other sign.
 
     Returns:
-        The rotated q and k: new tensors in the same memory order, each in the dtype that it promotes to with cos and
-        sin.
+        The rotated q and k (or q alone, where k is None): new tensors in the same memory order, each in the dtype that
+        it promotes to with cos and sin.
 
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
     """
     if pairing not in PAIRINGS:
         raise ValueError(f"pairing is {pairing!r}; allowed are {', '.join(map(repr, PAIRINGS))}")
-    _check(q, k, cos, sin)
+    rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
+    _check(q, k, cos, sin, pairing, rotary_dim)
     if (
         not use_triton(q)
         or q.shape[0] * q.shape[2] > 2**31 - 2**16  # the kernel counts tokens in 32 bits
-        or torch.float64 in (k.dtype, cos.dtype, sin.dtype)
+        or torch.float64 in (q.dtype if k is None else k.dtype, cos.dtype, sin.dtype)
         or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
     ):
-        return rope_ref(q, k, cos, sin, pairing=pairing)
-    return RopeFunction.apply(q, k, cos, sin, pairing)
+        return rope_ref(q, k, cos, sin, pairing=pairing, rotary_dim=rotary_dim, inverse=inverse)
+    return RopeFunction.apply(q, k, cos, sin, (pairing, rotary_dim, inverse))
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def _check(
+    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, pairing: str, rotary_dim: int
+) -> None:
     for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
+        if x is None:
+            continue
         if not x.is_floating_point():
             raise TypeError(f"{name} is {x.dtype}; it must be floating point")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, q on {q.device}; move it there")
-    if q.dim() != 4 or k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+    if q.dim() != 4 or (k is not None and (k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]))):
         raise ValueError(
-            f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}; they must be [batch, heads, seq, head_dim] and "
-            "[batch, kv_heads, seq, head_dim]"
+            f"q has shape {tuple(q.shape)}, k {None if k is None else tuple(k.shape)}; they must be "
+            "[batch, heads, seq, head_dim] and [batch, kv_heads, seq, head_dim]"
         )
     batch, _, seq_len, head_dim = q.shape
     if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != seq_len:
@@ -329,8 +396,12 @@ def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
             f"cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}; for q of shape {tuple(q.shape)} both must be "
             f"[1 or {batch}, {seq_len}, rotary_dim]"
         )
-    rotary_dim = cos.shape[-1]
+    columns = cos.shape[-1]
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(f"rotary_dim is {rotary_dim}; it must be even and 2 to {head_dim} (head_dim)")
+    fits = rotary_dim <= 2 * columns if _PAIRINGS[pairing].repeat else rotary_dim == columns
+    if not fits:
         raise ValueError(
-            f"cos and sin have {rotary_dim} columns; rotary_dim must be even and 2 to {head_dim} (head_dim)"
+            f"cos and sin have {columns} columns, rotary_dim is {rotary_dim}; {pairing!r} needs "
+            + (f"{rotary_dim // 2} columns or more" if _PAIRINGS[pairing].repeat else "as many columns")
         )

@@ -66,7 +66,7 @@ class GluRecipe(Recipe):
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
-            if left_to_inductor(recipe.kernel, x) or _skips_watched(self, called):
+            if left_to_inductor(recipe.kernel, x) or skips_watched(self, called):
                 return base.forward(self, *args, **kwargs)
             mark_run(self)
             gate = getattr(self, recipe.gate)(x)
@@ -85,12 +85,12 @@ class GluRecipe(Recipe):
         return {"forward": forward}
 
 
-def _skips_watched(mlp: nn.Module, called: set[str | None]) -> bool:
+def skips_watched(mlp: nn.Module, called: set[str | None]) -> bool:
     """Whether somebody watches a module that upstream calls and the kernel does not: the activation, for one."""
     for name, child in mlp._modules.items():
         if name in called or child is None:
             continue
-        if probe.is_watched(child) or probe.has_global_hooks() or (child._modules and _skips_watched(child, set())):
+        if probe.is_watched(child) or probe.has_global_hooks() or (child._modules and skips_watched(child, set())):
             return True
     return False
 
@@ -173,42 +173,22 @@ def _other_mlp(module: nn.Module) -> str | None:
     if len(sizes) == 3 or module._parameters:
         return None
     if any(gate == (down[1], 2 * down[0]) and down[0] != down[1] for gate, down in itertools.permutations(sizes)):
-        return f"its forward takes more than one tensor: {', '.join(_names(module))}"
+        return f"its forward takes more than one tensor: {', '.join(parameter_names(module))}"
     if not alone or sizes[0] != sizes[1]:
         return None
     return _TWO_PROJECTIONS if sizes[0][0] == sizes[0][1] else "two projections and none behind them: no kernel for it"
-
-
-def _packed_experts(module: nn.Module) -> str | None:
-    """The reason why a module of many experts in few parameters is left; None if it is not one."""
-    shapes = [s for p in module._parameters.values() if p is not None and (s := true_shape(p)) is not None]
-    cubes = [shape for shape in shapes if len(shape) == 3]
-    if not cubes or isinstance(module, nn.modules.conv._ConvNd):
-        return None
-    pairs = ((a, b) for a, b in itertools.permutations(cubes, 2) if a[0] == b[0])
-    one_of_a_pair = len(_names(module)) > 1 and any("expert" in name for name in vars(module))
-    if not one_of_a_pair and not any(_fit(up[1:], down[1:]) for up, down in pairs):
-        return None
-    return "packed experts: no kernel for them"
-
-
-def _fit(up: tuple[int, ...], down: tuple[int, ...]) -> bool:
-    """Whether a matrix of gate and up (or of up alone) belongs to the one that leads back, both stored alike."""
-    return any(
-        hidden == back and hidden != inner and wide in (inner, 2 * inner)
-        for (wide, hidden), (back, inner) in ((up, down), (up[::-1], down[::-1]))
-    )
 
 
 def _is_no_attention(module: nn.Module) -> bool:
     """Whether a module either has blocks inside (a layer with an MLP of its own) or knows of no other tokens."""
     others = ("mask", "position", "cu_seqlens", "past_key", "key", "cache")
     return any(child._modules for child in module._modules.values() if child is not None) or not any(
-        part in name for name in _names(module) for part in others
+        part in name for name in parameter_names(module) for part in others
     )
 
 
-def _names(module: nn.Module) -> list[str]:
+def parameter_names(module: nn.Module) -> list[str]:
+    """What the forward of ``module`` takes, by name."""
     return [parameter.name for parameter in probe.signature_of(type(module).forward)[1:]]
 
 
@@ -252,7 +232,7 @@ def _verdict(module: nn.Module) -> Verdict:
 
 
 def _not_gated(module: nn.Module) -> tuple[str, ...]:
-    reason = _packed_experts(module) or _other_mlp(module)
+    reason = _other_mlp(module)
     return () if reason is None else (reason,)
 
 

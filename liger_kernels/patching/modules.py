@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from liger_kernels.patching.experts import EXPERTS
 from liger_kernels.patching.glu import GATED_MLPS
 from liger_kernels.patching.head import LOSSES
 from liger_kernels.patching.norms import NORMS
@@ -18,7 +19,7 @@ from liger_kernels.patching.rotary import ROTATIONS
 from liger_kernels.patching.swap import Recipe, Undo, recipe_of, replace, runs_inside_hook
 
 # The last is asked first, and the first recipe wins: a recogniser may take what an earlier one would leave.
-_recognisers: list[Recogniser] = [NORMS, ROTATIONS, GATED_MLPS]
+_recognisers: list[Recogniser] = [NORMS, ROTATIONS, GATED_MLPS, EXPERTS]
 
 
 def kernel_names() -> tuple[str, ...]:

@@ -1,5 +1,5 @@
-"""Recognise an RMS norm or a LayerNorm by what it computes, and let the kernel of the formula that matched run in its
-``forward``."""
+"""Recognise an RMS norm, one with a gate, or a LayerNorm by what it computes, and let the kernel of the formula that
+matched run in its ``forward``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.ops._norm_rows import MAX_HIDDEN
 from liger_kernels.ops.rms_norm import FORMULAS
 from liger_kernels.patching import probe
+from liger_kernels.patching.gated_norms import GATE, OPEN, GatedNormRecipe, gate_of, gated_hypotheses
 from liger_kernels.patching.probe import PLAIN, randn, relative_difference
 from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import RAN, Recipe
@@ -53,7 +54,7 @@ class NormRecipe(Recipe):
             if left_to_inductor("rms_norm", x):
                 return base.forward(self, *args, **kwargs)
             weight = getattr(self, weight_name) if weight_name is not None else None
-            if type(x) not in PLAIN or (weight is not None and not _fits(weight, x)):
+            if type(x) not in PLAIN or (weight is not None and not probe.fits(weight, x)):
                 return base.forward(self, *args, **kwargs)
             self.__dict__[RAN] = True
             return rms_norm(x, weight, eps, formula=formula)
@@ -91,8 +92,8 @@ class LayerNormRecipe(Recipe):
             autocast = torch.is_autocast_enabled(x.device.type)
             if (
                 type(x) not in PLAIN
-                or (weight is not None and not _fits(weight, x))
-                or (bias is not None and not _fits(bias, x))
+                or (weight is not None and not probe.fits(weight, x))
+                or (bias is not None and not probe.fits(bias, x))
                 or (autocast and not bare)
             ):
                 return base.forward(self, *args, **kwargs)
@@ -103,15 +104,13 @@ class LayerNormRecipe(Recipe):
         return {"forward": forward}
 
 
+AnyNormRecipe = NormRecipe | LayerNormRecipe | GatedNormRecipe
+
+
 @functools.cache
 def _autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """What ``F.layer_norm`` makes of ``dtype`` under autocast, which is on: float32 on GPUs, the same on CPUs."""
     return F.layer_norm(torch.empty(0, 1, device=device, dtype=dtype), (1,)).dtype
-
-
-def _fits(vector: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether a parameter is there as one plain tensor: where it is sharded, something has gathered it."""
-    return type(vector) in PLAIN and vector.numel() == x.shape[-1]
 
 
 def is_norm_candidate(module: nn.Module) -> bool:
@@ -138,7 +137,7 @@ def looks_like_norm(module: nn.Module) -> bool:
     return any("eps" in name and _is_eps(value) for name, value in vars(module).items())
 
 
-def recognise_norm(module: nn.Module) -> NormRecipe | LayerNormRecipe | str:
+def recognise_norm(module: nn.Module) -> AnyNormRecipe | str:
     """The recipe for ``module``, or the reason why it is none of our norms.
 
     A copy of the module with random weights runs on rows of very different sizes (zero and tiny ones, where eps
@@ -155,13 +154,14 @@ def _verdict(module: nn.Module) -> Verdict:
     return (probe.with_origin(verdict, type(module)),) if normalises or looks_like_norm(module) else ()
 
 
-def _examined(module: nn.Module) -> tuple[NormRecipe | LayerNormRecipe | str, bool]:
+def _examined(module: nn.Module) -> tuple[AnyNormRecipe | str, bool]:
     """What :func:`recognise_norm` answers, and whether a refused module turned out to be a norm of some kind."""
     shapes = _vectors(module)
-    if not probe.takes_one_tensor(type(module).forward):
-        names = ", ".join(parameter.name for parameter in probe.signature_of(type(module).forward)[1:])
-        reason = f"its forward takes more than one tensor: {names}" if names else "its forward has no signature to read"
-        return reason, False
+    gated = probe.takes_tensors(type(module).forward, 2)
+    names = ", ".join(parameter.name for parameter in probe.signature_of(type(module).forward)[1:])
+    several = f"its forward takes more than one tensor: {names}" if names else "its forward has no signature to read"
+    if not probe.takes_one_tensor(type(module).forward) and (not gated or len(shapes) != 1):
+        return several, False
     shape = next(iter(shapes.values()), None)
     if any(s is not None and len(s) != 1 for s in shapes.values()):
         return "its weight is no vector: no kernel for it", True
@@ -169,20 +169,23 @@ def _examined(module: nn.Module) -> tuple[NormRecipe | LayerNormRecipe | str, bo
         return "it normalises channels, not rows: no kernel for it", True
     if shape is not None and shape[0] > MAX_HIDDEN:
         return f"its rows of {shape[0]} are wider than a kernel holds ({MAX_HIDDEN})", True
-    verdict: NormRecipe | LayerNormRecipe | str = _NO_NORM
+    no_norm = several if gated else _NO_NORM
+    verdict: AnyNormRecipe | str = no_norm
     kind = None
     for size in _sizes(module, shape):
         try:
             with probe.probing():
                 if len(shapes) <= 2:
-                    weights = {name: randn(size) for name in shapes}
+                    vectors = (*shapes, GATE) if gated else tuple(shapes)
+                    weights = {name: randn(size) for name in vectors}
                     eps = _solve_eps(module, weights, size)
                     verdict = eps if isinstance(eps, str) else _match(module, weights, size, eps)
-                if isinstance(verdict, str) and (kind := _kind(module, shapes, size)) is not None:
+                    verdict = no_norm if verdict == _NO_NORM else verdict
+                if isinstance(verdict, str) and not gated and (kind := _kind(module, shapes, size)) is not None:
                     verdict = kind if verdict == _NO_NORM else verdict
             break
         except Exception as error:  # whatever a stranger's forward raises on the probe means that it is not ours
-            verdict = f"it cannot be probed ({probe.describe(error)})"
+            verdict = several if gated else f"it cannot be probed ({probe.describe(error)})"
     if isinstance(verdict, str) and shapes and shape is None:
         verdict = "its weight is sharded: call patch() before sharding the model"
     return verdict, kind is not None
@@ -227,12 +230,16 @@ def _sizes(module: nn.Module, shape: tuple[int, ...] | None) -> list[int]:
 class _Hypothesis:
     """What a norm may compute: ``reference(x, weights, eps)``, and its recipe but for eps."""
 
-    recipe: NormRecipe | LayerNormRecipe
+    recipe: AnyNormRecipe
     reference: Callable[[torch.Tensor, dict[str, torch.Tensor], float], torch.Tensor]
 
 
-def _hypotheses(names: list[str]) -> Iterator[_Hypothesis]:
+def _hypotheses(module: nn.Module, names: list[str], size: int) -> Iterator[_Hypothesis]:
     """Every formula of ours for a norm with parameters of these names, whatever they are called."""
+    if GATE in names:
+        own = (value for value in vars(module).values() if type(value) is int)
+        yield from itertools.starmap(_Hypothesis, gated_hypotheses(names[0], size, own))
+        return
     if len(names) < 2:
         weight = names[0] if names else None
         for formula in FORMULAS if names else FORMULAS[:1]:
@@ -260,17 +267,15 @@ def _layer(
     return layer_norm_ref(x, weights.get(weight or ""), weights.get(bias or ""), eps, zero_centered=zero_centered)
 
 
-def _match(
-    module: nn.Module, weights: dict[str, torch.Tensor], size: int, eps: float
-) -> NormRecipe | LayerNormRecipe | str:
+def _match(module: nn.Module, weights: dict[str, torch.Tensor], size: int, eps: float) -> AnyNormRecipe | str:
     rows = probe.full((8,), 1.0)
     rows[:4] = rows.new_tensor([0.0, 1e-2 * eps**0.5, eps**0.5, 1e-2])
     rows[6:] = rows.new_tensor([30.0, 3e3])
     x = randn(len(rows), 3, size) * rows[:, None, None]  # what normalises over more than the last dimension shows
     departures = []
-    for hypothesis in _hypotheses(list(weights)):
-        parts = (_both(module, part, weights, eps, hypothesis) for part in (x[-5:], x[1:3]))
-        if max(relative_difference(*both) for both in parts) <= probe.SAME_FORMULA:
+    for hypothesis in _hypotheses(module, list(weights), size):
+        parts = (_both(module, part, weights, eps, hypothesis) for part in (x[1:3], x[-5:]))
+        if all(relative_difference(*both) <= probe.SAME_FORMULA for both in parts):
             departure = _departure(module, x, weights, eps, hypothesis)
             if departure is None and isinstance(hypothesis.recipe, LayerNormRecipe):
                 return replace(hypothesis.recipe, eps=eps, bare=_is_bare(module, x, weights))
@@ -339,27 +344,34 @@ def _both(
 
 def _run(module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
     clone = probe.bare_copy(module)
+    arguments = [x, gate_of(x, weights[GATE])] if GATE in weights else [x]
     for name, weight in weights.items():
         # Not as an nn.Parameter: the probe wants gradients to flow to its own leaf.
         clone._parameters.pop(name, None)
         clone.__dict__[name] = weight
-    return type(module).forward(clone, x)
+    return type(module).forward(clone, *arguments)
 
 
 def _solve_eps(module: nn.Module, weights: dict[str, torch.Tensor], size: int) -> float | str:
     """eps from the answer to a row so small that nothing but eps is under the root, or why there is none."""
     # Next to a bias the answer would be lost, and any parameter may be one.
-    biases = list(weights) if len(weights) == 2 else [None, *weights]
-    answers = [_eps_without(bias, module, weights, size) for bias in biases]
+    names = [name for name in weights if name != GATE]
+    biases = names if len(names) == 2 else [None, *names]
+    gates = OPEN if GATE in weights else (1.0,)
+    answers = [_eps_without(bias, gate, module, weights, size) for gate in gates for bias in biases]
     for wanted in (lambda answer: isinstance(answer, float), lambda answer: answer != _NO_NORM):
         if any(map(wanted, answers)):
             return next(filter(wanted, answers))
     return _NO_NORM
 
 
-def _eps_without(bias: str | None, module: nn.Module, weights: dict[str, torch.Tensor], size: int) -> float | str:
+def _eps_without(
+    bias: str | None, gate: float, module: nn.Module, weights: dict[str, torch.Tensor], size: int
+) -> float | str:
     """y = w x / sqrt(mean(x^2) + eps), of an x whose mean is 0, where ``bias`` is 0 and w is 1."""
     ones = {name: probe.full((size,), 0.0 if name == bias else 1.0) for name in weights}
+    if GATE in ones:
+        ones[GATE] *= gate
     row = probe.full((1, size), 1.0)
     row[:, 1::2] = -1.0
     row[:, size - size % 2 :] = 0.0 if size > 1 else 1.0
@@ -383,7 +395,7 @@ def _is_eps(value: object) -> bool:
 
 
 NORMS = Recogniser(
-    ("rms_norm", "layer_norm"),
+    ("rms_norm", "layer_norm", "gated_rms_norm"),
     is_norm_candidate,
     _verdict,
     key=lambda module: fingerprint(module, replaced=_vectors(module)),

@@ -177,16 +177,24 @@ def true_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(tensor.shape)
 
 
+def fits(vector: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a parameter is there as one plain tensor: where it is sharded, something has gathered it."""
+    return type(vector) in PLAIN and vector.numel() == x.shape[-1]
+
+
 def takes_one_tensor(function: Callable[..., Any]) -> bool:
     """Whether a ``forward`` has exactly one parameter besides ``self``.
 
     The signature is part of the formula: a norm that also takes a gate is not an RMSNorm, however it behaves without.
     """
+    return takes_tensors(function, 1)
+
+
+def takes_tensors(function: Callable[..., Any], count: int) -> bool:
+    """Whether a ``forward`` has exactly ``count`` parameters besides ``self``, each of which may go by position."""
     parameters = signature_of(function)[1:]
-    return len(parameters) == 1 and parameters[0].kind in (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len(parameters) == count and all(parameter.kind in by_position for parameter in parameters)
 
 
 def signature_of(function: Callable[..., Any]) -> list[inspect.Parameter]:

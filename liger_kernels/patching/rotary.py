@@ -1,20 +1,18 @@
 """Recognise the rotary function of a modeling module by what it computes, and let one model's attention call ours.
 
-Attention finds its rotary function as a global of the modeling module. Replacing that global would change every model
-of the family in the process, so it is never touched: the patched attention class holds a copy of upstream's own
-``forward`` (the same code object) whose globals are an overlay of the module's, in which only this name differs.
-Everything else is looked up in the module itself, at the moment of the call.
+A rotary function is described by facts that do not depend on each other (:class:`Rotation`): where the elements of a
+pair are, how the table of angles is laid against the heads, how wide it is, the sign of the angle, the dtype that comes
+back. One probe finds all of them: it tries each layout, and compares what comes back with every rotation of our op.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
 import inspect
+import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,18 +22,47 @@ from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.ops.rope import PAIRINGS
 from liger_kernels.patching import probe
 from liger_kernels.patching.probe import PLAIN, randn, signature_of
+from liger_kernels.patching.rebinding import methods, rebind
 from liger_kernels.patching.recogniser import Recogniser, Verdict
 from liger_kernels.patching.swap import RAN, Recipe
 
 
+class Layout(NamedTuple):
+    """How a table of angles is laid against the tensors that it rotates."""
+
+    dims: int  # of a tensor: 4, or 3 where there is no batch
+    table_dims: int  # 3 with a batch, 2 without
+    heads: int  # the dimension of the heads: -3, before the tokens, or -2, after them
+
+
+LAYOUTS = tuple(Layout(*facts) for facts in ((4, 3, -3), (4, 3, -2), (4, 2, -3), (4, 2, -2), (3, 2, -3), (3, 2, -2)))
+
+
 @dataclass(frozen=True)
 class Rotation:
-    """A module's global ``name`` is the rotation with this pairing."""
+    """What a module's global ``name`` computes.
+
+    Attributes:
+        name: as the methods know it.
+        pairing: as :func:`liger_kernels.ops.rope` takes it.
+        inverse: likewise.
+        halved: the table has a column for each pair. Otherwise it has one for each element.
+        partial: the table may be narrower than the head.
+        casts_back: the result has the dtype of what is rotated, also where the table's is wider.
+        layouts: those in which all of this was found.
+    """
 
     name: str
     pairing: str
-    partial: bool  # cos and sin may be narrower than the head
-    casts_back: bool  # the result has the dtype of q and k even where cos and sin are wider
+    inverse: bool
+    halved: bool
+    partial: bool
+    casts_back: bool
+    layouts: tuple[Layout, ...]
+
+    def __str__(self) -> str:
+        facts = ("inverse" * self.inverse, self.pairing, "or partial" * self.partial)
+        return " ".join(filter(None, facts))
 
 
 @dataclass(frozen=True)
@@ -48,19 +75,19 @@ class RopeRecipe(Recipe):
 
     @property
     def detail(self) -> str:
-        return ", ".join(f"{r.pairing}{' or partial' if r.partial else ''}" for r in self.rotations)
+        return ", ".join(map(str, self.rotations))
 
     def namespace(self, base: Any) -> dict[str, Any]:
         by_name = {rotation.name: rotation for rotation in self.rotations}
         runs = [0]  # of our kernel, in any attention of this class
 
         def replace(name: str, upstream: Callable[..., Any]) -> Callable[..., Any] | None:
-            return _rotary_function(upstream, by_name[name], runs) if name in by_name else None
+            return rotary_function(upstream, by_name[name], runs) if name in by_name else None
 
         rebound = {
             attribute: new
-            for attribute, function in _methods(base)
-            if (new := _rebind(function, replace)) is not function
+            for attribute, function in methods(base)
+            if (new := rebind(function, replace)) is not function
         }
         inner = rebound.get("forward", base.forward)
 
@@ -76,198 +103,311 @@ class RopeRecipe(Recipe):
         return {**rebound, "forward": forward}
 
 
+class Roles(NamedTuple):
+    """What the parameters of a rotary function are for, by their names."""
+
+    tensors: list[str]  # one or two that are rotated
+    tables: list[str]  # cos and sin, or complex numbers
+    others: list[str]
+
+
+SECTIONS = "mrope_section"
+_OTHERS = {"position_ids", "unsqueeze_dim", SECTIONS}
+
+
+def roles_of(function: Callable[..., Any]) -> Roles | None:
+    """None for a function that takes no angles."""
+    names = [parameter.name for parameter in signature_of(function)]
+    tables = [name for name in names if name in ("cos", "sin")]
+    if len(tables) != 2:
+        tables = [name for name in names if name.startswith("freqs_ci")]
+    if not tables:
+        return None
+    first = names.index(tables[0])
+    return Roles(names[:first], sorted(tables), [name for name in names[first:] if name not in tables])
+
+
 def rotary_names(cls: type) -> dict[str, Callable[..., Any]]:
     """Globals that the methods of ``cls`` call and that take angles, as cos and sin or as complex numbers."""
     found: dict[str, Callable[..., Any]] = {}
 
     def collect(name: str, function: Callable[..., Any]) -> None:
-        parameters = {parameter.name for parameter in signature_of(function)}
-        if {"cos", "sin"} <= parameters or "freqs_cis" in parameters:
+        if roles_of(function) is not None:
             found[name] = function
 
-    for _, method in _methods(cls):
-        _rebind(method, collect)
+    for _, method in methods(cls):
+        rebind(method, collect)
     return found
 
 
 def recognise_rotation(name: str, function: Callable[..., Any]) -> Rotation | str:
     """Which rotation ``function`` is, or the reason why it is none of ours.
 
-    It runs in float64 on random q, k and random, independent cos and sin: no identity between angles hides a
+    It runs in float64 on random tensors and random, independent cos and sin: no identity between angles hides a
     difference.
     """
-    names = [parameter.name for parameter in signature_of(function)]
-    if names[:4] != ["q", "k", "cos", "sin"]:
-        return f"it takes ({', '.join(names)}), not (q, k, cos, sin)"
-    unknown = set(names) - {"q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"}
+    roles = roles_of(function)
+    if roles is None or len(roles.tensors) not in (1, 2):
+        names = ", ".join(parameter.name for parameter in signature_of(function))
+        return f"it takes ({names}), not one or two tensors and then cos and sin or complex numbers"
+    unknown = set(roles.others) - _OTHERS
     if unknown:
         return f"its signature has {', '.join(sorted(unknown))}"
+    complete, errors = False, []  # whether any layout could be computed, and why others could not
+    with probe.probing():
+        for layout, halved in itertools.product(LAYOUTS, (False, True)):
+            try:
+                facts = _matching(function, roles, layout, halved, 8)
+                complete = True
+                if facts:
+                    return _rotation(name, function, roles, layout, halved, facts[0])
+            except Exception as error:  # whatever a stranger's function raises on the probe means that it is not ours
+                errors.append(f"it cannot be probed ({probe.describe(error)})")
+    return errors[0] if errors and not complete else "it is none of the rotations that we know"
+
+
+Facts = tuple[str, bool]  # pairing and inverse
+
+
+def _rotation(
+    name: str, function: Callable[..., Any], roles: Roles, layout: Layout, halved: bool, facts: Facts
+) -> Rotation | str:
+    """All that is to be known of ``function``, which is the rotation ``facts`` in this layout."""
+    tensors, cos, sin = _sample(roles, layout, halved, 8)
+    tensors = [x.detach().to(torch.bfloat16) for x in tensors]
+
+    def result_dtype(dtype: torch.dtype) -> torch.dtype:
+        result: torch.Tensor = _call(function, roles, layout, tensors, cos.to(dtype), sin.to(dtype))[0]
+        return result.dtype
+
+    casts_back = result_dtype(torch.float32) == torch.bfloat16
+    if not casts_back and (dtype := result_dtype(torch.bfloat16)) != torch.bfloat16:
+        return f"it returns {dtype} for tensors and angles in torch.bfloat16"
+    others = [other for other in LAYOUTS if facts in _tried(function, roles, other, halved, 8)]
+    partial = facts in _tried(function, roles, layout, halved, 4)
+    return Rotation(name, *facts, halved, partial, casts_back, tuple(others))
+
+
+def _matching(function: Callable[..., Any], roles: Roles, layout: Layout, halved: bool, rotary_dim: int) -> list[Facts]:
+    """Which rotations of our op ``function`` is in this layout: values and gradients of random numbers."""
+    tensors, cos, sin = _sample(roles, layout, halved, rotary_dim)
+    got = _call(function, roles, layout, tensors, cos, sin)
+    if not isinstance(got, tuple) or not all(isinstance(y, torch.Tensor) for y in got) or len(got) != len(tensors):
+        return []
+    if SECTIONS in roles.others:
+        cos, sin = (mixed(table, _sections(table)) for table in (cos, sin))
+    upstream = [randn(*x.shape, dtype=torch.float64) for x in tensors]
+
+    def observed(results: Any) -> tuple[torch.Tensor, ...]:
+        total = sum((y * g).sum() for y, g in zip(results, upstream, strict=True) if y.shape == g.shape)
+        return (*results, *torch.autograd.grad(total, tensors))
+
+    mine = observed(got)
+    found = []
+    for pairing, inverse in itertools.product(PAIRINGS, (False, True)):
+        if halved and not pairing.endswith("_repeat"):
+            continue
+        options = {"pairing": pairing, "inverse": inverse, "rotary_dim": rotary_dim}
+        expected = observed(rotated(rope_ref, tensors, cos, sin, layout.heads, options))
+        if all(probe.relative_difference(g, e) < probe.SAME_FORMULA for g, e in zip(mine, expected, strict=True)):
+            found.append((pairing, inverse))
+    return found
+
+
+def _tried(function: Callable[..., Any], roles: Roles, layout: Layout, halved: bool, rotary_dim: int) -> list[Facts]:
+    """The same; nothing where ``function`` raises: few take every layout, or split off a part themselves."""
     try:
-        with probe.probing(), torch.no_grad():
-            for pairing in PAIRINGS:
-                if _matches(function, pairing, rotary_dim=8):
-                    partial = _matches(function, pairing, rotary_dim=4)
-                    q, k, cos, sin = _sample(8)
-                    rotated = function(q.to(torch.bfloat16), k.to(torch.bfloat16), cos.float(), sin.float())[0]
-                    return Rotation(name, pairing, partial, casts_back=rotated.dtype == torch.bfloat16)
-        return "it is none of the rotations that we know"
-    except Exception as error:  # whatever a stranger's function raises on the probe means that it is not ours
-        return f"it cannot be probed ({probe.describe(error)})"
-
-
-def _sample(rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random q [2, 3, 5, 8], k [2, 1, 5, 8] and cos, sin [2, 5, rotary_dim] in float64."""
-    shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, rotary_dim), (2, 5, rotary_dim))
-    q, k, cos, sin = (randn(*shape, dtype=torch.float64) for shape in shapes)
-    return q, k, cos, sin
-
-
-def _matches(function: Callable[..., Any], pairing: str, rotary_dim: int) -> bool:
-    q, k, cos, sin = _sample(rotary_dim)
-    try:
-        got = function(q, k, cos, sin)
+        return _matching(function, roles, layout, halved, rotary_dim)
     except Exception:
-        if rotary_dim < q.shape[-1]:
-            return False  # most functions do not split off a part themselves
-        raise
-    expected = rope_ref(q, k, cos, sin, pairing=pairing)
-    return (
-        isinstance(got, tuple)
-        and len(got) == 2
-        and all(probe.relative_difference(g, e) < probe.SAME_FORMULA for g, e in zip(got, expected, strict=True))
+        return []
+
+
+def _sample(
+    roles: Roles, layout: Layout, halved: bool, rotary_dim: int
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Random tensors of 2 rows, 3 and 1 heads and 5 tokens of 8, and cos and sin, in float64."""
+    tensors = []
+    for _, heads in zip(roles.tensors, (3, 1), strict=False):
+        inner = (heads, 5) if layout.heads == -3 else (5, heads)
+        tensors.append(randn(*(2, *inner, 8)[4 - layout.dims :], dtype=torch.float64).requires_grad_())
+    shape = (2, 5, rotary_dim // 2 if halved else rotary_dim)[3 - layout.table_dims :]
+    if SECTIONS in roles.others:
+        shape = (3, *shape)
+    cos, sin = (randn(*shape, dtype=torch.float64) for _ in range(2))
+    return tensors, cos, sin
+
+
+def _call(
+    function: Callable[..., Any], roles: Roles, layout: Layout, tensors: list[torch.Tensor], cos: Any, sin: Any
+) -> Any:
+    named: dict[str, Any] = (
+        {"cos": cos, "sin": sin} if len(roles.tables) == 2 else {roles.tables[0]: torch.complex(cos, sin)}
     )
+    if "unsqueeze_dim" in roles.others:
+        named["unsqueeze_dim"] = layout.heads + layout.table_dims + 1
+    if SECTIONS in roles.others:
+        named[SECTIONS] = _sections(cos)
+    got = function(*tensors, **named)
+    return (got,) if len(tensors) == 1 else got
 
 
-def _rotary_function(
+def _sections(table: torch.Tensor) -> list[int]:
+    pairs = table.shape[-1] // 2
+    return [pairs - pairs // 4 * 2, pairs // 4, pairs // 4]
+
+
+def mixed(table: torch.Tensor, sections: list[int]) -> torch.Tensor:
+    """A table of three kinds of positions (time, height, width), [3, ...], each of which has sections of columns."""
+    parts = table.split(sections * 2, dim=-1)
+    return torch.cat([part[i % 3] for i, part in enumerate(parts)], dim=-1)
+
+
+def rotated(
+    op: Callable[..., tuple[torch.Tensor, ...]],
+    tensors: list[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: int,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, ...]:
+    """``op`` on tensors of any layout: the kernel takes strides, so views cost nothing."""
+    dims = tensors[0].dim()
+    if cos.dim() == 2:
+        cos, sin = cos[None], sin[None]
+    if dims == 3:
+        tensors = [x[None] for x in tensors]
+    if heads == -2:
+        tensors = [x.transpose(1, 2) for x in tensors]
+    results = op(tensors[0], tensors[1] if len(tensors) == 2 else None, cos, sin, **options)
+    if heads == -2:
+        results = tuple([y.transpose(1, 2) for y in results])
+    return tuple([y[0] for y in results]) if dims == 3 else results
+
+
+def rotary_function(
     upstream: Callable[..., Any], rotation: Rotation, runs: list[int] | None = None
 ) -> Callable[..., Any]:
     """``upstream`` with our kernel where its arguments are those that were probed, itself where they are not."""
+    roles = roles_of(upstream)
+    assert roles is not None
+    parameters = inspect.signature(upstream).parameters
     # All that the function needs are globals of its own, not a closure or defaults: Dynamo looks for those on the
     # function of this name in upstream's module, which has none.
     scope = {
+        **{f.__name__: f for f in (left_to_inductor, rope, rotated, mixed, parts, place, fits, are_plain)},
         "__builtins__": __builtins__,
-        "rope": rope,
-        "left_to_inductor": left_to_inductor,
         "torch": torch,
         "PLAIN": PLAIN,
         "runs": [0] if runs is None else runs,
         "upstream": upstream,
-        "pairing": rotation.pairing,
-        "partial": rotation.partial,
-        "casts_back": rotation.casts_back,
-        "takes_position_ids": "position_ids" in inspect.signature(upstream).parameters,
+        "names": tuple(parameters),
+        "tensor_names": roles.tensors,
+        "table_names": roles.tables,
+        "sections_name": SECTIONS if SECTIONS in parameters else None,
+        "default": parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else "fixed",
+        "layouts": tuple(map(tuple, rotation.layouts)),
+        **{fact: getattr(rotation, fact) for fact in ("pairing", "inverse", "halved", "partial", "casts_back")},
     }
     return types.FunctionType(_apply_rotary.__code__, scope, upstream.__name__)
 
 
 # Globals that each copy of the function below has of its own; here they are only declared.
 upstream: Callable[..., Any] = rope_ref
-pairing, partial, casts_back, takes_position_ids = "half", False, False, False
+names: tuple[str, ...] = ()
+layouts: tuple[tuple[int, int, int], ...] = ()
+default: Any = "fixed"
+sections_name: Any = None
+tensor_names: list[str] = []
+table_names: list[str] = []
+pairing, inverse, halved, partial, casts_back = "half", False, False, False, False
 runs = [0]
 
 
 def _apply_rotary(*args: Any, **named: Any) -> Any:
-    """The code of what :func:`_rotary_function` makes. Upstream gets every call that is not of the form probed."""
-    q, k, cos, sin = args[:4] if len(args) >= 4 else (None, None, None, None)
-    rest = args[4:]
-    unsqueeze_dim = named.get("unsqueeze_dim", rest[0] if rest and not takes_position_ids else 1)
+    """The code of what :func:`rotary_function` makes. Upstream gets every call that is not of the form probed."""
+    given: dict[str, Any] = dict(zip(names, args, strict=False))
+    given.update(named)
+    tensors: list[Any] = [given.get(name) for name in tensor_names]
+    tables: list[Any] = [given.get(name) for name in table_names]
+    sections = given.get(sections_name)
     usual = (
-        len(rest) <= (0 if takes_position_ids else 1)
-        and named.keys() <= {"unsqueeze_dim"}
-        and type(unsqueeze_dim) is int
-        and unsqueeze_dim in (1, 2)
-        and type(q) in PLAIN
-        and type(k) in PLAIN
-        and type(cos) in PLAIN
-        and type(sin) in PLAIN
-        and q.dim() == k.dim() == 4
-        and cos.dim() == sin.dim() == 3
-        and (partial or cos.shape[-1] == q.shape[-1])
+        len(args) + len(named) == len(given) <= len(names)
+        and given.get("position_ids") is None
+        and type(sections) is (type(None) if sections_name is None else list)
+        and are_plain(tensors + tables)
     )
-    if not usual or left_to_inductor("rope", q):
+    if not usual or left_to_inductor("rope", tensors[0]):
+        return upstream(*args, **named)
+    cos, sin = tables if len(tables) == 2 else parts(tables[0])
+    if sections is not None:
+        cos, sin = mixed(cos, sections), mixed(sin, sections)
+    heads = place(tensors[0].dim(), cos.dim(), given.get("unsqueeze_dim", default), layouts)
+    columns = cos.shape[-1] * 2 if halved else cos.shape[-1]
+    if heads is None or not fits(tensors, cos, sin, heads, columns, partial):
         return upstream(*args, **named)
     if not torch.compiler.is_compiling():
         runs[0] += 1
-    if unsqueeze_dim == 2:  # heads after the sequence: the kernel takes strides, so a transposed view costs nothing
-        q_out, k_out = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, pairing=pairing)
-        q_out, k_out = q_out.transpose(1, 2), k_out.transpose(1, 2)
-    else:
-        q_out, k_out = rope(q, k, cos, sin, pairing=pairing)
-    return (q_out.to(q.dtype), k_out.to(k.dtype)) if casts_back else (q_out, k_out)
+    options = {"pairing": pairing, "inverse": inverse, "rotary_dim": columns}
+    results = rotated(rope, tensors, cos, sin, heads, options)
+    if casts_back:
+        results = tuple([y.to(x.dtype) for x, y in zip(tensors, results, strict=True)])
+    return results if len(tensors) == 2 else results[0]
 
 
-class _Overlay(dict):
-    """Globals of a function: a few names of its own, every other one looked up in the live globals of a module."""
-
-    def __init__(self, live: dict[str, Any], own: dict[str, Any]):
-        super().__init__(own)
-        self.live = live
-        # The interpreter looks this one name up without asking __missing__.
-        self["__builtins__"] = live.get("__builtins__", __builtins__)
-
-    def __missing__(self, name: str) -> Any:
-        return self.live[name]
-
-    def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or name in self.live
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401  (this is what get means here)
+# Loops instead of generators in what is called above: not every Dynamo traces those.
 
 
-def _rebind(
-    function: Any, replace: Callable[[str, Callable[..., Any]], Callable[..., Any] | None], outer: tuple[Any, ...] = ()
-) -> Any:
-    """``function`` with each global function for which ``replace(name, function)`` answers; itself if there is none.
+def are_plain(tensors: list[Any]) -> bool:
+    for x in tensors:  # noqa: SIM110
+        if type(x) not in PLAIN:
+            return False
+    return True
 
-    Decorated functions are followed into their closures; ``outer`` are the functions on the way, so that one that
-    closes over itself ends.
+
+def parts(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The real and imaginary part of complex numbers, which are cos and sin; of others, what no layout takes."""
+    if not numbers.is_complex():
+        return numbers[None, None, None], numbers
+    real = torch.view_as_real(numbers.resolve_conj())
+    return real[..., 0], real[..., 1]
+
+
+def place(dims: int, table_dims: int, unsqueeze_dim: Any, layouts: tuple[tuple[int, int, int], ...]) -> int | None:
+    """Where the heads are in a call, -3 or -2; None where such a call was not probed."""
+    heads = None
+    if unsqueeze_dim != "fixed":
+        if type(unsqueeze_dim) is not int:
+            return None
+        heads = unsqueeze_dim - table_dims - 1 if unsqueeze_dim >= 0 else unsqueeze_dim
+    for probed_dims, probed_table_dims, probed_heads in layouts:
+        if (dims, table_dims) == (probed_dims, probed_table_dims) and heads in (None, probed_heads):
+            return probed_heads
+    return None
+
+
+def fits(
+    tensors: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, heads: int, columns: int, partial: bool
+) -> bool:
+    """Whether our op takes tensors like these. Upstream may broadcast others, move them, or raise an error of its own.
+
+    Also where the layout was probed: of the second tensor and of the sizes only this call knows.
     """
-    if not isinstance(function, types.FunctionType) or function in outer:
-        return function
-    own: dict[str, Any] = {}
-    for name in _global_names(function.__code__):
-        value = function.__globals__.get(name)
-        if isinstance(value, types.FunctionType) and (new := replace(name, value)) is not None:
-            own[name] = new
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            inner = cell.cell_contents
-        except ValueError:  # an empty cell
-            inner = None
-        rebound = _rebind(inner, replace, (*outer, function))
-        cells.append(cell if rebound is inner else types.CellType(rebound))
-    if not own and all(new is old for new, old in zip(cells, function.__closure__ or (), strict=True)):
-        return function
-    scope = _Overlay(function.__globals__, own) if own else function.__globals__
-    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, tuple(cells) or None)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__dict__.update(function.__dict__)
-    copy.__annotations__ = function.__annotations__
-    copy.__doc__, copy.__module__, copy.__qualname__ = function.__doc__, function.__module__, function.__qualname__
-    return copy
-
-
-@functools.cache
-def _global_names(code: types.CodeType) -> set[str]:
-    names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _global_names(constant)
-    return names
-
-
-def _methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
-    """The methods that ``cls`` has beyond those of torch's own classes, each as attribute look-up would find it."""
-    seen: set[str] = set()
-    for ancestor in cls.__mro__:
-        if ancestor.__module__.startswith("torch.") or ancestor is object:
-            continue  # FSDP2 puts a class of its own before that of the model
-        for attribute, value in vars(ancestor).items():
-            if attribute not in seen and isinstance(value, types.FunctionType) and attribute != "__init__":
-                seen.add(attribute)
-                yield attribute, value
+    first, tokens = tensors[0], -2 if heads == -3 else -3
+    batch = first.shape[0] if first.dim() == 4 else 1
+    for x in tensors:
+        if x.dim() != first.dim() or x.shape[-1] != first.shape[-1] or x.shape[tokens] != cos.shape[-2]:
+            return False
+        if x.dim() == 4 and x.shape[0] != batch:
+            return False
+    for x in (*tensors, cos, sin):
+        if x.device != first.device or not x.is_floating_point():
+            return False
+    return (
+        (columns <= first.shape[-1] if partial else columns == first.shape[-1])
+        and columns % 2 == 0
+        and cos.shape == sin.shape
+        and (cos.dim() == 2 or cos.shape[0] in (1, batch))
+    )
 
 
 def _verdict(module: nn.Module) -> Verdict:

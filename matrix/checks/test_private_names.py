@@ -161,6 +161,19 @@ def a_configuration_takes_an_attention() -> bool:
     return config._attn_implementation == "sdpa"
 
 
+def experts_have_a_gate() -> bool:
+    """Since transformers 5 and its packed experts; before, nothing is looked for."""
+    import transformers
+
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        return True
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    config_class: Any = transformers.MixtralConfig
+    config = config_class(experts_implementation="grouped_mm")
+    return config._experts_implementation == "grouped_mm" and hasattr(MixtralExperts, "_apply_gate")
+
+
 def a_caller_is_known() -> bool:
     import sys
 
@@ -220,6 +233,13 @@ NAMES = (
         None,
         "the set-up sequence-parallel attends within each rank",
         a_configuration_takes_an_attention,
+        "transformers",
+    ),
+    Private(
+        ("_apply_gate", "_experts_implementation"),
+        None,
+        "the experts of a mixture run without kernels",
+        experts_have_a_gate,
         "transformers",
     ),
     Private(("_getframe",), "sys:_getframe", "whoever reads the output counts as a user", a_caller_is_known),

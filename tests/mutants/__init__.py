@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import checks, contract, glu, loss, norms, packing, recognise, rope, scale, setups
+from tests.mutants import checks, contract, experts, glu, loss, norms, packing, recognise, rope, scale, setups
 from tests.mutants.checks import ABSENT
 from tests.mutants.mutant import Mutant, restore
 
@@ -13,7 +13,7 @@ __all__ = ["ABSENT", "MUTANTS", "restore"]
 
 MUTANTS: dict[str, Mutant] = {
     mutant.name: mutant
-    for group in (norms, rope, glu, loss, packing, contract, checks, recognise, setups, scale)
+    for group in (norms, rope, glu, experts, loss, packing, contract, checks, recognise, setups, scale)
     for mutant in group.MUTANTS
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from convergence.observed import ADAMW, INITIAL, SGD, Moment
 from convergence.records import Record, load_folder
 from convergence.tables import markdown
-from tests.mutants import ABSENT, checks, contract, glu, loss, norms, packing, recognise, rope, scale, setups
+from tests.mutants import ABSENT, checks, contract, experts, glu, loss, norms, packing, recognise, rope, scale, setups
 from tests.mutants.mutant import Mutant
 
 FOLDER = Path(__file__).parents[2] / "docs" / "evidence"
@@ -18,6 +18,7 @@ GROUPS = {
     "norms": ("norms", norms),
     "rope": ("rotary embeddings", rope),
     "glu": ("gated MLPs", glu),
+    "experts": ("experts", experts),
     "loss": ("cross entropy", loss),
     "packing": ("packed samples", packing),
     "contract": ("the patch", contract),

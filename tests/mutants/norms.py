@@ -1,4 +1,4 @@
-"""Faults of RMSNorm and LayerNorm."""
+"""Faults of RMSNorm, with and without a gate, and of LayerNorm."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ _OPS = "liger_kernels.ops"
 _ROWS = f"{_OPS}._norm_rows"
 
 
-def _norm(phase: str, name: str, does: str, *edits: tuple[str, ...], kernel: str = "rms_norm", **other: Any) -> Mutant:
+def _norm(
+    phase: str, name: str, does: str, *edits: tuple[str, ...], kernel: str = "rms_norm", times: int = 1, **other: Any
+) -> Mutant:
     """An edit is of the kernel's file, or, where it names another as its fourth, of that one."""
     file = f"{_OPS}.{kernel}"
-    changed = tuple(Edit(e[3] if len(e) > 3 else file, *e[:3]) for e in edits)
+    changed = tuple(Edit(e[3] if len(e) > 3 else file, *e[:3], times=times) for e in edits)
     return Mutant(name, does, changed, kernel=kernel, phase=phase, **other)
 
 
@@ -51,6 +53,24 @@ _LAYER_NORM = (
     _backward("layer_norm_weight_gradient_of_the_row_that_is_not_centred",
         "The weight's gradient multiplies by x / std, mean and all.",
         ("dweight += dy * norm", "dweight += dy * x * rstd[:, None]"), **_ON_NEOX),
+)
+_ON_HYBRID: dict[str, Any] = {"kernel": "gated_rms_norm", "model": "qwen3_next"}
+_GATED = (
+    _forward("gated_norm_without_gate", "The norm is not multiplied by the activation.",
+        ("y *= factor", "y *= 1.0"), **_ON_HYBRID),
+    _forward("gated_norm_of_another_activation", "The gate goes through a sigmoid, not through silu.",
+        ("ACTIVATION=activation", "ACTIVATION='sigmoid'", "GatedRMSNormFunction.forward"), **_ON_HYBRID),
+    _forward("gated_norm_gate_first", "x times the activation is normalised, instead of x.",
+        ("GATE_FIRST=gate_first", "GATE_FIRST=True", "GatedRMSNormFunction.forward"), **_ON_HYBRID),
+    _backward("gated_norm_gradient_without_gate", "The gradient of norm and weight forgets the activation.",
+        ("dnorm = dy * factor", "dnorm = dy"), **_ON_HYBRID),
+    _backward("gated_norm_gate_gradient_without_weight", "The gate's gradient forgets the weight.",
+        ("dgate = dy * weight[None, :] * norm * slope", "dgate = dy * norm * slope"), **_ON_HYBRID),
+    _backward("gated_norm_gate_gradient_of_the_activation", "The gate's gradient has act, not its derivative.",
+        ("dgate = dy * weight[None, :] * norm * slope", "dgate = dy * weight[None, :] * norm * factor"), **_ON_HYBRID),
+    _backward("gated_norm_gradient_without_projection", "The part of the gradient along the row is not subtracted.",
+        ("d = (dnorm - norm * projection[:, None]) * rstd[:, None]", "d = dnorm * rstd[:, None]",
+            "_gated_rms_norm_bwd_kernel"), times=2, **_ON_HYBRID),
 )
 MUTANTS = (
     _forward("n1a_norm_without_offset", "Gemma's norm multiplies by weight, not by 1 + weight.",
@@ -98,4 +118,5 @@ MUTANTS = (
         "The weight's gradient multiplies by x, not by the normalised x.",
         (_ACCUMULATE, "dweight += dy * x")),
     *_LAYER_NORM,
+    *_GATED,
 )

@@ -14,15 +14,21 @@ def _rope(name: str, does: str, phase: str, *edits: tuple[str, ...], **other: An
     return Mutant(name, does, tuple(Edit(_FILE, *edit) for edit in edits), kernel="rope", phase=phase, **other)
 
 
-# fmt: off
+def _check(name: str, does: str, file: str, old: str, new: str, check: str) -> Mutant:
+    return Mutant(name, does, (Edit(f"liger_kernels.{file}", old, new),), check=f"tests/test_{check}", dies="test")
+
+
+_LAYOUTS = "patching_rotary.py::test_every_recognised_layout_runs_the_kernel_and_computes_what_upstream_does"
+_CALLS = "patching_rotary.py::test_every_call_of_a_rotary_function_gives_upstreams_result"
+_FAULT = "patching_rotary.py::test_a_fault_is_seen"
+
 # fmt: off
 MUTANTS = (
     _rope("r1_angles_of_the_first_row", "Every row of the batch is rotated by the angles of the first one.",
         "forward", ("batch * cos_batch_stride", "0 * cos_batch_stride"),
         ("batch * sin_batch_stride", "0 * sin_batch_stride"), source="R1", sample=True),
     _rope("r5_rotates_in_place", "q and k are overwritten, though the caller still holds them.",
-        "forward", ("q_out = torch.empty_like(q, dtype=torch.promote_types(q.dtype, angle_dtype))", "q_out = q"),
-        ("k_out = torch.empty_like(k, dtype=torch.promote_types(k.dtype, angle_dtype))", "k_out = k"), source="R5",
+        "forward", ("torch.empty_like(x, dtype=torch.promote_types(x.dtype, angle_dtype))", "x"), source="R5",
         dies="overwritten"),
     _rope("n18_rope_assumes_contiguous_heads", "The strides of q are taken for those of a contiguous tensor.",
         "forward",
@@ -42,7 +48,8 @@ MUTANTS = (
     _rope("rope_of_half_the_pairs", "The second element of every pair is not rotated.",
         "forward", ("turned_b = b * cos_b + a * sin_b", "turned_b = b")),
     _rope("rope_of_the_other_pairing", "Neighbours are rotated where halves belong together, forward and backward.",
-        "forward", ("PAIRING=pairing,", 'PAIRING="interleaved",')),
+        "forward", ("read, written, repeat = _PAIRINGS[pairing]",
+            "read, written, repeat = _PAIRINGS['interleaved']")),
     _rope("rope_off_by_one_position",
         "Every token but the last is rotated by the next one's angles: wrong where a packed document begins.",
         "forward",
@@ -53,15 +60,55 @@ MUTANTS = (
             "sin_offset = batch * sin_batch_stride + later * sin_seq_stride\n")),
     _rope("rope_ignores_packing", "Positions are counted from the start of the row, whatever position_ids say.",
         "forward",
-        ("    _check(q, k, cos, sin)\n",
-            "    _check(q, k, cos, sin)\n"
+        ("    _check(q, k, cos, sin, pairing, rotary_dim)\n",
+            "    _check(q, k, cos, sin, pairing, rotary_dim)\n"
             "    if not torch.equal(cos[:, -1], cos.amin(1)) and q.shape[2] > 1 and cos.shape[0] > 1:\n"
             "        cos, sin = (x[:1].expand_as(x) for x in (cos, sin))\n")),
     _rope("rope_not_while_decoding", "A single token, as generation feeds them, is not rotated.",
         "forward",
-        ("    _check(q, k, cos, sin)\n", "    _check(q, k, cos, sin)\n    if q.shape[2] == 1:\n        return q, k\n")),
+        ("    _check(q, k, cos, sin, pairing, rotary_dim)\n",
+            "    _check(q, k, cos, sin, pairing, rotary_dim)\n    if q.shape[2] == 1:\n        return q, k\n")),
     _rope("rope_angles_of_half_precision", "cos and sin are rounded to 8 bits of mantissa before use.",
         "forward",
         ("return a, b", "return a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32)", "_load_angles"),
         dtypes=("float32",)),
+    _rope("rope_gradient_reads_where_the_results_were_not",
+        "Where pairs change places, their gradient is read from where the pairs were.",
+        "backward", ("read, written = written, read", "pass"), model="deepseek_v3"),
+    Mutant("rope_without_a_batch_backwards", "A table without a batch is read from its last token on.",
+        (Edit("liger_kernels.patching.rotary", "cos, sin = cos[None], sin[None]",
+            "cos, sin = cos[None].flip(1), sin[None].flip(1)"),),
+        kernel="rope", phase="forward", model="qwen2_5_vl"),
+    _check("rope_inverse_forward_only", "The gradient of the inverse rotation is that of the rotation.",
+        "ops.rope", "INVERSE=inverse", "INVERSE=inverse and not transposed", "ops_rope.py::test_one_tensor[half]"),
+    _check("rope_reads_tables_side_by_side", "A table whose columns are not adjacent is read as if they were.",
+        "ops.rope", "col.to(tl.int64) * col_stride", "col",
+        "ops_rope.py::test_halves_of_complex_numbers_are_read_where_they_lie"),
+    _check("rope_of_the_whole_table_width", "A table with one column a pair is taken for one of half the head.",
+        "patching.rotary", "cos.shape[-1] * 2 if halved else cos.shape[-1]", "cos.shape[-1]",
+        f"{_LAYOUTS}[torch.float32-('gpt_oss', 'apply_rotary_pos_emb')]"),
+    _check("rope_always_forward", "A function that turns the other way is replaced by one that does not.",
+        "patching.rotary", '{"pairing": pairing, "inverse": inverse, "rotary_dim": columns}',
+        '{"pairing": pairing, "rotary_dim": columns}',
+        f"{_LAYOUTS}[torch.float32-('nanochat', 'apply_rotary_pos_emb')]"),
+    _check("rope_in_the_wider_dtype", "The result has the dtype of the angles where upstream casts it back.",
+        "patching.rotary", "tuple([y.to(x.dtype) for x, y in zip(tensors, results, strict=True)])", "results",
+        f"{_LAYOUTS}[torch.bfloat16-('qwen2_vl', 'apply_rotary_pos_emb_vision')]"),
+    _check("rope_of_any_layout", "Where the heads are is taken from the first layout of as many dimensions.",
+        "patching.rotary", "heads in (None, probed_heads)", "True", f"{_CALLS}[as many heads as tokens]"),
+    _check("rope_of_any_sizes", "Calls whose sizes our op does not take are not left to upstream.",
+        "patching.rotary", "heads is None or not fits(tensors, cos, sin, heads, columns, partial)", "heads is None",
+        f"{_CALLS}[one angle for every token]"),
+    _check("rope_of_unasked_positions", "A position_ids that was not probed is ignored.",
+        "patching.rotary", 'given.get("position_ids") is None', "True",
+        "patching_rotary.py::test_positions_that_a_function_is_given_are_used_by_upstream[some]"),
+    _check("probe_of_tied_angles", "The probe's tables have equal halves, so that it does not show which half is read.",
+        "patching.rotary", "cos, sin = (randn(*shape, dtype=torch.float64) for _ in range(2))",
+        "cos, sin = (randn(*shape[:-1], shape[-1] // 2, dtype=torch.float64).repeat(*[1] * (len(shape) - 1), 2)"
+        " for _ in range(2))", f"{_LAYOUTS}[torch.float32-('deepseek_v3', 'apply_rotary_pos_emb_interleave')]"),
+    _check("probe_of_rotated_values_only", "The gradients of a rotary function are not compared.",
+        "patching.rotary", "return (*results, *torch.autograd.grad(total, tensors))", "return tuple(results)",
+        f"{_FAULT}[half-no gradient of the keys]"),
+    _check("probe_of_one_result_dtype", "A rotary function that widens bfloat16 is replaced by one that does not.",
+        "patching.rotary", "result_dtype(torch.bfloat16)", "torch.bfloat16", f"{_FAULT}[half-float32 of bfloat16]"),
 )

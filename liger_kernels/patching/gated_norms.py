@@ -1,0 +1,92 @@
+"""RMS norms with a gate: the recipe, and what one may compute. :mod:`liger_kernels.patching.norms` finds out which."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_kernels.ops import gated_rms_norm, gated_rms_norm_ref
+from liger_kernels.ops._compiling import left_to_inductor
+from liger_kernels.ops.gated_rms_norm import ACTIVATIONS, FORMULAS
+from liger_kernels.patching import probe
+from liger_kernels.patching.probe import PLAIN
+from liger_kernels.patching.swap import RAN, Recipe
+
+GATE = ""  # the gate's name among the vectors that a probe gives to a norm; no parameter is called so
+OPEN = (1.2784645427610738, 40.0)  # where silu is 1, and where a sigmoid is
+
+
+@dataclass(frozen=True)
+class GatedNormRecipe(Recipe):
+    """A norm whose forward is ``gated_rms_norm(x, gate, weight, eps, ...)``."""
+
+    kernel = "gated_rms_norm"
+    formula: str
+    eps: float
+    weight: str  # the name of the parameter
+    activation: str
+    gate_first: bool
+    groups: int
+
+    @property
+    def detail(self) -> str:
+        order = f"norm of x {self.activation}(gate)" if self.gate_first else f"norm, then {self.activation}(gate)"
+        groups = f", {self.groups} groups" if self.groups > 1 else ""
+        return f"{order}, {self.formula}{groups}, eps={self.eps:g}"
+
+    def namespace(self, base: Any) -> dict[str, Any]:
+        names = [parameter.name for parameter in probe.signature_of(base.forward)[1:]]
+        eps, weight_name = self.eps, self.weight
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("formula", "activation", "gate_first")}
+        groups = self.groups
+
+        def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+            given = (*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
+            if len(given) != 2:  # some are called without a gate
+                return base.forward(self, *args, **kwargs)
+            x, gate = given
+            weight = getattr(self, weight_name)
+            if (
+                type(x) not in PLAIN
+                or type(gate) not in PLAIN
+                or gate.shape != x.shape
+                or left_to_inductor("gated_rms_norm", x)
+                or not probe.fits(weight, x)
+            ):
+                return base.forward(self, *args, **kwargs)
+            self.__dict__[RAN] = True
+            return gated_rms_norm(x, gate, weight, eps, groups=groups, **options)
+
+        return {"forward": forward}
+
+
+def gate_of(x: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    """The gate of a probe: ``vector`` [hidden] in another size for each row of ``x``, in the first row as it is."""
+    rows = torch.linspace(1, -2, x.numel() // x.shape[-1], dtype=vector.dtype)
+    return rows.view(*x.shape[:-1], 1) * vector
+
+
+def gated_hypotheses(
+    weight: str, size: int, own: Iterable[int]
+) -> Iterator[tuple[GatedNormRecipe, Callable[..., torch.Tensor]]]:
+    """What a norm of ``size`` with a gate may compute: a recipe but for eps, and a function of x, vectors and eps.
+
+    ``own`` are numbers that the norm holds: groups, or columns of a group.
+    """
+    divisors = {n for n in own if 0 < n <= size and size % n == 0}
+    for groups in sorted({1} | divisors | {size // n for n in divisors}):
+        for activation, gate_first, formula in itertools.product(ACTIVATIONS, (False, True), FORMULAS):
+            recipe = GatedNormRecipe(formula, 0.0, weight, activation, gate_first, groups)
+            yield recipe, functools.partial(_reference, recipe)
+
+
+def _reference(recipe: GatedNormRecipe, x: torch.Tensor, vectors: dict[str, torch.Tensor], eps: float) -> torch.Tensor:
+    options: dict[str, Any] = {"activation": recipe.activation, "gate_first": recipe.gate_first}
+    gate, weight = gate_of(x, vectors[GATE]), vectors[recipe.weight]
+    return gated_rms_norm_ref(x, gate, weight, eps, groups=recipe.groups, formula=recipe.formula, **options)

@@ -1,0 +1,156 @@
+"""packed_glu against its reference."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from liger_kernels.ops import Gate, geglu, packed_glu, packed_glu_ref, swiglu
+from liger_kernels.ops.packed_glu import gradients, product
+from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GATES = {
+    "silu": Gate(),
+    "gelu": Gate("gelu"),
+    "gelu_tanh": Gate("gelu_tanh", gate_first=False),
+    "clamped": Gate(limit=1.5),
+    "gpt-oss": Gate(alpha=1.702, limit=1.5, offset=1.0, interleaved=True),
+    "concatenated gpt-oss": Gate(alpha=1.702, limit=1.5, offset=1.0),
+    "up first": Gate(limit=1.5, interleaved=True, gate_first=False),
+}
+
+
+def pair(gate: Gate) -> tuple[partial, partial]:
+    return partial(packed_glu, gate=gate), partial(packed_glu_ref, gate=gate)
+
+
+@pytest.fixture(params=GATES)
+def gate(request) -> Gate:
+    return GATES[request.param]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2,), (3, 2), (2, 3, 130), (5, 1536), (3001, 66)], ids=str)
+def test_matches_reference(device, gate, dtype, shape) -> None:
+    check_op(*pair(gate), [randn(*shape, dtype=dtype, device=device, scale=2.0)])
+
+
+@EXAMPLES
+@given(
+    gate=st.builds(
+        Gate,
+        alpha=st.sampled_from([1.0, 1.702]),
+        limit=st.sampled_from([None, 0.5, 7.0]),
+        offset=st.sampled_from([0.0, 1.0, -0.5]),
+        interleaved=st.booleans(),
+        gate_first=st.booleans(),
+    ),
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([1e-3, 1.0, 10.0]),
+    strided=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_any_shape_and_option(gate, shape, dtype, scale, strided, seed) -> None:
+    torch.manual_seed(seed)
+    *rows, columns = shape
+    x = randn(*rows, 2 * columns + 3 * strided, dtype=dtype, device=DEVICE, scale=scale)
+
+    def call(op, x):
+        return op(x[..., 1 : 2 * columns + 1] if strided else x, gate)
+
+    check_op(partial(call, packed_glu), partial(call, packed_glu_ref), [x])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_number_on_the_limit_is_inside(device, gate, dtype) -> None:
+    """As ``torch.clamp`` has it: the gradient ends behind the limit."""
+    limit = gate.limit or 1.5
+    values = torch.tensor([0.0, 1.0, limit, -limit, 2 * limit, -2 * limit, 100.0, -100.0])
+    x = torch.cartesian_prod(values, values).reshape(-1, 2)
+    x = (x if gate.interleaved else x.t()).reshape(1, -1).to(device, dtype).requires_grad_()
+    check_op(*pair(gate), [x])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_options_it_is_swiglu_and_geglu_bit_for_bit(device, dtype) -> None:
+    x = randn(17, 2 * 130, dtype=dtype, device=device, scale=2.0)
+    upstream = [torch.randn(17, 130).to(device, dtype)]
+    for gate, unit in (
+        (Gate(), swiglu),
+        (Gate("gelu_tanh"), geglu),
+        (Gate("gelu"), partial(geglu, approximate="none")),
+    ):
+        (ours,), (dx,) = run(partial(packed_glu, gate=gate), [x], upstream)
+        (theirs,), (their_dx,) = run(lambda x, unit=unit: unit(*x.chunk(2, dim=-1)), [x], upstream)
+        assert torch.equal(ours, theirs)
+        assert torch.equal(dx, their_dx)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_times_a_number_of_their_own(device, gate, dtype) -> None:
+    """The product with its numbers, which the backward makes again to the same bits, and the numbers' gradient."""
+    x, scale = randn(9, 140, dtype=dtype, device=device), randn(9, dtype=dtype, device=device)
+
+    def scaled(x, scale):
+        return Scaled.apply(x, scale, gate)
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale, gate):
+            ctx.save_for_backward(x, scale, y := product(x, gate, scale))
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, scale, y = ctx.saved_tensors
+            dy = dy.clone()
+            dx, dscale = gradients(dy, x, gate, scale, (True, True), keep_product=True)
+            assert torch.equal(dy, y)
+            return dx, dscale.to(scale.dtype), None
+
+    check_op(scaled, lambda x, scale: packed_glu_ref(x, gate) * scale[:, None], [x, scale], terms=70)
+
+
+def test_saves_nothing_but_its_input_and_copies_nothing(device, gate, monkeypatch) -> None:
+    saved, launched = [], []
+    module = importlib.import_module("liger_kernels.ops.packed_glu")
+    start = module.launch
+    monkeypatch.setattr(module, "launch", lambda *args, **kwargs: launched.append(args) or start(*args, **kwargs))
+    x = randn(5, 3, 16, dtype=torch.bfloat16, device=device)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = packed_glu(x[..., 4:12], gate)
+    assert [t.data_ptr() for t in saved] == [x[..., 4:12].data_ptr()]
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert [args[0].__name__ for args in launched] == ["_packed_glu_fwd_kernel", "_packed_glu_bwd_kernel"]
+    assert x[..., 4:12].data_ptr() in {t.data_ptr() for t in launched[0] if isinstance(t, torch.Tensor)}
+    assert dx[..., :4].abs().max() == 0
+
+
+def test_rows_beyond_2_to_the_31_elements(device, gate, untouched_memory) -> None:
+    far = untouched_memory(2**31 + 2**20, torch.bfloat16).as_strided((3, 64), (2**30, 1))
+    far.copy_(randn(3, 64, dtype=torch.bfloat16, device=device, grad=False))
+    results = [run(partial(packed_glu, gate=gate), [x.requires_grad_()]) for x in (far, far.clone())]
+    assert all(map(torch.equal, results[0][0] + results[0][1], results[1][0] + results[1][1]))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: packed_glu(torch.ones(2, 4, dtype=torch.int32)), TypeError, "x is torch.int32; it must be floating"),
+        (lambda: packed_glu(torch.ones(2, 5)), ValueError, r"x has shape \(2, 5\); it must be \[..., 2 features\]"),
+        (lambda: packed_glu(torch.ones(())), ValueError, r"x has shape \(\)"),
+        (lambda: Gate("relu"), ValueError, "activation is 'relu'; it must be one of silu, gelu_tanh, gelu"),
+        (lambda: Gate("gelu", alpha=2.0), ValueError, "alpha is 2.0, and only silu has one"),
+        (lambda: Gate(limit=-1.0), ValueError, "limit is -1.0; it must be a positive number, or None"),
+    ],
+)
+def test_bad_input(call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call()
