@@ -160,23 +160,28 @@ def gated_norm(place: Place, rows: int, hidden: int, groups: int = 1, **options:
     )
 
 
-def rope(place: Place, batch: int, seq: int, heads: int, kv_heads: int, dim: int) -> Case:
+def rope(
+    place: Place, batch: int, seq: int, heads: int, kv_heads: int, dim: int, kind: str = "", **options: Any
+) -> Case:
+    """One of another kind than Llama's (``options``) has tables in float32."""
+
     def inputs(rows: int) -> Tensors:
         angles = torch.rand(1, rows, dim // 2, device=place.device) * 6.3
-        cos, sin = (f(angles).repeat(1, 1, 2).to(place.dtype) for f in (torch.cos, torch.sin))
+        dtype = torch.float32 if options else place.dtype
+        cos, sin = (f(angles).repeat(1, 1, 2).to(dtype) for f in (torch.cos, torch.sin))
         # attention projects to [batch, seq, heads * dim] and rotates a transposed view of that
         q, k = (place.randn(batch, rows, h, dim).transpose(1, 2).detach() for h in (heads, kv_heads))
         return q.requires_grad_(), k.requires_grad_(), cos, sin
 
     elements = batch * seq * (heads + kv_heads) * dim
     return Case(
-        "rope",
+        f"rope{kind}",
         f"{batch}x{seq}, {heads}/{kv_heads} heads x {dim}",
         seq,
         inputs,
-        ops.rope,
-        ops.rope_ref,
-        ops.rope_ref,
+        partial(ops.rope, **options),
+        partial(ops.rope_ref, **options),
+        partial(ops.rope_ref, **options),
         4 * elements * place.dtype.itemsize,
         6 * elements,
     )
@@ -383,6 +388,8 @@ def cases(place: Place) -> list[Case]:
         gated_norm(place, 262144, 128),
         *(gated_norm(place, 8192, 8192, groups, gate_first=True) for groups in (1, 8)),
         rope(place, 4, 8192, 32, 8, 128),
+        rope(place, 2, 4096, 128, 1, 64, " (DeepSeek)", pairing="interleaved_to_half_repeat", keep_dtype=True),
+        rope(place, 1, 16384, 16, 16, 80, " (vision)", keep_dtype=True),
         glu(place, "swiglu", 8192, 11008),
         glu(place, "geglu", 8192, 14336),
         packed_glu(place, 65536, 768, ops.Gate()),

@@ -67,8 +67,8 @@ def three_way(
 SIGMAS = 5.0
 
 # The same where all that was observed is one step: there are six samples of noise then, not six for each step.
-# Student's t with five degrees of freedom is beyond 12 once in 14,000, and beyond five once in 240. Measured on a GPU
-# at real size: of 842 numbers of 21 honest candidates, two were beyond five.
+# Student's t with five degrees of freedom is beyond 12 once in 14,000, and beyond five once in 240. Measured on a GPU:
+# of 842 numbers of 21 honest candidates at real size, two were beyond five.
 SIGMAS_OF_ONE_STEP = 12.0
 
 # Perturbed replicas of the baseline per case. With the baseline itself they are the samples of every noise.

@@ -145,7 +145,7 @@ def run_stage(stage: Stage, folder: Path, workers: int, gpu: str = "none", timeo
     folder.mkdir(parents=True)
     arguments = stage.on_gpu if stage.on_gpu and gpu != "none" else stage.arguments
     command = ["-m", "pytest", *arguments]
-    if workers > 1:
+    if workers > 1 and not (stage.alone and gpu != "none"):
         command += ["-n", str(workers)]
     elif "--dist" in command:
         at = command.index("--dist")

@@ -16,6 +16,7 @@ class Stage:
     Attributes:
         arguments: the paths, and options of pytest and of this project's plugins.
         on_gpu: what replaces them on a machine with a GPU; the same when empty.
+        alone: whether one process takes all of a GPU: there are no workers then.
         leaves_records: whether it gets ``--records DIR``, and must leave at least one there.
     """
 
@@ -23,6 +24,7 @@ class Stage:
     does: str
     arguments: tuple[str, ...]
     on_gpu: tuple[str, ...] = ()
+    alone: bool = False
     leaves_records: bool = False
 
 
@@ -97,6 +99,14 @@ STAGES = {
             "the proof in every set-up",
             ("convergence", "--dist", "loadgroup", "--models", "llama-tied", "--setups", "all"),
             (*_SETUPS, "bf16-autocast,fp16-scaler,checkpointing,compile,lora"),
+            leaves_records=True,
+        ),
+        Stage(
+            "scale",
+            "the proof at real widths on a GPU; on a CPU, two shapes of which everything is divided",
+            ("convergence", "--profile", "scale", "--models", "llama3-8b-odd?divided=64,gemma3-4b-odd?divided=64"),
+            ("convergence", "--profile", "scale"),
+            alone=True,
             leaves_records=True,
         ),
         Stage(

@@ -75,16 +75,16 @@ def one_glu_gradient(model: Any) -> None:
 
 
 def cross_entropy_gradient(model: Any) -> None:
-    from liger_kernels.patching import deferred
+    from liger_kernels.patching import product
 
-    deferred.cross_entropy = _argument(deferred.cross_entropy, 0)
+    product.cross_entropy = _argument(product.cross_entropy, 0)
     _ours(model, logits=True)
 
 
 def head_weight_gradient(model: Any) -> None:
-    from liger_kernels.patching import deferred
+    from liger_kernels.patching import product
 
-    deferred.linear_cross_entropy = _argument(deferred.linear_cross_entropy, 1)
+    product.linear_cross_entropy = _argument(product.linear_cross_entropy, 1)
     _ours(model)
 
 

@@ -251,6 +251,7 @@ def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) ->
             norm(place, 8, 32, "offset_scale_then_cast"),
             add_norm(place, 8, 32),
             rope(place, 2, 8, 4, 2, 16),
+            rope(place, 2, 8, 4, 1, 16, " (DeepSeek)", pairing="interleaved_to_half_repeat", keep_dtype=True),
             glu(place, "geglu", 4, 16),
             glu_linear(place, "swiglu", 4, 16, 8),
             loss(place, 16, 64),
@@ -265,7 +266,7 @@ def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) ->
         str(dtype).removeprefix("torch."),
     )
     assert code == 0
-    assert len(found["rows"]) == 10
+    assert len(found["rows"]) == 11
     assert all(row["peers"]["eager"]["note"] == "" for row in found["rows"])
 
 

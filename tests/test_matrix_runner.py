@@ -220,3 +220,16 @@ def test_a_record_of_another_schema_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"schema": 0}))
     with pytest.raises(ValueError, match="schema 0; allowed is 1; run the cell again"):
         records.load(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("alone", "gpu", "workers"), [(True, "one", False), (True, "none", True), (False, "one", True)]
+)
+def test_a_stage_that_takes_all_of_a_gpu_has_no_workers_there(
+    stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool, gpu: str, workers: bool
+) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(runner, "_call", lambda command, *_: called.append(command) or "")
+    (stage,) = stages(one=GREEN)
+    runner.run_stage(dataclasses.replace(stage, alone=alone), tmp_path / "one", 4, gpu)
+    assert ("-n" in called[0]) == workers

@@ -58,12 +58,13 @@ def test_several_tiles_of_tokens_and_heads(device, pairing) -> None:
     pairing=st.sampled_from(PAIRINGS),
     columns=st.sampled_from([1, 1.5, 2]),
     inverse=st.booleans(),
+    keep=st.booleans(),
     frozen=st.sampled_from([None, 0, 1]),
     transposed=st.booleans(),
     seed=st.integers(0, 2**32),
 )
 def test_any_shape_and_option(
-    sizes, half, rest, per_row, dtypes, pairing, columns, inverse, frozen, transposed, seed
+    sizes, half, rest, per_row, dtypes, pairing, columns, inverse, keep, frozen, transposed, seed
 ) -> None:
     """A table of a pairing with one angle for each pair may be half as wide as what it rotates, or wider."""
     torch.manual_seed(seed)
@@ -75,7 +76,7 @@ def test_any_shape_and_option(
     width = int(columns * half) if pairing.endswith("repeat") else 2 * half
     shape = (batch if per_row else 1, seq, width)
     leaves += [randn(*shape, dtype=dtype, device=DEVICE, grad=False) for dtype in dtypes[2:]]
-    options = {"rotary_dim": 2 * half, "inverse": inverse}
+    options = {"rotary_dim": 2 * half, "inverse": inverse, "keep_dtype": keep}
     check(*leaves, pairing, view=lambda x: x.transpose(1, 2) if transposed else x, **options)
 
 

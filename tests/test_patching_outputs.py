@@ -13,7 +13,10 @@ import torch.utils._pytree as pytree
 import liger_kernels
 from liger_kernels.ops import launches
 from liger_kernels.patching.lazy import LazyTensor
-from tests.patching_checks import VOCAB, batch, check_same, gradients, tiny
+from liger_kernels.patching.swap import RAN
+from tests.patching_checks import DEVICE, VOCAB, batch, check_same, gradients, tiny
+from tests.test_patching_zoo import compare, train
+from tests.zoo import VOCABULARY
 
 
 @pytest.fixture
@@ -113,6 +116,14 @@ def test_data_parallel_gathers_outputs(model):
 # What DeferredLogits writes down, and what makes it compute.
 
 
+BIAS = torch.linspace(-1, 1, VOCAB)[None]  # as BART's final_logits_bias
+
+
+def bias(z):
+    return BIAS.to(z.device, z.dtype, copy=True)
+
+
+SEEN = torch.tensor([[1] * 9, [0, 1, 1, 0, 0, 1, 1, 1, 1]]).bool()
 RECORDED = {
     "scale": lambda z: z * 0.5,
     "scale from the left": lambda z: 0.5 * z,
@@ -125,9 +136,21 @@ RECORDED = {
     "ellipsis": lambda z: z[..., :-1, :].contiguous(),
     "first classes": lambda z: z[..., :50],
     "both": lambda z: z[1:, ..., :50] / 2,
+    "bias": lambda z: z + bias(z),
+    "bias before the other steps": lambda z: 5.0 * torch.tanh((z[:, 1:] + bias(z))[..., :50] * 0.5 / 5.0),
+    "bias of the first classes": lambda z: z[..., :50] + bias(z)[0, :50],
+    "mask of rows": lambda z: z[:, :-1][SEEN[:, 1:].to(z.device)].contiguous(),
+    "slice of masked rows": lambda z: z[SEEN.to(z.device)][2:, :50],
 }
 COMPUTED = {
     "addition": lambda z: z + 1.0,
+    "bias on the left": lambda z: bias(z)[0] + z,
+    "two biases": lambda z: z + bias(z) + bias(z),
+    "bias after a scale": lambda z: z * 0.5 + bias(z),
+    "bias of the rows": lambda z: z + bias(z)[0, :9, None],
+    "bias that trains": lambda z: z + bias(z).requires_grad_(),
+    "sum of logits": lambda z: z + z,
+    "mask of logits": lambda z: z[SEEN[..., None].expand(z.shape).to(z.device)].view(-1, VOCAB),
     "in-place scale": lambda z: z.mul_(0.5),
     "augmented": lambda z: z.__itruediv__(2.0),
     "tensor scale": lambda z: z * torch.tensor(0.5, dtype=z.dtype, device=z.device),
@@ -213,6 +236,49 @@ def test_what_a_model_does_to_its_logits(case):
     reasons = list(liger_kernels.status(patched).fallbacks)
     assert bool(reasons) == (case in COMPUTED), reasons
     check_same(model, run)
+
+
+def test_a_bias_that_is_wider_than_the_logits_is_added_in_its_dtype():
+    """Except under autocast, where a head's own bias is narrowed, too."""
+    model = changed(tiny("llama").bfloat16(), lambda z: z + BIAS.to(z.device))
+    liger_kernels.patch(model)
+    out = model(**batch())
+    assert out.loss.dtype == out.logits.dtype == torch.float32
+    assert dict(liger_kernels.status(model).fallbacks) == {"Tensor.__add__": 1}
+    model = changed(tiny("llama"), lambda z: z + BIAS.to(z.device))
+    liger_kernels.patch(model)
+    with torch.autocast(model.device.type, dtype=torch.bfloat16):
+        loss = model(**batch()).loss
+    assert loss.dtype == torch.float32
+    assert untouched(model)
+
+
+SEQ2SEQ = {
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 40),
+    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
+    **{"vocab_size": VOCABULARY, "d_model": 32, "max_position_embeddings": 64, "decoder_start_token_id": 1},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": None},
+}
+
+
+@pytest.mark.parametrize("family", ["Bart", "MBart", "Pegasus", "Blenderbot", "PLBart", "Mvp"])
+def test_the_bias_of_a_sequence_to_sequence_model_is_fused(family):
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SEQ2SEQ)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).to(DEVICE).train()
+    model.final_logits_bias = torch.linspace(-1, 1, VOCABULARY, device=DEVICE)[None]
+    patched = copy.deepcopy(model)
+    report = liger_kernels.patch(patched)
+    ours = train(patched)
+    assert RAN in patched.lm_head.__dict__
+    assert dict(report.fallbacks) == {}
+    compare(model, ours)
+    inputs = {"input_ids": batch()["input_ids"], "labels": batch()["labels"]}
+    torch.testing.assert_close(patched(**inputs).logits, model(**inputs).logits)
 
 
 def test_an_in_place_mask_falls_back_and_is_seen_by_everybody():

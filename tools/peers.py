@@ -28,7 +28,8 @@ $ python -m tools.peers DIR
 "Numbers" are losses, gradients, parameters and logits, within the same bounds that our own patch is
 judged by. "Equal" also asks for what a caller can see: that no other model is patched, that nothing
 returned is overwritten, and that no gradient is missing. Speed and memory are on
-[Ops](benchmarks.md) and [Whole models](whole-models.md).
+[Ops](benchmarks.md) and [Whole models](whole-models.md). liger-kernel on a GPU has
+[a page of its own](liger-kernel.md).
 """
 _NUMBERS = ("error ratio", "largest error ratio", "gain", "gain against the others", "finite", "zero", "non-zero")
 _SHORT = 160
@@ -105,6 +106,9 @@ def page(records: Sequence[Record]) -> str:
     found = {patch: [r for r in records if r.patch == patch] for patch in PEERS}
     found = {patch: rows for patch, rows in found.items() if rows}
     lines = [_INTRO, *summary(found), "", *measured(record for rows in found.values() for record in rows)]
+    missing = [peer.name for patch, peer in PEERS.items() if patch not in found]
+    if missing:
+        lines += ["", f"Not measured: {', '.join(missing)}. Most kernels need a GPU."]
     scripts = sorted(REPRODUCERS.glob("*.py")) if REPRODUCERS.is_dir() else []
     if scripts:
         lines += ["", "## Reproducers", "", "Each needs the package alone, and prints what it should not."]

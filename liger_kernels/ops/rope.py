@@ -55,6 +55,7 @@ def rope_ref(
     pairing: str = "half",
     rotary_dim: int | None = None,
     inverse: bool = False,
+    keep_dtype: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """:func:`rope` in plain torch: the definition of correct, for any floating-point dtype."""
     places = _PAIRINGS[pairing]
@@ -74,7 +75,8 @@ def rope_ref(
         a, b = pair(x[..., :rotary_dim], places.interleaved)
         turned = a * cos_a - b * sin_a, b * cos_b + a * sin_b
         y = torch.stack(turned, dim=-1).flatten(-2) if places.interleaved_out else torch.cat(turned, dim=-1)
-        return torch.cat((y, x[..., rotary_dim:]), dim=-1) if x.shape[-1] > rotary_dim else y
+        y = torch.cat((y, x[..., rotary_dim:]), dim=-1) if x.shape[-1] > rotary_dim else y
+        return y.to(x.dtype) if keep_dtype else y
 
     return (rotate(q),) if k is None else (rotate(q), rotate(k))
 
@@ -201,7 +203,7 @@ def _rope_kernel(
 # fmt: on
 
 
-Options = tuple[str, int, bool]  # pairing, rotary_dim, inverse
+Options = tuple[str, int, bool, bool]  # pairing, rotary_dim, inverse, keep_dtype
 
 
 @choice("rope")
@@ -248,7 +250,7 @@ def _rotate(
     transposed: bool,
 ) -> None:
     """Write the rotated ``q`` into ``q_out``, ``k`` into ``k_out``; either pair may be None."""
-    pairing, rotary_dim, inverse = options
+    pairing, rotary_dim, inverse, _ = options
     read, written, repeat = _PAIRINGS[pairing]
     angles = written
     if transposed:
@@ -300,9 +302,12 @@ class RopeFunction(torch.autograd.Function):
         tensors = [None if x is None else _unit_stride(x) for x in (q, k)]
         if not _PAIRINGS[options[0]].repeat:
             cos, sin = _unit_stride(cos), _unit_stride(sin)
-        angle_dtype = torch.promote_types(cos.dtype, sin.dtype)
+        keep_dtype, angle_dtype = options[3], torch.promote_types(cos.dtype, sin.dtype)
         outputs = [
-            None if x is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, angle_dtype)) for x in tensors
+            None
+            if x is None
+            else torch.empty_like(x, dtype=x.dtype if keep_dtype else torch.promote_types(x.dtype, angle_dtype))
+            for x in tensors
         ]
         (q_in, k_in), (q_out, k_out) = tensors, outputs
         _rotate(q_in, q_out, k_in, k_out, cos, sin, options, transposed=False)
@@ -340,6 +345,7 @@ def rope(
     pairing: str = "half",
     rotary_dim: int | None = None,
     inverse: bool = False,
+    keep_dtype: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Rotary position embedding; the formulas stand at the top of this file.
 
@@ -353,10 +359,11 @@ def rope(
         rotary_dim: how much of each head is rotated: even, and at most head_dim. By default, and always but for
             ``_repeat``, as many as cos has columns; ``_repeat`` reads the first rotary_dim / 2 of these.
         inverse: rotate by the negative angle: sin with the other sign.
+        keep_dtype: results have the dtype of q and of k, also where cos and sin are wider.
 
     Returns:
         The rotated q and k (or q alone, where k is None): new tensors in the same memory order, each in the dtype that
-        it promotes to with cos and sin.
+        it promotes to with cos and sin, unless ``keep_dtype``.
 
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
@@ -371,8 +378,9 @@ def rope(
         or torch.float64 in (q.dtype if k is None else k.dtype, cos.dtype, sin.dtype)
         or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
     ):
-        return rope_ref(q, k, cos, sin, pairing=pairing, rotary_dim=rotary_dim, inverse=inverse)
-    return RopeFunction.apply(q, k, cos, sin, (pairing, rotary_dim, inverse))
+        options: dict[str, Any] = {"pairing": pairing, "rotary_dim": rotary_dim, "inverse": inverse}
+        return rope_ref(q, k, cos, sin, **options, keep_dtype=keep_dtype)
+    return RopeFunction.apply(q, k, cos, sin, (pairing, rotary_dim, inverse, keep_dtype))
 
 
 def _check(

@@ -16,190 +16,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils._pytree import tree_map
 
-from liger_kernels.ops import CountedTargets, cross_entropy, linear_cross_entropy
-from liger_kernels.ops._vocab_parallel import logits_of_all
 from liger_kernels.ops.linear_cross_entropy import balanced_because, unsharded_because
-from liger_kernels.patching.lazy import Computation, Unchanged, defer
-from liger_kernels.patching.packing import Packing
-from liger_kernels.patching.running import running
-from liger_kernels.patching.split_head import SplitHead, narrowed
-from liger_kernels.patching.swap import mark_run
+from liger_kernels.patching.lazy import Computation, defer
+from liger_kernels.patching.probe import PLAIN
+from liger_kernels.patching.product import Product, Request, count, rows
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
-
-
-@dataclass
-class Product:
-    """The product of hidden states and an LM head, made when somebody needs it; shared by all views of it.
-
-    ``outer`` is what the model calls as its head: ``head``, or what wraps it. Every call of the head goes through it,
-    so that whatever gathers sharded weights does so around the product and around the fused loss.
-    """
-
-    hidden: torch.Tensor
-    head: nn.Module
-    outer: nn.Module
-    features: int
-    fallbacks: Counter[str]  # of the model: why real logits had to be computed, or another schedule had to run
-    logits: Any = None
-    lazy: Any = None  # the logits as a tensor without a value, made inside the head's call
-    extras: tuple[str, ...] = ()  # what else the pass of the loss is to compute ...
-    token_accuracy: torch.Tensor | None = None  # ... and what it found
-    autocast: torch.dtype | None = None
-    grad: bool = True
-    packing: Packing | None = None  # what the rows weigh, where they do not all weigh the same
-    counted: CountedTargets | None = None  # of the labels that the targets come from
-    memory: str | None = None  # the schedule that the fused loss is to run
-    split: SplitHead | None = None  # this rank's part of a head whose classes a plan splits over ranks
-
-    def __post_init__(self) -> None:
-        self.device = self.hidden.device
-        kind = self.device.type
-        self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self.grad = torch.is_grad_enabled()
-
-    def compute(self, reason: str | None) -> torch.Tensor:
-        """The real logits, by the head's own ``__call__``, under the modes of the forward that they belong to."""
-        if self.logits is None:
-            if reason is not None:
-                count(self.fallbacks, reason)
-            with torch.set_grad_enabled(self.grad), autocast(self.hidden.device, self.autocast):
-                self.logits = call_head(self.outer, self.hidden)
-        return self.logits
-
-    def ask(self, request: Request) -> Any:
-        """What ``request`` asks for, from inside the head's call; None where its weight is not one tensor there, and it
-        has computed its logits."""
-        if self.split is not None:
-            mark_run(self.head)
-            answer = request.answer(self.hidden, self.split.weight, self.split.bias)
-        else:
-            answer = call_head(self.outer, self.hidden, request)
-        if not request.answered:
-            self.logits = answer
-            return None
-        loss = answer
-        if request.wants_lazy:
-            loss, self.lazy = answer
-        self.token_accuracy = request.token_accuracy
-        return loss
-
-    def tensor(self) -> torch.Tensor:
-        """The logits as a tensor that leaves the forward: computed, if they are, else lazy."""
-        if self.logits is None and self.lazy is None:
-            with torch.set_grad_enabled(self.grad), autocast(self.hidden.device, self.autocast):
-                self.ask(Request(self, targets=None))
-        return self.lazy if self.logits is None else self.logits
-
-
-def call_head(outer: nn.Module, hidden: torch.Tensor, request: Request | None = None) -> Any:
-    """``outer(hidden)``, whose answer is what ``request`` asks for, or else its logits."""
-    before = running.forward, running.request
-    running.forward, running.request = None, request
-    try:
-        return outer(hidden)
-    finally:
-        running.forward, running.request = before
-
-
-def autocast(device: torch.device, dtype: torch.dtype | None) -> Any:
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
-
-
-def count(fallbacks: Counter[str], reason: str) -> None:
-    if not torch.compiler.is_compiling():
-        fallbacks[reason] += 1
-
-
-@dataclass
-class Request:
-    """What the head's own forward is to compute in place of its logits: the fused loss, and the logits as a tensor that
-    has no value yet."""
-
-    product: Product
-    targets: Any  # a tensor; None: no loss
-    views: tuple[tuple[Any, ...], ...] = ()  # how the rows are taken from the hidden states
-    vocabulary: int | None = None  # only so many classes from the first
-    options: dict[str, Any] = field(default_factory=dict)
-    wants_lazy: bool = True  # a compiled program cannot make one
-    answered: bool = False
-    token_accuracy: torch.Tensor | None = None
-
-    def answer(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        """Loss and lazy logits, for the weights as they are inside the head's call."""
-        self.answered = True
-        loss = self._loss(hidden, weight, bias) if self.targets is not None else None
-        return (loss, self._lazy(hidden, weight, bias)) if self.wants_lazy else loss
-
-    def _loss(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        group, split = None, self.product.split
-        if split is not None:
-            weight, bias, group = narrowed(split, self.vocabulary)
-        elif self.vocabulary is not None:
-            weight = weight[: self.vocabulary]
-            bias = bias[: self.vocabulary] if bias is not None else None
-        how: dict[str, Any] = {"memory": self.product.memory, "counted": self._counted(), "group": group}
-        hidden = rows(hidden, self.views)
-        return self._noted(linear_cross_entropy(hidden, weight, self.targets, bias, **how, **self.options))
-
-    def _counted(self) -> CountedTargets | None:
-        """At most how many targets count. No model makes targets of more labels than it got, or of ignored ones."""
-        counted = self.product.counted
-        if counted is None or counted.of < self.targets.numel():
-            return None
-        return counted if counted.ignore_index == self.options["ignore_index"] else None
-
-    def loss_of_logits(self, logits: torch.Tensor) -> Any:
-        logits = rows(logits, self.views)
-        return self._noted(cross_entropy(logits[..., : self.vocabulary], self.targets, **self.options))
-
-    def _noted(self, result: Any) -> Any:
-        if not self.options["extras"]:
-            return result
-        self.token_accuracy = result.token_accuracy
-        return result.loss
-
-    def _lazy(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        product, dtype = self.product, weight.dtype
-        cast = product.autocast
-        head, outer = product.head, product.outer
-        shard = None if product.split is None else product.split.shard
-
-        def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            with autocast(hidden.device, cast):
-                return logits_of_all(hidden, weight, bias, shard)
-
-        def gathered() -> torch.Tensor:
-            sharded: dict[str, Any] = dict(head.named_parameters(recurse=False))
-            if any(hasattr(p, "full_tensor") for p in sharded.values()):  # FSDP2 gathers around another module's call
-                full = {name: parameter.full_tensor().to(dtype) for name, parameter in sharded.items()}
-                return compute(hidden, full["weight"], full.get("bias"))
-            with autocast(hidden.device, cast):
-                logits: torch.Tensor = call_head(outer, hidden)
-            return logits
-
-        shape = (*hidden.shape[:-1], product.features)
-        check = Unchanged(hidden, weight, bias)
-        out = cast if cast is not None else hidden.dtype
-        note = functools.partial(count, product.fallbacks, "outputs.logits was read")
-        return defer(Computation(shape, out, hidden.device, compute, (hidden, weight, bias), gathered, check, note))
-
-
-def rows(x: torch.Tensor, views: tuple[tuple[Any, ...], ...]) -> torch.Tensor:
-    """``x`` [..., features] after the recorded slices of its leading dimensions (``()`` flattens them)."""
-    for view in views:
-        x = x[view] if view else x.reshape(-1, x.shape[-1])
-    return x
 
 
 class DeferredLogits:
@@ -211,9 +40,10 @@ class DeferredLogits:
         self._dtype = dtype
         # How to get here from the product, call by call: replayed on the real logits ...
         self._trail: tuple[tuple[str, tuple[Any, ...]], ...] = ()
-        # ... and the same for the fused loss: rows, classes, and cap * tanh(scale / cap * logits).
+        # ... and the same for the fused loss: rows, classes, a bias, and cap * tanh(scale / cap * logits).
         self._views: tuple[tuple[Any, ...], ...] = ()
         self._vocabulary: int | None = None
+        self._bias: torch.Tensor | None = None
         self._scale = 1.0
         self._cap: float | None = None
         self._real: torch.Tensor | None = None
@@ -328,6 +158,25 @@ class DeferredLogits:
         cap = self._cap * factor if self._cap is not None else None
         return self._then(name, (operand,), scale=self._scale * factor, cap=cap)
 
+    def __add__(self, bias: Any) -> Any:
+        """One number that does not train for each class, such as the ``final_logits_bias`` of BART, is a bias of the
+        head. Where it is wider than the logits it is added in that dtype, except under autocast, which casts biases."""
+        product = self._product
+        recorded = (
+            type(bias) in PLAIN
+            and not bias.requires_grad
+            and bias.numel() == self._shape[-1] == bias.shape[-1]
+            and bias.dim() <= self.ndim
+            and bias.device == self.device
+            and self._scale == 1.0
+            and self._cap is self._bias is product.split is None
+            and (product.autocast is not None or torch.promote_types(self._dtype, bias.dtype) == self._dtype)
+        )
+        if not recorded:
+            return self.materialize("Tensor.__add__") + _materialized(bias, "Tensor.__add__")
+        dtype = torch.promote_types(self._dtype, bias.dtype)
+        return self._then("__add__", (bias,), bias=bias.reshape(-1), dtype=dtype)
+
     def _reshape(self, name: str, shape: tuple[Any, ...]) -> Any:
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         features = self._shape[-1]
@@ -339,7 +188,11 @@ class DeferredLogits:
         return getattr(self.materialize(f"Tensor.{name}"), name)(*shape)
 
     def _sliced(self, index: Any) -> Any:
-        """The recorded slice, or None where ``index`` is not plain slices of rows, or of the first classes."""
+        """The recorded slice, or None where ``index`` is not plain slices of rows, or of the first classes, or a mask
+        of rows."""
+        if type(index) is torch.Tensor and index.dtype == torch.bool and index.shape == self._shape[:-1]:
+            places = index.to(self.device).nonzero(as_tuple=True)  # waits for the mask once, as upstream does
+            return self._then("__getitem__", (places,), view=places, shape=(places[0].shape[0], self._shape[-1]))
         index = index if isinstance(index, tuple) else (index,)
         if sum(1 for i in index if i is Ellipsis) > 1 or not all(i is Ellipsis or isinstance(i, slice) for i in index):
             return None
@@ -367,6 +220,7 @@ class DeferredLogits:
         new._trail = (*self._trail, (name, args))
         new._views = (*self._views, changes["view"]) if "view" in changes else self._views
         new._vocabulary = changes.get("vocabulary", self._vocabulary)
+        new._bias = changes.get("bias", self._bias)
         new._scale = changes.get("scale", self._scale)
         new._cap = changes.get("cap", self._cap)
         return new
@@ -412,7 +266,7 @@ class DeferredLogits:
             )
         # A compiled program knows no tensor without a value.
         lazy = product.lazy is None and not torch.compiler.is_compiling()
-        request = Request(product, target, self._views, self._vocabulary, options, lazy)
+        request = Request(product, target, self._views, self._vocabulary, self._bias, options, lazy)
         loss = None
         if product.logits is None:
             dtype = product.autocast if product.autocast is not None else product.hidden.dtype
@@ -484,7 +338,7 @@ def _forward_operator(name: str) -> Callable[..., Any]:
 
 
 _OPERATORS = (
-    "add radd iadd sub rsub isub imul itruediv rtruediv floordiv mod pow rpow matmul rmatmul neg abs invert "
+    "radd iadd sub rsub isub imul itruediv rtruediv floordiv mod pow rpow matmul rmatmul neg abs invert "
     "eq ne lt le gt ge and or xor setitem iter bool float int index contains array"
 )
 for _name in _OPERATORS.split():  # they are looked up on the class, where __getattr__ does not reach

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from liger_kernels.patching.deferred import DeferredLogits, Product, Request, count
+from liger_kernels.patching.deferred import DeferredLogits
 from liger_kernels.patching.probe import INFRASTRUCTURE, any_user_hook
+from liger_kernels.patching.product import Product, Request, count
 from liger_kernels.patching.running import running
 from liger_kernels.patching.split_head import SplitHead, has_plan, split_head
 from liger_kernels.patching.swap import Recipe, mark_run, recipe_of, runs_inside_hook

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_kernels.ops import CountedTargets
-from liger_kernels.patching.deferred import DeferredLogits, count
+from liger_kernels.patching.deferred import DeferredLogits
 from liger_kernels.patching.head import HeadRecipe, in_transform, is_plain_linear, patched_heads
 from liger_kernels.patching.lazy import LazyTensor, lazy_output
 from liger_kernels.patching.packing import captured, plain_count
+from liger_kernels.patching.product import count
 from liger_kernels.patching.running import Forward, running
 from liger_kernels.patching.swap import REPORT, Recipe, recipe_of
 from liger_kernels.patching.swap import replace as replace_class

@@ -347,10 +347,8 @@ def _apply_rotary(*args: Any, **named: Any) -> Any:
         return upstream(*args, **named)
     if not torch.compiler.is_compiling():
         runs[0] += 1
-    options = {"pairing": pairing, "inverse": inverse, "rotary_dim": columns}
+    options = {"pairing": pairing, "inverse": inverse, "rotary_dim": columns, "keep_dtype": casts_back}
     results = rotated(rope, tensors, cos, sin, heads, options)
-    if casts_back:
-        results = tuple([y.to(x.dtype) for x, y in zip(tensors, results, strict=True)])
     return results if len(tensors) == 2 else results[0]
 
 

@@ -283,7 +283,7 @@ MUTANTS = (
         "test_ops_runtime.py::test_launches_under_the_tensors_own_device", source="C29"),
     _check("p6_weight_read_past_the_adapter",
         "The loss reads the head's weight past the module, so that no hook on the head is called.",
-        "liger_kernels.patching.deferred", "answer = call_head(self.outer, self.hidden, request)",
+        "liger_kernels.patching.product", "answer = call_head(self.outer, self.hidden, request)",
         "answer = request.answer(self.hidden, self.head.weight, self.head.bias)",
         "test_patching.py::test_hooks_before_the_head_fire_around_the_kernel", source="P6, P19"),
     _check("weight_behind_the_product_read_past_its_hooks",

@@ -12,6 +12,7 @@ from tests.mutants.mutant import Mutant, until_restored
 
 _MODEL = "liger_kernels.patching.model"
 _DEFERRED = "liger_kernels.patching.deferred"
+_PRODUCT = "liger_kernels.patching.product"
 _NORMS = "liger_kernels.patching.norms"
 _GLU = "liger_kernels.patching.glu"
 _PATCH = "liger_kernels.patching"
@@ -144,9 +145,9 @@ MUTANTS = (
         _DEFERRED, 'options["class_weight"] = options.pop("weight")',
         'options["class_weight"] = options.pop("weight")\noptions["reduction"] = "mean"', source="A2"),
     _edited("p12_labels_shifted_again", "The labels are shifted once more than upstream has shifted them.",
-        _DEFERRED, "weight, self.targets, bias, ", "weight, self.targets.roll(-1), bias, ", source="P12"),
+        _PRODUCT, "weight, self.targets, bias, ", "weight, self.targets.roll(-1), bias, ", source="P12"),
     _edited("ignore_index_ignored", "The ignore_index of the caller is not passed on, and -100 becomes class 0.",
-        _DEFERRED, "linear_cross_entropy(hidden, weight, self.targets, bias, **how, **self.options)",
+        _PRODUCT, "linear_cross_entropy(hidden, weight, self.targets, bias, **how, **self.options)",
         "linear_cross_entropy(hidden, weight, self.targets.clamp(min=0), bias, **how | {'counted': None}, "
         "**self.options)",
         source="C27"),
@@ -180,7 +181,7 @@ MUTANTS = (
         _DEFERRED, "result = product.tensor()", "return product.tensor()", model="gemma2"),
     _edited("logits_read_after_the_loss_are_detached",
         "Logits that the caller reads after the loss are those of the next token.",
-        _DEFERRED, "return logits_of_all(hidden, weight, bias, shard)",
+        _PRODUCT, "return logits_of_all(hidden, weight, bias, shard)",
         "return logits_of_all(hidden, weight, bias, shard).roll(1, -2)"),
     Mutant("evaluation_logits_of_another_dtype", "Outside of training the logits are float64.",
         after=_float32_logits, dies="dtype"),
@@ -206,8 +207,22 @@ MUTANTS = (
     Mutant("gradient_with_a_nan", "One element of one gradient is NaN.", after=_poison_gradient, dies="finite"),
     Mutant("gradient_missing", "One parameter gets no gradient.", after=_drop_gradient, dies="missing"),
     _edited("schedule_dropped_on_the_way", "The schedule that the patch was asked for never reaches the fused loss.",
-        _DEFERRED, "self.product.memory, self._counted()", "None, self._counted()",
+        _PRODUCT, "self.product.memory, self._counted()", "None, self._counted()",
         check="tests/test_patching_memory.py::test_what_was_chosen_runs_and_is_the_same", dies="test"),
+    _edited("bias_of_the_logits_dropped", "What a model adds to its logits is not in the fused loss.",
+        _PRODUCT, "added if bias is None else bias + added", "bias",
+        check="tests/test_patching_outputs.py::test_the_bias_of_a_sequence_to_sequence_model_is_fused[Bart]",
+        dies="test"),
+    _edited("bias_under_the_scale", "What a model adds to scaled logits is scaled, too.",
+        _DEFERRED, "self._scale == 1.0", "True",
+        check="tests/test_patching_outputs.py::test_what_a_model_does_to_its_logits[bias after a scale]", dies="test"),
+    _edited("bias_narrowed", "What a model adds to its logits is rounded to their dtype.",
+        _DEFERRED, "torch.promote_types(self._dtype, bias.dtype) == self._dtype", "True",
+        check="tests/test_patching_outputs.py::test_a_bias_that_is_wider_than_the_logits_is_added_in_its_dtype",
+        dies="test"),
+    _edited("mask_of_logits_taken_for_rows", "A mask of single logits is taken for one of rows.",
+        _DEFERRED, "index.shape == self._shape[:-1]", "True",
+        check="tests/test_patching_outputs.py::test_what_a_model_does_to_its_logits[mask of logits]", dies="test"),
     _edited("schedule_replaced_in_silence", "A step that could not run the schedule that was asked for is not counted.",
         _DEFERRED, "reason is not None", "False", within="DeferredLogits.cross_entropy",
         check="tests/test_patching_memory.py::test_a_step_that_cannot_take_it_runs_balanced_and_is_counted",

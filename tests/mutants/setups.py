@@ -70,7 +70,7 @@ MUTANTS = (
         "wrapped.py::test_an_interruption_undoes_everything"),
     _check("sharded_head_past_its_wrapper",
         "The fused loss calls the head and not what wraps it, which gathers its weights.",
-        "deferred", "answer = call_head(self.outer, self.hidden, request)",
+        "product", "answer = call_head(self.outer, self.hidden, request)",
         "answer = call_head(self.head, self.hidden, request)",
         "sharded.py::test_training[fsdp1 of linear layers-the model's-before]"),
     _check("split_head_taken_for_whole", "A head that a tensor parallel plan splits is taken for any other.",
