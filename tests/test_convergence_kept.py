@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from convergence import case, kept
 from convergence.kept import keep_in
@@ -47,8 +46,6 @@ def test_what_decides_a_bit_is_in_the_name(tmp_path: Path, monkeypatch: pytest.M
         assert [found(torch="2.13"), found(torch="2.13"), found(torch="2.14"), found(torch="2.13")] == [0, 0, 1, 0]
         monkeypatch.setattr(kept, "_sources", lambda: "another proof")
         assert found(torch="2.13") == 2
-    before = torch.get_float32_matmul_precision()
-    assert "matmul" in case.isolate.settings() and before == case.isolate.settings()["matmul"]
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
