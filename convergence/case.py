@@ -18,11 +18,12 @@ from convergence.candidate import Candidate, PatchError, load_patch, train_candi
 from convergence.compare import Pair, Verdict, compare
 from convergence.data import IGNORE, Batch, Step
 from convergence.in_setup import Arms, train_in_setup
+from convergence.kept import kept
 from convergence.models import MODELS, Row, find
 from convergence.observed import LOSS
 from convergence.patches import BUILT_IN
 from convergence.pristine import Bystander, Fingerprint
-from convergence.records import Case, Record
+from convergence.records import Case, Record, environment
 from convergence.setups import SETUPS
 from convergence.train import train
 from convergence.trajectory import Run, Trajectory
@@ -82,8 +83,18 @@ def inputs(model: str, dtype: str, profile: str, seed: int) -> Inputs:
 
 @functools.lru_cache(maxsize=1)
 def references(model: str, dtype: str, profile: str, device: str, seed: int) -> References:
-    """Template, inputs, and (truth, baseline) of the initial weights and of every replica."""
+    """Template, inputs, and (truth, baseline) of the initial weights and of every replica: those that are kept, or else
+    trained now."""
     _forget_references()  # of the case before: at real size these are much of a GPU's memory
+    make = functools.partial(_trained, model, dtype, profile, device, seed)
+    if find(model).is_long:  # gigabytes, or of weights that may change
+        return make()
+    decides = {**environment(device), **isolate.settings(), "device": device}
+    result: References = kept((model, dtype, profile, device, str(seed)), decides, make)
+    return result
+
+
+def _trained(model: str, dtype: str, profile: str, device: str, seed: int) -> References:
     if device == "cuda":
         gc.collect()
     result = References(**vars(inputs(model, dtype, profile, seed)), pairs=[])
@@ -142,8 +153,6 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
     record = Record.of(case, replicas=tolerance.REPLICAS)
     row = find(case.model)
     record.truth = memory.describe(row.truth(case.dtype, case.device))
-    if row.is_long and case.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     upstream = _upstream(case)
     record.symbols = len(upstream)
     verdict = Verdict()
@@ -156,8 +165,6 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
             _blame(case, record, verdict, trajectory, timeout)
     record.failures = verdict.failures
     record.notes = verdict.notes
-    if row.is_long and case.device == "cuda":
-        record.notes.append(f"peak memory of the GPU: {torch.cuda.max_memory_allocated() / memory.GIB:.1f} GiB")
     record.statistics = verdict.statistics
     if not verdict.passed:
         record.verdict = "cannot run" if verdict.failures[0][2] == "cannot run" else "different"
@@ -238,10 +245,11 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
         return verdict, None
     if not verdict.failures:
         verdict = compare(arms.pairs, trajectory, DTYPES[case.dtype], foreign=candidate.report is None)
+    observed = dict(zip(("truth", "baseline", "candidate"), (*arms.pairs[0], trajectory), strict=True))
     record.losses = {
-        arm: {str(step): float(value) for step, value in observed.values[LOSS].items()}
-        for arm, observed in zip(("truth", "baseline", "candidate"), (*arms.pairs[0], trajectory), strict=True)
+        arm: {str(step): float(value) for step, value in shown.values[LOSS].items()} for arm, shown in observed.items()
     }
+    record.costs = {arm: shown.costs for arm, shown in observed.items()}
     if trajectory.curve is not None:
         curves = [arm.curve for _, arm in arms.pairs if arm.curve is not None]
         for arm, losses in long_run.curves(curves, trajectory.curve).items():

@@ -1,5 +1,5 @@
-"""Files that are there as a whole or not at all, JSON, and versions of packages. It imports the standard library only,
-so that every part of the project may use it."""
+"""Files that are there as a whole or not at all, JSON, and versions of packages. It imports the standard library only
+at its top, so that every part of the project may use it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,22 @@ def write(text: str, path: Path) -> None:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def make_once(file: Path, make: Callable[[Path], object], timeout: float = -1) -> None:
+    """``make(path)`` writes what becomes ``file``, unless that is there. While another process is at it wait, at most
+    ``timeout`` seconds. The folder is made where there is none.
+
+    Raises:
+        filelock.Timeout: when they are over.
+    """
+    from filelock import FileLock  # torch needs it, too
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_name(f"{file.name}.lock"), timeout=timeout):
+        if not file.exists():
+            make(part := file.with_name(f"{file.name}.part"))
+            part.rename(file)
 
 
 def write_json(data: Any, path: Path) -> None:

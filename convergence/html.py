@@ -183,18 +183,23 @@ def _trends(history: Sequence[Record]) -> list[Chart]:
         pairs = {"bound": [s.bound if s else math.nan for s in worst]}
         return pairs | {"candidate": [s.value if s else math.nan for s in worst]}
 
-    return [
+    def cost(name: str) -> dict[str, list[float]]:
+        return {arm: [history[i].costs.get(arm, {}).get(name, math.nan) for i in order] for arm in ARMS[1:]}
+
+    charts = [
         _chart(
             "Worst error ratio", "The error ratio nearest to its bound, of every record", judged("error ratio"), labels
         ),
         _chart("Worst gain", "The gain nearest to its bound, of every record", judged("gain"), labels),
-        _chart(
-            "Seconds",
-            "The seconds that the case took, of every record",
-            {"candidate": [history[i].seconds for i in order]},
-            labels,
-        ),
     ]
+    for title, about, name in (
+        ("Step, ms", "The milliseconds of a step on average, of baseline and candidate, of every record", "step, ms"),
+        ("Peak, GiB", "The peak of the GPU's memory, of baseline and candidate, of every record", "peak, GiB"),
+    ):
+        measured = cost(name)
+        if any(math.isfinite(value) for values in measured.values() for value in values):
+            charts.append(_chart(title, about, measured, labels))
+    return charts
 
 
 def _versions(record: Record, history: Sequence[Record]) -> str:

@@ -62,7 +62,7 @@ def call(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> 
     """
     with tempfile.TemporaryDirectory(prefix="convergence-") as name:
         folder = Path(name)
-        torch.save((_settings(), function, args), folder / "call")
+        torch.save((settings(), function, args), folder / "call")
         process = _context().Process(target=_serve, args=(name, timeout))  # type: ignore[attr-defined]
         with _no_main():
             process.start()
@@ -111,7 +111,7 @@ def _no_main() -> Iterator[None]:
 _starting = threading.Lock()  # ranks are started by a thread each
 
 
-def _settings() -> dict[str, Any]:
+def settings() -> dict[str, Any]:
     """What decides bits besides the environment, in this process."""
     return {
         "device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,

@@ -60,6 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="find the guilty kernel, module and pass of a failure by training parts of the patch again (default)",
     )
     group.addoption("--records", metavar="DIR", default=None, help="add one JSON record per case to DIR")
+    group.addoption(
+        "--references", metavar="DIR", default=None, help="keep truth, baseline and replicas in DIR for later runs"
+    )
     group.addoption("--report", metavar="FILE", default=None, help="write this run as one HTML page (needs jinja2)")
     group.addoption(
         "--compare-to", metavar="RECORDS", default=None, help="every observed bit must be that of an earlier run"
@@ -115,6 +118,8 @@ def pytest_configure(config: pytest.Config) -> None:
         for patch in _patches(config):
             _check_patch(patch, config.getoption("--patch-timeout"))
     config.stash[RUN], config.stash[RECORDS] = _worker_input(config) or _prepare_records(config)
+    if config.getoption("--references"):
+        _keep_references(config, Path(config.getoption("--references")).resolve())
     config.stash[_earlier] = {}
     if config.getoption("--compare-to"):
         config.stash[_earlier] = _records_to_compare_with(config)
@@ -254,6 +259,16 @@ def _prepare_records(config: pytest.Config) -> tuple[str, str]:
             folder = tempfile.mkdtemp(prefix="convergence-records-")
             config.add_cleanup(functools.partial(shutil.rmtree, folder))
     return uuid.uuid4().hex[:12], folder
+
+
+def _keep_references(config: pytest.Config, folder: Path) -> None:
+    from convergence.kept import keep_in
+
+    if folder.exists() and not folder.is_dir():
+        raise pytest.UsageError(f"--references {str(folder)!r} is a file; it takes a folder, made where there is none")
+    inside = contextlib.ExitStack()
+    inside.enter_context(keep_in(folder))
+    config.add_cleanup(inside.close)
 
 
 def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:

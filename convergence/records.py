@@ -23,9 +23,9 @@ from convergence.observed import STATISTICS, Statistic, worst
 from convergence.peers import PEERS
 
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.
-SCHEMA = 4
-# What a record of an earlier schema did not hold yet, because it was always the same.
-_ALWAYS: dict[int, dict[str, str]] = {3: {"truth": "float64"}}
+SCHEMA = 5
+# What a record of an earlier schema did not hold yet: it was always the same, or not measured.
+_ALWAYS: dict[int, dict[str, Any]] = {3: {"truth": "float64", "costs": {}}, 4: {"costs": {}}}
 BIT_FOR_BIT = "bit for bit"  # the statistic of a value that is not what it was in an earlier run
 VERDICTS = ("equal", "different", "cannot run", "absent")
 # What does not decide a single bit of a result; everything else in ``versions`` does.
@@ -89,6 +89,7 @@ class Record:
         fused: whether our loss was computed from hidden states, and no logits but those that were read: "yes" or "no".
         truth: the arithmetic of the truth: float64, or float32 with TF32 off where that does not fit.
         losses: of every arm (truth, baseline, candidate), the loss of every step.
+        costs: of every arm, the milliseconds of a step and on a GPU the peak of its memory; nothing is judged by them.
         digests: of baseline and candidate, what every observed tensor was, bit for bit.
         versions: the environment: packages, processor, threads.
         at: when the record was made, UTC.
@@ -115,6 +116,7 @@ class Record:
     fallbacks: dict[str, int] = field(default_factory=dict)
     truth: str = "float64"
     losses: dict[str, dict[str, float]] = field(default_factory=dict)
+    costs: dict[str, dict[str, float]] = field(default_factory=dict)
     digests: dict[str, list[Digests]] = field(default_factory=dict)
     replicas: int = 0
     symbols: int = 0
@@ -145,7 +147,7 @@ class Record:
     @property
     def environment(self) -> dict[str, str]:
         """What decides, besides the case and our own code, every bit of the result."""
-        return {name: version for name, version in self.versions.items() if name not in _DECIDES_NO_BIT}
+        return _deciding(self.versions)
 
     def worst(self, statistic: str) -> Statistic | None:
         """The judged number of this kind that is nearest to its bound; one that is not a number is beyond."""
@@ -162,6 +164,15 @@ class Record:
             "launches": sum(self.launches.values()),
             "seconds": self.seconds,
         }
+
+
+def _deciding(versions: dict[str, str]) -> dict[str, str]:
+    return {name: version for name, version in versions.items() if name not in _DECIDES_NO_BIT}
+
+
+def environment(device: str) -> dict[str, str]:
+    """What decides every bit of a result on ``device`` in this process, besides the case and our own code."""
+    return _deciding(versions(device))
 
 
 def versions(device: str = "cpu") -> dict[str, str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -59,13 +60,26 @@ def train(run: Run, model: Any = None) -> Trajectory:
     """
     result = Trajectory()
     mode = InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext()
-    with logged_warnings(result.warnings), mode:
+    with logged_warnings(result.warnings), mode, _costs(run, result):
         result.model = model = build(run) if model is None else model
         if run.patch is not None and run.construct is None:
             apply(run.patch, model)
         _train(run, model, result)
         result.to_cpu()
     return result
+
+
+@contextlib.contextmanager
+def _costs(run: Run, result: Trajectory) -> Iterator[None]:
+    on_gpu = run.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    yield
+    steps = len(result.values.get(LOSS, ()))
+    result.costs["step, ms"] = 1e3 * (time.perf_counter() - began) / max(1, steps)
+    if on_gpu:
+        result.costs["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
 
 
 def _train(run: Run, model: Any, result: Trajectory) -> None:

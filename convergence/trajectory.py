@@ -81,6 +81,7 @@ class Trajectory:
         complaints: what went wrong while it ran.
         notes: what the caller was not given.
         model: the trained model.
+        costs: "step, ms" on average, and on a GPU the "peak, GiB": for trends, nothing is judged by them.
     """
 
     values: dict[Quantity, dict[Moment, torch.Tensor]] = field(default_factory=dict)
@@ -92,6 +93,7 @@ class Trajectory:
     notes: list[Remark] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     model: Any = None
+    costs: dict[str, float] = field(default_factory=dict)
 
     def record(self, quantity: Quantity, at: Moment, value: torch.Tensor) -> None:
         kept = value.detach()

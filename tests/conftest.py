@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,6 +52,21 @@ def first_compilation() -> None:
     a worker may run a test that compiles between two of the proof."""
     if "convergence.case" in sys.modules:
         torch.compile(lambda x: x, backend="eager")(torch.ones(1))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_references(shared_folder: Path) -> Iterator[None]:
+    """Truth and baseline of a case are trained once in this run, by the xdist worker that needs them first."""
+    from convergence.kept import keep_in
+
+    folder = shared_folder / "references"
+    folder.mkdir(exist_ok=True)
+    (user := folder / f"used-by-{os.getpid()}").touch()
+    with keep_in(folder):
+        yield
+    user.unlink()
+    if not any(folder.glob("used-by-*")):  # the last one clears up: they are hundreds of megabytes each
+        shutil.rmtree(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 # As if it were not installed, in every process that reads this.
 ABSENT = """
@@ -46,11 +44,12 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("patch", "status"), [("patch", 0), ("wrong", 1)])
-def test_a_patch_of_others_is_judged(tmp_path: Path, patch: str, status: int) -> None:
-    done = run(tmp_path, "--patch", f"others:{patch}")
-    assert done.returncode == status, done.stdout + done.stderr
-    assert f"1 {'failed' if status else 'passed'}" in done.stdout
+def test_a_patch_of_others_is_judged(tmp_path: Path, shared_folder: Path) -> None:
+    options = ("--patch", "others:patch,others:wrong", "--references", str(shared_folder / "references"))
+    done = run(tmp_path, *options, "--no-blame")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "llama-tied/float32/patch: equal" in done.stdout
+    assert "llama-tied/float32/wrong: different" in done.stdout
 
 
 def test_without_a_patch_there_is_nothing_to_judge(tmp_path: Path) -> None:

@@ -253,26 +253,27 @@ def test_the_command_reports_merged_records(tmp_path, capsys):
 
 
 def drifting(day: int, transformers: str = "5.23.0", **fields) -> Record:
-    """A case whose error ratio and time grow day by day."""
+    """A case whose error ratio and costs grow day by day."""
     statistics = [
         Statistic("loss", STEPS[0], kind, value, bound)
         for kind, value, bound in (("error ratio", 1 + day / 10, 2.4), ("gain", day * 1e-8, 2.7e-7))
     ]
     versions = {"python": "3.11.7", "torch": "2.13.0", "transformers": transformers}
     at = f"2026-01-{day:02}T00:00:00+00:00"
-    return case("gemma", "float32", statistics=statistics, versions=versions, at=at, seconds=day, **fields)
+    costs = {arm: {"step, ms": 10.0 + day, "peak, GiB": 1.0} for arm in ("truth", "baseline", "candidate")}
+    return case("gemma", "float32", statistics=statistics, versions=versions, at=at, costs=costs, **fields)
 
 
 HISTORY = [drifting(day) for day in range(1, 7)] + [drifting(day, "5.24.0") for day in range(7, 11)]
 
 
 def test_a_trend_shows_drift_by_date_and_version():
-    """Three charts, the bound and the candidate in each version; the candidate's line goes up, time after time."""
+    """Four charts, two lines in each version; the candidate's line goes up, time after time."""
     without = html.page(HISTORY[-1:])
     assert "Trend over" not in without
     text = html.page(HISTORY[-1:], [*HISTORY, case("llama-tied", "float32")])
     assert "Trend over 10 records" in text
-    assert text.count("<polyline") - without.count("<polyline") == 2 * (2 + 2 + 1)
+    assert text.count("<polyline") - without.count("<polyline") == 2 * 4 * 2
     (ratios,) = re.findall(r"(?s)<figcaption>Worst error ratio</figcaption>(.*?)</figure>", text)
     points = re.findall(r'<polyline class="candidate" points="([^"]*)"', ratios)
     heights = [[float(point.split(",")[1]) for point in line.split()] for line in points]
@@ -280,7 +281,10 @@ def test_a_trend_shows_drift_by_date_and_version():
     assert all(line == sorted(line, reverse=True) and len({*line}) == len(line) for line in heights)
     for part in ("transformers 5.23.0: 2026-01-01 00:00 equal: bound 2.4, candidate 1.1", "transformers 5.24.0"):
         assert part in ratios
-    assert "<figcaption>Seconds" in text
+    assert "<figcaption>Step, ms" in text
+    assert "2026-01-10 00:00 equal: baseline 1, candidate 1" in text.partition("<figcaption>Peak, GiB")[2]
+    on_a_cpu = [Record(**{**vars(record), "costs": {"candidate": {"step, ms": 3.0}}}) for record in HISTORY]
+    assert [chart.title for chart in html._trends(on_a_cpu)] == ["Worst error ratio", "Worst gain", "Step, ms"]
 
 
 def test_versions_that_run_side_by_side_have_a_line_each():

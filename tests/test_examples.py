@@ -104,8 +104,9 @@ def test_fsdp2(folder: str, tmp_path: Path) -> None:
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_own_kernel_is_proven() -> None:
-    options = ("--models", "llama-tied", "--dtypes", "float32", "--profile", "plain", "--no-blame", "--device", "cpu")
+def test_own_kernel_is_proven(shared_folder: Path) -> None:
+    options = ["--models", "llama-tied", "--dtypes", "float32", "--profile", "plain", "--no-blame", "--device", "cpu"]
+    options += ["--references", str(shared_folder / "references")]
     command = [sys.executable, "-m", "pytest", "convergence", "--patch", "own_kernel:patch", "-q", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples")}
     done = subprocess.run(

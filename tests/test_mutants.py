@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import shutil
@@ -18,7 +17,6 @@ from tests.mutants import ABSENT, MUTANTS, restore
 from tests.mutants.__main__ import overview
 from tests.mutants.edit import Edit, StaleMutant
 from tests.mutants.mutant import Mutant
-from tests.once import make_once
 from tests.suite import ROOT, suite
 
 NUMBERS = {"error ratio", "largest error ratio", "gain", "gain against the others"}
@@ -54,32 +52,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def restored() -> Iterator[None]:
     yield
     restore()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def shared_references(shared_folder: Path) -> Iterator[None]:
-    """Truth and baseline are trained once in this run: by the xdist worker that needs them first."""
-    from convergence import case
-    from convergence.models import MODELS
-
-    (user := shared_folder / f"references-of-{os.getpid()}").touch()
-
-    @functools.lru_cache(maxsize=1)
-    def references(*key: object) -> case.References:
-        if key[0] not in MODELS:  # gigabytes, and on one worker
-            return train(*key)
-        file = shared_folder / f"references-{'-'.join(map(str, key))}.pt"
-        make_once(file, lambda path: torch.save(train(*key), path))
-        return torch.load(file, weights_only=False, mmap=True)
-
-    train = case.references.__wrapped__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(case, "references", references)
-        yield
-    user.unlink()
-    if not any(shared_folder.glob("references-of-*")):  # the last one clears up: they are hundreds of megabytes each
-        for file in shared_folder.glob("references-*"):
-            file.unlink()
 
 
 def prove(patch: str, model: str, dtype: str, records: Path, *others: str) -> int:

@@ -30,8 +30,8 @@ import pytest
 import torch
 from filelock import Timeout
 
+from convergence.files import make_once
 from liger_kernels.ops._device import SHARED_MEMORY
-from tests.once import make_once
 
 # name: (backend, architecture, warp size, shared memory that one program may have in bytes)
 TARGETS = {

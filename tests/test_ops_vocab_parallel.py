@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.once import make_once
+from convergence.files import make_once
 from tests.ranks import on_ranks
 from tests.vocab_parallel_ranks import WORLDS, checks
 

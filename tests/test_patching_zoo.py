@@ -20,11 +20,11 @@ import torch
 import transformers
 
 import liger_kernels
+from convergence.files import make_once
 from convergence.float64 import InFloat64
 from convergence.tolerance import FLOOR_ROUNDOFFS, REPLICAS, rms, three_way, unit_roundoff
 from liger_kernels.ops import launches
 from tests import zoo
-from tests.once import make_once
 from tests.patching_checks import DEVICE, unlisted
 
 # How many classes train on the fused loss, by version of transformers; `pytest -rP -k test_count` prints it. A version

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from convergence import case, peers
+from convergence import case, kept, peers
 from convergence.__main__ import main
 from convergence.candidate import load_patch
 from convergence.models import MODELS
@@ -41,6 +41,7 @@ def head_of_another_label(model):
 def test_patches_of_one_run_share_truth_and_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms: list[str] = []
     monkeypatch.setattr(case.progress, "begin", arms.append)
+    monkeypatch.setattr(kept, "_folder", None)
     case.references.cache_clear()
     patches = "tests.test_peers:plain_head,tests.test_peers:head_of_another_label"
     options = ("--models", "gemma2", "--dtypes", "float32", "--profile", "plain", "--device", "cpu", "--no-blame")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.once import make_once
+from convergence.files import make_once
 from tests.ranks import RANKS, on_ranks
 from tests.sharded_ranks import LOSSES, ORDERS, SETUPS, STEPS, UNFUSED
 

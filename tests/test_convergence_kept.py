@@ -1,0 +1,53 @@
+"""Truth, baseline and replicas of an earlier run: found again by what decides them, and by nothing of a patch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from convergence import case, kept
+from convergence.kept import keep_in
+from tests.suite import suite
+
+CASE = ("--models", "llama-tied", "--dtypes", "float32", "--profile", "plain", "--no-blame", "--device", "cpu")
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The arms that are trained."""
+    arms: list[str] = []
+    monkeypatch.setattr(case.progress, "begin", arms.append)
+    case.references.cache_clear()
+    return arms
+
+
+def test_a_second_run_trains_the_candidate_only(tmp_path: Path, trained: list[str]) -> None:
+    options = (*CASE, "--references", str(tmp_path))
+    assert suite(*options, "--patch", "convergence.patches:fused_cross_entropy") == 0
+    first, trained[:] = [*trained], []
+    assert len(first) == 2 * 6 + 1
+    case.references.cache_clear()
+    assert suite(*options, "--patch", "tests.convergence_faults:one_gradient_scaled") == 1
+    assert trained == ["candidate"]
+
+
+def test_what_decides_a_bit_is_in_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def make() -> int:
+        made.append(len(made))
+        return made[-1]
+
+    def found(**decides: str) -> int:
+        return kept.kept(("llama", "float32"), decides, make)
+
+    with keep_in(tmp_path):
+        assert [found(torch="2.13"), found(torch="2.13"), found(torch="2.14"), found(torch="2.13")] == [0, 0, 1, 0]
+        monkeypatch.setattr(kept, "_sources", lambda: "another proof")
+        assert found(torch="2.13") == 2
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert suite(*CASE, "--references", str(tmp_path / "file")) == 4
