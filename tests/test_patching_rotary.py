@@ -48,7 +48,7 @@ def half_casting_back(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def with_sections(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-    """As transformers 4.46 to 4.57 have it in Qwen2-VL."""
+    """As transformers 4.57 has it in Qwen2-VL."""
     sections = mrope_section * 2
     cos, sin = (
         torch.cat([m[i % 3] for i, m in enumerate(x.split(sections, dim=-1))], dim=-1).unsqueeze(unsqueeze_dim)
@@ -58,7 +58,7 @@ def with_sections(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
 
 
 def side_by_side(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-    """As transformers 4.53 to 5.17 have it in DeepSeek-V3: an angle for each element."""
+    """As transformers 4.57 has it in DeepSeek-V3: an angle for each element."""
     q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
     return half(q, k, cos, sin, unsqueeze_dim)
 
@@ -347,7 +347,7 @@ def test_every_call_of_a_rotary_function_gives_upstreams_result(call):
 
 
 def at_positions(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-    """As transformers had it before 4.48: a table of every position there is."""
+    """With a table of every position there is, as old versions of transformers had it."""
     cos, sin = (x if position_ids is None else x[0][position_ids] for x in (cos, sin))
     return half(q, k, cos, sin, unsqueeze_dim)
 
