@@ -141,7 +141,7 @@ def arguments(function, rotation, layout, dtype, angle_dtype, rotary_dim):
     return leaves, call
 
 
-@pytest.mark.parametrize("function", [*UPSTREAM, *OF_OTHER_VERSIONS], ids=str)
+@pytest.mark.parametrize("function", [*UPSTREAM, *OF_OTHER_VERSIONS], ids=lambda f: getattr(f, "__name__", str(f)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_recognised_layout_runs_the_kernel_and_computes_what_upstream_does(function, dtype):
     """Cos and sin are independent here, as they never are in a model: no relation between angles is relied upon."""
