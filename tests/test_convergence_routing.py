@@ -1,4 +1,4 @@
-"""Which experts a token of a mini model goes to does not hang on rounding: else a choice, no kernel, would be judged."""
+"""Which experts a token of a mini model goes to does not hang on rounding: a choice, no kernel, would be judged."""
 
 from __future__ import annotations
 
