@@ -212,7 +212,7 @@ _ROWS = (
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         ("rms_norm", "rope", "experts"),
-        {**_NORMED_HEADS, **_EXPERTS, "num_experts": 7, "moe_intermediate_size": 70, "norm_topk_prob": True},
+        {**_NORMED_HEADS, **_EXPERTS, "num_experts": 5, "moe_intermediate_size": 70, "norm_topk_prob": True},
     ),
     MiniModel(
         "qwen3_next",
