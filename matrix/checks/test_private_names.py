@@ -243,7 +243,7 @@ NAMES = (
         "transformers",
     ),
     Private(
-        ("_apply_gate", "_experts_implementation"),
+        ("_apply_gate", "_experts_implementation", "_is_expert_parallel"),
         None,
         "the experts of a mixture run without kernels",
         experts_have_a_gate,
@@ -255,6 +255,7 @@ NAMES = (
     Private(("_sleep",), "torch.cuda:_sleep", "raises in a benchmark", None, "cuda"),
     Private(("_make_wrapper_subclass",), "torch:Tensor._make_wrapper_subclass", "raises in the first fused loss"),
     Private(("torch.utils._pytree",), "torch.utils._pytree:tree_map", "raises at import"),
+    Private(("_NormBase",), "torch.nn.modules.batchnorm:_NormBase", "raises while norms are recognised"),
     Private(("_ConvNd",), "torch.nn.modules.conv:_ConvNd", "raises while modules are recognised"),
     Private(("_engine_run_backward",), "torch.autograd.graph:_engine_run_backward", "raises in the proof's truth"),
     # Of Triton's interpreter, in the proof. That what is replaced is still what runs, tests/test_ops_runtime.py shows:
@@ -278,6 +279,8 @@ OTHERS = {
         "_optin",
         "_ref",
         "_linear_ref",
+        "_repeat",
+        "_MAPPING_NAMES",
         "_LangPatchScope",
     ),
 }
