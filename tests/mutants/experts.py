@@ -16,8 +16,10 @@ _AROUND = "test_patching_experts.py::test_whatever_is_set_around_it_the_model_is
 _OTHERS = "test_patching_experts.py::test_other_gates_are_left"
 
 
-def _check(name: str, does: str, module: str, old: str, new: str, check: str, within: str = "") -> Mutant:
-    return Mutant(name, does, (Edit(module, old, new, within),), check=f"tests/{check}", dies="test")
+def _check(
+    name: str, does: str, module: str, old: str, new: str, check: str, within: str = "", source: str = ""
+) -> Mutant:
+    return Mutant(name, does, (Edit(module, old, new, within),), check=f"tests/{check}", dies="test", source=source)
 
 
 def _trained(name: str, does: str, phase: str, old: str, new: str, within: str = "") -> Mutant:
@@ -90,6 +92,11 @@ MUTANTS = (
         _OP, "tl.minimum(group, n_groups - 1)", "tl.minimum(group, 0)", _SUM),
     _check("down_bias_without_the_weight", "The gradient of down's bias forgets the router's weight.",
         _EXPERTS, "_bias_gradient(rows, scale, ends)", "_bias_gradient(rows, None, ends)", _SUM),
+    _check("expert_sum_of_full_tiles_only", "Tokens behind the last full tile are not summed.",
+        _EXPERTS, 'cdiv(n_tokens, shape["ROWS"])', 'n_tokens // shape["ROWS"]', _SUM, source="G5"),
+    _check("expert_offset_of_32_bits", "The number of a row is multiplied by the length of a row in 32 bits.",
+        _EXPERTS, "tl.program_id(0).to(tl.int64)", "tl.program_id(0)",
+        "test_ops_compile.py::test_offsets_are_64_bits_wide[experts]", "_experts_gather_kernel", "G6"),
     _check("choice_of_no_expert_counts", "A row of no expert, which nobody wrote, is summed.",
         _EXPERTS, "(token < n_tokens) & (place < end)", "token < n_tokens", _NO_EXPERT),
     _check("choice_of_no_expert_has_a_gradient", "The weight of a choice of no expert has whatever gradient there was.",

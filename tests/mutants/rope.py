@@ -14,8 +14,9 @@ def _rope(name: str, does: str, phase: str, *edits: tuple[str, ...], **other: An
     return Mutant(name, does, tuple(Edit(_FILE, *edit) for edit in edits), kernel="rope", phase=phase, **other)
 
 
-def _check(name: str, does: str, file: str, old: str, new: str, check: str) -> Mutant:
-    return Mutant(name, does, (Edit(f"liger_kernels.{file}", old, new),), check=f"tests/test_{check}", dies="test")
+def _check(name: str, does: str, file: str, old: str, new: str, check: str, source: str = "") -> Mutant:
+    edit = Edit(f"liger_kernels.{file}", old, new)
+    return Mutant(name, does, (edit,), check=f"tests/test_{check}", dies="test", source=source)
 
 
 _LAYOUTS = "patching_rotary.py::test_every_recognised_layout_runs_the_kernel_and_computes_what_upstream_does"
@@ -95,7 +96,11 @@ MUTANTS = (
 
         f"{_LAYOUTS}[torch.bfloat16-('qwen2_vl', 'apply_rotary_pos_emb_vision')]"),
     _check("rope_of_any_layout", "Where the heads are is taken from the first layout of as many dimensions.",
-        "patching.rotary", "heads in (None, probed_heads)", "True", f"{_CALLS}[as many heads as tokens]"),
+        "patching.rotary", "heads in (None, probed_heads)", "True", f"{_CALLS}[as many heads as tokens]",
+        "R3"),
+    _check("rope_sections_ignored", "Of three kinds of positions the first is used for every section.",
+        "patching.rotary", "mixed(cos, sections), mixed(sin, sections)", "cos[0], sin[0]",
+        f"{_LAYOUTS}[torch.float32-with_sections]", "R2"),
     _check("rope_of_any_sizes", "Calls whose sizes our op does not take are not left to upstream.",
         "patching.rotary", "heads is None or not fits(tensors, cos, sin, heads, columns, partial)", "heads is None",
         f"{_CALLS}[one angle for every token]"),
