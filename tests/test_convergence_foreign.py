@@ -39,7 +39,8 @@ def wrong(model):
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "sitecustomize.py").write_text(ABSENT, encoding="utf-8")
     (folder / "others.py").write_text(PATCHES, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "convergence", "--models", "llama-tied", "--dtypes", "float32", "-q"]
+    case = ("--models", "llama-tied", "--dtypes", "float32", "--profile", "plain", "--device", "cpu")
+    command = [sys.executable, "-m", "pytest", "convergence", "-q", "-p", "no:cacheprovider", *case]
     environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     return subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
