@@ -9,6 +9,8 @@ recomputes the activation from x, which is all that is saved, and writes one gra
 
     dL/dup = dL/dy * act(gate)        dL/dgate = dL/dy * (up + offset) * act'(gate)        0 beyond the limit
 
+On the limit itself a gradient is what torch's clamp has there: that of the number until torch 2.14, 0 from 2.15.
+
 For rows of several experts there is more: each row's expert may add a bias of its own to gate and up, and a row may be
 multiplied by a number (the router's score), in float32, before it is rounded. The number's gradient is the sum over the
 row of dL/dy times the product.
@@ -16,6 +18,7 @@ row of dL/dy times the product.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -122,11 +125,12 @@ def _store_pair(
 
 @triton.jit
 def _factors(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-             OFFSET: tl.constexpr):
-    """The two factors of the product, the first rounded to ``dtype``, and their derivatives by gate and by up."""
+             EDGE: tl.constexpr, OFFSET: tl.constexpr):
+    """The two factors of the product, the first rounded to ``dtype``, and their derivatives by gate and by up, which
+    are 0 beyond ``EDGE``."""
     if LIMIT is not None:
-        by_up = tl.where(tl.abs(up) > LIMIT, 0.0, 1.0)
-        inside = gate > LIMIT
+        by_up = tl.where(tl.abs(up) > EDGE, 0.0, 1.0)
+        inside = gate > EDGE
         gate = tl.where(inside, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     else:
@@ -162,7 +166,7 @@ def _packed_glu_fwd_kernel(
     x_ptr, x_stride, bias_ptr, group_ptr, n_groups,    # [rows, 2 columns], [groups, 2 columns] or None, [rows] or None
     y_ptr,                                             # [rows, columns]
     n_rows, n_cols,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, EDGE: tl.constexpr, OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr, GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -173,7 +177,7 @@ def _packed_glu_fwd_kernel(
         gate, up = _load_biased(
             x_ptr, x_stride, bias_ptr, group_ptr, n_groups, row, col, n_rows, n_cols, mask, INTERLEAVED, GATE_FIRST
         )
-        act, up, _, _ = _factors(gate, up, dtype, ACTIVATION, ALPHA, LIMIT, OFFSET)
+        act, up, _, _ = _factors(gate, up, dtype, ACTIVATION, ALPHA, LIMIT, EDGE, OFFSET)
         tl.store(y_ptr + row * n_cols + col, (act * up).to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -183,7 +187,7 @@ def _packed_glu_bwd_kernel(
     bias_ptr, group_ptr, n_groups,         # as in the forward
     scale_ptr, dx_ptr, dscale_ptr,         # [rows] or None; [rows, 2 columns], [rows] float32, None: not computed
     n_rows, n_cols,
-    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, EDGE: tl.constexpr, OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr, GATE_FIRST: tl.constexpr, PRODUCT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -198,7 +202,7 @@ def _packed_glu_bwd_kernel(
         gate, up = _load_biased(
             x_ptr, x_stride, bias_ptr, group_ptr, n_groups, row, col, n_rows, n_cols, mask, INTERLEAVED, GATE_FIRST
         )
-        act, up, by_gate, by_up = _factors(gate, up, dtype, ACTIVATION, ALPHA, LIMIT, OFFSET)
+        act, up, by_gate, by_up = _factors(gate, up, dtype, ACTIVATION, ALPHA, LIMIT, EDGE, OFFSET)
         y = act * up
         if dscale_ptr is not None:
             dscale += dy * y
@@ -224,11 +228,21 @@ def _launch_shape(n_rows: int, n_cols: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": 4}
 
 
+@functools.cache
+def _edge(limit: float) -> float:
+    """The largest number whose gradient passes torch's clamp, in float32."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.full((), limit, dtype=torch.float32, device="cpu", requires_grad=True)
+        passes = bool(torch.autograd.grad(x.clamp(max=limit), x)[0])
+    return float(x.detach() if passes else torch.nextafter(x.detach(), torch.zeros(())))
+
+
 def _constants(gate: Gate) -> dict[str, Any]:
     return {
         "ACTIVATION": gate.activation,
         "ALPHA": gate.alpha,
         "LIMIT": gate.limit,
+        "EDGE": None if gate.limit is None else _edge(gate.limit),
         "OFFSET": gate.offset,
         "INTERLEAVED": gate.interleaved,
         "GATE_FIRST": gate.gate_first,

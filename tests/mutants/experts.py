@@ -9,7 +9,7 @@ _OP = "liger_kernels.ops.packed_glu"
 _EXPERTS = "liger_kernels.ops.experts"
 _RECOGNISER = "liger_kernels.patching.experts"
 _REFERENCE = "test_ops_packed_glu.py::test_matches_reference"
-_LIMIT = "test_ops_packed_glu.py::test_a_number_on_the_limit_is_inside"
+_LIMIT = "test_ops_packed_glu.py::test_a_number_on_the_limit_is_as_torch_has_it"
 _SUM = "test_ops_experts.py::test_matches_reference"
 _NO_EXPERT = "test_ops_experts.py::test_a_choice_that_is_no_expert_counts_as_nothing"
 _AROUND = "test_patching_experts.py::test_whatever_is_set_around_it_the_model_is_the_same"
@@ -39,9 +39,9 @@ MUTANTS = (
     _check("packed_gradient_beyond_the_limit", "What lies beyond the limit has the gradient of what lies on it.",
         _OP, "tl.where(inside, 0.0, by_gate)", "by_gate", _REFERENCE),
     _check("packed_up_gradient_beyond_the_limit", "Up has a gradient where it is clamped.",
-        _OP, "tl.where(tl.abs(up) > LIMIT, 0.0, 1.0)", "tl.where(tl.abs(up) > LIMIT, 1.0, 1.0)", _REFERENCE),
+        _OP, "tl.where(tl.abs(up) > EDGE, 0.0, 1.0)", "tl.where(tl.abs(up) > EDGE, 1.0, 1.0)", _REFERENCE),
     _check("packed_gradient_ends_on_the_limit", "A number on the limit has no gradient.",
-        _OP, "inside = gate > LIMIT", "inside = gate >= LIMIT", _LIMIT),
+        _OP, "inside = gate > EDGE", "inside = gate >= EDGE", _LIMIT),
     _check("packed_slope_without_the_factor", "The factor of the sigmoid is left out of the activation.",
         _OP, "act = act / ALPHA", "act = act", _REFERENCE),
     _check("packed_up_without_its_offset", "Up is multiplied as it comes.",
