@@ -66,8 +66,7 @@ def page(record: dict[str, Any]) -> str:
         *_section("Not built", ("class", "why"), absent),
         "",
         f"Slowest to patch: {', '.join(slowest)}.",
-        "",
-        f"Built smaller, because the default configuration builds no model: {', '.join(toys) or 'none'}.",
+        *_section("Built smaller, because the default configuration builds no model", ("class",), [(t,) for t in toys]),
     ]
     return "\n".join(lines) + "\n"
 

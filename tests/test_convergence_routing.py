@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 from convergence.models import MODELS
 from liger_kernels.patching.experts import is_packed_experts
@@ -28,7 +29,7 @@ def routed(model, ids):
 @pytest.mark.parametrize("name", MIXTURES)
 def test_rounding_chooses_no_expert(name):
     if not MODELS[name].is_available():
-        pytest.skip(f"this transformers has no {MODELS[name].architecture}")
+        pytest.skip(f"transformers {transformers.__version__} has no {MODELS[name].architecture}")
     model = MODELS[name].build(0)
     steps, evaluation = MODELS[name].data("hard", 0, torch.float32)
     batches = [batch.input_ids for step in steps for batch in step.batches] + [evaluation.input_ids]

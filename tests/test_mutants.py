@@ -43,7 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         seen[group] = seen.get(group, 0) + 1
         marks = [pytest.mark.xdist_group(f"{group}/{seen[group] // size}")]
         if mutant.profile == "scale" and mutant.on_cpu is None and not torch.cuda.is_available():
-            marks.append(pytest.mark.skip(reason="only a GPU shows it"))
+            marks.append(pytest.mark.skip(reason="no CUDA device: the fault shows at real widths only"))
         parameters.append(pytest.param(mutant, dtype, id=f"{mutant.name}-{dtype}", marks=marks))
     metafunc.parametrize(("mutant", "dtype"), parameters)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import liger_kernels
 from convergence.float64 import InFloat64
@@ -99,7 +100,7 @@ def of_upstream(module, name):
     try:
         return getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
     except (ImportError, AttributeError):
-        pytest.skip(f"this version of transformers has no {name} in {module}")
+        pytest.skip(f"transformers {transformers.__version__} has no {name} in {module}")
 
 
 def expected(name, facts):
