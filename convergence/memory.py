@@ -33,6 +33,11 @@ class Plan:
     free_host: int
 
     @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.device + self.host
+
+    @property
     def fits(self) -> bool:
         return self.device <= self.free_device and self.host <= self.free_host
 

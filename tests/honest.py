@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,9 @@ import torch
 from convergence import ours
 from convergence.case import DTYPES, References, references
 from convergence.compare import Verdict, compare
-from convergence.models import MODELS
-from convergence.patches import fused_cross_entropy, fused_linear
+from convergence.models import MODELS, find
+from convergence.patches import fused_cross_entropy, fused_linear, fused_linear_small
+from convergence.scale import PROFILE, Shape
 from convergence.tolerance import REPLICAS
 from convergence.train import train
 
@@ -66,30 +68,48 @@ def eager_attention(patch: Callable[[Any], Any], model: Any) -> None:
     patch(model)
 
 
+def as_given(model: Any, tokens: int) -> contextlib.AbstractContextManager[None]:
+    """In place of ``ours.head_in_chunks``: the head takes its rows as it would, or as somebody around it says."""
+    return contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def chunks(count: int) -> Iterator[None]:
     """The fused head takes its rows in ``count`` chunks, or in one."""
-    from tests.linear_cross_entropy_checks import chunks_of
+    from liger_kernels.ops._tiling import tiled
 
-    @contextlib.contextmanager
-    def in_chunks(model: Any, tokens: int) -> Iterator[None]:
-        with chunks_of(-(-tokens // count)):
-            yield
+    def in_chunks(choose: Callable[..., Any], tokens: int, *others: Any) -> tuple[str, int]:
+        return "fast" if count == 1 else "balanced", max(1, -(-tokens // count))
 
-    with mock.patch.object(ours, "head_in_chunks", in_chunks):
+    with mock.patch.object(ours, "head_in_chunks", as_given), tiled(schedule=in_chunks):
+        yield
+
+
+@contextlib.contextmanager
+def slabs(count: int) -> Iterator[None]:
+    """The schedule that slices the vocabulary takes ``count`` slabs for each that it would take."""
+    from liger_kernels.ops._tiling import tiled
+
+    def narrow(choose: Callable[..., Any], tokens: int, hidden_size: int) -> Any:
+        sizes = choose(tokens, hidden_size)
+        narrower = {name: max(1, getattr(sizes, name) // count) for name in ("forward", "backward", "step")}
+        return sizes._replace(**narrower)
+
+    with mock.patch.object(ours, "head_in_chunks", as_given), tiled(slabs=narrow):
         yield
 
 
 @contextlib.contextmanager
 def small_tiles() -> Iterator[None]:
-    """Every kernel with half as many rows in a program, in blocks of 128 columns where it goes through a row in
-    blocks."""
+    """Every kernel with half as many rows in a program, and half as many lanes, in blocks of 128 columns where it goes
+    through a row in blocks."""
     from liger_kernels.ops._tiling import tiled
 
     def halved(rows: str = "ROWS", **changes: int) -> Callable[..., dict[str, int]]:
         def shape(choose: Callable[..., dict[str, int]], *args: Any, **kwargs: Any) -> dict[str, int]:
             chosen = choose(*args, **kwargs)
-            return {**chosen, rows: max(1, chosen[rows] // 2), **changes, "num_warps": 2}
+            warps = max(1, chosen["num_warps"] // 2)
+            return {**chosen, rows: max(1, chosen[rows] // 2), **changes, "num_warps": warps}
 
         return shape
 
@@ -97,12 +117,22 @@ def small_tiles() -> Iterator[None]:
         blocks = -(-n_cols // 128)
         return (-(-n_rows // 64) * blocks,), blocks, {"ROWS": 64, "BLOCK": 128, "num_warps": 2}
 
-    with tiled(norm=halved(), rope=halved("TOKENS"), cross_entropy=halved(BLOCK=128), glu=columns_in_blocks):
+    with tiled(
+        norm=halved(),
+        rope=halved("TOKENS"),
+        cross_entropy=halved(BLOCK=128),
+        glu=columns_in_blocks,
+        experts=halved(BLOCK=128),
+        mean=halved("BLOCK"),
+    ):
         yield
 
 
-def candidates(model: str) -> list[Honest]:
-    """Every honest candidate of ``model``."""
+def candidates(model: str, dtype: str = "float32") -> list[Honest]:
+    """Every honest candidate of ``model`` in ``dtype``."""
+    row = find(model)
+    if isinstance(row, Shape):
+        return _at_scale(row, dtype)
     rows = []
     for patch in (fused_linear, fused_cross_entropy):
         rows += [Honest(f"{patch.__name__}, replica {r}", patch, r) for r in range(REPLICAS + 1)]
@@ -118,10 +148,46 @@ def candidates(model: str) -> list[Honest]:
     return rows
 
 
-@functools.lru_cache(maxsize=1)
-def _references(model: str, dtype: str, device: str, seed: int, tf32: bool) -> References:
+def _at_scale(shape: Shape, dtype: str) -> list[Honest]:
+    """One step is observed there, so the rounding of each start is one draw of the noise: what differs starts from
+    different weights. References cost ten times what a candidate costs, so there are many of one seed."""
+    rows = [Honest(f"fused_linear, replica {r}", fused_linear, r) for r in range(REPLICAS + 1)]
+    rows += [Honest(f"fused_cross_entropy, replica {r}", fused_cross_entropy, r) for r in (0, 2, 4)]
+    rows += [
+        Honest(f"fused_linear, {n} chunks, replica {r}", fused_linear, r, functools.partial(chunks, n))
+        for r, n in enumerate((3, 5, 11))  # at no shape what it would take by itself
+    ]
+    rows += [
+        Honest("fused_linear, small tiles, replica 3", fused_linear, 3, small_tiles),
+        Honest("fused_cross_entropy, small tiles, replica 5", fused_cross_entropy, 5, small_tiles),
+    ]
+    if dtype != "float16":  # where the patch would take another schedule
+        rows += [Honest(f"fused_linear_small, replica {r}", fused_linear_small, r) for r in (0, 1)]
+        narrow = functools.partial(slabs, 2)
+        rows.append(Honest("fused_linear_small, narrow slabs, replica 4", fused_linear_small, 4, narrow))
+    if shape.rows > 1:
+        rows += [
+            Honest(f"{patch.__name__}, rows reversed, replica {r}", functools.partial(permuted, patch), r)
+            for r, patch in enumerate((unpatched, fused_linear, fused_cross_entropy), start=3)
+        ]
+    return rows
+
+
+_kept: dict[tuple[Any, ...], References] = {}
+
+
+def _references(*key: Any) -> References:
+    """Those of the model, dtype, device, seed and use of TF32 that were asked for last."""
+    if key not in _kept:
+        _kept.clear()  # before others are trained: at real size these are much of a GPU's memory
+        _kept[key] = _trained(*key)
+    return _kept[key]
+
+
+def _trained(model: str, dtype: str, device: str, seed: int, tf32: bool) -> References:
+    profile = PROFILE if isinstance(find(model), Shape) else "hard"
     with tensor_float_32(tf32):
-        return references.__wrapped__(model, dtype, "hard", device, seed)
+        return references.__wrapped__(model, dtype, profile, device, seed)
 
 
 @contextlib.contextmanager
@@ -135,13 +201,32 @@ def tensor_float_32(enabled: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
+@contextlib.contextmanager
+def as_users_run(model: str) -> Iterator[None]:
+    """At real size, without the deterministic operations of PyTorch that the tests ask for."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before and not find(model).is_long, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=True)
+
+
 def judge(honest: Honest, model: str, dtype: str, device: str, seed: int, tf32: bool = False) -> Verdict:
-    """The verdict on one honest candidate. One that starts at a replica's weights has that replica's truth."""
-    reference = _references(model, dtype, device, seed, tf32)
-    pairs = list(reference.pairs)
-    own = pairs.pop(honest.replica)
-    nudge = honest.replica - 1 if honest.replica else None
-    with honest.around(), tensor_float_32(tf32):
-        candidate = train(reference.run(DTYPES[dtype], torch.device(device), patch=honest.patch, nudge=nudge))
-    candidate.model = None
-    return compare([own, *pairs], candidate, DTYPES[dtype])
+    """The verdict on one honest candidate; it fails one that raises. One that starts at a replica's weights has that
+    replica's truth."""
+    with as_users_run(model):
+        reference = _references(model, dtype, device, seed, tf32)
+        pairs = list(reference.pairs)
+        own = pairs.pop(honest.replica)
+        nudge = honest.replica - 1 if honest.replica else None
+        verdict, candidate = Verdict(), None
+        try:
+            with honest.around(), tensor_float_32(tf32):
+                candidate = train(reference.run(DTYPES[dtype], torch.device(device), patch=honest.patch, nudge=nudge))
+            candidate.model = None
+        except Exception as error:  # the frames hold the model: nobody may hold them
+            verdict.fail("candidate", "", "raised", f"{type(error).__name__}: {error}")
+        if find(model).is_long:  # a patched model is a cycle, and the next arm may need all the memory there is
+            gc.collect()
+        return verdict if candidate is None else compare([own, *pairs], candidate, DTYPES[dtype])

@@ -1,20 +1,25 @@
 """No false alarms: every honest candidate passes, whatever its seed, last bits, order of sums or tiles.
 
 ``pytest tests`` runs a sample. ``pytest tests/test_honest.py --honest-seeds 1,2,3 --models all --honest-results FILE``
-runs all of them for every model and dtype, which takes a GPU, and appends one line of JSON for each.
+runs all of them for every model and dtype, which takes a GPU, and appends one line of JSON for each. With ``--profile
+scale`` models are shapes of real width, small ones first: whoever stops it keeps what has run, and ``--models`` and
+``--dtypes`` choose a part. Several runs may append to one file.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from convergence.models import MODELS, select
+from convergence import bitwise, case, scale
+from convergence.models import find, select
 from convergence.records import versions
+from convergence.train import train
 from tests.honest import candidates, judge
 
 SAMPLE = (
@@ -23,24 +28,49 @@ SAMPLE = (
     "fused_linear, 2 chunks",
     "fused_linear, replica 3",
 )
+SMALL_SHAPE = "llama3-8b-odd?divided=64"
+SAMPLE_OF_SCALE = (
+    "fused_linear, replica 1",
+    "fused_linear, 11 chunks, replica 2",
+    "fused_linear, small tiles, replica 3",
+    "fused_linear_small, narrow slabs, replica 4",
+    "fused_cross_entropy, rows reversed, replica 5",
+)
 GPU = torch.cuda.is_available()
 
 
+def selected(config: pytest.Config) -> list[tuple[str, str]]:
+    """The models and dtypes that the options name."""
+    asked = config.getoption("--dtypes")
+    dtypes = asked.split(",") if asked else ["float32", "bfloat16", *(["tf32"] if GPU else [])]
+    names = config.getoption("--models")
+    if config.getoption("--profile") != scale.PROFILE:
+        return [(model.name, dtype) for dtype in dtypes for model in select(names)]
+    device = config.getoption("--device")
+    rows = [(row, dtype) for row in scale.select(names) for dtype in (dtypes if asked else row.dtypes)]
+    rows.sort(key=lambda pair: pair[0].plan(pair[1], device).size)
+    return [(row.name, dtype) for row, dtype in rows]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "honest" not in metafunc.fixturenames:
+        return
     option = metafunc.config.getoption("--honest-seeds")
     if option:
-        models = [model.name for model in select(metafunc.config.getoption("--models"))]
-        dtypes = ["float32", "bfloat16", *(["tf32"] if GPU else [])]
         rows = [
             (model, dtype, int(seed), honest)
             for seed in option.split(",")
-            for dtype in dtypes
-            for model in models
-            for honest in candidates(model)
+            for model, dtype in selected(metafunc.config)
+            for honest in candidates(model, dtype)
         ]
     else:
-        chosen = {honest.name: honest for honest in candidates("llama-tied")}
-        rows = [("llama-tied", "float32", 1, chosen[name]) for name in SAMPLE]
+        samples = {"llama-tied": SAMPLE, SMALL_SHAPE: SAMPLE_OF_SCALE}
+        rows = [
+            (model, "float32", 1, honest)
+            for model, names in samples.items()
+            for honest in candidates(model)
+            if honest.name in names
+        ]
     metafunc.parametrize(
         ("model", "dtype", "seed", "honest"),
         [
@@ -55,10 +85,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_an_honest_candidate_passes(model, dtype, seed, honest, request):
-    if not MODELS[model].is_available():
-        pytest.skip(f"this transformers has no {MODELS[model].architecture}")
     device = request.config.getoption("--device")
-    verdict = judge(honest, model, "float32" if dtype == "tf32" else dtype, device, seed, tf32=dtype == "tf32")
+    began, judged = time.perf_counter(), "float32" if dtype == "tf32" else dtype
+    if missing := find(model).absent(judged, device):
+        pytest.skip(missing)
+    verdict = judge(honest, model, judged, device, seed, tf32=dtype == "tf32")
     results = request.config.getoption("--honest-results")
     if results:
         shares: dict[str, list[float]] = {}
@@ -76,6 +107,7 @@ def test_an_honest_candidate_passes(model, dtype, seed, honest, request):
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "versions": versions(device),
             "at": datetime.datetime.now(datetime.timezone.utc).isoformat(),
+            "seconds": round(time.perf_counter() - began, 2),
             "failures": verdict.failures,
             "near": near,
             "shares of the bound": shares,
@@ -83,3 +115,23 @@ def test_an_honest_candidate_passes(model, dtype, seed, honest, request):
         with Path(results).open("a", encoding="utf-8") as file:  # one write: several workers append to the same file
             file.write(json.dumps(row) + "\n")
     assert verdict.passed, verdict.failures
+
+
+def test_at_scale_there_are_more_than_200():
+    shapes = [(name, dtype) for name, row in scale.SHAPES.items() for dtype in row.dtypes]
+    names = [(*shape, honest.name) for shape in shapes for honest in candidates(*shape)]
+    assert len(set(names)) == len(names) > 200
+
+
+def test_at_scale_every_candidate_rounds_in_a_way_of_its_own():
+    """Whoever starts from one replica's weights and has the bits of another candidate is no second draw."""
+    # So few classes are one slab, in which the schedule of slabs is the fast one.
+    rows = [honest for honest in candidates(SMALL_SHAPE) if "fused_linear_small, replica" not in honest.name]
+    given = case.inputs(SMALL_SHAPE, "float32", scale.PROFILE, 1)
+    digests = {}
+    for honest in rows:
+        nudge = honest.replica - 1 if honest.replica else None
+        with honest.around():
+            arm = train(given.run(torch.float32, torch.device("cpu"), patch=honest.patch, nudge=nudge))
+        digests.setdefault(json.dumps(bitwise.digest(arm)), []).append(honest.name)
+    assert [names for names in digests.values() if len(names) > 1] == []

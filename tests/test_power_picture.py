@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from convergence.records import Record, Statistic, write
-from tools.power_picture import Evidence, page, read_honest, read_mutants, without_line, without_record
+from tools import power_scale
+from tools.power_picture import Evidence, main, page, read_honest, read_mutants, without_line, without_record
 
 
 def line(candidate: str = "replica 1", dtype: str = "float32", **fields: Any) -> str:
@@ -120,3 +121,33 @@ def test_a_folder_without_a_mutant_is_refused(tmp_path):
     mutant(tmp_path, "honest", {}, patch="convergence.patches:fused_linear")
     with pytest.raises(ValueError, match="no record of a mutant"):
         read_mutants(tmp_path)
+
+
+def test_the_section_about_real_sizes_comes_alone_and_from_several_files(measured, tmp_path, capsys):
+    before = page(measured)
+    (tmp_path / "power.md").write_text(before)
+    files = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    alarm = ["loss", "initial: scale", "gain", "off by 3", "2"]
+    failed = line("replica 2", model="llama-long", shares={"gain": [1.5]}, failures=[alarm])
+    files[0].write_text(line(model="gemma3-4b-odd") + failed)
+    files[1].write_text(line(model="llama-long", seed=6) + line("replica 2", model="llama-long"))
+    for _ in range(2):  # the second time it replaces the section
+        main(["--scale", *map(str, files), "--out", str(tmp_path)])
+        text = (tmp_path / "power.md").read_text()
+        assert rows(text, "At real sizes") == [
+            ("gemma3-4b-odd", "float32", "5", "1", "0", "0.5", "error ratio"),
+            ("llama-long", "float32", "5, 6", "2", "1", "1.5", "gain"),
+            ("all", "", "", "3", "1", "1.5", "gain"),
+        ]
+        assert "`llama-long/float32/5/replica 2`: loss initial: scale gain off by 3 2" in text
+    assert power_scale.put(text, "") == before
+
+
+def test_without_results_there_is_no_section_about_real_sizes(measured, tmp_path, capsys):
+    assert "real sizes" not in page(measured)
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path)])
+    assert "nothing to count" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--scale", str(tmp_path / "honest.jsonl"), "--out", str(tmp_path)])
+    assert "before which the section about real sizes goes" in capsys.readouterr().err

@@ -2,7 +2,9 @@
 
 ``python -m tools.power_picture HONEST.jsonl RECORDS`` (needs matplotlib). HONEST.jsonl is what ``pytest
 tests/test_honest.py --honest-results`` wrote, RECORDS the folder that ``pytest tests/test_mutants.py --records`` named.
-Nothing is trained here: whatever the page says was counted in these two.
+``--scale FILE`` takes what ``pytest tests/test_honest.py --profile scale --honest-results`` wrote, and writes the
+section about real sizes; what is not given stays on the page as it is. Nothing is trained here: whatever the page says
+was counted in these files.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from convergence.files import write
 from convergence.observed import STATISTICS
 from convergence.records import Record, load_folder
 from convergence.tables import markdown
+from tools import power_scale
 
 DTYPES = ("float32", "tf32", "bfloat16")
 TOGETHER = "all statistics together"
@@ -167,13 +170,22 @@ def _ordered(found: Collection[str], known: Sequence[str]) -> list[str]:
     return [*(name for name in known if name in found), *sorted(set(found) - set(known))]
 
 
-def read_honest(path: Path) -> list[Run]:
-    """The honest candidates in ``path``, one JSON object a line. One that ran more than once counts once, as its worst.
+def read_honest(*paths: Path) -> list[Run]:
+    """The honest candidates in all ``paths``, one JSON object a line. One that ran more than once counts once, as its
+    worst.
 
     Raises:
-        ValueError: a line is no result of an honest candidate, or there is none.
+        ValueError: a line is no result of an honest candidate, or a file has none.
     """
     runs: dict[tuple[str, str, int, str], Run] = {}
+    for run in (run for path in paths for run in _lines(path)):
+        key = run.model, run.dtype, run.seed, run.name
+        runs[key] = max(runs.get(key, run), run, key=lambda run: (run.failed, run.largest))
+    return list(runs.values())
+
+
+def _lines(path: Path) -> list[Run]:
+    runs = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
@@ -184,11 +196,10 @@ def read_honest(path: Path) -> list[Run]:
             raise ValueError(
                 f"{path}, line {number}: {error!r}; allowed is what pytest tests/test_honest.py --honest-results wrote"
             ) from error
-        key = run.model, run.dtype, run.seed, run.name
-        runs[key] = max(runs.get(key, run), run, key=lambda run: (run.failed, run.largest))
+        runs.append(run)
     if not runs:
         raise ValueError(f"{path}: no line in there; pytest tests/test_honest.py --honest-results FILE writes them")
-    return list(runs.values())
+    return runs
 
 
 def _number(share: float) -> float:
@@ -443,29 +454,42 @@ def draw(evidence: Evidence, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.power_picture", description=__doc__)
-    parser.add_argument("honest", type=Path, help="the file that --honest-results named")
-    parser.add_argument("records", type=Path, help="the folder that --records named")
+    parser.add_argument("honest", type=Path, nargs="?", help="the file that --honest-results named")
+    parser.add_argument("records", type=Path, nargs="?", help="the folder that --records named")
+    parser.add_argument("--scale", type=Path, nargs="+", metavar="FILE", help="files of runs with --profile scale")
     parser.add_argument(
         "--out", type=Path, default=Path("docs/evidence"), help="the folder to write to (docs/evidence)"
     )
     options = parser.parse_args(arguments)
+    if options.honest and not options.records:
+        parser.error("give the folder of records next to the file of honest candidates")
+    if not (options.honest or options.scale):
+        parser.error("nothing to count: give the file of honest candidates and the folder of records, or --scale FILE")
+    target = options.out / "power.md"
+    before = target.read_text(encoding="utf-8") if target.exists() else ""
+    try:
+        text = _measured(options.honest, options.records, options.out) if options.honest else before
+        at_scale = power_scale.section(read_honest(*options.scale)) if options.scale else power_scale.section_of(before)
+        text = power_scale.put(text, at_scale)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    write(text, target)
+    print(text)
 
+
+def _measured(honest: Path, records: Path, out: Path) -> str:
+    """The page without the section about real sizes; writes the picture."""
     from convergence.models import MODELS
     from tests.honest import candidates
     from tests.mutants import MUTANTS
 
-    try:
-        evidence = Evidence(read_honest(options.honest), read_mutants(options.records))
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    evidence = Evidence(read_honest(honest), read_mutants(records))
     expected = {model: [honest.name for honest in candidates(model)] for model in MODELS}
     evidence.no_line = without_line(evidence.honest, expected)
     trained = [(mutant.name, dtype) for mutant in MUTANTS.values() if mutant.check is None for dtype in mutant.dtypes]
     evidence.no_record = without_record(evidence.mutants, trained)
-    text = page(evidence)
-    draw(evidence, options.out / "power.svg")
-    write(text, options.out / "power.md")
-    print(text)
+    draw(evidence, out / "power.svg")
+    return page(evidence)
 
 
 if __name__ == "__main__":
