@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 HEADING, NEXT = "## At real sizes\n", "## Where the bounds come from\n"
 _SECTION = """\
 {heading}
-[`--profile scale`](../how-to/prove-a-checkpoint.md#without-a-checkpoint-real-widths) observes one step of models of real widths.
+[`--profile scale`](../how-to/prove-a-checkpoint.md#without-a-checkpoint-real-widths) observes one
+step of models of real widths.
 Honest candidates there (`tests/honest.py`) differ in seed, in the last bits of the weights, in the
 schedule of the fused head, in chunks, slabs and tiles, and in the order of rows. One step is all
 there is, so gains and lone numbers are judged by {sigmas:g} standard deviations of the replicas.
