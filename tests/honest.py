@@ -151,7 +151,7 @@ def candidates(model: str, dtype: str = "float32") -> list[Honest]:
 def _at_scale(shape: Shape, dtype: str) -> list[Honest]:
     """One step is observed there, so the rounding of each start is one draw of the noise: what differs starts from
     different weights. References cost ten times what a candidate costs, so there are many of one seed."""
-    rows = [Honest(f"fused_linear, replica {r}", fused_linear, r) for r in range(REPLICAS + 1)]
+    rows = [Honest(f"fused_linear, replica {r}", fused_linear, r) for r in (0, 1, 2, 4)]
     rows += [Honest(f"fused_cross_entropy, replica {r}", fused_cross_entropy, r) for r in (0, 2, 4)]
     rows += [
         Honest(f"fused_linear, {n} chunks, replica {r}", fused_linear, r, functools.partial(chunks, n))
