@@ -85,47 +85,54 @@ def rope_ref(
 
 
 @triton.jit
-def _load_pairs(ptr, offset, mask, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
-    """Both elements of ``half`` pairs, [tokens, heads, HALF] each in float32; ``offset`` and ``mask`` end in a 1."""
-    col = tl.arange(0, HALF)
+def _load_pairs(ptr, offset, mask, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    """Both elements of ``PAIRS`` pairs, [tokens, heads, BLOCK] each in float32; ``offset`` and ``mask`` end in a 1."""
+    col = tl.arange(0, BLOCK)
     if not INTERLEAVED:
-        mask = mask & (col < half)
+        mask = mask & (col < PAIRS)
         a = tl.load(ptr + offset + col, mask=mask, other=0.0)
-        b = tl.load(ptr + offset + half + col, mask=mask, other=0.0)
+        b = tl.load(ptr + offset + PAIRS + col, mask=mask, other=0.0)
     else:
         # One contiguous load, taken apart in registers: two loads with a stride of 2 would touch every byte twice.
-        col = tl.arange(0, 2 * HALF)
-        both = tl.load(ptr + offset + col, mask=mask & (col < 2 * half), other=0.0)
-        a, b = tl.split(tl.reshape(both, (both.shape[0], both.shape[1], HALF, 2)))
+        col = tl.arange(0, 2 * BLOCK)
+        both = tl.load(ptr + offset + col, mask=mask & (col < 2 * PAIRS), other=0.0)
+        a, b = tl.split(tl.reshape(both, (both.shape[0], both.shape[1], BLOCK, 2)))
     return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit
-def _store_pairs(ptr, offset, mask, a, b, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
-    col = tl.arange(0, HALF)
+def _store_pairs(ptr, offset, mask, a, b, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    col = tl.arange(0, BLOCK)
     dtype = ptr.dtype.element_ty
     if not INTERLEAVED:
-        mask = mask & (col < half)
+        mask = mask & (col < PAIRS)
         tl.store(ptr + offset + col, a.to(dtype), mask=mask)
-        tl.store(ptr + offset + half + col, b.to(dtype), mask=mask)
+        tl.store(ptr + offset + PAIRS + col, b.to(dtype), mask=mask)
     else:
-        col = tl.arange(0, 2 * HALF)
+        col = tl.arange(0, 2 * BLOCK)
         both = tl.join(a.to(dtype), b.to(dtype))
-        both = tl.reshape(both, (a.shape[0], a.shape[1], 2 * HALF))
-        tl.store(ptr + offset + col, both, mask=mask & (col < 2 * half))
+        both = tl.reshape(both, (a.shape[0], a.shape[1], 2 * BLOCK))
+        tl.store(ptr + offset + col, both, mask=mask & (col < 2 * PAIRS))
 
 
 @triton.jit
 def _load_angles(
-    ptr, offset, col_stride, mask, half, INTERLEAVED: tl.constexpr, REPEAT: tl.constexpr, HALF: tl.constexpr
+    ptr,
+    offset,
+    col_stride,
+    mask,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    REPEAT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """The factors of both elements of each pair, [tokens, 1, HALF]."""
+    """The factors of both elements of each pair, [tokens, 1, BLOCK]."""
     if REPEAT:
-        col = tl.arange(0, HALF)
-        a = tl.load(ptr + offset + col.to(tl.int64) * col_stride, mask=mask & (col < half), other=0.0).to(tl.float32)
+        col = tl.arange(0, BLOCK)
+        a = tl.load(ptr + offset + col.to(tl.int64) * col_stride, mask=mask & (col < PAIRS), other=0.0).to(tl.float32)
         b = a
     else:
-        a, b = _load_pairs(ptr, offset, mask, half, INTERLEAVED, HALF)
+        a, b = _load_pairs(ptr, offset, mask, PAIRS, INTERLEAVED, BLOCK)
     return a, b
 
 
@@ -134,9 +141,10 @@ def _load_angles(
 def _rotate_heads(
     x_ptr, x_strides, y_ptr, y_strides,      # [batch, heads, seq, head_dim]; strides as _strides returns them
     token, batch, in_range, n_heads,         # [tokens, 1, 1], and a number
-    angles, half, head_dim,                  # cos_a, cos_b, sin_a, sin_b, each [tokens, 1, HALF]
+    angles,                                  # cos_a, cos_b, sin_a, sin_b, each [tokens, 1, BLOCK]
+    PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, TRAILING: tl.constexpr, TRANSPOSED: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):
     """Rotate every head of the tokens."""
     x_seq_stride, x_head_stride, x_batch_gap = x_strides
@@ -147,20 +155,20 @@ def _rotate_heads(
         mask = in_range & (head < n_heads)
         x_offset = token * x_seq_stride + head * x_head_stride + batch * x_batch_gap
         y_offset = token * y_seq_stride + head * y_head_stride + batch * y_batch_gap
-        first, rest_first = 0, 2 * half
+        first, rest_first = 0, 2 * PAIRS
         if TRAILING:
-            first, rest_first = head_dim - 2 * half, 0
-        a, b = _load_pairs(x_ptr + first, x_offset, mask, half, INTERLEAVED, HALF)
+            first, rest_first = HEAD_DIM - 2 * PAIRS, 0
+        a, b = _load_pairs(x_ptr + first, x_offset, mask, PAIRS, INTERLEAVED, BLOCK)
         if TRANSPOSED:
             turned_a = a * cos_a + b * sin_b
             turned_b = b * cos_b - a * sin_a
         else:
             turned_a = a * cos_a - b * sin_a
             turned_b = b * cos_b + a * sin_b
-        _store_pairs(y_ptr + first, y_offset, mask, turned_a, turned_b, half, INTERLEAVED_OUT, HALF)
+        _store_pairs(y_ptr + first, y_offset, mask, turned_a, turned_b, PAIRS, INTERLEAVED_OUT, BLOCK)
         if REST > 0:
             col = rest_first + tl.arange(0, REST)
-            rest_mask = mask & (col < rest_first + head_dim - 2 * half)
+            rest_mask = mask & (col < rest_first + HEAD_DIM - 2 * PAIRS)
             rest = tl.load(x_ptr + x_offset + col, mask=rest_mask, other=0.0).to(tl.float32)
             tl.store(y_ptr + y_offset + col, rest.to(y_ptr.dtype.element_ty), mask=rest_mask)
 
@@ -173,10 +181,10 @@ def _rope_kernel(
     k_out_ptr, k_out_seq_stride, k_out_head_stride, k_out_batch_gap,    # as k
     cos_ptr, cos_batch_stride, cos_seq_stride, cos_col_stride,          # [batch, seq, rotary_dim or half of it]
     sin_ptr, sin_batch_stride, sin_seq_stride, sin_col_stride,          # as cos
-    n_tokens, seq_len, q_heads, k_heads, half, head_dim,
+    n_tokens, seq_len, q_heads, k_heads, PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, INTERLEAVED_ANGLES: tl.constexpr,
     REPEAT: tl.constexpr, INVERSE: tl.constexpr, TRAILING: tl.constexpr, TRANSPOSED: tl.constexpr,
-    TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):
     """A tensor that is None is not rotated. TRANSPOSED applies the transposed map."""
     # In 32 bits up to here: a division in 64 would take longer than the loads that wait for it.
@@ -187,8 +195,8 @@ def _rope_kernel(
     token = token.to(tl.int64)
     cos_offset = batch * cos_batch_stride + seq * cos_seq_stride
     sin_offset = batch * sin_batch_stride + seq * sin_seq_stride
-    cos_a, cos_b = _load_angles(cos_ptr, cos_offset, cos_col_stride, in_range, half, INTERLEAVED_ANGLES, REPEAT, HALF)
-    sin_a, sin_b = _load_angles(sin_ptr, sin_offset, sin_col_stride, in_range, half, INTERLEAVED_ANGLES, REPEAT, HALF)
+    cos_a, cos_b = _load_angles(cos_ptr, cos_offset, cos_col_stride, in_range, PAIRS, INTERLEAVED_ANGLES, REPEAT, BLOCK)
+    sin_a, sin_b = _load_angles(sin_ptr, sin_offset, sin_col_stride, in_range, PAIRS, INTERLEAVED_ANGLES, REPEAT, BLOCK)
     if INVERSE:
         sin_a, sin_b = -sin_a, -sin_b
     angles = (cos_a, cos_b, sin_a, sin_b)
@@ -196,15 +204,15 @@ def _rope_kernel(
         _rotate_heads(
             q_ptr, (q_seq_stride, q_head_stride, q_batch_gap),
             q_out_ptr, (q_out_seq_stride, q_out_head_stride, q_out_batch_gap),
-            token, batch, in_range, q_heads, angles, half, head_dim,
-            INTERLEAVED, INTERLEAVED_OUT, TRAILING, TRANSPOSED, Q_HEADS, HALF, REST,
+            token, batch, in_range, q_heads, angles, PAIRS, HEAD_DIM,
+            INTERLEAVED, INTERLEAVED_OUT, TRAILING, TRANSPOSED, Q_HEADS, BLOCK, REST,
         )
     if k_ptr is not None:
         _rotate_heads(
             k_ptr, (k_seq_stride, k_head_stride, k_batch_gap),
             k_out_ptr, (k_out_seq_stride, k_out_head_stride, k_out_batch_gap),
-            token, batch, in_range, k_heads, angles, half, head_dim,
-            INTERLEAVED, INTERLEAVED_OUT, TRAILING, TRANSPOSED, K_HEADS, HALF, REST,
+            token, batch, in_range, k_heads, angles, PAIRS, HEAD_DIM,
+            INTERLEAVED, INTERLEAVED_OUT, TRAILING, TRANSPOSED, K_HEADS, BLOCK, REST,
         )
 # fmt: on
 
@@ -215,18 +223,21 @@ Options = tuple[str, int, bool, bool, bool]  # pairing, rotary_dim, inverse, kee
 @choice("rope")
 def _launch_shape(n_tokens: int, q_heads: int, k_heads: int, rotary_dim: int, head_dim: int) -> dict[str, int]:
     """Launch choices: one token a program, so that its angles are read once, and a loop over blocks of 8 heads; more
-    tokens where heads are few."""
+    tokens where heads are few. Where columns are padded, a single warp with two tokens: 16 heads of 80 take 0.066 ms
+    so, and 0.097 in two warps with a token (H200, bfloat16, 16384 tokens)."""
     half = next_power_of_2(rotary_dim // 2)
+    padded = half > rotary_dim // 2
     heads = max(1, min(8, 512 // half))
     q_block, k_block = min(next_power_of_2(q_heads), heads), min(next_power_of_2(k_heads), heads)
-    tokens, _ = tile(n_tokens, max(q_block, k_block) * half, 4 if max(q_heads, k_heads) <= 8 else 1, 0)
+    few = max(q_heads, k_heads) <= 8
+    tokens, _ = tile(n_tokens, max(q_block, k_block) * half, 4 if few else 2 if padded else 1, 0)
     return {
         "TOKENS": tokens,
         "Q_HEADS": q_block,
         "K_HEADS": k_block,
-        "HALF": half,
+        "BLOCK": half,
         "REST": next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 0,
-        "num_warps": min(8, max(2, tokens * max(q_block, k_block) * half // 1024)),
+        "num_warps": min(8, max(1 if padded else 2, tokens * max(q_block, k_block) * half // 1024)),
     }
 
 
@@ -278,7 +289,7 @@ def _rotate(
         _rope_kernel, (cdiv(n_tokens, shape["TOKENS"]),), cos.device,
         q, *q_strides, q_out, *q_out_strides, k, *k_strides, k_out, *k_out_strides,
         cos, *cos_strides, sin, *sin_strides,
-        n_tokens, seq_len, q_heads, k_heads, rotary_dim // 2, head_dim,
+        n_tokens, seq_len, q_heads, k_heads, PAIRS=rotary_dim // 2, HEAD_DIM=head_dim,
         INTERLEAVED=read, INTERLEAVED_OUT=written, INTERLEAVED_ANGLES=angles,
         REPEAT=repeat, INVERSE=inverse, TRAILING=trailing, TRANSPOSED=transposed, **shape,
     )
