@@ -2,17 +2,20 @@
 
 ``python -m benchmarks.models [model ...] [--arms eager,ours,...] [--shapes 1x512,...] [--layers N] [--json FILE]``
 
-Random weights in bfloat16, random tokens, every position a target, sdpa attention, no optimizer. Each arm is a model of
-its own with the same weights. Before anything is timed, an arm's loss and gradients are compared with eager's: that
-catches an arm that computes something else, and proves nothing more (``pytest convergence`` does). Times are medians of
-whole steps by CUDA events, so gaps that the host leaves are in them, and with them the fastest step. ``eager``,
-``ours`` and ``ours-small`` take turns, step by step, so that a host that slows down for a while slows them all, and so
-do ``compile`` and ``ours+compile``; the other arms run one after the other. Memory is the peak of a step, weights and
-gradients included, and nothing that the comparison or other arms hold. The first step of a shape is a number of its
-own: there kernels, and compiled arms as a whole, are compiled, every shape as a program of its own; ``--layers`` makes
-a model shallow whose arms would take minutes to. ``graph`` and ``ours+graph`` replay a whole step as a CUDA graph: then
-there is no host to wait for, and little with ``compile-graphs`` and ``ours+compile-graphs``, in which torch.compile
-replays forward and backward (``mode="reduce-overhead"``).
+Random weights in bfloat16, random tokens, every position a target, sdpa attention, no optimizer. A model that sees gets
+an image in every row: 32 x 32 random patches, which are 256 of its tokens. Each arm is a model of its own with the same
+weights. Before anything is timed, an arm's loss and gradients are compared with eager's: that catches an arm that
+computes something else, and proves nothing more (``pytest convergence`` does). Times are medians of whole steps by CUDA
+events, so gaps that the host leaves are in them, and with them the fastest step. ``eager``, ``ours`` and ``ours-small``
+take turns, step by step, so that a host that slows down for a while slows them all, and so do ``compile`` and
+``ours+compile``; the other arms run one after the other. Memory is the peak of a step, weights and gradients included,
+and nothing that the comparison or other arms hold. The first step of a shape is a number of its own: there kernels, and
+compiled arms as a whole, are compiled, every shape as a program of its own; ``--layers`` makes a model shallow whose
+arms would take minutes to. ``graph`` and ``ours+graph`` replay a whole step as a CUDA graph: then there is no host to
+wait for, and little with ``compile-graphs`` and ``ours+compile-graphs``, in which torch.compile replays forward and
+backward (``mode="reduce-overhead"``). An arm that fails ends nothing: its error is printed, and the others are
+measured. A model whose forward waits for the GPU, as a vision tower does that reads the sizes of its images, cannot be
+captured as one graph.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import inspect
+import math
 import statistics
 import sys
 import time
@@ -37,7 +42,7 @@ from convergence import files, tables
 
 _COMMON = {"attention_dropout": 0.0, "use_cache": False}
 # Published shapes; Gemma 3's with 12 of its 26 layers, so that eager holds the logits of 16384 tokens, too, and
-# Qwen3-MoE's with 8 of its 48.
+# Qwen3-MoE's with 8 of its 48; Qwen2.5-VL's 3B with 12 of its 36, and 16 of the 32 of its vision tower.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
         "LlamaForCausalLM",
@@ -94,7 +99,33 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": {
+                "hidden_size": 2048,
+                "intermediate_size": 11008,
+                "num_hidden_layers": 12,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+                "vocab_size": 151936,
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+                **_COMMON,
+            },
+            "vision_config": {
+                "depth": 16,
+                "hidden_size": 1280,
+                "intermediate_size": 3420,
+                "num_heads": 16,
+                "out_hidden_size": 2048,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
 }
+DEVICE = "cuda"
+IMAGE = (1, 32, 32)  # patches of an image in time, height and width
 
 
 def _liger(model: Any) -> Any:
@@ -111,8 +142,11 @@ def _ours(model: Any) -> Any:
 
 def _with_compiled_layers(model: Any) -> Any:
     """What surrounds the decoder layers is not traced: transformers then leaves causal masks to the attention."""
-    for layer in model.model.layers:
-        layer.compile()
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.compile()
     return model
 
 
@@ -144,6 +178,10 @@ def groups(arms: list[str]) -> list[list[str]]:
     return list(found.values())
 
 
+Batch = dict[str, torch.Tensor]  # what a model's forward takes
+Outcome = tuple[float, dict[str, torch.Tensor]]  # the loss, and the gradient of each parameter
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the table: milliseconds, GiB, and the seconds of the first step."""
@@ -159,38 +197,83 @@ class Row:
     layers: int
 
 
-def build(name: str, layers: int | None = None, seed: int = 0) -> Any:
-    """The model with random weights; with ``layers`` of its layers, where given."""
+def cut(shape: dict[str, Any], layers: int) -> dict[str, Any]:
+    """A configuration with ``layers`` layers in each of its parts."""
+    parts = {key: cut(value, layers) for key, value in shape.items() if isinstance(value, dict)}
+    return {**shape, **dict.fromkeys({"num_hidden_layers", "depth"} & shape.keys(), layers), **parts}
+
+
+def architecture(name: str) -> Any:
     import transformers
 
-    architecture, shape = MODELS[name]
-    shape = {**shape, **({"num_hidden_layers": layers} if layers else {})}
-    model_class = getattr(transformers, architecture)
+    return getattr(transformers, MODELS[name][0])
+
+
+def build(name: str, layers: int | None = None, seed: int = 0) -> Any:
+    """The model with random weights; with ``layers`` of its layers, where given."""
+    model_class, shape = architecture(name), MODELS[name][1]
+    shape = cut(shape, layers) if layers else shape
     torch.manual_seed(seed)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model = model_class(model_class.config_class(**shape, **_COMMON, attn_implementation="sdpa"))
     return model.to(torch.bfloat16).train()
 
 
-def step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def patched(name: str, arm: str, layers: int | None) -> Any:
+    return ARMS[arm](build(name, layers))
+
+
+def batch_of(name: str, shape: tuple[int, int]) -> Batch:
+    """What the model's forward takes: rows x length tokens, all of them targets; where it sees, with an image each.
+
+    Raises:
+        ValueError: a row is too short for its image.
+    """
+    model_class, config = architecture(name), MODELS[name][1]
+    vocabulary = config.get("text_config", config)["vocab_size"]
+    if "vision_config" not in config:
+        ids = torch.randint(vocabulary, shape, device=DEVICE)
+        return {"input_ids": ids, "labels": ids}
+    rows, length = shape
+    full = model_class.config_class(**config)
+    vision, patches = full.vision_config, math.prod(IMAGE)
+    tokens = patches // vision.spatial_merge_size**2
+    if length < tokens + 2:
+        raise ValueError(f"{name} has an image of {tokens} tokens in every row: rows of {length} are too short for it")
+    # the tokens above are those that stand for something else than text
+    ids = torch.randint(min(full.image_token_id, full.video_token_id, full.vision_start_token_id), shape, device=DEVICE)
+    ids[:, 1], ids[:, 2 : 2 + tokens] = full.vision_start_token_id, full.image_token_id
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    given = {
+        "input_ids": ids,
+        "labels": ids,
+        "pixel_values": torch.randn(rows * patches, values, device=DEVICE).to(torch.bfloat16),
+        "image_grid_thw": torch.tensor([IMAGE] * rows, device=DEVICE),
+    }
+    if "mm_token_type_ids" in inspect.signature(model_class.forward).parameters:  # not in transformers 4
+        given["mm_token_type_ids"] = (ids == full.image_token_id).long()
+    return given
+
+
+def step(model: Any, batch: Batch) -> torch.Tensor:
     model.zero_grad(set_to_none=True)
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = model(**batch).loss
     loss.backward()
     return loss.detach()
 
 
-def captured(model: Any, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A whole step of these tokens as one CUDA graph."""
+def captured(model: Any, batch: Batch) -> Callable[[], torch.Tensor]:
+    """A whole step of this batch as one CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
-            step(model, ids)
+            step(model, batch)
         model.zero_grad(set_to_none=True)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = step(model, ids)
+        loss = step(model, batch)
 
     def replay() -> torch.Tensor:
         graph.replay()
@@ -199,21 +282,21 @@ def captured(model: Any, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
     return replay
 
 
-def stepper(model: Any, ids: torch.Tensor, arm: str) -> Callable[[], torch.Tensor]:
-    return captured(model, ids) if arm in GRAPHS else partial(step, model, ids)
+def stepper(model: Any, batch: Batch, arm: str) -> Callable[[], torch.Tensor]:
+    return captured(model, batch) if arm in GRAPHS else partial(step, model, batch)
 
 
-def first(model: Any, ids: torch.Tensor, arm: str) -> torch.Tensor:
-    return stepper(model, ids, arm)()
+def first(model: Any, batch: Batch, arm: str) -> torch.Tensor:
+    return stepper(model, batch, arm)()
 
 
-def outcome(model: Any, ids: torch.Tensor, arm: str) -> tuple[float, dict[str, torch.Tensor]]:
-    loss = float(first(model, ids, arm))
+def outcome(model: Any, batch: Batch, arm: str) -> Outcome:
+    loss = float(first(model, batch, arm))
     inner = getattr(model, "_orig_mod", model)
     return loss, {name: p.grad.clone() for name, p in inner.named_parameters() if p.grad is not None}
 
 
-def differs(found: tuple[float, dict[str, torch.Tensor]], expected: tuple[float, dict[str, torch.Tensor]]) -> str:
+def differs(found: Outcome, expected: Outcome) -> str:
     """Why an arm is not the eager model; empty when it is. In bfloat16 a gradient's direction is known to a percent."""
     if not abs(found[0] - expected[0]) <= 2e-3 * abs(expected[0]):
         return f"its loss is {found[0]} instead of {expected[0]}"
@@ -235,7 +318,17 @@ def seconds(call: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def measure(models: dict[str, Any], ids: torch.Tensor, repeats: int) -> dict[str, tuple[list[float], float]]:
+def attempt(what: str, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns; None where it fails: whatever an arm does, the others are measured."""
+    try:
+        return call()
+    except Exception as problem:
+        first_line = (str(problem).splitlines() or [""])[0]
+        print(f"{what}: failed, not measured: {type(problem).__name__}: {first_line}", flush=True)
+    return None
+
+
+def measure(models: dict[str, Any], batch: Batch, repeats: int) -> dict[str, tuple[list[float], float]]:
     """Of each arm the milliseconds of its steps, arms taking turns, and its peak of memory in GiB; that of a graph is
     taken while it is captured."""
     runs, gib = {}, {}
@@ -243,7 +336,7 @@ def measure(models: dict[str, Any], ids: torch.Tensor, repeats: int) -> dict[str
         release()
         others = torch.cuda.memory_allocated() - sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
         torch.cuda.reset_peak_memory_stats()
-        runs[arm] = run = stepper(model, ids, arm)
+        runs[arm] = run = stepper(model, batch, arm)
         for _ in range(2):
             run()
         torch.cuda.synchronize()
@@ -262,6 +355,35 @@ def measure(models: dict[str, Any], ids: torch.Tensor, repeats: int) -> dict[str
     for model in models.values():
         model.zero_grad(set_to_none=True)
     return {arm: (times[arm], gib[arm]) for arm in models}
+
+
+def race(
+    name: str, group: list[str], batches: list[Batch], expected: Outcome, layers: int | None, repeats: int
+) -> list[Row]:
+    """The rows of arms that take turns, each of them printed: one for each batch and each arm that is right."""
+    rows = []
+    built = ((arm, attempt(f"{name} {arm}", partial(patched, name, arm, layers))) for arm in group)
+    running = {arm: model for arm, model in built if model is not None}
+    for i, batch in enumerate(batches):
+        torch.compiler.reset()  # every shape is a program of its own
+        shape, first_s = "x".join(map(str, batch["input_ids"].shape)), {}
+        for arm, model in list(running.items()):
+            # of the first shape, so that a compiled arm compiles no further one for the comparison
+            call = partial(seconds, partial(first if i else outcome, model, batch, arm))
+            found, first_s[arm] = attempt(f"{name} {shape} {arm}", call) or (None, 0.0)
+            wrong = "" if i or found is None else differs(found, expected)
+            if wrong:
+                print(f"{name} {shape} {arm}: WRONG, not measured: {wrong}", flush=True)
+            if wrong or found is None:
+                del running[arm]
+            del found
+            model.zero_grad(set_to_none=True)
+        for arm, (times, gib) in measure(running, batch, repeats).items():
+            ms, deep = statistics.median(times), running[arm].config.get_text_config().num_hidden_layers
+            rows.append(Row(name, shape, arm, ms, spread(times), min(times), gib, first_s[arm], deep))
+            shown = f"{ms:.2f} ms ({min(times):.2f}), {gib:.2f} GiB, first step {first_s[arm]:.1f} s"
+            print(f"{name} {shape} {arm}: {shown}", flush=True)
+    return rows
 
 
 def release() -> None:
@@ -293,34 +415,15 @@ def main() -> int:
     if "liger" in arms and not files.versions(["liger-kernel"]):
         print("liger: skipped, liger_kernel is not installed")
         arms.remove("liger")
+    try:
+        batches = {name: [batch_of(name, shape) for shape in shapes] for name in models}
+    except ValueError as error:
+        parser.error(str(error))
     rows: list[Row] = []
-    failed = False
     for name in models:
-        vocab = MODELS[name][1]["vocab_size"]
-        every_ids = [torch.randint(vocab, shape, device="cuda") for shape in shapes]
-        expected = outcome(build(name, arguments.layers), every_ids[0], "eager")
+        expected = outcome(build(name, arguments.layers), batches[name][0], "eager")
         for group in groups(arms):
-            running: dict[str, Any] = {arm: ARMS[arm](build(name, arguments.layers)) for arm in group}
-            for i, ids in enumerate(every_ids):
-                torch.compiler.reset()  # every shape is a program of its own
-                first_s = {}
-                for arm, model in list(running.items()):
-                    # of the first shape, so that a compiled arm compiles no further one for the comparison
-                    found, first_s[arm] = seconds(partial(first if i else outcome, model, ids, arm))
-                    if i == 0 and (wrong := differs(found, expected)):
-                        failed = True
-                        print(f"{name} {arm}: WRONG, not measured: {wrong}", flush=True)
-                        del running[arm]
-                    del found
-                    model.zero_grad(set_to_none=True)
-                for arm, (times, gib) in measure(running, ids, arguments.repeats).items():
-                    ms, layers = statistics.median(times), running[arm].config.num_hidden_layers
-                    shape = "x".join(map(str, ids.shape))
-                    row = Row(name, shape, arm, ms, spread(times), min(times), gib, first_s[arm], layers)
-                    rows.append(row)
-                    shown = f"{ms:.2f} ms ({min(times):.2f}), {gib:.2f} GiB, first step {row.first_s:.1f} s"
-                    print(f"{row.model} {row.shape} {row.arm}: {shown}", flush=True)
-            del running, model
+            rows += race(name, group, batches[name], expected, arguments.layers, arguments.repeats)
             release()
         del expected
         release()
@@ -328,7 +431,7 @@ def main() -> int:
     if arguments.json:
         rows_as_json = [asdict(row) for row in rows]
         files.write_json({"device": torch.cuda.get_device_name(), "rows": rows_as_json}, arguments.json)
-    return int(failed or not rows)
+    return int(not rows or len(rows) < len(models) * len(arms) * len(shapes))
 
 
 def table(rows: list[Row]) -> str:

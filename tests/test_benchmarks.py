@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import liger_kernels
 from benchmarks import models
 from benchmarks.__main__ import benchmark, main, parse
 from benchmarks.cases import Case, Place, add_norm, cases, glu, glu_linear, linear_loss, loss, norm, packing, rope
@@ -388,8 +389,95 @@ def test_a_models_memory_is_its_own_and_its_steps_take_turns(monkeypatch):
     }
     for name, stand_in in stands_in.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(models, "step", lambda model, ids: steps.append(model))
-    measured = models.measure(arms, torch.zeros(1), repeats=3)
+    monkeypatch.setattr(models, "step", lambda model, batch: steps.append(model))
+    measured = models.measure(arms, {}, repeats=3)
     assert {arm: gib for arm, (_, gib) in measured.items()} == {"eager": 2**-10 + 0.5, "ours": 2**-9 + 1.0}
     assert {arm: times for arm, (times, _) in measured.items()} == dict.fromkeys(arms, [1.0] * 3)
     assert steps == [arms["eager"]] * 2 + [arms["ours"]] * 2 + [*arms.values()] * 3
+
+
+SEES, TOKENS = "qwen2_5_vl", {"vision_start_token_id": 297, "video_token_id": 298, "image_token_id": 299}
+
+
+@pytest.fixture
+def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that sees, with 2 layers of 32 and images of 8 tokens, on the CPU; a GPU's clock stands still."""
+    name, shape = models.MODELS[SEES]
+    sizes = {"hidden_size": 32, "intermediate_size": 48}
+    text = {**shape["text_config"], **sizes, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 300}
+    text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [2, 1, 1]}
+    vision = {**shape["vision_config"], **sizes, "num_heads": 2, "out_hidden_size": 32, "depth": 2}
+    parts = {"text_config": text, "vision_config": vision}
+    monkeypatch.setitem(models.MODELS, SEES, (name, {**shape, **parts, **TOKENS}))
+    monkeypatch.setattr(models, "IMAGE", (1, 4, 8))
+    monkeypatch.setattr(models, "DEVICE", "cpu")
+    clock = type(
+        "Event", (), {"elapsed_time": lambda *_: 1.0, **dict.fromkeys(("record", "synchronize"), lambda _: None)}
+    )
+    for of_cuda, stand_in in {
+        "Event": lambda **_: clock(),
+        "get_device_name": lambda: "some GPU",
+        "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated"), lambda: 0),
+        **dict.fromkeys(("reset_peak_memory_stats", "synchronize", "empty_cache"), lambda: None),
+    }.items():
+        monkeypatch.setattr(torch.cuda, of_cuda, stand_in)
+
+
+def test_a_model_that_sees_gets_an_image_in_every_row(small_models: None) -> None:
+    torch.manual_seed(0)
+    batch = models.batch_of(SEES, (3, 20))
+    ids, seen = batch["input_ids"], batch["input_ids"] == 299
+    assert seen.sum(1).tolist() == [4 * 8 // 2**2] * 3
+    assert (ids.roll(1, 1)[seen][::8] == 297).all()  # where get_rope_index looks for an image
+    assert (ids >= 297).sum() == 3 * 9  # text is text
+    assert batch["pixel_values"].shape == (3 * 4 * 8, 3 * 2 * 14**2)
+    assert torch.equal(batch["image_grid_thw"], torch.tensor([[1, 4, 8]] * 3))
+    if "mm_token_type_ids" in batch:
+        assert torch.equal(batch["mm_token_type_ids"].bool(), seen)
+    # the pixels reach the loss
+    model = models.build(SEES, layers=1)
+    other = {**batch, "pixel_values": -batch["pixel_values"]}
+    losses = [float(models.step(model, b)) for b in (batch, other)]
+    assert losses[0] != losses[1]
+    assert model.model.visual.patch_embed.proj.weight.grad.abs().sum() > 0
+    assert (len(model.model.visual.blocks), len(model.model.language_model.layers)) == (1, 1)
+
+
+def test_arms_of_a_model_that_sees_and_one_that_fails(
+    small_models: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Both towers run on kernels; a peer that has nothing for the model gets no row, and ends nothing."""
+
+    def knows_nothing(model: Any) -> Any:
+        raise NotImplementedError("it knows no such model\nand a long trace")
+
+    def ours(model: Any) -> Any:
+        replaced.update((r.kernel, r.path.split(".")[1]) for r in liger_kernels.patch(model).replaced if "." in r.path)
+        return model
+
+    replaced: set[tuple[str, str]] = set()
+    monkeypatch.setitem(models.ARMS, "ours", ours)
+    monkeypatch.setitem(models.ARMS, "ours-small", knows_nothing)
+    file = tmp_path / "rows.json"
+    options = "--arms eager,ours,ours-small --shapes 2x16,1x20 --repeats 2 --json"
+    monkeypatch.setattr("sys.argv", ["models", SEES, *options.split(), str(file)])
+    assert models.main() == 1
+    said = f"{SEES} ours-small: failed, not measured: NotImplementedError: it knows no such model\n"
+    assert said in capsys.readouterr().out
+    rows = json.loads(file.read_text())["rows"]
+    expected = [(shape, arm) for shape in ("2x16", "1x20") for arm in ("eager", "ours")]
+    assert [(row["shape"], row["arm"]) for row in rows] == expected
+    assert {row["layers"] for row in rows} == {2}
+    kernels, towers = ("rms_norm", "rope", "swiglu"), ("visual", "language_model")
+    assert replaced >= {(kernel, tower) for kernel in kernels for tower in towers}
+
+
+def test_a_row_too_short_for_its_image(
+    small_models: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["models", SEES, "--shapes", "2x9"])
+    with pytest.raises(SystemExit):
+        models.main()
+    assert "has an image of 8 tokens in every row: rows of 9 are too short for it" in capsys.readouterr().err
