@@ -16,19 +16,25 @@ from typing import Any
 
 
 class _Overlay(dict):
-    """Globals of a function: a few names of its own, every other one looked up in the live globals of a module."""
+    """Globals of a function: a few names of its own, every other one looked up in the live globals of a module.
+
+    The others are stored, too, as they are now: where the function is a frame of its own, as after a graph break inside
+    it, Dynamo's guards read what is stored. So a program that was compiled does not see them change.
+    """
 
     def __init__(self, live: dict[str, Any], own: dict[str, Any]):
-        super().__init__(own)
-        self.live = live
-        # The interpreter looks this one name up without asking __missing__.
-        self["__builtins__"] = live.get("__builtins__", __builtins__)
+        # The interpreter looks __builtins__ up without asking __getitem__.
+        super().__init__({"__builtins__": __builtins__, **live, **own})
+        self.live, self.shared = live, live.keys() - own.keys()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.live[name] if name in self.shared else super().__getitem__(name)
 
     def __missing__(self, name: str) -> Any:
         return self.live[name]
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or name in self.live
+        return name in self.live if name in self.shared else super().__contains__(name) or name in self.live
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default  # noqa: SIM401  (this is what get means here)
