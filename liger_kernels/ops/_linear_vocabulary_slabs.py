@@ -13,7 +13,8 @@ backward, which needs that memory anyway and finds them computed. What becomes o
   label smoothing, which adds up the distance of every logit to the target's, which an early slab does not know, all
   classes are one slab in that buffer. Each gradient is one GEMM then.
 - "small" takes them slab by slab in memory that the next one overwrites: in the forward the first rows of grad_weight,
-  in the backward, which computes them again, those that are not finished yet. Not for label smoothing.
+  in the backward, which computes them again by products of the same shapes, those that are not finished yet. Not for
+  label smoothing.
 
 A second backward pass (``retain_graph``) computes the logits again.
 """
@@ -51,8 +52,8 @@ class SlabSizes(NamedTuple):
     """How wide slabs are.
 
     Attributes:
-        forward: classes of a slab of "small" in the forward, if its logits take memory of their own.
-        backward: the same in the backward, next to grad_weight.
+        forward: classes of a slab of "small" if its logits take memory of their own.
+        backward: the same next to grad_weight.
         step: widths are multiples of it: a product then fills whole waves of an H200's multiprocessors, or nearly so.
         worth: bytes that a first slab has to spare "fast", whose time is what it is chosen for. On an H200, bfloat16,
             one slab and two: 8192 x 4096 x 128256 38.5, 39.1 ms (656 MiB spared), 8192 x 2048 x 262144 41.7, 41.4
@@ -106,7 +107,7 @@ class VocabularySlabs(NamedTuple):
         kept_classes: those of the first slab, whose logits stay in the memory of grad_weight until the backward; or 0.
         slab: how many classes a later slab has whose logits need memory of their own; 0: the later classes are one
             slab, and its logits are kept.
-        backward_slab: the same in the backward, next to grad_weight.
+        backward_slab: the same where there is a gradient of the weight.
         step: as in :class:`SlabSizes`; slabs that are narrower than it are multiples of 8 classes.
     """
 
@@ -204,46 +205,72 @@ class VocabularySlabs(NamedTuple):
             for first, stop, buffer in self._kept_slabs(call, grad_weight, other_logits):
                 yield first, _logits(call, first, stop, buffer)
             return
-        if kept:
-            yield 0, _logits(call, 0, kept, _behind(call, grad_weight, kept, kept))
-        columns = 2 * self.slab  # little else is held yet
-        step = _step(columns, self.step)
-        free = grad_weight.view(-1)[: kept * hidden_size]  # these rows are written by the backward
-        fit = min(WIDER * columns, len(free) // max(tokens, 1)) // step * step
-        if fit > columns:
-            buffer = free[: tokens * fit].view(tokens, fit)
-        else:
-            buffer = logits_buffer(call, tokens, min(columns, vocab))
-        width = max(fit, columns)
-        for first in range(kept, vocab, width):
-            yield first, _logits(call, first, min(first + width, vocab), buffer)
+        room, narrowest = self._room(call), padded(min(self._columns(call), vocab))
+        free = grad_weight.view(-1)  # the first slab's rows, which are written by the backward
+        free = free[: kept * hidden_size] if kept else logits_buffer(call, tokens, room).view(-1)
+        own = None
+        for first, stop, narrow in self._slabs(call):
+            width = narrowest if narrow else stop - first
+            if kept and not first:
+                buffer = _behind(call, grad_weight, stop, stop)
+            elif tokens * width <= len(free):
+                buffer = free[: tokens * width].view(tokens, width)
+            else:
+                own = logits_buffer(call, tokens, narrowest) if own is None else own
+                buffer = own
+            yield first, _logits(call, first, stop, buffer)
+
+    def _columns(self, call: Call) -> int:
+        """Classes of a slab of "small" whose logits take memory of their own."""
+        if call.needs.weight:
+            return self.backward_slab
+        return self.slab if any(call.needs) else 2 * self.slab  # without a gradient, little else is held
+
+    def _slabs(self, call: Call) -> Iterator[tuple[int, int, bool]]:
+        """First and last + 1 class of each slab of "small", and whether its logits take memory of their own.
+
+        They are the same in the forward and in the backward: products of one shape have the same bits. Where a softmax
+        has nearly all of its weight on one class, logits that round another way than those of which the loss was taken
+        give a gradient that is wrong by the rounding of the logit itself: 0.25 for a logit of 100 in bfloat16."""
+        first, (tokens, hidden_size), vocab, columns = 0, call.hidden.shape, len(call.weight), self._columns(call)
+        step, room = _step(columns, self.step), self._room(call)
+        while first < vocab:
+            size = _fit(tokens, hidden_size, vocab - first, step) if call.needs.weight else 0
+            if first or not self.kept_classes:
+                size = min(WIDER * columns, room, size)
+            narrow = size <= columns
+            stop = min(first + columns, vocab) if narrow else first + size
+            yield first, stop, narrow
+            first = stop
+
+    def _room(self, call: Call) -> int:
+        """Classes of which the forward has room for the logits without memory of their own; without a first slab, of
+        which it takes them: grad_weight, which is not there yet, is larger."""
+        tokens, hidden_size = call.hidden.shape
+        if not call.needs.weight:
+            return 0
+        columns = self.kept_classes * hidden_size // max(tokens, 1) if self.kept_classes else 2 * self.slab
+        step = _step(self._columns(call), self.step)
+        return columns // step * step
 
     def _slabs_again(self, call: Call, grad_weight: Tensor, known: bool) -> Iterator[tuple[int, int, Tensor]]:
         """Those of "small" in the backward: first and last + 1 class, and their logits, which the next one overwrites.
 
         Every slab finishes its rows of grad_weight, where that is needed. The rows behind hold its logits, as long as
         those of more than ``backward_slab`` classes fit: wide slabs cost nothing there, and read and write grad_hidden
-        less often.
+        less often. In the forward the first slab's rows hold them, which are written by the backward.
 
         Args:
             known: whether the first slab's logits are there from the forward.
         """
-        own, first, (tokens, hidden_size), vocab = None, 0, call.hidden.shape, len(call.weight)
-        columns = self.backward_slab if call.needs.weight else self.slab
-        step = _step(columns, self.step)
-        while first < vocab:
-            size = _fit(tokens, hidden_size, vocab - first, step) if call.needs.weight else 0
-            if first:
-                size = min(WIDER * columns, size)
-            if size > columns:
-                stop = first + size
-                buffer = _behind(call, grad_weight, stop, size)
-            else:
-                stop = min(first + columns, vocab)
-                own = logits_buffer(call, tokens, min(columns, vocab)) if own is None else own
+        own, vocab = None, len(call.weight)
+        for first, stop, narrow in self._slabs(call):
+            if narrow:
+                own = logits_buffer(call, len(call.hidden), min(self._columns(call), vocab)) if own is None else own
                 buffer = own
+            else:
+                buffer = _behind(call, grad_weight, stop, stop - first)
             yield first, stop, buffer if known and not first else _logits(call, first, stop, buffer)
-            first = stop
 
     def _overwritten(
         self,
