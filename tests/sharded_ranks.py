@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import liger_kernels
 from convergence.float64 import InFloat64
 from tests.patching_checks import VOCAB, batch, compare, tiny
-from tests.ranks import RANKS, join
+from tests.ranks import RANKS
 
 STEPS = 2
 LEARNING_RATE = 0.1
@@ -229,9 +225,8 @@ def check(setup: str, kind: str, order: str, own: dict[str, torch.Tensor], rank:
     }
 
 
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    join(rank, folder)
+def run(rank: int) -> dict[str, Any]:
+    """What :func:`check` found of each set-up, loss and order, or why it did not come to it."""
     found: dict[str, Any] = {}
     for setup in SETUPS:
         for kind in LOSSES:
@@ -246,9 +241,4 @@ def main() -> None:
                 except Exception:
                     result = {"error": traceback.format_exc()[-3000:]}
                 found[f"{setup}/{kind}/{order}"] = result
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return found

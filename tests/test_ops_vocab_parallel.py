@@ -9,12 +9,12 @@ import pytest
 
 from convergence.files import make_once
 from tests.ranks import on_ranks
-from tests.vocab_parallel_ranks import WORLDS, checks
+from tests.vocab_parallel_ranks import WORLDS, checks, run
 
 
 @pytest.mark.parametrize(("world", "check"), [(world, check) for world in WORLDS for check in checks(world)])
-def test_on_ranks(shared_folder: Path, tmp_path: Path, world: int, check: str) -> None:
+def test_on_ranks(shared_folder: Path, world: int, check: str) -> None:
     file = shared_folder / f"vocab-parallel-{world}.json"  # the ranks are started once in a run
-    make_once(file, lambda path: path.write_text(json.dumps(on_ranks("tests.vocab_parallel_ranks", tmp_path, world))))
+    make_once(file, lambda path: path.write_text(json.dumps(on_ranks(run, ranks=world))))
     for rank, found in enumerate(json.loads(file.read_text())):
         assert not found[check], f"rank {rank}: {found[check]}"

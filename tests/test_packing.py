@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from torch.nn.parallel import DistributedDataParallel
 
 import liger_kernels
 from convergence.float64 import InFloat64
@@ -18,7 +19,7 @@ from liger_kernels.patching.packing import Denominator, SampleDenominator
 from liger_kernels.patching.running import running
 from tests.packing_checks import MODES, boundaries, exact, isolated, packed, patched_copy, samples, truth, weight_of
 from tests.patching_checks import DEVICE, VOCAB, batch, gradients
-from tests.ranks import start
+from tests.ranks import RANKS, on_ranks
 
 CLOSE = 1e-11  # of the largest element: float64, over the operations of two layers
 ONE_FLOAT32 = 2.0**-23  # a loss leaves the model in float32
@@ -466,50 +467,37 @@ def test_a_plain_sft_trainer_is_refused(tmp_path):
         trainer.train()
 
 
-RANK = """
-import sys, tempfile, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-import liger_kernels
-from tests.packing_checks import exact, packed, patched_copy, samples
-from convergence.float64 import InFloat64
-from tests.test_packing import ONE_FLOAT32, check_step, close, gradients, packed_trainer, trainer_of, truth
-rank, world = int(sys.argv[1]), 2
-InFloat64().__enter__()
-model, documents = exact(), samples(9, 4, 5, 2, 7, 6, 3, 8)  # the third has no targets
-for mode in ("square", "sample"):
-    patched = patched_copy(model, mode)
-    # Trainer: each rank gets every other batch of two samples, two of them for the step.
-    trainer = trainer_of(packed_trainer(), patched, documents, sys.argv[2], ddp_backend="gloo",
-                         average_tokens_across_devices=True)
-    trainer.train()
-    assert trainer.args.world_size == world
-    check_step(trainer, model, documents, mode)
-    # A loop of one's own.
-    patched = patched_copy(model, mode)
-    wrapped = DistributedDataParallel(patched)
-    row = packed(documents[rank::world])
-    denominator = liger_kernels.packing_denominator(row, mode)
-    dist.all_reduce(denominator)
-    (wrapped(**row, num_items_in_batch=denominator, use_cache=False).loss * world).backward()
-    for name, value in gradients(model, truth(model, documents, mode)).items():
-        if name != "loss":
-            close(patched.get_parameter(name).grad, value, ONE_FLOAT32, name)
-trainer = trainer_of(packed_trainer(), patched_copy(model, mode), documents, sys.argv[2], ddp_backend="gloo",
-                     average_tokens_across_devices=False)
-try:
-    trainer.train()
-except ValueError as error:
-    assert "average_tokens_across_devices" in str(error)
-else:
-    raise AssertionError("a mean of means was not refused")
-dist.destroy_process_group()
-"""
+def train_on_rank(rank: int, folder: str) -> None:
+    with InFloat64():
+        model, documents = exact(), samples(9, 4, 5, 2, 7, 6, 3, 8)  # the third has no targets
+        for mode in ("square", "sample"):
+            patched = patched_copy(model, mode)
+            # Trainer: each rank gets every other batch of two samples, two of them for the step.
+            options = {"ddp_backend": "gloo", "average_tokens_across_devices": True}
+            trainer = trainer_of(packed_trainer(), patched, documents, folder, **options)
+            trainer.train()
+            assert trainer.args.world_size == RANKS
+            check_step(trainer, model, documents, mode)
+            # A loop of one's own.
+            patched = patched_copy(model, mode)
+            wrapped = DistributedDataParallel(patched)
+            row = packed(documents[rank::RANKS])
+            denominator = liger_kernels.packing_denominator(row, mode)
+            torch.distributed.all_reduce(denominator)
+            (wrapped(**row, num_items_in_batch=denominator, use_cache=False).loss * RANKS).backward()
+            for name, value in gradients(model, truth(model, documents, mode)).items():
+                if name != "loss":
+                    close(patched.get_parameter(name).grad, value, ONE_FLOAT32, name)
+        options["average_tokens_across_devices"] = False
+        trainer = trainer_of(packed_trainer(), patched_copy(model, mode), documents, folder, **options)
+        with pytest.raises(ValueError, match="average_tokens_across_devices"):  # a mean of means
+            trainer.train()
 
 
 @isolated
 def test_two_ranks(tmp_path):
     """The Trainer and a loop of one's own, each rank with other samples."""
-    start("-c", RANK, tmp_path)
+    on_ranks(train_on_rank, str(tmp_path))
 
 
 def test_modes_are_those_of_the_ops():

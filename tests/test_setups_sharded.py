@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from convergence.files import make_once
+from tests import sharded_ranks
 from tests.ranks import RANKS, on_ranks
 from tests.sharded_ranks import LOSSES, ORDERS, SETUPS, STEPS, UNFUSED
 
 
 @pytest.fixture(scope="module")
-def found(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(shared_folder: Path) -> list[dict[str, Any]]:
     """What each rank found, of every set-up: the ranks are started once in a run."""
     file = shared_folder / "sharded.json"
-    folder = tmp_path_factory.mktemp("ranks")
-    make_once(file, lambda path: path.write_text(json.dumps(on_ranks("tests.sharded_ranks", folder))))
+    make_once(file, lambda path: path.write_text(json.dumps(on_ranks(sharded_ranks.run))))
     return json.loads(file.read_text())
 
 
