@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -26,18 +27,22 @@ def on_ranks(function: Callable[..., Any], *args: Any, ranks: int = RANKS) -> li
         Exception: what it raised on the first rank that failed; ProcessDied where one died or took too long.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, ThreadPoolExecutor(ranks) as threads:
-        place = function.__module__, function.__name__, f"file://{folder}/store", ranks
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = function.__module__, function.__name__, f"file://{folder}/store", free.getsockname()[1], ranks
         calls = [threads.submit(isolate.call, _joined, rank, *place, *args, timeout=TIMEOUT) for rank in range(ranks)]
         return [call.result() for call in calls]
 
 
-def _joined(rank: int, module: str, name: str, store: str, ranks: int, *args: Any) -> Any:
+def _joined(rank: int, module: str, name: str, store: str, port: int, ranks: int, *args: Any) -> Any:
     """Make this process ``rank`` of the group, and call the function, whose module may ask at import for a GPU."""
     warnings.simplefilter("ignore")
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # for a second group, as torchrun says it
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     try:
         return getattr(importlib.import_module(module), name)(rank, *args)
     finally:
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from convergence import isolate
 from convergence.records import Digests, Record, load_folder, versions, write
-from tests.suite import ISOLATED, ROOT, collect, suite
+from tests.suite import collect, suite
 
 PATCH = "patch_of_this_test:patch"
 CASE = ("--models", "llama-untied", "--dtypes", "float32", "--profile", "plain", "--device", "cpu", "--patch", PATCH)
@@ -35,29 +34,28 @@ def patch(model):
 
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The records of a run of the honest patch, in an interpreter of its own."""
+    """The records of a run of the honest patch, in a process of its own that trains everything anew."""
     folder = tmp_path_factory.mktemp("before")
     (folder / "patch_of_this_test.py").write_text(HONEST)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "convergence", "-q", *ISOLATED, *CASE, "--records", str(folder / "records")],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert isolate.call(run_in, folder, *CASE, "--records", str(folder / "records")) == 0
     return folder / "records"
 
 
+def run_in(folder: Path, *options: str) -> int:
+    """``pytest convergence`` where the patch lies in ``folder``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setattr(sys, "dont_write_bytecode", True)
+        return suite(*options)
+
+
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def run(tmp_path: Path):
     """Runs ``pytest convergence`` in this process. The patch is imported in a process of its own."""
 
     def run(code: str, *options: str) -> int:
         (tmp_path / "patch_of_this_test.py").write_text(code)
-        monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setattr(sys, "dont_write_bytecode", True)
-        return suite(*CASE, *options)
+        return run_in(tmp_path, *CASE, *options)
 
     return run
 

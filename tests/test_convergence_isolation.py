@@ -4,8 +4,8 @@ the verdict on it nor on the next one suffers."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from convergence import isolate
 from convergence.case import Case, prove, remember_upstream, train_case
 from convergence.patches import BUILT_IN
 from convergence.report import failure
-from tests.suite import ROOT, suite
+from tests.suite import suite
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -160,11 +160,13 @@ def test_a_call_runs_elsewhere_with_the_same_numerics_and_leaves_nothing():
         torch.set_num_threads(threads)
 
 
-def test_a_call_does_not_run_the_script_again_that_makes_it():
-    script = "import os\nfrom convergence import isolate\nprint(isolate.call(os.getpid) != os.getpid())\n"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable], input=script, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.stdout == "True\n", done.stderr
+def test_a_call_does_not_run_the_script_again_that_makes_it(tmp_path, monkeypatch):
+    script = ModuleType("__main__")
+    script.__file__, script.__spec__ = str(tmp_path / "script.py"), None
+    (tmp_path / "script.py").write_text("raise AssertionError('it is run again')\n")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    assert isolate.call(os.getpid) != os.getpid()
+    assert sys.modules["__main__"] is script
 
 
 class Unpicklable(Exception):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-import os
+import io
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import liger_kernels
 from liger_kernels.ops import launches
 from matrix.trainers import material
+from tests.ranks import on_ranks
+from tests.suite import suite
 
 ROOT = Path(__file__).parents[1]
 ARGUMENTS = {"use_cpu": not torch.cuda.is_available(), "max_steps": 2, "per_device_train_batch_size": 2, "bf16": False}
@@ -90,30 +93,32 @@ def test_packed_rows(folder: str) -> None:
     assert min(abs(first - pair) for pair in pairs) < 1e-3 * first
 
 
+def fsdp2(rank: int, *arguments: str) -> str:
+    """What the script prints on ``rank``."""
+    torch.distributed.destroy_process_group()  # it makes its own, as torchrun's environment says
+    with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["fsdp2.py", *arguments])
+        runpy.run_path(str(ROOT / "examples" / "fsdp2.py"), run_name="__main__")
+    return shown.getvalue()
+
+
 def test_fsdp2(folder: str, tmp_path: Path) -> None:
     texts = material.sentences()[:12]
     (tmp_path / "texts").write_text("\n".join(texts), encoding="utf-8")
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    command += [str(ROOT / "examples" / "fsdp2.py"), folder, str(tmp_path / "texts")]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(x) for x in re.findall(r"losses \[(.*)\]", done.stdout)[0].split(",")]
+    shown, _ = on_ranks(fsdp2, folder, str(tmp_path / "texts"))
+    losses = [float(x) for x in re.findall(r"losses \[(.*)\]", shown)[0].split(",")]
     ranks = [texts[0::2], texts[1::2]]
     expected = plain_losses(folder, [[own[2 * i : 2 * i + 2] for own in ranks] for i in range(3)])
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_own_kernel_is_proven(shared_folder: Path) -> None:
-    options = ["--models", "llama-tied", "--dtypes", "float32", "--profile", "plain", "--no-blame", "--device", "cpu"]
-    options += ["--references", str(shared_folder / "references")]
-    command = [sys.executable, "-m", "pytest", "convergence", "--patch", "own_kernel:patch", "-q", *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "examples")}
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "llama-tied/float32/patch: equal" in done.stdout
+def test_own_kernel_is_proven(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    case = ("--models", "llama-tied", "--dtypes", "float32", "--profile", "plain", "--device", "cpu")
+    status = suite(*case, "--patch", "own_kernel:patch", "--no-blame")
+    shown = capfd.readouterr().out
+    assert status == 0, shown
+    assert "llama-tied/float32/patch: equal" in shown
 
 
 # The loops of one's own against plain torch.

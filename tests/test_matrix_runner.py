@@ -25,6 +25,7 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stages:
     root.mkdir()
     (root / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--records')\n")
     monkeypatch.setattr(runner, "ROOT", root)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # hypothesis alone takes a second of each start
 
     def make(leaves_records: bool = False, **sources: str) -> tuple[Stage, ...]:
         for name, source in sources.items():
