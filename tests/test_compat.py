@@ -6,6 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from convergence import isolate
 
 ROOT = Path(__file__).parent.parent
 
@@ -74,53 +79,61 @@ def test_the_real_package_is_never_hidden(tmp_path: Path) -> None:
     folder = tmp_path / "metadata" / "liger_kernel-0.6.0.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Name: liger_kernel\nVersion: 0.6.0\n")
-    python(f"""
-import sys
-import liger_kernels.compat as compat
-for what in ("package", "metadata"):
-    sys.path.insert(0, {str(tmp_path)!r} + "/" + what)
-    try: compat.install()
-    except RuntimeError as error: assert "pip uninstall liger-kernel" in str(error)
-    else: raise AssertionError(what)
-    del sys.path[0]
-compat.install()  # the two folders were what it refused
-""")
+    isolate.call(install_after, [str(tmp_path / what) for what in ("package", "metadata")])
+
+
+def install_after(folders: list[str]) -> None:
+    from liger_kernels import compat
+
+    for folder in folders:
+        sys.path.insert(0, folder)
+        with pytest.raises(RuntimeError, match="pip uninstall liger-kernel"):
+            compat.install()
+        del sys.path[0]
+    compat.install()  # the folders were what it refused
+
+
+def patched_by_the_flag(folder: str) -> None:
+    """In a process that has imported transformers, and never this."""
+    import inspect
+
+    from transformers import Trainer, TrainingArguments
+    from transformers.utils import is_liger_kernel_available
+
+    import liger_kernels.compat
+    from tests.patching_checks import batch, tiny
+
+    has_configuration = "liger_kernel_config" in inspect.signature(TrainingArguments).parameters
+
+    def reports(config: dict[str, bool] | None, model: Any) -> set[str]:
+        arguments: dict[str, Any] = {"output_dir": folder, "use_cpu": True, "report_to": "none", "max_steps": 1}
+        arguments.update(save_strategy="no", use_liger_kernel=True, disable_tqdm=True)
+        if config and has_configuration:
+            arguments["liger_kernel_config"] = config
+        data: Any = [{key: value[0].cpu() for key, value in batch().items()}] * 8
+        trainer = Trainer(model.cpu(), TrainingArguments(**arguments), train_dataset=data)
+        trainer.train()
+        return set(liger_kernels.status(trainer.model).kernels)
+
+    assert not is_liger_kernel_available()
+    liger_kernels.compat.install()
+    assert is_liger_kernel_available()
+    everything = set(liger_kernels.KERNELS)
+    assert reports(None, tiny("llama")) == everything - {"cross_entropy"}
+    patched = tiny("gemma")
+    liger_kernels.patch(patched)
+    assert reports(None, patched) == everything
+    if has_configuration:
+        config = {"rope": False, "fused_linear_cross_entropy": False}
+        others = {"rms_norm", "layer_norm", "gated_rms_norm", "swiglu", "geglu", "experts"}
+        assert reports(config, tiny("llama")) == others
+        assert not {"rms_norm", "gated_rms_norm"} & reports({"rms_norm": False}, tiny("llama"))
+        assert "layer_norm" not in reports({"layer_norm": False}, tiny("llama"))
+    liger_kernels.compat.uninstall()
+    assert not is_liger_kernel_available()
 
 
 def test_the_flag_of_transformers_patches_the_model(tmp_path: Path) -> None:
     """``use_liger_kernel=True``, with and without a configuration, and on a model that is patched already; transformers
     was imported before the package is installed, and loses it again."""
-    python(f"""
-import inspect
-import liger_kernels, liger_kernels.compat
-from tests.patching_checks import batch, tiny
-from transformers import Trainer, TrainingArguments
-from transformers.utils import is_liger_kernel_available
-assert not is_liger_kernel_available()
-liger_kernels.compat.install()
-assert is_liger_kernel_available()
-
-def reports(config, model):
-    arguments = {{"output_dir": {str(tmp_path)!r}, "use_cpu": True, "report_to": "none", "max_steps": 1}}
-    arguments.update(save_strategy="no", use_liger_kernel=True, disable_tqdm=True)
-    if config and "liger_kernel_config" in inspect.signature(TrainingArguments).parameters:
-        arguments["liger_kernel_config"] = config
-    data = [{{key: value[0].cpu() for key, value in batch().items()}}] * 8
-    trainer = Trainer(model.cpu(), TrainingArguments(**arguments), train_dataset=data)
-    trainer.train()
-    return set(liger_kernels.status(trainer.model).kernels)
-
-everything = set(liger_kernels.KERNELS)
-assert reports(None, tiny("llama")) == everything - {{"cross_entropy"}}
-patched = tiny("gemma")
-liger_kernels.patch(patched)
-assert reports(None, patched) == everything
-if "liger_kernel_config" in inspect.signature(TrainingArguments).parameters:
-    config = {{"rope": False, "fused_linear_cross_entropy": False}}
-    others = {{"rms_norm", "layer_norm", "gated_rms_norm", "swiglu", "geglu", "experts"}}
-    assert reports(config, tiny("llama")) == others
-    assert not {{"rms_norm", "gated_rms_norm"}} & reports({{"rms_norm": False}}, tiny("llama"))
-    assert "layer_norm" not in reports({{"layer_norm": False}}, tiny("llama"))
-liger_kernels.compat.uninstall()
-assert not is_liger_kernel_available()
-""")
+    isolate.call(patched_by_the_flag, str(tmp_path))
