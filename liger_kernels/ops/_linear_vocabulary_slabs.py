@@ -206,8 +206,8 @@ class VocabularySlabs(NamedTuple):
                 yield first, _logits(call, first, stop, buffer)
             return
         room, narrowest = self._room(call), padded(min(self._columns(call), vocab))
-        free = grad_weight.view(-1)  # the first slab's rows, which are written by the backward
-        free = free[: kept * hidden_size] if kept else logits_buffer(call, tokens, room).view(-1)
+        # The first slab's rows, which are written by the backward.
+        free = grad_weight.view(-1)[: kept * hidden_size] if kept else logits_buffer(call, tokens, room).view(-1)
         own = None
         for first, stop, narrow in self._slabs(call):
             width = narrowest if narrow else stop - first
