@@ -322,15 +322,9 @@ def test_the_command_refuses_what_is_no_record(tmp_path, capsys):
 def test_a_run_writes_its_report_from_all_workers(tmp_path, shared_folder):
     path = tmp_path / "folder" / "report.html"
     options = ("--models", "llama-untied", "--dtypes", "float32", "--profile", "plain", "--device", "cpu", "-n", "1")
-    options += (
-        "--references",
-        str(shared_folder / "references"),
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:hypothesispytest",
-    )
-    command = [sys.executable, "-m", "pytest", "convergence", "-q", *options]
+    options += ("--references", str(shared_folder / "references"))
+    without = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
+    command = [sys.executable, "-m", "pytest", "convergence", "-q", *without, *options]
     done = subprocess.run([*command, "--report", str(path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"report: {path}" in done.stdout

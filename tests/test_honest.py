@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from convergence import bitwise, case, scale
 from convergence.models import find, select
@@ -88,7 +89,7 @@ def test_an_honest_candidate_passes(model, dtype, seed, honest, request):
     device = request.config.getoption("--device")
     began, judged = time.perf_counter(), "float32" if dtype == "tf32" else dtype
     if missing := find(model).absent(judged, device):
-        pytest.skip(missing)
+        pytest.skip(f"transformers {transformers.__version__}, {device}: {missing}")
     verdict = judge(honest, model, judged, device, seed, tf32=dtype == "tf32")
     results = request.config.getoption("--honest-results")
     if results:

@@ -10,23 +10,17 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from convergence.tolerance import unit_roundoff
 from liger_kernels.ops import (
     _linear_token_chunks,
     _linear_vocabulary_slabs,
-    observe_logits_grad,
 )
-from liger_kernels.ops._linear import Call, Needs
 from liger_kernels.ops._linear_token_chunks import TokenChunks
 from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs, kept_by_fast
-from liger_kernels.ops._loss_options import LossOptions
-from liger_kernels.ops._split_sum import SplitSum
 from liger_kernels.ops._tiling import tiled
-from liger_kernels.ops.cross_entropy import EXTRAS
-from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from tests.linear_cross_entropy_checks import (
     ALL,
     CHUNK,
@@ -34,7 +28,6 @@ from tests.linear_cross_entropy_checks import (
     REDUCTIONS,
     SCHEDULES,
     SLAB,
-    SLABS,
     TOKENS,
     TWO,
     TWO_SLABS,
@@ -44,7 +37,6 @@ from tests.linear_cross_entropy_checks import (
     assert_equal,
     chunks_of,
     every_schedule,
-    in_two_slabs,
     slabs_of,
 )
 
@@ -86,108 +78,6 @@ def test_what_is_frozen_costs_nothing(name, needs, bias, reduction, device):
     case.assert_right()
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("hidden", [63, 64])
-def test_logits_of_wide_slabs_lie_in_what_is_not_written_yet_of_the_weight_gradient(hidden, bias, device, monkeypatch):
-    """A slab of 192 classes; the last two, of 24, have a buffer of their own. The forward computes those of both in
-    rows of d weight that only the backward writes, and the backward finds the first slab's computed."""
-    case = Case(device, torch.bfloat16, tokens=8, hidden=hidden, vocab=10 * SLAB, bias=bias)
-    case.assert_right(memory="small")
-    spy = Spy(monkeypatch)
-    case.run(memory="small")
-    assert spy.operations == 8 * hidden * (4 * 10 * SLAB - 192)
-    assert spy.bytes < 2 * 10 * SLAB * hidden + 2 * 8 * SLAB + 4 * 8 * hidden + 128 * 8
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 8])
-@pytest.mark.parametrize(
-    ("schedule", "vocab"), [(SLABS, 10 * SLAB), (TWO_SLABS, 10 * SLAB - 3)], ids=["one slab", "two slabs"]
-)
-def test_a_slab_is_kept_for_the_first_backward_pass_alone(schedule, vocab, tokens, dtype, device, monkeypatch):
-    """A second one computes it again, to the same bits and in little more memory than d weight."""
-    case = Case(device, dtype, tokens=tokens, vocab=vocab, **{**schedule, **TWO})
-    spy, leaves = Spy(monkeypatch), case.leaves()
-    loss = case.call(leaves)
-    held = spy.bytes
-    assert held <= dtype.itemsize * 64 * (vocab + tokens) + 96 * max(tokens, 8), "d weight is held, and little more"
-    spent, grads = [], []
-    for _ in range(2):
-        spy.reset()
-        grads.append(torch.autograd.grad(loss, leaves, retain_graph=True))
-        spent.append(spy.operations)
-        assert spy.bytes <= held + 4 * 64 * tokens + 2 * vocab * dtype.itemsize
-    assert spent[1] > spent[0] or not tokens
-    assert_equal(*grads)
-    case.assert_right()
-
-
-def test_no_slab_is_kept_in_a_compiled_program(device):
-    """Which would copy d weight with it."""
-    case = Case(device, torch.bfloat16, tokens=8, hidden=64, vocab=10 * SLAB)
-    compiled = torch.compile(SLABS["function"], fullgraph=True, backend="aot_eager")
-    leaves, spent = case.leaves(), []
-    for function in (SLABS["function"], compiled):
-        loss = case.call(leaves, function)
-        with pytest.MonkeyPatch.context() as patch:
-            spy = Spy(patch)
-            torch.autograd.grad(loss, leaves)
-        spent.append(spy.operations)
-    assert spent[1] > spent[0]
-    # Its forward's slabs are others, and a GPU's product of other shapes rounds a few logits otherwise.
-    case.assert_right(function=compiled)
-
-
-@pytest.mark.parametrize("hidden", [63, 65])
-@pytest.mark.parametrize("tokens", [5, 21])
-def test_kept_slabs_begin_at_aligned_addresses(tokens, hidden, device):
-    """Also where the rows of d weight do not end at one."""
-    case = Case(device, torch.bfloat16, tokens=tokens, hidden=hidden)
-    case.assert_right(function=in_two_slabs)
-    call = Call(*case.tensors[:2], None, case.targets, *[None] * 3, LossOptions(), Needs(True, True, False))
-    d_weight, rest = VocabularySlabs(40).allocate(call).buffers
-    (_, _, first), (_, _, second) = VocabularySlabs(40)._kept_slabs(call, d_weight, rest)
-    assert first.data_ptr() >= d_weight[40:].data_ptr()
-    assert first.data_ptr() + first.nbytes <= d_weight.data_ptr() + d_weight.nbytes
-    for logits in (first, second):
-        assert logits.shape[0] == tokens
-        assert logits.storage_offset() * logits.element_size() % 16 == 0
-        assert logits.stride(0) * logits.element_size() % 16 == 0
-
-
-def test_hidden_gradient_is_summed_in_float32_over_two_kept_slabs(device):
-    """Of rows of weight that are nearly alike, the slabs' parts nearly cancel: rounded before they are added, they
-    would leave their roundoff."""
-    case = Case(device, torch.bfloat16, bias=False, **TWO)
-    case.targets.clamp_(max=47)  # all in the first slab
-    case.tensors[0] *= 2.0**-6
-    case.tensors[1] = (8 + case.tensors[1].float() / 64).to(torch.bfloat16)
-    seen = []
-    with observe_logits_grad(lambda start, grad: seen.append(grad)):
-        _, (d_hidden, *_) = case.run(in_two_slabs)
-    parts = [
-        seen[0][:, classes].double() @ case.tensors[1][classes].double() for classes in (slice(0, 48), slice(48, None))
-    ]
-    truth = sum(parts)
-    error = unit_roundoff(torch.bfloat16) * truth.abs() + 67 * unit_roundoff(torch.float32) * parts[0].abs()
-    assert (parts[0].abs() * unit_roundoff(torch.bfloat16) > 4 * error).float().mean() > 0.5, "nothing cancels"
-    assert ((d_hidden.double() - truth).abs() <= error).all()
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_hidden_gradient_is_summed_in_float32_over_slabs(reduction, device):
-    """The first slab's part is so large that in bfloat16 none of the later ones, 7% together, would change it. d weight
-    would hold the logits of wider slabs, so it is not needed."""
-    shape = {"tokens": 4, "hidden": 2, "vocab": 40 * SLAB, "bias": False}
-    case = Case(device, torch.bfloat16, **shape, needs=(True, False, False), reduction=reduction)
-    case.targets.fill_(0)
-    case.upstream.fill_(0.7)
-    case.tensors[1].fill_(15.0)
-    case.tensors[1][0] = -200.0
-    case.tensors[0].zero_()
-    case.assert_right(memory="small")
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 22, 23])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_take_the_memory_of_their_own_sums(dtype, tokens, device):
@@ -202,43 +92,6 @@ def test_gradients_take_the_memory_of_their_own_sums(dtype, tokens, device):
         for grad in grads:
             rows = -(-len(grad) // 2) * 2  # two halves
             assert grad.untyped_storage().nbytes() <= max(rows, 1) * grad[0].numel() * dtype.itemsize
-
-
-def test_a_slab_is_released_before_the_sum_is_rounded(device, monkeypatch):
-    """Rounding copies the front of the sum, which would come on top of the slab's logits."""
-    made, alive = [], []
-
-    make, finish = _linear_vocabulary_slabs.logits_buffer, SplitSum.rounded
-
-    def buffer(*args):
-        new = make(*args)
-        made.append(StorageWeakRef(new.untyped_storage()))
-        return new
-
-    def rounded(*args, **how):
-        gc.collect()  # the interpreter leaves cycles behind that hold what a kernel was given
-        alive.extend(not storage.expired() for storage in made)
-        return finish(*args, **how)
-
-    monkeypatch.setattr(_linear_vocabulary_slabs, "logits_buffer", buffer)
-    monkeypatch.setattr(SplitSum, "rounded", rounded)
-    Case(device, torch.bfloat16).run(memory="small")
-    assert alive == [False, False]  # of the forward and of the backward
-
-
-@pytest.mark.parametrize("schedule", [SLABS, TWO_SLABS], ids=["vocabulary slabs", "two kept slabs"])
-def test_argmax_and_target_in_any_slab(schedule, device):
-    """The largest logit, and the target's, in every class once: equal logits count for the first of them."""
-    hidden, weight = (F.pad(torch.eye(VOCAB, device=device), (0, 256 - VOCAB)) for _ in range(2))
-    targets = (torch.arange(VOCAB, device=device) * 29) % VOCAB
-    for rows in torch.arange(VOCAB, device=device).split(34):
-        for scaled in (7 * weight, 0 * weight):
-            inputs = hidden[rows], scaled.requires_grad_(), targets[rows]
-            ours, theirs = (
-                function(*inputs, extras=EXTRAS, reduction="none")
-                for function in (schedule["function"], linear_cross_entropy_ref)
-            )
-            torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -490,26 +343,3 @@ def test_weight_gradient_is_summed_in_float32(reduction, device):
     weight.zero_()
     case.upstream.fill_(0.7)
     case.assert_right(chunk_size=1)
-
-
-@pytest.mark.parametrize("needs", [(True, True), (True, False)], ids=["both gradients", "frozen weight"])
-@pytest.mark.parametrize(("tokens", "hidden"), [(8, 64), (40, 17), (3, 200)])
-def test_small_computes_logits_again_by_the_same_products(tokens, hidden, needs, device, monkeypatch):
-    """Another shape or stride would let them round another way than those of the loss, which a peaked softmax makes a
-    wrong gradient: on a GPU, 262,143 classes of 2,601 gave one 56 times as far off as PyTorch's."""
-    products, compute = [], _linear_vocabulary_slabs.logits_of
-
-    def recorded(states, weight, bias, buffer):
-        logits = compute(states, weight, bias, buffer)
-        products.append((weight.storage_offset(), len(weight), logits.stride(), logits.data_ptr() % 16))
-        return logits
-
-    monkeypatch.setattr(_linear_vocabulary_slabs, "logits_of", recorded)
-    case = Case(device, torch.bfloat16, tokens=tokens, hidden=hidden, vocab=20 * SLAB + 5, needs=(*needs, False))
-    leaves = case.leaves()
-    loss = case.call(leaves, functools.partial(linear_cross_entropy, memory="small"))
-    forward = list(products)
-    products.clear()
-    loss.backward()
-    assert len(products) > 1
-    assert set(products) <= set(forward)

@@ -28,7 +28,8 @@ there is, so gains and lone numbers are judged by {sigmas:g} standard deviations
 {places}
 
 ```console
-$ pytest tests/test_honest.py --profile scale --honest-seeds {seeds} --models {models} --honest-results scale.jsonl
+$ pytest tests/test_honest.py --profile scale --honest-seeds {seeds} --honest-results scale.jsonl \\
+    --models {models}
 $ python -m tools.power_picture --scale scale.jsonl
 ```
 

@@ -200,24 +200,19 @@ class VocabularySlabs(NamedTuple):
 
     def _forward_slabs(self, call: Call, grad_weight: Tensor, other_logits: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The first class of each slab, and its logits, which the next one overwrites, but for those that are kept."""
-        (tokens, hidden_size), vocab, kept = call.hidden.shape, len(call.weight), self.kept_classes
+        (tokens, hidden_size), kept = call.hidden.shape, self.kept_classes
         if not self.slab:
             for first, stop, buffer in self._kept_slabs(call, grad_weight, other_logits):
                 yield first, _logits(call, first, stop, buffer)
             return
-        room, narrowest = self._room(call), padded(min(self._columns(call), vocab))
-        # The first slab's rows, which are written by the backward.
-        free = grad_weight.view(-1)[: kept * hidden_size] if kept else logits_buffer(call, tokens, room).view(-1)
-        own = None
-        for first, stop, narrow in self._slabs(call):
-            width = narrowest if narrow else stop - first
+        free = grad_weight.view(-1)[: kept * hidden_size]  # the first slab's rows, which are written by the backward
+        for first, stop, width, _ in self._slabs(call):
             if kept and not first:
-                buffer = _behind(call, grad_weight, stop, stop)
-            elif tokens * width <= len(free):
-                buffer = free[: tokens * width].view(tokens, width)
+                buffer = _behind(call, grad_weight, stop, width)
             else:
-                own = logits_buffer(call, tokens, narrowest) if own is None else own
-                buffer = own
+                if len(free) < tokens * width:  # once at most: no later slab is wider
+                    free = logits_buffer(call, tokens, width).view(-1)
+                buffer = free[: tokens * width].view(tokens, width)
             yield first, _logits(call, first, stop, buffer)
 
     def _columns(self, call: Call) -> int:
@@ -226,50 +221,44 @@ class VocabularySlabs(NamedTuple):
             return self.backward_slab
         return self.slab if any(call.needs) else 2 * self.slab  # without a gradient, little else is held
 
-    def _slabs(self, call: Call) -> Iterator[tuple[int, int, bool]]:
-        """First and last + 1 class of each slab of "small", and whether its logits take memory of their own.
+    def _slabs(self, call: Call) -> Iterator[tuple[int, int, int, bool]]:
+        """First and last + 1 class of each slab of "small", the stride of its logits, and whether these need memory of
+        their own next to grad_weight.
 
         They are the same in the forward and in the backward: products of one shape have the same bits. Where a softmax
         has nearly all of its weight on one class, logits that round another way than those of which the loss was taken
         give a gradient that is wrong by the rounding of the logit itself: 0.25 for a logit of 100 in bfloat16."""
         first, (tokens, hidden_size), vocab, columns = 0, call.hidden.shape, len(call.weight), self._columns(call)
-        step, room = _step(columns, self.step), self._room(call)
+        step, kept = _step(columns, self.step), self.kept_classes
+        # What the forward has memory for: the first slab's rows, or what it allocates before there is a grad_weight.
+        room = kept * hidden_size // max(tokens, 1) if kept else 2 * self.slab
+        widest = min(WIDER * columns, room // step * step)
         while first < vocab:
             size = _fit(tokens, hidden_size, vocab - first, step) if call.needs.weight else 0
-            if first or not self.kept_classes:
-                size = min(WIDER * columns, room, size)
+            if first or not kept:
+                size = min(widest, size)
             narrow = size <= columns
             stop = min(first + columns, vocab) if narrow else first + size
-            yield first, stop, narrow
+            yield first, stop, padded(min(columns, vocab)) if narrow else size, narrow
             first = stop
-
-    def _room(self, call: Call) -> int:
-        """Classes of which the forward has room for the logits without memory of their own; without a first slab, of
-        which it takes them: grad_weight, which is not there yet, is larger."""
-        tokens, hidden_size = call.hidden.shape
-        if not call.needs.weight:
-            return 0
-        columns = self.kept_classes * hidden_size // max(tokens, 1) if self.kept_classes else 2 * self.slab
-        step = _step(self._columns(call), self.step)
-        return columns // step * step
 
     def _slabs_again(self, call: Call, grad_weight: Tensor, known: bool) -> Iterator[tuple[int, int, Tensor]]:
         """Those of "small" in the backward: first and last + 1 class, and their logits, which the next one overwrites.
 
         Every slab finishes its rows of grad_weight, where that is needed. The rows behind hold its logits, as long as
         those of more than ``backward_slab`` classes fit: wide slabs cost nothing there, and read and write grad_hidden
-        less often. In the forward the first slab's rows hold them, which are written by the backward.
+        less often.
 
         Args:
             known: whether the first slab's logits are there from the forward.
         """
-        own, vocab = None, len(call.weight)
-        for first, stop, narrow in self._slabs(call):
+        own = None
+        for first, stop, width, narrow in self._slabs(call):
             if narrow:
-                own = logits_buffer(call, len(call.hidden), min(self._columns(call), vocab)) if own is None else own
+                own = logits_buffer(call, len(call.hidden), width) if own is None else own
                 buffer = own
             else:
-                buffer = _behind(call, grad_weight, stop, stop - first)
+                buffer = _behind(call, grad_weight, stop, width)
             yield first, stop, buffer if known and not first else _logits(call, first, stop, buffer)
 
     def _overwritten(

@@ -21,8 +21,8 @@ of the GEMMs and the peak of memory beyond the inputs, both gradients included, 
   that retains the graph makes copies. With "none" the backward computes the logits again.
 - "small" goes in vocabulary slabs. The forward only takes the loss from each slab of logits; the backward computes it
   again and finishes its rows of grad_weight. What is not written yet of grad_weight holds the logits of wider slabs,
-  and between forward and backward those of the first K classes, which are not computed again. It is never chosen by
-  default.
+  and between forward and backward those of the first K classes, which are not computed again. It is the default for
+  results of each row, up to 8192 tokens.
 
 "balanced" is in ``_linear_token_chunks.py``, the other two are in ``_linear_vocabulary_slabs.py``.
 
