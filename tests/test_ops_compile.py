@@ -14,7 +14,6 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
-import io
 import itertools
 import json
 import os
@@ -90,8 +89,9 @@ def gated_rms_norm_cases() -> None:
     from liger_kernels.ops import gated_rms_norm
     from liger_kernels.ops.gated_rms_norm import ACTIVATIONS, FORMULAS
 
-    for activation, gate_first, formula in itertools.product(ACTIVATIONS, (False, True), FORMULAS):
-        options: dict[str, Any] = {"activation": activation, "gate_first": gate_first, "formula": formula}
+    for (i, activation), (j, formula) in itertools.product(enumerate(ACTIVATIONS), enumerate(FORMULAS)):
+        # Every pair of options: no program has a branch on all three.
+        options: dict[str, Any] = {"activation": activation, "gate_first": (i + j) % 2 == 0, "formula": formula}
         run(gated_rms_norm, new(64, 128), new(64, 128), new(128), **options)
     for gate_first in (False, True):
         run(gated_rms_norm, new(64, 4096), new(64, 4096), new(4096, dtype=FP32), groups=8, gate_first=gate_first)
@@ -151,14 +151,14 @@ def packed_glu_cases() -> None:
 def experts_cases() -> None:
     from liger_kernels.ops import Gate, experts
 
-    for n_experts in (4, 300):  # sorted by keys of eight bits, and of 32
-        for dtype, hidden in ((BF16, 2048), (FP32, 2880), (FP16, 40)):
-            ids, weights = torch.zeros(8, 4, dtype=torch.int64), new(8, 4, dtype=dtype)
-            shapes = (n_experts, 32, hidden), (n_experts, hidden, 16), (n_experts, 32), (n_experts, hidden)
-            gate_up, down, *biases = (new(*shape, dtype=dtype) for shape in shapes)
-            run(experts, new(8, hidden, dtype=dtype), ids, weights, gate_up, down)
-            gate = Gate(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)
-            run(experts, new(8, hidden, dtype=dtype), ids, weights.float(), gate_up, down, gate, *biases)
+    # Sorted by keys of eight bits, and of 32, which the kernels load as integers whatever the dtype is.
+    for n_experts, dtype, hidden in ((4, BF16, 2048), (4, FP32, 2880), (4, FP16, 40), (300, BF16, 2048)):
+        ids, weights = torch.zeros(8, 4, dtype=torch.int64), new(8, 4, dtype=dtype)
+        shapes = (n_experts, 32, hidden), (n_experts, hidden, 16), (n_experts, 32), (n_experts, hidden)
+        gate_up, down, *biases = (new(*shape, dtype=dtype) for shape in shapes)
+        run(experts, new(8, hidden, dtype=dtype), ids, weights, gate_up, down)
+        gate = Gate(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)
+        run(experts, new(8, hidden, dtype=dtype), ids, weights.float(), gate_up, down, gate, *biases)
 
 
 def cross_entropy_cases() -> None:
@@ -264,11 +264,11 @@ def signature_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return signature, constants, attributes, options
 
 
-def compile_all(names: str, *targets: str) -> None:
-    """In the subprocess: compile what the cases of ``names`` (``a,b``) launch; print a JSON list of one record per
-    program and target. Every program is compiled for the first of ``targets``, and for the others, of each kernel with
-    the same dtypes and number of warps, the one that takes the most shared memory: options change no other target's
-    arithmetic or limits."""
+def compile_all(names: list[str], targets: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """In the subprocess: compile what the cases of ``names`` launch; of each, one record per program and target. Every
+    program is compiled for the first of ``targets``, and for the others, of each kernel with the same 16-bit dtypes and
+    number of warps, the one that takes the most shared memory: options change no other target's arithmetic or limits.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -278,13 +278,16 @@ def compile_all(names: str, *targets: str) -> None:
         amd.make_hsaco = staticmethod(lambda assembly, *_: b"")
         amd.hash = lambda self: f"not linked {self.target}"
     programs: dict[str, tuple[Any, ...]] = {}
+    launched: dict[str, None] = {}
 
     def keep(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
         signature, constants, attributes, options = signature_of(kernel, args, kwargs)
         shown = {kernel.arg_names[i]: value for (i,), value in constants.items()}
         what = f"{kernel.__name__} {signature} {shown} {attributes} {options}"
         programs[what] = (kernel, signature, constants, attributes, options)
+        launched[what] = None
 
+    @functools.cache  # what several cases launch
     def compiled(what: str, target: str) -> dict[str, Any]:
         backend, architecture, warp_size, limit = TARGETS[target]
         kernel, signature, constants, attributes, options = programs[what]
@@ -299,23 +302,26 @@ def compile_all(names: str, *targets: str) -> None:
 
     def kind(record: dict[str, Any]) -> tuple[Any, ...]:
         _, signature, _, _, options = programs[record["what"]]
-        return record["kernel"], frozenset(k for k in signature.values() if k[0] == "*"), options.get("num_warps")
+        # Targets differ in how they convert floats of 16 bits: every one loads and stores float32 and integers.
+        return record["kernel"], frozenset({"*bf16", "*fp16"} & set(signature.values())), options.get("num_warps")
 
     for module in op_modules():
         if hasattr(module, "launch"):
             module.launch = keep
         if hasattr(module, "use_triton"):
             module.use_triton = lambda x, **_: True
-    for name in names.split(","):
+    found = {}
+    for name in names:
+        launched.clear()
         CASES[name]()
-    records = [compiled(what, targets[0]) for what in programs]
-    largest = {kind(r): r["what"] for r in sorted(records, key=lambda r: r.get("shared", 0))}
-    records += [compiled(what, target) for target in targets[1:] for what in largest.values()]
-    json.dump(records, sys.stdout)
+        records = [compiled(what, targets[0]) for what in launched]
+        largest = {kind(r): r["what"] for r in sorted(records, key=lambda r: r.get("shared", 0))}
+        found[name] = records + [compiled(what, target) for target in targets[1:] for what in largest.values()]
+    return found
 
 
-def compile_for_little_shared_memory() -> None:
-    """In the subprocess: print what norms of wide rows take of a GPU that has 99 KiB, by kernel."""
+def compile_for_little_shared_memory() -> dict[str, int]:
+    """In the subprocess: what norms of wide rows take of a GPU that has 99 KiB, by kernel."""
     from liger_kernels.ops import _device, rms_norm
 
     TARGETS["small"] = SMALL
@@ -324,14 +330,11 @@ def compile_for_little_shared_memory() -> None:
         run(rms_norm, new(64, hidden, dtype=dtype), new(hidden, dtype=dtype))
         for hidden, dtype in ((8192, FP32), (4096, BF16), (128, FP32))
     ]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        compile_all("wide rows", "small")
     found: dict[str, int] = {}
-    for record in json.loads(printed.getvalue()):
+    for record in compile_all(["wide rows"], ["small"])["wide rows"]:
         assert record["error"] is None, record
         found[record["kernel"]] = max(found.get(record["kernel"], 0), record["shared"])
-    json.dump(found, sys.stdout)
+    return found
 
 
 def traced_calls() -> list[tuple[str, Callable[..., Any], list[torch.Tensor]]]:
@@ -385,9 +388,9 @@ def traced_calls() -> list[tuple[str, Callable[..., Any], list[torch.Tensor]]]:
     ]
 
 
-def trace_all() -> None:
-    """In the subprocess: let Dynamo trace the ops, the number of rows unknown; print how many kernel
-    launches it put into each graph, forward and backward."""
+def trace_all() -> dict[str, int]:
+    """In the subprocess: let Dynamo trace the ops, the number of rows unknown; how many kernel launches it put into
+    each graph, forward and backward."""
     from torch.fx.experimental.symbolic_shapes import free_symbols
 
     launched: dict[str, int] = {}
@@ -408,11 +411,11 @@ def trace_all() -> None:
             torch.compiler.reset()
             with contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
                 torch.compile(op, backend=functools.partial(count, how), dynamic=dynamic, fullgraph=True)(*args)
-    json.dump(launched, sys.stdout)
+    return launched
 
 
-def overwritten_inputs() -> None:
-    """In the subprocess: print every argument of a launch, the kernel's name of it, that torch.compile believes to be
+def overwritten_inputs() -> list[str]:
+    """In the subprocess: every argument of a launch, the kernel's name of it, that torch.compile believes to be
     written, and of which Inductor will let it overwrite a copy: what came into the forward's or the backward's program,
     to which no kernel of ours writes, and what another launch writes to as well."""
     import triton
@@ -460,16 +463,20 @@ def overwritten_inputs() -> None:
             decompositions=select_decomp_table(),
         )
         run(torch.compile(op, backend=backend, fullgraph=True), *args)
-    json.dump(found, sys.stdout)
+    return found
 
 
-def in_subprocess(cache: Path, *what: str) -> Any:
+def in_subprocess(cache: Path, *calls: tuple[Any, ...]) -> list[Any]:
+    """What functions of this module return, each named and followed by its arguments, one after the other in a process
+    without the interpreter."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parent.parent
     env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, __file__, *what], env=env, cwd=root, capture_output=True, text=True)
+    command = [sys.executable, __file__, json.dumps(calls)]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout)
+    found: list[Any] = json.loads(done.stdout)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -477,26 +484,31 @@ def compiled(
     request: pytest.FixtureRequest, shared_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], list[dict[str, Any]]]:
     """``compiled(name)``: the records of one name in :data:`CASES`, for sm_90 and for what the chosen tests ask for.
-    They are made once in this run, by one of the xdist workers."""
+    They are made once in this run, in two halves: by two of the xdist workers, or one after the other."""
     mine = [item for item in request.session.items if getattr(item, "module", None) is request.module]
     parameters = [item.callspec.params for item in mine if hasattr(item, "callspec")]
     asked = {"sm_90"} | {chosen["target"] for chosen in parameters if "target" in chosen}
     targets = [target for target in TARGETS if target in asked]
+    every = any("records" not in item.fixturenames and "compiled" in item.fixturenames for item in mine)
+    names = [name for name in CASES if every or any(chosen.get("records") == name for chosen in parameters)]
+    halves = [half for half in (names[::2], names[1::2]) if half]
 
-    def file_of(name: str) -> Path:
-        return shared_folder / f"compiled-{name}.json"
+    def file_of(half: list[str]) -> Path:
+        return shared_folder / f"compiled-{half[0]}.json"
 
-    def make(name: str, file: Path) -> None:
-        file.write_text(json.dumps(in_subprocess(tmp_path_factory.mktemp("triton"), "compile_all", name, *targets)))
+    def make(half: list[str], file: Path) -> None:
+        (found,) = in_subprocess(tmp_path_factory.mktemp("triton"), ("compile_all", half, targets))
+        file.write_text(json.dumps(found))
 
     @functools.cache
     def records_of(name: str) -> list[dict[str, Any]]:
-        names = itertools.cycle((name, *CASES))  # what another worker is at takes a minute: meanwhile make the next one
-        while not file_of(name).exists():
-            todo = next(names)
+        (half,) = (half for half in halves if name in half)
+        todo = itertools.cycle((half, *halves))  # what another worker is at takes a minute: meanwhile make the other
+        while not file_of(half).exists():
+            one = next(todo)
             with contextlib.suppress(Timeout):
-                make_once(file_of(todo), functools.partial(make, todo), timeout=1)
-        return json.loads(file_of(name).read_text())
+                make_once(file_of(one), functools.partial(make, one), timeout=1)
+        return json.loads(file_of(half).read_text())[name]
 
     return records_of
 
@@ -526,7 +538,7 @@ def test_shared_memory_suffices(records: list[dict[str, Any]], target: str) -> N
 
 
 def test_a_gpu_of_little_shared_memory_loads_less_ahead(tmp_path: Path) -> None:
-    shared = in_subprocess(tmp_path, "compile_for_little_shared_memory")
+    (shared,) = in_subprocess(tmp_path, ("compile_for_little_shared_memory",))
     assert {"_rms_norm_bwd_kernel"} < shared.keys()
     assert all(size <= SMALL[3] for size in shared.values()), shared
     assert shared["_rms_norm_bwd_kernel"] > SMALL[3] // 2  # else it would load nothing ahead
@@ -569,10 +581,20 @@ traces_launches = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def traced(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What two functions find that make Dynamo trace the ops, in one process for this run."""
+    file, cache = shared_folder / "traced.json", tmp_path_factory.mktemp("triton")
+    calls = ("trace_all",), ("overwritten_inputs",)
+    make_once(file, lambda path: path.write_text(json.dumps(in_subprocess(cache, *calls))))
+    found: list[Any] = json.loads(file.read_text())
+    return found
+
+
 @traces_launches
-def test_dynamo_traces_down_to_the_launches(tmp_path: Path) -> None:
+def test_dynamo_traces_down_to_the_launches(traced: list[Any]) -> None:
     """Without a graph break, forward and backward, for any number of rows, also where every number is a symbol."""
-    launched = in_subprocess(tmp_path, "trace_all")
+    launched, _ = traced
     units = ("swiglu", "swiglu, of few elements", "geglu", "swiglu_linear", "rope")
     ways = ("", ", extras", ", options", ", of computed logits")  # the mean and its denominator are torch's
     losses = (*(f"cross_entropy{way}" for way in ways), "linear_cross_entropy")
@@ -582,12 +604,13 @@ def test_dynamo_traces_down_to_the_launches(tmp_path: Path) -> None:
 
 
 @traces_launches
-def test_a_compiled_program_sees_what_a_kernel_writes_to(tmp_path: Path) -> None:
+def test_a_compiled_program_sees_what_a_kernel_writes_to(traced: list[Any]) -> None:
     """It goes by the parsed kernel, whatever the address of a store was computed from, and by the program around it."""
-    assert in_subprocess(tmp_path, "overwritten_inputs") == []
+    _, overwritten = traced
+    assert overwritten == []
 
 
 if __name__ == "__main__":
     FUNCTIONS = (compile_all, compile_for_little_shared_memory, trace_all, overwritten_inputs)
     asked = {function.__name__: function for function in FUNCTIONS}
-    asked[sys.argv[1]](*sys.argv[2:])
+    json.dump([asked[name](*arguments) for name, *arguments in json.loads(sys.argv[1])], sys.stdout)

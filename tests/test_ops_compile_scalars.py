@@ -13,8 +13,8 @@ from typing import Any
 
 
 def compile_with_wide_scalars() -> None:
-    """In the subprocess: what ``compile_all`` prints, with every number of a launch typed as Inductor types it, and
-    compiled no further than to what is looked at."""
+    """In the subprocess: print what ``compile_all`` finds, with every number of a launch typed as Inductor types it,
+    and compiled no further than to what is looked at."""
     import triton
 
     from tests import test_ops_compile
@@ -37,8 +37,9 @@ def compile_with_wide_scalars() -> None:
         return {name: "fp64" if kind == "fp32" else kind for name, kind in signature.items()}, *rest
 
     test_ops_compile.signature_of = widened
-    names = "rms_norm,cross_entropy,linear_cross_entropy"
-    test_ops_compile.compile_all(names, "sm_90")  # the target whose operations are kept
+    names = ["rms_norm", "cross_entropy", "linear_cross_entropy"]
+    found = test_ops_compile.compile_all(names, ["sm_90"])  # the target whose operations are kept
+    json.dump([record for name in names for record in found[name]], sys.stdout)
 
 
 def wide_operations(ttir: str) -> list[str]:
