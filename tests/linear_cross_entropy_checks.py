@@ -43,9 +43,18 @@ def in_two_slabs(*args, **options):
         return linear_cross_entropy(*args, **options, memory="fast")
 
 
+def in_held_slabs(hidden, weight, *args, op=linear_cross_entropy, chunk=None, **options):
+    """The fused head for results of each row, whose logits are kept of the first classes, computed twice of some after
+    them, and kept of the last ones, in the memory of chunks of ``chunk`` tokens."""
+    chunk = chunk or (4 if hidden.dtype != torch.float32 and weight.requires_grad else 12)
+    with chunks_of(chunk), slabs_of(8):
+        return op(hidden, weight, *args, **options)
+
+
 CHUNKS, ONE_CHUNK = ({"function": functools.partial(linear_cross_entropy, chunk_size=size)} for size in (CHUNK, TOKENS))
 SLABS = {"function": functools.partial(linear_cross_entropy, memory="small")}
 TWO_SLABS = {"function": in_two_slabs, **TWO}
+HELD_SLABS: dict[str, Any] = {"function": in_held_slabs, "reduction": "none"}
 SCHEDULES = {"token chunks": CHUNKS, "one chunk": ONE_CHUNK, "vocabulary slabs": SLABS, "two kept slabs": TWO_SLABS}
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 many_and_one = pytest.mark.parametrize("chunk_size", [CHUNK, TOKENS], ids=["token chunks", "one chunk"])

@@ -33,6 +33,7 @@ from tests.linear_cross_entropy_checks import (
     CHUNK,
     CHUNKS,
     DTYPES,
+    HELD_SLABS,
     HIDDEN,
     MOST,
     ONE_CHUNK,
@@ -68,6 +69,12 @@ pytestmark = pytest.mark.usefixtures("small_slabs")
 )
 def test_every_option(schedule, dtype, options, reduction, device):
     Case(device, dtype, reduction=reduction, **options, **schedule).assert_right()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [ALONE["no_bias"], MOST], ids=["no_bias", "all but smoothing"])
+def test_in_held_slabs(options, dtype, device):
+    Case(device, dtype, **options, **HELD_SLABS).assert_right()
 
 
 @settings(derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -469,7 +476,13 @@ def test_compiles_under_autocast_and_without_gradients(device):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize(
     "schedule",
-    [TokenChunks(CHUNK, observed=True), VocabularySlabs(0), VocabularySlabs(0, SLAB, SLAB), VocabularySlabs(16, 8, 8)],
+    [
+        TokenChunks(CHUNK, observed=True),
+        VocabularySlabs(0, VOCAB),
+        VocabularySlabs(0, 0, SLAB, SLAB),
+        VocabularySlabs(16, 0, 8, 8),
+        VocabularySlabs(0, 40, 16),
+    ],
     ids=str,
 )
 def test_ops_are_registered_as_torch_wants_them(schedule, reduction, device):

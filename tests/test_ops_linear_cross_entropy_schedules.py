@@ -24,6 +24,7 @@ from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy
 from tests.linear_cross_entropy_checks import (
     ALL,
     CHUNK,
+    HELD_SLABS,
     ONE_CHUNK,
     REDUCTIONS,
     SCHEDULES,
@@ -37,6 +38,7 @@ from tests.linear_cross_entropy_checks import (
     assert_equal,
     chunks_of,
     every_schedule,
+    in_held_slabs,
     slabs_of,
 )
 
@@ -139,11 +141,13 @@ class Kept:
 @pytest.mark.parametrize(
     ("how", "reduction"), [("backward", "none"), ("backward, retained", "mean"), ("dropped", "sum")]
 )
-@pytest.mark.parametrize(("schedule", "slabs"), [(ONE_CHUNK, 1), (TWO_SLABS, 2)], ids=["1", "2"])
+@pytest.mark.parametrize(
+    ("schedule", "slabs"), [(ONE_CHUNK, 1), (TWO_SLABS, 2), (HELD_SLABS, 2)], ids=["1", "2", "held"]
+)
 def test_logits_are_released(schedule, slabs, how, reduction, device, monkeypatch):
     """By the backward pass or with the loss, at once: not when the garbage collector finds a cycle. d weight goes to
     whoever asked for it."""
-    case = Case(device, torch.bfloat16, reduction=reduction, **schedule)
+    case = Case(device, torch.bfloat16, **{"reduction": reduction, **schedule})
     kept = Kept(monkeypatch)
     case.run()  # torch imports parts of itself at a first call, and an import's error keeps frames
     leaves = case.leaves()
@@ -211,6 +215,7 @@ class Schedule:
             self.taken = BALANCED, schedule.chunk_size
         else:
             assert not schedule.kept_classes
+            assert schedule.held_classes in (0, len(call.weight))
             self.taken = (SMALL, schedule.slab) if schedule.slab else (WHOLE,)
         return torch.zeros(()), {}
 
@@ -229,14 +234,17 @@ def test_default_schedule_depends_on_shape_and_dtype_only(monkeypatch):
         assert of(chunk, hidden, torch.float32) == (WHOLE,)
         assert of(chunk + 1, hidden, torch.float32) == (BALANCED, chunk)
         assert of(7, hidden, torch.float16) == (BALANCED, chunk)
-    for tokens, expected in ((11, WHOLE), (8192, SMALL), (8193, BALANCED)):  # gradients of single rows
+    for tokens, expected in ((11, WHOLE), (8192, SMALL)):  # gradients of single rows, of few classes
         assert of(tokens, 5, reduction="none")[0] == expected
+        assert of(tokens, 5, reduction="none", chunk_size=7)[0] == BALANCED
+        assert of(tokens, 5, reduction="none", label_smoothing=0.1, memory="balanced")[0] == BALANCED
         assert of(tokens, 5, torch.float16, reduction="none")[0] == BALANCED
         assert of(tokens, 5, grad=False, reduction="none")[0] == BALANCED
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     for hidden, few in ((1500, 1500), (3000, 3000)):
         assert of(few, hidden) == (WHOLE,)
         assert of(few + 1, hidden) == (BALANCED, 1024 if hidden < 2048 else 2048)
+        assert of(few + 1, hidden, reduction="none") == of(few + 1, hidden)
     assert of(1024, 1500, torch.float32) == of(2048, 3000, torch.float32) == of(1000, 1000, torch.float32) == (WHOLE,)
     assert of(1025, 1500, torch.float32) == of(1001, 1000, torch.float32) == (BALANCED, 1024)
 
@@ -318,7 +326,64 @@ def test_when_fast_keeps_logits_in_d_weight(how, kept, device, monkeypatch):
     case = Case(device, torch.bfloat16, **TWO, **how)
     with slabs_of(slab) if slab else contextlib.nullcontext():
         case.run(function, memory="fast")
-    assert schedules == [VocabularySlabs(kept)]
+    assert schedules == [VocabularySlabs(kept, VOCAB - kept)]
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("weight", [True, False], ids=["", "frozen"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (8192, 2048, 128256),
+        (8192, 4096, 128256),
+        (8192, 2048, 262144),
+        (32768, 4096, 128256),
+        (8192, 768, 50257),
+        (5000, 4096, 32000),
+        (100, 4096, 32000),
+        (0, 8, 8),
+    ],
+)
+def test_balanced_of_each_row_takes_no_more_than_token_chunks(shape, weight, itemsize):
+    """And computes as few logits twice as that allows."""
+    (tokens, hidden, vocab), chunk = shape, 2048
+    with tiled(slabs=lambda choose, *shape: choose(*shape)):  # not those of the tests
+        found = VocabularySlabs.balanced(*shape, itemsize, weight, chunk)
+        assert found.held_classes or found == VocabularySlabs.small(*shape, weight)
+    chunks = (4 * weight * vocab + itemsize * tokens) * hidden + itemsize * vocab * chunk
+    logits = itemsize * tokens * found.held_classes
+    taken = (itemsize * weight * vocab + max(4, itemsize) * tokens) * hidden + logits
+    if found.slab:
+        assert taken <= chunks
+        assert found.slab <= max(found.held_classes, 4096)
+        another = itemsize * tokens * 1024
+        assert taken + another > chunks or not found.held_classes
+    else:
+        assert taken - chunks <= 2 * tokens * hidden or tokens <= chunk
+
+
+@pytest.mark.parametrize(
+    ("needs", "chunk", "between"), [((1, 1), 4, 1), ((0, 1), 3, 2), ((1, 0), 18, 1), ((1, 0), 12, 4)], ids=str
+)
+def test_what_held_slabs_cost(between, chunk, needs, device, monkeypatch):
+    function = functools.partial(in_held_slabs, chunk=chunk)
+    case = Case(device, torch.bfloat16, needs=(*map(bool, needs), False), bias=False, reduction="none")
+    schedules, forward = [], VocabularySlabs.forward
+    monkeypatch.setattr(
+        VocabularySlabs, "forward", lambda schedule, call: (schedules.append(schedule), forward(schedule, call))[1]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        spy = Spy(patch)
+        case.run(function)
+    (schedule,) = schedules
+    kept = schedule.kept_classes + schedule.held_classes
+    assert -(-(VOCAB - kept) // schedule.slab) == between
+    (tokens, hidden), held = case.tensors[0].shape, schedule.held_classes
+    assert bool(schedule.kept_classes) == needs[1]
+    assert spy.operations == tokens * hidden * (VOCAB * (2 + sum(needs)) - kept)
+    gradients = 4 * tokens * hidden * needs[0] + 2 * VOCAB * hidden * needs[1]
+    assert spy.bytes <= 2 * tokens * held + gradients + 96 * tokens
+    case.assert_right(function=function)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from convergence.tolerance import three_way
 from liger_kernels.ops import linear_log_probs, linear_log_probs_ref
 from liger_kernels.ops.linear_log_probs import OUTPUTS
-from tests.linear_cross_entropy_checks import DTYPES, HIDDEN, TOKENS, VOCAB, slabs_of
+from tests.linear_cross_entropy_checks import DTYPES, HIDDEN, TOKENS, VOCAB, in_held_slabs, slabs_of
 from tests.linear_log_probs_checks import GRADIENTS, MEMORY, OPTIONS, Case
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
@@ -34,6 +36,14 @@ def test_gradient_of_one_alone(memory, of, device):
 @pytest.mark.parametrize("memory", MEMORY)
 def test_frozen_parts(memory, needs, device):
     Case(device, torch.bfloat16, needs=needs).assert_right(memory=memory)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("needs", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_in_held_slabs(dtype, needs, options, device):
+    case = Case(device, dtype, needs=needs, **options)
+    case.assert_right(functools.partial(in_held_slabs, op=linear_log_probs))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 8])

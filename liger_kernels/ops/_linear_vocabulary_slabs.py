@@ -6,12 +6,15 @@ rounded once, and finishes the slab's rows of grad_weight by one GEMM straight i
 over the slabs in float32.
 
 The logits of the first slab lie in the memory of grad_weight, behind the rows that are its own, from the forward to the
-backward, which needs that memory anyway and finds them computed. What becomes of the others makes two schedules:
+backward, which needs that memory anyway and finds them computed. What becomes of the others makes three schedules:
 
 - "fast" keeps them, too, in one buffer of their own, and computes nothing twice. grad_weight is written last, so that
   its first rows are free for the sum of grad_hidden. Where the first slab would be too small to be worth it, and for
   label smoothing, which adds up the distance of every logit to the target's, which an early slab does not know, all
   classes are one slab in that buffer. Each gradient is one GEMM then.
+- "balanced", for results of each row and for classes that are split over ranks, keeps those of the last classes in
+  such a buffer, as large as what token chunks would hold. Before they are computed, and after their gradient is used,
+  the logits of the classes between lie there, which are computed twice.
 - "small" takes them slab by slab in memory that the next one overwrites: in the forward the first rows of grad_weight,
   in the backward, which computes them again by products of the same shapes, those that are not finished yet. Not for
   label smoothing.
@@ -96,22 +99,35 @@ def kept_by_small(tokens: int, hidden_size: int, vocab: int) -> int:
     return size if size > sizes.backward else 0
 
 
+def held_by_balanced(tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool, chunk: int) -> int:
+    """How many classes' logits take what chunks of ``chunk`` tokens hold beyond grad_weight and grad_hidden: the logits
+    of a chunk, and in 16 bits the second half of the float32 sum of grad_weight; that of grad_hidden goes off. 0 where
+    a slab of "small" is as wide."""
+    sizes, spared = slab_sizes(tokens, hidden_size), itemsize * vocab * chunk
+    if itemsize < 4:
+        spared += 2 * hidden_size * (vocab * in_grad_weight - tokens)
+    step = _step(sizes.forward, sizes.step)
+    held = spared // (itemsize * max(tokens, 1)) // step * step
+    return held if held > sizes.forward else 0
+
+
 def _step(columns: int, step: int) -> int:
     return padded(min(columns, step))
 
 
 class VocabularySlabs(NamedTuple):
-    """The schedules "fast" and "small": how the vocabulary is cut into slabs.
+    """The schedules in slabs: how the vocabulary is cut.
 
     Attributes:
         kept_classes: those of the first slab, whose logits stay in the memory of grad_weight until the backward; or 0.
-        slab: how many classes a later slab has whose logits need memory of their own; 0: the later classes are one
-            slab, and its logits are kept.
-        backward_slab: the same where there is a gradient of the weight.
+        held_classes: those of the last slab, whose logits stay in memory of their own until the backward; or 0.
+        slab: how many classes a slab between has at most whose logits need memory; 0: there is none.
+        backward_slab: the same where there is a gradient of the weight, and no held slab.
         step: as in :class:`SlabSizes`; slabs that are narrower than it are multiples of 8 classes.
     """
 
-    kept_classes: int
+    kept_classes: int = 0
+    held_classes: int = 0
     slab: int = 0
     backward_slab: int = 0
     step: int = 1024
@@ -121,12 +137,44 @@ class VocabularySlabs(NamedTuple):
         """Whether one slab has all classes."""
         return not self.kept_classes and not self.slab
 
+    @property
+    def _holds(self) -> bool:
+        """Whether logits of the last slab are held, also of no class: a rank may have none."""
+        return bool(self.held_classes) or not self.slab
+
+    @classmethod
+    def fast(cls, tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool) -> VocabularySlabs:
+        kept = kept_by_fast(tokens, hidden_size, vocab, itemsize) if in_grad_weight else 0
+        return cls(kept, vocab - kept)
+
+    @classmethod
+    def balanced(
+        cls, tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool, chunk: int
+    ) -> VocabularySlabs:
+        """What takes no more memory than chunks of ``chunk`` tokens."""
+        kept = kept_by_small(tokens, hidden_size, vocab) if in_grad_weight else 0
+        held = held_by_balanced(tokens, hidden_size, vocab, itemsize, in_grad_weight, chunk)
+        if not held:
+            return cls.small(tokens, hidden_size, vocab, in_grad_weight)
+        between = vocab - kept - held
+        if between <= 0:
+            return cls.fast(tokens, hidden_size, vocab, itemsize, in_grad_weight)
+        sizes, n = slab_sizes(tokens, hidden_size), -(-between // held)
+        step = _step(sizes.forward, sizes.step)
+        return cls(kept, held, -(-between // (n * step)) * step)
+
+    @classmethod
+    def small(cls, tokens: int, hidden_size: int, vocab: int, in_grad_weight: bool) -> VocabularySlabs:
+        sizes = slab_sizes(tokens, hidden_size)
+        kept = kept_by_small(tokens, hidden_size, vocab) if in_grad_weight else 0
+        return cls(kept, 0, sizes.forward, sizes.backward, sizes.step)
+
     def allocate(self, call: Call) -> Output:
         tokens, (vocab, hidden_size), kept = call.hidden.shape[0], call.weight.shape, self.kept_classes
         rows = Rows.empty(tokens, call.hidden.device, call.options, stats=any(call.needs))
         stats = call.new(False) if rows.stats is None else rows.stats
         grad_weight = call.new(bool(kept), vocab, hidden_size)
-        other_logits = call.new(not self.slab, tokens, padded(vocab - kept))
+        other_logits = call.new(self._holds, tokens, padded(self.held_classes))
         return Output(rows.loss, rows, (call.new(True, dtype=torch.float32), stats), (grad_weight, other_logits))
 
     def forward(self, call: Call) -> Output:
@@ -164,10 +212,10 @@ class VocabularySlabs(NamedTuple):
         upstream: Upstream,
         overwrite: bool,
     ) -> Gradients:
-        known = buffers is not None and (not self.slab or bool(self.kept_classes))
+        known = buffers is not None and (self._holds or bool(self.kept_classes))
         if buffers is None or not known:
             buffers = self.allocate(call).buffers
-            if not self.slab:
+            if self._holds:
                 for _ in self._forward_slabs(call, *buffers):
                     pass  # they stay
         elif not overwrite:
@@ -176,11 +224,12 @@ class VocabularySlabs(NamedTuple):
         if not self.kept_classes:
             grad_weight = call.new(call.needs.weight, *call.weight.shape)
         gradients = self._gradients_of_slabs
-        if self.slab:
-            slabs = self._slabs_again(call, grad_weight, known)
+        if self._holds:
+            slabs = self._held_slabs_again(call, grad_weight, other_logits)
         else:
-            slabs = iter(self._kept_slabs(call, grad_weight, other_logits))
-            gradients = self._gradients_of_kept if call.shard is None else gradients
+            slabs = self._slabs_again(call, grad_weight, known)
+        if not self.slab and call.shard is None:
+            gradients = self._gradients_of_kept
         grad_bias = call.new(call.needs.bias, len(call.weight))
         grad_hidden = gradients(call, self._overwritten(call, slabs, saved, upstream, grad_bias), grad_weight)
         return grad_hidden, grad_weight, grad_bias
@@ -192,17 +241,34 @@ class VocabularySlabs(NamedTuple):
         """The class of the weight's first row."""
         return 0 if call.shard is None else call.shard.first
 
-    def _kept_slabs(self, call: Call, grad_weight: Tensor, other_logits: Tensor) -> list[tuple[int, int, Tensor]]:
-        """Those of "fast": first and last + 1 class, and the memory of their logits."""
-        vocab, kept = len(call.weight), self.kept_classes
+    def _held_slabs(self, call: Call, grad_weight: Tensor, other_logits: Tensor) -> list[tuple[int, int, Tensor]]:
+        """Those where some are held: first and last + 1 class, and the memory of their logits. The last one's overwrite
+        those between, and the other way round."""
+        tokens, vocab, kept = len(call.hidden), len(call.weight), self.kept_classes
         first = [(0, kept, _behind(call, grad_weight, kept, kept))] if kept else []
-        return [*first, (kept, vocab, other_logits[:, : vocab - kept])]
+        last = vocab - self.held_classes
+        between = [
+            (begin, min(begin + self.slab, last), other_logits.view(-1)[: tokens * self.slab].view(tokens, self.slab))
+            for begin in range(kept, last, self.slab or 1)
+        ]
+        return [*first, *between, (last, vocab, other_logits[:, : self.held_classes])]
+
+    def _held_slabs_again(
+        self, call: Call, grad_weight: Tensor, other_logits: Tensor
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Those in the backward, and their logits."""
+        *early, last = self._held_slabs(call, grad_weight, other_logits)
+        if self.kept_classes:
+            yield early.pop(0)
+        yield last
+        for first, stop, buffer in early:
+            yield first, stop, _logits(call, first, stop, buffer)
 
     def _forward_slabs(self, call: Call, grad_weight: Tensor, other_logits: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The first class of each slab, and its logits, which the next one overwrites, but for those that are kept."""
         (tokens, hidden_size), kept = call.hidden.shape, self.kept_classes
-        if not self.slab:
-            for first, stop, buffer in self._kept_slabs(call, grad_weight, other_logits):
+        if self._holds:
+            for first, stop, buffer in self._held_slabs(call, grad_weight, other_logits):
                 yield first, _logits(call, first, stop, buffer)
             return
         free = grad_weight.view(-1)[: kept * hidden_size]  # the first slab's rows, which are written by the backward
@@ -313,10 +379,10 @@ class VocabularySlabs(NamedTuple):
         return grad_hidden
 
     def _gradients_of_slabs(self, call: Call, slabs: Iterator[tuple[int, int, Tensor]], grad_weight: Tensor) -> Tensor:
-        """The same of "small", and of both where the classes are split over ranks: the sum is theirs, too."""
+        """The same of the other schedules, and of all where the classes are split over ranks: the sum is theirs, too."""
         hidden, weight = call.hidden, call.weight
         sums = SplitSum.empty(call.needs.hidden, hidden.shape, hidden.dtype, hidden.device)
-        logits = None
+        logits, keep = None, 0.0
         if not len(weight):  # a rank without a class
             for part in sums:
                 part.zero_()
@@ -324,7 +390,8 @@ class VocabularySlabs(NamedTuple):
             if call.needs.weight:
                 torch.mm(logits.t(), hidden, out=grad_weight[first:stop])
             if call.needs.hidden:
-                sums.add(logits, weight[first:stop], keep=1.0 if first else 0.0)
+                sums.add(logits, weight[first:stop], keep)
+            keep = 1.0
         del logits, slabs  # the slab's memory is freed before grad_hidden is rounded
         if call.shard is not None and call.needs.hidden:
             call.shard.add(*sums)

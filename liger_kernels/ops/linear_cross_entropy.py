@@ -7,7 +7,8 @@ of the GEMMs and the peak of memory beyond the inputs, both gradients included, 
 
     schedule      operations          memory
     "fast"        6 T H V             b (T (V - K) + V H + T H)
-    "balanced"    6 T H V             4 V H + b T H + b V C           (8 T H V for reduction "none")
+    "balanced"    6 T H V             4 V H + b T H + b V C
+      "none"      8 T H V - 2 T H (K + M)   the same
     "small"       8 T H V - 2 T H K   b (V H + T S) + 4 T H
 
 - "fast" is one chunk. The logits are kept for the backward, which overwrites them by their gradient: those of the first
@@ -18,18 +19,20 @@ of the GEMMs and the peak of memory beyond the inputs, both gradients included, 
   holds less than all logits would.
 - "balanced" goes in token chunks. The gradients are computed in the forward and summed over the chunks in float32,
   after Liger Kernel's idea (arXiv:2410.10989), and grad_weight is rounded in the memory of its sum; a backward pass
-  that retains the graph makes copies. With "none" the backward computes the logits again.
+  that retains the graph makes copies. Reduction "none" has no gradient in the forward. It goes in vocabulary slabs, and
+  the memory holds the logits of M classes more, M = V (H + C) / T - 2 H in 16 bits. In float16, with label smoothing,
+  of a given ``chunk_size`` and in compiled programs it goes in token chunks, whose backward computes the logits again.
 - "small" goes in vocabulary slabs. The forward only takes the loss from each slab of logits; the backward computes it
   again and finishes its rows of grad_weight. What is not written yet of grad_weight holds the logits of wider slabs,
-  and between forward and backward those of the first K classes, which are not computed again. It is the default for
-  results of each row, up to 8192 tokens.
+  and between forward and backward those of the first K classes, which are not computed again. It is never chosen by
+  default.
 
-"balanced" is in ``_linear_token_chunks.py``, the other two are in ``_linear_vocabulary_slabs.py``.
+Token chunks are in ``_linear_token_chunks.py``, slabs are in ``_linear_vocabulary_slabs.py``.
 
 Without gradients only the loss is computed; what needs no gradient costs no buffer and no GEMM.
 
-Where the classes are split over the ranks of a process group (``_vocab_parallel.py``), both schedules in slabs go on
-over those of a rank, each rank's V above; "balanced" is "small".
+Where the classes are split over the ranks of a process group (``_vocab_parallel.py``), every schedule goes in slabs of
+those of a rank, each rank's V above.
 
 float16 always goes in token chunks, also where one covers all tokens: the other schedules have the upstream gradient
 and 1 / denominator in the logits' gradient, most of which float16 would flush to zero. Label smoothing does not go with
@@ -49,7 +52,7 @@ from liger_kernels.ops._counted_rows import CountedRows, CountedTargets, checked
 from liger_kernels.ops._linear import TENSORS, Call, Needs, Schedule, Upstream, current_observer, padded
 from liger_kernels.ops._linear_operators import linear_cross_entropy_op
 from liger_kernels.ops._linear_token_chunks import TokenChunks
-from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs, kept_by_fast, kept_by_small, slab_sizes
+from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops._loss_options import LossOptions, takes_options
 from liger_kernels.ops._runtime import as_autocast, backward_once, use_triton
 from liger_kernels.ops._tiling import choice
@@ -109,20 +112,17 @@ def _chunk_of_balanced(hidden_size: int) -> int:
 
 
 @choice("schedule")
-def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype, per_row: bool) -> tuple[str, int]:
+def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype) -> tuple[str, int]:
     """The schedule and the chunk size where neither is given.
 
     2 * hidden_size + C tokens' logits take about the memory of what token chunks hold instead: the logits of C tokens,
     and in 16 bits the float32 sum of grad_weight. A compiled program does not overwrite the kept logits, but a copy or
-    memory of the gradient's own; of at most hidden_size tokens even both take no more.
-
-    ``per_row`` gradients let "balanced" compute all logits twice, as "small" does. 8192 x 2048 x 128256,
-    log-probabilities and entropy, one H200, bfloat16: "balanced" 28.7 ms, "small" 26.9."""
+    memory of the gradient's own; of at most hidden_size tokens even both take no more."""
     chunk = _chunk_of_balanced(hidden_size)
     few = chunk + (0 if dtype == torch.float32 else 2 * hidden_size)
     if torch.compiler.is_compiling():
         few = min(few, hidden_size)
-    return "fast" if tokens <= few else "small" if per_row and tokens <= FAST_CHUNK else "balanced", chunk
+    return "fast" if tokens <= few else "balanced", chunk
 
 
 def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | None) -> str | None:
@@ -166,29 +166,26 @@ def choose_schedule(
         chunk = _checked_chunk_size(chunk_size)
         memory = "fast" if tokens <= chunk else "balanced"
     elif memory is None:
-        per_row = options.reduction == "none" and any(needs)
-        memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype, per_row)
+        memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype)
     if balanced_because(hidden.dtype, options.label_smoothing, memory) is not None:
         memory = "balanced"
-    if shard is not None:  # the classes of other ranks are like slabs before and after
-        memory = "fast" if memory == "fast" and any(needs) else "small"
+    per_row, compiled = options.reduction == "none", torch.compiler.is_compiling()
     if memory == "fast" and not any(needs):  # nothing to keep logits for
         memory = "balanced"
-    many = tokens > FAST_CHUNK and chunk_size is None and shard is None
-    if memory == "fast" and many and options.reduction != "none":  # whose chunks would compute the logits again
-        memory, chunk = "balanced", FAST_CHUNK
-    if memory == "balanced":
-        return memory, TokenChunks(chunk, current_observer() is not None)
+    if memory == "fast" and tokens > FAST_CHUNK and chunk_size is None and shard is None and not per_row:
+        memory, chunk = "balanced", FAST_CHUNK  # with "none" chunks would compute the logits again
     # A compiled program would copy grad_weight with the kept logits.
-    in_grad_weight = needs.weight and not torch.compiler.is_compiling()
+    in_grad_weight, shape = needs.weight and not compiled, (tokens, hidden_size, vocab)
     if memory == "fast":
         in_grad_weight = in_grad_weight and not options.label_smoothing and shard is None
-        return memory, VocabularySlabs(
-            kept_by_fast(tokens, hidden_size, vocab, hidden.dtype.itemsize) if in_grad_weight else 0
-        )
-    sizes = slab_sizes(tokens, hidden_size)
-    kept = kept_by_small(tokens, hidden_size, vocab) if in_grad_weight else 0
-    return memory, VocabularySlabs(kept, sizes.forward, sizes.backward, sizes.step)
+        return memory, VocabularySlabs.fast(*shape, hidden.dtype.itemsize, in_grad_weight)
+    if memory == "small" or (shard is not None and not any(needs)):
+        return memory, VocabularySlabs.small(*shape, in_grad_weight)
+    late = per_row and any(needs) and not compiled  # gradients of which the forward knows nothing
+    one_size = chunk_size is not None or balanced_because(hidden.dtype, options.label_smoothing, "small") is not None
+    if shard is None and (one_size or not late):
+        return memory, TokenChunks(chunk, current_observer() is not None)
+    return memory, VocabularySlabs.balanced(*shape, hidden.dtype.itemsize, in_grad_weight, chunk)
 
 
 def _checked_chunk_size(tokens: int) -> int:

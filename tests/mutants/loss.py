@@ -193,7 +193,7 @@ MUTANTS = (
             "    torch.mm(d_logits.t(), hidden, out=grad_weight[first:stop])"), module=_SLABS, memory="fast"),
     _hidden("slabs_hidden_gradient_of_the_last_slab",
         "The hidden states' gradient is overwritten by every slab of the vocabulary.",
-        "backward", ("keep=1.0 if first else 0.0", "keep=0.0", "_gradients_of_slabs"), module=_SLABS, memory="small"),
+        "backward", ("keep = 1.0", "keep = 0.0", "_gradients_of_slabs"), module=_SLABS, memory="small"),
     _hidden("slabs_write_over_their_own_logits",
         "A wide slab keeps its logits where its own rows of grad_weight are written.",
         "backward", ("begin = padded(stop * hidden_size)", "begin = padded((stop - size) * hidden_size)"),
