@@ -489,7 +489,8 @@ def compiled(
     parameters = [item.callspec.params for item in mine if hasattr(item, "callspec")]
     asked = {"sm_90"} | {chosen["target"] for chosen in parameters if "target" in chosen}
     targets = [target for target in TARGETS if target in asked]
-    every = any("records" not in item.fixturenames and "compiled" in item.fixturenames for item in mine)
+    fixtures = [getattr(item, "fixturenames", ()) for item in mine]
+    every = any("records" not in names and "compiled" in names for names in fixtures)
     names = [name for name in CASES if every or any(chosen.get("records") == name for chosen in parameters)]
     halves = [half for half in (names[::2], names[1::2]) if half]
 

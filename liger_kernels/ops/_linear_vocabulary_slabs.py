@@ -379,7 +379,7 @@ class VocabularySlabs(NamedTuple):
         return grad_hidden
 
     def _gradients_of_slabs(self, call: Call, slabs: Iterator[tuple[int, int, Tensor]], grad_weight: Tensor) -> Tensor:
-        """The same of the other schedules, and of all where the classes are split over ranks: the sum is theirs, too."""
+        """The same of the others, and of all where the classes are split over ranks: the sum is theirs, too."""
         hidden, weight = call.hidden, call.weight
         sums = SplitSum.empty(call.needs.hidden, hidden.shape, hidden.dtype, hidden.device)
         logits, keep = None, 0.0
