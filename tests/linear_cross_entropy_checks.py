@@ -28,11 +28,11 @@ def chunks_of(tokens):
     return tiled(schedule=lambda choose, n, *_: ("fast" if n <= tokens else "balanced", tokens))
 
 
-def slabs_of(classes):
+def slabs_of(classes, chunk=1024):
     """Inside, slabs whose logits need memory of their own have ``classes``; a first slab of more is worth it."""
 
     def sizes(choose, tokens, hidden_size):
-        return SlabSizes(classes, classes, worth=2 * tokens * classes + min(tokens, 1))
+        return SlabSizes(classes, classes, worth=2 * tokens * classes + min(tokens, 1), chunk=chunk)
 
     return tiled(slabs=sizes)
 
@@ -47,7 +47,7 @@ def in_held_slabs(hidden, weight, *args, op=linear_cross_entropy, chunk=None, **
     """The fused head for results of each row, whose logits are kept of the first classes, computed twice of some after
     them, and kept of the last ones, in the memory of chunks of ``chunk`` tokens."""
     chunk = chunk or (4 if hidden.dtype != torch.float32 and weight.requires_grad else 12)
-    with chunks_of(chunk), slabs_of(8):
+    with chunks_of(chunk), slabs_of(8, chunk):
         return op(hidden, weight, *args, **options)
 
 

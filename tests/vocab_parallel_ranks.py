@@ -208,7 +208,7 @@ def run(rank: int) -> dict[str, str]:
         torch.manual_seed(0)
         try:
             # Several slabs of a rank's classes, as in the other tests of the head.
-            with tiled(slabs=lambda *_: SlabSizes(16, 16), schedule=lambda *_: ("balanced", 18)):
+            with tiled(slabs=lambda *_: SlabSizes(16, 16, chunk=18), schedule=lambda *_: ("balanced", 18)):
                 check()
         except Exception:
             found[name] = traceback.format_exc()[-3000:]

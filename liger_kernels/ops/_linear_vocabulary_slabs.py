@@ -62,12 +62,14 @@ class SlabSizes(NamedTuple):
             one slab and two: 8192 x 4096 x 128256 38.5, 39.1 ms (656 MiB spared), 8192 x 2048 x 262144 41.7, 41.4
             (816), 8192 x 2048 x 128256 20.2, 20.7 (400), 2048 x 4096 x 128256 9.9, 10.7 (332), 512 x 2048 x 128256
             2.0, 2.5 (100).
+        chunk: "balanced" in slabs takes no more memory than chunks of so many tokens.
     """
 
     forward: int
     backward: int
     step: int = 1024
     worth: int = 2**29
+    chunk: int = 1024
 
 
 @choice("slabs")
@@ -99,11 +101,12 @@ def kept_by_small(tokens: int, hidden_size: int, vocab: int) -> int:
     return size if size > sizes.backward else 0
 
 
-def held_by_balanced(tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool, chunk: int) -> int:
-    """How many classes' logits take what chunks of ``chunk`` tokens hold beyond grad_weight and grad_hidden: the logits
-    of a chunk, and in 16 bits the second half of the float32 sum of grad_weight; that of grad_hidden goes off. 0 where
-    a slab of "small" is as wide."""
-    sizes, spared = slab_sizes(tokens, hidden_size), itemsize * vocab * chunk
+def held_by_balanced(tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool) -> int:
+    """How many classes' logits take what token chunks hold beyond grad_weight and grad_hidden: the logits of a chunk,
+    and in 16 bits the second half of the float32 sum of grad_weight; that of grad_hidden goes off. 0 where a slab of
+    "small" is as wide."""
+    sizes = slab_sizes(tokens, hidden_size)
+    spared = itemsize * vocab * sizes.chunk
     if itemsize < 4:
         spared += 2 * hidden_size * (vocab * in_grad_weight - tokens)
     step = _step(sizes.forward, sizes.step)
@@ -149,11 +152,11 @@ class VocabularySlabs(NamedTuple):
 
     @classmethod
     def balanced(
-        cls, tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool, chunk: int
+        cls, tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool
     ) -> VocabularySlabs:
-        """What takes no more memory than chunks of ``chunk`` tokens."""
+        """What takes no more memory than token chunks."""
         kept = kept_by_small(tokens, hidden_size, vocab) if in_grad_weight else 0
-        held = held_by_balanced(tokens, hidden_size, vocab, itemsize, in_grad_weight, chunk)
+        held = held_by_balanced(tokens, hidden_size, vocab, itemsize, in_grad_weight)
         if not held:
             return cls.small(tokens, hidden_size, vocab, in_grad_weight)
         between = vocab - kept - held

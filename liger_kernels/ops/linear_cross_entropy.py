@@ -20,8 +20,9 @@ of the GEMMs and the peak of memory beyond the inputs, both gradients included, 
 - "balanced" goes in token chunks. The gradients are computed in the forward and summed over the chunks in float32,
   after Liger Kernel's idea (arXiv:2410.10989), and grad_weight is rounded in the memory of its sum; a backward pass
   that retains the graph makes copies. Reduction "none" has no gradient in the forward. It goes in vocabulary slabs, and
-  the memory holds the logits of M classes more, M = V (H + C) / T - 2 H in 16 bits. In float16, with label smoothing,
-  of a given ``chunk_size`` and in compiled programs it goes in token chunks, whose backward computes the logits again.
+  what chunks of 1024 tokens would hold has the logits of M classes more, M = V (H + 1024) / T - H in 16 bits and
+  1024 V / T in float32. In float16, with label smoothing, of a given ``chunk_size`` and in compiled programs it goes in
+  token chunks, whose backward computes the logits again.
 - "small" goes in vocabulary slabs. The forward only takes the loss from each slab of logits; the backward computes it
   again and finishes its rows of grad_weight. What is not written yet of grad_weight holds the logits of wider slabs,
   and between forward and backward those of the first K classes, which are not computed again. It is never chosen by
@@ -185,7 +186,7 @@ def choose_schedule(
     one_size = chunk_size is not None or balanced_because(hidden.dtype, options.label_smoothing, "small") is not None
     if shard is None and (one_size or not late):
         return memory, TokenChunks(chunk, current_observer() is not None)
-    return memory, VocabularySlabs.balanced(*shape, hidden.dtype.itemsize, in_grad_weight, chunk)
+    return memory, VocabularySlabs.balanced(*shape, hidden.dtype.itemsize, in_grad_weight)
 
 
 def _checked_chunk_size(tokens: int) -> int:
