@@ -48,8 +48,9 @@ def _repair_bfloat16() -> None:
 def _hurry() -> None:
     """Spare Triton's interpreter repeated work. It replaces the built-in functions of ``triton.language``
     when a kernel is launched, and again at every call of a device function, each time looking for them in everything
-    that the modules hold; it writes a table of NumPy's dtypes each time it looks one up; and it describes the shape of
-    every result anew, and compares it with others length by length."""
+    that the modules hold; it reads a kernel's parameters from its code at every launch; it writes a table of NumPy's
+    dtypes each time it looks one up; and it describes the shape of every result anew, and compares it with others
+    length by length."""
     patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
     patched: set[int] = set()
     replacements: dict[tuple[str, ...], list[tuple[Any, str, Any]]] = {}
@@ -80,10 +81,20 @@ def _hurry() -> None:
             scope.set_attr(*replacement)
         return scope
 
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)  # without the check that a builder's semantic is given
+
+        def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+            return function(*args, _semantic=interpreter.interpreter_semantic, **kwargs)
+
+        scope[0].set_attr(owner, name, call) if scope else setattr(owner, name, call)  # Triton 3.4 takes nothing back
+
     one_at_a_time = threading.RLock()  # a launch patches Triton's own module, and another thread's would take it back
 
     def run_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
         with one_at_a_time:
+            if not hasattr(self.fn, "__signature__"):  # else every launch reads it from the code, twice
+                self.fn.__signature__ = inspect.signature(self.fn)
             patched.clear()
             try:
                 return run(self, *args, **kwargs)
@@ -120,12 +131,32 @@ def _hurry() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = shapes[key]
 
-    # Operands mostly have one shape, which is then one object, and one dtype: nothing to broadcast, nothing to cast.
+    # Operands mostly have one shape, which is then one object, and one dtype: nothing to broadcast, nothing to cast. Or
+    # one of them is a scalar.
     owner: Any = semantic.TritonSemantic
-    broadcast = owner.broadcast_impl_value
+    broadcast, check = owner.broadcast_impl_value, owner.binary_op_type_checking_impl
 
     def broadcast_other_shapes(self: Any, lhs: Any, rhs: Any) -> Any:
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        if not rhs.type.is_block():
+            return lhs, splat(rhs, lhs.type)
+        if not lhs.type.is_block():
+            return splat(lhs, rhs.type), rhs
+        return broadcast(self, lhs, rhs)
+
+    def splat(x: Any, like: Any) -> Any:
+        data = np.full(like.shape, x.handle.data, get_np_dtype(x.dtype))
+        return tensor(interpreter.TensorHandle(data, x.dtype), like.with_element_ty(x.dtype))
+
+    def check_other_types(self: Any, lhs: Any, rhs: Any, *options: Any, **kwargs: Any) -> Any:
+        one_type = type(lhs) is type(rhs) is tensor and lhs.dtype is rhs.dtype
+        # With a fourth option, which says that it divides, float16 becomes float32.
+        if one_type and type(lhs.dtype) is tl.core.dtype and len(options) < 4 and not kwargs:
+            return broadcast_other_shapes(self, lhs, rhs)
+        return check(self, lhs, rhs, *options, **kwargs)
+
+    owner.binary_op_type_checking_impl = check_other_types
 
     cast = owner.cast
 
@@ -136,5 +167,6 @@ def _hurry() -> None:
     owner.broadcast_impl_value, owner.cast = broadcast_other_shapes, cast_other_dtypes
     block_type.__init__, tensor.__init__ = init_block_type, init
     interpreter._get_np_dtype = get_np_dtype
+    interpreter._patch_attr = patch_attr
     interpreter._patch_builtin, interpreter._patch_lang = patch_builtin, patch_once
     interpreter.GridExecutor.__call__ = run_kernel
