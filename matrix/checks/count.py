@@ -55,8 +55,6 @@ def build(cls: Any) -> tuple[Any, bool]:
     Raises:
         Exception: what the last attempt raised; the default configurations of some classes build no model.
     """
-    import torch
-    from torch import nn
     from transformers import PreTrainedModel
 
     from tests import zoo
@@ -64,18 +62,13 @@ def build(cls: Any) -> tuple[Any, bool]:
     errors = []
     for full, config in ((True, cls.config_class), *((False, shrink) for shrink in zoo.shrinkers(cls))):
         try:
-            # Weights are drawn on that device, too: in older versions of transformers that takes minutes.
+            # Older versions of transformers draw initial weights on that device, too, which takes minutes.
             drawn = mock.patch.object(PreTrainedModel, "initialize_weights", create=True, return_value=None)
-            with torch.device("meta"), drawn, mock.patch.dict(vars(nn.init), _nothing_drawn(nn.init)):
+            with zoo.on_meta(), drawn:
                 return cls(_with_default_experts(config())), full
         except Exception as error:  # whatever a foreign model raises
             errors.append(error)
     raise errors[0]
-
-
-def _nothing_drawn(init: Any) -> dict[str, Callable[..., Any]]:
-    """What replaces the functions of ``torch.nn.init`` that write into a tensor: they leave it as it is."""
-    return {name: lambda tensor, *_, **__: tensor for name in vars(init) if re.fullmatch(r"[a-z].*_", name)}
 
 
 def _with_default_experts(config: Any) -> Any:
