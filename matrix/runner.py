@@ -24,7 +24,7 @@ from matrix.stages import STAGES, Stage
 RECORDS = Path(os.environ.get("MATRIX_RECORDS", ROOT / "records" / "matrix"))
 TIMEOUT = 3600.0
 # What runs in a cell, or decides how. What only reads records afterwards is not among it.
-_RUNS = ("checks", "trainers", "records.py", "runner.py", "stages.py")
+_RUNS = ("checks", "trainers", "conftest.py", "records.py", "runner.py", "stages.py")
 _SOURCE = (
     *("liger_kernels", "convergence", "tests", "tools", "examples", "conftest.py", "pyproject.toml", "tox.ini"),
     *(f"matrix/{name}" for name in _RUNS),

@@ -74,9 +74,10 @@ def test_a_token_meets_the_experts_that_it_is_routed_to() -> None:
     block: Any = Block()
     block.config = transformers.LlamaConfig()
     block.listed.top_k = 4
-    modules = dict(block.named_modules())
+    modules: dict[str, Any] = dict(block.named_modules())
+    routed: dict[Any, int] = {}
     found = {
-        path: count._multiplied(block, modules, path, module, parameter)
+        path: count._multiplied(block, modules, path, module, parameter, routed)
         for path, module in modules.items()
         for parameter in module._parameters.values()
         if parameter is not None

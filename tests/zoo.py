@@ -9,6 +9,7 @@ layer, such that every kind of layer of the full-size model occurs. What cannot 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -245,10 +247,18 @@ def _set_sections(config: PretrainedConfig, fill: bool) -> None:
         rope["mrope_section"] = [frequencies - 2 * height, height, height]
 
 
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Inside, modules are built on the meta device. Torch would draw weights there, too, in as much time again."""
+    drawing = [name for name in vars(nn.init) if re.fullmatch(r"[a-z].*_", name)]
+    with torch.device("meta"), mock.patch.dict(vars(nn.init), dict.fromkeys(drawing, lambda tensor, *_, **__: tensor)):
+        yield
+
+
 def _check_size(cls: type[PreTrainedModel], config: PretrainedConfig) -> None:
     """Raise before memory is allocated for a model that is not tiny."""
     try:
-        with torch.device("meta"):
+        with on_meta():
             size = sum(parameter.numel() for parameter in cls(copy.deepcopy(config)).parameters())
     except NotImplementedError:  # its constructor reads values: too special to be large
         return

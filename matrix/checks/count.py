@@ -12,7 +12,9 @@ class's default configuration, and patched. No model is named. What is counted:
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import gc
 import importlib
 import logging
 import re
@@ -20,13 +22,14 @@ import time
 import types
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 KINDS = {"norm": "norms", "rotary": "rotary functions", "experts": "experts", "MLP": "MLPs", "head": "heads"}
 _WEIGHTLESS = ("rope", "cross_entropy")  # kernels that run no weight of the module whose class they change
 _ROTARY = re.compile(r".*apply.*(rot|rope).*|.*(rot|rope).*apply.*")
+_LISTED = re.compile(r"(.*experts)\.\d+(\.|$)")
 _ROUTED = re.compile(r".*(experts_per_tok(en)?|top_?k.*|moe_k)")
 _OTHERS = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "VISION_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 
@@ -52,7 +55,6 @@ def build(cls: Any) -> tuple[Any, bool]:
     Raises:
         Exception: what the last attempt raised; the default configurations of some classes build no model.
     """
-    import torch
     from transformers import PreTrainedModel
 
     from tests import zoo
@@ -62,7 +64,7 @@ def build(cls: Any) -> tuple[Any, bool]:
         try:
             # Older versions of transformers draw initial weights on that device, too, which takes minutes.
             drawn = mock.patch.object(PreTrainedModel, "initialize_weights", create=True, return_value=None)
-            with torch.device("meta"), drawn:
+            with zoo.on_meta(), drawn:
                 return cls(_with_default_experts(config())), full
         except Exception as error:  # whatever a foreign model raises
             errors.append(error)
@@ -118,7 +120,9 @@ def examine(model: Any) -> dict[str, Any]:
     rotary: dict[type, list[str]] = {}
     for path, module in modules.items():
         mine = reasons[path]
-        names = rotary.setdefault(type(module), rotary_names(type(module)))
+        if type(module) not in rotary:
+            rotary[type(module)] = rotary_names(type(module))
+        names = rotary[type(module)]
         of_rotary = [reason for reason in mine if reason.startswith(tuple(f"{name}:" for name in names))]
         for name in names:
             refused = [reason for reason in of_rotary if reason.startswith(f"{name}:")]
@@ -138,12 +142,13 @@ def examine(model: Any) -> dict[str, Any]:
     where: dict[int, str | None] = {}  # a tied weight runs where any of its modules does
     sizes: dict[int, int] = {}
     products: dict[str | None, float] = defaultdict(float)
+    routed: dict[Any, int] = {}
     for path, module in modules.items():
         for parameter in module._parameters.values():
             if parameter is not None:
                 sizes[id(parameter)] = parameter.numel()
                 where[id(parameter)] = where.get(id(parameter)) or on(path)
-                products[on(path)] += 2 * _multiplied(model, modules, path, module, parameter)
+                products[on(path)] += 2 * _multiplied(model, modules, path, module, parameter, routed)
     parameters: Counter[str | None] = Counter()
     for key, size in sizes.items():
         parameters[where[key]] += size
@@ -184,25 +189,55 @@ def _is_experts(path: str, module: Any) -> bool:
     return bool(cubes) and "expert" in f"{path} {type(module).__name__}".lower()
 
 
-def _multiplied(model: Any, modules: dict[str, Any], path: str, module: Any, parameter: Any) -> float:
-    """How many elements of ``parameter`` a token is multiplied by."""
+def _multiplied(
+    model: Any, modules: dict[str, Any], path: str, module: Any, parameter: Any, routed: dict[Any, int]
+) -> float:
+    """How many elements of ``parameter`` a token is multiplied by. ``routed`` keeps, between calls, to how many of a
+    block's experts a token goes; those of one class are alike."""
     if parameter.dim() < 2 or "Embedding" in type(module).__name__:
         return 0
     size = float(parameter.numel())
-    listed = re.match(r"(.*experts)\.\d+(\.|$)", path)
+    listed = _LISTED.match(path)
     if listed is not None:
         experts, block = len(modules[listed[1]]._modules), listed[1].rpartition(".")[0]
     elif _is_experts(path, module) and "shared" not in path:
         experts, block = parameter.shape[0], path.rpartition(".")[0]
     else:
         return size
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    places = [module, modules[block], *modules[block]._modules.values(), config]
+    key = block, type(module), experts
+    if key not in routed:
+        config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+        routed[key] = _routed(experts, [module, modules[block], *modules[block]._modules.values(), config])
+    return size * routed[key] / experts
+
+
+def _routed(experts: int, places: Sequence[Any]) -> int:
+    """How many of ``experts`` a token is routed to, as the first of ``places`` says that knows; else all."""
     for place in places:
         for name, value in vars(place).items() if place is not None else ():
             if _ROUTED.fullmatch(name) and isinstance(value, int) and 1 <= value < experts:
-                return size * value / experts
-    return size
+                return value
+    return experts
+
+
+@contextlib.contextmanager
+def _garbage_collected_once_a_model() -> Iterator[Callable[[Any], Any]]:
+    """Inside, garbage is collected only by the function that comes, which returns its argument: while a model of ten
+    thousand modules is built there is none, but looking for it takes as long as building. What is alive then, mostly
+    modules of Python, is not looked at again."""
+
+    def collect(result: Any) -> Any:
+        gc.collect()
+        gc.freeze()
+        return result
+
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def measure(limit: int | None = None) -> dict[str, Any]:
@@ -213,7 +248,10 @@ def measure(limit: int | None = None) -> dict[str, Any]:
     logging.getLogger("transformers").setLevel(logging.CRITICAL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        classes = {group: [take(*pair) for pair in names[:limit]] for group, names in populations().items()}
+        with _garbage_collected_once_a_model() as collect:
+            classes = {
+                group: [collect(take(*pair)) for pair in names[:limit]] for group, names in populations().items()
+            }
     at = datetime.date.today().isoformat()
     return {
         "transformers": transformers.__version__,

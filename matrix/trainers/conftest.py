@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -23,16 +22,8 @@ def _quiet() -> None:
     import datasets
     import torch
 
-    from matrix.trainers.cases import CASES
-
     datasets.disable_progress_bars()
     torch.set_num_threads(1)  # tiny tensors gain nothing from more
-    # Every trainer collects garbage before it trains. What was imported is not garbage, and going through it took more
-    # than half of the time.
-    for case in CASES.values():
-        case.missing()
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -78,6 +79,9 @@ class Seen:
 def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, reference_is_another: bool = True) -> Seen:
     """Train the arm: ``make(model, options)`` is its trainer. A reference model is moved away from the policy, unless
     ``reference_is_another`` says that it is not."""
+    # Every trainer collects garbage before it trains. It need not look through what the arms before have left alive.
+    gc.collect()
+    gc.freeze()
     result = Trajectory()
     mode = InFloat64() if arm.dtype is torch.float64 else contextlib.nullcontext()
     with _warnings(result.warnings):
