@@ -85,10 +85,12 @@ def _context() -> BaseContext:
     """How processes are started; the server's imports are chosen before the first one is."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
-    from convergence.models import MODELS
+    from convergence.models import select
 
     context = multiprocessing.get_context("forkserver")
-    modeling = {model.model_class().__module__ for model in MODELS.values() if model.is_available()}
+    # Modules of other models may import packages that wake the driver at once, as Qwen3-Next's does with fla.
+    core = (model for model in select("core") if model.is_available())
+    modeling = {model.model_class().__module__ for model in core}
     context.set_forkserver_preload([*_OURS, *sorted(modeling)])
     # Whoever asks at import whether there is a GPU must not wake the driver: it does not survive a fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

@@ -192,3 +192,17 @@ def test_the_suite_says_that_a_patch_cannot_run_and_fails(capfd):
     output = "".join(capfd.readouterr())
     assert "llama-untied/float32/has_no_kernel: cannot run" in output
     assert "the patch cannot run here" in output
+
+
+def _imported():
+    return [
+        name
+        for name in ("llama", "gemma", "qwen3_next")
+        if f"transformers.models.{name}.modeling_{name}" in sys.modules
+    ]
+
+
+def test_what_may_wake_the_driver_is_not_imported_before_the_fork():
+    """fla does so when it is imported, which Qwen3-Next's module does where it is installed: no process that is forked
+    after that can use a GPU."""
+    assert isolate.call(_imported) == ["llama", "gemma"]
