@@ -62,7 +62,7 @@ class SlabSizes(NamedTuple):
             one slab and two: 8192 x 4096 x 128256 38.5, 39.1 ms (656 MiB spared), 8192 x 2048 x 262144 41.7, 41.4
             (816), 8192 x 2048 x 128256 20.2, 20.7 (400), 2048 x 4096 x 128256 9.9, 10.7 (332), 512 x 2048 x 128256
             2.0, 2.5 (100).
-        chunk: "balanced" in slabs takes no more memory than chunks of so many tokens.
+        chunk: "balanced" in slabs takes no more memory than chunks of that many tokens.
     """
 
     forward: int
