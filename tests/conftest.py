@@ -13,6 +13,11 @@ import pytest
 import torch
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes a minute begins: at the end, one worker would wait for the other."""
+    items.sort(key=lambda item: "compiled" not in getattr(item, "fixturenames", ()))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("evidence", "how often an honest candidate fails, and whether a fault passes")
     group.addoption("--honest-seeds", metavar="N,N", help="run every honest candidate of --models with these seeds")
