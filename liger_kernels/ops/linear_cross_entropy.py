@@ -183,8 +183,8 @@ def choose_schedule(
     if memory == "small" or (shard is not None and not any(needs)):
         return memory, VocabularySlabs.small(*shape, in_grad_weight)
     late = per_row and any(needs) and not compiled  # gradients of which the forward knows nothing
-    one_size = chunk_size is not None or balanced_because(hidden.dtype, options.label_smoothing, "small") is not None
-    if shard is None and (one_size or not late):
+    in_chunks = chunk_size is not None or unsharded_because(hidden.dtype, options.label_smoothing) is not None
+    if shard is None and (in_chunks or not late):
         return memory, TokenChunks(chunk, current_observer() is not None)
     return memory, VocabularySlabs.balanced(*shape, hidden.dtype.itemsize, in_grad_weight)
 
@@ -294,7 +294,7 @@ def checked_head(
 
 
 def unsharded_because(dtype: torch.dtype, label_smoothing: float) -> str | None:
-    """What does not go with classes that are split over ranks: it wants "balanced", which knows its own only."""
+    """What goes in token chunks only, and so not with classes that are split over ranks."""
     return balanced_because(dtype, label_smoothing, "small")
 
 
