@@ -439,7 +439,11 @@ def cases(place: Place) -> list[Case]:
         ),
         linear_loss(place, *heads[0], weights=True),
         *[linear_loss(place, *shape, masked=True) for shape in heads[:2]],
-        *[linear_log_probs(place, *shape, memory=memory) for shape in heads[:2] for memory in ("fast", "small")],
+        *[
+            linear_log_probs(place, *shape, memory=memory)
+            for shape in (*heads[:2], (8192, 2048, 128256))
+            for memory in ("fast", "balanced", "small")
+        ],
         *[linear_log_probs(place, *shape, masked=True) for shape in heads[:2]],
         packing(place, 1 << 20, 4096),
     ]

@@ -27,6 +27,7 @@ def liger() -> dict[str, Arms]:
         LigerCrossEntropyFunction,
         LigerFusedAddRMSNormFunction,
         LigerFusedLinearCrossEntropyFunction,
+        LigerFusedLinearScaledCrossEntropyFunction,
         LigerGELUMulFunction,
         LigerLayerNormFunction,
         LigerRMSNormFunction,
@@ -41,6 +42,11 @@ def liger() -> dict[str, Arms]:
             hidden, weight, targets, *middle, accum_dtype
         )[0]
 
+    def both(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Any:
+        # temperature, ignored index, tiles at a time, entropy. On Hopper it needs the package nvidia-cutlass-dsl.
+        loss, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, targets, 1.0, -100, 1, True)
+        return -loss, entropy
+
     return {
         LLAMA: {"liger": lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama")},
         GEMMA: {"liger": lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 1.0, "gemma")},
@@ -52,6 +58,8 @@ def liger() -> dict[str, Arms]:
         "cross_entropy": {"liger": lambda logits, targets: LigerCrossEntropyFunction.apply(logits, targets, None)[0]},
         "linear_cross_entropy": {"liger": head(None), "liger-fp32": head(torch.float32)},
         f"linear_cross_entropy{MASKED}": {"liger": head(None)},
+        "linear_log_probs": {"liger": both},
+        f"linear_log_probs{MASKED}": {"liger": both, "liger-counted": of_counted_rows(both)},
     }
 
 
@@ -150,17 +158,23 @@ def trl() -> dict[str, Arms]:
         counts = targets != -100
         return head(hidden[counts], weight, targets[counts])
 
-    def both_of_counted(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Any:
-        counts = targets != -100
-        found = both(hidden[counts], weight, targets[counts])
-        return tuple(x.new_zeros(counts.shape).masked_scatter(counts, x) for x in found)
-
     return {
         "linear_cross_entropy": {"trl": head},
         f"linear_cross_entropy{MASKED}": {"trl": head_of_counted},
         "linear_log_probs": {"trl": both},
-        f"linear_log_probs{MASKED}": {"trl": both_of_counted},
+        f"linear_log_probs{MASKED}": {"trl": of_counted_rows(both)},
     }
+
+
+def of_counted_rows(both: Callable[..., Any]) -> Callable[..., Any]:
+    """``both``, given only the rows that count, as its caller has to do it."""
+
+    def arm(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Any:
+        counts = targets != -100
+        found = both(hidden[counts], weight, targets[counts])
+        return tuple(x.new_zeros(counts.shape).masked_scatter(counts, x) for x in found)
+
+    return arm
 
 
 PACKAGES: dict[str, Callable[[], dict[str, Arms]]] = {

@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add("ci", "the cells as a job matrix for GitHub Actions, JSON")
     gate = add("gate", "decide on a release: everything that must pass, against the last release's records")
     gate.add_argument("--accept", metavar="REASON", help="make these records the baseline, and say why")
+    gate.add_argument("--cells", metavar="A,B", type=lambda text: text.split(","), default=[], help="only these")
     gate.add_argument("--no-run", action="store_true", help="judge the records that are there")
     gate.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="cells at a time (1)")
     gate.add_argument("--kernels", metavar="FILE", type=Path, help="what python -m benchmarks --json wrote on a GPU")
@@ -87,7 +88,7 @@ def cell(arguments: argparse.Namespace) -> int:
     if arguments.cells != [upstream.NAME]:
         if any(sources.values()):
             raise ValueError(f"--transformers, --trl and --torch are for the cell {upstream.NAME}")
-        (chosen,) = cells.select(arguments.cells)
+        (chosen,) = cells.select(arguments.cells, here=True)
     elif os.environ.get("TOX_ENV_NAME") != upstream.NAME:  # tox calls this again, in the environment that it makes
         path = upstream.write_requirements(arguments.records, sources)
         options = [*_options(arguments, 1), *(["--stages", arguments.stages] if arguments.stages else [])]

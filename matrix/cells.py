@@ -20,7 +20,7 @@ class Cell:
         name: the file's stem, which is the name of the tox environment, too.
         why: the comment at the top, as one line.
         pins: package to version, of the exactly pinned requirements.
-        kind: which stages run: "versions" (of transformers and trl) or "torch" (with its Triton).
+        kind: which stages run: "versions" (of transformers and trl), "torch" (with its Triton), or its own name.
         digest: changes with the file.
     """
 
@@ -32,6 +32,13 @@ class Cell:
 
     def version(self, package: str) -> str:
         return self.pins.get(package, "newest" if self.name == "latest" else "")
+
+
+# These have no requirement file: they run in the environment that is there. The project's own is judged as the cells
+# are: unit tests, the proof in its long form, mutants, packaging.
+PROJECT = Cell("project", "unit tests, the proof, mutants and packaging", {}, "project", "")
+TWO_GPUS = Cell("two-gpus", "the proof in the set-ups of several processes, over two GPUs", {}, "two-gpus", "")
+HERE = {cell.name: cell for cell in (PROJECT, TWO_GPUS)}
 
 
 def load(path: Path) -> Cell:
@@ -69,13 +76,13 @@ def order(name: str) -> tuple[object, ...]:
     return kind, *(int(number) for number in re.findall(r"\d+", name)), name
 
 
-def select(names: list[str]) -> list[Cell]:
-    """The named cells, or all.
+def select(names: list[str], here: bool = False) -> list[Cell]:
+    """The named cells, or all that tox makes. ``here`` allows the names of :data:`HERE`, too.
 
     Raises:
         ValueError: for an unknown name, with the allowed ones.
     """
-    cells = load_all()
+    cells = load_all() | (HERE if here and names else {})
     unknown = [name for name in names if name not in cells]
     if unknown:
         raise ValueError(f"unknown cell {', '.join(unknown)}; allowed are {', '.join(cells)}")

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import datetime
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,11 @@ from convergence.files import read_json, write, write_json
 from convergence.tables import markdown as markdown_table
 from matrix import baseline, cells, records, report, runner
 from matrix.baseline import Baseline, Difference
-from matrix.cells import Cell
+from matrix.cells import HERE, PROJECT, TWO_GPUS, Cell
 from matrix.records import GPU, CellRecord
 from matrix.stages import STAGES
 
 SCHEMA = 1
-# The project's own environment is judged like a cell: unit tests, the proof in its long form, mutants, packaging.
-PROJECT = Cell("project", "unit tests, the proof, mutants and packaging", {}, "project", "")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -33,28 +31,28 @@ def main(arguments: argparse.Namespace) -> int:
         raise ValueError("--accept takes the reason why these records are the new baseline")
     if arguments.kernels and arguments.without_gpu:
         raise ValueError("--kernels and --without-gpu exclude each other")
-    chosen = cells.select([])
+    chosen = cells.select(arguments.cells, here=True) if arguments.cells else [PROJECT, *cells.select([])]
     if not arguments.no_run:
-        workers = runner.cpus()
-        runner.run_stages(PROJECT, STAGES["project"], arguments.records, workers)
-        options = ["--workers", str(max(1, workers // arguments.jobs))]
-        runner.tox(chosen, arguments.jobs, options, arguments.records)
+        run(chosen, arguments.jobs, arguments.records)
     found = records.load_folder(arguments.records)
     kernels = read_kernels(arguments.kernels) if arguments.kernels else None
     before = baseline.load()
-    required = {cell.name: cell.digest for cell in (PROJECT, *chosen)}
-    required |= {f"{cell.name}{GPU}": cell.digest for cell in chosen if f"{cell.name}{GPU}" in found}
+    asked = before
+    if arguments.cells and before is not None:  # the rest of the baseline stays as it is
+        of_them = {name: record for name, record in before.cells.items() if record.cell in arguments.cells}
+        asked = dataclasses.replace(before, cells=of_them, kernels=before.kernels if kernels else None)
+    required = required_records(chosen, found, everything=not arguments.cells)
     code = runner.code_digest()
     alone = list(baseline.broken(required, found, code))
-    compared = compare(
-        before, {name: found[name] for name in required if name in found}, kernels, arguments.without_gpu
-    )
+    there = {name: found[name] for name in required if name in found}
+    compared = compare(asked, there, kernels, arguments.without_gpu)
     differences = [*alone, *compared]
     if arguments.accept is not None:
         if alone:
             report.differences(alone)
             raise ValueError(f"--accept: {len(alone)} things are wrong with the records themselves; see above")
-        accept(before, {name: found[name] for name in required}, kernels, arguments.accept, compared)
+        kept = before.cells if before and arguments.cells else {}
+        accept(before, kept | {name: found[name] for name in required}, kernels, arguments.accept, compared)
         differences = [dataclasses.replace(difference, note=True) for difference in differences]
     verdict = "pass" if not baseline.failing(differences) else "fail"
     result = {
@@ -72,6 +70,26 @@ def main(arguments: argparse.Namespace) -> int:
     write(markdown(result), arguments.output / "gate.md")
     report.gate(result, differences)
     return int(verdict != "pass")
+
+
+def run(chosen: Sequence[Cell], jobs: int, folder: Path) -> None:
+    """Run what is of this environment here, and the others in those that tox makes."""
+    workers = runner.cpus()
+    for cell in chosen:
+        if cell.name in HERE:
+            runner.run_stages(cell, STAGES[cell.kind], folder, workers)
+    if in_tox := [cell for cell in chosen if cell.name not in HERE]:
+        runner.tox(in_tox, jobs, ["--workers", str(max(1, workers // jobs))], folder)
+
+
+def required_records(chosen: Sequence[Cell], found: Collection[str], everything: bool) -> dict[str, str]:
+    """The digest of each record that there must be, by the record's name: a cell's, and what it left on a GPU where it
+    ran on one. What needs two GPUs left no other. Where ``everything`` is judged, it may be missing: the comparison
+    with the baseline says so."""
+    required = {cell.name: cell.digest for cell in chosen if cell is not TWO_GPUS}
+    on_gpu = {f"{cell.name}{GPU}": cell.digest for cell in (*chosen, *([TWO_GPUS] if everything else []))}
+    must = [f"{cell.name}{GPU}" for cell in chosen if cell is TWO_GPUS]
+    return required | {name: digest for name, digest in on_gpu.items() if name in found or name in must}
 
 
 def compare(

@@ -90,7 +90,18 @@ STAGES = {
     ),
     # What follows upstream's main branches, night by night.
     "main": (_MODELS, _PROOF, _TRAINERS),
-    # Not a cell: what the gate runs in the project's own environment.
+    # These run in the environment that is there.
+    "two-gpus": (
+        Stage(
+            "setups",
+            "the proof in every set-up of several processes, over NCCL",
+            (
+                *("convergence", "--dist", "loadgroup", "--models", "llama-tied,llama-untied,gemma", "--setups"),
+                "device-map,ddp,fsdp2,fsdp1,zero3,tensor-parallel,sequence-parallel",
+            ),
+            leaves_records=True,
+        ),
+    ),
     "project": (
         Stage("tests", "unit tests", ("tests", "--ignore", "tests/test_mutants.py")),
         Stage("convergence", "the proof on the core models, both losses", _CONVERGENCE, leaves_records=True),

@@ -66,7 +66,7 @@ def decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
         then: dict[str, Any] | None = None,
         options: tuple[str, ...] = (),
     ) -> dict[str, Any]:
-        both = [record(gate.PROJECT), record(CELL)]
+        both = [record(cells.PROJECT), record(CELL)]
         for one in both:
             records.write(one, folder)
         before, after = tmp_path / "before.json", tmp_path / "after.json"
@@ -330,11 +330,37 @@ def test_broken_records_cannot_be_accepted(
         (("--accept", " "), "--accept takes the reason"),
         (("--kernels", "x.json", "--without-gpu"), "exclude each other"),
         (("--kernels", "nowhere.json"), "cannot be read"),
+        (("--cells", "tf9"), "unknown cell tf9; allowed are tf9.9-trl9.9, project, two-gpus"),
     ],
 )
 def test_bad_options(options: tuple[str, ...], message: str, decide: Gate, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["gate", "--no-run", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def on_two_gpus() -> CellRecord:
+    found = record(cells.TWO_GPUS)
+    found.machine["gpu"] = "NVIDIA H100"
+    return found
+
+
+def test_a_cell_that_needs_gpus_is_judged_and_accepted_by_itself(decide: Gate, tmp_path: Path) -> None:
+    decide()
+    alone = ("--cells", "two-gpus")
+    assert run(tmp_path, *alone) == 1  # it has not run
+    assert failures(json.loads((tmp_path / "gate.json").read_text())) == [("missing record", "two-gpus-gpu")]
+    two = on_two_gpus()
+    records.write(two, tmp_path / "records")
+    assert run(tmp_path, *alone, "--accept", "two GPUs are there now") == 0
+    assert set(json.loads((tmp_path / "baseline.json").read_text())["cells"]) == {"project", CELL.name, "two-gpus-gpu"}
+    assert run(tmp_path) == 0  # with all others
+    lose_case(two)
+    records.write(two, tmp_path / "records")
+    assert run(tmp_path, *alone) == 1
+    (tmp_path / "records" / "two-gpus-gpu.json").unlink()
+    assert run(tmp_path) == 1
+    assert failures(json.loads((tmp_path / "gate.json").read_text())) == [("not measured", "two-gpus-gpu")]
+    assert run(tmp_path, "--without-gpu") == 0
 
 
 def test_a_baseline_survives_its_file(tmp_path: Path) -> None:
@@ -352,7 +378,7 @@ def test_the_accepted_baseline_was_all_right() -> None:
     """Whether it has every cell of today, the gate says: these tests are among what it runs before it can accept."""
     accepted = baseline.load()
     assert accepted is not None
-    assert gate.PROJECT.name in accepted.cells
+    assert cells.PROJECT.name in accepted.cells
     assert all(record.passed for record in accepted.cells.values())
     assert all(accepted.history[-1][key] for key in ("who", "when", "why", "commit"))
 
