@@ -315,7 +315,8 @@ class Zero3(Setup):
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "SGD", "params": {"lr": SGD_LEARNING_RATE}},
-            "zero_optimization": {"stage": 3},
+            # Each arm is wrapped anew for every step, and an engine keeps its bucket: by default 2 GiB of a GPU.
+            "zero_optimization": {"stage": 3, "reduce_bucket_size": 2**20},
             "zero_allow_untested_optimizer": True,
         }
         return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
