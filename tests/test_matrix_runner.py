@@ -211,6 +211,16 @@ def test_a_value_that_is_no_number_is_kept(tmp_path: Path) -> None:
     assert records.share(found) == float("inf")
 
 
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("test_a[x/y]@x", "test_a[x/y]"), ("test_a[x/y]", "test_a[x/y]"), ("test_a[a@b]", "test_a[a@b]")],
+)
+def test_a_case_is_called_the_same_with_workers_and_without(name: str, case: str, tmp_path: Path) -> None:
+    junit = tmp_path / "junit.xml"
+    junit.write_text(f'<testsuites><testsuite><testcase classname="c" name="{name}"/></testsuite></testsuites>')
+    assert records.read_cases(junit)[0] == [f"c::{case}"]
+
+
 def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(ValueError, match=r"a\.json: is no record: it has no verdict"):
