@@ -20,7 +20,7 @@ from benchmarks.timing import Measured
 from convergence.tolerance import three_way
 from liger_kernels.ops import CountedTargets, linear_cross_entropy, linear_log_probs, linear_log_probs_ref
 from liger_kernels.ops._linear import observe_logits_grad
-from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes
+from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes, VocabularySlabs
 from liger_kernels.ops._tiling import tiled
 from tests import linear_log_probs_checks as log_probs
 from tests.linear_cross_entropy_checks import ALONE, HIDDEN, REDUCTIONS, TOKENS, VOCAB, Case
@@ -84,6 +84,14 @@ class Loss(Case):
 
 def check_log_probs(split: Any, memory: str | None, dtype: Any, options: dict[str, Any]) -> None:
     LogProbs(CPU, dtype, **options).assert_right(over_ranks(linear_log_probs, split), memory=memory)
+
+
+def check_kept_and_held(split: Any, dtype: Any) -> None:
+    """Of one rank's classes some logits stay in the memory of grad_weight, some in their own, and some in none."""
+    with tiled(slabs=lambda *_: SlabSizes(8, 8, chunk=8)):
+        slabs = VocabularySlabs.balanced(TOKENS, HIDDEN, max(split), dtype.itemsize, True)
+        assert slabs.kept_classes and slabs.held_classes and slabs.slab, slabs
+        check_log_probs(split, None, dtype, log_probs.OPTIONS["all"])
 
 
 def check_loss(split: Any, memory: str, dtype: Any, reduction: str, options: dict[str, Any]) -> None:
@@ -189,6 +197,8 @@ def checks(world: int) -> dict[str, Callable[[], None]]:
                     found[f"log_probs-None-{dtype}-{name}"] = partial(
                         check_log_probs, SPLITS[world][-1], None, dtype, options
                     )
+            if memory == "small":
+                found[f"kept_and_held-{dtype}"] = partial(check_kept_and_held, SPLITS[world][-1], dtype)
             for reduction in REDUCTIONS[few:]:
                 for name in ("plain", "no_bias", "all but smoothing, row_weight")[2 if few else 0 :]:
                     found[f"loss-{memory}-{dtype}-{reduction}-{name}"] = partial(
