@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import os
 import socket
@@ -17,6 +18,7 @@ from convergence import isolate
 
 RANKS = 2
 TIMEOUT = 560.0
+WAIT = datetime.timedelta(seconds=120)  # for another rank, which may have failed
 
 
 def on_ranks(function: Callable[..., Any], *args: Any, ranks: int = RANKS) -> list[Any]:
@@ -40,7 +42,7 @@ def _joined(rank: int, module: str, name: str, store: str, port: int, ranks: int
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # for a second group, as torchrun says it
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=WAIT)
     try:
         return getattr(importlib.import_module(module), name)(rank, *args)
     finally:
