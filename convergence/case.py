@@ -164,7 +164,7 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
         if blames and not verdict.passed and case.setup == "plain":
             _blame(case, record, verdict, trajectory, timeout)
     record.failures = verdict.failures
-    record.notes = verdict.notes
+    record.notes = [*row.notes(), *verdict.notes]
     record.statistics = verdict.statistics
     if not verdict.passed:
         record.verdict = "cannot run" if verdict.failures[0][2] == "cannot run" else "different"

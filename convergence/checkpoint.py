@@ -7,9 +7,9 @@ a process of its own, can make it again.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
-import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlencode
 import torch
 from torch import nn
 
-from convergence import data, long_run, memory
+from convergence import data, gguf_file, long_run, memory
 from convergence.data import Batch
 from convergence.models import Row
 from convergence.observed import SGD
@@ -67,19 +67,21 @@ class Checkpoint(Row):
         return cls(path, **given)
 
     @property
+    def _is_gguf(self) -> bool:
+        return Path(self.path).suffix == ".gguf"
+
+    @property
     def _file(self) -> dict[str, Any]:
         """Where transformers finds it; nothing is ever downloaded, and no code of its folder runs."""
         path = Path(self.path)
         given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        if path.suffix == ".gguf":
+        if self._is_gguf:
             return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, **given}
         return {"pretrained_model_name_or_path": str(path), **given}
 
     def config(self) -> Any:
         """Its configuration, cut to the layers that are kept, without dropout."""
-        import transformers
-
-        config = transformers.AutoConfig.from_pretrained(**self._file)
+        config = copy.deepcopy(_config(self.path))
         inner = config.get_text_config()
         count = inner.num_hidden_layers
         if self.layers is not None:
@@ -105,11 +107,13 @@ class Checkpoint(Row):
         import transformers
 
         loader: Any = transformers.AutoModelForCausalLM
-        how = {} if "gguf_file" in self._file else {"use_safetensors": True}
+        how: dict[str, Any] = {"use_safetensors": True, "torch_dtype": "auto"}
+        if self._is_gguf:
+            how = {"torch_dtype": self.saved_in()}
+            if hasattr(transformers, "GgufConfig"):  # else, with the package kernels, blocks stay, which do not train
+                how["quantization_config"] = transformers.GgufConfig(dequantize=True)
         with _quietly():  # it tells of every layer that is left out
-            model, found = loader.from_pretrained(
-                **self._file, **how, config=self.config(), torch_dtype="auto", output_loading_info=True
-            )
+            model, found = loader.from_pretrained(**self._file, **how, config=self.config(), output_loading_info=True)
         if found["missing_keys"]:
             missing = ", ".join(sorted(found["missing_keys"])[:5])
             raise ValueError(f"{self.path}: {len(found['missing_keys'])} weights are missing: {missing}")
@@ -147,12 +151,23 @@ class Checkpoint(Row):
         return memory.plan(self.empty(), self.rows, self.length, DTYPES[dtype], device, self.saved_in())
 
     def saved_in(self) -> torch.dtype:
+        """The dtype that its weights are loaded in."""
+        if self._is_gguf:
+            return gguf_file.read(self.path).dtype
         dtype = getattr(self.config(), "dtype", None) or getattr(self.config(), "torch_dtype", None)
         return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
     def default_dtype(self) -> str:
-        """The dtype that it is proven in where none is asked for: the one it is saved in, or bfloat16 for float16."""
-        return "float32" if self.saved_in() is torch.float32 else "bfloat16"
+        """The dtype that it is proven in where none is asked for: the one it is saved in, or bfloat16 for float16 and
+        for blocks of quantised numbers, which hold no more."""
+        return "float32" if self.saved_in() is torch.float32 and not self._blocks() else "bfloat16"
+
+    def _blocks(self) -> list[str]:
+        return gguf_file.read(self.path).blocks if self._is_gguf else []
+
+    def notes(self) -> list[str]:
+        blocks = ", ".join(self._blocks())
+        return [f"weights of {blocks} were dequantised to float32, and train as such"] if blocks else []
 
     def bystander(self, template: nn.Module) -> nn.Module:
         """One layer of it: a whole one would hold as much memory again."""
@@ -164,7 +179,7 @@ class Checkpoint(Row):
         layers = self.config().get_text_config().num_hidden_layers
         return (
             f"{self.path}: {count:,} parameters, {layers} layers, {self.steps} steps of {self.rows} "
-            f"rows of {self.length} tokens in {dtype}: {self.plan(dtype, device)}"
+            f"rows of {self.length} tokens in {dtype}: {'; '.join([str(self.plan(dtype, device)), *self.notes()])}"
         )
 
     def check(self, dtypes: list[str], device: str) -> None:
@@ -195,9 +210,8 @@ class Checkpoint(Row):
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         path, takes = Path(self.path), "--checkpoint takes a folder with config.json and *.safetensors, or a GGUF file"
-        if path.suffix == ".gguf" and path.is_file():
-            if importlib.util.find_spec("gguf") is None:
-                raise ValueError(f"{path}: to read it needs the package gguf: pip install gguf")
+        if self._is_gguf and path.is_file():
+            self._check_gguf()
         elif not (path / "config.json").is_file():
             raise ValueError(f"{path}: has no config.json; {takes}")
         else:
@@ -216,7 +230,7 @@ class Checkpoint(Row):
                 raise ValueError(f"{path}: is quantised; the proof trains every weight and takes one that is not")
             if not any(path.glob("*.safetensors")):
                 raise ValueError(f"{path}: has no *.safetensors; {takes}; save_pretrained writes them")
-        config = transformers.AutoConfig.from_pretrained(**self._file)
+        config = _config(self.path)
         model_class, saved = _causal_lm(config), config.architectures or []
         if model_class is None or (saved and model_class.__name__ not in saved):
             raise ValueError(
@@ -227,6 +241,24 @@ class Checkpoint(Row):
         names = ("num_hidden_layers", "max_position_embeddings")
         return {name: getattr(inner, name, None) for name in names}
 
+    def _check_gguf(self) -> None:
+        header = gguf_file.read(self.path)
+        if header.parts > 1:
+            raise ValueError(
+                f"{self.path}: is one of {header.parts} files; llama.cpp's llama-gguf-split --merge makes one of them"
+            )
+        try:
+            config = _config(self.path).get_text_config()
+        except Exception as error:  # of metadata that may be anything
+            raise ValueError(f"{self.path}: {gguf_file.unreadable(error)}") from error
+        for name, says, has in (  # what metadata do not say, transformers takes from its defaults
+            ("num_hidden_layers", config.num_hidden_layers, header.layers),
+            ("vocab_size", config.vocab_size, header.vocabulary),
+            ("hidden_size", config.hidden_size, header.hidden),
+        ):
+            if says > has if name == "num_hidden_layers" else says != has:  # it may hold layers that only predict ahead
+                raise ValueError(f"{self.path}: its metadata make {name} {says}, and its tensors have {has}")
+
     def _check_text(self) -> None:
         if self.text and not Path(self.text).is_file():
             raise ValueError(f"--text {self.text!r}: there is no such file; it takes a text file in UTF-8")
@@ -234,12 +266,12 @@ class Checkpoint(Row):
             tokens = _tokens(self.path, self.text)
         except UnicodeDecodeError as error:
             raise ValueError(f"--text {self.text!r}: is not UTF-8 ({error.reason}); it takes a text file") from error
-        except (OSError, ValueError, ImportError) as error:
+        except (OSError, ValueError, ImportError, KeyError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise ValueError(
-                f"{self.path}: has no tokenizer that can be loaded here ({reason}); tokenizer.save_pretrained"
-                f"({self.path!r}) puts it there"
-            ) from error
+            writer = f"tokenizer.save_pretrained({self.path!r}) puts it there"
+            if self._is_gguf:
+                writer = "llama.cpp's convert_hf_to_gguf.py puts it into the file"
+            raise ValueError(f"{self.path}: has no tokenizer that can be loaded here ({reason}); {writer}") from error
         classes = self.config().get_text_config().vocab_size
         if len(tokens) and int(tokens.max()) >= classes:
             raise ValueError(
@@ -277,6 +309,14 @@ def _quietly() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if has_bar:
             logging.enable_progress_bar()
+
+
+@functools.lru_cache(maxsize=1)
+def _config(path: str) -> Any:
+    """The configuration as it is saved: of a GGUF file, which holds its vocabulary in front, that takes seconds."""
+    import transformers
+
+    return transformers.AutoConfig.from_pretrained(**Checkpoint(path)._file)
 
 
 def _causal_lm(config: Any) -> Any:

@@ -90,6 +90,10 @@ class Row:
         """What the truth trains in. Without float64 it is float32, with TF32 off."""
         return torch.float64
 
+    def notes(self) -> list[str]:
+        """What a record says of how its weights were made."""
+        return []
+
     def bystander(self, template: nn.Module) -> nn.Module:
         """A model on the CPU that nobody patches, and that runs the same code."""
         return template

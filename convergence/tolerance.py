@@ -69,6 +69,10 @@ SIGMAS = 5.0
 # The same where all that was observed is one step: there are six samples of noise then, not six for each step.
 # Student's t with five degrees of freedom is beyond 12 once in 14,000, and beyond five once in 240. Measured on a GPU:
 # of 842 numbers of 21 honest candidates at real size, two were beyond five.
+# A candidate there has up to 60 gains, so by Student's t one honest candidate in 200 would fail. But a bound is the
+# larger of two deviations, and what is judged is the distance from an interval. Measured on four shapes divided by 16
+# in float32 and bfloat16: of 184,800 gains of 4,800 honest candidates, drawn from 40 unpatched replicas each and judged
+# by six others, none was beyond its bound. The largest share was 0.93.
 SIGMAS_OF_ONE_STEP = 12.0
 
 # Perturbed replicas of the baseline per case. With the baseline itself they are the samples of every noise.
