@@ -13,6 +13,7 @@ import torch
 
 from liger_kernels import ops
 from liger_kernels.ops import _launcher, _runtime, launches, reset_launches
+from liger_kernels.ops._device import most_warps
 from liger_kernels.ops._runtime import INTERPRET, launch, tl, triton, use_triton
 from liger_kernels.ops._tiling import next_power_of_2
 from liger_kernels.ops.linear_cross_entropy import MEMORY
@@ -203,6 +204,25 @@ def test_launches_under_the_tensors_own_device(monkeypatch, kernel, index, guard
             here = [launched.pop(0)]
             assert kernel.heard == ([device, *here, "left"] if guarded else here)
             kernel.heard.clear()
+
+
+@pytest.mark.parametrize(("lanes", "given"), [(32, [4, 16, 32]), (64, [4, 16, 16])])
+def test_a_program_has_at_most_1024_threads(monkeypatch, lanes, given) -> None:
+    """Also where a warp has 64 lanes, as on AMD's data center GPUs."""
+    monkeypatch.setattr(_runtime, "_KEEP_PROGRAMS", False)
+    monkeypatch.setattr(_runtime, "_MOST_WARPS", most_warps(lanes))
+    asked: list[int] = []
+
+    class Kernel:
+        __name__ = "kernel"
+
+        def __getitem__(self, grid):
+            return lambda **options: asked.append(options["num_warps"])
+
+    for warps in (4, 16, 32):
+        launch(Kernel(), (2,), torch.device("cpu"), num_warps=warps)
+    reset_launches()
+    assert asked == given
 
 
 @pytest.mark.parametrize("grid", [(2,), (2, 3), (2, 3, 4)])

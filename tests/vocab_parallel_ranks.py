@@ -90,7 +90,7 @@ def check_kept_and_held(split: Any, dtype: Any) -> None:
     """Of one rank's classes some logits stay in the memory of grad_weight, some in their own, and some in none."""
     with tiled(slabs=lambda *_: SlabSizes(8, 8, chunk=8)):
         slabs = VocabularySlabs.balanced(TOKENS, HIDDEN, max(split), dtype.itemsize, True)
-        assert slabs.kept_classes and slabs.held_classes and slabs.slab, slabs
+        assert all((slabs.kept_classes, slabs.held_classes, slabs.slab)), slabs
         check_log_probs(split, None, dtype, log_probs.OPTIONS["all"])
 
 

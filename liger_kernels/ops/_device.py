@@ -12,6 +12,7 @@ CAPABILITY = (8, 0)
 # do load ahead then fill, as far as there is so much (:func:`room_for_loads`).
 SHARED_MEMORY = 16 * 1024
 LOADED_AHEAD = 128 * 1024
+THREADS = 1024  # of a program at most, on every GPU
 
 _obstacles: dict[tuple[str, int | None], str] = {}
 _rooms: dict[tuple[str, int | None], int] = {}
@@ -43,6 +44,11 @@ def _ask(device: torch.device) -> str:
     if shared is not None and shared < SHARED_MEMORY:
         return f"a program has {shared} bytes of shared memory; kernels need {SHARED_MEMORY}"
     return ""
+
+
+def most_warps(lanes: int) -> int:
+    """How many warps a program may have, of so many threads each: 32, and 64 on AMD's data center GPUs."""
+    return THREADS // lanes
 
 
 def room_for_loads(device: torch.device) -> int:

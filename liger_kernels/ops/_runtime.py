@@ -20,7 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from liger_kernels.ops import _launcher
-from liger_kernels.ops._device import obstacle
+from liger_kernels.ops._device import most_warps, obstacle
 from liger_kernels.ops._launcher import start_kept
 
 try:
@@ -50,6 +50,8 @@ _ACCELERATORS = {"cuda": torch.cuda, "xpu": torch.xpu}
 _launches: Counter[str] = Counter()
 
 _KEEP_PROGRAMS = _launcher.state(INTERPRET) == "on"
+# Launch shapes are chosen for warps of 32. With fewer and wider ones a program has as many threads.
+_MOST_WARPS = most_warps(32 if torch.version.hip is None else 64)
 
 
 def use_triton(x: torch.Tensor, *, opaque: bool = False) -> bool:
@@ -72,6 +74,8 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     """
     if 0 in grid:
         return
+    if kwargs.get("num_warps", 0) > _MOST_WARPS:
+        kwargs["num_warps"] = _MOST_WARPS
     if torch.compiler.is_compiling():  # Dynamo records the launch itself; there is nothing to count or guard
         kernel[grid](*args, **kwargs)
         return
