@@ -262,11 +262,13 @@ class Checkpoint(Row):
     def _check_text(self) -> None:
         if self.text and not Path(self.text).is_file():
             raise ValueError(f"--text {self.text!r}: there is no such file; it takes a text file in UTF-8")
+        # Of a file that may hold anything, a parser may raise anything.
+        unusable = (Exception,) if self._is_gguf else (OSError, ValueError, ImportError)
         try:
             tokens = _tokens(self.path, self.text)
         except UnicodeDecodeError as error:
             raise ValueError(f"--text {self.text!r}: is not UTF-8 ({error.reason}); it takes a text file") from error
-        except (OSError, ValueError, ImportError, KeyError) as error:
+        except unusable as error:
             reason = str(error).strip().splitlines()[0]
             writer = f"tokenizer.save_pretrained({self.path!r}) puts it there"
             if self._is_gguf:

@@ -56,6 +56,7 @@ def write(path: Path, kind: str, parts: int = 1) -> Path:
     """The model with its matrices as ``kind``; the norms are float32, as in every file of llama.cpp's."""
     source, own = model(), tokenizer()
     config, file = source.config, gguf.GGUFWriter(str(path), "llama")
+    file.add_name("tiny")
     file.add_context_length(config.max_position_embeddings)
     file.add_embedding_length(config.hidden_size)
     file.add_block_count(config.num_hidden_layers)
@@ -160,7 +161,6 @@ def renamed(old: bytes, new: bytes) -> Any:
         (renamed(b"llama.block_count", b"llama.block_cxunt"), ("its metadata make num_hidden_layers 32", "have 2")),
         (renamed(b"llama.embedding_length", b"llama.embedding_lexgth"), ("its metadata make hidden_size", "have 64")),
         (renamed(b"ggml.tokens", b"ggml.toxens"), ("has no tokenizer", "into the file")),
-        (renamed(b"gpt2", b"gpt9"), ("has no tokenizer", "gpt9")),
     ],
 )
 def test_a_bad_file_is_a_usage_error_before_anything_is_trained(files, tmp_path, capfd, change, shown):

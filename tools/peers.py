@@ -29,7 +29,7 @@ $ python -m tools.peers DIR
 judged by. "Equal" also asks for what a caller can see: that no other model is patched, that nothing
 returned is overwritten, and that no gradient is missing. Speed and memory are on
 [Ops](benchmarks.md) and [Whole models](whole-models.md). liger-kernel on a GPU has
-[a page of its own](liger-kernel.md).
+[a page of its own](liger-kernel.md), and so has [what their own tests accept](peer-tolerances.md).
 """
 _NUMBERS = ("error ratio", "largest error ratio", "gain", "gain against the others", "finite", "zero", "non-zero")
 _SHORT = 160
