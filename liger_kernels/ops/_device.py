@@ -47,7 +47,7 @@ def _ask(device: torch.device) -> str:
 
 
 def most_warps(lanes: int) -> int:
-    """How many warps a program may have, of so many threads each: 32, and 64 on AMD's data center GPUs."""
+    """How many warps a program may have. A warp has 32 ``lanes``, or 64 on AMD's data center GPUs."""
     return THREADS // lanes
 
 
