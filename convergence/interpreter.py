@@ -6,6 +6,7 @@ program that uses the kernels never does it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -45,6 +46,38 @@ def _repair_bfloat16() -> None:
     interpreter._convert_float = convert_float
 
 
+class _Replacements:
+    """What a launch replaces in Triton's language: (owner, name, what was there), some of it several times. All of it
+    is replaced and put back at once."""
+
+    def __init__(self, changes: list[tuple[Any, str, Any]]) -> None:
+        now: dict[Any, dict[str, Any]] = {}
+        before: dict[Any, dict[str, Any]] = {}
+        for owner, name, original in changes:
+            now.setdefault(owner, {})[name] = getattr(owner, name)
+            before.setdefault(owner, {}).setdefault(name, original)
+        self._now, self._before = list(now.items()), list(before.items())
+
+    def install(self) -> None:
+        for owner, members in self._now:
+            _set_all(owner, members)
+
+    def restore(self) -> None:
+        for owner, members in self._before:
+            _set_all(owner, members)
+
+
+def _set_all(owner: Any, members: dict[str, Any]) -> None:
+    if inspect.ismodule(owner):  # which has all of them
+        vars(owner).update(members)
+        return
+    for name, member in members.items():
+        if member is interpreter._MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, member)
+
+
 def _hurry() -> None:
     """Spare Triton's interpreter repeated work. It replaces the built-in functions of ``triton.language``
     when a kernel is launched, and again at every call of a device function, each time looking for them in everything
@@ -52,8 +85,12 @@ def _hurry() -> None:
     dtypes each time it looks one up; and it describes the shape of every result anew, and compares it with others
     length by length."""
     patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: set[int] = set()
-    replacements: dict[tuple[str, ...], list[tuple[Any, str, Any]]] = {}
+    running: list[Any] = []  # the kernel that is launched, if one is
+    replacements: dict[tuple[Any, ...], _Replacements] = {}
+
+    @functools.lru_cache(maxsize=1024)
+    def languages_of(fn: Any) -> tuple[Any, ...]:
+        return tuple(value for value in fn.__globals__.values() if value is tl or value is tl.core)
 
     @functools.cache
     def functions(owner: Any) -> list[str]:
@@ -66,19 +103,18 @@ def _hurry() -> None:
                 interpreter._patch_attr(owner, name, member, *others)
 
     def patch_once(fn: Any) -> Any:
-        if id(fn.__globals__) in patched:
-            return None  # only a launch reads what is returned, and a launch is always the first
-        is_launch = not patched
-        patched.add(id(fn.__globals__))
-        languages = tuple(name for name, value in fn.__globals__.items() if value is tl or value is tl.core)
-        if not is_launch or languages not in replacements:
-            scope = patch(fn)
-            if is_launch and scope is not None:  # Triton 3.4 takes nothing back, and returns None
-                replacements[languages] = [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
-            return scope
-        scope = interpreter._LangPatchScope()
-        for replacement in replacements[languages]:
-            scope.set_attr(*replacement)
+        languages = languages_of(fn)
+        if running:  # a device function: Triton takes nothing back of what is replaced for it
+            if any(tl.core.is_builtin(language.load) for language in languages):
+                patch(fn)
+            return None
+        running.append(fn)
+        if languages in replacements:
+            replacements[languages].install()
+            return replacements[languages]
+        scope = patch(fn)
+        if scope is not None:  # Triton 3.4 takes nothing back, and returns None
+            replacements[languages] = _Replacements(scope._changes)
         return scope
 
     def patch_attr(owner: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
@@ -95,11 +131,11 @@ def _hurry() -> None:
         with one_at_a_time:
             if not hasattr(self.fn, "__signature__"):  # else every launch reads it from the code, twice
                 self.fn.__signature__ = inspect.signature(self.fn)
-            patched.clear()
+            running.clear()
             try:
                 return run(self, *args, **kwargs)
             finally:
-                patched.clear()
+                running.clear()
 
     look_up, known = interpreter._get_np_dtype, {}
 
@@ -111,30 +147,43 @@ def _hurry() -> None:
 
     # Every result of every operation is a tensor with a type of its own: a quarter of the time went into their shapes.
     block_type, tensor, types, shapes = tl.core.block_type, tl.core.tensor, {}, {}
+    lengths: dict[int, tuple[int, ...]] = {}
     init_type, init_tensor = block_type.__init__, tensor.__init__
 
     def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
-        if type(element_ty) is not tl.core.dtype:  # a pointer's name does not say all about it
+        of, place = element_ty, None
+        if type(of) is tl.core.pointer_type:  # whose name does not say all about it
+            of, place = of.element_ty, (of.address_space, of.const)
+        if type(of) is not tl.core.dtype:
             init_type(self, element_ty, shape)
             return
-        key = (element_ty.name, *(getattr(length, "value", length) for length in shape))
+        key = of.name, place, lengths.get(id(shape)) or lengths_of(shape)
         if key not in types:
             init_type(self, element_ty, shape)
             types[key] = dict(vars(self))
+            lengths[id(self.shape)] = key[-1]  # it lives as long as this process
         vars(self).update(types[key])
 
+    def lengths_of(shape: Any) -> tuple[int, ...]:
+        return tuple(getattr(length, "value", length) for length in shape)
+
     def init(self: Any, handle: Any, type: Any) -> None:
-        key = (*type.shape,) if type.is_block() else ()
+        key = (lengths.get(id(type.shape)) or lengths_of(type.shape)) if type.is_block() else ()
         if key not in shapes:
             init_tensor(self, handle, type)
             shapes[key] = self.numel, self.shape
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = shapes[key]
 
-    # Operands mostly have one shape, which is then one object, and one dtype: nothing to broadcast, nothing to cast. Or
-    # one of them is a scalar.
+    # Every sum and product of integers is computed again, in 64 bits, to see an overflow; without debug, nobody asks.
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+
+    # Operands mostly have one dtype, or are integers, or a pointer and an integer. Those of an operation that NumPy
+    # computes are not repeated to one shape before: NumPy does that as it goes.
     owner: Any = semantic.TritonSemantic
-    broadcast, check = owner.broadcast_impl_value, owner.binary_op_type_checking_impl
+    broadcast, check, cast = owner.broadcast_impl_value, owner.binary_op_type_checking_impl, owner.cast
+    common: dict[tuple[int, int], Any] = {}
 
     def broadcast_other_shapes(self: Any, lhs: Any, rhs: Any) -> Any:
         if lhs.shape is rhs.shape:
@@ -149,16 +198,32 @@ def _hurry() -> None:
         data = np.full(like.shape, x.handle.data, get_np_dtype(x.dtype))
         return tensor(interpreter.TensorHandle(data, x.dtype), like.with_element_ty(x.dtype))
 
+    def of_common_type(self: Any, lhs: Any, rhs: Any) -> Any:
+        """Both as of the shape that they have together. NumPy repeats their values when it computes."""
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        key = id(lhs.shape), id(rhs.shape)  # which live as long as this process
+        if key not in common:
+            common[key] = broadcast(self, lhs, rhs)[0]
+        like = common[key]
+        return tuple(
+            x if x.shape is like.shape else tensor(x.handle, like.type.with_element_ty(x.dtype)) for x in (lhs, rhs)
+        )
+
     def check_other_types(self: Any, lhs: Any, rhs: Any, *options: Any, **kwargs: Any) -> Any:
-        one_type = type(lhs) is type(rhs) is tensor and lhs.dtype is rhs.dtype
         # With a fourth option, which says that it divides, float16 becomes float32.
-        if one_type and type(lhs.dtype) is tl.core.dtype and len(options) < 4 and not kwargs:
-            return broadcast_other_shapes(self, lhs, rhs)
+        if type(lhs) is type(rhs) is tensor and len(options) < 4 and not kwargs:
+            a, b = lhs.dtype, rhs.dtype
+            if a.name == b.name and type(a) is type(b) is tl.core.dtype:
+                return of_common_type(self, lhs, rhs)
+            integers = (a.name in ("int32", "int64")) + (b.name in ("int32", "int64"))
+            if integers == 2:  # one of each
+                return of_common_type(self, *(cast_other_dtypes(self, x, tl.int64) for x in (lhs, rhs)))
+            if integers == 1 and options[:2] == (True, True) and tl.pointer_type in (type(a), type(b)):
+                return of_common_type(self, lhs, rhs)
         return check(self, lhs, rhs, *options, **kwargs)
 
     owner.binary_op_type_checking_impl = check_other_types
-
-    cast = owner.cast
 
     def cast_other_dtypes(self: Any, x: Any, dtype: Any, *options: Any, **kwargs: Any) -> Any:
         same = type(dtype) is tl.core.dtype and dtype.name == x.dtype.name
