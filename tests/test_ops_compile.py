@@ -266,9 +266,9 @@ def signature_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def compile_all(names: list[str], targets: list[str]) -> dict[str, list[dict[str, Any]]]:
     """In the subprocess: compile what the cases of ``names`` launch; of each, one record per program and target. Every
-    program is compiled for the first of ``targets``, and for the others, of each kernel with the same 16-bit dtypes,
-    the one that takes the most shared memory: options and numbers of warps change no other target's arithmetic or
-    limits."""
+    program is compiled for the first of ``targets``. For the others, of each kernel, the one that takes the most shared
+    memory, and the one that does of those with each dtype of 16 bits: options and numbers of warps change no other
+    target's arithmetic or limits."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -302,10 +302,10 @@ def compile_all(names: list[str], targets: list[str]) -> dict[str, list[dict[str
         ttir = program.asm["ttir"] if target == targets[0] else None
         return record | {"shared": program.metadata.shared, "ttir": ttir}
 
-    def kind(record: dict[str, Any]) -> tuple[Any, ...]:
+    def kinds(record: dict[str, Any]) -> list[tuple[str, str]]:
         _, signature, *_ = programs[record["what"]]
         # Targets differ in how they convert floats of 16 bits: every one loads and stores float32 and integers.
-        return record["kernel"], frozenset({"*bf16", "*fp16"} & set(signature.values()))
+        return [(record["kernel"], dtype) for dtype in ("any", *sorted({"*bf16", "*fp16"} & set(signature.values())))]
 
     for module in op_modules():
         if hasattr(module, "launch"):
@@ -313,16 +313,17 @@ def compile_all(names: list[str], targets: list[str]) -> dict[str, list[dict[str
         if hasattr(module, "use_triton"):
             module.use_triton = lambda x, **_: True
     found = {}
-    largest: dict[tuple[Any, ...], dict[str, Any]] = {}  # of all names so far: two ops launch the same kernels
+    largest: dict[tuple[str, str], dict[str, Any]] = {}  # of all names so far: two ops launch the same kernels
     for name in names:
         launched.clear()
         CASES[name]()
         records = [compiled(what, targets[0]) for what in launched]
         for record in records:
-            known = largest.setdefault(kind(record), record)
-            if record.get("shared", 0) > known.get("shared", 0):
-                largest[kind(record)] = record
-        chosen = [largest[k]["what"] for k in dict.fromkeys(map(kind, records))]
+            for kind in kinds(record):
+                known = largest.setdefault(kind, record)
+                if record.get("shared", 0) > known.get("shared", 0):
+                    largest[kind] = record
+        chosen = dict.fromkeys(largest[kind]["what"] for record in records for kind in kinds(record))
         found[name] = records + [compiled(what, target) for target in targets[1:] for what in chosen]
     return found
 
