@@ -124,6 +124,9 @@ def causal_lm_classes() -> list[type[PreTrainedModel]]:
     return classes
 
 
+_untrained: dict[Any, PreTrainedModel] = {}  # of seed 0: who asks first need not build another one
+
+
 @functools.cache
 def tiny_config(cls: Any) -> PretrainedConfig:
     """A configuration with which ``cls`` is small and trains: finite loss, gradients finite and not all zero.
@@ -142,7 +145,8 @@ def tiny_config(cls: Any) -> PretrainedConfig:
             if getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder:
                 config.is_decoder = True
             _check_size(cls, config)
-            _train_once(_build(cls, config, seed=0))
+            _train_once(copy.deepcopy(model := _build(cls, config, seed=0)))
+            _untrained[cls] = model
             return config
         except Exception as error:  # whatever a foreign model raises is the reason
             message = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
@@ -156,7 +160,9 @@ def tiny_model(cls: Any, seed: int = 0) -> PreTrainedModel:
     Raises:
         CannotShrink: see :func:`tiny_config`.
     """
-    return _build(cls, tiny_config(cls), seed)
+    config = tiny_config(cls)
+    built = _untrained.pop(cls, None) if seed == 0 else None
+    return built or _build(cls, config, seed)
 
 
 def tiny_batch(model: PreTrainedModel, seed: int = 0) -> dict[str, torch.Tensor]:

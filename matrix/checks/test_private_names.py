@@ -267,8 +267,8 @@ NAMES = (
     # Of another kernel package, for its own sake: a name that it lacks is one that it does not use.
     Private(("_liger_kernel_available", "_apply_liger_kernel_to_instance"), None, "the flags of trl find nothing"),
 )
-# Ours, Python's own, and parts of names; `_LangPatchScope` and `_MISSING` only newer Tritons have, which put back what a
-# launch replaced.
+# Ours, Python's own, and parts of names; `_LangPatchScope` and `_MISSING` only newer Tritons have, which put back what
+# a launch replaced.
 OTHERS = {
     *(
         "_asdict",
