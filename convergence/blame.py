@@ -48,7 +48,7 @@ def blame(
         failed: quantity and statistic of every failure.
         candidate: what was judged; None where it raised.
     """
-    keys = frozenset(key for key in failed if key[0] not in _NOT_A_TENSOR or key == RAISED)
+    keys = searched(failed)
     if not keys:
         return []
     model = build(run if run.construct is None else dataclasses.replace(run, patch=load_patch(patch)))
@@ -68,6 +68,11 @@ def blame(
         names.sort(key=lambda name: -shares[name])
     everything, only = _choose_steps(reruns, names, candidate)
     return _Bisection(reruns, only, everything, names, step, tensor).rows()
+
+
+def searched(failed: Collection[Key]) -> frozenset[Key]:
+    """Those of ``failed`` that parts of a patch can be searched for."""
+    return frozenset(key for key in failed if key[0] not in _NOT_A_TENSOR or key == RAISED)
 
 
 def _row(step: str, tensor: str, kernel: str = "", module: str = "", which: str = "", note: str = "") -> Blame:

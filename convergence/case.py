@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from convergence import bitwise, isolate, long_run, memory, ours, progress, tolerance
-from convergence.blame import blame
+from convergence.blame import blame, searched
 from convergence.candidate import Candidate, PatchError, load_patch, train_candidate
 from convergence.compare import Pair, Verdict, compare
 from convergence.data import IGNORE, Batch, Step
@@ -198,9 +198,11 @@ def _is_isolated(case: Case) -> bool:
 
 def _blame(case: Case, record: Record, verdict: Verdict, trajectory: Trajectory | None, timeout: float) -> None:
     """Say in ``record`` who made ``verdict`` fail. That changes no verdict, and when it fails itself, it is noted."""
+    failed = {(row[0], row[2]) for row in verdict.failures}
+    if not searched(failed):  # no other process need be given all that was observed
+        return
     reference = _references(case)
     run = reference.run(DTYPES[case.dtype], torch.device(case.device), construct=construct(case), curve=())
-    failed = {(row[0], row[2]) for row in verdict.failures}
     arguments = (case.patch, run, reference.pairs, failed, trajectory)
     try:
         record.blame = isolate.call(blame, *arguments, timeout=timeout) if _is_isolated(case) else blame(*arguments)
