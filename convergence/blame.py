@@ -87,7 +87,9 @@ def _share(failure: Failure, candidate: Trajectory, names: Collection[str]) -> f
 def _choose_steps(reruns: Reruns, names: list[str], candidate: Trajectory | None) -> tuple[Shown, Only]:
     """How the whole patch shows the failure, and the fewest steps that show it clearly, of those called ``names``."""
     scopes: list[Only] = [frozenset(names), None]
-    if candidate is not None:
+    if candidate is None:  # it raised, mostly at once
+        scopes.insert(0, frozenset(names[:1]))
+    else:
         few = (n for n in range(1, len(names)) if _share(reruns.failure, candidate, names[:n]) >= CLEAR)
         scopes = [*(frozenset(names[:n]) for n in itertools.islice(few, 1)), *scopes]
     best, chosen = Shown(0.0, "nothing failed"), None
