@@ -45,7 +45,7 @@ def probing() -> Iterator[None]:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        if torch.get_default_device().type != "cpu":  # it would slow every operation down
+        if torch.empty(0).device.type != "cpu":  # on the CPU, the mode would slow every operation down for nothing
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # about mixed dtypes, which only the probe mixes
