@@ -223,3 +223,24 @@ def test_a_patched_model_takes_them(change):
     torch.testing.assert_close(loss, expected)
     for ours_p, p in zip(ours.parameters(), reference, strict=True):
         torch.testing.assert_close(ours_p.grad, p.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_with_more_targets_than_labels():
+    """As one that predicts several tokens ahead: how many of the labels count says nothing of its targets."""
+    from transformers import LlamaForCausalLM
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    def forward(self, input_ids=None, labels=None):
+        hidden = self.model(input_ids=input_ids).last_hidden_state.repeat(3, 1, 1)
+        logits = self.lm_head(hidden)
+        targets = torch.cat([labels, labels.roll(-1), labels.roll(-2)])
+        loss = torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model = patching_checks.tiny("llama")
+    model.__class__ = type("SeveralAhead", (LlamaForCausalLM,), {"forward": forward})
+    batch = masked_batch()
+    expected = model(batch["input_ids"], batch["labels"]).loss
+    report = liger_kernels.patch(model)
+    torch.testing.assert_close(model(batch["input_ids"], batch["labels"]).loss, expected)
+    assert not report.fallbacks

@@ -135,6 +135,8 @@ def test_result_of_another_dtype(device) -> None:
     three_way(ours[0][0], theirs[0][0], truth[0][0], torch.float32, "y")
     for gradient, exact, true in zip(ours[1], theirs[1], truth[1], strict=True):
         three_way(gradient, exact.bfloat16(), true, torch.bfloat16, "gradient")
+    for row in (torch.ones(2, dtype=torch.float64), torch.ones(MAX_HIDDEN + 1)):  # the reference runs
+        assert layer_norm(row, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from convergence.tolerance import three_way
 from liger_kernels.ops import linear_log_probs, linear_log_probs_ref
 from liger_kernels.ops.linear_log_probs import OUTPUTS
-from tests.linear_cross_entropy_checks import DTYPES, HIDDEN, TOKENS, VOCAB, in_held_slabs, slabs_of
+from tests.linear_cross_entropy_checks import DTYPES, HIDDEN, TOKENS, VOCAB, chunks_of, in_held_slabs, slabs_of
 from tests.linear_log_probs_checks import GRADIENTS, MEMORY, OPTIONS, Case
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
@@ -46,6 +46,13 @@ def test_in_held_slabs(dtype, needs, options, device):
     case.assert_right(functools.partial(in_held_slabs, op=linear_log_probs))
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_in_chunks_of_tokens(options, device):
+    """As many tokens are in float16, which never goes in slabs."""
+    with chunks_of(5):
+        Case(device, torch.float16, **options).assert_right()
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 8])
 def test_in_two_kept_slabs(tokens, device):
     case = Case(device, torch.bfloat16, hidden=64, tokens=tokens)
@@ -76,6 +83,20 @@ def test_large_logits_and_sure_predictions(device):
     for memory in MEMORY:
         out, grads = case.run(linear_log_probs, memory=memory)
         assert all(bool(torch.isfinite(t).all()) for t in (out.log_probs, out.entropy, *grads))
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_classes_that_are_masked(memory, device):
+    """A bias of minus infinity leaves a class no probability and no gradient."""
+    case = Case(device, torch.float32)
+    case.tensors[2][::7] = float("-inf")
+    case.targets[case.targets % 7 == 0] = 1
+    found = case.run(linear_log_probs, memory=memory), case.run(linear_log_probs_ref)
+    truth = case.run(linear_log_probs_ref, torch.float64)
+    for name in ("log_probs", "entropy"):
+        three_way(*(getattr(out, name) + 1 for out, _ in (*found, truth)), torch.float32, name)
+    for three in zip(*(gradients for _, gradients in (*found, truth)), strict=True):
+        three_way(*three, torch.float32, "gradient", chain=3)
 
 
 @pytest.mark.parametrize("memory", MEMORY)

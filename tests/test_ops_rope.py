@@ -125,6 +125,20 @@ def test_strided_and_expanded_angles(device) -> None:
     cos, sin = angles(5, 16, 4, torch.float32, device)
     check(q, k, cos.permute(2, 0, 1)[:2], sin.permute(2, 0, 1)[:2])
     check(q, k, cos[:, :, 0].expand(2, -1, -1), sin.permute(2, 0, 1)[:2])
+    # The two lie differently, and nobody has to copy them.
+    wide, _ = angles(2, 5, 20, torch.float32, device)
+    check(q, k, cos[:, :, 0].contiguous().expand(2, -1, -1), wide[..., :16])
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_gradients_of_other_strides(device, pairing) -> None:
+    """As those of keys that are transposed before they are multiplied."""
+
+    def call(op, q, k, cos, sin):
+        return tuple(y.transpose(2, 3).contiguous() for y in op(q, k, cos, sin, pairing=pairing))
+
+    q, k = (randn(2, 3, 5, 16, dtype=torch.float32, device=device) for _ in range(2))
+    check_op(partial(call, rope), partial(call, rope_ref), [q, k, *angles(2, 5, 16, torch.float32, device)])
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)

@@ -252,6 +252,51 @@ def test_of_what_is_another_sum_of_experts_only_the_gate_is_replaced(cls):
     assert recognise_experts(cls()) == ExpertsRecipe(Gate(limit=2.0))
 
 
+def test_a_clamp_that_usual_numbers_do_not_reach_is_seen():
+    cls = wrong(unit=lambda self, x: packed_glu_ref(x, Gate(limit=50.0)))
+    cls = type("Older", (cls,), {"_apply_gate": None})
+    assert recognise_experts(cls()) == ("packed experts: their forward is no sum of weight * down(act(gate) * up)",)
+
+
+class TakesAnything(Experts):
+    """Tokens in rows, a weight for each token, hidden states of another dtype."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        rows = hidden_states.flatten(0, -2).to(self.down_proj.dtype)
+        ids = top_k_index.flatten(0, -2)
+        weights = top_k_weights.expand(top_k_index.shape).flatten(0, -2).to(rows.dtype)
+        return super().forward(rows, ids, weights).view(hidden_states.shape).to(hidden_states.dtype)
+
+
+class Other(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda hidden, ids, weights: (hidden.view(2, 2, 16), ids.view(2, 2, 2), weights.view(2, 2, 2)),
+        lambda hidden, ids, weights: (hidden, ids, weights[:, :1]),
+        lambda hidden, ids, weights: (hidden.half(), ids, weights),
+        lambda hidden, ids, weights: (hidden.as_subclass(Other), ids, weights),
+    ],
+    ids=["rows of tokens", "a weight for each token", "another dtype", "another kind of tensor"],
+)
+def test_a_call_of_another_form_runs_the_experts_themselves(change):
+    model = nn.ModuleList([TakesAnything()]).to(DEVICE)
+    ids = torch.tensor([[0, 1], [1, 1], [5, 2], [3, 4]], device=DEVICE)
+    usual = torch.randn(4, 16, device=DEVICE), ids, torch.rand(4, 2, device=DEVICE)
+    inputs = change(*usual)
+    expected = model[0](*inputs)
+    liger_kernels.patch(model)
+    reset_launches()
+    y = model[0](*inputs)
+    assert "_experts_sum_kernel" not in launches() and type(y) is type(expected)
+    torch.testing.assert_close(y, expected)
+    model[0](*usual)
+    assert launches()["_experts_sum_kernel"] == 1
+
+
 def test_experts_that_call_no_gate_are_left():
     cls = wrong(unit=lambda self, x: packed_glu_ref(x), result=lambda self, y, weight: y)
     assert recognise_experts(cls()) == (

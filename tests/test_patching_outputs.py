@@ -238,6 +238,16 @@ def test_what_a_model_does_to_its_logits(case):
     check_same(model, run)
 
 
+@pytest.mark.parametrize("kernels", [["linear_cross_entropy"], ["cross_entropy"]], ids=str)
+def test_the_loss_has_the_dtype_of_its_logits(kernels):
+    """Of models that do not cast them, and of those that do."""
+    for change, dtype in ((lambda z: z * 1.0, torch.bfloat16), (lambda z: z.float(), torch.float32)):
+        model = changed(tiny("llama").bfloat16(), change)
+        assert model(**batch()).loss.dtype == dtype
+        liger_kernels.patch(model, kernels)
+        assert model(**batch()).loss.dtype == dtype
+
+
 def test_a_bias_that_is_wider_than_the_logits_is_added_in_its_dtype():
     """Except under autocast, where a head's own bias is narrowed, too."""
     model = changed(tiny("llama").bfloat16(), lambda z: z + BIAS.to(z.device))

@@ -333,6 +333,7 @@ CALLS = {
     "one angle for every token": lambda f, q, k, cos, sin: f(q, k, cos[:, :1], sin[:, :1]),
     "one row's angles": lambda f, q, k, cos, sin: f(q, k, cos[:1], sin[:1]),
     "fewer rows of keys": lambda f, q, k, cos, sin: f(q, k[:1], cos[:1], sin[:1]),
+    "a head of odd size": lambda f, q, k, cos, sin: f(q[..., :7], k[..., :7], cos[..., :7], sin[..., :7]),
     "no heads": lambda f, q, k, cos, sin: f(q[:, 0], k[:, 0], cos, sin, unsqueeze_dim=0),
 }
 

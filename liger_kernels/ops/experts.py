@@ -121,8 +121,8 @@ class _Routing:
 
     def __init__(self, ids: torch.Tensor, n_experts: int):
         self.choices = ids.shape[1]
-        # Sorting keys of 8 bits is one pass over them.
-        self.ids = ids.to(torch.uint8 if n_experts < 255 else torch.int32).contiguous()
+        # Sorting keys of 8 bits is one pass over them. A number that is no expert's may not fit into them.
+        self.ids = ids.long().clamp(max=n_experts).to(torch.uint8 if n_experts < 255 else torch.int32).contiguous()
         self.expert, self.order = torch.sort(self.ids.view(-1), stable=True)
         numbers = torch.arange(n_experts, dtype=self.ids.dtype, device=ids.device)
         self.ends = torch.searchsorted(self.expert, numbers, right=True, out_int32=True)

@@ -14,12 +14,14 @@ _SUM = "test_ops_experts.py::test_matches_reference"
 _NO_EXPERT = "test_ops_experts.py::test_a_choice_that_is_no_expert_counts_as_nothing"
 _AROUND = "test_patching_experts.py::test_whatever_is_set_around_it_the_model_is_the_same"
 _OTHERS = "test_patching_experts.py::test_other_gates_are_left"
+_FORM = "test_patching_experts.py::test_a_call_of_another_form_runs_the_experts_themselves"
 
 
 def _check(
-    name: str, does: str, module: str, old: str, new: str, check: str, within: str = "", source: str = ""
+    name: str, does: str, module: str, old: str, new: str, check: str, within: str = "", source: str = "", times: int = 1
 ) -> Mutant:
-    return Mutant(name, does, (Edit(module, old, new, within),), check=f"tests/{check}", dies="test", source=source)
+    edit = Edit(module, old, new, within, times)
+    return Mutant(name, does, (edit,), check=f"tests/{check}", dies="test", source=source)
 
 
 def _trained(name: str, does: str, phase: str, old: str, new: str, within: str = "") -> Mutant:
@@ -114,6 +116,31 @@ MUTANTS = (
     _check("experts_probed_without_gradients", "Only what a forward of experts returns is compared.",
         _RECOGNISER, "[y, *torch.autograd.grad(y, leaves, upstream)]", "[y]",
         "test_patching_experts.py::test_of_what_is_another_sum_of_experts_only_the_gate_is_replaced"),
+    _check("experts_gradient_of_a_bias_with_others_only",
+        "The bias of gate_up has no gradient where nothing else below the second product trains.",
+        _EXPERTS, "needs_hidden or needs_gate_up or needs_gate_up_bias", "needs_hidden or needs_gate_up",
+        "test_ops_experts.py::test_the_gradient_of_one_alone"),
+    _check("router_weight_rounded", "The router's float32 weights are rounded to the hidden states' dtype.",
+        _EXPERTS, "weights = weights.contiguous()", "weights = weights.to(hidden.dtype).contiguous()",
+        "test_ops_experts.py::test_weights_are_not_rounded", "ExpertsFunction.forward"),
+    _check("expert_bias_assumed_contiguous", "A bias is read as if its rows had no gaps.",
+        _EXPERTS, "None if gate_up_bias is None else gate_up_bias.contiguous()", "gate_up_bias",
+        "test_ops_experts.py::test_rows_of_other_strides"),
+    _check("expert_number_that_wraps", "A number that is no expert's, and does not fit into eight bits, becomes one's.",
+        _EXPERTS, "ids.long().clamp(max=n_experts)", "ids", _NO_EXPERT),
+    _check("packed_gradient_assumed_contiguous", "A gradient that comes in with gaps is read as if it had none.",
+        _OP, "dy.contiguous()", "dy", "test_ops_packed_glu.py::test_any_shape_and_option"),
+    _check("experts_probed_on_usual_numbers", "Experts are compared on usual numbers only, which no clamp changes.",
+        _RECOGNISER, "(1.0, 1e3)", "(1.0,)",
+        "test_patching_experts.py::test_a_clamp_that_usual_numbers_do_not_reach_is_seen", times=2),
+    _check("experts_of_any_dtype", "Hidden states of another dtype than the experts' go to the kernels, which raise.",
+        _RECOGNISER, "all(t.dtype == hidden.dtype for t in parameters)", "True", f"{_FORM}[another dtype]"),
+    _check("experts_of_any_shape", "Hidden states in rows of tokens go to the kernels, which raise.",
+        _RECOGNISER, "hidden.dim() == ids.dim() == 2", "True", f"{_FORM}[rows of tokens]"),
+    _check("experts_weights_of_any_shape", "Weights that upstream expands go to the kernels, which raise.",
+        _RECOGNISER, "ids.shape == weights.shape", "True", f"{_FORM}[a weight for each token]"),
+    _check("experts_of_any_kind_of_tensor", "Tensors that are more than their numbers go to the kernels.",
+        _RECOGNISER, "all(type(t) in PLAIN for t in tensors)", "True", f"{_FORM}[another kind of tensor]"),
     _check("experts_under_autocast", "Experts run on kernels under autocast, in another dtype than upstream's.",
         _RECOGNISER, "not torch.is_autocast_enabled(hidden.device.type)", "True", f"{_AROUND}[autocast]"),
     _check("experts_whatever_the_implementation", "Experts run on kernels whichever way to multiply was chosen.",
