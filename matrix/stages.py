@@ -64,7 +64,8 @@ STAGES = {
         _TRAINERS,
         Stage(
             "packing",
-            "the loss of packed samples, through this version's collators, Trainer and trl's SFT; trl's fused head on ours",
+            "the loss of packed samples, through this version's collators, Trainer and trl's SFT; trl's fused head on our "
+            "kernels",
             ("tests/test_packing.py", "tests/test_compat_head.py"),
         ),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 
 import peft
@@ -21,18 +22,22 @@ def run(model):
     return gradients(model, model(**batch()).loss)
 
 
-def with_lora(model, **options):
+LORA = functools.partial(peft.LoraConfig, r=4, lora_dropout=0.0)
+
+
+def with_adapter(model, kind=LORA, **options):
     torch.manual_seed(1)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.0, **options))
+    wrapped = peft.get_peft_model(model, kind(**options))
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
-            if "lora_B" in name:  # zero at first, so that the adapter would not show
+            if "lora_B" in name or "ia3_l" in name:  # zero or one at first, so that the adapter would not show
                 parameter.normal_(std=0.3)
     return wrapped.train()
 
 
 ADAPTERS = {
     "lora on the head": {"target_modules": ["q_proj", "lm_head"]},
+    "factors on the head": {"kind": peft.IA3Config, "target_modules": ["lm_head"], "feedforward_modules": []},
     "lora on the mlp": {"target_modules": ["gate_proj", "down_proj"]},
     "head among modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
 }
@@ -42,22 +47,22 @@ ADAPTERS = {
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_adapters(adapter, order):
     if order == "adapter first":
-        patched = check_same(with_lora(tiny("llama"), **ADAPTERS[adapter]), run)
+        patched = check_same(with_adapter(tiny("llama"), **ADAPTERS[adapter]), run)
         report = liger_kernels.status(patched)
-        assert report.fuses_head == ("lora on the head" not in adapter)
+        assert report.fuses_head == (not adapter.endswith("on the head"))
         assert dict(report.fallbacks) == {}
         return
     base = tiny("llama")
     truth, own, ours = (copy.deepcopy(base) for _ in range(3))
     liger_kernels.patch(ours)
-    truth, own, patched = (run(with_lora(m, **ADAPTERS[adapter])) for m in (truth.double(), own, ours))
+    truth, own, patched = (run(with_adapter(m, **ADAPTERS[adapter])) for m in (truth.double(), own, ours))
     compare(base, patched, own, truth)
     fallbacks = dict(liger_kernels.status(ours).fallbacks)
-    assert bool(fallbacks) == (adapter == "lora on the head")
+    assert bool(fallbacks) == adapter.endswith("on the head")
 
 
 def test_adapters_disabled_and_merged():
-    model = with_lora(tiny("llama"), target_modules=["lm_head"])
+    model = with_adapter(tiny("llama"), target_modules=["lm_head"])
     expected = run(copy.deepcopy(model))["loss"]
     liger_kernels.patch(model)
     with model.disable_adapter():

@@ -125,14 +125,19 @@ def test_three_training_threads():
     assert wrong == []
 
 
-def test_an_exception_in_a_forward_leaves_nothing_behind():
+@pytest.mark.parametrize("where", ["model.norm", "lm_head"])
+def test_an_exception_in_a_forward_leaves_nothing_behind(where, monkeypatch):
+    """Also one of the fused loss, inside of the head's call: out of memory, for example."""
     model = tiny("llama")
     expected = model(input_ids=batch()["input_ids"]).logits
     liger_kernels.patch(model)
-    handle = model.model.norm.register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(**batch())
-    handle.remove()
+    with monkeypatch.context() as fault:
+        if where == "lm_head":
+            fault.setattr("liger_kernels.patching.product.linear_cross_entropy", lambda *_, **__: 1 / 0)
+        else:
+            fault.setattr(model.get_submodule(where), "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**batch())
     assert running.forward is running.request is None
     found = model(input_ids=batch()["input_ids"]).logits
     assert type(found) is torch.Tensor

@@ -399,7 +399,7 @@ MUTANTS = (
         "Where no kernel runs, as on very wide rows, a LayerNorm returns its input's dtype.",
         f"{_OPS}.layer_norm", "dtype or x.dtype", "x.dtype",
         "test_ops_layer_norm.py::test_result_of_another_dtype"),
-    _check("more_targets_than_labels", "How many labels count is taken for how many targets do, of which there are more.",
+    _check("more_targets_than_labels", "How many labels count is taken for how many of more targets do.",
         "liger_kernels.patching.product", "counted is None or counted.of < self.targets.numel()", "counted is None",
         "test_ops_counted_rows.py::test_a_model_with_more_targets_than_labels"),
     _check("loss_always_in_float32", "A loss of bfloat16 logits, which torch has in their dtype, is float32.",

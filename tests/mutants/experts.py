@@ -18,7 +18,15 @@ _FORM = "test_patching_experts.py::test_a_call_of_another_form_runs_the_experts_
 
 
 def _check(
-    name: str, does: str, module: str, old: str, new: str, check: str, within: str = "", source: str = "", times: int = 1
+    name: str,
+    does: str,
+    module: str,
+    old: str,
+    new: str,
+    check: str,
+    within: str = "",
+    source: str = "",
+    times: int = 1,
 ) -> Mutant:
     edit = Edit(module, old, new, within, times)
     return Mutant(name, does, (edit,), check=f"tests/{check}", dies="test", source=source)
