@@ -64,8 +64,7 @@ STAGES = {
         _TRAINERS,
         Stage(
             "packing",
-            "the loss of packed samples, through this version's collators, Trainer and trl's SFT; trl's fused head on our "
-            "kernels",
+            "the loss of packed samples, through this version's collators, Trainer and trl's SFT; trl's fused head",
             ("tests/test_packing.py", "tests/test_compat_head.py"),
         ),
     ),

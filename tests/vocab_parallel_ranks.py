@@ -22,6 +22,7 @@ from liger_kernels.ops import CountedTargets, linear_cross_entropy, linear_log_p
 from liger_kernels.ops._linear import observe_logits_grad
 from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes, VocabularySlabs
 from liger_kernels.ops._tiling import tiled
+from liger_kernels.ops._vocab_parallel import VocabShard
 from tests import linear_log_probs_checks as log_probs
 from tests.linear_cross_entropy_checks import ALONE, HIDDEN, REDUCTIONS, TOKENS, VOCAB, Case
 
@@ -182,6 +183,16 @@ def check_bad_input(split: Any) -> None:
             linear_cross_entropy(**{**arguments, "group": dist.group.WORLD, **changes})
 
 
+def check_another_group(split: Any) -> None:
+    """What is known of a weight is of one group: another may have other ranks."""
+    weight = torch.ones(split[dist.get_rank()], 3)
+    for group in (dist.group.WORLD, dist.new_group(), dist.group.WORLD):
+        part = VocabShard.of(group, weight)
+        assert part is not None
+        assert part.group is group
+        assert part.sizes == split
+
+
 def checks(world: int) -> dict[str, Callable[[], None]]:
     """Every check by name."""
     splits = itertools.cycle(SPLITS[world])
@@ -206,7 +217,7 @@ def checks(world: int) -> dict[str, Callable[[], None]]:
                     )
         for check in (check_frozen_parts, check_counted_rows, check_observer):
             found[f"{check.__name__.removeprefix('check_')}-{memory}"] = partial(check, next(splits), memory)
-    for alone in (check_in_float64, check_compiled, check_ties, check_benchmark, check_bad_input):
+    for alone in (check_in_float64, check_compiled, check_ties, check_benchmark, check_another_group, check_bad_input):
         found[alone.__name__.removeprefix("check_")] = partial(alone, next(splits))
     return found
 
