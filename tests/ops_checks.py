@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import Phase, settings
 
-from convergence.tolerance import three_way
+from convergence.tolerance import three_way, unit_roundoff
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,4 +65,16 @@ def check_op(op: Op, ref: Op, leaves: list[torch.Tensor], name: str = "op", term
             if our.dtype == torch.float32:
                 chain = max(1, all_terms // max(1, our.numel())) if part == "gradient" else terms
             three_way(our, its, truth, our.dtype, f"{name}: {part} {i}", chain)
+            if our.dtype != torch.float32:
+                check_gain(our, its, truth, f"{name}: {part} {i}")
     return ours
+
+
+def check_gain(our: torch.Tensor, its: torch.Tensor, truth: torch.Tensor, name: str) -> None:
+    """Assert that a 16-bit result is not too large or too small as a whole, which errors of single elements hide: 1% of
+    bfloat16, for one. It may be so by a unit of roundoff more than PyTorch's, which is what rounding every element once
+    can do, and by another one if it is a single element; what a formula rounds on the way is averaged over more."""
+    size = float(truth.square().sum())
+    ours, torchs = (abs(float(((x.double() - truth) * truth).sum())) / size if size else 0.0 for x in (our, its))
+    bound = torchs + unit_roundoff(our.dtype) * (1 + max(1, truth.numel()) ** -0.5)
+    assert ours <= bound, f"{name} ({our.dtype}): off by {ours:.3e} as a whole, more than {bound:.3e}"
