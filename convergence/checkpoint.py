@@ -159,7 +159,7 @@ class Checkpoint(Row):
 
     def default_dtype(self) -> str:
         """The dtype that it is proven in where none is asked for: the one it is saved in, or bfloat16 for float16 and
-        for blocks of quantised numbers, which hold no more."""
+        for blocks of quantized numbers, which hold no more."""
         return "float32" if self.saved_in() is torch.float32 and not self._blocks() else "bfloat16"
 
     def _blocks(self) -> list[str]:
@@ -167,7 +167,7 @@ class Checkpoint(Row):
 
     def notes(self) -> list[str]:
         blocks = ", ".join(self._blocks())
-        return [f"weights of {blocks} were dequantised to float32, and train as such"] if blocks else []
+        return [f"weights of {blocks} were dequantized to float32, and train as such"] if blocks else []
 
     def bystander(self, template: nn.Module) -> nn.Module:
         """One layer of it: a whole one would hold as much memory again."""
@@ -227,7 +227,7 @@ class Checkpoint(Row):
                     f"{path}: its model_type is {kind!r}, which transformers {known} does not know; a later one may"
                 )
             if "quantization_config" in raw:
-                raise ValueError(f"{path}: is quantised; the proof trains every weight and takes one that is not")
+                raise ValueError(f"{path}: is quantized; the proof trains every weight and takes one that is not")
             if not any(path.glob("*.safetensors")):
                 raise ValueError(f"{path}: has no *.safetensors; {takes}; save_pretrained writes them")
         config = _config(self.path)

@@ -30,12 +30,12 @@ class Header:
 
     @property
     def blocks(self) -> list[str]:
-        """The types among them that are no floating-point numbers but blocks of quantised ones."""
+        """The types among them that are no floating-point numbers but blocks of quantized ones."""
         return sorted(self.types - {*_DTYPES, "F64"})
 
     @property
     def dtype(self) -> torch.dtype:
-        """What a model is loaded in: float32 where blocks are dequantised, else the file's own. Norms are float32 in
+        """What a model is loaded in: float32 where blocks are dequantized, else the file's own. Norms are float32 in
         every file, so a 16-bit dtype next to them is the model's."""
         if self.blocks:
             return torch.float32

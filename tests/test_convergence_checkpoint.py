@@ -123,7 +123,7 @@ def edited(folder: Path, to: Path, **changes: object) -> Path:
         ({"model_type": "nosuch", "auto_map": {"AutoConfig": "a.B"}}, (), ("needs remote code",)),
         ({"architectures": ["LlamaForSequenceClassification"]}, (), ("has no causal language model",)),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, (), ("no causal language model",)),
-        ({"quantization_config": {"quant_method": "fp8"}}, (), ("is quantised",)),
+        ({"quantization_config": {"quant_method": "fp8"}}, (), ("is quantized",)),
         ({"vocab_size": 100}, (), ("do not belong together",)),
         ({}, ("--layers", "3"), ("--layers 3", "1 to 2")),
         ({}, ("--rows", "0"), ("--rows 0", "from 1 on")),

@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from convergence import gguf_file
 from convergence.checkpoint import Checkpoint
@@ -18,8 +20,6 @@ from convergence.models import MODELS
 from convergence.records import Record, load_folder
 from matrix.trainers.material import VOCABULARY, tokenizer
 from tests.suite import collect, suite
-
-gguf = pytest.importorskip("gguf", reason="the package that reads GGUF files is optional")
 
 # Rows of whole blocks of 32.
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -114,7 +114,7 @@ def test_it_loads_the_weights_that_were_written(files, kind, dtype, default, ste
         assert got[name].dtype is dtype
         off = (got[name].float() - weight).abs().max() / weight.abs().max()
         assert off <= step + 2**-11, name
-        assert (kind == "F32" or weight.ndim == 1) or off > 0, "it was not quantised"
+        assert (kind == "F32" or weight.ndim == 1) or off > 0, "it was not quantized"
 
 
 def test_its_tokens_are_those_of_the_tokenizer_that_was_written(files):
@@ -137,8 +137,8 @@ def test_our_patch_is_equal_on_its_weights(files: dict[str, Path], tmp_path: Pat
     assert code == 0, record.reason
     assert (record.dtype, record.profile, record.truth) == (dtype, "text", "float64")
     assert record.census["linear_cross_entropy"] == 1
-    said = [note for note in record.notes if "dequantised" in note]
-    assert said == (["weights of Q4_0 were dequantised to float32, and train as such"] if kind == "Q4_0" else [])
+    said = [note for note in record.notes if "dequantized" in note]
+    assert said == (["weights of Q4_0 were dequantized to float32, and train as such"] if kind == "Q4_0" else [])
 
 
 def test_a_fault_is_found_on_its_weights(files: dict[str, Path], tmp_path: Path) -> None:
@@ -185,16 +185,15 @@ def test_one_of_several_files_is_a_usage_error(tmp_path, capfd):
     assert "is one of 2 files" in capfd.readouterr().err
 
 
-def test_its_memory_is_that_of_the_dequantised_weights(files):
+def test_its_memory_is_that_of_the_dequantized_weights(files):
     plans = {kind: Checkpoint(str(files[kind])).plan("bfloat16", "cpu").host for kind in ("F16", "F32", "Q4_0")}
     assert plans["F16"] < plans["F32"] == plans["Q4_0"]
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
 def test_nothing_stays_in_blocks_where_kernels_would_take_them(files, monkeypatch, kind):
-    transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "GgufConfig"):
-        pytest.skip("this transformers always dequantises")
+        pytest.skip(f"transformers {transformers.__version__} has no GgufConfig and always dequantizes")
     given, load = {}, transformers.AutoModelForCausalLM.from_pretrained
     loader = transformers.AutoModelForCausalLM
     monkeypatch.setattr(loader, "from_pretrained", lambda *args, **how: given.update(how) or load(*args, **how))

@@ -50,7 +50,7 @@ _ACCELERATORS = {"cuda": torch.cuda, "xpu": torch.xpu}
 _launches: Counter[str] = Counter()
 
 _KEEP_PROGRAMS = _launcher.state(INTERPRET) == "on"
-# Launch shapes are chosen for warps of 32. With fewer and wider ones a program has as many threads.
+# Launch shapes have up to 32 warps, of 32 threads each. AMD's data center GPUs have warps of 64.
 _MOST_WARPS = most_warps(32 if torch.version.hip is None else 64)
 
 

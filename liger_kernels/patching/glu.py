@@ -1,6 +1,6 @@
 """Recognise a gated MLP, ``down(act(gate(x)) * up(x))``, by what it computes, and fuse the activation and the product.
 
-The projections themselves stay the modules they are and are called as modules: adapters, hooks and quantised layers
+The projections themselves stay the modules they are and are called as modules: adapters, hooks and quantized layers
 on them keep working. Only where calling ``down`` is ``F.linear`` and nothing else it joins the fused op, which then
 keeps no product for the backward.
 """
@@ -99,7 +99,7 @@ def _is_just_linear(module: nn.Module) -> bool:
     """Whether calling ``module`` is ``F.linear`` of its weight and bias, and nobody watches or changes that."""
     return (
         type(module) is nn.Linear
-        and type(module.weight) in PLAIN  # not sharded, not quantised
+        and type(module.weight) in PLAIN  # not sharded, not quantized
         and not probe.has_hooks(module)
         and not probe.has_global_hooks()
     )

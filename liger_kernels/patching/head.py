@@ -25,7 +25,7 @@ class HeadRecipe(Recipe):
     """An LM head that answers with deferred logits while the forward of its model runs with labels.
 
     With ``fused`` the product itself waits (a plain linear layer); without, the head computes its logits at once and
-    only the cross entropy over them is ours (an adapter, a quantised layer, or by the user's choice). ``memory`` is the
+    only the cross entropy over them is ours (an adapter, a quantized layer, or by the user's choice). ``memory`` is the
     schedule of the fused loss, as in :func:`liger_kernels.ops.linear_cross_entropy`.
     """
 

@@ -16,7 +16,7 @@ from torch import nn
 # Two float64 evaluations of one formula, one of which may pass through float32 somewhere (many upstream functions
 # upcast to float32 whatever comes in), differ by some roundoffs of float32 (6e-8 each).
 SAME_FORMULA = 1e-6
-# What our kernels take. A subclass (DTensor, FakeTensor, a quantised weight) computes by its own rules.
+# What our kernels take. A subclass (DTensor, FakeTensor, a quantized weight) computes by its own rules.
 PLAIN = (torch.Tensor, nn.Parameter)
 # Probes make their tensors from this one: `deepspeed.zero.Init` exchanges `torch.randn`, `torch.full` and their like.
 _ANCHOR = torch.zeros(0, dtype=torch.float64, device="cpu")
