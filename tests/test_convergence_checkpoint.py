@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from convergence import memory
+from convergence import memory, progress
 from convergence.__main__ import main
 from convergence.checkpoint import Checkpoint
 from convergence.large import LARGE, is_large, nudged, project
@@ -90,6 +90,13 @@ def test_its_weights_are_those_on_the_disk_cut_to_the_first_layers(folder: Path)
     assert after
     for name, weight in after.items():
         assert torch.equal(weight, before[name])
+
+
+def test_without_a_terminal_every_arm_that_begins_has_a_line(capsys):
+    with progress.bar(2):
+        progress.begin("truth")
+        progress.begin("baseline")
+    assert capsys.readouterr().out.split("\n")[:2] == ["0 s: truth, 1 of 2", "0 s: baseline, 2 of 2"]
 
 
 def test_a_text_of_ones_own_is_what_it_trains_on(folder: Path, tmp_path: Path) -> None:

@@ -51,6 +51,26 @@ def test_logits_of_wide_slabs_lie_in_what_is_not_written_yet_of_the_weight_gradi
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_slabs_of_many_tokens_take_the_memory_of_a_sum_that_comes_later(dtype, device, monkeypatch):
+    """That of d hidden. The first slab's rows of d weight have room for 72 classes."""
+    case = Case(device, dtype, tokens=128, hidden=64, vocab=20 * SLAB, bias=False)
+    case.assert_right(memory="small")
+    widths, compute, spy = [], _linear_vocabulary_slabs.logits_of, Spy(monkeypatch)
+
+    def recorded(states, weight, bias, buffer):
+        widths.append(len(weight))
+        return compute(states, weight, bias, buffer)
+
+    monkeypatch.setattr(_linear_vocabulary_slabs, "logits_of", recorded)
+    loss = case.call(case.leaves(), functools.partial(linear_cross_entropy, memory="small"))
+    assert widths[:2] == [144, 96 if dtype == torch.bfloat16 else 72]
+    beside_d_weight = spy.bytes - case.tensors[1].nbytes
+    spy.reset()
+    loss.backward()
+    assert beside_d_weight <= spy.bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 8])
 @pytest.mark.parametrize(
     ("schedule", "vocab"), [(SLABS, 10 * SLAB), (TWO_SLABS, 10 * SLAB - 3)], ids=["one slab", "two slabs"]
