@@ -1,4 +1,5 @@
-"""A bar that says which arm of a long case trains, and how long the rest will take. Short cases have none."""
+"""A bar that says which arm of a long case trains, and how long the rest will take. Short cases have none. Where the
+output is no terminal, an arm that begins gets a line instead."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def begin(arm: str) -> None:
 
 @contextlib.contextmanager
 def bar(arms: int) -> Iterator[None]:
-    """Inside, a bar on the terminal; without rich, nothing. One tick is one arm of ``arms``."""
+    """Inside, a bar on the terminal, or lines; without rich, nothing. One tick is one arm of ``arms``."""
     if importlib.util.find_spec("rich") is None:
         yield
         return
@@ -33,6 +34,8 @@ def bar(arms: int) -> Iterator[None]:
             nonlocal begun
             progress.update(task, description=arm, completed=begun)
             begun += 1
+            if not progress.console.is_terminal:
+                progress.console.print(f"{progress.tasks[task].elapsed:.0f} s: {arm}, {begun} of {arms}")
 
         token = _begin.set(show)
         try:

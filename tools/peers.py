@@ -58,14 +58,18 @@ def reasons(record: Record) -> str:
 
 def section(peer: Peer, records: Sequence[Record]) -> list[str]:
     lines = ["", f"## {peer.name}", "", f"Patched by {peer.how}.", ""]
-    rows: list[tuple[str, ...]] = []
+    alike: dict[tuple[str, ...], dict[str, list[str]]] = {}  # dtypes by model
     for record in records:
         where = record.versions.get("device", record.device)
         numbers = [str(record.worst(name) or "-") for name in ("error ratio", "gain")]
-        rows.append((record.model, record.dtype, where, verdict(record), *numbers, _cell(reasons(record))))
-    if len(rows) > 1 and len({row[3:] for row in rows}) == 1:  # all of them for one reason
-        models, *others = ({row[i] for row in rows} for i in range(3))
-        rows = [(f"all {len(models)}", *(", ".join(sorted(other)) for other in others), *rows[0][3:])]
+        row = where, verdict(record), *numbers, _cell(reasons(record))
+        alike.setdefault(row, {}).setdefault(record.model, []).append(record.dtype)
+    rows: list[tuple[str, ...]] = []
+    for row, by_model in alike.items():
+        by_dtypes: dict[str, list[str]] = {}
+        for model, dtypes in by_model.items():
+            by_dtypes.setdefault(", ".join(dtypes), []).append(model)
+        rows += [(", ".join(models), dtypes, *row) for dtypes, models in by_dtypes.items()]
     header = ("model", "dtype", "device", "verdict", "error ratio", "gain", "reason")
     return lines + markdown(header, rows)
 
