@@ -23,6 +23,7 @@ so that their errors are fresh samples of rounding noise and nothing else.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -184,24 +185,38 @@ def _measure(
     dtype: torch.dtype,
     by_element: bool = False,
 ) -> _Measured:
-    arms = [*pairs, (pairs[0][0], candidate)]
-    error, largest, gain, peak = torch.zeros(4, len(arms), len(steps), dtype=torch.float64).unbind()
-    for i, (truth, arm) in enumerate(arms):
-        for k, step in enumerate(steps):
-            t, a = truth.values[quantity][step].double().flatten(), arm.values[quantity][step].double().flatten()
-            if quantity == TARGET_LOGIT:  # p - 1, over many orders of magnitude: each row counts by its own size
-                t, a = torch.ones_like(t)[t != 0], a[t != 0] / t[t != 0]
-            if by_element:  # p, which is positive; where label smoothing cancels it, all that is known is its size
-                t, a = torch.ones_like(t)[t > 0], (a[t > 0] / t[t > 0]).clamp(0, 2)
-            off, size = a - t, t.square().sum()
-            error[i, k] = (off.square().sum() / size).sqrt()
-            largest[i, k] = off.abs().max() / (size / len(t)).sqrt()
-            peak[i, k] = t.abs().max() / (size / len(t)).sqrt()
-            gain[i, k] = off.dot(t) / size
+    columns = []
+    for step in steps:
+        honest = [(truth.values[quantity][step], arm.values[quantity][step]) for truth, arm in pairs]
+        own = [(honest[0][0], candidate.values[quantity][step])]
+        # Candidates are compared one after another with the same honest arms.
+        known, key = pairs[0][1].measured, (quantity, step, by_element)
+        which = [id(tensor) for pair in honest for tensor in pair]
+        if key not in known or known[key][0] != which:
+            known[key] = which, honest, _figures(honest, quantity, by_element)  # which keep their numbers while kept
+        columns.append(torch.cat([known[key][-1], _figures(own, quantity, by_element)], 1))
+    error, largest, gain, peak = torch.stack(columns, 2)
     value = candidate.values[quantity][steps[0]]
     held_in = torch.float32 if quantity in (LOSS, GRADIENT_NORM) else dtype
     floor = torch.full((len(steps),), tolerance.error_floor(held_in), dtype=torch.float64)
     return _Measured(steps, error, largest, gain, floor, floor * peak[-1], value.ndim == 0, by_element)
+
+
+def _figures(arms: Sequence[tuple[torch.Tensor, torch.Tensor]], quantity: Quantity, by_element: bool) -> torch.Tensor:
+    """Error, largest error, gain less 1 and largest element of the truth, by the truth's size: [4, arms]. Of each arm
+    the truth's tensor comes first."""
+    t, a = (torch.stack([arm[i].double().flatten() for arm in arms]) for i in range(2))
+    count: torch.Tensor | int = t.shape[1]
+    if quantity == TARGET_LOGIT or by_element:
+        # p - 1, over many orders of magnitude: each row counts by its own size. By element it is p, which is positive;
+        # where label smoothing cancels it, all that is known is its size.
+        counts = t > 0 if by_element else t != 0
+        a = torch.where(counts, (a / t).clamp(0, 2) if by_element else a / t, 0.0)
+        t, count = counts.double(), counts.sum(1)
+    off, size = a - t, t.square().sum(1)
+    unit = (size / count).sqrt()
+    error, largest = (off.square().sum(1) / size).sqrt(), off.abs().amax(1) / unit
+    return torch.stack([error, largest, (off * t).sum(1) / size, t.abs().amax(1) / unit])
 
 
 def _judge_statistics(
@@ -241,10 +256,9 @@ def _judge_error_ratios(
             pooled = float(ratio.square().mean().sqrt())
             worst = m.steps[chosen[int(ratio.argmax())]]
             ratios.setdefault(kind, []).append((quantity, worst, pooled))
-            for r in range(len(honest)):
-                others = torch.cat([honest[:r], honest[r + 1 :]])
-                left_out = float((honest[r] / _reference(others, floor)).square().mean().sqrt())
-                worst_replica[kind] = max(worst_replica.get(kind, 0.0), left_out)
+            others = honest[_others(len(honest))]
+            left_out = float((honest / _reference(others, floor)).square().mean(1).sqrt().max())
+            worst_replica[kind] = max(worst_replica.get(kind, 0.0), left_out)
     for kind, values in ratios.items():
         phase, scalar, _ = kind
         one_draw = scalar or phase != INITIAL
@@ -258,10 +272,17 @@ def _is_lone(steps: set[Moment]) -> bool:
     return len(steps) == 1
 
 
+@functools.cache
+def _others(n: int) -> torch.Tensor:
+    """[n, n - 1]: of each of ``n`` arms, the other ones."""
+    return torch.tensor([[other for other in range(n) if other != arm] for arm in range(n)])
+
+
 def _reference(honest: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own error [steps] from ``honest`` [arms, steps]: half from the step itself, half from its phase."""
+    """PyTorch's own error [..., steps] from ``honest`` [..., arms, steps]: half from the step itself, half from its
+    phase."""
     square = honest.square()
-    return ((square.mean(0) + square.mean()) / 2).sqrt().maximum(floor)
+    return ((square.mean(-2) + square.mean((-2, -1)).unsqueeze(-1)) / 2).sqrt().maximum(floor)
 
 
 def _against_the_others(parameters: dict[Quantity, _Measured]) -> dict[Quantity, _Measured]:

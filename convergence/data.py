@@ -103,7 +103,7 @@ def default_text() -> str:
 @functools.cache
 def text() -> torch.Tensor:
     """The default text as bytes: int64 [about 460,000]."""
-    return torch.tensor(list(default_text().encode()))
+    return torch.frombuffer(bytearray(default_text().encode()), dtype=torch.uint8).long()
 
 
 class _Sampler:

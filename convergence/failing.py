@@ -109,7 +109,7 @@ def _limited(trajectory: Trajectory, chosen: Chosen) -> Trajectory:
         if (kept := {at: value for at, value in by_step.items() if chosen(at)})
     }
     complaints, notes = ([r for r in remarks if chosen(r.at)] for remarks in (trajectory.complaints, trajectory.notes))
-    result = Trajectory(values, trajectory.forms, complaints=complaints, notes=notes)
+    result = Trajectory(values, trajectory.forms, complaints=complaints, notes=notes, measured=trajectory.measured)
     if chosen(Moment(SGD, EVALUATION)):
         result.generated, result.scores = trajectory.generated, trajectory.scores
     return result

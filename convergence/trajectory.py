@@ -26,6 +26,8 @@ from convergence.observed import (
 )
 
 Form = tuple[torch.Size, torch.dtype]
+Values = dict[Quantity, dict[Moment, torch.Tensor]]
+Layout = dict[Quantity, dict[Moment, tuple[int, torch.Size]]]
 
 
 @dataclass
@@ -82,9 +84,10 @@ class Trajectory:
         notes: what the caller was not given.
         model: the trained model.
         costs: "step, ms" on average, and on a GPU the "peak, GiB": for trends, nothing is judged by them.
+        measured: of a baseline, what was compared with its values, and the figures that came of it.
     """
 
-    values: dict[Quantity, dict[Moment, torch.Tensor]] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
     forms: dict[tuple[Quantity, Moment], Form] = field(default_factory=dict)
     generated: torch.Tensor | None = None
     scores: torch.Tensor | None = None
@@ -94,6 +97,7 @@ class Trajectory:
     warnings: list[str] = field(default_factory=list)
     model: Any = None
     costs: dict[str, float] = field(default_factory=dict)
+    measured: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def record(self, quantity: Quantity, at: Moment, value: torch.Tensor) -> None:
         kept = value.detach()
@@ -127,16 +131,37 @@ class Trajectory:
 
     def to_cpu(self) -> None:
         """Move all values in one copy per dtype: each copy waits for the GPU, which several processes may share."""
-        places: dict[tuple[torch.dtype, torch.device], list[tuple[Quantity, Moment]]] = {}
-        for quantity, by_step in self.values.items():
-            for step, value in by_step.items():
-                if value.device.type != "cpu":
-                    places.setdefault((value.dtype, value.device), []).append((quantity, step))
-        for where in places.values():
-            values = [self.values[quantity][step] for quantity, step in where]
-            moved = torch.cat([value.flatten() for value in values]).cpu().split([value.numel() for value in values])
-            for (quantity, step), value, flat in zip(where, values, moved, strict=True):
-                self.values[quantity][step] = flat.view(value.shape)
+        if any(value.device.type != "cpu" for by_step in self.values.values() for value in by_step.values()):
+            layout, flat = _packed(self.values)
+            self.values = _unpacked(layout, [tensor.cpu() for tensor in flat])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Thousands of small tensors take seconds to be saved, or sent to another process; a few large ones do not."""
+        return {**vars(self), "values": _packed(self.values), "measured": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, values=_unpacked(*state["values"]))
+
+
+def _packed(values: Values) -> tuple[Layout, list[torch.Tensor]]:
+    """All tensors of one dtype and device one behind another in one, and which of these each is in, and its shape."""
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    layout: Layout = {quantity: {} for quantity in values}
+    for quantity, by_step in values.items():
+        for step, value in by_step.items():
+            groups.setdefault(key := (value.dtype, value.device), []).append(value.flatten())
+            layout[quantity][step] = list(groups).index(key), value.shape
+    return layout, [torch.cat(group) for group in groups.values()]
+
+
+def _unpacked(layout: Layout, flat: Sequence[torch.Tensor]) -> Values:
+    places = [place for by_step in layout.values() for place in by_step.values()]
+    sizes = [[shape.numel() for group, shape in places if group == g] for g in range(len(flat))]
+    parts = [iter(tensor.split(size)) for tensor, size in zip(flat, sizes, strict=True)]
+    return {
+        quantity: {step: next(parts[group]).view(shape) for step, (group, shape) in by_step.items()}
+        for quantity, by_step in layout.items()
+    }
 
 
 def build(run: Run) -> Any:

@@ -14,8 +14,8 @@ import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes a minute begins: at the end, one worker would wait for the other."""
-    items.sort(key=lambda item: "compiled" not in getattr(item, "fixturenames", ()))
+    """What takes long, or waits for other processes, begins: at the end, one worker would wait for the other."""
+    items.sort(key=lambda item: not {"compiled", "nodes"} & {*getattr(item, "fixturenames", ())})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
