@@ -17,13 +17,14 @@ from convergence.blame import blame, searched
 from convergence.candidate import Candidate, PatchError, load_patch, train_candidate
 from convergence.compare import Pair, Verdict, compare
 from convergence.data import IGNORE, Batch, Step
+from convergence.failing import Key
 from convergence.in_setup import Arms, train_in_setup
-from convergence.kept import kept
+from convergence.kept import Kept, kept
 from convergence.models import MODELS, Row, find
 from convergence.observed import LOSS
 from convergence.patches import BUILT_IN
 from convergence.pristine import Bystander, Fingerprint
-from convergence.records import Case, Record, environment
+from convergence.records import Blame, Case, Record, environment
 from convergence.setups import SETUPS
 from convergence.train import train
 from convergence.trajectory import Run, Trajectory
@@ -65,7 +66,7 @@ class Inputs:
 
 
 @dataclass
-class References(Inputs):
+class References(Inputs, Kept):
     """What every candidate of one model and dtype is judged against."""
 
     pairs: list[Pair]
@@ -201,13 +202,16 @@ def _blame(case: Case, record: Record, verdict: Verdict, trajectory: Trajectory 
     failed = {(row[0], row[2]) for row in verdict.failures}
     if not searched(failed):  # no other process need be given all that was observed
         return
-    reference = _references(case)
-    run = reference.run(DTYPES[case.dtype], torch.device(case.device), construct=construct(case), curve=())
-    arguments = (case.patch, run, reference.pairs, failed, trajectory)
+    arguments = case, _references(case), failed, trajectory
     try:
-        record.blame = isolate.call(blame, *arguments, timeout=timeout) if _is_isolated(case) else blame(*arguments)
+        record.blame = isolate.call(_who, *arguments, timeout=timeout) if _is_isolated(case) else _who(*arguments)
     except Exception as error:
         verdict.notes.append(f"who did it could not be found out: {type(error).__name__}: {error}")
+
+
+def _who(case: Case, reference: References, failed: set[Key], trajectory: Trajectory | None) -> list[Blame]:
+    run = reference.run(DTYPES[case.dtype], torch.device(case.device), construct=construct(case), curve=())
+    return blame(case.patch, run, reference.pairs, failed, trajectory)
 
 
 def construct(case: Case) -> Callable[[], nn.Module] | None:

@@ -38,7 +38,23 @@ def kept(key: tuple[str, ...], decides: dict[str, Any], make: Callable[[], Any])
     digest = hashlib.sha256(f"{sorted(decides.items())} {_sources()}".encode()).hexdigest()[:16]
     file = _folder / f"{'-'.join(key)}-{digest}.pt"
     files.make_once(file, lambda path: torch.save(make(), path))
-    return torch.load(file, weights_only=False, mmap=True)
+    return _load(file)
+
+
+class Kept:
+    """To another process goes the file that it was loaded from, where there is one."""
+
+    kept_in: Path | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return super().__reduce_ex__(protocol) if self.kept_in is None else (_load, (self.kept_in,))
+
+
+def _load(file: Path) -> Any:
+    found = torch.load(file, weights_only=False, mmap=True)
+    if isinstance(found, Kept):
+        found.kept_in = file
+    return found
 
 
 @functools.cache

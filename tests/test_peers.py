@@ -111,7 +111,10 @@ def test_one_reason_for_all_models_is_one_row() -> None:
         for model in ("llama-tied", "gemma")
     ]
     text = page(rows)
-    assert "| llama-tied, gemma | float32 | cpu | cannot run | - | - | candidate cannot run No module named 'unsloth' |" in text
+    assert (
+        "| llama-tied, gemma | float32 | cpu | cannot run | - | - | candidate cannot run No module named 'unsloth' |"
+        in text
+    )
 
 
 def test_the_version_of_a_peer_is_in_its_record() -> None:
