@@ -79,6 +79,17 @@ def test_one_gradient_scaled_by_one_percent_fails_by_its_gain(dtype, quantity, f
     assert not any(f[0] != str(quantity) and f[2] in ("gain", "error ratio") for f in verdict.failures)
 
 
+def test_what_was_measured_of_other_arms_is_not_taken():
+    """A baseline remembers the figures of the honest arms, which are these only as long as the tensors are."""
+    pairs, candidate = trajectories(torch.float32, 0)
+    others, _ = trajectories(torch.float32, 1)
+    first, second = (compare(chosen, candidate, torch.float32) for chosen in (pairs, [pairs[0], *others[1:]]))
+    again = compare(pairs, candidate, torch.float32)
+    assert first.statistics == again.statistics != second.statistics
+    copied = copy.deepcopy(([pairs[0], *others[1:]], candidate))
+    assert compare(*copied, torch.float32).statistics == second.statistics
+
+
 @pytest.mark.parametrize("dtype", NOISE)
 def test_noise_three_times_as_large_fails_by_the_error_ratio(dtype):
     pairs, candidate = trajectories(dtype, 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
+import torch
 
 from convergence import case, kept
 from convergence.kept import keep_in
@@ -46,6 +48,22 @@ def test_what_decides_a_bit_is_in_the_name(tmp_path: Path, monkeypatch: pytest.M
         assert [found(torch="2.13"), found(torch="2.13"), found(torch="2.14"), found(torch="2.13")] == [0, 0, 1, 0]
         monkeypatch.setattr(kept, "_sources", lambda: "another proof")
         assert found(torch="2.13") == 2
+
+
+class Numbers(kept.Kept):
+    """What is kept, and thousands of it."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.arange(10_000)
+
+
+def test_to_another_process_goes_the_file_that_is_kept(tmp_path: Path) -> None:
+    with keep_in(tmp_path):
+        found = kept.kept(("numbers",), {}, Numbers)
+    sent = pickle.dumps(found)
+    assert len(sent) < 1000 < len(pickle.dumps(Numbers()))
+    for one in (found, pickle.loads(sent), pickle.loads(pickle.dumps(Numbers()))):
+        assert torch.equal(one.numbers, torch.arange(10_000))
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
