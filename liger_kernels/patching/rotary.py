@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -161,14 +161,15 @@ def recognise_rotation(name: str, function: Callable[..., Any]) -> Rotation | st
             try:
                 facts = _matching(function, roles, layout, halved, 8)
                 complete = True
-                if facts:
-                    return _rotation(name, function, roles, layout, halved, facts[0])
+                if facts is not None:
+                    return _rotation(name, function, roles, layout, halved, facts)
             except Exception as error:  # whatever a stranger's function raises on the probe means that it is not ours
                 errors.append(f"it cannot be probed ({probe.describe(error)})")
     return errors[0] if errors and not complete else "it is none of the rotations that we know"
 
 
 Facts = tuple[str, bool]  # pairing and inverse
+_FACTS: tuple[Facts, ...] = tuple(itertools.product(PAIRINGS, (False, True)))
 
 
 def _rotation(
@@ -185,19 +186,26 @@ def _rotation(
     casts_back = result_dtype(torch.float32) == torch.bfloat16
     if not casts_back and (dtype := result_dtype(torch.bfloat16)) != torch.bfloat16:
         return f"it returns {dtype} for tensors and angles in torch.bfloat16"
-    others = [other for other in LAYOUTS if facts in _tried(function, roles, other, halved, 8)]
-    first, last = (facts in _tried(function, roles, layout, halved, 4, trailing) for trailing in (False, True))
+    others = [other for other in LAYOUTS if _is(facts, function, roles, other, halved, 8)]
+    first, last = (_is(facts, function, roles, layout, halved, 4, trailing) for trailing in (False, True))
     return Rotation(name, *facts, halved, first or last, last, casts_back, tuple(others))
 
 
 def _matching(
-    function: Callable[..., Any], roles: Roles, layout: Layout, halved: bool, rotary_dim: int, trailing: bool = False
-) -> list[Facts]:
-    """Which rotations of our op ``function`` is in this layout: values and gradients of random numbers."""
+    function: Callable[..., Any],
+    roles: Roles,
+    layout: Layout,
+    halved: bool,
+    rotary_dim: int,
+    trailing: bool = False,
+    among: Sequence[Facts] = _FACTS,
+) -> Facts | None:
+    """The first rotation of our op ``among`` these that ``function`` is in this layout: values and gradients of random
+    numbers."""
     tensors, cos, sin = _sample(roles, layout, halved, rotary_dim)
     got = _call(function, roles, layout, tensors, cos, sin)
     if not isinstance(got, tuple) or not all(isinstance(y, torch.Tensor) for y in got) or len(got) != len(tensors):
-        return []
+        return None
     if SECTIONS in roles.others:
         cos, sin = (mixed(table, _sections(table)) for table in (cos, sin))
     upstream = [randn(*x.shape, dtype=torch.float64) for x in tensors]
@@ -211,25 +219,31 @@ def _matching(
         return all(probe.relative_difference(g, e) < probe.SAME_FORMULA for g, e in pairs)
 
     mine = gradients(got)
-    found = []
-    for pairing, inverse in itertools.product(PAIRINGS, (False, True)):
+    for pairing, inverse in among:
         if halved and not pairing.endswith("_repeat"):
             continue
         options = {"pairing": pairing, "inverse": inverse, "rotary_dim": rotary_dim, "trailing": trailing}
         expected = rotated(rope_ref, tensors, cos, sin, layout.heads, options)
         if same(got, expected) and same(mine, gradients(expected)):
-            found.append((pairing, inverse))
-    return found
+            return pairing, inverse
+    return None
 
 
-def _tried(
-    function: Callable[..., Any], roles: Roles, layout: Layout, halved: bool, rotary_dim: int, trailing: bool = False
-) -> list[Facts]:
-    """The same; nothing where ``function`` raises: few take every layout, or split off a part themselves."""
+def _is(
+    facts: Facts,
+    function: Callable[..., Any],
+    roles: Roles,
+    layout: Layout,
+    halved: bool,
+    rotary_dim: int,
+    trailing: bool = False,
+) -> bool:
+    """Whether it is this one; it is not where the function raises: few take every layout, or split off a part
+    themselves."""
     try:
-        return _matching(function, roles, layout, halved, rotary_dim, trailing)
+        return _matching(function, roles, layout, halved, rotary_dim, trailing, (facts,)) is not None
     except Exception:
-        return []
+        return False
 
 
 def _sample(
