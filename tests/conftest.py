@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import sys
@@ -41,14 +40,6 @@ def shared_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     """The same folder in every xdist worker of this run, for what one of them makes for all."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if hasattr(request.config, "workerinput") else own
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_for_the_garbage_collector() -> None:
-    """What is there before a module's first test stays, millions of objects; looking through them again and again takes
-    a collection half a second."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
