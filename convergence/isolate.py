@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import gc
 import multiprocessing
 import os
 import pickle
@@ -148,7 +147,6 @@ def _serve(name: str, timeout: float) -> None:
 
 
 def _run(folder: Path) -> Any:
-    gc.freeze()  # what the server imported is there for good
     settings, function, args = torch.load(folder / "call", weights_only=False)
     torch.set_num_threads(settings["threads"])
     torch.set_float32_matmul_precision(settings["matmul"])

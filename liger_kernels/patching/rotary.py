@@ -186,8 +186,16 @@ def _rotation(
     casts_back = result_dtype(torch.float32) == torch.bfloat16
     if not casts_back and (dtype := result_dtype(torch.bfloat16)) != torch.bfloat16:
         return f"it returns {dtype} for tensors and angles in torch.bfloat16"
-    others = [other for other in LAYOUTS if _is(facts, function, roles, other, halved, 8)]
-    first, last = (_is(facts, function, roles, layout, halved, 4, trailing) for trailing in (False, True))
+
+    def is_it(layout: Layout, rotary_dim: int, trailing: bool = False) -> bool:
+        """Not where ``function`` raises: few take every layout, or split off a part themselves."""
+        try:
+            return _matching(function, roles, layout, halved, rotary_dim, trailing, (facts,)) is not None
+        except Exception:
+            return False
+
+    others = [other for other in LAYOUTS if is_it(other, 8)]
+    first, last = (is_it(layout, 4, trailing) for trailing in (False, True))
     return Rotation(name, *facts, halved, first or last, last, casts_back, tuple(others))
 
 
@@ -227,23 +235,6 @@ def _matching(
         if same(got, expected) and same(mine, gradients(expected)):
             return pairing, inverse
     return None
-
-
-def _is(
-    facts: Facts,
-    function: Callable[..., Any],
-    roles: Roles,
-    layout: Layout,
-    halved: bool,
-    rotary_dim: int,
-    trailing: bool = False,
-) -> bool:
-    """Whether it is this one; it is not where the function raises: few take every layout, or split off a part
-    themselves."""
-    try:
-        return _matching(function, roles, layout, halved, rotary_dim, trailing, (facts,)) is not None
-    except Exception:
-        return False
 
 
 def _sample(
