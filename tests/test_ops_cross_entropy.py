@@ -198,7 +198,7 @@ def test_padding_columns_hold_the_lowest_number(request, dtype, exponential, voc
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("extras", [(), EXTRAS], ids=["loss", "extras"])
 def test_compiled(reduction, extras, device):
-    """Without a graph break. On a CPU the reference is compiled; tests/test_ops_compile.py traces the kernels."""
+    """Without a graph break. On a CPU the reference is compiled; tests/test_ops_traced.py traces the kernels."""
     logits, targets, _ = make_inputs(11, 67, torch.bfloat16, device, {})
     compiled = torch.compile(cross_entropy, fullgraph=True, backend="aot_eager")
     out, grad = run(compiled, logits, targets, reduction=reduction, extras=extras)

@@ -221,6 +221,6 @@ def test_autocast_changes_nothing(device) -> None:
 
 
 def test_compiled(device) -> None:
-    """Without a graph break. On a CPU the reference is compiled; tests/test_ops_compile.py traces the kernels."""
+    """Without a graph break. On a CPU the reference is compiled; tests/test_ops_traced.py traces the kernels."""
     given = leaves(device, 9, 200, dtype=torch.bfloat16)
     check_op(torch.compile(gated_rms_norm, fullgraph=True, backend="aot_eager"), gated_rms_norm_ref, given)

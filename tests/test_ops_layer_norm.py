@@ -247,6 +247,6 @@ def test_autocast_changes_nothing(device) -> None:
 
 
 def test_compiled(device) -> None:
-    """Without a graph break. On a CPU the reference is compiled; tests/test_ops_compile.py traces the kernels."""
+    """Without a graph break. On a CPU the reference is compiled; tests/test_ops_traced.py traces the kernels."""
     leaves = [randn(*shape, dtype=torch.bfloat16, device=device) for shape in ((9, 200), (200,), (200,))]
     check_op(torch.compile(layer_norm, fullgraph=True, backend="aot_eager"), layer_norm_ref, leaves)

@@ -343,7 +343,7 @@ def test_sum_under_autocast_is_the_sum_without(device) -> None:
 
 @pytest.mark.parametrize("results", [slice(0, 1), slice(1, 2), slice(2)], ids=["y", "total", "both"])
 def test_compiled_sum_with_either_gradient(device, results) -> None:
-    """Without a graph break. On a CPU the reference is compiled; tests/test_ops_compile.py traces the kernels."""
+    """Without a graph break. On a CPU the reference is compiled; tests/test_ops_traced.py traces the kernels."""
 
     def call(op, *leaves):
         return op(*leaves)[results]

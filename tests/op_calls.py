@@ -1,0 +1,215 @@
+"""Calls of every op on CPU tensors, for tests that compile or trace kernels without a GPU.
+
+The convention, for whoever adds an op: nothing is declared in the op's file. :data:`CASES` holds calls of the public
+ops; a call that requires gradients is also run backward. They run in a process without the interpreter, in which
+``launch`` is replaced. Add calls for each set of options that makes another program: dtypes, ``None`` arguments,
+constexpr switches, the largest tiles.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def new(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, requires_grad=grad)
+
+
+def rms_norm_cases() -> None:
+    from liger_kernels.ops import add_rms_norm, rms_norm
+
+    for formula in ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast"):
+        run(rms_norm, new(64, 4096), new(4096), formula=formula)
+        run(add_rms_norm, new(64, 4096), new(64, 4096), new(4096), formula=formula)
+    for hidden in (80, 8192, 65536):
+        run(rms_norm, new(64, hidden, dtype=FP32), new(hidden, dtype=FP32))
+    run(add_rms_norm, *(new(64, 65536, dtype=FP32) for _ in range(2)), new(65536, dtype=FP32))
+    run(rms_norm, new(64, 4096, dtype=FP16), new(4096, dtype=FP32))
+    run(rms_norm, new(64, 4096))
+    run(rms_norm, new(64, 4096), new(4096, grad=False))
+    run(rms_norm, new(64, 4096, grad=False), new(4096))
+    run(rms_norm, new(64, 4096, grad=False), new(4096, grad=False))
+    run(add_rms_norm, new(64, 4096), new(64, 4096, dtype=FP32), new(4096))
+    run(add_rms_norm, new(64, 4096, dtype=FP16), new(64, 4096), new(4096, dtype=FP32, grad=False))
+    run(add_rms_norm, new(64, 4096, grad=False), new(64, 4096))
+    run(add_rms_norm, new(64, 4096, grad=False), new(64, 4096, grad=False), new(4096))
+    run(add_rms_norm, new(64, 4096, grad=False), new(64, 4096, grad=False), new(4096, grad=False))
+
+
+def layer_norm_cases() -> None:
+    from liger_kernels.ops import layer_norm
+
+    run(layer_norm, new(64, 4096), new(4096), new(4096))
+    run(layer_norm, new(64, 4096), new(4096), zero_centered=True)
+    run(layer_norm, new(64, 4096, dtype=FP16), None, new(4096, dtype=FP32))
+    run(layer_norm, new(64, 4096))
+    run(layer_norm, new(64, 4096), new(4096, dtype=FP32), new(4096, dtype=FP32), dtype=FP32)
+    for hidden in (80, 8192, 65536):
+        run(layer_norm, new(64, hidden, dtype=FP32), *(new(hidden, dtype=FP32) for _ in range(2)))
+    for needs in itertools.product((False, True), repeat=3):
+        run(layer_norm, *(new(*shape, 4096, grad=grad) for shape, grad in zip(((64,), (), ()), needs, strict=True)))
+
+
+def gated_rms_norm_cases() -> None:
+    from liger_kernels.ops import gated_rms_norm
+    from liger_kernels.ops.gated_rms_norm import ACTIVATIONS, FORMULAS
+
+    for (i, activation), (j, formula) in itertools.product(enumerate(ACTIVATIONS), enumerate(FORMULAS)):
+        # Every pair of options: no program has a branch on all three.
+        options: dict[str, Any] = {"activation": activation, "gate_first": (i + j) % 2 == 0, "formula": formula}
+        run(gated_rms_norm, new(64, 128), new(64, 128), new(128), **options)
+    for gate_first in (False, True):
+        run(gated_rms_norm, new(64, 4096), new(64, 4096), new(4096, dtype=FP32), groups=8, gate_first=gate_first)
+        hidden = 65536 if gate_first else 80  # the widest takes longest: once
+        given = (new(64, hidden, dtype=FP32), new(64, hidden, dtype=FP32), new(hidden, dtype=FP32))
+        run(gated_rms_norm, *given, gate_first=gate_first)
+        for needs in ((True, False, False), (False, True, False), (False, False, True), (False, False, False)):
+            leaves = [new(*shape, 8192, grad=grad) for shape, grad in zip(((64,), (64,), ()), needs, strict=True)]
+            run(gated_rms_norm, *leaves, gate_first=gate_first)
+    run(gated_rms_norm, new(64, 8192, dtype=FP16), new(64, 8192, dtype=FP32), new(8192))
+
+
+def rope_cases() -> None:
+    from liger_kernels.ops import rope
+    from liger_kernels.ops.rope import PAIRINGS
+
+    def angles(batch: int, rotary_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [new(batch, 16, rotary_dim, dtype=dtype, grad=False) for _ in range(2)]
+
+    for pairing in PAIRINGS:
+        run(rope, new(2, 32, 16, 128), new(2, 8, 16, 128), *angles(1, 128, BF16), pairing=pairing)
+    complex_halves = new(1, 16, 64, 2, dtype=FP32, grad=False).unbind(-1)
+    run(rope, new(2, 40, 16, 128), None, *complex_halves, pairing="interleaved_repeat", rotary_dim=128, inverse=True)
+    run(rope, new(2, 40, 16, 192, dtype=FP16), new(2, 1, 16, 192), *angles(2, 96, FP32), pairing="interleaved")
+    run(rope, new(2, 128, 16, 256, dtype=FP32), new(2, 128, 16, 256, dtype=FP32), *angles(2, 256, FP32))
+    run(rope, new(2, 32, 16, 128), new(2, 8, 16, 128, grad=False), *angles(1, 128, BF16))
+    run(rope, new(2, 32, 16, 128, grad=False), new(2, 8, 16, 128), *angles(1, 128, BF16))
+
+
+def glu_cases() -> None:
+    from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
+
+    for dtype in (BF16, FP32):
+        run(swiglu, new(64, 11008, dtype=dtype), new(64, 11008, dtype=dtype))
+        run(geglu, new(64, 11008, dtype=dtype), new(64, 11008, dtype=dtype))
+        run(geglu, new(64, 11008, dtype=dtype), new(64, 11008, dtype=dtype), approximate="none")
+        for op in (swiglu_linear, geglu_linear):
+            run(op, new(64, 11008, dtype=dtype), new(64, 11008, dtype=dtype), new(8, 11008, dtype=dtype))
+    run(swiglu, *new(64, 2 * 11008, dtype=FP16).chunk(2, dim=-1))
+    run(swiglu, *new(64, 2 * 40).chunk(2, dim=-1))
+    run(swiglu, new(64, 11008), new(64, 11008, dtype=FP32, grad=False))
+    run(swiglu, new(64, 11008, grad=False), new(64, 11008))
+
+
+def packed_glu_cases() -> None:
+    from liger_kernels.ops import Gate, packed_glu
+
+    for dtype in (BF16, FP32):
+        for inner in (768, 2880):
+            run(packed_glu, new(64, 2 * inner, dtype=dtype))
+    gates = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
+    for gate in (Gate(limit=10.0), Gate(**gates, interleaved=True), Gate(**gates, gate_first=False), Gate("gelu_tanh")):
+        run(packed_glu, new(64, 1536), gate=gate)
+    run(packed_glu, new(64, 2 * 40, dtype=FP16), gate=Gate("gelu", interleaved=True, gate_first=False))
+
+
+def experts_cases() -> None:
+    from liger_kernels.ops import Gate, experts
+
+    # Sorted by keys of eight bits, and of 32, which the kernels load as integers whatever the dtype is.
+    for n_experts, dtype, hidden in ((4, BF16, 2048), (4, FP32, 2880), (4, FP16, 40), (300, BF16, 2048)):
+        ids, weights = torch.zeros(8, 4, dtype=torch.int64), new(8, 4, dtype=dtype)
+        shapes = (n_experts, 32, hidden), (n_experts, hidden, 16), (n_experts, 32), (n_experts, hidden)
+        gate_up, down, *biases = (new(*shape, dtype=dtype) for shape in shapes)
+        if n_experts == 4:
+            run(experts, new(8, hidden, dtype=dtype), ids, weights, gate_up, down)
+        gate = Gate(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)
+        run(experts, new(8, hidden, dtype=dtype), ids, weights.float(), gate_up, down, gate, *biases)
+
+
+def cross_entropy_cases() -> None:
+    from liger_kernels.ops import cross_entropy
+    from liger_kernels.ops.cross_entropy import EXTRAS
+
+    targets = torch.zeros(64, dtype=torch.int64)
+    for vocab in (384, 128256):
+        run(cross_entropy, new(64, vocab), targets)
+    run(cross_entropy, new(64, 32000, dtype=FP16), targets, reduction="none", z_loss=1e-4)
+    run(cross_entropy, new(64, 32000, dtype=FP32), targets, reduction="none", label_smoothing=0.1)
+    weight = torch.ones(32000)
+    options: dict[str, Any] = {"softcap": 30.0, "label_smoothing": 0.1, "extras": EXTRAS}
+    run(cross_entropy, new(64, 32000), targets, class_weight=weight, **options)
+    run(cross_entropy, new(64, 32000, grad=False), targets, extras=EXTRAS)
+
+
+def linear_cross_entropy_cases() -> None:
+    from liger_kernels.ops import linear_cross_entropy, linear_log_probs
+    from liger_kernels.ops._counted_rows import CountedRows
+    from liger_kernels.ops.linear_log_probs import OUTPUTS
+
+    targets = torch.zeros(64, dtype=torch.int64)
+    for reduction in ("mean", "none"):
+        run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, reduction=reduction, softcap=30.0)
+        run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, new(32000), reduction=reduction, chunk_size=32)
+    run(linear_cross_entropy, new(64, 16), new(32000, 16), targets, memory="small")
+    CountedRows.first(targets, -100, 32000, 32)  # alone: nothing is launched, so the rows that it finds are none
+    for memory in ("fast", "small"):
+        options: dict[str, Any] = {"outputs": OUTPUTS, "temperature": 0.7, "memory": memory}
+        run(linear_log_probs, new(64, 16), new(32000, 16), targets, softcap=30.0, **options)
+
+
+CASES: dict[str, Callable[[], None]] = {  # what takes longest first
+    "cross_entropy": cross_entropy_cases,
+    "rms_norm": rms_norm_cases,
+    "layer_norm": layer_norm_cases,
+    "gated_rms_norm": gated_rms_norm_cases,
+    "linear_cross_entropy": linear_cross_entropy_cases,
+    "glu": glu_cases,
+    "packed_glu": packed_glu_cases,
+    "experts": experts_cases,
+    "rope": rope_cases,
+}
+
+
+def run(op: Callable[..., Any], *args: torch.Tensor, **options: Any) -> None:
+    """Call ``op`` and go backward from the results that carry a gradient."""
+    result = op(*args, **options)
+    results = [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None and y.requires_grad]
+    torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+
+
+def op_modules() -> list[Any]:
+    from liger_kernels import ops
+
+    return [importlib.import_module(f"{ops.__name__}.{m.name}") for m in pkgutil.iter_modules(ops.__path__)]
+
+
+def in_subprocess(cache: Path, module: str, *calls: tuple[Any, ...]) -> list[Any]:
+    """What functions of ``module`` return, each named and followed by its arguments, one after the other in a process
+    without the interpreter."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "tests.op_calls", module, json.dumps(calls)]
+    env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(root)}
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+if __name__ == "__main__":
+    functions = vars(importlib.import_module(sys.argv[1]))
+    json.dump([functions[name](*arguments) for name, *arguments in json.loads(sys.argv[2])], sys.stdout)

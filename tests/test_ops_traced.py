@@ -1,0 +1,182 @@
+"""torch.compile traces every op down to its launches, and knows what a kernel writes to. No GPU is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from convergence.files import make_once
+from tests.op_calls import BF16, in_subprocess, new, op_modules, run
+
+TRITON = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+
+
+def traced_calls() -> list[tuple[str, Callable[..., Any], list[torch.Tensor]]]:
+    """In the subprocess: names, functions for Dynamo, which may trace launches from now on, and their arguments."""
+    import torch.utils._triton
+
+    from liger_kernels.ops import (
+        add_rms_norm,
+        cross_entropy,
+        gated_rms_norm,
+        geglu,
+        layer_norm,
+        linear_cross_entropy,
+        rms_norm,
+        rope,
+        swiglu,
+        swiglu_linear,
+    )
+    from liger_kernels.ops.cross_entropy import EXTRAS
+
+    for module in op_modules():
+        if hasattr(module, "use_triton"):
+            module.use_triton = lambda x, **_: True
+    torch.utils._triton.has_triton = lambda **_: (
+        True
+    )  # what Dynamo asks a machine without a GPU before it traces a launch
+    cos, sin = (torch.randn(1, 16, 128).to(BF16) for _ in range(2))
+    targets, ones = torch.zeros(64, dtype=torch.int64), torch.ones(1000)
+
+    def two_layers(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return rope(2 * q, 2 * k, cos, sin)
+
+    smoothed = functools.partial(cross_entropy, class_weight=ones, label_smoothing=0.1, softcap=3.0, reduction="none")
+    return [
+        ("rms_norm", rms_norm, [new(64, 128), new(128)]),
+        ("add_rms_norm", add_rms_norm, [new(64, 128), new(64, 128), new(128)]),
+        ("layer_norm", layer_norm, [new(64, 128), new(128), new(128)]),
+        ("gated_rms_norm", gated_rms_norm, [new(64, 128), new(64, 128), new(128)]),
+        ("swiglu", swiglu, [new(64, 128), new(64, 128)]),
+        ("swiglu, of few elements", swiglu, [new(64, 8), new(64, 8)]),
+        ("geglu", lambda x: geglu(*x.chunk(2, dim=-1)), [new(64, 128)]),
+        ("swiglu_linear", swiglu_linear, [new(64, 128), new(64, 128), new(32, 128)]),
+        ("cross_entropy", cross_entropy, [new(64, 1000), targets]),
+        ("cross_entropy, extras", lambda x, y: cross_entropy(x, y, extras=EXTRAS), [new(64, 1000), targets]),
+        ("cross_entropy, of computed logits", lambda x, y: cross_entropy(2 * x, y), [new(64, 1000), targets]),
+        ("cross_entropy, options", smoothed, [new(64, 1000), targets]),
+        ("linear_cross_entropy", linear_cross_entropy, [new(64, 128), new(1000, 128), targets]),
+        ("rope", lambda q, k: rope(q, k, cos, sin), [new(64, 8, 16, 128), new(64, 2, 16, 128)]),
+        ("rope, in two layers", two_layers, [new(64, 16, 8, 128), new(64, 16, 2, 128)]),
+    ]
+
+
+def trace_all() -> dict[str, int]:
+    """In the subprocess: let Dynamo trace the ops, the number of rows unknown; how many kernel launches it put into
+    each graph, forward and backward."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    launched: dict[str, int] = {}
+
+    def count(name: str, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        nodes = [n for m in graph.modules() if isinstance(m, torch.fx.GraphModule) for n in m.graph.nodes]
+        launched[name] = sum("triton_kernel_wrapper" in str(n.target) for n in nodes)
+        given = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        if not any(isinstance(x, torch.Tensor) and free_symbols(x.shape) for x in given):
+            launched[f"{name}: for this size alone"] = 1
+        raise NotImplementedError  # the graph is all we want
+
+    for name, op, args in traced_calls():
+        for x in args:
+            if len(x) == 64:
+                torch._dynamo.mark_dynamic(x, 0)
+        for how, dynamic in ((name, None), (f"{name}, dynamic", True)):
+            torch.compiler.reset()
+            with contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
+                torch.compile(op, backend=functools.partial(count, how), dynamic=dynamic, fullgraph=True)(*args)
+    return launched
+
+
+def overwritten_inputs() -> list[str]:
+    """In the subprocess: every argument of a launch, the kernel's name of it, that torch.compile believes to be
+    written, and of which Inductor will let it overwrite a copy: what came into the forward's or the backward's program,
+    to which no kernel of ours writes, and what another launch writes to as well."""
+    import triton
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from triton.backends.compiler import GPUTarget
+
+    class Driver:  # what is asked of it while Triton parses a kernel
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+        get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+
+    def memory(node: torch.fx.Node) -> torch.fx.Node:
+        while node.op == "call_function" and getattr(node.target, "is_view", False):
+            node = node.args[0]
+        return node
+
+    def look(name: str, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        launches = [n.kwargs for n in graph.graph.nodes if "triton_kernel_wrapper" in str(n.target)]
+        assert launches
+        written = set()
+        for launch in launches:
+            tensors: Any = launch["kwargs"]
+            for x in launch["tensors_to_clone"]:
+                root = memory(tensors[x])
+                if root.op == "placeholder" or root in written:
+                    found.append(f"{name}: {x}")
+                written.add(root)
+        results = [n if n is None else n.meta["val"] for n in graph.graph.output_node().args[0]]
+        return make_boxed_func(
+            lambda *_: [t if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in results]
+        )
+
+    calls = traced_calls()
+    triton.runtime.driver.set_active(Driver())
+    found: list[str] = []
+    for name, op, args in calls:
+        torch.compiler.reset()
+        backend = aot_autograd(
+            fw_compiler=functools.partial(look, name),
+            bw_compiler=functools.partial(look, name),
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=select_decomp_table(),
+        )
+        run(torch.compile(op, backend=backend, fullgraph=True), *args)
+    return found
+
+
+traces_launches = pytest.mark.skipif(
+    TRITON < (3, 6), reason="Triton before 3.6 asks for a GPU's driver while Dynamo traces a launch"
+)
+
+
+@pytest.fixture(scope="module")
+def traced(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What two functions find that make Dynamo trace the ops, in one process for this run."""
+    file, cache = shared_folder / "traced.json", tmp_path_factory.mktemp("triton")
+    calls = ("trace_all",), ("overwritten_inputs",)
+    make_once(file, lambda path: path.write_text(json.dumps(in_subprocess(cache, __name__, *calls))))
+    found: list[Any] = json.loads(file.read_text())
+    return found
+
+
+@traces_launches
+def test_dynamo_traces_down_to_the_launches(traced: list[Any]) -> None:
+    """Without a graph break, forward and backward, for any number of rows, also where every number is a symbol."""
+    launched, _ = traced
+    units = ("swiglu", "swiglu, of few elements", "geglu", "swiglu_linear", "rope")
+    ways = ("", ", extras", ", options", ", of computed logits")  # the mean and its denominator are torch's
+    losses = (*(f"cross_entropy{way}" for way in ways), "linear_cross_entropy")
+    norms = {"rms_norm": 3, "add_rms_norm": 3, "layer_norm": 4, "gated_rms_norm": 3}
+    expected = {**norms, "rope, in two layers": 4, **dict.fromkeys((*units, *losses), 2)}
+    assert launched == expected | {f"{name}, dynamic": count for name, count in expected.items()}
+
+
+@traces_launches
+def test_a_compiled_program_sees_what_a_kernel_writes_to(traced: list[Any]) -> None:
+    """It goes by the parsed kernel, whatever the address of a store was computed from, and by the program around it."""
+    _, overwritten = traced
+    assert overwritten == []
