@@ -1,7 +1,9 @@
-"""What every op has in common: its reference's derivative, float64, no rows, inputs whose gradient nobody wants."""
+"""What every op has in common, whatever its formula: it computes what its reference does, of any dtypes and strides, of
+no rows and of very many, and what is frozen costs nothing."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -9,75 +11,114 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernels import ops
+from liger_kernels.ops._norm_rows import MAX_HIDDEN
+from liger_kernels.ops.gated_rms_norm import ACTIVATIONS
+from liger_kernels.ops.gated_rms_norm import FORMULAS as GATED_FORMULAS
 from liger_kernels.ops.rms_norm import FORMULAS
 from liger_kernels.ops.rope import PAIRINGS
-from tests.ops_checks import run
+from tests.ops_checks import DTYPES, check_op, randn, run
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 class Op(NamedTuple):
-    """``shapes`` gives those of the leaves for a number of rows; of the last ``constants`` nobody wants a gradient."""
+    """``shapes`` gives those of the leaves for a number of rows and of columns; those with rows have them first. Of the
+    last ``constants`` nobody wants a gradient."""
 
     op: partial[Any]
-    reference: Callable[..., Any]
-    shapes: Callable[[int], Shapes]
+    reference: partial[Any]
+    shapes: Callable[[int, int], Shapes]
     constants: int = 0
 
-    def leaves(self, rows: int, dtype: torch.dtype, device: torch.device, needs: tuple[bool, ...] = ()) -> list:
-        torch.manual_seed(0)
-        tensors = [torch.randn(shape, dtype=dtype).to(device) for shape in self.shapes(rows)]
-        return [t.requires_grad_(needed) for t, needed in zip(tensors, needs or self.differentiable(), strict=True)]
+    def leaves(
+        self, rows: int, dtype: torch.dtype, device: torch.device, needs: tuple[bool, ...] = (), columns: int = 12
+    ) -> list[torch.Tensor]:
+        shapes = self.shapes(rows, columns)
+        needs = needs or self.differentiable()
+        return [randn(*s, dtype=dtype, device=device, grad=needed) for s, needed in zip(shapes, needs, strict=True)]
 
     def differentiable(self) -> tuple[bool, ...]:
-        n = len(self.shapes(1))
+        n = len(self.shapes(1, 12))
         return tuple(i < n - self.constants for i in range(n))
 
+    def has_rows(self) -> list[bool]:
+        return [a != b for a, b in zip(self.shapes(1, 12), self.shapes(2, 12), strict=True)]
 
-def both(name: str, shapes: Callable[[int], Shapes], constants: int = 0, **options: Any) -> Op:
+
+def both(name: str, shapes: Callable[[int, int], Shapes], constants: int = 0, **options: Any) -> Op:
     return Op(*(partial(getattr(ops, f"{name}{end}"), **options) for end in ("", "_ref")), shapes, constants)
 
 
-def rotated(n: int) -> Shapes:
+def norm(name: str, shapes: Callable[[int, int], Shapes], **options: Any) -> Op:
+    return both(name, shapes, eps=1e-3, **options)
+
+
+def rotated(n: int, k: int) -> Shapes:
     return (n, 2, 3, 8), (n, 1, 3, 8), (1, 3, 6), (1, 3, 6)
 
 
-INTERLEAVED = ops.Gate(alpha=1.702, limit=0.7, offset=1.0, interleaved=True)
-OPS = {
-    **{f"rms_norm, {f}": both("rms_norm", lambda n: ((n, 12), (12,)), eps=1e-3, formula=f) for f in FORMULAS},
-    "rms_norm, no weight": both("rms_norm", lambda n: ((n, 12),), eps=1e-3),
+def one(n: int, k: int) -> Shapes:
+    return ((n, k),)
+
+
+def scaled(n: int, k: int) -> Shapes:
+    return (n, k), (k,)
+
+
+def two(n: int, k: int) -> Shapes:
+    return (n, k), (n, k)
+
+
+def sum_scaled(n: int, k: int) -> Shapes:
+    return (n, k), (n, k), (k,)
+
+
+def halves(n: int, k: int) -> Shapes:
+    return ((n, 2 * k),)
+
+
+def linear(n: int, k: int) -> Shapes:
+    return (n, k), (n, k), (9, k), (9,)
+
+
+GPT_OSS = ops.Gate(alpha=1.702, limit=0.7, offset=1.0)
+NORMS = {
+    **{f"rms_norm, {formula}": norm("rms_norm", scaled, formula=formula) for formula in FORMULAS},
+    "rms_norm, no weight": norm("rms_norm", one),
+    **{f"add_rms_norm, {formula}": norm("add_rms_norm", sum_scaled, formula=formula) for formula in FORMULAS},
+    "layer_norm": norm("layer_norm", lambda n, k: ((n, k), (k,), (k,))),
+    "layer_norm, zero-centered": norm("layer_norm", scaled, zero_centered=True),
+    "layer_norm, no weight": norm("layer_norm", one),
     **{
-        f"add_rms_norm, {f}": both("add_rms_norm", lambda n: ((n, 12), (n, 12), (12,)), eps=1e-3, formula=f)
-        for f in FORMULAS
-    },
-    "layer_norm": both("layer_norm", lambda n: ((n, 12), (12,), (12,)), eps=1e-3),
-    "layer_norm, zero-centered": both("layer_norm", lambda n: ((n, 12), (12,)), eps=1e-3, zero_centered=True),
-    "layer_norm, no weight": both("layer_norm", lambda n: ((n, 12),), eps=1e-3),
-    **{
-        f"gated_rms_norm, {activation}, {'first' if first else 'last'}": both(
-            "gated_rms_norm",
-            lambda n: ((n, 12), (n, 12), (12,)),
-            eps=1e-3,
-            groups=2,
-            activation=activation,
-            gate_first=first,
+        f"gated_rms_norm, {activation}, {'first' if first else 'last'}, {formula}": norm(
+            *("gated_rms_norm", lambda n, k: ((n, 2 * k), (n, 2 * k), (2 * k,))),
+            **{"groups": 2, "activation": activation, "gate_first": first, "formula": formula},
         )
-        for activation, first in (("silu", False), ("silu", True), ("sigmoid", False))
-    },
-    **{f"rope, {pairing}": both("rope", rotated, 2, pairing=pairing) for pairing in PAIRINGS},
-    "swiglu": both("swiglu", lambda n: ((n, 12), (n, 12))),
-    **{f"geglu, {a}": both("geglu", lambda n: ((n, 12), (n, 12)), approximate=a) for a in ("tanh", "none")},
-    "packed_glu": both("packed_glu", lambda n: ((n, 12),), gate=ops.Gate(limit=0.7)),
-    "packed_glu, interleaved": both("packed_glu", lambda n: ((n, 12),), gate=INTERLEAVED),
-    "swiglu_linear": both("swiglu_linear", lambda n: ((n, 12), (n, 12), (9, 12), (9,))),
-    **{
-        f"geglu_linear, {a}": both("geglu_linear", lambda n: ((n, 12), (n, 12), (9, 12), (9,)), approximate=a)
-        for a in ("tanh", "none")
+        for activation, first, formula in itertools.product(ACTIVATIONS, (False, True), GATED_FORMULAS)
     },
 }
+UNITS = {
+    "swiglu": both("swiglu", two),
+    **{f"geglu, {a}": both("geglu", two, approximate=a) for a in ("tanh", "none")},
+    "packed_glu": both("packed_glu", halves, gate=ops.Gate()),
+    "packed_glu, gelu": both("packed_glu", halves, gate=ops.Gate("gelu")),
+    "packed_glu, gelu_tanh of the second": both("packed_glu", halves, gate=ops.Gate("gelu_tanh", gate_first=False)),
+    "packed_glu, gpt-oss": both("packed_glu", halves, gate=dataclasses.replace(GPT_OSS, interleaved=True)),
+    "packed_glu, gpt-oss in halves": both("packed_glu", halves, gate=GPT_OSS),
+    "packed_glu, up first": both("packed_glu", halves, gate=ops.Gate(limit=0.7, interleaved=True, gate_first=False)),
+}
+LINEAR = {
+    "swiglu_linear": both("swiglu_linear", linear),
+    **{f"geglu_linear, {a}": both("geglu_linear", linear, approximate=a) for a in ("tanh", "none")},
+}
+OPS = NORMS | {f"rope, {pairing}": both("rope", rotated, 2, pairing=pairing) for pairing in PAIRINGS} | UNITS | LINEAR
+# One of each kernel's ways through memory.
+LAYOUTS = ["rms_norm, cast_then_scale", "add_rms_norm, cast_then_scale", "layer_norm"]
+LAYOUTS += ["gated_rms_norm, silu, last, cast_then_scale", "swiglu", "packed_glu", "packed_glu, gpt-oss"]
 
 
 @pytest.fixture(params=OPS)
@@ -86,8 +127,122 @@ def op(request: pytest.FixtureRequest) -> Op:
 
 
 def test_reference_gradient(op: Op) -> None:
-    leaves = op.leaves(3, torch.float64, torch.device("cpu"), (True,) * len(op.shapes(3)))
+    leaves = op.leaves(3, torch.float64, torch.device("cpu"), (True,) * len(op.has_rows()))
     assert torch.autograd.gradcheck(op.reference, leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NORMS | UNITS | LINEAR)
+def test_matches_reference(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """In rows that are shorter than a block, one block, and longer than a small one."""
+    for columns in (20, 128, 1155):
+        leaves = OPS[name].leaves(15, dtype, device, columns=columns)
+        check_op(OPS[name].op, OPS[name].reference, leaves, name, terms=columns if name in LINEAR else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*LAYOUTS, "swiglu_linear"])
+def test_programs_walk_over_many_tiles(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """More rows than two tiles of every program, with a part of a tile at the end."""
+    leaves = OPS[name].leaves(5001 if device.type == "cpu" else 50001, dtype, device, columns=40)
+    check_op(OPS[name].op, OPS[name].reference, leaves, terms=40 if name in LINEAR else 1)
+
+
+VIEWS: dict[str, tuple[Callable[[tuple[int, ...]], tuple[int, ...]], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "columns": (lambda s: (s[0], s[1] + 7), lambda x: x[:, 3:-4]),
+    "rows in two dimensions": (lambda s: (s[0], s[1] + 7), lambda x: x[:, 3:-4].unflatten(0, (3, -1))),
+    "every other row of blocks": (lambda s: (s[0], 3, 2, s[1]), lambda x: x[:, :, 0]),
+    "expanded": (lambda s: (s[0], 1, s[1]), lambda x: x.expand(-1, 5, -1)),
+    "transposed": (lambda s: (s[1], s[0]), lambda x: x.t()),
+    "every other column": (lambda s: (s[0], 2 * s[1]), lambda x: x[:, ::2]),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "swiglu_linear"])
+def test_views_are_read_where_they_lie(name: str, view: str, device: torch.device) -> None:
+    """Rows of any strides, of the gradient that comes in, too, and every other element of a vector."""
+    op = OPS[name]
+    base, seen = VIEWS[view]
+    shapes = [
+        base(s) if rows else (*s[:-1], 2 * s[-1]) for s, rows in zip(op.shapes(12, 20), op.has_rows(), strict=True)
+    ]
+
+    def call(f: Callable[..., Any], *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = f(*(seen(t) if rows else t[..., ::2] for t, rows in zip(leaves, op.has_rows(), strict=True)))
+        results = results if isinstance(results, tuple) else (results,)
+        # The gradients that come in: halves of one tensor, columns before rows, one number in every place. A sum near
+        # zero would be compared by its noise, hence the 100.
+        return torch.cat(results, dim=-1), *(y.mT.contiguous() for y in results), *(y.sum() + 100.0 for y in results)
+
+    for dtype in DTYPES:
+        leaves = [randn(*shape, dtype=dtype, device=device) for shape in shapes]
+        check_op(partial(call, op.op), partial(call, op.reference), leaves, terms=20 if name in LINEAR else 1)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_beyond_2_to_the_31_elements(name: str, device: torch.device, untouched_memory: Any) -> None:
+    """Three rows, 2^30 and 2^31 elements into a buffer of their own, of inputs and of gradients that come in."""
+    op = OPS[name]
+
+    def far(t: torch.Tensor) -> torch.Tensor:
+        view = untouched_memory(2**31 + 2**20, torch.bfloat16).as_strided(t.shape, (2**30, 1))
+        return view.copy_(t.detach()).requires_grad_(t.requires_grad)
+
+    near = op.leaves(3, torch.bfloat16, device, columns=64)
+    upstream = [torch.randn_like(y) for y in run(op.reference, near)[0]]
+    away = [far(t) if rows else t for t, rows in zip(near, op.has_rows(), strict=True)]
+    results, gradients = run(op.op, away, [far(t) for t in upstream])
+    expected, their_gradients = run(op.op, near, upstream)
+    assert all(map(torch.equal, results + gradients, expected + their_gradients))
+
+
+@pytest.mark.parametrize("name", LAYOUTS[:4])
+def test_very_wide_rows(name: str, device: torch.device) -> None:
+    """One of a norm has at most 2^16 columns where the kernel runs."""
+    op = OPS[name]
+    widest = MAX_HIDDEN // op.shapes(1, 1)[0][1]
+    ops.reset_launches()
+    check_op(op.op, op.reference, op.leaves(3, torch.bfloat16, device, columns=widest))
+    assert ops.launches()
+    ops.reset_launches()
+    op.op(*op.leaves(3, torch.bfloat16, device, columns=widest + 1))
+    assert not ops.launches()
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_eps_decides_where_a_row_is_zero_or_tiny(name: str, device: torch.device) -> None:
+    for dtype in DTYPES:
+        scales = torch.tensor([0.0, 1e-4, 1e-2, 1.0], dtype=dtype, device=device)
+        x, *others = NORMS[name].leaves(4, dtype, device, columns=64)
+        x = (x.detach() * scales[:, None]).requires_grad_()
+        check_op(*(partial(f, eps=1e-6) for f in NORMS[name][:2]), [x, *others])
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name not in LINEAR])
+def test_autocast_changes_nothing(name: str, device: torch.device) -> None:
+    """Of inputs of two dtypes, as it mixes them, either."""
+    op = OPS[name]
+    first, *others = op.leaves(7, torch.float32, device)
+    leaves = [first.detach().bfloat16().requires_grad_(), *others]
+    results, _ = check_op(op.op, op.reference, leaves)
+    upstream = [torch.randn_like(y) for y in results]
+    without = run(op.op, leaves, upstream)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        under = run(op.op, leaves, upstream)
+    assert all(map(torch.equal, under[0] + under[1], without[0] + without[1]))
+
+
+def test_a_second_derivative_is_refused(op: Op, device: torch.device) -> None:
+    """Zeros would be a wrong number. A first one with ``create_graph`` is the usual one."""
+    leaves = op.leaves(4, torch.float32, device)
+    results = op.op(*leaves)
+    y = results[0] if isinstance(results, tuple) else results
+    (usual,) = torch.autograd.grad(y, leaves[0], torch.ones_like(y), retain_graph=True)
+    (first,) = torch.autograd.grad(y, leaves[0], torch.ones_like(y).requires_grad_(), create_graph=True)
+    assert torch.equal(first, usual)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
 
 
 def test_float64_runs_the_reference(op: Op, device: torch.device) -> None:
@@ -116,22 +271,44 @@ def test_no_rows(op: Op, device: torch.device) -> None:
 
 
 class Allocated(TorchDispatchMode):
-    """Inside, the bytes of every tensor's memory that was made there."""
+    """Inside, the bytes of every tensor's memory that was made there, and is none of ``inputs``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *inputs: torch.Tensor) -> None:
         super().__init__()
+        self.known = {t.untyped_storage()._cdata for t in inputs}
         self.storages: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             storage = out.untyped_storage()
-            self.storages[storage._cdata] = storage  # held, so that no other gets its number
+            if storage._cdata not in self.known:
+                self.storages[storage._cdata] = storage  # held, so that no other gets its number
         return out
 
     @property
     def bytes(self) -> int:
         return sum(storage.nbytes() for storage in self.storages.values())
+
+
+def test_rows_within_wider_ones_are_not_copied(op: Op, device: torch.device) -> None:
+    leaves = op.leaves(12, torch.bfloat16, device)
+    within = [F.pad(t, (3, 4))[..., 3:-4] if rows else t for t, rows in zip(leaves, op.has_rows(), strict=True)]
+    costs = []
+    for given in (leaves, within):
+        with torch.no_grad(), Allocated(*given) as made:
+            op.op(*given)
+        costs.append(made.bytes)
+    assert costs[0] == costs[1]
+
+
+@pytest.mark.parametrize("name", UNITS | LINEAR)
+def test_a_unit_keeps_nothing_but_its_inputs(name: str, device: torch.device) -> None:
+    leaves = OPS[name].leaves(5, torch.bfloat16, device)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.data_ptr()), t)[1], lambda t: t):
+        OPS[name].op(*leaves)
+    assert kept == [t.data_ptr() for t in leaves[:3]]
 
 
 def test_what_is_frozen_costs_nothing(op: Op, device: torch.device) -> None:
@@ -147,7 +324,7 @@ def test_what_is_frozen_costs_nothing(op: Op, device: torch.device) -> None:
         return results, gradients, ops.launches(), made.bytes
 
     every = op.differentiable()
-    results, gradients, _, cost = step(every)
+    results, gradients, most, cost = step(every)
     for wanted in itertools.product(*((False, True) if possible else (False,) for possible in every)):
         found, some, less, bytes_ = step(wanted)
         torch.testing.assert_close(found, results, rtol=0, atol=0)
@@ -157,6 +334,7 @@ def test_what_is_frozen_costs_nothing(op: Op, device: torch.device) -> None:
             terms = every[:2].count(True) - wanted[:2].count(True)
             spared = [*[leaves[0].nbytes] * (terms == 2), *[leaves[2].nbytes] * (not wanted[2])]
         assert bytes_ <= cost - sum(spared), wanted
+        assert sum(less.values()) <= sum(most.values()), wanted
         if not any(wanted):
             assert list(less.values()) == [1], "a backward ran, or more than one forward kernel"
             assert not any(y.requires_grad for y in found)
