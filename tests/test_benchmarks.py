@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -321,14 +322,38 @@ class SlowHand(Gpu):
 
 
 @pytest.fixture
-def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("synchronize", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1 << 20)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 4 << 20)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A CUDA whose clock and memory show the numbers of the namespace."""
+    shown = SimpleNamespace(clock=0.0, held=1 << 20, peak=4 << 20)
+
+    class Event:
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def record(self) -> None:
+            self.at = shown.clock
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    stands_in = {
+        "Event": Event,
+        "get_device_name": lambda: "some GPU",
+        "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "memory_allocated": lambda: shown.held,
+        "max_memory_allocated": lambda: shown.peak,
+        **dict.fromkeys(("reset_peak_memory_stats", "synchronize", "empty_cache"), lambda: None),
+    }
+    for name, stand_in in stands_in.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return shown
 
 
-def test_every_measured_call_finds_the_inputs_as_they_were(without_cuda: None) -> None:
+def test_every_measured_call_finds_the_inputs_as_they_were(cuda: SimpleNamespace) -> None:
     seen = []
 
     def overwriting(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -345,7 +370,7 @@ def test_every_measured_call_finds_the_inputs_as_they_were(without_cuda: None) -
 
 
 @pytest.mark.parametrize(("ms", "calls"), [(0.5, 20), (300.0, FEWEST)])
-def test_slow_arms_are_measured_less_often(ms: float, calls: int, without_cuda: None) -> None:
+def test_slow_arms_are_measured_less_often(ms: float, calls: int, cuda: SimpleNamespace) -> None:
     count = []
     SlowHand(ms).measure(lambda x: count.append(x) or x * 2, (torch.ones(3, requires_grad=True),), 20)
     assert len(count) == 3 + calls + 1 + 1 + calls  # warm-up, times, memory, upstream gradients, host
@@ -361,35 +386,18 @@ def test_arms_that_others_would_feel_run_by_themselves():
     assert models.groups(["compile"]) == [["compile"]]
 
 
-def test_a_models_memory_is_its_own_and_its_steps_take_turns(monkeypatch):
+def test_a_models_memory_is_its_own_and_its_steps_take_turns(monkeypatch, cuda):
     """Not that of the other arm's model, nor what the comparison holds; and no step counts that warms up."""
     arms = {"eager": torch.nn.Linear(255, 1024), "ours": torch.nn.Linear(511, 1024)}  # of 1 and 2 MiB
-    held, steps = 7 * 2**30 + 3 * 2**20, []
+    steps = []
+    cuda.held = 7 * 2**30 + 3 * 2**20
 
-    class Event:
-        def __init__(self, **_: Any) -> None:
-            pass
+    def step(model, batch):
+        steps.append(model)
+        cuda.clock += 1.0
+        cuda.peak = cuda.held + 2**29 * len(set(map(id, steps)))
 
-        def record(self) -> None:
-            self.at = len(steps)
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, end: Event) -> float:
-            return float(end.at - self.at)
-
-    stands_in = {
-        "Event": Event,
-        "memory_allocated": lambda: held,
-        "max_memory_allocated": lambda: held + 2**29 * len(set(map(id, steps))),
-        "reset_peak_memory_stats": lambda: None,
-        "synchronize": lambda: None,
-        "empty_cache": lambda: None,
-    }
-    for name, stand_in in stands_in.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(models, "step", lambda model, batch: steps.append(model))
+    monkeypatch.setattr(models, "step", step)
     measured = models.measure(arms, {}, repeats=3)
     assert {arm: gib for arm, (_, gib) in measured.items()} == {"eager": 2**-10 + 0.5, "ours": 2**-9 + 1.0}
     assert {arm: times for arm, (times, _) in measured.items()} == dict.fromkeys(arms, [1.0] * 3)
@@ -400,7 +408,7 @@ SEES, TOKENS = "qwen2_5_vl", {"vision_start_token_id": 297, "video_token_id": 29
 
 
 @pytest.fixture
-def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_models(monkeypatch: pytest.MonkeyPatch, cuda: SimpleNamespace) -> None:
     """The model that sees, with 2 layers of 32 and images of 8 tokens, on the CPU; a GPU's clock stands still."""
     name, shape = models.MODELS[SEES]
     sizes = {"hidden_size": 32, "intermediate_size": 48}
@@ -411,18 +419,6 @@ def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.MODELS, SEES, (name, {**shape, **parts, **TOKENS}))
     monkeypatch.setattr(models, "IMAGE", (1, 4, 8))
     monkeypatch.setattr(models, "DEVICE", "cpu")
-    clock = type(
-        "Event", (), {"elapsed_time": lambda *_: 1.0, **dict.fromkeys(("record", "synchronize"), lambda _: None)}
-    )
-    for of_cuda, stand_in in {
-        "Event": lambda **_: clock(),
-        "get_device_name": lambda: "some GPU",
-        "is_available": lambda: True,
-        "is_current_stream_capturing": lambda: False,
-        **dict.fromkeys(("memory_allocated", "max_memory_allocated"), lambda: 0),
-        **dict.fromkeys(("reset_peak_memory_stats", "synchronize", "empty_cache"), lambda: None),
-    }.items():
-        monkeypatch.setattr(torch.cuda, of_cuda, stand_in)
 
 
 def test_a_model_that_sees_gets_an_image_in_every_row(small_models: None) -> None:

@@ -22,103 +22,84 @@ from liger_kernels.ops.rms_norm import FORMULAS
 from liger_kernels.ops.rope import PAIRINGS
 from tests.ops_checks import DTYPES, check_op, randn, run
 
-Shapes = tuple[tuple[int, ...], ...]
+# A letter is a dimension: n rows, k columns or w, twice as many; of rope h and g heads, s tokens, d and r columns; o
+# features of a linear layer's result.
+SIZES = {"h": 2, "g": 1, "s": 3, "d": 8, "r": 6, "o": 9, "1": 1}
 
 
 class Op(NamedTuple):
-    """``shapes`` gives those of the leaves for a number of rows and of columns; those with rows have them first. Of the
-    last ``constants`` nobody wants a gradient."""
+    """``dims`` are those of the leaves, as einsum writes them. Of the last ``constants`` nobody wants a gradient."""
 
     op: partial[Any]
     reference: partial[Any]
-    shapes: Callable[[int, int], Shapes]
+    dims: str
     constants: int = 0
+
+    def shapes(self, rows: int, columns: int) -> list[tuple[int, ...]]:
+        sizes = {**SIZES, "n": rows, "k": columns, "w": 2 * columns}
+        return [tuple(sizes[letter] for letter in leaf) for leaf in self.dims.split(",")]
 
     def leaves(
         self, rows: int, dtype: torch.dtype, device: torch.device, needs: tuple[bool, ...] = (), columns: int = 12
     ) -> list[torch.Tensor]:
-        shapes = self.shapes(rows, columns)
-        needs = needs or self.differentiable()
+        shapes, needs = self.shapes(rows, columns), needs or self.differentiable()
         return [randn(*s, dtype=dtype, device=device, grad=needed) for s, needed in zip(shapes, needs, strict=True)]
 
     def differentiable(self) -> tuple[bool, ...]:
-        n = len(self.shapes(1, 12))
+        n = len(self.dims.split(","))
         return tuple(i < n - self.constants for i in range(n))
 
     def has_rows(self) -> list[bool]:
-        return [a != b for a, b in zip(self.shapes(1, 12), self.shapes(2, 12), strict=True)]
+        return [leaf.startswith("n") for leaf in self.dims.split(",")]
 
 
-def both(name: str, shapes: Callable[[int, int], Shapes], constants: int = 0, **options: Any) -> Op:
-    return Op(*(partial(getattr(ops, f"{name}{end}"), **options) for end in ("", "_ref")), shapes, constants)
+def both(name: str, dims: str, constants: int = 0, **options: Any) -> Op:
+    return Op(*(partial(getattr(ops, f"{name}{end}"), **options) for end in ("", "_ref")), dims, constants)
 
 
-def norm(name: str, shapes: Callable[[int, int], Shapes], **options: Any) -> Op:
-    return both(name, shapes, eps=1e-3, **options)
-
-
-def rotated(n: int, k: int) -> Shapes:
-    return (n, 2, 3, 8), (n, 1, 3, 8), (1, 3, 6), (1, 3, 6)
-
-
-def one(n: int, k: int) -> Shapes:
-    return ((n, k),)
-
-
-def scaled(n: int, k: int) -> Shapes:
-    return (n, k), (k,)
-
-
-def two(n: int, k: int) -> Shapes:
-    return (n, k), (n, k)
-
-
-def sum_scaled(n: int, k: int) -> Shapes:
-    return (n, k), (n, k), (k,)
-
-
-def halves(n: int, k: int) -> Shapes:
-    return ((n, 2 * k),)
-
-
-def linear(n: int, k: int) -> Shapes:
-    return (n, k), (n, k), (9, k), (9,)
+def norm(name: str, dims: str, **options: Any) -> Op:
+    return both(name, dims, eps=1e-3, **options)
 
 
 GPT_OSS = ops.Gate(alpha=1.702, limit=0.7, offset=1.0)
 NORMS = {
-    **{f"rms_norm, {formula}": norm("rms_norm", scaled, formula=formula) for formula in FORMULAS},
-    "rms_norm, no weight": norm("rms_norm", one),
-    **{f"add_rms_norm, {formula}": norm("add_rms_norm", sum_scaled, formula=formula) for formula in FORMULAS},
-    "layer_norm": norm("layer_norm", lambda n, k: ((n, k), (k,), (k,))),
-    "layer_norm, zero-centered": norm("layer_norm", scaled, zero_centered=True),
-    "layer_norm, no weight": norm("layer_norm", one),
+    **{f"rms_norm, {formula}": norm("rms_norm", "nk,k", formula=formula) for formula in FORMULAS},
+    "rms_norm, no weight": norm("rms_norm", "nk"),
+    **{f"add_rms_norm, {formula}": norm("add_rms_norm", "nk,nk,k", formula=formula) for formula in FORMULAS},
+    "layer_norm": norm("layer_norm", "nk,k,k"),
+    "layer_norm, zero-centered": norm("layer_norm", "nk,k", zero_centered=True),
+    "layer_norm, no weight": norm("layer_norm", "nk"),
     **{
         f"gated_rms_norm, {activation}, {'first' if first else 'last'}, {formula}": norm(
-            *("gated_rms_norm", lambda n, k: ((n, 2 * k), (n, 2 * k), (2 * k,))),
-            **{"groups": 2, "activation": activation, "gate_first": first, "formula": formula},
+            "gated_rms_norm", "nw,nw,w", groups=1 + first, activation=activation, gate_first=first, formula=formula
         )
         for activation, first, formula in itertools.product(ACTIVATIONS, (False, True), GATED_FORMULAS)
     },
 }
 UNITS = {
-    "swiglu": both("swiglu", two),
-    **{f"geglu, {a}": both("geglu", two, approximate=a) for a in ("tanh", "none")},
-    "packed_glu": both("packed_glu", halves, gate=ops.Gate()),
-    "packed_glu, gelu": both("packed_glu", halves, gate=ops.Gate("gelu")),
-    "packed_glu, gelu_tanh of the second": both("packed_glu", halves, gate=ops.Gate("gelu_tanh", gate_first=False)),
-    "packed_glu, gpt-oss": both("packed_glu", halves, gate=dataclasses.replace(GPT_OSS, interleaved=True)),
-    "packed_glu, gpt-oss in halves": both("packed_glu", halves, gate=GPT_OSS),
-    "packed_glu, up first": both("packed_glu", halves, gate=ops.Gate(limit=0.7, interleaved=True, gate_first=False)),
+    "swiglu": both("swiglu", "nk,nk"),
+    **{f"geglu, {a}": both("geglu", "nk,nk", approximate=a) for a in ("tanh", "none")},
+    "packed_glu": both("packed_glu", "nw", gate=ops.Gate()),
+    "packed_glu, gelu": both("packed_glu", "nw", gate=ops.Gate("gelu")),
+    "packed_glu, gelu_tanh of the second": both("packed_glu", "nw", gate=ops.Gate("gelu_tanh", gate_first=False)),
+    "packed_glu, gpt-oss": both("packed_glu", "nw", gate=dataclasses.replace(GPT_OSS, interleaved=True)),
+    "packed_glu, gpt-oss in halves": both("packed_glu", "nw", gate=GPT_OSS),
+    "packed_glu, up first": both("packed_glu", "nw", gate=ops.Gate(limit=0.7, interleaved=True, gate_first=False)),
 }
 LINEAR = {
-    "swiglu_linear": both("swiglu_linear", linear),
-    **{f"geglu_linear, {a}": both("geglu_linear", linear, approximate=a) for a in ("tanh", "none")},
+    "swiglu_linear": both("swiglu_linear", "nk,nk,ok,o"),
+    **{f"geglu_linear, {a}": both("geglu_linear", "nk,nk,ok,o", approximate=a) for a in ("tanh", "none")},
 }
-OPS = NORMS | {f"rope, {pairing}": both("rope", rotated, 2, pairing=pairing) for pairing in PAIRINGS} | UNITS | LINEAR
+OPS = (
+    NORMS
+    | {f"rope, {pairing}": both("rope", "nhsd,ngsd,1sr,1sr", 2, pairing=pairing) for pairing in PAIRINGS}
+    | UNITS
+    | LINEAR
+)
 # One of each kernel's ways through memory.
 LAYOUTS = ["rms_norm, cast_then_scale", "add_rms_norm, cast_then_scale", "layer_norm"]
-LAYOUTS += ["gated_rms_norm, silu, last, cast_then_scale", "swiglu", "packed_glu", "packed_glu, gpt-oss"]
+LAYOUTS += [f"gated_rms_norm, silu, {order}, cast_then_scale" for order in ("last", "first")]  # first: in groups
+LAYOUTS += ["swiglu", "packed_glu", "packed_glu, gpt-oss"]
 
 
 @pytest.fixture(params=OPS)
