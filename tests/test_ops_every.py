@@ -129,36 +129,42 @@ def test_programs_walk_over_many_tiles(name: str, dtype: torch.dtype, device: to
     check_op(OPS[name].op, OPS[name].reference, leaves, terms=40 if name in LINEAR else 1)
 
 
-VIEWS: dict[str, tuple[Callable[[tuple[int, ...]], tuple[int, ...]], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "columns": (lambda s: (s[0], s[1] + 7), lambda x: x[:, 3:-4]),
-    "rows in two dimensions": (lambda s: (s[0], s[1] + 7), lambda x: x[:, 3:-4].unflatten(0, (3, -1))),
-    "every other row of blocks": (lambda s: (s[0], 3, 2, s[1]), lambda x: x[:, :, 0]),
-    "expanded": (lambda s: (s[0], 1, s[1]), lambda x: x.expand(-1, 5, -1)),
-    "transposed": (lambda s: (s[1], s[0]), lambda x: x.t()),
-    "every other column": (lambda s: (s[0], 2 * s[1]), lambda x: x[:, ::2]),
+VIEWS: dict[str, tuple[Callable[[int, int], tuple[int, ...]], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "columns": (lambda n, k: (n, k + 7), lambda x: x[:, 3:-4]),
+    "rows in two dimensions": (lambda n, k: (n, k + 7), lambda x: x[:, 3:-4].unflatten(0, (3, -1))),
+    "every other row of blocks": (lambda n, k: (n, 3, 2, k), lambda x: x[:, :, 0]),
+    "expanded": (lambda n, k: (n, 1, k), lambda x: x.expand(-1, 5, -1)),
+    "transposed": (lambda n, k: (k, n), lambda x: x.t()),
+    "every other column": (lambda n, k: (n, 2 * k), lambda x: x[:, ::2]),
+}
+# What is done with the results, so that the gradients that come in are the half of a tensor, have columns before rows,
+# or are one number in every place. A sum near zero would be compared by its noise, hence the 100.
+USES: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
+    "halves": lambda first, *others: (torch.cat((first, first.detach()), dim=-1), *others),
+    "transposed": lambda *results: tuple(y.mT.contiguous() for y in results),
+    "sums": lambda *results: tuple(y.sum() + 100.0 for y in results),
 }
 
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", [*LAYOUTS, "swiglu_linear"])
 def test_views_are_read_where_they_lie(name: str, view: str, device: torch.device) -> None:
-    """Rows of any strides, of the gradient that comes in, too, and every other element of a vector."""
+    """Rows of any strides, of each input others, and every other element of a vector."""
     op = OPS[name]
     base, seen = VIEWS[view]
     shapes = [
-        base(s) if rows else (*s[:-1], 2 * s[-1]) for s, rows in zip(op.shapes(12, 20), op.has_rows(), strict=True)
+        base(*s) if rows else (*s[:-1], 2 * s[-1]) for s, rows in zip(op.shapes(12, 20), op.has_rows(), strict=True)
     ]
 
-    def call(f: Callable[..., Any], *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results = f(*(seen(t) if rows else t[..., ::2] for t, rows in zip(leaves, op.has_rows(), strict=True)))
-        results = results if isinstance(results, tuple) else (results,)
-        # The gradients that come in: halves of one tensor, columns before rows, one number in every place. A sum near
-        # zero would be compared by its noise, hence the 100.
-        return torch.cat(results, dim=-1), *(y.mT.contiguous() for y in results), *(y.sum() + 100.0 for y in results)
+    def call(f: Callable[..., Any], use: str, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        narrow = [t[..., : t.shape[-1] - i] for i, t in enumerate(leaves)]
+        results = f(*(seen(t) if rows else t[..., ::2] for t, rows in zip(narrow, op.has_rows(), strict=True)))
+        return USES[use](*(results if isinstance(results, tuple) else (results,)))
 
-    for dtype in DTYPES:
-        leaves = [randn(*shape, dtype=dtype, device=device) for shape in shapes]
-        check_op(partial(call, op.op), partial(call, op.reference), leaves, terms=20 if name in LINEAR else 1)
+    for dtype, use in zip(DTYPES, USES, strict=True):
+        leaves = [randn(*s[:-1], s[-1] + i, dtype=dtype, device=device) for i, s in enumerate(shapes)]
+        terms = 20 if name in LINEAR else 1
+        check_op(partial(call, op.op, use), partial(call, op.reference, use), leaves, f"{name}, {use}", terms)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
