@@ -50,14 +50,17 @@ class Stopwatch:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any]]]:
-    """``bench(cases, peers, packages, *options)``: the exit code, and what --json wrote."""
+def bench(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """``bench(cases, peers, packages, *options)``: what --json wrote in a run that ends with exit code ``code``."""
 
-    def go(known: list[Case], peers: str = "eager", packages: Any = None, *options: str) -> tuple[int, dict[str, Any]]:
+    def go(
+        known: list[Case], peers: str = "eager", packages: Any = None, *options: str, code: int = 0
+    ) -> dict[str, Any]:
         file = tmp_path / "result.json"
         parsed = parse(["--dtype", "float32", "--peers", peers, "--json", str(file), *options])
-        code = benchmark(parsed, known, Table(parsed.peers, packages or {}), Stopwatch())
-        return code, json.loads(file.read_text()) if file.exists() else {}
+        assert benchmark(parsed, known, Table(parsed.peers, packages or {}), Stopwatch()) == code
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
 
     return go
 
@@ -91,8 +94,7 @@ def test_table_and_json(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def liger() -> dict[str, Arms]:
         return {NORM.formula: {"liger": NORM.eager, "liger-wide": lambda x, w: NORM.eager(x.double(), w).float()}}
 
-    code, found = bench([NORM, SWIGLU], "eager,liger", {"liger": liger})
-    assert code == 0
+    found = bench([NORM, SWIGLU], "eager,liger", {"liger": liger})
     table = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert table[0] == [
         *("op", "shape", "ours, ms", "of the ceiling (of a copy of its size)", "host, ms", "MiB", "error"),
@@ -122,8 +124,7 @@ def test_a_peer_that_is_not_installed_is_named_once(bench: Any, capsys: pytest.C
     def cce() -> dict[str, Arms]:
         raise RuntimeError("no CUDA runtime")
 
-    code, found = bench([NORM, SWIGLU], "eager,fla,cce", {"fla": fla, "cce": cce})
-    assert code == 0
+    found = bench([NORM, SWIGLU], "eager,fla,cce", {"fla": fla, "cce": cce})
     expected = {
         "fla": "skipped: einops is not installed",
         "cce": "skipped: its import failed: RuntimeError: no CUDA runtime",
@@ -144,8 +145,7 @@ def test_a_peer_that_fails_or_is_wrong_gets_no_time_and_ends_nothing(
         shifted = lambda x, weight: NORM.eager(x, weight + 1)  # noqa: E731
         return {NORM.formula: {"liger": raising, "liger-shifted": shifted, "liger-nan": lambda x, w: x * w * torch.nan}}
 
-    code, found = bench([NORM, SWIGLU], "liger,eager", {"liger": liger})
-    assert code == 0
+    found = bench([NORM, SWIGLU], "liger,eager", {"liger": liger})
     peers = found["rows"][0]["peers"]
     assert peers["liger"] == {"error": None, "note": "failed: NotImplementedError: only on Hopper"}
     for arm in ("liger-shifted", "liger-nan"):
@@ -174,8 +174,7 @@ def wrong_gradient(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def test_ours_that_is_wrong_gets_no_time_and_fails_the_run(
     ours: Callable[..., Any], said: str, bench: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, found = bench([dataclasses.replace(SWIGLU, ours=ours), NORM])
-    assert code == 1
+    found = bench([dataclasses.replace(SWIGLU, ours=ours), NORM], code=1)
     assert [row["op"] for row in found["rows"]] == [NORM.op]
     assert said in capsys.readouterr().out
 
@@ -207,8 +206,7 @@ def test_a_peer_gets_its_own_copy_of_the_inputs(bench: Any) -> None:
     def liger() -> dict[str, Arms]:
         return {"swiglu": {"liger": InPlace.apply}}
 
-    code, found = bench([SWIGLU], "liger,eager", {"liger": liger})
-    assert code == 0
+    found = bench([SWIGLU], "liger,eager", {"liger": liger})
     assert found["rows"][0]["peers"]["liger"]["note"].startswith("WRONG")
     assert found["rows"][0]["peers"]["eager"]["error"] < 1e-6
 
@@ -216,8 +214,7 @@ def test_a_peer_gets_its_own_copy_of_the_inputs(bench: Any) -> None:
 def test_schedules_of_one_formula_share_their_peers(bench: Any) -> None:
     """And stand in rows of their own."""
     known = [linear_loss(CPU, 8, 16, 32, memory=memory) for memory in ("fast", "small")]
-    code, found = bench(known)
-    assert code == 0
+    found = bench(known)
     fast, small = found["rows"]
     assert (fast["op"], small["op"]) == ("linear_cross_entropy (fast)", "linear_cross_entropy (small)")
     assert fast["peers"] == small["peers"]
@@ -238,8 +235,7 @@ def test_arms_of_one_peer_stand_side_by_side_and_a_note_stands_once(
         "fla": lambda: {"swiglu": {"fla": SWIGLU.eager}, head: {"fla": broken}},
     }
     known = [SWIGLU, *(linear_loss(CPU, 8, 16, 32, memory=memory) for memory in ("fast", "small"))]
-    code, _ = bench(known, "liger,fla", packages)
-    assert code == 0
+    bench(known, "liger,fla", packages)
     shown = capsys.readouterr().out
     assert "| error | liger | liger-fp32 | fla |" in shown
     assert shown.count("- linear_cross_entropy 8x16x32, liger-fp32: failed: RuntimeError: no such shape") == 1
@@ -248,7 +244,7 @@ def test_arms_of_one_peer_stand_side_by_side_and_a_note_stands_once(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) -> None:
     place = Place("cpu", dtype)
-    code, found = bench(
+    found = bench(
         [
             norm(place, 8, 32, "offset_scale_then_cast"),
             add_norm(place, 8, 32),
@@ -267,7 +263,6 @@ def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) ->
         "--dtype",
         str(dtype).removeprefix("torch."),
     )
-    assert code == 0
     assert len(found["rows"]) == 11
     assert all(row["peers"]["eager"]["note"] == "" for row in found["rows"])
 
@@ -278,15 +273,14 @@ def test_no_case_is_listed_twice_and_each_op_can_be_chosen(bench: Any) -> None:
     assert len(set(rows)) == len(rows)
     for name in {case.name for case in known}:
         assert parse([name]).ops == [name]
-    code, found = bench([NORM, SWIGLU], "eager", None, "swiglu")
-    assert code == 0
+    found = bench([NORM, SWIGLU], "eager", None, "swiglu")
     assert [row["op"] for row in found["rows"]] == ["swiglu"]
 
 
 def test_points_under_the_roofline(bench: Any) -> None:
     """Ours of every row, its peers once, each as a share of the ceiling that binds it."""
     known = [NORM, *(linear_loss(CPU, 8, 16, 32, memory=memory) for memory in ("small", "fast"))]
-    _, found = bench(known)
+    found = bench(known)
     drawn = list(points(found))
     assert [(point.op, point.ours) for point in drawn] == [
         *(("rms_norm", True), ("rms_norm", False)),
