@@ -179,24 +179,24 @@ def test_what_is_worse_fails_by_name(
     assert f"{kind}: {name}" in (tmp_path / "gate.md").read_text()
 
 
-def remove_cells(folder: Path) -> None:
-    cells.load_all = dict  # the fixture puts it back
-
-
 @pytest.mark.parametrize(
     ("lose", "failure"),
     [
-        (lambda folder: (folder / "records" / f"{CELL.name}.json").unlink(), ("missing record", CELL.name)),
-        (remove_cells, ("missing cell", CELL.name)),
-        (lambda folder: (folder / "baseline.json").unlink(), ("no baseline", "baseline.json")),
+        (lambda folder, patch: (folder / "records" / f"{CELL.name}.json").unlink(), ("missing record", CELL.name)),
+        (lambda folder, patch: patch.setattr(cells, "load_all", dict), ("missing cell", CELL.name)),
+        (lambda folder, patch: (folder / "baseline.json").unlink(), ("no baseline", "baseline.json")),
     ],
     ids=["record", "cell", "baseline"],
 )
 def test_what_is_not_there_fails(
-    lose: Callable[[Path], None], failure: tuple[str, str], decide: Gate, tmp_path: Path
+    lose: Callable[..., None],
+    failure: tuple[str, str],
+    decide: Gate,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decide()
-    lose(tmp_path)
+    lose(tmp_path, monkeypatch)
     assert run(tmp_path) == 1
     assert failures(result(tmp_path)) == [failure]
 

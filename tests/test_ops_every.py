@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernels import ops
@@ -20,7 +22,9 @@ from liger_kernels.ops.gated_rms_norm import ACTIVATIONS
 from liger_kernels.ops.gated_rms_norm import FORMULAS as GATED_FORMULAS
 from liger_kernels.ops.rms_norm import FORMULAS
 from liger_kernels.ops.rope import PAIRINGS
-from tests.ops_checks import DTYPES, check_op, randn, run
+from tests.ops_checks import DTYPES, EXAMPLES, check_op, eps_for, randn, run
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 # A letter is a dimension: n rows, k columns or w, twice as many; of rope h and g heads, s tokens, d and r columns; o
 # features of a linear layer's result.
@@ -88,6 +92,7 @@ UNITS = {
 }
 LINEAR = {
     "swiglu_linear": both("swiglu_linear", "nk,nk,ok,o"),
+    "swiglu_linear, no bias": both("swiglu_linear", "nk,nk,ok"),
     **{f"geglu_linear, {a}": both("geglu_linear", "nk,nk,ok,o", approximate=a) for a in ("tanh", "none")},
 }
 OPS = (
@@ -119,6 +124,34 @@ def test_matches_reference(name: str, dtype: torch.dtype, device: torch.device) 
     for columns in (20, 128, 1155):
         leaves = OPS[name].leaves(15, dtype, device, columns=columns)
         check_op(OPS[name].op, OPS[name].reference, leaves, name, terms=columns if name in LINEAR else 1)
+
+
+@settings(EXAMPLES, max_examples=200)
+@given(
+    name=st.sampled_from([name for name in NORMS | UNITS | LINEAR if not name.startswith(("gated", "packed"))]),
+    shape=st.lists(st.integers(1, 9), max_size=3),
+    columns=st.integers(1, 300),
+    dtypes=st.tuples(*[st.sampled_from(DTYPES)] * 4),
+    eps=st.sampled_from([0.0, 1e-12, 1e-5, 0.5]),
+    scale=st.sampled_from([1e-3, 1.0, 100.0]),
+    frozen=st.sets(st.integers(0, 3), max_size=2),
+    seed=st.integers(0, 2**32),
+)
+def test_any_shape_and_dtypes(name, shape, columns, dtypes, eps, scale, frozen, seed) -> None:
+    """Those with more options have a test like this one in their own files."""
+    torch.manual_seed(seed)
+    op = OPS[name]
+    if name in NORMS:
+        columns = max(columns, 2)  # of one number there is little to normalise
+    else:
+        scale = min(scale, 10.0)
+    leaves = []
+    for i, (dims, rows) in enumerate(zip(op.shapes(1, columns), op.has_rows(), strict=True)):
+        like = {"dtype": dtypes[0 if name in LINEAR else i], "device": DEVICE, "grad": i not in frozen}
+        leaves.append(randn(*shape, *dims[1:], **like, scale=scale) if rows else randn(*dims, **like))
+    options = {"eps": eps_for(columns, eps, scale)} if name in NORMS else {}
+    terms = columns if name in LINEAR else 1
+    check_op(*(partial(f, **options) for f in (op.op, op.reference)), leaves, name, terms)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -210,14 +243,15 @@ def test_eps_decides_where_a_row_is_zero_or_tiny(name: str, device: torch.device
 def test_autocast_changes_nothing(name: str, device: torch.device) -> None:
     """Of inputs of two dtypes, as it mixes them, either."""
     op = OPS[name]
-    first, *others = op.leaves(7, torch.float32, device)
-    leaves = [first.detach().bfloat16().requires_grad_(), *others]
-    results, _ = check_op(op.op, op.reference, leaves)
-    upstream = [torch.randn_like(y) for y in results]
-    without = run(op.op, leaves, upstream)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        under = run(op.op, leaves, upstream)
-    assert all(map(torch.equal, under[0] + under[1], without[0] + without[1]))
+    for narrow in (0, 1):
+        leaves = op.leaves(7, torch.float32, device)
+        leaves[narrow::2] = [t.detach().bfloat16().requires_grad_(t.requires_grad) for t in leaves[narrow::2]]
+        results, _ = check_op(op.op, op.reference, leaves)
+        upstream = [torch.randn_like(y) for y in results]
+        without = run(op.op, leaves, upstream)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            under = run(op.op, leaves, upstream)
+        assert all(map(torch.equal, under[0] + under[1], without[0] + without[1]))
 
 
 def test_a_second_derivative_is_refused(op: Op, device: torch.device) -> None:
@@ -282,9 +316,9 @@ def test_rows_within_wider_ones_are_not_copied(op: Op, device: torch.device) -> 
     leaves = op.leaves(12, torch.bfloat16, device)
     within = [F.pad(t, (3, 4))[..., 3:-4] if rows else t for t, rows in zip(leaves, op.has_rows(), strict=True)]
     costs = []
-    for given in (leaves, within):
-        with torch.no_grad(), Allocated(*given) as made:
-            op.op(*given)
+    for tensors in (leaves, within):
+        with torch.no_grad(), Allocated(*tensors) as made:
+            op.op(*tensors)
         costs.append(made.bytes)
     assert costs[0] == costs[1]
 

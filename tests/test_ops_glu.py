@@ -9,8 +9,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 
 from convergence.tolerance import FLOOR_ROUNDOFFS, three_way, unit_roundoff
 from liger_kernels.ops import (
@@ -24,7 +22,7 @@ from liger_kernels.ops import (
     swiglu_ref,
 )
 from liger_kernels.ops._runtime import launch
-from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
+from tests.ops_checks import DTYPES, randn, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OPS = {
@@ -48,23 +46,6 @@ def op(request):
 def linear_op(request):
     """The op, its reference, and the op without the linear layer."""
     return *LINEAR_OPS[request.param], OPS[request.param][0]
-
-
-@EXAMPLES
-@given(
-    op=st.sampled_from(sorted(OPS)),
-    shape=st.lists(st.integers(1, 12), min_size=1, max_size=4),
-    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
-    scale=st.sampled_from([1e-3, 1.0, 10.0]),
-    frozen=st.sampled_from([None, 0, 1]),
-    seed=st.integers(0, 2**32),
-)
-def test_any_shape_and_option(op, shape, dtypes, scale, frozen, seed) -> None:
-    torch.manual_seed(seed)
-    leaves = [
-        randn(*shape, dtype=dtype, device=DEVICE, scale=scale, grad=frozen != i) for i, dtype in enumerate(dtypes)
-    ]
-    check_op(*OPS[op], leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -129,29 +110,6 @@ def linear_leaves(device, *shape, out=7, dtype=torch.bfloat16, bias=True) -> lis
     leaves = [randn(*shape, dtype=dtype, device=device, scale=2.0) for _ in range(2)]
     leaves.append(randn(out, shape[-1], dtype=dtype, device=device, scale=shape[-1] ** -0.5))
     return [*leaves, randn(out, dtype=dtype, device=device)] if bias else leaves
-
-
-@EXAMPLES
-@given(
-    op=st.sampled_from(sorted(LINEAR_OPS)),
-    shape=st.lists(st.integers(1, 12), min_size=1, max_size=4),
-    out=st.integers(1, 9),
-    dtype=st.sampled_from(DTYPES),
-    bias=st.booleans(),
-    frozen=st.sets(st.integers(0, 3)),
-    halves=st.booleans(),
-    seed=st.integers(0, 2**32),
-)
-def test_linear_of_any_shape_and_option(op, shape, out, dtype, bias, frozen, halves, seed) -> None:
-    torch.manual_seed(seed)
-    gate, up, *parameters = linear_leaves(DEVICE, *shape, out=out, dtype=dtype, bias=bias)
-    leaves = [torch.cat((gate, up), -1).detach().requires_grad_()] if halves else [gate, up]
-
-    def call(f, *leaves):
-        return f(*leaves[0].chunk(2, dim=-1), *leaves[1:]) if halves else f(*leaves)
-
-    leaves = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate([*leaves, *parameters])]
-    check_op(*(partial(call, f) for f in LINEAR_OPS[op]), leaves, terms=shape[-1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -17,24 +17,6 @@ from tests.ops_checks import DTYPES, EXAMPLES, check_op, eps_for, randn, run
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@EXAMPLES
-@given(
-    shape=st.lists(st.integers(1, 9), min_size=0, max_size=3),
-    hidden=st.integers(1, 300),
-    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from([*DTYPES, None])),
-    formula=st.sampled_from(FORMULAS),
-    eps=st.sampled_from([0.0, 1e-12, 1e-5, 0.5]),
-    scale=st.sampled_from([1e-3, 1.0, 100.0]),
-    seed=st.integers(0, 2**32),
-)
-def test_any_shape_and_option(shape, hidden, dtypes, formula, eps, scale, seed) -> None:
-    torch.manual_seed(seed)
-    x = randn(*shape, hidden, dtype=dtypes[0], device=DEVICE, scale=scale)
-    weight = None if dtypes[1] is None else randn(hidden, dtype=dtypes[1], device=DEVICE)
-    options = {"eps": eps_for(hidden, eps, scale), "formula": formula}
-    check_op(*(partial(op, **options) for op in (rms_norm, rms_norm_ref)), [x] if weight is None else [x, weight])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_rounds_where_the_formula_rounds(device, dtype, formula) -> None:
