@@ -95,12 +95,8 @@ LINEAR = {
     "swiglu_linear, no bias": both("swiglu_linear", "nk,nk,ok"),
     **{f"geglu_linear, {a}": both("geglu_linear", "nk,nk,ok,o", approximate=a) for a in ("tanh", "none")},
 }
-OPS = (
-    NORMS
-    | {f"rope, {pairing}": both("rope", "nhsd,ngsd,1sr,1sr", 2, pairing=pairing) for pairing in PAIRINGS}
-    | UNITS
-    | LINEAR
-)
+ROPE = {f"rope, {pairing}": both("rope", "nhsd,ngsd,1sr,1sr", 2, pairing=pairing) for pairing in PAIRINGS}
+OPS = NORMS | ROPE | UNITS | LINEAR
 # One of each kernel's ways through memory.
 LAYOUTS = ["rms_norm, cast_then_scale", "add_rms_norm, cast_then_scale", "layer_norm"]
 LAYOUTS += [f"gated_rms_norm, silu, {order}, cast_then_scale" for order in ("last", "first")]  # first: in groups
@@ -239,7 +235,7 @@ def test_eps_decides_where_a_row_is_zero_or_tiny(name: str, device: torch.device
         check_op(*(partial(f, eps=1e-6) for f in NORMS[name][:2]), [x, *others])
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if name not in LINEAR])
+@pytest.mark.parametrize("name", NORMS | ROPE | UNITS)
 def test_autocast_changes_nothing(name: str, device: torch.device) -> None:
     """Of inputs of two dtypes, as it mixes them, either."""
     op = OPS[name]
@@ -269,8 +265,8 @@ def test_a_second_derivative_is_refused(op: Op, device: torch.device) -> None:
 def test_float64_runs_the_reference(op: Op, device: torch.device) -> None:
     """All of it, or one tensor of those that may differ in dtype."""
     leaves = op.leaves(4, torch.float32, device)
-    one_dtype = "linear" in op.op.func.__name__
-    for chosen in [range(len(leaves))] if one_dtype else [*((i,) for i in range(len(leaves))), range(len(leaves))]:
+    of_one_dtype = op in LINEAR.values()
+    for chosen in [range(len(leaves))] if of_one_dtype else [*((i,) for i in range(len(leaves))), range(len(leaves))]:
         mixed = [t.double() if i in chosen else t for i, t in enumerate(leaves)]
         ops.reset_launches()
         ours = op.op(*mixed)
