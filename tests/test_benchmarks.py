@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,14 +50,17 @@ class Stopwatch:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Callable[..., tuple[int, dict[str, Any]]]:
-    """``bench(cases, peers, packages, *options)``: the exit code, and what --json wrote."""
+def bench(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """``bench(cases, peers, packages, *options)``: what --json wrote in a run that ends with exit code ``code``."""
 
-    def go(known: list[Case], peers: str = "eager", packages: Any = None, *options: str) -> tuple[int, dict[str, Any]]:
+    def go(
+        known: list[Case], peers: str = "eager", packages: Any = None, *options: str, code: int = 0
+    ) -> dict[str, Any]:
         file = tmp_path / "result.json"
         parsed = parse(["--dtype", "float32", "--peers", peers, "--json", str(file), *options])
-        code = benchmark(parsed, known, Table(parsed.peers, packages or {}), Stopwatch())
-        return code, json.loads(file.read_text()) if file.exists() else {}
+        assert benchmark(parsed, known, Table(parsed.peers, packages or {}), Stopwatch()) == code
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
 
     return go
 
@@ -90,8 +94,7 @@ def test_table_and_json(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def liger() -> dict[str, Arms]:
         return {NORM.formula: {"liger": NORM.eager, "liger-wide": lambda x, w: NORM.eager(x.double(), w).float()}}
 
-    code, found = bench([NORM, SWIGLU], "eager,liger", {"liger": liger})
-    assert code == 0
+    found = bench([NORM, SWIGLU], "eager,liger", {"liger": liger})
     table = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert table[0] == [
         *("op", "shape", "ours, ms", "of the ceiling (of a copy of its size)", "host, ms", "MiB", "error"),
@@ -121,8 +124,7 @@ def test_a_peer_that_is_not_installed_is_named_once(bench: Any, capsys: pytest.C
     def cce() -> dict[str, Arms]:
         raise RuntimeError("no CUDA runtime")
 
-    code, found = bench([NORM, SWIGLU], "eager,fla,cce", {"fla": fla, "cce": cce})
-    assert code == 0
+    found = bench([NORM, SWIGLU], "eager,fla,cce", {"fla": fla, "cce": cce})
     expected = {
         "fla": "skipped: einops is not installed",
         "cce": "skipped: its import failed: RuntimeError: no CUDA runtime",
@@ -143,8 +145,7 @@ def test_a_peer_that_fails_or_is_wrong_gets_no_time_and_ends_nothing(
         shifted = lambda x, weight: NORM.eager(x, weight + 1)  # noqa: E731
         return {NORM.formula: {"liger": raising, "liger-shifted": shifted, "liger-nan": lambda x, w: x * w * torch.nan}}
 
-    code, found = bench([NORM, SWIGLU], "liger,eager", {"liger": liger})
-    assert code == 0
+    found = bench([NORM, SWIGLU], "liger,eager", {"liger": liger})
     peers = found["rows"][0]["peers"]
     assert peers["liger"] == {"error": None, "note": "failed: NotImplementedError: only on Hopper"}
     for arm in ("liger-shifted", "liger-nan"):
@@ -173,8 +174,7 @@ def wrong_gradient(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def test_ours_that_is_wrong_gets_no_time_and_fails_the_run(
     ours: Callable[..., Any], said: str, bench: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, found = bench([dataclasses.replace(SWIGLU, ours=ours), NORM])
-    assert code == 1
+    found = bench([dataclasses.replace(SWIGLU, ours=ours), NORM], code=1)
     assert [row["op"] for row in found["rows"]] == [NORM.op]
     assert said in capsys.readouterr().out
 
@@ -206,8 +206,7 @@ def test_a_peer_gets_its_own_copy_of_the_inputs(bench: Any) -> None:
     def liger() -> dict[str, Arms]:
         return {"swiglu": {"liger": InPlace.apply}}
 
-    code, found = bench([SWIGLU], "liger,eager", {"liger": liger})
-    assert code == 0
+    found = bench([SWIGLU], "liger,eager", {"liger": liger})
     assert found["rows"][0]["peers"]["liger"]["note"].startswith("WRONG")
     assert found["rows"][0]["peers"]["eager"]["error"] < 1e-6
 
@@ -215,8 +214,7 @@ def test_a_peer_gets_its_own_copy_of_the_inputs(bench: Any) -> None:
 def test_schedules_of_one_formula_share_their_peers(bench: Any) -> None:
     """And stand in rows of their own."""
     known = [linear_loss(CPU, 8, 16, 32, memory=memory) for memory in ("fast", "small")]
-    code, found = bench(known)
-    assert code == 0
+    found = bench(known)
     fast, small = found["rows"]
     assert (fast["op"], small["op"]) == ("linear_cross_entropy (fast)", "linear_cross_entropy (small)")
     assert fast["peers"] == small["peers"]
@@ -237,8 +235,7 @@ def test_arms_of_one_peer_stand_side_by_side_and_a_note_stands_once(
         "fla": lambda: {"swiglu": {"fla": SWIGLU.eager}, head: {"fla": broken}},
     }
     known = [SWIGLU, *(linear_loss(CPU, 8, 16, 32, memory=memory) for memory in ("fast", "small"))]
-    code, _ = bench(known, "liger,fla", packages)
-    assert code == 0
+    bench(known, "liger,fla", packages)
     shown = capsys.readouterr().out
     assert "| error | liger | liger-fp32 | fla |" in shown
     assert shown.count("- linear_cross_entropy 8x16x32, liger-fp32: failed: RuntimeError: no such shape") == 1
@@ -247,7 +244,7 @@ def test_arms_of_one_peer_stand_side_by_side_and_a_note_stands_once(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) -> None:
     place = Place("cpu", dtype)
-    code, found = bench(
+    found = bench(
         [
             norm(place, 8, 32, "offset_scale_then_cast"),
             add_norm(place, 8, 32),
@@ -266,7 +263,6 @@ def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) ->
         "--dtype",
         str(dtype).removeprefix("torch."),
     )
-    assert code == 0
     assert len(found["rows"]) == 11
     assert all(row["peers"]["eager"]["note"] == "" for row in found["rows"])
 
@@ -277,15 +273,14 @@ def test_no_case_is_listed_twice_and_each_op_can_be_chosen(bench: Any) -> None:
     assert len(set(rows)) == len(rows)
     for name in {case.name for case in known}:
         assert parse([name]).ops == [name]
-    code, found = bench([NORM, SWIGLU], "eager", None, "swiglu")
-    assert code == 0
+    found = bench([NORM, SWIGLU], "eager", None, "swiglu")
     assert [row["op"] for row in found["rows"]] == ["swiglu"]
 
 
 def test_points_under_the_roofline(bench: Any) -> None:
     """Ours of every row, its peers once, each as a share of the ceiling that binds it."""
     known = [NORM, *(linear_loss(CPU, 8, 16, 32, memory=memory) for memory in ("small", "fast"))]
-    _, found = bench(known)
+    found = bench(known)
     drawn = list(points(found))
     assert [(point.op, point.ours) for point in drawn] == [
         *(("rms_norm", True), ("rms_norm", False)),
@@ -321,14 +316,38 @@ class SlowHand(Gpu):
 
 
 @pytest.fixture
-def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("synchronize", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1 << 20)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 4 << 20)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A CUDA whose clock and memory show the numbers of the namespace."""
+    shown = SimpleNamespace(clock=0.0, held=1 << 20, peak=4 << 20)
+
+    class Event:
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def record(self) -> None:
+            self.at = shown.clock
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    stands_in = {
+        "Event": Event,
+        "get_device_name": lambda: "some GPU",
+        "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "memory_allocated": lambda: shown.held,
+        "max_memory_allocated": lambda: shown.peak,
+        **dict.fromkeys(("reset_peak_memory_stats", "synchronize", "empty_cache"), lambda: None),
+    }
+    for name, stand_in in stands_in.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return shown
 
 
-def test_every_measured_call_finds_the_inputs_as_they_were(without_cuda: None) -> None:
+def test_every_measured_call_finds_the_inputs_as_they_were(cuda: SimpleNamespace) -> None:
     seen = []
 
     def overwriting(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -345,7 +364,7 @@ def test_every_measured_call_finds_the_inputs_as_they_were(without_cuda: None) -
 
 
 @pytest.mark.parametrize(("ms", "calls"), [(0.5, 20), (300.0, FEWEST)])
-def test_slow_arms_are_measured_less_often(ms: float, calls: int, without_cuda: None) -> None:
+def test_slow_arms_are_measured_less_often(ms: float, calls: int, cuda: SimpleNamespace) -> None:
     count = []
     SlowHand(ms).measure(lambda x: count.append(x) or x * 2, (torch.ones(3, requires_grad=True),), 20)
     assert len(count) == 3 + calls + 1 + 1 + calls  # warm-up, times, memory, upstream gradients, host
@@ -361,35 +380,18 @@ def test_arms_that_others_would_feel_run_by_themselves():
     assert models.groups(["compile"]) == [["compile"]]
 
 
-def test_a_models_memory_is_its_own_and_its_steps_take_turns(monkeypatch):
+def test_a_models_memory_is_its_own_and_its_steps_take_turns(monkeypatch, cuda):
     """Not that of the other arm's model, nor what the comparison holds; and no step counts that warms up."""
     arms = {"eager": torch.nn.Linear(255, 1024), "ours": torch.nn.Linear(511, 1024)}  # of 1 and 2 MiB
-    held, steps = 7 * 2**30 + 3 * 2**20, []
+    steps = []
+    cuda.held = 7 * 2**30 + 3 * 2**20
 
-    class Event:
-        def __init__(self, **_: Any) -> None:
-            pass
+    def step(model, batch):
+        steps.append(model)
+        cuda.clock += 1.0
+        cuda.peak = cuda.held + 2**29 * len(set(map(id, steps)))
 
-        def record(self) -> None:
-            self.at = len(steps)
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, end: Event) -> float:
-            return float(end.at - self.at)
-
-    stands_in = {
-        "Event": Event,
-        "memory_allocated": lambda: held,
-        "max_memory_allocated": lambda: held + 2**29 * len(set(map(id, steps))),
-        "reset_peak_memory_stats": lambda: None,
-        "synchronize": lambda: None,
-        "empty_cache": lambda: None,
-    }
-    for name, stand_in in stands_in.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(models, "step", lambda model, batch: steps.append(model))
+    monkeypatch.setattr(models, "step", step)
     measured = models.measure(arms, {}, repeats=3)
     assert {arm: gib for arm, (_, gib) in measured.items()} == {"eager": 2**-10 + 0.5, "ours": 2**-9 + 1.0}
     assert {arm: times for arm, (times, _) in measured.items()} == dict.fromkeys(arms, [1.0] * 3)
@@ -400,7 +402,7 @@ SEES, TOKENS = "qwen2_5_vl", {"vision_start_token_id": 297, "video_token_id": 29
 
 
 @pytest.fixture
-def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_models(monkeypatch: pytest.MonkeyPatch, cuda: SimpleNamespace) -> None:
     """The model that sees, with 2 layers of 32 and images of 8 tokens, on the CPU; a GPU's clock stands still."""
     name, shape = models.MODELS[SEES]
     sizes = {"hidden_size": 32, "intermediate_size": 48}
@@ -411,18 +413,6 @@ def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.MODELS, SEES, (name, {**shape, **parts, **TOKENS}))
     monkeypatch.setattr(models, "IMAGE", (1, 4, 8))
     monkeypatch.setattr(models, "DEVICE", "cpu")
-    clock = type(
-        "Event", (), {"elapsed_time": lambda *_: 1.0, **dict.fromkeys(("record", "synchronize"), lambda _: None)}
-    )
-    for of_cuda, stand_in in {
-        "Event": lambda **_: clock(),
-        "get_device_name": lambda: "some GPU",
-        "is_available": lambda: True,
-        "is_current_stream_capturing": lambda: False,
-        **dict.fromkeys(("memory_allocated", "max_memory_allocated"), lambda: 0),
-        **dict.fromkeys(("reset_peak_memory_stats", "synchronize", "empty_cache"), lambda: None),
-    }.items():
-        monkeypatch.setattr(torch.cuda, of_cuda, stand_in)
 
 
 def test_a_model_that_sees_gets_an_image_in_every_row(small_models: None) -> None:

@@ -33,13 +33,9 @@ def test_cells_tox_and_docs_name_the_same_set() -> None:
 
 def test_a_cell_is_called_what_it_pins() -> None:
     for cell in cells.load_all().values():
-        if cell.name != "latest":
-            assert new.cell_name(cell.pins, "torch" if cell.kind == "torch" else "tf") == cell.name
-
-
-def test_every_cell_but_the_latest_pins_torch_and_triton() -> None:
-    for cell in cells.load_all().values():
-        expected = {"pytest"} if cell.name == "latest" else {"torch", "triton", "pytest"}
+        latest = cell.name == "latest"
+        assert latest or new.cell_name(cell.pins, "torch" if cell.kind == "torch" else "tf") == cell.name
+        expected = {"pytest"} if latest else {"torch", "triton", "pytest"}
         assert cell.pins.keys() & {"torch", "triton", "pytest"} == expected, cell.name
 
 

@@ -18,11 +18,6 @@ from tests import zoo
 from tests.patching_checks import SIZES, VOCAB, tiny
 
 
-def on_meta(cls: Any, config: Any) -> Any:
-    with torch.device("meta"):
-        return cls(config)
-
-
 def test_shares_of_a_dense_model() -> None:
     """Llama of two layers: gate, up, down and the head run on kernels, and of the parameters the norms besides."""
     found = count.examine(tiny("llama", tie_word_embeddings=False))
@@ -184,5 +179,6 @@ def test_the_page_is_what_the_record_says() -> None:
 def test_a_shrunk_model_has_the_experts_that_upstream_chooses() -> None:
     shrunk = next(iter(zoo.shrinkers(transformers.Qwen3MoeForCausalLM)))()
     assert shrunk._experts_implementation == "eager"
-    model = on_meta(transformers.Qwen3MoeForCausalLM, count._with_default_experts(shrunk))
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(count._with_default_experts(shrunk))
     assert model.config._experts_implementation != "eager"

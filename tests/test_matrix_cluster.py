@@ -21,23 +21,27 @@ pytest.importorskip("ray.cluster_utils", reason="this Ray is installed without i
 STAGES = ("one", "two", "three")
 
 
-def a_cell(notes: Path, name: str = "tf1.0-trl1.0") -> Cell:
-    """What its stand-in notes goes to ``notes``."""
-    return Cell(name, str(notes), {}, "versions", "digest")
+def a_cell(notes: Path, name: str = "tf1.0-trl1.0", deaths: int = 0) -> Cell:
+    """What its stand-in notes goes to ``notes``; in its first ``deaths`` runs it waits for its end."""
+    return Cell(name, str(notes), {"deaths": str(deaths)}, "versions", "digest")
 
 
 def in_steps(cell: Cell, options: list[str], folder: Path) -> None:
-    """Stands in for tox: a record that grows stage by stage, and a note of each start and of where."""
+    """Stands in for tox: a record that grows stage by stage, and after the first of them a note of the node."""
     import ray
 
-    with open(cell.why, "a") as notes:
-        notes.write(f"{ray.get_runtime_context().get_node_id()}\n")
     record = CellRecord(cell.name, cell.digest, runner.code_digest(), "", {}, {"gpu": "none"}, "today")
     for stage in STAGES:
-        time.sleep(1.0)
         record.stages.append(StageResult(stage, [], "passed", passed=["a"]))
         record.complete = stage == STAGES[-1]
         records.write(record, folder)
+        if stage == STAGES[0]:
+            with open(cell.why, "a+") as notes:
+                notes.write(f"{ray.get_runtime_context().get_node_id()}\n")
+                notes.seek(0)
+                starts = len(notes.readlines())
+            if starts <= int(cell.pins["deaths"]):
+                time.sleep(600)
 
 
 def of_other_code(cell: Cell, options: list[str], folder: Path) -> None:
@@ -85,15 +89,14 @@ def run(nodes: Any, cells: list[Cell], folder: Path, **options: Any) -> tuple[di
     return failures, said
 
 
-def killed(nodes: Any, alive: list[Any], notes: Path, times: int = 1) -> threading.Thread:
-    """A thread that kills the node on which the cell of ``notes`` runs, in the middle of it."""
+def killed(nodes: Any, alive: list[Any], cell: Cell) -> threading.Thread:
+    """A thread that kills each node on which ``cell`` waits for its end, in the middle of it."""
 
     def work() -> None:
-        for time_ in range(times):
-            while len(lines := notes.read_text().split() if notes.exists() else []) <= time_:
+        for death in range(int(cell.pins["deaths"])):
+            while len(lines := Path(cell.why).read_text().split() if Path(cell.why).exists() else []) <= death:
                 time.sleep(0.05)
-            time.sleep(1.5)  # its first stage is recorded
-            (node,) = [node for node in alive if node.node_id == lines[time_]]
+            (node,) = [node for node in alive if node.node_id == lines[death]]
             nodes.remove_node(node, allow_graceful=False)
 
     thread = threading.Thread(target=work)
@@ -102,8 +105,8 @@ def killed(nodes: Any, alive: list[Any], notes: Path, times: int = 1) -> threadi
 
 
 def test_a_cell_whose_node_dies_runs_again_on_another(nodes: Any, two: list[Any], tmp_path: Path) -> None:
-    first, second = a_cell(tmp_path / "first"), a_cell(tmp_path / "second", "tf2.0-trl2.0")
-    killer = killed(nodes, two, tmp_path / "first")
+    first, second = a_cell(tmp_path / "first", deaths=1), a_cell(tmp_path / "second", "tf2.0-trl2.0")
+    killer = killed(nodes, two, first)
     failures, said = run(nodes, [first, second], tmp_path / "records")
     killer.join()
     assert failures == {}
@@ -123,10 +126,10 @@ def test_a_cell_without_a_node_left_has_no_record(
     nodes: Any, two: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "PATIENCE", 2.0)
-    cell = a_cell(tmp_path / "notes")
+    cell = a_cell(tmp_path / "notes", deaths=2)
     record = CellRecord(cell.name, cell.digest, "earlier", "", {}, {"gpu": "none"}, "today", complete=True)
     records.write(record, tmp_path / "records")
-    killer = killed(nodes, two, tmp_path / "notes", times=2)
+    killer = killed(nodes, two, cell)
     failures, _ = run(nodes, [cell], tmp_path / "records")
     killer.join()
     assert failures == {cell.name: "no node has 1 CPUs and 0 GPUs"}

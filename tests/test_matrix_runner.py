@@ -37,9 +37,9 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stages:
     return make
 
 
-def run(stages: tuple[Stage, ...], folder: Path, **options: bool) -> tuple[CellRecord, list[str]]:
+def run(stages: tuple[Stage, ...], folder: Path) -> tuple[CellRecord, list[str]]:
     said: list[str] = []
-    return runner.run_stages(CELL, stages, folder, say=said.append, **options), said
+    return runner.run_stages(CELL, stages, folder, say=said.append), said
 
 
 GREEN = "def test_a(): pass\n"
@@ -47,9 +47,14 @@ RED = "def test_a(): assert not 'the reason'\ndef test_b(): pass\n"
 
 
 def test_a_green_run(stages: Stages, tmp_path: Path) -> None:
-    record, _ = run(stages(one=GREEN, two=GREEN), tmp_path)
-    assert record.passed
+    made = stages(one=GREEN, two=GREEN)
+    record, _ = run(made[:1], tmp_path)
+    assert record.stages[0].status == "passed"
+    assert not record.complete
+    assert not record.passed
+    record, _ = run(made, tmp_path)
     assert record.complete
+    assert record.passed
     assert record.stages[0].passed == ["test_one::test_a"]
     assert records.load(tmp_path / "tf9.9-trl9.9.json") == record
 
@@ -63,25 +68,22 @@ def test_a_failing_case_is_named(stages: Stages, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["", "import pytest\npytestmark = pytest.mark.skip(reason='no')\ndef test_a(): pass\n"],
-    ids=["no case", "every case skipped"],
+    ("source", "leaves_records", "status", "reason"),
+    [
+        ("", False, "nothing ran", ""),
+        ("import pytest\npytestmark = pytest.mark.skip(reason='no')\n" + GREEN, False, "nothing ran", ""),
+        (GREEN, True, "nothing ran", "it left no record"),
+        (GREEN + "def test_b():\n    import os\n    os._exit(0)\n", False, "failed", "ended before it wrote"),
+    ],
+    ids=["no case", "every case skipped", "no record", "it dies"],
 )
-def test_a_stage_that_ran_nothing_fails(source: str, stages: Stages, tmp_path: Path) -> None:
-    record, _ = run(stages(one=source), tmp_path)
-    assert record.stages[0].status == "nothing ran"
+def test_a_stage_that_did_not_do_its_work_fails(
+    source: str, leaves_records: bool, status: str, reason: str, stages: Stages, tmp_path: Path
+) -> None:
+    record, _ = run(stages(leaves_records=leaves_records, one=source), tmp_path)
+    assert record.stages[0].status == status
+    assert reason in record.stages[0].reason
     assert not record.passed
-
-
-def test_a_stage_without_its_records_fails(stages: Stages, tmp_path: Path) -> None:
-    record, _ = run(stages(leaves_records=True, one=GREEN), tmp_path)
-    assert (record.stages[0].status, record.stages[0].reason) == ("nothing ran", "it left no record")
-
-
-def test_a_stage_that_dies_fails(stages: Stages, tmp_path: Path) -> None:
-    record, _ = run(stages(one=GREEN + "def test_b():\n    import os\n    os._exit(0)\n"), tmp_path)
-    assert record.stages[0].status == "failed"
-    assert "ended before it wrote" in record.stages[0].reason
 
 
 def test_a_stage_that_takes_too_long_is_killed(stages: Stages, tmp_path: Path) -> None:
@@ -115,42 +117,19 @@ def test_a_killed_run_resumes_where_it_stopped(stages: Stages, tmp_path: Path) -
     assert "one ..." not in " ".join(said)
 
 
-@pytest.mark.parametrize("changed", ["code", "cell", "environment"])
-def test_nothing_is_kept_of_something_else(
+@pytest.mark.parametrize("changed", ["nothing", "code", "cell", "environment", "option", "failed"])
+def test_a_stage_runs_again_unless_it_passed_just_so(
     changed: str, stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = stages(one=ONCE)
+    made = stages(one=ONCE + ("def test_b(): assert False\n" if changed == "failed" else ""))
     run(made, tmp_path)
-    cell = CELL
     if changed == "code":
         monkeypatch.setattr(runner, "code_digest", lambda: "other")
     elif changed == "environment":
         monkeypatch.setattr(runner, "environment", lambda: {"torch": "0"})
-    else:
-        cell = dataclasses.replace(CELL, digest="other")
-    runner.run_stages(cell, made, tmp_path, say=lambda line: None)
-    assert (tmp_path / "project" / "ran").read_text() == "xx"
-
-
-def test_fresh_repeats_everything(stages: Stages, tmp_path: Path) -> None:
-    made = stages(one=ONCE)
-    run(made, tmp_path)
-    run(made, tmp_path, fresh=True)
-    assert (tmp_path / "project" / "ran").read_text() == "xx"
-
-
-def test_a_failed_stage_is_repeated(stages: Stages, tmp_path: Path) -> None:
-    made = stages(one=ONCE + "def test_b(): assert False\n")
-    run(made, tmp_path)
-    run(made, tmp_path)
-    assert (tmp_path / "project" / "ran").read_text() == "xx"
-
-
-def test_some_stages_are_no_complete_record(stages: Stages, tmp_path: Path) -> None:
-    record, _ = run(stages(one=GREEN, two=GREEN)[:1], tmp_path)
-    assert record.stages[0].status == "passed"
-    assert not record.complete
-    assert not record.passed
+    cell = dataclasses.replace(CELL, digest="other") if changed == "cell" else CELL
+    runner.run_stages(cell, made, tmp_path, fresh=changed == "option", say=lambda line: None)
+    assert (tmp_path / "project" / "ran").read_text() == ("x" if changed == "nothing" else "xx")
 
 
 def test_an_environment_with_other_versions_is_not_the_cell(stages: Stages, tmp_path: Path) -> None:
@@ -221,16 +200,13 @@ def test_a_case_is_called_the_same_with_workers_and_without(name: str, case: str
     assert records.read_cases(junit)[0] == [f"c::{case}"]
 
 
-def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("{}")
+def test_what_is_no_record_of_today_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('{"schema": 0}')
     with pytest.raises(ValueError, match=r"a\.json: is no record: it has no verdict"):
         records.read_findings(tmp_path)
-
-
-def test_a_record_of_another_schema_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps({"schema": 0}))
     with pytest.raises(ValueError, match="schema 0; allowed is 1; run the cell again"):
-        records.load(tmp_path / "a.json")
+        records.load(file)
 
 
 @pytest.mark.parametrize(

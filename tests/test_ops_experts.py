@@ -17,11 +17,7 @@ from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN, INNER, EXPERTS = 24, 16, 6
-GATES = {
-    "silu": Gate(),
-    "clamped": Gate(limit=1.5),
-    "gpt-oss": Gate(alpha=1.702, limit=1.5, offset=1.0, interleaved=True),
-}
+GPT_OSS = Gate(alpha=1.702, limit=1.5, offset=1.0, interleaved=True)
 
 
 def leaves(
@@ -63,12 +59,14 @@ def calls(ids: torch.Tensor, gate: Gate | None = None, transposed: bool = False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("gate", GATES)
-def test_matches_reference(device, dtype, transposed, biases, gate) -> None:
+@pytest.mark.parametrize(
+    ("gate", "transposed", "biases"),
+    [(Gate(), True, False), (Gate(limit=1.5), True, True), (GPT_OSS, False, True)],
+    ids=["silu", "clamped", "gpt-oss"],
+)
+def test_matches_reference(device, dtype, gate, transposed, biases) -> None:
     given = leaves(device, dtype, tokens=40, choices=3, transposed=transposed, biases=biases)
-    check_op(*calls(routed(40, 3), GATES[gate], transposed), given, terms=HIDDEN)
+    check_op(*calls(routed(40, 3), gate, transposed), given, terms=HIDDEN)
 
 
 @EXAMPLES
@@ -89,8 +87,9 @@ def test_any_shape_and_option(tokens, choices, n_experts, dtype, ids_dtype, bias
     check_op(*calls(routed(tokens, choices, n_experts).to(ids_dtype)), given, terms=HIDDEN)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
 def test_weights_of_another_dtype(device, dtype, weights) -> None:
     check_op(*calls(routed(400, 4)), leaves(device, dtype, 400, 4, weights=weights), terms=HIDDEN)
 

@@ -113,6 +113,26 @@ def test_waiting_is_noticed(waiting_raises: Callable[[], None]) -> None:
         x.sum().item()
 
 
+def step(model: Any, ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """The loss and the gradients of all parameters."""
+    loss = model(input_ids=ids, labels=ids, position_ids=position_ids, use_cache=False).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def check_step(
+    found: dict[str, torch.Tensor], own: Any, truth: Any, dtype: torch.dtype, *inputs: Any, chain: int | None = None
+) -> None:
+    """Assert that a patched model's step is as exact as PyTorch's ``own``. Each of a model's leaves rounds at least
+    once."""
+    with InFloat64():
+        expected = step(truth, *inputs)
+    torchs = step(own, *inputs)
+    chain = chain or sum(1 for module in own.modules() if not module._modules)
+    for (what, exact), result in zip(expected.items(), found.values(), strict=True):
+        three_way(result, torchs[what], exact, dtype, what, chain)
+
+
 @pytest.mark.parametrize("short", [0, 1 << 20])
 @pytest.mark.parametrize(
     ("name", "vocab", "kernels"),
@@ -133,19 +153,7 @@ def test_a_compiled_step(
     truth, ours = copy.deepcopy(own).double(), copy.deepcopy(own)
     liger_kernels.patch(ours, kernels=kernels)
     ids = torch.randint(3, vocab, (2, 32), device="cuda")
-
-    def step(model: Any) -> list[torch.Tensor]:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return [loss.detach(), *(p.grad for p in model.parameters())]
-
-    with InFloat64():
-        expected = step(truth)
-    found = step(torch.compile(ours))
-    chain = sum(1 for module in own.modules() if not module._modules)
-    names = ["loss", *(name for name, _ in own.named_parameters())]
-    for what, result, torchs, exact in zip(names, found, step(own), expected, strict=True):
-        three_way(result, torchs, exact, torch.float32, what, chain)
+    check_step(step(torch.compile(ours), ids), own, truth, torch.float32, ids)
 
 
 def test_compiled_layers_for_every_length_where_inductor_pads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,21 +167,12 @@ def test_compiled_layers_for_every_length_where_inductor_pads(monkeypatch: pytes
     liger_kernels.patch(ours)
     for layer in ours.model.layers:
         layer.compile(dynamic=True)
-    names = ["loss", *(name for name, _ in own.named_parameters())]
     for length in (21, 19, 27):
         ids = torch.randint(3, own.config.vocab_size, (3, length), device="cuda")
         for position_ids in (None, torch.arange(length, device="cuda") + torch.tensor([[0], [1], [2]], device="cuda")):
-
-            def step(model: Any, ids: Any = ids, position_ids: Any = position_ids) -> list[torch.Tensor]:
+            for model in (own, truth, ours):
                 model.zero_grad()
-                loss = model(input_ids=ids, labels=ids, position_ids=position_ids, use_cache=False).loss
-                loss.backward()
-                return [loss.detach(), *(p.grad for p in model.parameters())]
-
-            with InFloat64():
-                expected = step(truth)
-            for what, result, torchs, exact in zip(names, step(ours), step(own), expected, strict=True):
-                three_way(result, torchs, exact, torch.float32, what, 30)
+            check_step(step(ours, ids, position_ids), own, truth, torch.float32, ids, position_ids, chain=30)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
@@ -187,31 +186,21 @@ def test_a_cuda_graph_of_a_patched_step(name: str, dtype: torch.dtype) -> None:
     vocab = own.config.vocab_size
     ids = torch.randint(3, vocab, (2, 32), device="cuda")
 
-    def step(model: Any) -> list[torch.Tensor]:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return [loss.detach(), *(p.grad for p in model.parameters())]
-
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             ours.zero_grad(set_to_none=True)
-            step(ours)
+            step(ours, ids)
     torch.cuda.current_stream().wait_stream(stream)
     ours.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = step(ours)
+        results = step(ours, ids)
     ids.copy_(torch.randint(3, vocab, (2, 32), device="cuda"))
     replays = []
     for _ in range(2):
         graph.replay()
-        replays.append([result.clone() for result in results])
-    with InFloat64():
-        expected = step(truth)
-    chain = sum(1 for module in own.modules() if not module._modules)  # each leaf rounds at least once
-    names = ["loss", *(name for name, _ in own.named_parameters())]
-    for what, first, again, torchs, exact in zip(names, *replays, step(own), expected, strict=True):
-        assert torch.equal(first, again), what
-        three_way(first, torchs, exact, dtype, what, chain)
+        replays.append({what: result.clone() for what, result in results.items()})
+    assert all(torch.equal(first, replays[1][what]) for what, first in replays[0].items())
+    check_step(replays[0], own, truth, dtype, ids)

@@ -1,4 +1,4 @@
-"""rope against its reference."""
+"""rope against its reference; what all ops have in common is in test_ops_every.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liger_kernels.ops import launches, reset_launches, rope, rope_ref
-from liger_kernels.ops._runtime import use_triton
 from liger_kernels.ops.rope import PAIRINGS
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
 
@@ -32,14 +31,14 @@ def angles(batch: int, seq: int, rotary_dim: int, dtype: torch.dtype, device: to
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rotary_dim", [64, 6, 2])
-@pytest.mark.parametrize("batch", [1, 3], ids=["one_for_all", "one_per_row"])
-def test_matches_reference(device, pairing, dtype, rotary_dim, batch) -> None:
-    q, k = (randn(3, heads, 5, 64, dtype=dtype, device=device) for heads in (6, 2))
-    check(q, k, *angles(batch, 5, rotary_dim, dtype, device), pairing)
+def test_matches_reference(device, pairing, dtype) -> None:
+    """Whole heads by angles for every row, and a part of each by angles of the row's own."""
+    for rotary_dim, batch in ((64, 1), (6, 3)):
+        q, k = (randn(3, heads, 5, 64, dtype=dtype, device=device) for heads in (6, 2))
+        check(q, k, *angles(batch, 5, rotary_dim, dtype, device), pairing)
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("pairing", PAIRINGS[:2])
 def test_several_tiles_of_tokens_and_heads(device, pairing) -> None:
     """More heads than a tile holds, and more tokens than a program; the last tile of each is a part of one."""
     q, k = (randn(2, heads, 3, 512, dtype=torch.float32, device=device) for heads in (37, 17))
@@ -81,16 +80,6 @@ def test_any_shape_and_option(
     check(*leaves, pairing, view=lambda x: x.transpose(1, 2) if transposed else x, **options)
 
 
-def test_position_ids_that_differ_per_row(device) -> None:
-    """Real angles of left-padded rows; the angles of row 0 for every row would be another result."""
-    positions = torch.tensor([[0, 1, 2, 3], [0, 0, 0, 1], [5, 6, 0, 1]], device=device)
-    frequencies = 1e4 ** (-torch.arange(0, 1, 1 / 8, device=device))
-    angle = (positions[..., None] * frequencies).repeat(1, 1, 2)
-    q, k = (randn(3, 2, 4, 16, dtype=torch.float32, device=device) for _ in range(2))
-    check(q, k, angle.cos(), angle.sin())
-    assert not torch.equal(rope(q, k, angle.cos(), angle.sin())[0], rope(q, k, angle[:1].cos(), angle[:1].sin())[0])
-
-
 @pytest.mark.parametrize(
     "view",
     [
@@ -103,21 +92,11 @@ def test_position_ids_that_differ_per_row(device) -> None:
     ],
     ids=["transposed", "half_a_head", "every_other_token", "strided_head", "expanded", "tokens_innermost"],
 )
-@pytest.mark.parametrize("pairing", PAIRINGS[:3])
+@pytest.mark.parametrize("pairing", PAIRINGS[:2])
 def test_views_are_read_where_they_lie(device, view, pairing) -> None:
     q, k = (randn(4, 6, heads, 64, dtype=torch.bfloat16, device=device) for heads in (4, 2))
     batch, _, seq, head_dim = view(q).shape
     check(q, k, *angles(batch, seq, head_dim, torch.bfloat16, device), pairing, view=view)
-
-
-def test_halves_of_one_projection(device) -> None:
-    qkv = randn(2, 5, 8 * 16, dtype=torch.bfloat16, device=device)
-
-    def call(op, qkv, cos, sin):
-        q, k, _ = (x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in qkv.split((64, 32, 32), dim=-1))
-        return op(q, k, cos, sin)
-
-    check_op(partial(call, rope), partial(call, rope_ref), [qkv, *angles(1, 5, 16, torch.bfloat16, device)])
 
 
 def test_strided_and_expanded_angles(device) -> None:
@@ -130,7 +109,7 @@ def test_strided_and_expanded_angles(device) -> None:
     check(q, k, cos[:, :, 0].contiguous().expand(2, -1, -1), wide[..., :16])
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("pairing", PAIRINGS[:2])
 def test_gradients_of_other_strides(device, pairing) -> None:
     """As those of keys that are transposed before they are multiplied."""
 
@@ -159,10 +138,9 @@ def test_against_matrices(pairing) -> None:
 
 
 def test_the_last_elements_of_a_head(device) -> None:
-    q, k = (randn(2, heads, 5, 16, dtype=torch.float32, device=device) for heads in (4, 2))
+    q = randn(2, 4, 5, 16, dtype=torch.float32, device=device)
     cos, sin = angles(2, 5, 6, torch.float32, device)
-    check(q, k, cos, sin, trailing=True)
-    turned = rope(q, k, cos, sin, trailing=True)[0]
+    (turned,) = rope(q, None, cos, sin, trailing=True)[:1]
     assert torch.equal(turned[..., :10], q[..., :10])
     torch.testing.assert_close(turned[..., 10:], rope_ref(q[..., 10:], None, cos, sin)[0])
 
@@ -177,17 +155,10 @@ def test_halves_of_complex_numbers_are_read_where_they_lie(device) -> None:
     torch.testing.assert_close(turned[..., :12], truth)
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_one_tensor(device, pairing) -> None:
+def test_one_tensor(device) -> None:
     q = randn(2, 4, 5, 16, dtype=torch.bfloat16, device=device)
     cos, sin = angles(1, 5, 16, torch.float32, device)
-
-    def call(op, q):
-        return op(q, None, cos, sin, pairing=pairing, inverse=True)
-
-    reset_launches()
-    results, gradients = check_op(partial(call, rope), partial(call, rope_ref), [q])
-    assert (len(results), len(gradients), launches()) == (1, 1, {"_rope_kernel": 2} if use_triton(q) else {})
+    check_op(*(lambda q, op=op: op(q, None, cos, sin, inverse=True) for op in (rope, rope_ref)), [q])
 
 
 def test_memory_order_is_kept(device) -> None:
@@ -207,14 +178,6 @@ def test_a_view_is_not_copied(device, monkeypatch) -> None:
     q, k = (randn(2, 5, 4, 16, dtype=torch.bfloat16, device=device).transpose(1, 2) for _ in range(2))
     rope(q, k, *angles(1, 5, 16, torch.bfloat16, device))
     assert {q.data_ptr(), k.data_ptr()} <= {x.data_ptr() for x in launched if isinstance(x, torch.Tensor)}
-
-
-def test_one_launch_forward_and_one_backward(device) -> None:
-    q, k = (randn(2, heads, 5, 16, dtype=torch.bfloat16, device=device) for heads in (4, 2))
-    cos, sin = angles(1, 5, 16, torch.bfloat16, device)
-    reset_launches()
-    run(rope, [q, k, cos, sin])
-    assert launches() == {"_rope_kernel": 2}
 
 
 @pytest.mark.parametrize("used", [0, 1])
@@ -240,26 +203,19 @@ def test_angles_that_require_a_gradient_run_the_reference(device) -> None:
     assert launches() == {"_rope_kernel": 1}
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 5, 16), (2, 4, 0, 16)], ids=["no_batch", "no_tokens"])
-def test_no_rows(device, shape) -> None:
-    q, k = (randn(*shape, dtype=torch.bfloat16, device=device) for _ in range(2))
-    cos, sin = angles(1, shape[2], 16, torch.bfloat16, device)
-    results, gradients = run(rope, [q, k, cos, sin])
-    assert all(t.shape == shape for t in (*results, *gradients))
+def test_no_tokens(device) -> None:
+    q, k = (randn(2, 4, 0, 16, dtype=torch.bfloat16, device=device) for _ in range(2))
+    results, gradients = run(rope, [q, k, *angles(1, 0, 16, torch.bfloat16, device)])
+    assert all(t.shape == q.shape for t in (*results, *gradients))
 
 
 def test_tokens_beyond_2_to_the_31_elements(device, untouched_memory) -> None:
     """The last of three tokens lies 2^31 elements into its buffer, the last of two batches 2^30 further."""
-    buffer = untouched_memory(2**32 + 2**20, torch.bfloat16)
-    q = buffer.as_strided((2, 2, 3, 16), (2**31, 16, 2**30, 1))
-    q.copy_(randn(2, 2, 3, 16, dtype=torch.bfloat16, device=device, grad=False))
-    near, k = q.clone().requires_grad_(), randn(2, 1, 3, 16, dtype=torch.bfloat16, device=device)
-    cos, sin = angles(2, 3, 16, torch.bfloat16, device)
-    far_upstream, upstream = [q, k.detach()], [near.detach(), k.detach()]
-    far_results, near_results = rope(q, k, cos, sin), rope(near, k, cos, sin)
-    assert all(map(torch.equal, far_results, near_results))
-    gradients = [torch.autograd.grad(near_results, (near, k), g, retain_graph=True) for g in (far_upstream, upstream)]
-    assert all(map(torch.equal, *gradients))
+    far = untouched_memory(2**32 + 2**20, torch.bfloat16).as_strided((2, 2, 3, 16), (2**31, 16, 2**30, 1))
+    far.copy_(randn(2, 2, 3, 16, dtype=torch.bfloat16, device=device, grad=False))
+    k, angle = randn(2, 1, 3, 16, dtype=torch.bfloat16, device=device), angles(2, 3, 16, torch.bfloat16, device)
+    found, expected = (run(rope, [q.detach().requires_grad_(), k, *angle], [q, k.detach()]) for q in (far, far.clone()))
+    assert all(map(torch.equal, found[0] + found[1], expected[0] + expected[1]))
 
 
 @pytest.mark.parametrize(
@@ -270,14 +226,9 @@ def test_tokens_beyond_2_to_the_31_elements(device, untouched_memory) -> None:
         (lambda a: {"sin": a["sin"].int()}, TypeError, "sin is torch.int32"),
         (lambda a: {"q": a["q"][0]}, ValueError, r"q has shape \(4, 5, 16\), .* \[batch, heads, seq, head_dim\]"),
         (lambda a: {"k": a["k"][..., :8]}, ValueError, r"k \(2, 2, 5, 8\); they must be"),
-        (lambda a: {"k": a["k"][:1]}, ValueError, r"k \(1, 2, 5, 16\); they must be"),
         (lambda a: {"cos": a["cos"][:, :4]}, ValueError, r"cos has shape \(1, 4, 16\).*\[1 or 2, 5, rotary_dim\]"),
-        (lambda a: {"cos": a["cos"][0], "sin": a["sin"][0]}, ValueError, r"cos has shape \(5, 16\)"),
-        (
-            lambda a: {n: a[n].expand(3, -1, -1) for n in ("cos", "sin")},
-            ValueError,
-            r"cos has shape \(3, 5, 16\)",
-        ),
+        (lambda a: {n: a[n][0] for n in ("cos", "sin")}, ValueError, r"cos has shape \(5, 16\)"),
+        (lambda a: {n: a[n].expand(3, -1, -1) for n in ("cos", "sin")}, ValueError, r"cos has shape \(3, 5, 16\)"),
         (lambda a: {n: a[n][..., :7] for n in ("cos", "sin")}, ValueError, "rotary_dim is 7; it must be even"),
         (lambda a: {n: a[n][..., :0] for n in ("cos", "sin")}, ValueError, "rotary_dim is 0; it must be .* 2 to 16"),
         (lambda a: {n: a[n].repeat(1, 1, 2) for n in ("cos", "sin")}, ValueError, "rotary_dim is 32; .* 2 to 16"),
@@ -292,11 +243,7 @@ def test_tokens_beyond_2_to_the_31_elements(device, untouched_memory) -> None:
 )
 def test_bad_input(device, change, error, message) -> None:
     q, k = (torch.randn(2, heads, 5, 16, device=device) for heads in (4, 2))
-    arguments = {
-        "q": q,
-        "k": k,
-        "cos": torch.randn(1, 5, 16, device=device),
-        "sin": torch.randn(1, 5, 16, device=device),
-    }
+    cos, sin = torch.randn(2, 1, 5, 16, device=device)
+    arguments = {"q": q, "k": k, "cos": cos, "sin": sin}
     with pytest.raises(error, match=message):
         rope(**{**arguments, **change(arguments)})

@@ -106,15 +106,10 @@ def test_a_page_says_what_every_peers_own_tests_accept_and_where_that_was_read()
 
 def test_one_reason_for_all_models_is_one_row() -> None:
     failures = [("candidate", "", "cannot run", "No module named 'unsloth'", "")]
-    rows = [
-        Record(**{**RECORD, "model": model}, patch="convergence.peers:unsloth", verdict="cannot run", failures=failures)
-        for model in ("llama-tied", "gemma")
-    ]
-    text = page(rows)
-    assert (
-        "| llama-tied, gemma | float32 | cpu | cannot run | - | - | candidate cannot run No module named 'unsloth' |"
-        in text
-    )
+    cannot = {**RECORD, "patch": "convergence.peers:unsloth", "verdict": "cannot run", "failures": failures}
+    text = page([Record(**{**cannot, "model": model}) for model in ("llama-tied", "gemma")])
+    said = "candidate cannot run No module named 'unsloth'"
+    assert f"| llama-tied, gemma | float32 | cpu | cannot run | - | - | {said} |" in text
 
 
 def test_the_version_of_a_peer_is_in_its_record() -> None:

@@ -66,14 +66,11 @@ def test_each_statistic_alone(measured):
     ]
 
 
-def test_a_failed_honest_candidate_is_listed_though_it_passed_when_it_ran_again(measured):
+def test_what_fails_survives_or_dies_without_a_number_is_listed(measured):
+    """A honest candidate that failed counts, too, though it passed when it ran again."""
     text = page(measured)
     assert "Honest candidates that fail: 1 of 3." in text
     assert "`llama-tied/float32/5/replica 2`: loss SGD: text gain off by 3 2" in text
-
-
-def test_a_survivor_and_what_dies_without_a_number_are_listed(measured):
-    text = page(measured)
     assert "Mutants that do not die: 1 of 5." in text
     assert "`survivor`, float32: equal, at most 0.5 of a bound" in text
     assert rows(text, "Mutants that die otherwise") == [("raised", "float32", "1", "`crashes`")]

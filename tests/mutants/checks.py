@@ -10,6 +10,7 @@ from tests.mutants.mutant import Mutant
 
 _OPS = "liger_kernels.ops"
 _COMPARE = "convergence.compare"
+_REFERENCE = "test_ops_every.py::test_matches_reference"
 _ADD_DTOTAL = "dx += dtotal.to(tl.float32)"
 _SUM_OF_TERMS = "(x.to(tl.float32) + residual.to(tl.float32))"
 _TOTAL = f"{_SUM_OF_TERMS}.to(total_ptr.dtype.element_ty)"
@@ -33,7 +34,7 @@ def _check(
 MUTANTS = (
     _check("n4_norm_weight_gradient_in_bfloat16", "The weight's gradient is summed over the rows in bfloat16.",
         f"{_OPS}.rms_norm", "dweight += dy * norm", "dweight = (dweight + dy * norm).to(tl.bfloat16).to(tl.float32)",
-        "test_ops_rms_norm.py::test_programs_walk_over_many_tiles", source="N4"),
+        "test_ops_every.py::test_programs_walk_over_many_tiles[rms_norm, cast_then_scale-torch.float32]", source="N4"),
     _check("n5_norm_offset_of_32_bits", "The row number is multiplied by the stride in 32 bits.",
         f"{_OPS}.rms_norm", "tl.program_id(0).to(tl.int64)", "tl.program_id(0)",
         "test_ops_compile.py::test_offsets_are_64_bits_wide[rms_norm]", source="N5"),
@@ -55,7 +56,7 @@ MUTANTS = (
         f"{_OPS}._launcher", "_is_watched()", "False", "test_ops_runtime.py::test_who_wants_to_hear_of_launches_does"),
     _check("second_derivative_of_zeros", "A kernel's gradient counts as a constant when it is differentiated again.",
         f"{_OPS}._runtime", "return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)",
-        "return backward(ctx, *grads)", "test_ops_runtime.py::test_a_second_derivative_is_refused"),
+        "return backward(ctx, *grads)", "test_ops_runtime.py::test_a_second_derivative_of_a_loss_is_refused"),
     _check("sum_rounded_in_its_own_memory_from_its_end",
         "A float32 sum is rounded into its own memory from the last numbers on, over others still to be read.",
         f"{_OPS}._split_sum", "itertools.pairwise(ends)", "reversed(list(itertools.pairwise(ends)))",
@@ -78,7 +79,7 @@ MUTANTS = (
     _check("n18_norm_assumes_contiguous_rows", "The row stride is taken for the number of columns.",
         f"{_OPS}.rms_norm", "            rows,\n            stride,\n            residual_rows,",
         "            rows,\n            hidden,\n            residual_rows,",
-        "test_ops_rms_norm.py::test_views_are_read_where_they_lie", source="N18"),
+        "test_ops_every.py::test_views_are_read_where_they_lie[rms_norm, cast_then_scale-columns]", source="N18"),
     _check("layer_norm_variance_that_cancels", "The variance is mean(x^2) - mean^2.",
         f"{_OPS}.layer_norm", "tl.sum(centred * centred, axis=1) / hidden",
         "tl.sum(x * x, axis=1) / hidden - mean * mean",
@@ -99,11 +100,11 @@ MUTANTS = (
         "test_ops_gated_rms_norm.py::test_groups_are_norms_of_their_own", within="_gated_rms_norm_fwd_kernel"),
     _check("gated_norm_first_gradient_without_gate", "With the gate first, x's gradient forgets the activation.",
         f"{_OPS}.gated_rms_norm", "d * factor", "d",
-        "test_ops_gated_rms_norm.py::test_matches_reference"),
+        f"{_REFERENCE}[gated_rms_norm, silu, first, cast_then_scale-torch.float32]"),
     _check("gated_norm_gate_of_one_percent_more", "In 16 bits, the gradient of the gate is 1% too large.",
         f"{_OPS}.gated_rms_norm", "dy * weight[None, :] * norm * slope",
         "dy * weight[None, :] * norm * slope * (1.0 if dgate_ptr.dtype.element_ty == tl.float32 else 1.01)",
-        "test_ops_gated_rms_norm.py::test_matches_reference"),
+        f"{_REFERENCE}[gated_rms_norm, silu, last, cast_then_scale-torch.bfloat16]"),
     _check("gated_norm_probed_in_one_group", "A gated norm is taken for one of whole rows.",
         "liger_kernels.patching.gated_norms", "sorted({1} | divisors | {size // n for n in divisors})", "[1]",
         "test_patching_gated_norms.py::test_every_order_is_recognised"),
@@ -123,10 +124,11 @@ MUTANTS = (
                 "if dx_ptr is not None and dtotal_ptr is not None:\n"
                 "    dy += tl.load(dtotal_ptr + row[:, None] * dtotal_stride + col, mask, other=0.0)"),
             Edit(f"{_OPS}.rms_norm", _ADD_DTOTAL, "dx += 0.0")),
-        check="tests/test_ops_rms_norm.py::test_sum_matches_reference", dies="test", source="N14"),
+        check=f"tests/{_REFERENCE}[add_rms_norm, cast_then_scale-torch.float32]", dies="test", source="N14"),
     _check("total_gradient_dropped",
         "The gradient of the sum itself, which goes on as the residual, is not added to the norm's.",
-        f"{_OPS}.rms_norm", _ADD_DTOTAL, "dx += 0.0", "test_ops_rms_norm.py::test_a_chain_of_sums_as_in_a_model"),
+        f"{_OPS}.rms_norm", _ADD_DTOTAL, "dx += 0.0",
+        f"{_REFERENCE}[add_rms_norm, cast_then_scale-torch.float32]"),
     _check("total_gradient_added_after_rounding", "The norm's gradient is rounded before the sum's own is added to it.",
         f"{_OPS}.rms_norm", _ADD_DTOTAL, "dx = dx.to(dx_ptr.dtype.element_ty).to(tl.float32) + dtotal.to(tl.float32)",
         "test_ops_rms_norm.py::test_the_two_gradients_are_added_before_they_are_rounded"),
@@ -136,7 +138,7 @@ MUTANTS = (
         "dtotal_rows, dtotal_stride = as_rows(dtotal) if needs_dx and dtotal is not None else (None, None)",
         "dtotal_rows, dtotal_stride = as_rows(dtotal) if needs_dx and dtotal is not None else (None, None)\n"
         "dx = dtotal_rows.view(x.shape) if dtotal is not None else torch.empty_like(x)",
-        "test_ops_rms_norm.py::test_sum_matches_reference", source="N3"),
+        f"{_REFERENCE}[add_rms_norm, cast_then_scale-torch.float32]", source="N3"),
     Mutant("total_not_rounded_before_its_norm",
         "The sum is normalised as it is in registers, and not as it is returned.",
         (Edit(f"{_OPS}.rms_norm", f"x = {_TOTAL}", f"exact = {_SUM_OF_TERMS}\nx = {_TOTAL}"),
@@ -150,7 +152,7 @@ MUTANTS = (
     _check("residual_assumed_contiguous", "The residual's row stride is taken for the number of columns.",
         f"{_OPS}.rms_norm", "residual_rows, residual_stride = as_rows(residual)",
         "residual_rows, residual_stride = as_rows(residual)[0], hidden",
-        "test_ops_rms_norm.py::test_sum_of_views_with_strided_gradients", source="N18"),
+        "test_ops_every.py::test_views_are_read_where_they_lie[add_rms_norm, cast_then_scale-columns]", source="N18"),
     _check("g1_activation_not_rounded_when_recomputed",
         "The backward multiplies by an activation that it did not round as the forward did.",
         f"{_OPS}.glu", "    act = act.to(gate_ptr.dtype.element_ty).to(tl.float32)\n", "",
@@ -158,11 +160,11 @@ MUTANTS = (
     _check("gelu_of_the_other_form_in_16_bits",
         "The exact gelu stands for its tanh form: in bfloat16 a whole model's rounding hides it.",
         f"{_OPS}.glu", '"gelu_tanh" if approximate == "tanh" else "gelu"', '"gelu"',
-        "test_ops_glu.py::test_matches_reference"),
+        f"{_REFERENCE}[geglu, tanh-torch.float32]"),
     _check("gelu_gradient_of_the_other_form_in_16_bits",
         "The gradient is that of the exact gelu: in bfloat16 a whole model's rounding hides it.",
         f"{_OPS}.glu", "ACTIVATION=activation", 'ACTIVATION="gelu" if activation == "gelu_tanh" else activation',
-        "test_ops_glu.py::test_matches_reference", within="unit_gradients"),
+        f"{_REFERENCE}[geglu, tanh-torch.float32]", within="unit_gradients"),
     _check("c2_first_upstream_gradient_for_every_row",
         "Without reduction, every row is scaled by the first row's upstream gradient.",
         f"{_OPS}._cross_entropy_kernels", "upstream_ptr + row * upstream_stride", "upstream_ptr + row * 0",

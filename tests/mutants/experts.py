@@ -8,7 +8,7 @@ from tests.mutants.mutant import Mutant
 _OP = "liger_kernels.ops.packed_glu"
 _EXPERTS = "liger_kernels.ops.experts"
 _RECOGNISER = "liger_kernels.patching.experts"
-_REFERENCE = "test_ops_packed_glu.py::test_matches_reference"
+_REFERENCE = "test_ops_every.py::test_matches_reference[packed_glu, gpt-oss-torch.float32]"
 _LIMIT = "test_ops_packed_glu.py::test_a_number_on_the_limit_is_as_torch_has_it"
 _SUM = "test_ops_experts.py::test_matches_reference"
 _NO_EXPERT = "test_ops_experts.py::test_a_choice_that_is_no_expert_counts_as_nothing"
