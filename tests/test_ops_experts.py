@@ -102,6 +102,13 @@ def test_weights_are_not_rounded(device) -> None:
     assert torch.equal(experts(hidden, ids, both, *parameters), experts(hidden, ids, rest, *parameters))
 
 
+def test_no_tokens(device) -> None:
+    hidden, *others = leaves(device, tokens=0, biases=True)
+    y = calls(torch.empty(0, 2, dtype=torch.int64, device=device))[0](hidden, *others)
+    assert y.shape == hidden.shape
+    y.sum().backward()
+
+
 @pytest.mark.parametrize("n_experts", [254, 255, 300])
 def test_many_experts(device, n_experts) -> None:
     """Whose numbers do not fit into the keys of eight bits that fewer are sorted by."""

@@ -51,7 +51,7 @@ def experts_ref(
             gate_and_up = gate_and_up + gate_up_bias[expert]
         result = F.linear(packed_glu_ref(gate_and_up, gate), down[expert])
         results = results.index_copy(0, chosen, result if down_bias is None else result + down_bias[expert])
-    weighted = results.view(*ids.shape, -1) * weights[:, :, None]
+    weighted = results.view(*ids.shape, hidden.shape[1]) * weights[:, :, None]  # of no tokens, too
     return weighted.sum(1).to(hidden.dtype)
 
 
