@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,68 +98,39 @@ class Case(NamedTuple):
     compute: Callable[..., tuple[Tensors, Tensors]]
 
 
-def _norm(formula: str, weighted: bool = True) -> Case:
-    def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-        rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("x", "dy")}
-        return rows, {"weight": torch.randn(sizes.hidden, dtype=dtype)} if weighted else {}
-
-    def compute(x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor | None = None) -> tuple[Tensors, Tensors]:
-        leaves = {"grad_x": x.requires_grad_()} | ({} if weight is None else {"grad_weight": weight.requires_grad_()})
-        y = ops.rms_norm(x, weight, formula=formula)
-        grads = _grads(y, leaves, dy)
-        return {"y": y, "grad_x": grads.pop("grad_x")}, grads
-
-    return Case(inputs, compute)
-
-
-def _layer_norm(weighted: bool) -> Case:
-    def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-        rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("x", "dy")}
-        names = ("weight", "bias") if weighted else ()
-        return rows, {name: torch.randn(sizes.hidden, dtype=dtype) for name in names}
-
-    def compute(dy: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
-        leaves = {f"grad_{name}": tensor.requires_grad_() for name, tensor in inputs.items()}
-        vectors: dict[str, Any] = inputs
-        y = ops.layer_norm(**vectors)
-        grads = _grads(y, leaves, dy)
-        return {"y": y, "grad_x": grads.pop("grad_x")}, grads
-
-    return Case(inputs, compute)
-
-
-def _gated_norm(**options: Any) -> Case:
-    def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-        rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("x", "gate", "dy")}
-        return rows, {"weight": torch.randn(sizes.hidden, dtype=dtype)}
-
-    def compute(dy: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
-        leaves = {f"grad_{name}": tensor.requires_grad_() for name, tensor in inputs.items()}
-        tensors: dict[str, Any] = inputs
-        y = ops.gated_rms_norm(**tensors, **options)
-        grads = _grads(y, leaves, dy)
-        return {"y": y, **{name: grads.pop(name) for name in ("grad_x", "grad_gate")}}, grads
-
-    return Case(inputs, compute)
-
-
-def _sum_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-    names = ("x", "residual", "dy", "dtotal")
-    rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in names}
-    return rows, {"weight": torch.randn(sizes.hidden, dtype=dtype)}
-
-
-def _sum(
-    x: torch.Tensor, residual: torch.Tensor, dy: torch.Tensor, dtotal: torch.Tensor, weight: torch.Tensor
+def _differentiated(
+    op: Callable[..., Any],
+    outputs: Sequence[str] = ("y",),
+    shared: Collection[str] = (),
+    fixed: Collection[str] = (),
+    **inputs: torch.Tensor,
 ) -> tuple[Tensors, Tensors]:
-    leaves = {
-        "grad_x": x.requires_grad_(),
-        "grad_residual": residual.requires_grad_(),
-        "grad_weight": weight.requires_grad_(),
-    }
-    y, total = ops.add_rms_norm(x, residual, weight)
-    grads = _grads((y, total), leaves, (dy, dtotal))
-    return {"y": y, "total": total, "grad_x": grads.pop("grad_x"), "grad_residual": grads.pop("grad_residual")}, grads
+    """The ``outputs`` of ``op`` and the gradients of its inputs, but for those that are ``fixed``; apart from them the
+    gradients of those that rows share. The upstream gradient of an output "y" is the input "dy"."""
+    upstream = [inputs.pop(f"d{name}") for name in outputs]
+    leaves = {f"grad_{name}": x.requires_grad_() for name, x in inputs.items() if name not in fixed}
+    results = op(**inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    grads = _grads(results, leaves, upstream)
+    summed = {f"grad_{name}": grads.pop(f"grad_{name}") for name in shared}
+    return {**dict(zip(outputs, results, strict=True)), **grads}, summed
+
+
+def _grads(results: Any, leaves: Tensors, upstream: Any) -> Tensors:
+    return dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), upstream), strict=True))
+
+
+def _case(
+    op: Callable[..., Any], rows: Sequence[str], shared: Sequence[str] = (), outputs: Sequence[str] = ("y",)
+) -> Case:
+    """``op`` of inputs [rows, hidden], and of vectors [hidden] that all rows share."""
+
+    def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+        names = (*rows, *(f"d{name}" for name in outputs))
+        by_row = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in names}
+        return by_row, {name: torch.randn(sizes.hidden, dtype=dtype) for name in shared}
+
+    return Case(inputs, partial(_differentiated, op, outputs, shared))
 
 
 def _rope_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
@@ -170,41 +141,15 @@ def _rope_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
     return {"q": q, "k": k, "dq": dq, "dk": dk, "cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}, {}
 
 
-def _rope(
-    q: torch.Tensor, k: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[Tensors, Tensors]:
-    def sequence(x: torch.Tensor) -> torch.Tensor:  # a view of [1, heads, rows, width]
-        return x.transpose(0, 1)[None]
-
-    leaves = {"grad_q": q.requires_grad_(), "grad_k": k.requires_grad_()}
-    turned = ops.rope(sequence(q), sequence(k), cos[None], sin[None])
-    grads = _grads(turned, leaves, (sequence(dq), sequence(dk)))
-    turned_q, turned_k = (x[0].transpose(0, 1) for x in turned)
-    return {"q": turned_q, "k": turned_k, **grads}, {}
-
-
-def _glu(op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Case:
-    def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-        return {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("gate", "up", "dy")}, {}
-
-    def compute(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> tuple[Tensors, Tensors]:
-        y = op(gate.requires_grad_(), up.requires_grad_())
-        return {"y": y, **_grads(y, {"grad_gate": gate, "grad_up": up}, dy)}, {}
-
-    return Case(inputs, compute)
+def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of views of [1, heads, rows, width]."""
+    q, k = (x.transpose(0, 1)[None] for x in (q, k))
+    return tuple(x.squeeze(0).transpose(0, 1) for x in ops.rope(q, k, cos[None], sin[None]))
 
 
 def _packed_glu_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-    width = 2 * sizes.hidden
-    return {
-        "x": torch.randn(sizes.rows, width, dtype=dtype),
-        "dy": torch.randn(sizes.rows, width // 2, dtype=dtype),
-    }, {}
-
-
-def _packed_glu(x: torch.Tensor, dy: torch.Tensor) -> tuple[Tensors, Tensors]:
-    y = ops.packed_glu(x.requires_grad_())
-    return {"y": y, **_grads(y, {"grad_x": x}, dy)}, {}
+    widths = {"x": 2 * sizes.hidden, "dy": sizes.hidden}
+    return {name: torch.randn(sizes.rows, width, dtype=dtype) for name, width in widths.items()}, {}
 
 
 def _experts_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
@@ -214,25 +159,13 @@ def _experts_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]
     return rows, {"gate_up": gate_up, "down": down}
 
 
-def _experts(**inputs: Any) -> tuple[Tensors, Tensors]:
-    dy = inputs.pop("dy")
-    leaves = {f"grad_{name}": t.requires_grad_() for name, t in inputs.items() if name != "ids"}
-    y = ops.experts(**inputs)
-    grads = _grads(y, leaves, dy)
-    return {"y": y, **{name: grads.pop(name) for name in ("grad_hidden", "grad_weights")}}, grads
-
-
 def _glu_linear(op: Callable[..., torch.Tensor]) -> Case:
     def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
         rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("gate", "up", "grad_out")}
         return rows, {"weight": torch.randn(64, sizes.hidden, dtype=dtype), "bias": torch.randn(64, dtype=dtype)}
 
-    def compute(**inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
-        d_out = inputs.pop("grad_out")[:, :64]
-        leaves = {f"grad_{name}": tensor.requires_grad_() for name, tensor in inputs.items()}
-        out = op(**inputs)
-        grads = _grads(out, leaves, d_out)
-        return {"out": out, **{name: grads.pop(name) for name in ("grad_gate", "grad_up")}}, grads
+    def compute(grad_out: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
+        return _differentiated(op, ("out",), ("weight", "bias"), **inputs, dout=grad_out[:, :64])
 
     return Case(inputs, compute)
 
@@ -268,11 +201,7 @@ def _loss(op: Callable[..., Any], first: str, reduction: str) -> Case:
             options["chunk_size"] = _sizes(targets.device).chunk_size
         out = op(inputs.pop(first), targets=targets, **inputs, **options)
         grads = _grads(out.loss, leaves, d_loss if reduction == "none" else d_loss.new_tensor(0.7))
-        rows: Tensors = {
-            "log_probs": out.log_probs,
-            "entropy": out.entropy,
-            f"grad_{first}": grads.pop(f"grad_{first}"),
-        }
+        rows = {"log_probs": out.log_probs, "entropy": out.entropy, f"grad_{first}": grads.pop(f"grad_{first}")}
         return ({"loss": out.loss} | rows, grads) if reduction == "none" else (rows, {"loss": out.loss} | grads)
 
     return Case(_logits if first == "logits" else _head, compute)
@@ -290,9 +219,8 @@ def _log_probs(targets: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, 
 def _packed(sizes: Sizes, dtype: torch.dtype, class_weight: bool) -> tuple[Tensors, Tensors]:
     labels = torch.randint(sizes.vocab, (sizes.rows, 24))
     labels[torch.rand(labels.shape) < 0.3] = -100
-    return {"labels": labels, "like": torch.zeros(sizes.rows, dtype=dtype)}, (
-        {"class_weight": torch.rand(sizes.vocab)} if class_weight else {}
-    )
+    rows = {"labels": labels, "like": torch.zeros(sizes.rows, dtype=dtype)}
+    return rows, {"class_weight": torch.rand(sizes.vocab)} if class_weight else {}
 
 
 def _packing(labels: torch.Tensor, like: torch.Tensor, **options: Any) -> tuple[Tensors, Tensors]:
@@ -302,25 +230,24 @@ def _packing(labels: torch.Tensor, like: torch.Tensor, **options: Any) -> tuple[
     return rows, {"denominator": out.denominator}
 
 
-def _grads(
-    results: torch.Tensor | tuple[torch.Tensor, ...], leaves: Tensors, upstream: torch.Tensor | tuple[torch.Tensor, ...]
-) -> Tensors:
-    return dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), upstream), strict=True))
-
-
 CASES = {
-    **{f"rms_norm, {f}": _norm(f) for f in ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")},
-    "rms_norm, no weight": _norm("cast_then_scale", weighted=False),
-    "add_rms_norm": Case(_sum_inputs, _sum),
-    "layer_norm": _layer_norm(weighted=True),
-    "layer_norm, no weight": _layer_norm(weighted=False),
-    "gated_rms_norm": _gated_norm(),
-    "gated_rms_norm, gate first in groups": _gated_norm(gate_first=True, groups=8),
-    "rope": Case(_rope_inputs, _rope),
-    "swiglu": _glu(ops.swiglu),
-    "geglu": _glu(ops.geglu),
-    "packed_glu": Case(_packed_glu_inputs, _packed_glu),
-    "experts": Case(_experts_inputs, _experts),
+    **{
+        f"rms_norm, {formula}": _case(partial(ops.rms_norm, formula=formula), ["x"], ["weight"])
+        for formula in ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
+    },
+    "rms_norm, no weight": _case(ops.rms_norm, ["x"]),
+    "add_rms_norm": _case(ops.add_rms_norm, ["x", "residual"], ["weight"], outputs=["y", "total"]),
+    "layer_norm": _case(ops.layer_norm, ["x"], ["weight", "bias"]),
+    "layer_norm, no weight": _case(ops.layer_norm, ["x"]),
+    "gated_rms_norm": _case(ops.gated_rms_norm, ["x", "gate"], ["weight"]),
+    "gated_rms_norm, gate first in groups": _case(
+        partial(ops.gated_rms_norm, gate_first=True, groups=8), ["x", "gate"], ["weight"]
+    ),
+    "rope": Case(_rope_inputs, partial(_differentiated, _rope, ("q", "k"), fixed=("cos", "sin"))),
+    "swiglu": _case(ops.swiglu, ["gate", "up"]),
+    "geglu": _case(ops.geglu, ["gate", "up"]),
+    "packed_glu": Case(_packed_glu_inputs, partial(_differentiated, ops.packed_glu)),
+    "experts": Case(_experts_inputs, partial(_differentiated, ops.experts, shared=("gate_up", "down"), fixed=("ids",))),
     "swiglu_linear": _glu_linear(ops.swiglu_linear),
     "geglu_linear": _glu_linear(ops.geglu_linear),
     **{f"cross_entropy, {r}": _loss(ops.cross_entropy, "logits", r) for r in ("none", "mean")},
