@@ -56,6 +56,10 @@ def commit() -> str:
     return done.stdout.strip()
 
 
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -73,8 +77,8 @@ def gpu() -> str:
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or shutil.which("nvidia-smi") is None:
         return "none"
     done = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
-    names = done.stdout.split("\n") if done.returncode == 0 else []
-    return names[0].strip() if names and names[0].strip() else "none"
+    first = done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
+    return first or "none"
 
 
 def cpus() -> int:
@@ -82,12 +86,8 @@ def cpus() -> int:
 
 
 def machine() -> dict[str, str]:
-    return {
-        "cpus": str(cpus()),
-        "gpu": gpu(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-    }
+    python = platform.python_version()
+    return {"cpus": str(cpus()), "gpu": gpu(), "platform": platform.platform(), "python": python}
 
 
 def run_stages(
@@ -109,8 +109,7 @@ def run_stages(
         for package, version in cell.pins.items()
         if here.get(canonical(package)) != version and (this["gpu"] == "none" or package in ("transformers", "trl"))
     ]
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    record = CellRecord(cell.name, cell.digest, code_digest(), commit(), here, this, now, deviations)
+    record = CellRecord(cell.name, cell.digest, code_digest(), commit(), here, this, now(), deviations)
     kept = {} if fresh else _kept(record, folder)
     for stage in stages:
         result = kept.get(stage.name)
