@@ -154,20 +154,16 @@ def run_stage(stage: Stage, folder: Path, workers: int, gpu: str = "none", timeo
     command += ["-p", "no:cacheprovider", "--junitxml", str(folder / "junit.xml")]
     began, cpu_began = time.monotonic(), _children_seconds()
     reason = _call([sys.executable, *command], folder / "log.txt", timeout)
-    result = StageResult(stage.name, ["python", *map(_short, command)], "failed")
-    result.seconds = round(time.monotonic() - began, 1)
-    result.cpu_seconds = round(_children_seconds() - cpu_began, 1)
-    _collect(stage, folder, result, reason)
+    seconds, cpu_seconds = (round(s, 1) for s in (time.monotonic() - began, _children_seconds() - cpu_began))
+    shown = ["python", *(argument.replace(f"{ROOT}/", "") for argument in command)]
+    result = StageResult(stage.name, shown, "failed", reason, seconds, cpu_seconds)
+    _collect(stage, folder, result)
     return result
 
 
 def _children_seconds() -> float:
     times = os.times()
     return times.children_user + times.children_system
-
-
-def _short(argument: str) -> str:
-    return argument.replace(f"{ROOT}/", "")
 
 
 def _call(command: list[str], log: Path, timeout: float) -> str:
@@ -188,9 +184,9 @@ def _call(command: list[str], log: Path, timeout: float) -> str:
     return "" if code == 0 else f"exit code {code}: {lines[-1].strip('= ') if lines else 'no output'}"
 
 
-def _collect(stage: Stage, folder: Path, result: StageResult, reason: str) -> None:
+def _collect(stage: Stage, folder: Path, result: StageResult) -> None:
     """Fill in ``result`` what the process left; it passed only when it ended well and did something."""
-    result.reason = reason
+    reason = result.reason
     try:
         result.passed, result.failed, result.skipped = records.read_cases(folder / "junit.xml")
         if stage.leaves_records:

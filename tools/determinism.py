@@ -1,7 +1,7 @@
 """Is an op's result the same to the last bit, run after run and in whichever batch a row lies? Facts, and promises.
 
 ``python -m tools.determinism`` (on a CPU with ``TRITON_INTERPRET=1``) prints the facts of this machine as a Markdown
-table; ``tests/test_ops_determinism.py`` holds them against :data:`PROMISED`.
+table; ``tests/test_ops_determinism.py`` holds them against what is promised.
 
 - *Run to run*: the same inputs again, at other addresses, after other launches.
 - *In any batch*: what an op computes for a row is the same whether the row is alone or in a batch, of whatever size and
@@ -31,36 +31,6 @@ Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float32, torch.bfloat16)
 RUNS, BATCH = "run to run", "in any batch"
 REPEATS = 4
-
-# What is promised of each case. For the GEMMs of a linear layer their library chooses an algorithm by the number of
-# rows, and without reduction the fused loss has its upstream gradients in units of the batch's largest. Counts weighted
-# by class are differences of running sums of float64, which begin with the batch and which no GPU adds up in a fixed
-# order.
-PROMISED = {
-    "rms_norm, cast_then_scale": {RUNS, BATCH},
-    "rms_norm, scale_then_cast": {RUNS, BATCH},
-    "rms_norm, offset_scale_then_cast": {RUNS, BATCH},
-    "rms_norm, no weight": {RUNS, BATCH},
-    "add_rms_norm": {RUNS, BATCH},
-    "layer_norm": {RUNS, BATCH},
-    "layer_norm, no weight": {RUNS, BATCH},
-    "gated_rms_norm": {RUNS, BATCH},
-    "gated_rms_norm, gate first in groups": {RUNS, BATCH},
-    "rope": {RUNS, BATCH},
-    "swiglu": {RUNS, BATCH},
-    "geglu": {RUNS, BATCH},
-    "packed_glu": {RUNS, BATCH},
-    "experts": {RUNS},
-    "swiglu_linear": {RUNS},
-    "geglu_linear": {RUNS},
-    "cross_entropy, none": {RUNS, BATCH},
-    "cross_entropy, mean": {RUNS, BATCH},
-    "linear_cross_entropy, none": {RUNS},
-    "linear_cross_entropy, mean": {RUNS},
-    "linear_log_probs": {RUNS},
-    "packing_weights": {RUNS, BATCH},
-    "packing_weights, class_weight": set(),
-}
 
 
 class Fact(NamedTuple):
@@ -92,10 +62,12 @@ class Case(NamedTuple):
     Attributes:
         inputs: makes the inputs that have the rows as their first dimension, and those that all rows share.
         compute: from these, by name: what has the rows as its first dimension, and what sums over them.
+        promised: run to run, or in any batch; both where nothing else is said.
     """
 
     inputs: Callable[[Sizes, torch.dtype], tuple[Tensors, Tensors]]
     compute: Callable[..., tuple[Tensors, Tensors]]
+    promised: Collection[str] = (RUNS, BATCH)
 
 
 def _differentiated(
@@ -167,7 +139,7 @@ def _glu_linear(op: Callable[..., torch.Tensor]) -> Case:
     def compute(grad_out: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
         return _differentiated(op, ("out",), ("weight", "bias"), **inputs, dout=grad_out[:, :64])
 
-    return Case(inputs, compute)
+    return Case(inputs, compute, (RUNS,))
 
 
 def _targets(sizes: Sizes) -> Tensors:
@@ -204,7 +176,7 @@ def _loss(op: Callable[..., Any], first: str, reduction: str) -> Case:
         rows = {"log_probs": out.log_probs, "entropy": out.entropy, f"grad_{first}": grads.pop(f"grad_{first}")}
         return ({"loss": out.loss} | rows, grads) if reduction == "none" else (rows, {"loss": out.loss} | grads)
 
-    return Case(_logits if first == "logits" else _head, compute)
+    return Case(_logits, compute) if first == "logits" else Case(_head, compute, (RUNS,))
 
 
 def _log_probs(targets: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
@@ -230,6 +202,9 @@ def _packing(labels: torch.Tensor, like: torch.Tensor, **options: Any) -> tuple[
     return rows, {"denominator": out.denominator}
 
 
+# For the GEMMs of a linear layer their library chooses an algorithm by the number of rows, and without reduction the
+# fused loss has its upstream gradients in units of the batch's largest. Counts weighted by class are differences of
+# running sums of float64, which begin with the batch and which no GPU adds up in a fixed order.
 CASES = {
     **{
         f"rms_norm, {formula}": _case(partial(ops.rms_norm, formula=formula), ["x"], ["weight"])
@@ -247,14 +222,16 @@ CASES = {
     "swiglu": _case(ops.swiglu, ["gate", "up"]),
     "geglu": _case(ops.geglu, ["gate", "up"]),
     "packed_glu": Case(_packed_glu_inputs, partial(_differentiated, ops.packed_glu)),
-    "experts": Case(_experts_inputs, partial(_differentiated, ops.experts, shared=("gate_up", "down"), fixed=("ids",))),
+    "experts": Case(
+        _experts_inputs, partial(_differentiated, ops.experts, shared=("gate_up", "down"), fixed=("ids",)), (RUNS,)
+    ),
     "swiglu_linear": _glu_linear(ops.swiglu_linear),
     "geglu_linear": _glu_linear(ops.geglu_linear),
     **{f"cross_entropy, {r}": _loss(ops.cross_entropy, "logits", r) for r in ("none", "mean")},
     **{f"linear_cross_entropy, {r}": _loss(ops.linear_cross_entropy, "hidden", r) for r in ("none", "mean")},
-    "linear_log_probs": Case(_head, _log_probs),
+    "linear_log_probs": Case(_head, _log_probs, (RUNS,)),
     "packing_weights": Case(partial(_packed, class_weight=False), _packing),
-    "packing_weights, class_weight": Case(partial(_packed, class_weight=True), _packing),
+    "packing_weights, class_weight": Case(partial(_packed, class_weight=True), _packing, ()),
 }
 
 
@@ -289,11 +266,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def broken(name: str, found: list[Fact]) -> list[str]:
-    """What :data:`PROMISED` says of case ``name`` and ``found`` does not."""
+    """What is promised of case ``name``, and ``found`` does not have."""
     verdicts = [
         (fact.tensor, kind, value) for fact in found for kind, value in ((RUNS, fact.runs), (BATCH, fact.batch))
     ]
-    return [f"{tensor}: {kind}" for tensor, kind, value in verdicts if kind in PROMISED[name] and value is False]
+    return [f"{tensor}: {kind}" for tensor, kind, value in verdicts if kind in CASES[name].promised and value is False]
 
 
 def _sizes(device: torch.device) -> Sizes:
@@ -310,7 +287,7 @@ def table(device: torch.device) -> Iterator[str]:
             for verdicts in ({f.tensor: f.runs for f in found}, {f.tensor: f.batch for f in found}):
                 same, other = ([t for t, value in verdicts.items() if value is wanted] for wanted in (True, False))
                 cells.append("; ".join([", ".join(same)] * bool(same) + ["**not** " + ", ".join(other)] * bool(other)))
-            cells.append(", ".join(kind for kind in (RUNS, BATCH) if kind in PROMISED[name]) or "nothing")
+            cells.append(", ".join(kind for kind in (RUNS, BATCH) if kind in CASES[name].promised) or "nothing")
             yield markdown_row(cells)
 
 
