@@ -90,17 +90,19 @@ def run(
     """
     code = runner.code_digest()
     states = [_State(cell) for cell in chosen]
+    waiting: collections.deque[_State] = collections.deque()
     for state in states:
-        kept = None if fresh else _passed(state.cell, folder, code, gpus)
-        if kept is not None:
+        name = f"{state.cell.name}{GPU if gpus else ''}"
+        kept = None if fresh else records.earlier(folder, name)
+        if kept is not None and kept.passed and (kept.code, kept.digest) == (code, state.cell.digest):
             state.record, state.done = kept, True
             say(f"{state.cell.name}: kept, it passed with this code")
         else:  # what an earlier run left is not what this one did
-            (folder / f"{state.cell.name}{GPU if gpus else ''}.json").unlink(missing_ok=True)
-    if all(state.done for state in states):
+            (folder / f"{name}.json").unlink(missing_ok=True)
+            waiting.append(state)
+    if not waiting:
         return {}
     options = ["--workers", str(workers), *(["--fresh"] if fresh else [])]
-    waiting = collections.deque(state for state in states if not state.done)
     running: dict[Any, _State] = {}
     homeless = time.monotonic()
     with _connected(address) as ray, _Table(states, say) as table:
@@ -159,12 +161,6 @@ def _connected(address: str) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
-
-
-def _passed(cell: Cell, folder: Path, code: str, gpus: float) -> CellRecord | None:
-    record = records.earlier(folder, f"{cell.name}{GPU if gpus else ''}")
-    good = record is not None and record.passed and (record.code, record.digest) == (code, cell.digest)
-    return record if good else None
 
 
 def on_node(cell: Cell, options: list[str], code: str, how: Runner) -> Iterator[Any]:

@@ -28,11 +28,8 @@ def versions(package: str) -> list[str]:
     line = next((line for line in done.stdout.splitlines() if line.startswith("Available versions:")), None)
     if done.returncode or line is None:
         raise ValueError(f"pip index versions {package}: {done.stderr.strip().splitlines()[-1:] or 'no answer'}")
-    return [version for version in line.partition(":")[2].replace(" ", "").split(",") if _is_final(version)]
-
-
-def _is_final(version: str) -> bool:
-    return re.fullmatch(r"\d+(\.\d+)+", version) is not None
+    found = line.partition(":")[2].replace(" ", "").split(",")
+    return [version for version in found if re.fullmatch(r"\d+(\.\d+)+", version)]
 
 
 def number(version: str) -> tuple[int, ...]:
