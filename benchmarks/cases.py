@@ -299,7 +299,7 @@ def head(
     masked: bool,
     weights: bool = False,
 ) -> Case:
-    """What computes its logits itself, of ``shape`` tokens x hidden size x classes."""
+    """An op that computes its logits itself, of ``shape`` tokens x hidden size x classes."""
     rows, hidden, vocab = shape
 
     def inputs(n: int) -> Tensors:

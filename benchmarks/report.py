@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.cases import Case
@@ -39,7 +39,7 @@ class Row:
     of_copy: float
     of_own_copy: float
     of_matmul: float
-    peers: dict[str, Peer] = field(default_factory=dict)
+    peers: dict[str, Peer]
 
     @property
     def ceiling(self) -> str:
