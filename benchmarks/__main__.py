@@ -67,7 +67,7 @@ def compare(case: Case, dtype: torch.dtype) -> tuple[float, Tensors, Results]:
     inputs = case.inputs(case.checked_rows or case.rows)
     wide = tuple(x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs)
     ours, eager = (results(function, inputs, dtype) for function in (case.ours, case.eager))
-    truth = results(case.truth, wide, dtype)
+    truth = results(case.truth or case.eager, wide, dtype)
     for group, kind in enumerate(("output", "gradient")):
         for i, tensors in enumerate(zip(ours[group], eager[group], truth[group], strict=True)):
             three_way(*tensors, tensors[0].dtype, f"{case.op} {kind} {i}")
@@ -93,7 +93,7 @@ def run(
     repeats: int,
     ceilings: Mapping[str, float],
     gpu: Gpu,
-    keep: Callable[[list[Row]], None] = lambda rows: None,
+    keep: Callable[[list[Row]], None],
 ) -> tuple[list[Row], bool]:
     """The rows of ``chosen``, and whether ours was right in all. Arms of one formula and shape are measured once.
     ``keep`` gets the rows so far after each case: what was measured outlives a run that is cut off."""
@@ -120,8 +120,10 @@ def run(
         print(", ".join([f"{case.op} {case.shape}: {ours.ms:.3f} ms", *shown]), flush=True)
         del inputs, checked, truth
         gpu.release()
-        own_copy = gpu.copy_gb_per_s(case.bytes)
-        rows.append(Row.of(case, ours, found, own_copy, ceilings, arms))
+        gb_per_s, tflop_per_s = case.bytes / ours.ms / 1e6, case.flops / ours.ms / 1e9
+        of_copy, of_matmul = gb_per_s / ceilings["copy_gb_per_s"], tflop_per_s / ceilings["matmul_tflop_per_s"]
+        of_own_copy = gb_per_s / gpu.copy_gb_per_s(case.bytes)
+        rows.append(Row(case, ours, found, of_copy, of_own_copy, of_matmul, arms))
         keep(rows)
     return rows, right
 

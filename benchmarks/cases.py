@@ -54,8 +54,8 @@ class Case:
     """One op at one shape.
 
     ``inputs(rows)`` makes leaf tensors; ``ours``, ``eager`` and ``truth`` take them and return a tensor or several.
-    ``eager`` is what a model runs without kernels, ``truth`` is right in float64. Peers are found by ``formula``: cases
-    that differ only in how ours goes about it share one, and are measured against the same results.
+    ``eager`` is what a model runs without kernels, ``truth`` is right in float64; without one, ``eager`` is. Peers are
+    found by ``formula``: cases that differ only in how ours goes about it share one, and its results.
     """
 
     formula: str
@@ -64,9 +64,9 @@ class Case:
     inputs: Callable[[int], Tensors] = field(repr=False)
     ours: Callable[..., Any] = field(repr=False)
     eager: Callable[..., Any] = field(repr=False)
-    truth: Callable[..., Any] = field(repr=False)
     bytes: int
     flops: int
+    truth: Callable[..., Any] | None = field(default=None, repr=False)
     memory: str | None = None
     checked_rows: int | None = None
 
@@ -91,17 +91,13 @@ def of_counted(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def norm(place: Place, rows: int, hidden: int, formula: str) -> Case:
-    def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return ops.rms_norm_ref(x, weight, EPS, formula=formula)
-
     return Case(
         f"rms_norm ({formula})",
         f"{rows}x{hidden}",
         rows,
         lambda n: (place.randn(n, hidden), place.randn(hidden)),
-        lambda x, weight: ops.rms_norm(x, weight, EPS, formula=formula),
-        reference,
-        reference,
+        partial(ops.rms_norm, eps=EPS, formula=formula),
+        partial(ops.rms_norm_ref, eps=EPS, formula=formula),
         5 * rows * hidden * place.dtype.itemsize,
         12 * rows * hidden,
     )
@@ -116,45 +112,35 @@ def add_norm(place: Place, rows: int, hidden: int) -> Case:
         lambda n: (place.randn(n, hidden), place.randn(n, hidden), place.randn(hidden)),
         ops.add_rms_norm,
         ops.add_rms_norm_ref,
-        ops.add_rms_norm_ref,
         8 * rows * hidden * place.dtype.itemsize,
         14 * rows * hidden,
     )
 
 
 def layer_norm(place: Place, rows: int, hidden: int) -> Case:
-    def torchs(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (hidden,), weight, bias, EPS)
-
     return Case(
         "layer_norm",
         f"{rows}x{hidden}",
         rows,
         lambda n: (place.randn(n, hidden), place.randn(hidden), place.randn(hidden)),
-        lambda x, weight, bias: ops.layer_norm(x, weight, bias, EPS),
-        torchs,
-        lambda x, weight, bias: ops.layer_norm_ref(x, weight, bias, EPS),
+        partial(ops.layer_norm, eps=EPS),
+        lambda x, weight, bias: F.layer_norm(x, (hidden,), weight, bias, EPS),
         5 * rows * hidden * place.dtype.itemsize,
         16 * rows * hidden,
+        partial(ops.layer_norm_ref, eps=EPS),
     )
 
 
 def gated_norm(place: Place, rows: int, hidden: int, groups: int = 1, **options: Any) -> Case:
     """As in a linear attention, whose rows are heads, or gated first in groups, as in a state-space model."""
-
-    def inputs(n: int) -> Tensors:
-        return place.randn(n, hidden), place.randn(n, hidden), place.randn(hidden)
-
     order = f" (gate first{f', {groups} groups' * (groups > 1)})" if options.get("gate_first") else ""
-    reference = partial(ops.gated_rms_norm_ref, eps=EPS, groups=groups, **options)
     return Case(
         f"gated_rms_norm{order}",
         f"{rows}x{hidden}",
         rows,
-        inputs,
+        lambda n: (place.randn(n, hidden), place.randn(n, hidden), place.randn(hidden)),
         partial(ops.gated_rms_norm, eps=EPS, groups=groups, **options),
-        reference,
-        reference,
+        partial(ops.gated_rms_norm_ref, eps=EPS, groups=groups, **options),
         8 * rows * hidden * place.dtype.itemsize,
         30 * rows * hidden,
     )
@@ -181,22 +167,19 @@ def rope(
         inputs,
         partial(ops.rope, **options),
         partial(ops.rope_ref, **options),
-        partial(ops.rope_ref, **options),
         4 * elements * place.dtype.itemsize,
         6 * elements,
     )
 
 
 def glu(place: Place, name: str, rows: int, inner: int) -> Case:
-    reference = getattr(ops, f"{name}_ref")
     return Case(
         name,
         f"{rows}x{inner}",
         rows,
         lambda n: (place.randn(n, inner), place.randn(n, inner)),
         getattr(ops, name),
-        reference,
-        reference,
+        getattr(ops, f"{name}_ref"),
         8 * rows * inner * place.dtype.itemsize,
         20 * rows * inner,
     )
@@ -204,18 +187,13 @@ def glu(place: Place, name: str, rows: int, inner: int) -> Case:
 
 def packed_glu(place: Place, rows: int, features: int, gate: ops.Gate) -> Case:
     """Gate and up in one tensor, as the experts of a mixture have them."""
-
-    def reference(x: torch.Tensor) -> torch.Tensor:
-        return ops.packed_glu_ref(x, gate)
-
     return Case(
         f"packed_glu ({gate})",
         f"{rows}x{features}",
         rows,
         lambda n: (place.randn(n, 2 * features),),
-        lambda x: ops.packed_glu(x, gate),
-        reference,
-        reference,
+        partial(ops.packed_glu, gate=gate),
+        partial(ops.packed_glu_ref, gate=gate),
         8 * rows * features * place.dtype.itemsize,
         30 * rows * features,
     )
@@ -248,24 +226,22 @@ def experts(place: Place, tokens: int, hidden: int, features: int, n_experts: in
         inputs,
         ops.experts,
         transformers,
-        ops.experts_ref,
         (3 * parameters + 4 * tokens * hidden) * place.dtype.itemsize,
         18 * tokens * choices * features * hidden,
+        ops.experts_ref,
         checked_rows=CHECKED_ROWS,
     )
 
 
 def glu_linear(place: Place, name: str, rows: int, inner: int, hidden: int) -> Case:
     """The unit with the linear layer behind it, whose three products are nearly all of its operations."""
-    reference = getattr(ops, f"{name}_linear_ref")
     return Case(
         f"{name}_linear",
         f"{rows}x{inner}x{hidden}",
         rows,
         lambda n: (place.randn(n, inner), place.randn(n, inner), place.randn(hidden, inner, scale=inner**-0.5)),
         getattr(ops, f"{name}_linear"),
-        reference,
-        reference,
+        getattr(ops, f"{name}_linear_ref"),
         (6 * rows * inner + 2 * rows * hidden + 2 * hidden * inner) * place.dtype.itemsize,
         6 * rows * inner * hidden + 20 * rows * inner,
     )
@@ -300,9 +276,9 @@ def loss(place: Place, rows: int, vocab: int, weights: bool = False) -> Case:
         inputs,
         weighted(ops.cross_entropy) if weights else ops.cross_entropy,
         float_loss,
-        weighted(ops.cross_entropy_ref) if weights else ops.cross_entropy_ref,
         2 * rows * vocab * place.dtype.itemsize,
         8 * rows * vocab,
+        weighted(ops.cross_entropy_ref) if weights else ops.cross_entropy_ref,
         checked_rows=CHECKED_ROWS,
     )
 
@@ -310,6 +286,43 @@ def loss(place: Place, rows: int, vocab: int, weights: bool = False) -> Case:
 def computed_again(rows: int, hidden: int, vocab: int) -> int:
     """Of how many classes the schedule "small" computes the logits twice: others stay in grad_weight's memory."""
     return vocab - vocab * hidden // (rows + hidden) // 1024 * 1024
+
+
+def head(
+    place: Place,
+    formula: str,
+    shape: tuple[int, int, int],
+    ours: Callable[..., Any],
+    eager: Callable[..., Any],
+    truth: Callable[..., Any],
+    memory: str | None,
+    masked: bool,
+    weights: bool = False,
+) -> Case:
+    """An op that computes its logits itself, of ``shape`` tokens x hidden size x classes."""
+    rows, hidden, vocab = shape
+
+    def inputs(n: int) -> Tensors:
+        targets = place.targets(n, vocab, masked)
+        leaves = place.randn(n, hidden), place.randn(vocab, hidden, scale=hidden**-0.5), targets
+        return (*leaves, *place.row_weights(n)) if weights else leaves
+
+    ours = of_counted(ours) if masked else ours
+    multiplied = round(rows * SHARE) if masked else rows
+    again = memory == "small" and balanced_because(place.dtype, 0.0, memory) is None
+    return Case(
+        f"{formula}{' (row_weight)' if weights else ''}{MASKED if masked else ''}",
+        "x".join(map(str, shape)),
+        rows,
+        inputs,
+        weighted(ours) if weights else ours,
+        eager,
+        2 * (rows + vocab) * hidden * place.dtype.itemsize,
+        2 * multiplied * hidden * (3 * vocab + (computed_again(multiplied, hidden, vocab) if again else 0)),
+        weighted(truth) if weights else truth,
+        memory,
+        CHECKED_ROWS,
+    )
 
 
 def linear_loss(
@@ -321,28 +334,9 @@ def linear_loss(
     memory: str | None = None,
     masked: bool = False,
 ) -> Case:
-    def inputs(n: int) -> Tensors:
-        targets = place.targets(n, vocab, masked)
-        leaves = place.randn(n, hidden), place.randn(vocab, hidden, scale=hidden**-0.5), targets
-        return (*leaves, *place.row_weights(n)) if weights else leaves
-
-    ours: Callable[..., Any] = partial(ops.linear_cross_entropy, memory=memory)
-    ours = of_counted(ours) if masked else ours
-    multiplied = round(rows * SHARE) if masked else rows
-    again = memory == "small" and balanced_because(place.dtype, 0.0, memory) is None
-    return Case(
-        f"linear_cross_entropy{' (row_weight)' if weights else ''}{MASKED if masked else ''}",
-        f"{rows}x{hidden}x{vocab}",
-        rows,
-        inputs,
-        weighted(ours) if weights else ours,
-        linear_float_loss,
-        weighted(ops.linear_cross_entropy_ref) if weights else ops.linear_cross_entropy_ref,
-        2 * (rows + vocab) * hidden * place.dtype.itemsize,
-        2 * multiplied * hidden * (3 * vocab + (computed_again(multiplied, hidden, vocab) if again else 0)),
-        memory=memory,
-        checked_rows=CHECKED_ROWS,
-    )
+    ours, truth = partial(ops.linear_cross_entropy, memory=memory), ops.linear_cross_entropy_ref
+    shape = rows, hidden, vocab
+    return head(place, "linear_cross_entropy", shape, ours, linear_float_loss, truth, memory, masked, weights)
 
 
 def float_log_probs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Tensors:
@@ -358,31 +352,11 @@ def linear_log_probs(
 ) -> Case:
     """Log-probabilities and entropy, both with gradient."""
 
-    def inputs(n: int) -> Tensors:
-        targets = place.targets(n, vocab, masked)
-        return place.randn(n, hidden), place.randn(vocab, hidden, scale=hidden**-0.5), targets
-
     def both(op: Callable[..., Any]) -> Callable[..., Tensors]:
-        return lambda *tensors: op(*tensors, outputs=("log_probs", "entropy"))[:2]
+        return lambda *tensors, **options: op(*tensors, outputs=("log_probs", "entropy"), **options)[:2]
 
-    ours = both(partial(ops.linear_log_probs, memory=memory))
-    if masked:
-        ours = both(of_counted(partial(ops.linear_log_probs, memory=memory)))
-    again = memory == "small" and balanced_because(place.dtype, 0.0, memory) is None
-    multiplied = round(rows * SHARE) if masked else rows
-    return Case(
-        f"linear_log_probs{MASKED if masked else ''}",
-        f"{rows}x{hidden}x{vocab}",
-        rows,
-        inputs,
-        ours,
-        float_log_probs,
-        both(ops.linear_log_probs_ref),
-        2 * (rows + vocab) * hidden * place.dtype.itemsize,
-        2 * multiplied * hidden * (3 * vocab + (computed_again(multiplied, hidden, vocab) if again else 0)),
-        memory=memory,
-        checked_rows=CHECKED_ROWS,
-    )
+    ours, truth = both(partial(ops.linear_log_probs, memory=memory)), both(ops.linear_log_probs_ref)
+    return head(place, "linear_log_probs", (rows, hidden, vocab), ours, float_log_probs, truth, memory, masked)
 
 
 def packing(place: Place, rows: int, longest: int) -> Case:
@@ -407,7 +381,7 @@ def packing(place: Place, rows: int, longest: int) -> Case:
         weight = torch.where(counted, counts.clamp(min=1).rsqrt(), 0.0)
         return weight.float(), weight.sum().float()
 
-    return Case("packing_weights", f"{rows} tokens", rows, inputs, ours, eager, eager, rows * 32, rows * 4)
+    return Case("packing_weights", f"{rows} tokens", rows, inputs, ours, eager, rows * 32, rows * 4)
 
 
 def cases(place: Place) -> list[Case]:
@@ -432,11 +406,11 @@ def cases(place: Place) -> list[Case]:
         glu_linear(place, "swiglu", 8192, 8192, 2048),
         *(loss(place, 8192, vocab) for vocab in (32768, 128256, 262144)),
         loss(place, 8192, 128256, weights=True),
-        *(
+        *[
             linear_loss(place, *shape, memory=memory)
             for shape in heads
             for memory in (None, "fast", "balanced", "small")
-        ),
+        ],
         linear_loss(place, *heads[0], weights=True),
         *[linear_loss(place, *shape, masked=True) for shape in heads[:2]],
         *[

@@ -40,62 +40,47 @@ import liger_kernels
 from benchmarks.timing import spread
 from convergence import files, tables
 
+
+def decoder(
+    *, hidden: int, inner: int, layers: int, heads: int, keys: int, classes: int, **others: Any
+) -> dict[str, Any]:
+    """The configuration of a decoder; ``heads`` are those of queries, ``keys`` those of keys and values."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "vocab_size": classes,
+        **others,
+    }
+
+
 _COMMON = {"attention_dropout": 0.0, "use_cache": False}
 # Published shapes; Gemma 3's with 12 of its 26 layers, so that eager holds the logits of 16384 tokens, too, and
 # Qwen3-MoE's with 8 of its 48; Qwen2.5-VL's 3B with 12 of its 36, and 16 of the 32 of its vision tower.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (
         "LlamaForCausalLM",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-            "tie_word_embeddings": True,
-        },
+        decoder(hidden=2048, inner=8192, layers=16, heads=32, keys=8, classes=128256, tie_word_embeddings=True),
     ),
     "gemma3": (
         "Gemma3ForCausalLM",
-        {
-            "hidden_size": 1152,
-            "intermediate_size": 6912,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "head_dim": 256,
-            "vocab_size": 262144,
-            "tie_word_embeddings": True,
-        },
+        decoder(
+            hidden=1152, inner=6912, layers=12, heads=4, keys=1, head_dim=256, classes=262144, tie_word_embeddings=True
+        ),
     ),
     "qwen3": (
         "Qwen3ForCausalLM",
-        {
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-        },
+        decoder(
+            hidden=1024, inner=3072, layers=28, heads=16, keys=8, head_dim=128, classes=151936, tie_word_embeddings=True
+        ),
     ),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
         {
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "vocab_size": 151936,
+            **decoder(hidden=2048, inner=6144, layers=8, heads=32, keys=4, head_dim=128, classes=151936),
+            **{"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
             "tie_word_embeddings": False,
         },
     ),
@@ -103,12 +88,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2_5_VLForConditionalGeneration",
         {
             "text_config": {
-                "hidden_size": 2048,
-                "intermediate_size": 11008,
-                "num_hidden_layers": 12,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 2,
-                "vocab_size": 151936,
+                **decoder(hidden=2048, inner=11008, layers=12, heads=16, keys=2, classes=151936),
                 "rms_norm_eps": 1e-6,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
                 **_COMMON,

@@ -177,13 +177,7 @@ def of_counted_rows(both: Callable[..., Any]) -> Callable[..., Any]:
     return arm
 
 
-PACKAGES: dict[str, Callable[[], dict[str, Arms]]] = {
-    "liger": liger,
-    "fla": fla,
-    "cce": cce,
-    "quack": quack,
-    "trl": trl,
-}
+PACKAGES = {package.__name__: package for package in (liger, fla, cce, quack, trl)}
 PEERS = ("eager", "compile", *PACKAGES)
 # The name that each is installed under.
 DISTRIBUTIONS = {

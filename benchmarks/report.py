@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.cases import Case
@@ -27,54 +27,19 @@ class Peer:
 
 @dataclass(frozen=True)
 class Row:
-    """Ours at one shape, and every arm of its ``formula`` that was tried there.
+    """Ours at one shape, and every arm of its formula that was tried there.
 
     ``error`` is the norm of the difference from float64 over the truth's, the worst over outputs and gradients.
     ``of_copy`` and ``of_matmul`` are shares of what the ceilings allow, ``of_own_copy`` of a copy of the case's bytes.
     """
 
-    op: str
-    formula: str
-    shape: str
-    bytes: int
-    flops: int
-    ours_ms: float
-    spread_ms: float
-    ours_mib: float
-    host_ms: float
+    case: Case
+    ours: Measured
     error: float
     of_copy: float
     of_own_copy: float
     of_matmul: float
-    peers: dict[str, Peer] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        case: Case,
-        ours: Measured,
-        error: float,
-        own_copy_gb_per_s: float,
-        ceilings: Mapping[str, float],
-        peers: dict[str, Peer],
-    ) -> Row:
-        reached = {"copy_gb_per_s": case.bytes / ours.ms / 1e6, "matmul_tflop_per_s": case.flops / ours.ms / 1e9}
-        return cls(
-            case.op,
-            case.formula,
-            case.shape,
-            case.bytes,
-            case.flops,
-            ours.ms,
-            ours.spread_ms,
-            ours.mib,
-            ours.host_ms,
-            error,
-            reached["copy_gb_per_s"] / ceilings["copy_gb_per_s"],
-            reached["copy_gb_per_s"] / own_copy_gb_per_s,
-            reached["matmul_tflop_per_s"] / ceilings["matmul_tflop_per_s"],
-            peers,
-        )
+    peers: dict[str, Peer]
 
     @property
     def ceiling(self) -> str:
@@ -94,7 +59,23 @@ def _flat(row: Row) -> dict[str, Any]:
         numbers = asdict(peer.measured) if peer.measured else {}
         finite = peer.error is not None and math.isfinite(peer.error)  # JSON has no NaN; the note has it
         peers[arm] = {**numbers, "error": peer.error if finite else None, "note": peer.note}
-    return {**asdict(row), "peers": peers}
+    case, ours = row.case, row.ours
+    return {
+        "op": case.op,
+        "formula": case.formula,
+        "shape": case.shape,
+        "bytes": case.bytes,
+        "flops": case.flops,
+        "ours_ms": ours.ms,
+        "spread_ms": ours.spread_ms,
+        "ours_mib": ours.mib,
+        "host_ms": ours.host_ms,
+        "error": row.error,
+        "of_copy": row.of_copy,
+        "of_own_copy": row.of_own_copy,
+        "of_matmul": row.of_matmul,
+        "peers": peers,
+    }
 
 
 def table(where: Mapping[str, Any], rows: Sequence[Row], skipped: Mapping[str, str]) -> str:
@@ -113,10 +94,11 @@ def table(where: Mapping[str, Any], rows: Sequence[Row], skipped: Mapping[str, s
     cells = []
     notes = [f"- {peer}: {why}" for peer, why in skipped.items()]
     for row in rows:
-        ours = [row.op, row.shape, f"{row.ours_ms:.3f} ± {row.spread_ms:.3f}", row.ceiling, f"{row.host_ms:.2f}"]
-        ours += [f"{row.ours_mib:.0f}", f"{row.error:.1e}"]
-        cells.append([*ours, *(_cell(row.peers.get(arm), row.ours_ms) for arm in arms)])
-        notes += [f"- {row.formula} {row.shape}, {arm}: {peer.note}" for arm, peer in row.peers.items() if peer.note]
+        case, ours = row.case, row.ours
+        shown = [case.op, case.shape, f"{ours.ms:.3f} ± {ours.spread_ms:.3f}", row.ceiling, f"{ours.host_ms:.2f}"]
+        shown += [f"{ours.mib:.0f}", f"{row.error:.1e}"]
+        cells.append([*shown, *(_cell(row.peers.get(arm), ours.ms) for arm in arms)])
+        notes += [f"- {case.formula} {case.shape}, {arm}: {peer.note}" for arm, peer in row.peers.items() if peer.note]
     lines += tables.markdown([*header, *arms], cells)
     return "\n".join([*lines, *([""] if notes else []), *dict.fromkeys(notes)])
 

@@ -24,19 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.models import ARMS, release
+from benchmarks.models import ARMS, decoder, release
 from convergence import files, tables
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-    "use_cache": False,
-}
+SHAPE = decoder(hidden=4096, inner=14336, layers=32, heads=32, keys=8, classes=128256)
 WARM_UP, STEPS = 3, 8
 # What a kernel's name contains, the first that fits; all others are elementwise kernels and copies of torch.
 KINDS = {"communication": ("nccl",), "attention": ("flash", "fmha"), "products": ("gemm", "nvjet", "cutlass")}
@@ -59,7 +50,7 @@ def build(layers: int) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
-    config = LlamaConfig(**{**SHAPE, "num_hidden_layers": layers})
+    config = LlamaConfig(**{**SHAPE, "num_hidden_layers": layers}, tie_word_embeddings=False, use_cache=False)
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from convergence import files, tables
+from matrix.trainers.material import tokenizer
 
 ROWS, LENGTH, VOCAB = 4, 2048, 128256
 WARM_UP, STEPS = 5, 15
@@ -67,13 +68,8 @@ def _sft(model: Any, options: dict[str, Any], prompt: float) -> Any:
     from trl import SFTConfig, SFTTrainer
 
     prepared: dict[str, Any] = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
-    data = Dataset.from_dict(_rows(prompt))
-    return SFTTrainer(
-        model,
-        SFTConfig(**options, **prepared, bf16=False, gradient_checkpointing=False),
-        train_dataset=data,
-        processing_class=_tokenizer(),
-    )
+    config = SFTConfig(**options, **prepared, bf16=False, gradient_checkpointing=False)
+    return SFTTrainer(model, config, train_dataset=Dataset.from_dict(_rows(prompt)), processing_class=tokenizer())
 
 
 def _dpo(model: Any, options: dict[str, Any], prompt: float) -> Any:
@@ -94,13 +90,7 @@ def _dpo(model: Any, options: dict[str, Any], prompt: float) -> Any:
     options = {**options, "per_device_train_batch_size": ROWS // 2, "max_length": None}
     config = DPOConfig(**options, bf16=False, gradient_checkpointing=False)
     reference = copy.deepcopy(model)  # patched as the model is
-    return Prepared(model, reference, config, train_dataset=Dataset.from_dict(columns), processing_class=_tokenizer())
-
-
-def _tokenizer() -> Any:
-    from matrix.trainers.material import tokenizer
-
-    return tokenizer()
+    return Prepared(model, reference, config, train_dataset=Dataset.from_dict(columns), processing_class=tokenizer())
 
 
 JOBS = {

@@ -7,9 +7,10 @@ import argparse
 import io
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from matrix import cells, runner
+from matrix import cells, census, cluster, gate, new, report, runner, upstream
 from matrix.stages import STAGES
 
 
@@ -57,12 +58,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from matrix import report
-
     chosen = cells.select(arguments.cells)
+    failures: dict[str, str] = {}
     if arguments.ray:
-        from matrix import cluster
-
         failures = cluster.run(
             chosen,
             arguments.ray,
@@ -72,18 +70,16 @@ def run(arguments: argparse.Namespace) -> int:
             gpus=arguments.gpus,
             fresh=arguments.fresh,
         )
-        for name, why in failures.items():
-            print(f"{name}: {why}")
-        code = report.show(arguments.records, {cell.name: cell for cell in chosen})
-        return int(bool(code or failures))
-    jobs = arguments.jobs or 1
-    runner.tox(chosen, jobs, _options(arguments, jobs), arguments.records)
-    return report.show(arguments.records, {cell.name: cell for cell in chosen})
+    else:
+        jobs = arguments.jobs or 1
+        runner.tox(chosen, jobs, _options(arguments, jobs), arguments.records)
+    for name, why in failures.items():
+        print(f"{name}: {why}")
+    code = report.show(arguments.records, chosen)
+    return int(bool(code or failures))
 
 
 def cell(arguments: argparse.Namespace) -> int:
-    from matrix import report, upstream
-
     sources = {package: getattr(arguments, package) for package in ("transformers", "trl", "torch")}
     if arguments.cells != [upstream.NAME]:
         if any(sources.values()):
@@ -94,7 +90,7 @@ def cell(arguments: argparse.Namespace) -> int:
         options = [*_options(arguments, 1), *(["--stages", arguments.stages] if arguments.stages else [])]
         chosen = upstream.cell(arguments.records)
         runner.tox([chosen], 1, options, arguments.records, MATRIX_REQUIREMENTS=str(path.absolute()))
-        return report.show(arguments.records, {chosen.name: chosen})
+        return report.show(arguments.records, [chosen])
     else:
         chosen = upstream.cell(arguments.records)
     stages = STAGES[chosen.kind]
@@ -116,36 +112,25 @@ def _options(arguments: argparse.Namespace, jobs: int) -> list[str]:
     return ["--workers", str(workers), *(["--fresh"] if arguments.fresh else [])]
 
 
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "list": lambda arguments: report.list_cells(),
+    "run": run,
+    "cell": cell,
+    "report": lambda arguments: report.show(arguments.records, cells.load_all().values(), arguments.markdown),
+    "new": lambda arguments: new.main(),
+    "moved": lambda arguments: upstream.moved(arguments.records),
+    "census": census.main,
+    "ci": lambda arguments: report.print_jobs(),
+    "gate": gate.main,
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # under tox and in a CI's log, progress shows when it happens
     try:
-        if arguments.command in ("run", "cell"):
-            return {"run": run, "cell": cell}[arguments.command](arguments)
-        if arguments.command == "gate":
-            from matrix import gate
-
-            return gate.main(arguments)
-        if arguments.command == "census":
-            from matrix import census
-
-            return census.main(arguments)
-        if arguments.command == "new":
-            from matrix import new
-
-            return new.main()
-        if arguments.command == "moved":
-            from matrix import upstream
-
-            return upstream.moved(arguments.records)
-        from matrix import report
-
-        if arguments.command == "list":
-            return report.list_cells()
-        if arguments.command == "ci":
-            return report.print_jobs()
-        return report.show(arguments.records, cells.load_all(), arguments.markdown)
+        return _COMMANDS[arguments.command](arguments)
     except ValueError as error:
         print(f"python -m matrix: {error}", file=sys.stderr)
         return 2

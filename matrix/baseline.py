@@ -20,6 +20,7 @@ SCHEMA = 1
 # "not provided": a flag of upstream's asked for what this package does not have, and got the answer that says so.
 GOOD = (*records.GOOD, "not provided")
 FILE = Path(__file__).parent / "baseline.json"
+_COMPARED = ("torch", "triton", "transformers", "trl", "accelerate")  # what it keeps of an environment
 
 # Half the bound is where the replicas of the baseline are themselves (an error ratio's bound is twice the worst
 # replica's). One standard deviation of the noise is a fifth of a bound, which is five of them.
@@ -203,17 +204,11 @@ def load(path: Path = FILE) -> Baseline | None:
 
 
 def save(baseline: Baseline, path: Path = FILE) -> None:
-    cells = {name: dataclasses.asdict(_stripped(record)) for name, record in baseline.cells.items()}
+    cells = {name: dataclasses.asdict(record) for name, record in baseline.cells.items()}
+    for record in cells.values():
+        record["environment"] = {name: v for name, v in record["environment"].items() if name in _COMPARED}
     data = {"schema": SCHEMA, "history": baseline.history, "kernels": baseline.kernels, "cells": cells}
     write_json(data, path)
-
-
-def _stripped(record: CellRecord) -> CellRecord:
-    kept = {name: version for name, version in record.environment.items() if name in _COMPARED}
-    return dataclasses.replace(record, environment=kept)
-
-
-_COMPARED = ("torch", "triton", "transformers", "trl", "accelerate")
 
 
 def failing(differences: Sequence[Difference]) -> list[Difference]:

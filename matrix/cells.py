@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FOLDER = Path(__file__).parent / "cells"
+# What a name begins with, in the order in which cells are listed, and of which kind the cell is.
 _KINDS = {"tf": "versions", "latest": "versions", "torch": "torch"}
 
 
@@ -71,8 +72,7 @@ def load_all(folder: Path = FOLDER) -> dict[str, Cell]:
 
 def order(name: str) -> tuple[object, ...]:
     """Sorts versions as numbers: tf4.46 before tf5.2 before tf5.13, then ``latest``, then torch's."""
-    kinds = ("tf", "latest", "torch")
-    kind = next((i for i, prefix in enumerate(kinds) if name.startswith(prefix)), len(kinds))
+    kind = next((i for i, prefix in enumerate(_KINDS) if name.startswith(prefix)), len(_KINDS))
     return kind, *(int(number) for number in re.findall(r"\d+", name)), name
 
 

@@ -146,7 +146,7 @@ def dump(record: dict[str, Any]) -> str:
 
 def main(arguments: argparse.Namespace) -> int:
     census = measure()
-    rows = [(group, *_row(shares(census, group), [*shares(census)][:6])) for group in census["classes"]]
+    rows = [(group, *_row(shares(census, group), ["classes", *KINDS.values()])) for group in census["classes"]]
     print("\n".join(aligned(("classes", "built", *KINDS.values()), rows)))
     for what, share in shares(census).items():
         print(f"{what}: {share:.4g}")

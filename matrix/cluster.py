@@ -7,6 +7,7 @@ whose node dies is run again on another; what the dead node had done of it does 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import importlib.util
 import logging
@@ -89,25 +90,58 @@ def run(
     """
     code = runner.code_digest()
     states = [_State(cell) for cell in chosen]
+    waiting: collections.deque[_State] = collections.deque()
     for state in states:
-        kept = None if fresh else _passed(state.cell, folder, code, gpus)
-        if kept is not None:
+        name = f"{state.cell.name}{GPU if gpus else ''}"
+        kept = None if fresh else records.earlier(folder, name)
+        if kept is not None and kept.passed and (kept.code, kept.digest) == (code, state.cell.digest):
             state.record, state.done = kept, True
             say(f"{state.cell.name}: kept, it passed with this code")
         else:  # what an earlier run left is not what this one did
-            (folder / f"{state.cell.name}{GPU if gpus else ''}.json").unlink(missing_ok=True)
-    if all(state.done for state in states):
+            (folder / f"{name}.json").unlink(missing_ok=True)
+            waiting.append(state)
+    if not waiting:
         return {}
-    ray = _connect(address)
-    try:
-        with _Table(states, say) as table:
-            _run_all(ray, states, folder, code, jobs or len(states), workers, gpus, fresh, how, table)
-    finally:
-        ray.shutdown()
+    options = ["--workers", str(workers), *(["--fresh"] if fresh else [])]
+    running: dict[Any, _State] = {}
+    homeless = time.monotonic()
+    with _connected(address) as ray, _Table(states, say) as table:
+        task = ray.remote(num_cpus=workers, num_gpus=gpus, max_retries=0)(on_node)
+        while waiting or running:
+            while waiting and len(running) < (jobs or len(states)):
+                state = waiting.popleft()
+                state.tries, state.began, state.record = state.tries + 1, time.monotonic(), None
+                running[task.options(num_returns="streaming").remote(state.cell, options, code, how)] = state
+            if _somewhere(ray, workers, gpus):
+                homeless = time.monotonic()
+            elif time.monotonic() - homeless > PATIENCE:
+                for state in (*running.values(), *waiting):
+                    state.failure = state.failure or f"no node has {workers} CPUs and {gpus:g} GPUs"
+                break
+            ready, _ = ray.wait([*running], num_returns=1, timeout=1.0, fetch_local=False)
+            for stream in ready:
+                state = running.pop(stream)
+                try:
+                    state.record = records.from_dict(ray.get(next(stream)), state.cell.name)
+                    running[stream] = state
+                except StopIteration:
+                    _finish(state, folder, code)
+                except ray.exceptions.RayTaskError as error:
+                    state.record, state.failure = None, str(error.cause).strip()
+                except ray.exceptions.RayError as error:  # the node, or the worker process on it, died
+                    state.record = None
+                    if state.tries < TRIES:
+                        table.say(f"{state.cell.name}: its node died; it runs again")
+                        waiting.append(state)
+                    else:
+                        state.failure = f"its node died {TRIES} times: {str(error).strip().splitlines()[0]}"
+            table.show()
     return {state.cell.name: state.failure for state in states if state.failure}
 
 
-def _connect(address: str) -> Any:
+@contextlib.contextmanager
+def _connected(address: str) -> Iterator[Any]:
+    """Ray, connected to the cluster."""
     try:
         import ray
     except ImportError:
@@ -118,23 +152,15 @@ def _connect(address: str) -> Any:
             socket.create_connection((host, int(port)), timeout=10).close()
         except (OSError, ValueError) as error:
             raise ValueError(f"--ray {address}: no cluster answers there ({error}); it takes HOST:PORT") from None
+    sent = {"working_dir": str(ROOT), "excludes": list(_NOT_SENT)}
     try:
-        ray.init(
-            address=address,
-            runtime_env={"working_dir": str(ROOT), "excludes": list(_NOT_SENT)},
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:  # among them another version of Ray or Python
+        try:
+            ray.init(address=address, runtime_env=sent, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as error:  # among them another version of Ray or Python
+            raise ValueError(f"--ray {address}: {str(error).strip().splitlines()[0]}") from None
+        yield ray
+    finally:
         ray.shutdown()
-        raise ValueError(f"--ray {address}: {str(error).strip().splitlines()[0]}") from None
-    return ray
-
-
-def _passed(cell: Cell, folder: Path, code: str, gpus: float) -> CellRecord | None:
-    record = records.earlier(folder, f"{cell.name}{GPU if gpus else ''}")
-    good = record is not None and record.passed and (record.code, record.digest) == (code, cell.digest)
-    return record if good else None
 
 
 def on_node(cell: Cell, options: list[str], code: str, how: Runner) -> Iterator[Any]:
@@ -169,56 +195,6 @@ def on_node(cell: Cell, options: list[str], code: str, how: Runner) -> Iterator[
         thread.join(_LOOKS)
     if failures:
         raise ValueError(str(failures[0]))
-
-
-def _run_all(
-    ray: Any,
-    states: list[_State],
-    folder: Path,
-    code: str,
-    jobs: int,
-    workers: int,
-    gpus: float,
-    fresh: bool,
-    how: Runner,
-    table: _Table,
-) -> None:
-    task = ray.remote(num_cpus=workers, num_gpus=gpus, max_retries=0)(on_node)
-    options = ["--workers", str(workers), *(["--fresh"] if fresh else [])]
-    waiting = collections.deque(state for state in states if not state.done)
-    running: dict[Any, _State] = {}
-    homeless = time.monotonic()
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            state = waiting.popleft()
-            state.tries, state.began, state.record = state.tries + 1, time.monotonic(), None
-            running[task.options(num_returns="streaming").remote(state.cell, options, code, how)] = state
-        if _somewhere(ray, workers, gpus):
-            homeless = time.monotonic()
-        elif time.monotonic() - homeless > PATIENCE:
-            for state in (*running.values(), *waiting):
-                state.failure = state.failure or f"no node has {workers} CPUs and {gpus:g} GPUs"
-            return
-        ready, _ = ray.wait([*running], num_returns=1, timeout=1.0, fetch_local=False)
-        for stream in ready:
-            state = running[stream]
-            try:
-                state.record = records.from_dict(ray.get(next(stream)), state.cell.name)
-            except StopIteration:
-                del running[stream]
-                _finish(state, folder, code)
-            except ray.exceptions.RayTaskError as error:
-                del running[stream]
-                state.record, state.failure = None, str(error.cause).strip()
-            except ray.exceptions.RayError as error:  # the node, or the worker process on it, died
-                del running[stream]
-                state.record = None
-                if state.tries < TRIES:
-                    table.say(f"{state.cell.name}: its node died; it runs again")
-                    waiting.append(state)
-                else:
-                    state.failure = f"its node died {TRIES} times: {str(error).strip().splitlines()[0]}"
-        table.show()
 
 
 def _somewhere(ray: Any, workers: int, gpus: float) -> bool:
@@ -281,11 +257,10 @@ class _Table:
                 where = "done"
             else:
                 where = f"after {stages[-1].name}" if stages else "environment" if state.began else "waiting"
-            took = self.took.get(state.cell.name)
-            left = (
-                max(0.0, took - (time.monotonic() - state.began)) if took and state.began and not state.done else None
-            )
+            took = self.took.get(state.cell.name, 0.0)
+            runs = took and state.began and not state.done
+            left = f"{max(0.0, took - (time.monotonic() - state.began)):.0f} s" if runs else ""
             counts = [str(sum(len(getattr(s, kind)) for s in stages)) for kind in ("passed", "failed")]
-            table.add_row(state.cell.name, where, *counts, "" if left is None else f"{left:.0f} s")
+            table.add_row(state.cell.name, where, *counts, left)
         if self.live is not None:
             self.live.update(table)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import subprocess
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -58,7 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
     result = {
         "schema": SCHEMA,
         "verdict": verdict,
-        "at": now(),
+        "at": runner.now(),
         "commit": runner.commit(),
         "code": code,
         "baseline": before.history[-1] if before else None,
@@ -148,7 +147,7 @@ def accept(
     """Make ``found`` the baseline, and note who did it, when, why, and what it accepts."""
     entry = {
         "who": git_user(),
-        "when": now(),
+        "when": runner.now(),
         "why": why,
         "commit": runner.commit(),
         "what": [str(difference) for difference in differences],
@@ -171,10 +170,6 @@ def git_user() -> str:
     if not found[0]:
         raise ValueError("--accept notes who accepts, and git knows no user; set git config user.name")
     return f"{found[0]} <{found[1]}>" if found[1] else found[0]
-
-
-def now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def summary(record: CellRecord | None) -> dict[str, Any]:

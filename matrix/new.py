@@ -13,8 +13,9 @@ from matrix.cells import FOLDER, Cell
 
 # What the cells of a prefix are about. torch asks for one Triton, exactly: a newer one comes with a newer torch.
 WATCHED = {"tf": ("transformers", "trl"), "torch": ("torch", "triton")}
-# What a proposal takes over from the newest cell; all else beside it, the resolver chooses.
-_KEPT = ("torch", "triton", "transformers", "trl", "numpy", "pytest", "pytest-xdist", "execnet", "hypothesis")
+# What a new cell takes over from the newest one, and what the resolver chooses for it; all else, these ask for.
+TOOLS = ("numpy", "pytest", "pytest-xdist", "execnet", "hypothesis")
+FREE = ("accelerate", "datasets")
 
 
 def versions(package: str) -> list[str]:
@@ -27,11 +28,8 @@ def versions(package: str) -> list[str]:
     line = next((line for line in done.stdout.splitlines() if line.startswith("Available versions:")), None)
     if done.returncode or line is None:
         raise ValueError(f"pip index versions {package}: {done.stderr.strip().splitlines()[-1:] or 'no answer'}")
-    return [version for version in line.partition(":")[2].replace(" ", "").split(",") if _is_final(version)]
-
-
-def _is_final(version: str) -> bool:
-    return re.fullmatch(r"\d+(\.\d+)+", version) is not None
+    found = line.partition(":")[2].replace(" ", "").split(",")
+    return [version for version in found if re.fullmatch(r"\d+(\.\d+)+", version)]
 
 
 def number(version: str) -> tuple[int, ...]:
@@ -68,14 +66,14 @@ def resolve(cell: Cell, wanted: dict[str, str]) -> dict[str, str]:
     Raises:
         ValueError: nothing fits together, with what the resolver said.
     """
-    free = ["accelerate", "datasets"]
-    kept = {package: cell.pins[package] for package in _KEPT if package in cell.pins}
+    of_cell = ("torch", "triton", "transformers", "trl", *TOOLS)
+    kept = {package: cell.pins[package] for package in of_cell if package in cell.pins}
     if "torch" in wanted:
         del kept["triton"]
     lines = [f"{package}=={version}" for package, version in {**kept, **wanted}.items()]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "requirements.in"
-        source.write_text("\n".join([*lines, *free]) + "\n", encoding="utf-8")
+        source.write_text("\n".join([*lines, *FREE]) + "\n", encoding="utf-8")
         command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", str(source)]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -7,6 +7,7 @@ a record whose every stage has run is ``complete``.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,7 +168,8 @@ def read_cases(junit: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
     failed: dict[str, str] = {}
     skipped: dict[str, str] = {}
     for case in root.iter("testcase"):
-        name = _without_group("::".join(filter(None, (case.get("classname"), case.get("name")))))
+        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
+        name = re.sub(r"(?<=\])@[^\]]*$", "", name)  # the case's group, which pytest-xdist appends where it has workers
         bad = [child for child in case if child.tag in ("failure", "error")]
         skip = case.find("skipped")
         if bad:
@@ -177,12 +179,6 @@ def read_cases(junit: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
         elif name not in failed:  # an error in its teardown is a second entry
             passed.append(name)
     return sorted(set(passed) - failed.keys()), failed, skipped
-
-
-def _without_group(name: str) -> str:
-    """Where there are workers, pytest-xdist appends ``@`` and a case's group to its name."""
-    case, bracket, rest = name.rpartition("]")
-    return case + bracket if rest.startswith("@") else name
 
 
 def _first_lines(message: str, length: int = 600) -> str:

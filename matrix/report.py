@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,16 @@ def print_jobs() -> int:
     return 0
 
 
-def show(folder: Path, known: Mapping[str, Cell], markdown: bool = False) -> int:
+def show(folder: Path, known: Collection[Cell], markdown: bool = False) -> int:
     """Print what the records of these cells say; 1 unless every one is of this code and passed."""
     found = records.load_folder(folder)
-    code, names = runner.code_digest(), [*known]
+    code = runner.code_digest()
+    on_gpu = {f"{cell.name}{records.GPU}": cell for cell in known}
+    wanted = {cell.name: cell for cell in known} | {name: on_gpu[name] for name in on_gpu if name in found}
     rows, good = [], True
-    for name in [*names, *(f"{name}{records.GPU}" for name in names if f"{name}{records.GPU}" in found)]:
+    for name, cell in wanted.items():
         record = found.get(name)
-        digest = known[name.removesuffix(records.GPU)].digest
-        fresh = record is not None and record.code == code and record.digest == digest
+        fresh = record is not None and record.code == code and record.digest == cell.digest
         good = good and fresh and record is not None and record.passed
         rows.append(_row(name, record, fresh))
     columns = ("cell", "result", "stages: passed/failed/skipped in seconds", "seconds", "CPU seconds", "why not")

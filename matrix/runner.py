@@ -56,6 +56,10 @@ def commit() -> str:
     return done.stdout.strip()
 
 
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -73,8 +77,8 @@ def gpu() -> str:
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or shutil.which("nvidia-smi") is None:
         return "none"
     done = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
-    names = done.stdout.split("\n") if done.returncode == 0 else []
-    return names[0].strip() if names and names[0].strip() else "none"
+    first = done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
+    return first or "none"
 
 
 def cpus() -> int:
@@ -82,12 +86,8 @@ def cpus() -> int:
 
 
 def machine() -> dict[str, str]:
-    return {
-        "cpus": str(cpus()),
-        "gpu": gpu(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-    }
+    python = platform.python_version()
+    return {"cpus": str(cpus()), "gpu": gpu(), "platform": platform.platform(), "python": python}
 
 
 def run_stages(
@@ -109,8 +109,7 @@ def run_stages(
         for package, version in cell.pins.items()
         if here.get(canonical(package)) != version and (this["gpu"] == "none" or package in ("transformers", "trl"))
     ]
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    record = CellRecord(cell.name, cell.digest, code_digest(), commit(), here, this, now, deviations)
+    record = CellRecord(cell.name, cell.digest, code_digest(), commit(), here, this, now(), deviations)
     kept = {} if fresh else _kept(record, folder)
     for stage in stages:
         result = kept.get(stage.name)
@@ -155,20 +154,16 @@ def run_stage(stage: Stage, folder: Path, workers: int, gpu: str = "none", timeo
     command += ["-p", "no:cacheprovider", "--junitxml", str(folder / "junit.xml")]
     began, cpu_began = time.monotonic(), _children_seconds()
     reason = _call([sys.executable, *command], folder / "log.txt", timeout)
-    result = StageResult(stage.name, ["python", *map(_short, command)], "failed")
-    result.seconds = round(time.monotonic() - began, 1)
-    result.cpu_seconds = round(_children_seconds() - cpu_began, 1)
-    _collect(stage, folder, result, reason)
+    seconds, cpu_seconds = (round(s, 1) for s in (time.monotonic() - began, _children_seconds() - cpu_began))
+    shown = ["python", *(argument.replace(f"{ROOT}/", "") for argument in command)]
+    result = StageResult(stage.name, shown, "failed", reason, seconds, cpu_seconds)
+    _collect(stage, folder, result)
     return result
 
 
 def _children_seconds() -> float:
     times = os.times()
     return times.children_user + times.children_system
-
-
-def _short(argument: str) -> str:
-    return argument.replace(f"{ROOT}/", "")
 
 
 def _call(command: list[str], log: Path, timeout: float) -> str:
@@ -189,9 +184,9 @@ def _call(command: list[str], log: Path, timeout: float) -> str:
     return "" if code == 0 else f"exit code {code}: {lines[-1].strip('= ') if lines else 'no output'}"
 
 
-def _collect(stage: Stage, folder: Path, result: StageResult, reason: str) -> None:
+def _collect(stage: Stage, folder: Path, result: StageResult) -> None:
     """Fill in ``result`` what the process left; it passed only when it ended well and did something."""
-    result.reason = reason
+    reason = result.reason
     try:
         result.passed, result.failed, result.skipped = records.read_cases(folder / "junit.xml")
         if stage.leaves_records:

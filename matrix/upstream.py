@@ -24,8 +24,6 @@ SOURCES = {
 }
 NIGHTLY = "nightly"
 _NIGHTLY_INDEX = "--extra-index-url https://download.pytorch.org/whl/nightly/cpu"
-# What the environment keeps of the cell that it starts from; the rest is what the main branches ask for.
-_KEPT = ("numpy", "pytest", "pytest-xdist", "execnet", "hypothesis")
 
 
 def requirement_file(folder: Path) -> Path:
@@ -57,8 +55,8 @@ def write_requirements(folder: Path, given: dict[str, str | None]) -> Path:
         ValueError: a path is not there, or is no project or wheel of that package.
     """
     start = new.newest_cell(cells.load_all(), "tf")
-    lines = [f"{package}=={start.pins[package]}" for package in _KEPT if package in start.pins]
-    lines += ["accelerate", "datasets"]
+    lines = [f"{package}=={start.pins[package]}" for package in new.TOOLS if package in start.pins]
+    lines += new.FREE
     for package, source in SOURCES.items():
         wanted = given.get(package)
         lines.append(source if wanted is None else _local(package, wanted))

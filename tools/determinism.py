@@ -1,7 +1,7 @@
 """Is an op's result the same to the last bit, run after run and in whichever batch a row lies? Facts, and promises.
 
 ``python -m tools.determinism`` (on a CPU with ``TRITON_INTERPRET=1``) prints the facts of this machine as a Markdown
-table; ``tests/test_ops_determinism.py`` holds them against :data:`PROMISED`.
+table; ``tests/test_ops_determinism.py`` holds them against what is promised.
 
 - *Run to run*: the same inputs again, at other addresses, after other launches.
 - *In any batch*: what an op computes for a row is the same whether the row is alone or in a batch, of whatever size and
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,36 +31,6 @@ Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float32, torch.bfloat16)
 RUNS, BATCH = "run to run", "in any batch"
 REPEATS = 4
-
-# What is promised of each case. For the GEMMs of a linear layer their library chooses an algorithm by the number of
-# rows, and without reduction the fused loss has its upstream gradients in units of the batch's largest. Counts weighted
-# by class are differences of running sums of float64, which begin with the batch and which no GPU adds up in a fixed
-# order.
-PROMISED = {
-    "rms_norm, cast_then_scale": {RUNS, BATCH},
-    "rms_norm, scale_then_cast": {RUNS, BATCH},
-    "rms_norm, offset_scale_then_cast": {RUNS, BATCH},
-    "rms_norm, no weight": {RUNS, BATCH},
-    "add_rms_norm": {RUNS, BATCH},
-    "layer_norm": {RUNS, BATCH},
-    "layer_norm, no weight": {RUNS, BATCH},
-    "gated_rms_norm": {RUNS, BATCH},
-    "gated_rms_norm, gate first in groups": {RUNS, BATCH},
-    "rope": {RUNS, BATCH},
-    "swiglu": {RUNS, BATCH},
-    "geglu": {RUNS, BATCH},
-    "packed_glu": {RUNS, BATCH},
-    "experts": {RUNS},
-    "swiglu_linear": {RUNS},
-    "geglu_linear": {RUNS},
-    "cross_entropy, none": {RUNS, BATCH},
-    "cross_entropy, mean": {RUNS, BATCH},
-    "linear_cross_entropy, none": {RUNS},
-    "linear_cross_entropy, mean": {RUNS},
-    "linear_log_probs": {RUNS},
-    "packing_weights": {RUNS, BATCH},
-    "packing_weights, class_weight": set(),
-}
 
 
 class Fact(NamedTuple):
@@ -92,74 +62,47 @@ class Case(NamedTuple):
     Attributes:
         inputs: makes the inputs that have the rows as their first dimension, and those that all rows share.
         compute: from these, by name: what has the rows as its first dimension, and what sums over them.
+        promised: run to run, or in any batch; both where nothing else is said.
     """
 
     inputs: Callable[[Sizes, torch.dtype], tuple[Tensors, Tensors]]
     compute: Callable[..., tuple[Tensors, Tensors]]
+    promised: Collection[str] = (RUNS, BATCH)
 
 
-def _norm(formula: str, weighted: bool = True) -> Case:
-    def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-        rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("x", "dy")}
-        return rows, {"weight": torch.randn(sizes.hidden, dtype=dtype)} if weighted else {}
-
-    def compute(x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor | None = None) -> tuple[Tensors, Tensors]:
-        leaves = {"grad_x": x.requires_grad_()} | ({} if weight is None else {"grad_weight": weight.requires_grad_()})
-        y = ops.rms_norm(x, weight, formula=formula)
-        grads = _grads(y, leaves, dy)
-        return {"y": y, "grad_x": grads.pop("grad_x")}, grads
-
-    return Case(inputs, compute)
-
-
-def _layer_norm(weighted: bool) -> Case:
-    def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-        rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("x", "dy")}
-        names = ("weight", "bias") if weighted else ()
-        return rows, {name: torch.randn(sizes.hidden, dtype=dtype) for name in names}
-
-    def compute(dy: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
-        leaves = {f"grad_{name}": tensor.requires_grad_() for name, tensor in inputs.items()}
-        vectors: dict[str, Any] = inputs
-        y = ops.layer_norm(**vectors)
-        grads = _grads(y, leaves, dy)
-        return {"y": y, "grad_x": grads.pop("grad_x")}, grads
-
-    return Case(inputs, compute)
-
-
-def _gated_norm(**options: Any) -> Case:
-    def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-        rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("x", "gate", "dy")}
-        return rows, {"weight": torch.randn(sizes.hidden, dtype=dtype)}
-
-    def compute(dy: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
-        leaves = {f"grad_{name}": tensor.requires_grad_() for name, tensor in inputs.items()}
-        tensors: dict[str, Any] = inputs
-        y = ops.gated_rms_norm(**tensors, **options)
-        grads = _grads(y, leaves, dy)
-        return {"y": y, **{name: grads.pop(name) for name in ("grad_x", "grad_gate")}}, grads
-
-    return Case(inputs, compute)
-
-
-def _sum_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-    names = ("x", "residual", "dy", "dtotal")
-    rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in names}
-    return rows, {"weight": torch.randn(sizes.hidden, dtype=dtype)}
-
-
-def _sum(
-    x: torch.Tensor, residual: torch.Tensor, dy: torch.Tensor, dtotal: torch.Tensor, weight: torch.Tensor
+def _differentiated(
+    op: Callable[..., Any],
+    outputs: Sequence[str] = ("y",),
+    shared: Collection[str] = (),
+    fixed: Collection[str] = (),
+    **inputs: torch.Tensor,
 ) -> tuple[Tensors, Tensors]:
-    leaves = {
-        "grad_x": x.requires_grad_(),
-        "grad_residual": residual.requires_grad_(),
-        "grad_weight": weight.requires_grad_(),
-    }
-    y, total = ops.add_rms_norm(x, residual, weight)
-    grads = _grads((y, total), leaves, (dy, dtotal))
-    return {"y": y, "total": total, "grad_x": grads.pop("grad_x"), "grad_residual": grads.pop("grad_residual")}, grads
+    """The ``outputs`` of ``op`` and the gradients of its inputs, but for those that are ``fixed``; apart from them the
+    gradients of those that rows share. The upstream gradient of an output "y" is the input "dy"."""
+    upstream = [inputs.pop(f"d{name}") for name in outputs]
+    leaves = {f"grad_{name}": x.requires_grad_() for name, x in inputs.items() if name not in fixed}
+    results = op(**inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    grads = _grads(results, leaves, upstream)
+    summed = {f"grad_{name}": grads.pop(f"grad_{name}") for name in shared}
+    return {**dict(zip(outputs, results, strict=True)), **grads}, summed
+
+
+def _grads(results: Any, leaves: Tensors, upstream: Any) -> Tensors:
+    return dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), upstream), strict=True))
+
+
+def _case(
+    op: Callable[..., Any], rows: Sequence[str], shared: Sequence[str] = (), outputs: Sequence[str] = ("y",)
+) -> Case:
+    """``op`` of inputs [rows, hidden], and of vectors [hidden] that all rows share."""
+
+    def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+        names = (*rows, *(f"d{name}" for name in outputs))
+        by_row = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in names}
+        return by_row, {name: torch.randn(sizes.hidden, dtype=dtype) for name in shared}
+
+    return Case(inputs, partial(_differentiated, op, outputs, shared))
 
 
 def _rope_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
@@ -170,41 +113,15 @@ def _rope_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
     return {"q": q, "k": k, "dq": dq, "dk": dk, "cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}, {}
 
 
-def _rope(
-    q: torch.Tensor, k: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[Tensors, Tensors]:
-    def sequence(x: torch.Tensor) -> torch.Tensor:  # a view of [1, heads, rows, width]
-        return x.transpose(0, 1)[None]
-
-    leaves = {"grad_q": q.requires_grad_(), "grad_k": k.requires_grad_()}
-    turned = ops.rope(sequence(q), sequence(k), cos[None], sin[None])
-    grads = _grads(turned, leaves, (sequence(dq), sequence(dk)))
-    turned_q, turned_k = (x[0].transpose(0, 1) for x in turned)
-    return {"q": turned_q, "k": turned_k, **grads}, {}
-
-
-def _glu(op: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Case:
-    def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-        return {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("gate", "up", "dy")}, {}
-
-    def compute(gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor) -> tuple[Tensors, Tensors]:
-        y = op(gate.requires_grad_(), up.requires_grad_())
-        return {"y": y, **_grads(y, {"grad_gate": gate, "grad_up": up}, dy)}, {}
-
-    return Case(inputs, compute)
+def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of views of [1, heads, rows, width]."""
+    q, k = (x.transpose(0, 1)[None] for x in (q, k))
+    return tuple(x.squeeze(0).transpose(0, 1) for x in ops.rope(q, k, cos[None], sin[None]))
 
 
 def _packed_glu_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-    width = 2 * sizes.hidden
-    return {
-        "x": torch.randn(sizes.rows, width, dtype=dtype),
-        "dy": torch.randn(sizes.rows, width // 2, dtype=dtype),
-    }, {}
-
-
-def _packed_glu(x: torch.Tensor, dy: torch.Tensor) -> tuple[Tensors, Tensors]:
-    y = ops.packed_glu(x.requires_grad_())
-    return {"y": y, **_grads(y, {"grad_x": x}, dy)}, {}
+    widths = {"x": 2 * sizes.hidden, "dy": sizes.hidden}
+    return {name: torch.randn(sizes.rows, width, dtype=dtype) for name, width in widths.items()}, {}
 
 
 def _experts_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
@@ -214,27 +131,15 @@ def _experts_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]
     return rows, {"gate_up": gate_up, "down": down}
 
 
-def _experts(**inputs: Any) -> tuple[Tensors, Tensors]:
-    dy = inputs.pop("dy")
-    leaves = {f"grad_{name}": t.requires_grad_() for name, t in inputs.items() if name != "ids"}
-    y = ops.experts(**inputs)
-    grads = _grads(y, leaves, dy)
-    return {"y": y, **{name: grads.pop(name) for name in ("grad_hidden", "grad_weights")}}, grads
-
-
 def _glu_linear(op: Callable[..., torch.Tensor]) -> Case:
     def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
         rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("gate", "up", "grad_out")}
         return rows, {"weight": torch.randn(64, sizes.hidden, dtype=dtype), "bias": torch.randn(64, dtype=dtype)}
 
-    def compute(**inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
-        d_out = inputs.pop("grad_out")[:, :64]
-        leaves = {f"grad_{name}": tensor.requires_grad_() for name, tensor in inputs.items()}
-        out = op(**inputs)
-        grads = _grads(out, leaves, d_out)
-        return {"out": out, **{name: grads.pop(name) for name in ("grad_gate", "grad_up")}}, grads
+    def compute(grad_out: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
+        return _differentiated(op, ("out",), ("weight", "bias"), **inputs, dout=grad_out[:, :64])
 
-    return Case(inputs, compute)
+    return Case(inputs, compute, (RUNS,))
 
 
 def _targets(sizes: Sizes) -> Tensors:
@@ -268,14 +173,10 @@ def _loss(op: Callable[..., Any], first: str, reduction: str) -> Case:
             options["chunk_size"] = _sizes(targets.device).chunk_size
         out = op(inputs.pop(first), targets=targets, **inputs, **options)
         grads = _grads(out.loss, leaves, d_loss if reduction == "none" else d_loss.new_tensor(0.7))
-        rows: Tensors = {
-            "log_probs": out.log_probs,
-            "entropy": out.entropy,
-            f"grad_{first}": grads.pop(f"grad_{first}"),
-        }
+        rows = {"log_probs": out.log_probs, "entropy": out.entropy, f"grad_{first}": grads.pop(f"grad_{first}")}
         return ({"loss": out.loss} | rows, grads) if reduction == "none" else (rows, {"loss": out.loss} | grads)
 
-    return Case(_logits if first == "logits" else _head, compute)
+    return Case(_logits, compute) if first == "logits" else Case(_head, compute, (RUNS,))
 
 
 def _log_probs(targets: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
@@ -290,9 +191,8 @@ def _log_probs(targets: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, 
 def _packed(sizes: Sizes, dtype: torch.dtype, class_weight: bool) -> tuple[Tensors, Tensors]:
     labels = torch.randint(sizes.vocab, (sizes.rows, 24))
     labels[torch.rand(labels.shape) < 0.3] = -100
-    return {"labels": labels, "like": torch.zeros(sizes.rows, dtype=dtype)}, (
-        {"class_weight": torch.rand(sizes.vocab)} if class_weight else {}
-    )
+    rows = {"labels": labels, "like": torch.zeros(sizes.rows, dtype=dtype)}
+    return rows, {"class_weight": torch.rand(sizes.vocab)} if class_weight else {}
 
 
 def _packing(labels: torch.Tensor, like: torch.Tensor, **options: Any) -> tuple[Tensors, Tensors]:
@@ -302,32 +202,36 @@ def _packing(labels: torch.Tensor, like: torch.Tensor, **options: Any) -> tuple[
     return rows, {"denominator": out.denominator}
 
 
-def _grads(
-    results: torch.Tensor | tuple[torch.Tensor, ...], leaves: Tensors, upstream: torch.Tensor | tuple[torch.Tensor, ...]
-) -> Tensors:
-    return dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), upstream), strict=True))
-
-
+# For the GEMMs of a linear layer their library chooses an algorithm by the number of rows, and without reduction the
+# fused loss has its upstream gradients in units of the batch's largest. Counts weighted by class are differences of
+# running sums of float64, which begin with the batch and which no GPU adds up in a fixed order.
 CASES = {
-    **{f"rms_norm, {f}": _norm(f) for f in ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")},
-    "rms_norm, no weight": _norm("cast_then_scale", weighted=False),
-    "add_rms_norm": Case(_sum_inputs, _sum),
-    "layer_norm": _layer_norm(weighted=True),
-    "layer_norm, no weight": _layer_norm(weighted=False),
-    "gated_rms_norm": _gated_norm(),
-    "gated_rms_norm, gate first in groups": _gated_norm(gate_first=True, groups=8),
-    "rope": Case(_rope_inputs, _rope),
-    "swiglu": _glu(ops.swiglu),
-    "geglu": _glu(ops.geglu),
-    "packed_glu": Case(_packed_glu_inputs, _packed_glu),
-    "experts": Case(_experts_inputs, _experts),
+    **{
+        f"rms_norm, {formula}": _case(partial(ops.rms_norm, formula=formula), ["x"], ["weight"])
+        for formula in ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
+    },
+    "rms_norm, no weight": _case(ops.rms_norm, ["x"]),
+    "add_rms_norm": _case(ops.add_rms_norm, ["x", "residual"], ["weight"], outputs=["y", "total"]),
+    "layer_norm": _case(ops.layer_norm, ["x"], ["weight", "bias"]),
+    "layer_norm, no weight": _case(ops.layer_norm, ["x"]),
+    "gated_rms_norm": _case(ops.gated_rms_norm, ["x", "gate"], ["weight"]),
+    "gated_rms_norm, gate first in groups": _case(
+        partial(ops.gated_rms_norm, gate_first=True, groups=8), ["x", "gate"], ["weight"]
+    ),
+    "rope": Case(_rope_inputs, partial(_differentiated, _rope, ("q", "k"), fixed=("cos", "sin"))),
+    "swiglu": _case(ops.swiglu, ["gate", "up"]),
+    "geglu": _case(ops.geglu, ["gate", "up"]),
+    "packed_glu": Case(_packed_glu_inputs, partial(_differentiated, ops.packed_glu)),
+    "experts": Case(
+        _experts_inputs, partial(_differentiated, ops.experts, shared=("gate_up", "down"), fixed=("ids",)), (RUNS,)
+    ),
     "swiglu_linear": _glu_linear(ops.swiglu_linear),
     "geglu_linear": _glu_linear(ops.geglu_linear),
     **{f"cross_entropy, {r}": _loss(ops.cross_entropy, "logits", r) for r in ("none", "mean")},
     **{f"linear_cross_entropy, {r}": _loss(ops.linear_cross_entropy, "hidden", r) for r in ("none", "mean")},
-    "linear_log_probs": Case(_head, _log_probs),
+    "linear_log_probs": Case(_head, _log_probs, (RUNS,)),
     "packing_weights": Case(partial(_packed, class_weight=False), _packing),
-    "packing_weights, class_weight": Case(partial(_packed, class_weight=True), _packing),
+    "packing_weights, class_weight": Case(partial(_packed, class_weight=True), _packing, ()),
 }
 
 
@@ -362,11 +266,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def broken(name: str, found: list[Fact]) -> list[str]:
-    """What :data:`PROMISED` says of case ``name`` and ``found`` does not."""
+    """What is promised of case ``name``, and ``found`` does not have."""
     verdicts = [
         (fact.tensor, kind, value) for fact in found for kind, value in ((RUNS, fact.runs), (BATCH, fact.batch))
     ]
-    return [f"{tensor}: {kind}" for tensor, kind, value in verdicts if kind in PROMISED[name] and value is False]
+    return [f"{tensor}: {kind}" for tensor, kind, value in verdicts if kind in CASES[name].promised and value is False]
 
 
 def _sizes(device: torch.device) -> Sizes:
@@ -383,7 +287,7 @@ def table(device: torch.device) -> Iterator[str]:
             for verdicts in ({f.tensor: f.runs for f in found}, {f.tensor: f.batch for f in found}):
                 same, other = ([t for t, value in verdicts.items() if value is wanted] for wanted in (True, False))
                 cells.append("; ".join([", ".join(same)] * bool(same) + ["**not** " + ", ".join(other)] * bool(other)))
-            cells.append(", ".join(kind for kind in (RUNS, BATCH) if kind in PROMISED[name]) or "nothing")
+            cells.append(", ".join(kind for kind in (RUNS, BATCH) if kind in CASES[name].promised) or "nothing")
             yield markdown_row(cells)
 
 

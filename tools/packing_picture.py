@@ -31,6 +31,7 @@ def weights(mode: str) -> tuple[list[float], list[float]]:
 def main() -> None:
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "packing", "font.family": "sans-serif"})
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    ticks = [2.0**i for i in range(-6, 7, 2)]
     for mode, colour in MODES.items():
         for panel, values in zip(panels, weights(mode), strict=True):
             panel.loglog(LENGTHS, values, color=colour, marker="o", markersize=3, label=mode, base=2)
@@ -39,10 +40,8 @@ def main() -> None:
         panel.set_xlabel("targets of the sample")
         panel.set_xticks(LENGTHS[::3], [str(n) for n in LENGTHS[::3]])
         panel.axvline(OF_LENGTH, color="0.8", linewidth=1, zorder=0)
+        panel.set_yticks(ticks, [f"{t:g}" if t >= 1 else f"1/{1 / t:g}" for t in ticks])
         panel.grid(alpha=0.2)
-    ticks = [2.0**i for i in range(-6, 7, 2)]
-    panels[0].set_yticks(ticks, [f"{t:g}" if t >= 1 else f"1/{1 / t:g}" for t in ticks])
-    panels[1].set_yticks(ticks, [f"{t:g}" if t >= 1 else f"1/{1 / t:g}" for t in ticks])
     panels[0].set_ylabel(f"relative to a sample of {OF_LENGTH}")
     panels[0].legend(title="loss_reduction")
     figure.savefig(Path("docs/explanation/packing.svg"), metadata={"Date": None})

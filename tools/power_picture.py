@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +19,11 @@ from typing import Any
 
 from convergence import tolerance
 from convergence.files import write
-from convergence.observed import STATISTICS
+from convergence.observed import STATISTICS, share
 from convergence.records import Record, load_folder
 from convergence.tables import markdown
 from tools import power_scale
+from tools.power_scale import places
 
 DTYPES = ("float32", "tf32", "bfloat16")
 TOGETHER = "all statistics together"
@@ -189,7 +189,7 @@ def _lines(path: Path) -> list[Run]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
-            shares = {name: max(map(_number, found)) for name, found in row["shares of the bound"].items()}
+            shares = {name: max(share(x, 1.0) for x in found) for name, found in row["shares of the bound"].items()}
             place = environment(row.get("versions", {}), row["device"], row.get("at", ""))
             run = Run(row["candidate"], row["model"], row["dtype"], shares, row["failures"], place, row["seed"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -200,10 +200,6 @@ def _lines(path: Path) -> list[Run]:
     if not runs:
         raise ValueError(f"{path}: no line in there; pytest tests/test_honest.py --honest-results FILE writes them")
     return runs
-
-
-def _number(share: float) -> float:
-    return math.inf if math.isnan(share) else share
 
 
 def read_mutants(folder: Path) -> list[Run]:
@@ -338,11 +334,7 @@ def otherwise(evidence: Evidence) -> list[str]:
 
 def alarms(evidence: Evidence) -> list[str]:
     """Every false alarm and every survivor in full, and what has no result."""
-    failed = [run for run in evidence.honest if run.failed]
-    lines = [f"- Honest candidates that fail: {len(failed)} of {len(evidence.honest)}."]
-    for run in failed:
-        what = "; ".join(" ".join(map(str, failure)) for failure in run.failures) or f"{run.statistic} beyond its bound"
-        lines.append(f"  - `{run.model}/{run.dtype}/{run.seed}/{run.name}`: {what}")
+    lines = power_scale.alarms("Honest candidates that fail", evidence.honest)
     alive = [run for run in evidence.mutants if run.dies == "not"]
     lines.append(f"- Mutants that do not die: {len(alive)} of {len(evidence.mutants)}.")
     lines += [f"  - `{run.name}`, {run.dtype}: {run.verdict}, at most {run.largest:.3g} of a bound" for run in alive]
@@ -364,19 +356,13 @@ def page(evidence: Evidence) -> str:
         by_statistic="\n".join(by_statistic(evidence)),
         otherwise="\n".join(otherwise(evidence)),
         by_model="\n".join(by_model(evidence)),
-        places="\n".join([*_places("Honest candidates", evidence.honest), *_places("Mutants", evidence.mutants)]),
+        places="\n".join([*places("Honest candidates", evidence.honest), *places("Mutants", evidence.mutants)]),
         seeds=",".join(map(str, sorted({run.seed for run in evidence.honest}))),
         models=",".join(sorted({run.model for run in evidence.honest})),
         factor=tolerance.THREE_WAY_FACTOR,
         sigmas=tolerance.SIGMAS,
         replicas=tolerance.REPLICAS,
     )
-
-
-def _places(what: str, runs: Sequence[Run]) -> list[str]:
-    return [
-        f"- {what}: {place} ({count})." for place, count in sorted(Counter(run.environment for run in runs).items())
-    ]
 
 
 def draw(evidence: Evidence, path: Path) -> None:

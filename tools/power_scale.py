@@ -54,24 +54,29 @@ def _nearest(run: Run) -> tuple[str, str]:
     return f"{run.largest:.3g}", run.statistic or "-"
 
 
-def alarms(runs: Sequence[Run]) -> list[str]:
+def alarms(what: str, runs: Sequence[Run]) -> list[str]:
     """Every false alarm in full."""
     failed = [run for run in runs if run.failed]
-    lines = [f"- Alarms: {len(failed)} of {len(runs)}."]
+    lines = [f"- {what}: {len(failed)} of {len(runs)}."]
     for run in failed:
         what = "; ".join(" ".join(map(str, failure)) for failure in run.failures) or f"{run.statistic} beyond its bound"
         lines.append(f"  - `{run.model}/{run.dtype}/{run.seed}/{run.name}`: {what}")
     return lines
 
 
+def places(what: str, runs: Sequence[Run]) -> list[str]:
+    """How many runs were measured where."""
+    counts = Counter(run.environment for run in runs)
+    return [f"- {what}: {place} ({count})." for place, count in sorted(counts.items())]
+
+
 def section(runs: Sequence[Run]) -> str:
-    places = sorted(Counter(run.environment for run in runs).items())
     return _SECTION.format(
         heading=HEADING,
         sigmas=tolerance.SIGMAS_OF_ONE_STEP,
         table="\n".join(table(runs)),
-        alarms="\n".join(alarms(runs)),
-        places="\n".join(f"- Measured on: {place} ({count})." for place, count in places),
+        alarms="\n".join(alarms("Alarms", runs)),
+        places="\n".join(places("Measured on", runs)),
         seeds=",".join(map(str, sorted({run.seed for run in runs}))),
         models=",".join(sorted({run.model for run in runs})),
     )

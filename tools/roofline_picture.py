@@ -42,12 +42,9 @@ def points(result: dict[str, Any]) -> Iterator[Point]:
             flops = fewest.pop(key)
             times += [(False, peer["ms"], flops) for peer in row["peers"].values() if "ms" in peer]
         for ours, ms, flops in times:
-            intensity = flops / row["bytes"]
-            reached = flops / ms / 1e9
-            label = f"{row['op']} {row['shape']}"
-            yield Point(
-                row["formula"].split()[0], label, ours, intensity, reached, reached / allowed(result, intensity)
-            )
+            intensity, reached = flops / row["bytes"], flops / ms / 1e9
+            share = reached / allowed(result, intensity)
+            yield Point(row["formula"].split()[0], f"{row['op']} {row['shape']}", ours, intensity, reached, share)
 
 
 def allowed(result: dict[str, Any], intensity: float) -> float:

@@ -77,13 +77,12 @@ def main() -> None:
     parser.add_argument("--without-gemm", action="store_true")
     parser.add_argument("--wrong", action="store_true")
     arguments = parser.parse_args()
-    calls: dict[str, Any] = {
-        name: call for name, call in CALLS.items() if not (arguments.without_gemm and "linear" in name)
-    }
-    for name, call in calls.items():
+    for name, call in CALLS.items():
+        if arguments.without_gemm and "linear" in name:
+            continue
         results = call()
-        results = [y for y in (results if isinstance(results, tuple) else (results,)) if y is not None]
-        results = [y for y in results if y.requires_grad]
+        results = results if isinstance(results, tuple) else (results,)
+        results = [y for y in results if y is not None and y.requires_grad]
         torch.autograd.backward(results, [torch.ones_like(y) for y in results])
         torch.cuda.synchronize()
         print(name, flush=True)

@@ -12,7 +12,6 @@ class's default configuration, and patched. No model is named. What is counted:
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import gc
 import importlib
@@ -22,7 +21,7 @@ import time
 import types
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -73,7 +72,7 @@ def build(cls: Any) -> tuple[Any, bool]:
 
 def _with_default_experts(config: Any) -> Any:
     """The zoo asks for the loop over experts, which knows float64; what is counted is what upstream runs by itself."""
-    for part in (config, *(value for value in vars(config).values() if hasattr(value, "_experts_implementation"))):
+    for part in (config, *vars(config).values()):
         if getattr(part, "_experts_implementation", None) is not None:
             part._experts_implementation = None
     return config
@@ -220,45 +219,32 @@ def _routed(experts: int, places: Sequence[Any]) -> int:
     return experts
 
 
-@contextlib.contextmanager
-def _garbage_collected_once_a_model() -> Iterator[Callable[[Any], Any]]:
-    """Inside, garbage is collected only by the function that comes, which returns its argument: while a model of ten
-    thousand modules is built there is none, but looking for it takes as long as building. What is alive then, mostly
-    modules of Python, is not looked at again."""
-
-    def collect(result: Any) -> Any:
-        gc.collect()
-        gc.freeze()
-        return result
-
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield collect
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def measure(limit: int | None = None) -> dict[str, Any]:
-    """The census of the installed transformers, of the first ``limit`` classes of each population."""
+def measure() -> dict[str, Any]:
+    """The census of the installed transformers."""
     import torch
     import transformers
 
     logging.getLogger("transformers").setLevel(logging.CRITICAL)
+    classes: dict[str, list[dict[str, Any]]] = {}
+    collects = gc.isenabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with _garbage_collected_once_a_model() as collect:
-            classes = {
-                group: [collect(take(*pair)) for pair in names[:limit]] for group, names in populations().items()
-            }
+        # While a model of ten thousand modules is built there is no garbage, but looking for it takes as long as
+        # building. What is alive between two models, mostly modules of Python, is not looked at again.
+        gc.disable()
+        try:
+            for group, names in populations().items():
+                classes[group] = []
+                for pair in names:
+                    classes[group].append(take(*pair))
+                    gc.collect()
+                    gc.freeze()
+        finally:
+            if collects:
+                gc.enable()
+    version = torch.__version__.partition("+")[0]
     at = datetime.date.today().isoformat()
-    return {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__.partition("+")[0],
-        "at": at,
-        "classes": classes,
-    }
+    return {"transformers": transformers.__version__, "torch": version, "at": at, "classes": classes}
 
 
 def shares(census: dict[str, Any], group: str | None = None) -> dict[str, float]:

@@ -50,10 +50,7 @@ def kinds_of_hooks() -> bool:
     """All kinds that a module has: a new one would not be looked at."""
     own = {name for name in vars(nn.Linear(1, 1)) if name.endswith("_hooks")}
     of_state = {
-        "_state_dict_hooks",
-        "_state_dict_pre_hooks",
-        "_load_state_dict_pre_hooks",
-        "_load_state_dict_post_hooks",
+        f"_{when}_hooks" for when in ("state_dict", "state_dict_pre", "load_state_dict_pre", "load_state_dict_post")
     }
     return own == {*HOOKS} | of_state
 
@@ -267,24 +264,10 @@ NAMES = (
     # Of another kernel package, for its own sake: a name that it lacks is one that it does not use.
     Private(("_liger_kernel_available", "_apply_liger_kernel_to_instance"), None, "the flags of trl find nothing"),
 )
-# Ours, Python's own, and parts of names; `_LangPatchScope` and `_MISSING` only newer Tritons have, which put back what
-# a launch replaced.
 OTHERS = {
-    *(
-        "_asdict",
-        "_replace",
-        "_fields",
-        "_exit",
-        "_global",
-        "_hooks",
-        "_optin",
-        "_ref",
-        "_linear_ref",
-        "_repeat",
-        "_MAPPING_NAMES",
-        "_LangPatchScope",
-        "_MISSING",
-    ),
+    *("_asdict", "_replace", "_fields", "_exit"),  # Python's own
+    *("_global", "_hooks", "_optin", "_ref", "_linear_ref", "_repeat", "_MAPPING_NAMES"),  # parts of names
+    *("_LangPatchScope", "_MISSING"),  # only newer Tritons have these, which put back what a launch replaced
 }
 
 
@@ -311,33 +294,26 @@ def test_it_is_there_and_means_what_it_meant(private: Private) -> None:
 def private_names(tree: ast.AST) -> Iterator[str]:
     """Names with a leading underscore that are looked up on something, or are looked for as a string or an import."""
 
-    def is_private(name: Any) -> bool:
-        return isinstance(name, str) and name.isidentifier() and name[:1] == "_" != name[1:2] and len(name) > 2
+    def is_private(name: str) -> bool:
+        return name.isidentifier() and name[:1] == "_" != name[1:2] and len(name) > 2
 
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_private(node.attr):
-            yield node.attr
-        elif isinstance(node, ast.Constant) and is_private(node.value):
-            yield str(node.value)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            if any(map(is_private, node.module.split("."))):
-                yield node.module
-            yield from (alias.name for alias in node.names if is_private(alias.name))
+        match node:
+            case ast.Attribute(attr=str(name)) | ast.Constant(value=str(name)) if is_private(name):
+                yield name
+            case ast.ImportFrom(module=str(module)):
+                if any(map(is_private, module.split("."))):
+                    yield module
+                yield from (alias.name for alias in node.names if is_private(alias.name))
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id in ("self", "cls")
-        ):
-            yield node.attr
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                yield name
 
 
 def test_the_list_has_every_private_name_of_the_source() -> None:
@@ -345,9 +321,8 @@ def test_the_list_has_every_private_name_of_the_source() -> None:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
     own = {name for tree in trees for name in defined(tree)} | {path.stem for path in files} | OTHERS
     found = {name for tree in trees for name in private_names(tree)} - own
-    foreign = {
-        name for name in found if not name.startswith(("_liger_kernels", "liger_kernels.", "convergence.", "matrix."))
-    }
+    ours = ("_liger_kernels", "liger_kernels.", "convergence.", "matrix.")
+    foreign = {name for name in found if not name.startswith(ours)}
     listed = {name for private in NAMES for name in private.names}
     missing = {name for name in foreign if name not in listed and name.rpartition(".")[2] not in listed}
     assert not missing, f"{sorted(missing)}: add them to NAMES, with what happens when they change"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -63,10 +64,9 @@ def chosen(callable_: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """``options`` under the names that ``callable_`` takes: of ``a|b`` the one it has; what it has none of goes."""
     found = {}
     for names, value in options.items():
-        for name in names.split("|"):
-            if takes(callable_, name):
-                found[name] = value
-                break
+        name = next((name for name in names.split("|") if takes(callable_, name)), None)
+        if name is not None:
+            found[name] = value
     return found
 
 
@@ -146,11 +146,8 @@ def _flattening() -> dict[str, Any]:
     """Rows without padding, with ``position_ids`` and, where the collator has them, ``cu_seq_lens_q`` and friends."""
     from transformers import DataCollatorWithFlattening
 
-    return {
-        "data_collator": DataCollatorWithFlattening(
-            **chosen(DataCollatorWithFlattening, {"return_flash_attn_kwargs": True})
-        )
-    }
+    options = chosen(DataCollatorWithFlattening, {"return_flash_attn_kwargs": True})
+    return {"data_collator": DataCollatorWithFlattening(**options)}
 
 
 def _metrics_of_logits(prediction: Any) -> dict[str, float]:
@@ -164,30 +161,20 @@ def _metrics_of_logits(prediction: Any) -> dict[str, float]:
     }
 
 
-def _completion_collator() -> Any:
-    """trl's, up to 0.19.
+def _completion_only(**options: bool) -> dict[str, Any]:
+    """With trl's collator, up to 0.19.
 
     Raises:
-        ImportError: this trl has none.
+        ImportError: this trl has none, or none with these options.
     """
-    trl = importlib.import_module("trl")
-    if not hasattr(trl, "DataCollatorForCompletionOnlyLM"):
+    collator = getattr(importlib.import_module("trl"), "DataCollatorForCompletionOnlyLM", None)
+    if collator is None:
         raise ImportError("no DataCollatorForCompletionOnlyLM")
-    return trl.DataCollatorForCompletionOnlyLM
-
-
-def _completion_only() -> dict[str, Any]:
-    collator = _completion_collator()
+    for name in options:
+        if not takes(collator, name):
+            raise ImportError(f"no {name} in DataCollatorForCompletionOnlyLM")
     ids = material.tokenizer()(material.ANSWER)["input_ids"]
-    return {"data_collator": collator(ids, tokenizer=material.tokenizer())}
-
-
-def _completion_only_padding_free() -> dict[str, Any]:
-    collator = _completion_collator()
-    if not takes(collator, "padding_free"):
-        raise ImportError("no padding_free in DataCollatorForCompletionOnlyLM")
-    ids = material.tokenizer()(material.ANSWER)["input_ids"]
-    return {"data_collator": collator(ids, tokenizer=material.tokenizer(), padding_free=True)}
+    return {"data_collator": collator(ids, tokenizer=material.tokenizer(), **options)}
 
 
 def _length_reward(completions: list[str], **_: Any) -> list[float]:
@@ -228,7 +215,7 @@ CASES: dict[str, Case] = {
     ),
     "sft-completion-collator": Case("SFTTrainer", material.answered, _SFT, arguments=_completion_only),
     "sft-completion-collator-padding-free": Case(
-        "SFTTrainer", material.answered, _SFT, arguments=_completion_only_padding_free
+        "SFTTrainer", material.answered, _SFT, arguments=functools.partial(_completion_only, padding_free=True)
     ),
     "dpo": Case("DPOTrainer", material.preferences, _PAIRS),
     "dpo-padding-free": Case(

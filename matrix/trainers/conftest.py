@@ -11,8 +11,6 @@ import pytest
 import liger_kernels.compat
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-
-
 # trl looks for the package when its modules are imported; without a flag it does nothing with it.
 liger_kernels.compat.install()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -127,25 +128,21 @@ def _prepare_reference(trainer: Any, dtype: torch.dtype, distance: float) -> Non
 def _observed(trainer: Any, result: Trajectory) -> Iterator[None]:
     """Inside, every micro step's loss and, at every optimizer step, every parameter's gradient are recorded."""
     step = trainer.training_step
-    losses = 0
+    losses, steps = itertools.count(), itertools.count()
 
     def training_step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal losses
         loss = step(*args, **kwargs)
-        result.record(LOSS, Moment(SGD, str(losses)), loss)
-        losses += 1
+        result.record(LOSS, Moment(SGD, str(next(losses))), loss)
         return loss
 
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-    steps = 0
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal steps
+        moment = Moment(SGD, str(next(steps)))
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    result.record(Quantity(GRADIENT, names[id(parameter)]), Moment(SGD, str(steps)), parameter.grad)
-        steps += 1
+                    result.record(Quantity(GRADIENT, names[id(parameter)]), moment, parameter.grad)
 
     trainer.training_step = training_step
     handle = register_optimizer_step_pre_hook(before_step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,8 @@ ARGUMENTS = {
 
 def run(name: str, folder: str) -> None:
     """Train a step: it logs a finite loss, and the model is patched."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    trainer = module.train(folder, material.sentences()[:4], **COMMON, **ARGUMENTS[name])
+    train = runpy.run_path(str(EXAMPLES / f"{name}.py"))["train"]
+    trainer = train(folder, material.sentences()[:4], **COMMON, **ARGUMENTS[name])
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert torch.tensor(losses).isfinite().all()
     assert len(losses) == 1

@@ -22,6 +22,11 @@ def flagged(option: str, load: Any = plain) -> Arm:
     return Arm(load=load, options=((option, True),), expects=EXPECTED)
 
 
+def flagged_sft() -> Arm:
+    """``use_liger=True`` with a model given as a string, or ``use_liger_kernel=True``."""
+    return flagged("use_liger", str) if takes(find("SFTConfig"), "use_liger") else flagged("use_liger_kernel")
+
+
 def test_trainer(folders: dict[str, Path], records: str | None) -> None:
     """transformers' own ``use_liger_kernel=True``."""
     arm = flagged("use_liger_kernel")
@@ -32,19 +37,11 @@ def test_trainer(folders: dict[str, Path], records: str | None) -> None:
 
 
 def test_sft(folders: dict[str, Path], records: str | None) -> None:
-    """``use_liger=True`` with a model given as a string, or ``use_liger_kernel=True``.
-
-    Where trl then asks the model for the token accuracy, the accuracy that it logs is the unpatched one.
-    """
-    config, trainer = find("SFTConfig"), find("SFTTrainer")
-    case = "sft-nll" if takes(config, "loss_type") else "sft"
-    if takes(config, "use_liger"):
-        arm = flagged("use_liger", str)
-    else:
-        arm = flagged("use_liger_kernel")
-    record = judge(case, "llama", folders["llama"], "flag", arm)
+    """Where trl then asks the model for the token accuracy, the accuracy that it logs is the unpatched one."""
+    case = "sft-nll" if takes(find("SFTConfig"), "loss_type") else "sft"
+    record = judge(case, "llama", folders["llama"], "flag", flagged_sft())
     record.check(records)
-    if "return_token_accuracy" in inspect.getsource(trainer.compute_loss):
+    if "return_token_accuracy" in inspect.getsource(find("SFTTrainer").compute_loss):
         assert record.not_logged == ["logged entropy", "logged eval_entropy"]
         assert not record.fallbacks
     assert set(record.not_logged) <= {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from matrix.trainers import material
 from matrix.trainers.cases import CASES, COMMON, DEVICE, find, takes
 from matrix.trainers.judge import Record, honest, versions, without
 from matrix.trainers.observe import Arm, plain, run
+from matrix.trainers.test_flags import flagged_sft
 from matrix.trainers.test_trainers import WAYS, by_instance
 
 IGNORE = -100
@@ -130,12 +131,9 @@ def test_token_accuracy_reads_logits_in_training(folders: dict[str, Path], tmp_p
 @pytest.mark.parametrize("flag", [False, True])
 def test_token_accuracy_that_sft_logs(flag: bool, folders: dict[str, Path], tmp_path: Path) -> None:
     """Without and with trl's flag, in whatever way the installed trl computes it."""
-    config = find("SFTConfig")
-    case = CASES["sft-nll" if takes(config, "loss_type") else "sft"]
+    case = CASES["sft-nll" if takes(find("SFTConfig"), "loss_type") else "sft"]
     make = functools.partial(case.make, folders["llama"], tmp_path)
-    option = "use_liger" if takes(config, "use_liger") else "use_liger_kernel"
-    load: Callable[[Path], Any] = (str if option == "use_liger" else plain) if flag else by_instance
-    ours = run(make, Arm(load=load, options=((option, True),) if flag else ()), folders["llama"])
+    ours = run(make, flagged_sft() if flag else Arm(load=by_instance), folders["llama"])
     own = run(make, Arm(), folders["llama"])
     logged = [[row["mean_token_accuracy"] for row in arm.logged if "mean_token_accuracy" in row] for arm in (ours, own)]
     if logged[0] or not flag:  # under its flag, trl 0.15 to 0.25 does not log it
@@ -278,14 +276,8 @@ def test_gradients_of_the_logits_are_what_autograd_delivers(
     three_way(exact, expected, expected, torch.float64, "the truth itself", rounding_steps(template))
     own = observed(template, step, torch.float32, None)
     for patch in (liger_kernels.patch, in_place):  # the last one stays in place
-        three_way(
-            observed(template, step, torch.float32, patch),
-            own,
-            expected,
-            torch.float32,
-            patch.__name__,
-            rounding_steps(template),
-        )
+        ours = observed(template, step, torch.float32, patch)
+        three_way(ours, own, expected, torch.float32, patch.__name__, rounding_steps(template))
     asked = {"input_ids": batch.input_ids, "labels": batch.labels, "position_ids": batch.position_ids}
     returned = template(**asked, use_cache=False).logits
     overwritten = rms(returned.double() - expected) < rms(returned.double() - logits)  # nearer to what was written
@@ -322,11 +314,3 @@ def test_packed_rows_give_the_gradients_of_rows_of_their_own(
 
 def _release(package: str) -> tuple[int, ...]:
     return tuple(int(part) for part in versions()[package].split(".")[:2])
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
