@@ -26,6 +26,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from tests.mutants.edit import Edit
 
@@ -110,6 +111,39 @@ class Mutant:
             if edit.module == module:
                 text = edit.apply(text)
         return text
+
+
+def faults(module: str, tests: str = "", **common: Any) -> Callable[..., Mutant]:
+    """What makes a mutant of ``module``, a module of ``liger_kernels`` or of the proof, out of a row of a table.
+
+    A row says the name, what the fault does, what is exchanged by what, and, for a fault that no training can show, the
+    test that must fail: in the file ``tests``, unless it names another one. ``also`` is an edit in a second place.
+    """
+
+    def fault(
+        name: str,
+        does: str,
+        old: str,
+        new: str,
+        test: str = "",
+        *,
+        module: str = module,
+        within: str = "",
+        times: int = 1,
+        also: Edit | None = None,
+        **other: Any,
+    ) -> Mutant:
+        where = module if module.startswith("convergence.") else f"liger_kernels.{module}"
+        edits = (Edit(where, old, new, within, times), *([also] if also else []))
+        check = f"tests/{test if '::' in test else f'{tests}::{test}'}" if test else None
+        return Mutant(name, does, edits, check=check, **common, **other)
+
+    return fault
+
+
+def both_phases(module: str, **common: Any) -> tuple[Callable[..., Mutant], Callable[..., Mutant]]:
+    """:func:`faults` of the forward and of the backward of a kernel."""
+    return faults(module, phase="forward", **common), faults(module, phase="backward", **common)
 
 
 def restore() -> None:
@@ -213,19 +247,8 @@ def _kernels(tree: ast.Module, filename: str, module: types.ModuleType) -> dict[
     return {node.name: scope[node.name] for node in kernels if isinstance(node, ast.FunctionDef)}
 
 
-@contextlib.contextmanager
-def _fresh_classes() -> Iterator[None]:
+def _fresh_classes() -> contextlib.AbstractContextManager[Any]:
     """Inside, patched classes are made anew: those that exist hold functions of the source before."""
-    from liger_kernels import patching
     from liger_kernels.patching import swap
 
-    made = swap.patched_class
-    fresh = functools.cache(made.__wrapped__)
-    holders = [m for m in (patching, swap) if vars(m).get("patched_class") is made]
-    for holder in holders:
-        vars(holder)["patched_class"] = fresh
-    try:
-        yield
-    finally:
-        for holder in holders:
-            vars(holder)["patched_class"] = made
+    return mock.patch.object(swap, "patched_class", functools.cache(swap.patched_class.__wrapped__))
