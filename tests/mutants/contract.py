@@ -74,7 +74,6 @@ def _embeds_in_bfloat16(model: Any) -> None:
 _UPSTREAM = "_plain.upstream"
 _FORWARD = "return base.forward(self, *args, **kwargs)"
 _BEFORE = "before = running.forward\nstate = None\n"
-_RELEASE = "if labels is None or (state is None and not accuracy):\n    return output\n"
 
 
 def _without(argument: str) -> str:
@@ -99,16 +98,14 @@ MUTANTS = (
         'options["class_weight"] = options.pop("weight")', 'options["class_weight"] = options["weight"]', source="P8",
         dies="raised"),
     _model("p9_position_ids_dropped", "The patched forward passes no position_ids on.",
-        _FORWARD, _without("position_ids"), within=_UPSTREAM, source="P9"),
+        _FORWARD, "kwargs.pop('position_ids', None)\n<old>", within=_UPSTREAM, source="P9"),
     _model("attention_mask_dropped", "The patched forward passes no attention_mask on.",
-        _FORWARD, _without("attention_mask"), within=_UPSTREAM, source="P9"),
+        _FORWARD, "kwargs.pop('attention_mask', None)\n<old>", within=_UPSTREAM, source="P9"),
     _model("a1_num_items_dropped", "The patched forward passes no num_items_in_batch on: a mean of means.",
-        _FORWARD, _without("num_items_in_batch"), within=_UPSTREAM,
-        source="A1"),
+        _FORWARD, "kwargs.pop('num_items_in_batch', None)\n<old>", within=_UPSTREAM, source="A1"),
     _deferred("a2_num_items_applied_twice",
         "Where the caller divides by num_items_in_batch, the loss is a mean already.",
-        'options["class_weight"] = options.pop("weight")',
-        'options["class_weight"] = options.pop("weight")\noptions["reduction"] = "mean"', source="A2"),
+        'options["class_weight"] = options.pop("weight")', '<old>\noptions["reduction"] = "mean"', source="A2"),
     _product("p12_labels_shifted_again", "The labels are shifted once more than upstream has shifted them.",
         "weight, self.targets, bias, ", "weight, self.targets.roll(-1), bias, ", source="P12"),
     _product("ignore_index_ignored", "The ignore_index of the caller is not passed on, and -100 becomes class 0.",
@@ -116,34 +113,31 @@ MUTANTS = (
         "linear_cross_entropy(hidden, weight, self.targets.clamp(min=0), bias, **how | {'counted': None}, "
             "**self.options)", source="C27"),
     _model("labels_across_packed_documents", "The last token of a packed document learns the first one of the next.",
-        _FORWARD,
-        'position_ids, ids, labels = kwargs.get("position_ids"), kwargs["input_ids"], kwargs.get("labels")\n'
+        _FORWARD, 'position_ids, ids, labels = kwargs.get("position_ids"), kwargs["input_ids"], kwargs.get("labels")\n'
             "if position_ids is not None and labels is not None:\n"
-            '    kwargs["labels"] = torch.where(position_ids == 0, ids, labels)\n' + _FORWARD, within=_UPSTREAM),
+            '    kwargs["labels"] = torch.where(position_ids == 0, ids, labels)\n<old>', within=_UPSTREAM),
     _model("p10_generation_without_positions", "Outside of training, position_ids and the mask are not passed on.",
-        _BEFORE, f"{_BEFORE}if labels is None or not self.training:\n"
+        _BEFORE, "<old>if labels is None or not self.training:\n"
             "    kwargs['position_ids'] = torch.zeros_like(kwargs['input_ids'])", source="P10"),
     _model("p10_stale_signature", "The patched forward does not know an argument that generate() passes.",
         _BEFORE, "if kwargs.get('past_key_values') is not None:\n"
-            f"    raise TypeError(\"forward() got an unexpected keyword argument 'past_key_values'\")\n{_BEFORE}",
+            "    raise TypeError(\"forward() got an unexpected keyword argument 'past_key_values'\")\n<old>",
         source="P10", dies="raised"),
     _model("evaluation_loss_of_another_reduction", "In evaluation the loss is the sum over the tokens.",
-        _RELEASE,
-        "if labels is not None and not self.training:\n    output.loss = output.loss * labels.ne(-100).sum()\n"
-            + _RELEASE),
+        "if labels is None or (state is None and not accuracy):\n    return output",
+        "if labels is not None and not self.training:\n"
+            "    output.loss = output.loss * labels.ne(-100).sum()\n<old>"),
     faults("ops._linear_token_chunks")("c11_loss_without_gradients_crashes",
         "Under no_grad the fused head reads a variable that only the gradient's branch sets.",
-        "sums.add(call, wanted, start, stop, logits)",
-        "if not any(call.needs):\n    raise UnboundLocalError(\"cannot access local variable 'd_weight'\")\n"
-            "sums.add(call, wanted, start, stop, logits)",
-        source="C11", kernel="linear_cross_entropy", phase="forward", dies="raised"),
+        "sums.add(call, wanted, start, stop, logits)", "if not any(call.needs):\n"
+            "    raise UnboundLocalError(\"cannot access local variable 'd_weight'\")\n<old>", source="C11",
+        kernel="linear_cross_entropy", phase="forward", dies="raised"),
     _deferred("logits_read_after_the_loss_are_uncapped",
         "Logits that the caller reads after the loss are the raw product, without the model's soft-cap.",
         "result = product.tensor()", "return product.tensor()", model="gemma2"),
     _product("logits_read_after_the_loss_are_detached",
         "Logits that the caller reads after the loss are those of the next token.",
-        "return logits_of_all(hidden, weight, bias, shard)",
-        "return logits_of_all(hidden, weight, bias, shard).roll(1, -2)"),
+        "return logits_of_all(hidden, weight, bias, shard)", "<old>.roll(1, -2)"),
     Mutant("evaluation_logits_of_another_dtype", "Outside of training the logits are float64.",
         after=_float32_logits, dies="dtype"),
     faults("patching.norms")("n8_attribute_missing",
@@ -155,8 +149,8 @@ MUTANTS = (
     faults("patching.glu")("recognised_as_the_wrong_activation", "silu is taken for gelu.",
         "(swiglu, swiglu_linear)", "(geglu, geglu_linear)"),
     faults("patching.modules")("p17_only_the_first_layer_patched", "The patch leaves the second layer alone.",
-        "name = type(module).__name__", "name = type(module).__name__\nif 'layers.1.' in path:\n    continue",
-        source="P17", dies="not patched"),
+        "name = type(module).__name__", "<old>\nif 'layers.1.' in path:\n    continue", source="P17",
+        dies="not patched"),
     Mutant("p17_a_layer_lost_its_patch", "The second layer is as it was, though the report lists it.",
         source="P17", after=_unpatches_a_layer, dies="not patched"),
     Mutant("r4_angles_rounded_with_the_model", "The rotary frequencies are rounded to bfloat16 with the parameters.",

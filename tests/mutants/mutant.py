@@ -23,7 +23,7 @@ import itertools
 import linecache
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -77,17 +77,14 @@ class Mutant:
     check: str | None = None
     sample: bool = False
 
-    def __call__(self, model: Any, kernels: Iterable[str] | None = None) -> Any:
-        """Inject the fault, until :func:`restore`, and patch ``model`` (with ``kernels`` only, when given)."""
+    def __call__(self, model: Any) -> Any:
+        """Inject the fault, until :func:`restore`, and patch ``model``."""
         import liger_kernels
 
         self.inject()
-        if kernels is None:
-            left_out = "cross_entropy" if self.fused else "linear_cross_entropy"
-            kernels = [kernel for kernel in liger_kernels.KERNELS if kernel != left_out]
-        wanted = list(kernels)
-        memory = self.memory if "linear_cross_entropy" in wanted else None
-        report = liger_kernels.patch(model, kernels=wanted, memory=memory)
+        left_out = "cross_entropy" if self.fused else "linear_cross_entropy"
+        kernels = [kernel for kernel in liger_kernels.KERNELS if kernel != left_out]
+        report = liger_kernels.patch(model, kernels=kernels, memory=self.memory)
         if self.after is not None:
             self.after(model)
         return report
@@ -116,8 +113,9 @@ class Mutant:
 def faults(module: str, tests: str = "", **common: Any) -> Callable[..., Mutant]:
     """What makes a mutant of ``module``, a module of ``liger_kernels`` or of the proof, out of a row of a table.
 
-    A row says the name, what the fault does, what is exchanged by what, and, for a fault that no training can show, the
-    test that must fail: in the file ``tests``, unless it names another one. ``also`` is an edit in a second place.
+    A row says the name, what the fault does, what is exchanged by what, where ``<old>`` stands for the former, and for
+    a fault that no training can show the test that must fail: in the file ``tests``, unless it names another one.
+    ``also`` is an edit in a second place.
     """
 
     def fault(
@@ -134,7 +132,7 @@ def faults(module: str, tests: str = "", **common: Any) -> Callable[..., Mutant]
         **other: Any,
     ) -> Mutant:
         where = module if module.startswith("convergence.") else f"liger_kernels.{module}"
-        edits = (Edit(where, old, new, within, times), *([also] if also else []))
+        edits = (Edit(where, old, new.replace("<old>", old), within, times), *([also] if also else []))
         check = f"tests/{test if '::' in test else f'{tests}::{test}'}" if test else None
         return Mutant(name, does, edits, check=check, **common, **other)
 

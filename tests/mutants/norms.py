@@ -11,7 +11,6 @@ _gated_forward, _gated_backward = both_phases("ops.gated_rms_norm", kernel="gate
 _sums = faults("ops._norm_rows", kernel="rms_norm", phase="backward")
 _RSTD = "tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)"
 _DX = "(dy - norm * projection[:, None]) * rstd[:, None]"
-_NEW_DX = "torch.empty_like(x, memory_format=torch.contiguous_format)"
 _SUM = "tl.sum(parts, axis=0)"
 _ACCUMULATE = "dweight += dy * norm"
 _CENTRED = "tl.where(in_row[None, :], x - mean[:, None], 0.0)"
@@ -33,7 +32,8 @@ MUTANTS = (
         'FORMULA == "offset_scale_then_cast"', "False", within="_rms_norm_bwd_kernel", source="N1", model="gemma2"),
     _backward("n3_norm_gradient_in_place",
         "The gradient is written over the one that came in, which the residual around Gemma 2's norms needs, too.",
-        _NEW_DX, "dy_rows.view(x.shape)", source="N3", model="gemma2"),
+        "torch.empty_like(x, memory_format=torch.contiguous_format)", "dy_rows.view(x.shape)",
+        source="N3", model="gemma2"),
     _backward("n7_norm_gradient_measures_before_flattening",
         "The backward reads rows and columns off the first two of three dimensions.",
         "hidden = x.shape[-1]\nn_rows = x.numel() // hidden", "n_rows, hidden = x.shape[:2]",
@@ -45,8 +45,8 @@ MUTANTS = (
     _forward("norm_mean_over_the_padded_row", "The mean divides by the block, not by the columns.",
         _RSTD, "tl.rsqrt(tl.sum(x * x, axis=1) / BLOCK + eps)"),
     _forward("norm_drops_the_last_row", "The last row of the last tile is not read.",
-        "    mask = (row < n_rows)[:, None] & (col < hidden)[None, :]\n\n",
-        "    mask = (row < n_rows - 1)[:, None] & (col < hidden)[None, :]\n\n"),
+        "mask = (row < n_rows)[:, None] & (col < hidden)[None, :]",
+        "mask = (row < n_rows - 1)[:, None] & (col < hidden)[None, :]"),
     _forward("norm_drops_the_last_column", "The last column is not counted in the mean of the squares.",
         "tl.sum(x * x, axis=1)", "tl.sum(tl.where((col < hidden - 1)[None, :], x * x, 0.0), axis=1)"),
     _forward("norm_of_the_wrong_formula", "Gemma's norms compute Llama's formula, a weight of 0 and all.",
@@ -56,10 +56,10 @@ MUTANTS = (
     _backward("norm_gradient_projects_over_the_padded_row", "The projection divides by the block, not by the columns.",
         "tl.sum(dy * norm, axis=1) / hidden", "tl.sum(dy * norm, axis=1) / BLOCK"),
     _backward("norm_gradient_without_weight", "The input's gradient forgets the weight.",
-        "                dy *= weight[None, :]\n", "                dy *= 1.0\n"),
-    _backward("norm_input_gradient_of_one_percent_more", "The input's gradient is 1% too large.", _DX, _DX + " * 1.01"),
+        "dy *= weight[None, :]", "dy *= 1.0"),
+    _backward("norm_input_gradient_of_one_percent_more", "The input's gradient is 1% too large.", _DX, "<old> * 1.01"),
     _sums("norm_weight_gradient_of_one_percent_more", "The weight's gradient is 1% too large.",
-        _SUM, f"({_SUM} * 1.01)", within="_sum_parts_kernel", sample=True),
+        _SUM, "(<old> * 1.01)", within="_sum_parts_kernel", sample=True),
     _sums("norm_weight_gradient_of_one_program", "Only the first program's part of the weight's gradient arrives.",
         _SUM, "tl.sum(tl.where(part[:, None] == 0, parts, 0.0), axis=0)", within="_sum_parts_kernel",
         also=_SMALL_TILES),

@@ -29,8 +29,7 @@ MUTANTS = (
         "return denominator.as_subclass(cls)", "return None", "test_trainer_with_accumulation"),
     _op("packing_counts_empty_samples", "A sequence without any target counts in the denominator.",
         "denominator = (weight * _share(targets, counted, class_weight)).sum()",
-        "denominator = (weight * _share(targets, counted, class_weight)).sum()\n"
-            "denominator = denominator + (sources[0].start & (counts == 0)).sum()", _PROOF),
+        "<old>\ndenominator = denominator + (sources[0].start & (counts == 0)).sum()", _PROOF),
     _model("packing_token_count_taken", "A number of tokens is divided by in the reduction that counts samples.",
         "not isinstance(count, Denominator) or count.loss_reduction != mode", "False",
         "test_packing.py::test_a_plain_trainers_count_of_tokens_is_refused"),

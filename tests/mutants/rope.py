@@ -23,9 +23,7 @@ MUTANTS = (
         source="R5", dies="overwritten"),
     _forward("n18_rope_assumes_contiguous_heads", "The strides of q are taken for those of a contiguous tensor.",
         "strides = [(0, 0, 0) if x is None else _strides(x) for x in (q, q_out, k, k_out)]",
-        "strides = [(0, 0, 0) if x is None else _strides(x) for x in (q, q_out, k, k_out)]\n"
-            "if q is not None and not transposed:\n"
-            "    head = q.shape[2] * q.shape[3]\n"
+        "<old>\nif q is not None and not transposed:\n    head = q.shape[2] * q.shape[3]\n"
             "    strides[0] = (q.shape[3], head, (q.shape[1] - 1) * head)", source="N18"),
     _backward("rope_gradient_turns_the_wrong_way", "The gradient is rotated forward instead of back.",
         "transposed=True", "transposed=False"),
@@ -33,9 +31,9 @@ MUTANTS = (
         "One of the four terms of the transposed map has the wrong sign.",
         "turned_b = b * cos_b - a * sin_a", "turned_b = b * cos_b + a * sin_a"),
     _backward("rope_gradient_leaves_keys_alone", "The gradient of k is passed on as it came.",
-        "        return dq, dk, None, None, None", "        return dq, dk_out, None, None, None"),
+        "return dq, dk, None, None, None", "return dq, dk_out, None, None, None"),
     _backward("rope_gradient_of_one_percent_less", "The gradient of q is 1% too small.",
-        "        return dq, dk, None, None, None", "        return dq * 0.99, dk, None, None, None"),
+        "return dq, dk, None, None, None", "return dq * 0.99, dk, None, None, None"),
     _forward("rope_of_half_the_pairs", "The second element of every pair is not rotated.",
         "turned_b = b * cos_b + a * sin_b", "turned_b = b"),
     _forward("rope_of_the_other_pairing",
@@ -44,18 +42,15 @@ MUTANTS = (
     _forward("rope_off_by_one_position",
         "Every token but the last is rotated by the next one's angles: wrong where a packed document begins.",
         "cos_offset = batch * cos_batch_stride + seq * cos_seq_stride\n"
-            "sin_offset = batch * sin_batch_stride + seq * sin_seq_stride\n",
-        "later = tl.minimum(seq + 1, seq_len - 1)\n"
+            "sin_offset = batch * sin_batch_stride + seq * sin_seq_stride", "later = tl.minimum(seq + 1, seq_len - 1)\n"
             "cos_offset = batch * cos_batch_stride + later * cos_seq_stride\n"
-            "sin_offset = batch * sin_batch_stride + later * sin_seq_stride\n"),
+            "sin_offset = batch * sin_batch_stride + later * sin_seq_stride"),
     _forward("rope_ignores_packing", "Positions are counted from the start of the row, whatever position_ids say.",
-        "    _check(q, k, cos, sin, pairing, rotary_dim)\n",
-        "    _check(q, k, cos, sin, pairing, rotary_dim)\n"
-            "    if not torch.equal(cos[:, -1], cos.amin(1)) and q.shape[2] > 1 and cos.shape[0] > 1:\n"
-            "        cos, sin = (x[:1].expand_as(x) for x in (cos, sin))\n"),
+        "_check(q, k, cos, sin, pairing, rotary_dim)",
+        "<old>\nif not torch.equal(cos[:, -1], cos.amin(1)) and q.shape[2] > 1 and cos.shape[0] > 1:\n"
+            "    cos, sin = (x[:1].expand_as(x) for x in (cos, sin))"),
     _forward("rope_not_while_decoding", "A single token, as generation feeds them, is not rotated.",
-        "    _check(q, k, cos, sin, pairing, rotary_dim)\n",
-        "    _check(q, k, cos, sin, pairing, rotary_dim)\n    if q.shape[2] == 1:\n        return q, k\n"),
+        "_check(q, k, cos, sin, pairing, rotary_dim)", "<old>\nif q.shape[2] == 1:\n    return q, k"),
     _forward("rope_angles_of_half_precision", "cos and sin are rounded to 8 bits of mantissa before use.",
         "return a, b", "return a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32)",
         within="_load_angles", dtypes=("float32",)),
@@ -63,7 +58,7 @@ MUTANTS = (
         "Where pairs change places, their gradient is read from where the pairs were.",
         "read, written = written, read", "pass", model="deepseek_v3"),
     _rope("rope_inverse_forward_only", "The gradient of the inverse rotation is that of the rotation.",
-        "INVERSE=inverse", "INVERSE=inverse and not transposed", "test_one_tensor[half]"),
+        "INVERSE=inverse", "<old> and not transposed", "test_one_tensor[half]"),
     _rope("rope_reads_tables_side_by_side", "A table whose columns are not adjacent is read as if they were.",
         "col.to(tl.int64) * col_stride", "col", "test_halves_of_complex_numbers_are_read_where_they_lie"),
     _rotary("rope_of_the_whole_table_width", "A table with one column a pair is taken for one of half the head.",
