@@ -10,44 +10,43 @@ _NORM = "liger_kernels.ops.rms_norm"
 _ADD_DTOTAL = "dx += dtotal.to(tl.float32)"
 _SUM_OF_TERMS = "(x.to(tl.float32) + residual.to(tl.float32))"
 _TOTAL = f"{_SUM_OF_TERMS}.to(total_ptr.dtype.element_ty)"
-_rms_norm = faults("ops.rms_norm", "test_ops_rms_norm.py")
+_norm = faults("ops.rms_norm", "test_ops_rms_norm.py")
 _loss = faults("ops._cross_entropy_kernels", "test_ops_cross_entropy.py")
 _launcher = faults("ops._launcher", "test_ops_runtime.py")
 _runtime = faults("ops._runtime", "test_ops_runtime.py")
-_layer_norm = faults("ops.layer_norm", "test_ops_layer_norm.py")
-_gated_rms_norm = faults("ops.gated_rms_norm", "test_ops_gated_rms_norm.py")
-_gated_norms = faults("patching.gated_norms", "test_patching_gated_norms.py")
+_layer = faults("ops.layer_norm", "test_ops_layer_norm.py")
+_gated = faults("ops.gated_rms_norm", "test_ops_gated_rms_norm.py")
+_gated_patch = faults("patching.gated_norms", "test_patching_gated_norms.py")
 _glu = faults("ops.glu", "test_ops_glu.py")
-_token_chunks = faults("ops._linear_token_chunks", "test_ops_linear_cross_entropy.py")
+_chunks = faults("ops._linear_token_chunks", "test_ops_linear_cross_entropy.py")
 _head = faults("ops.linear_cross_entropy", "test_ops_linear_cross_entropy.py")
 _slabs = faults("ops._linear_vocabulary_slabs", "test_ops_linear_cross_entropy_slabs.py")
-_norms = faults("patching.norms", "test_patching_recognise.py")
+_norm_patch = faults("patching.norms", "test_patching_recognise.py")
 _compiling = faults("ops._compiling", "test_patching_adapters.py")
-_loss_rows = faults("ops._cross_entropy_rows", "test_ops_compile.py")
+_rows = faults("ops._cross_entropy_rows", "test_ops_compile.py")
 _product = faults("patching.product", "test_patching.py")
 _mlp = faults("patching.glu", "test_patching.py")
 _model = faults("patching.model", "test_patching.py")
 _compare = faults("convergence.compare", "test_convergence_compare.py")
 _formulas = faults("ops._cross_entropy_formulas", "test_ops_linear_log_probs.py")
-_counted_rows = faults("ops._counted_rows", "test_ops_counted_rows.py")
+_counted = faults("ops._counted_rows", "test_ops_counted_rows.py")
 _vocab_parallel = faults("ops._vocab_parallel", "test_ops_vocab_parallel.py")
 
 # fmt: off
 MUTANTS = (
-    _rms_norm("n4_norm_weight_gradient_in_bfloat16", "The weight's gradient is summed over the rows in bfloat16.",
+    _norm("n4_norm_weight_gradient_in_bfloat16", "The weight's gradient is summed over the rows in bfloat16.",
         "dweight += dy * norm", "dweight = (dweight + dy * norm).to(tl.bfloat16).to(tl.float32)",
         "test_programs_walk_over_many_tiles", source="N4"),
-    _rms_norm("n5_norm_offset_of_32_bits", "The row number is multiplied by the stride in 32 bits.",
+    _norm("n5_norm_offset_of_32_bits", "The row number is multiplied by the stride in 32 bits.",
         "tl.program_id(0).to(tl.int64)", "tl.program_id(0)",
         "test_ops_compile.py::test_offsets_are_64_bits_wide[rms_norm]", source="N5"),
     _loss("c25_loss_offset_of_32_bits", "The row number is multiplied by the stride in 32 bits.",
         "tl.program_id(0).to(tl.int64)", "tl.program_id(0)",
         "test_ops_compile.py::test_offsets_are_64_bits_wide[cross_entropy]", times=2, source="C25"),
-    _rms_norm("n12_scalar_taken_for_a_tensor", "A scalar argument is converted as only tensors can be.",
+    _norm("n12_scalar_taken_for_a_tensor", "A scalar argument is converted as only tensors can be.",
         "eps = tl.full((), eps, tl.float32)", "eps = FORMULA.to(tl.float32)",
         "test_ops_compile.py::test_compiles[rms_norm-sm_90]", source="N12"),
-    _rms_norm("n13_scalar_in_float64",
-        "A number that torch.compile hands over as float64 is computed with as it comes.",
+    _norm("n13_scalar_in_float64", "A number that torch.compile hands over as float64 is computed with as it comes.",
         "eps = tl.full((), eps, tl.float32)", "eps = eps + 0.0",
         "test_ops_compile_scalars.py::test_numbers_are_rounded_before_anything_else", source="N13"),
     _launcher("program_for_aligned_pointers_kept_for_any",
@@ -76,70 +75,67 @@ MUTANTS = (
     _loss("c24_branch_on_a_tensor", "A Python condition joins a flag and a tensor.",
         "label_smoothing is not None", "<old> and z", "test_ops_compile.py::test_compiles[cross_entropy-sm_90]",
         within="_scan_block", source="C24"),
-    _rms_norm("n18_norm_assumes_contiguous_rows", "The row stride is taken for the number of columns.",
+    _norm("n18_norm_assumes_contiguous_rows", "The row stride is taken for the number of columns.",
         "rows, stride, residual_rows", "rows, hidden, residual_rows", "test_views_are_read_where_they_lie",
         source="N18"),
-    _layer_norm("layer_norm_variance_that_cancels", "The variance is mean(x^2) - mean^2.",
+    _layer("layer_norm_variance_that_cancels", "The variance is mean(x^2) - mean^2.",
         "tl.sum(centred * centred, axis=1) / hidden", "tl.sum(x * x, axis=1) / hidden - mean * mean",
         "test_a_large_mean_costs_no_variance"),
-    _layer_norm("layer_norm_centres_the_padding_in_16_bits",
+    _layer("layer_norm_centres_the_padding_in_16_bits",
         "Columns beyond the row count in the variance: in bfloat16 a whole model's rounding hides it.",
         "tl.where(in_row[None, :], x - mean[:, None], 0.0)", "x - mean[:, None]",
         "test_padding_does_not_count_in_16_bits"),
-    _layer_norm("layer_norm_adds_one_in_float32", "A zero-centered weight's 1 is added in float32.",
+    _layer("layer_norm_adds_one_in_float32", "A zero-centered weight's 1 is added in float32.",
         "(weight + 1.0).to(weight_ptr.dtype.element_ty).to(tl.float32)", "weight + 1.0",
         "test_rounds_where_the_formula_rounds"),
-    _gated_rms_norm("gated_norm_rounds_once",
-        "The product of weight and norm is not rounded before the gate multiplies it.",
+    _gated("gated_norm_rounds_once", "The product of weight and norm is not rounded before the gate multiplies it.",
         "FORMULA == 'cast_then_scale' and same", "False", "test_rounds_where_the_formula_rounds"),
-    _gated_rms_norm("gated_norm_weight_of_the_first_group", "Every group is multiplied by the first group's weight.",
+    _gated("gated_norm_weight_of_the_first_group", "Every group is multiplied by the first group's weight.",
         "tl.load(weight_ptr + col, mask=in_group, other=0.0)",
         "tl.load(weight_ptr + col - group * width, mask=in_group, other=0.0)", "test_groups_are_norms_of_their_own",
         within="_gated_rms_norm_fwd_kernel"),
-    _gated_rms_norm("gated_norm_first_gradient_without_gate",
-        "With the gate first, x's gradient forgets the activation.",
+    _gated("gated_norm_first_gradient_without_gate", "With the gate first, x's gradient forgets the activation.",
         "d * factor", "d", "test_matches_reference"),
-    _gated_rms_norm("gated_norm_gate_of_one_percent_more", "In 16 bits, the gradient of the gate is 1% too large.",
+    _gated("gated_norm_gate_of_one_percent_more", "In 16 bits, the gradient of the gate is 1% too large.",
         "dy * weight[None, :] * norm * slope", "<old> * (1.0 if dgate_ptr.dtype.element_ty == tl.float32 else 1.01)",
         "test_matches_reference"),
-    _gated_norms("gated_norm_probed_in_one_group", "A gated norm is taken for one of whole rows.",
+    _gated_patch("gated_norm_probed_in_one_group", "A gated norm is taken for one of whole rows.",
         "sorted({1} | divisors | {size // n for n in divisors})", "[1]", "test_every_order_is_recognised"),
-    _gated_norms("gated_norm_probed_with_one_gate", "A probe's gate is the same in every row.",
+    _gated_patch("gated_norm_probed_with_one_gate", "A probe's gate is the same in every row.",
         "rows.view(*x.shape[:-1], 1) * vector", "vector.expand_as(x)", "test_anything_else_is_refused"),
-    _gated_norms("gated_norm_broadcasts_its_gate", "The kernel is asked for a gate of another shape.",
+    _gated_patch("gated_norm_broadcasts_its_gate", "The kernel is asked for a gate of another shape.",
         "gate.shape != x.shape", "False", "test_a_call_of_another_form_runs_the_norm_itself"),
-    _rms_norm("norm_rounds_elsewhere", "Llama's norm is multiplied by its weight before it is rounded.",
+    _norm("norm_rounds_elsewhere", "Llama's norm is multiplied by its weight before it is rounded.",
         "y = y.to(dtype).to(tl.float32)", "y = y.to(tl.float32)", "test_rounds_where_the_formula_rounds"),
-    _rms_norm("n14_total_gradient_through_the_norm",
+    _norm("n14_total_gradient_through_the_norm",
         "The gradient of the sum itself goes through the norm with that of its output.",
         "if dweight_ptr is not None:\n    dweight += dy * norm",
         "<old>\nif dx_ptr is not None and dtotal_ptr is not None:\n"
             "    dy += tl.load(dtotal_ptr + row[:, None] * dtotal_stride + col, mask, other=0.0)",
         "test_sum_matches_reference", also=Edit(_NORM, _ADD_DTOTAL, "dx += 0.0"), source="N14"),
-    _rms_norm("total_gradient_dropped",
+    _norm("total_gradient_dropped",
         "The gradient of the sum itself, which goes on as the residual, is not added to the norm's.",
         _ADD_DTOTAL, "dx += 0.0", "test_a_chain_of_sums_as_in_a_model"),
-    _rms_norm("total_gradient_added_after_rounding",
-        "The norm's gradient is rounded before the sum's own is added to it.",
+    _norm("total_gradient_added_after_rounding", "The norm's gradient is rounded before the sum's own is added to it.",
         _ADD_DTOTAL, "dx = dx.to(dx_ptr.dtype.element_ty).to(tl.float32) + dtotal.to(tl.float32)",
         "test_the_two_gradients_are_added_before_they_are_rounded"),
-    _rms_norm("total_gradient_overwritten", "The gradient of x and residual is written over that of their sum.",
+    _norm("total_gradient_overwritten", "The gradient of x and residual is written over that of their sum.",
         "dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None\n"
             "dtotal_rows, dtotal_stride = as_rows(dtotal) if needs_dx and dtotal is not None else (None, None)",
         "dtotal_rows, dtotal_stride = as_rows(dtotal) if needs_dx and dtotal is not None else (None, None)\n"
             "dx = dtotal_rows.view(x.shape) if dtotal is not None else torch.empty_like(x)",
         "test_sum_matches_reference", source="N3"),
-    _rms_norm("total_not_rounded_before_its_norm",
+    _norm("total_not_rounded_before_its_norm",
         "The sum is normalised as it is in registers, and not as it is returned.",
         f"x = {_TOTAL}", "exact = (x.to(tl.float32) + residual.to(tl.float32))\n<old>",
         "test_total_has_the_bits_of_torchs_sum_and_y_those_of_its_norm",
         also=Edit(_NORM, "x = x.to(tl.float32)", "x = x.to(tl.float32)\nif residual_ptr is not None:\n    x = exact",
             "_rms_norm_fwd_kernel")),
-    _rms_norm("total_rounded_twice",
+    _norm("total_rounded_twice",
         "The sum of a bfloat16 and a float32 tensor is rounded to bfloat16 before it is float32.",
         _TOTAL, f"{_SUM_OF_TERMS}.to(x_ptr.dtype.element_ty).to(total_ptr.dtype.element_ty)",
         "test_total_has_the_bits_of_torchs_sum_and_y_those_of_its_norm"),
-    _rms_norm("residual_assumed_contiguous", "The residual's row stride is taken for the number of columns.",
+    _norm("residual_assumed_contiguous", "The residual's row stride is taken for the number of columns.",
         "residual_rows, residual_stride = as_rows(residual)", "<old>[0], hidden",
         "test_sum_of_views_with_strided_gradients", source="N18"),
     _glu("g1_activation_not_rounded_when_recomputed",
@@ -159,7 +155,7 @@ MUTANTS = (
     _loss("loss_row_weight_left_out_of_the_backward",
         "The gradient of rows with weights is without them, where another upstream gradient than 1 comes in.",
         "upstream *= tl.load(row_weight_ptr + row, mask=counts, other=0.0)", "<old> * 0.0 + 1.0", "test_every_option"),
-    _token_chunks("c3_fused_first_upstream_gradient_for_every_row",
+    _chunks("c3_fused_first_upstream_gradient_for_every_row",
         "Without reduction, the fused head scales its gradients by the first row's upstream gradient.",
         "grad_loss = grad_loss if call.row_weight is None else grad_loss * call.row_weight",
         "grad_loss = grad_loss[:1].expand_as(grad_loss)", "test_every_option", source="C3"),
@@ -175,7 +171,7 @@ MUTANTS = (
         "return torch.mm(hidden, weight.t(), out=out)", "out.zero_()\nfor k in range(0, hidden.shape[1], 8):\n"
             "    out += torch.mm(hidden[:, k : k + 8].bfloat16(), weight[:, k : k + 8].bfloat16().t())\n"
             "return out", "test_ops_linear_cross_entropy.py::test_every_option", source="C16"),
-    _token_chunks("c16_weight_gradient_in_bfloat16", "The head's gradient is rounded to bfloat16 after every chunk.",
+    _chunks("c16_weight_gradient_in_bfloat16", "The head's gradient is rounded to bfloat16 after every chunk.",
         "self.weight.add(d_logits.t(), rows, keep)", "<old>\n[part.copy_(part.bfloat16()) for part in self.weight]",
         "test_ops_linear_cross_entropy_schedules.py::test_weight_gradient_is_summed_in_float32", source="C16"),
     _head("kept_logits_used_twice", "A second backward pass takes the gradient of the logits for the logits.",
@@ -199,18 +195,19 @@ MUTANTS = (
         "A compiled program keeps the logits of as many tokens as any other, though it copies them.",
         "few = min(few, hidden_size)", "pass",
         "test_ops_linear_cross_entropy_schedules.py::test_default_schedule_depends_on_shape_and_dtype_only"),
-    _norms("group_norm_taken_for_a_layer_norm", "A norm is probed with rows of one dimension before them.",
+    _norm_patch("group_norm_taken_for_a_layer_norm", "A norm is probed with rows of one dimension before them.",
         "randn(len(rows), 3, size) * rows[:, None, None]", "randn(len(rows), size) * rows[:, None]",
         "test_other_norms_are_refused_with_the_reason"),
-    _norms("norm_of_one_dtype_runs_in_two",
+    _norm_patch("norm_of_one_dtype_runs_in_two",
         "A norm that differs under weights of another dtype is replaced there, too.",
         "weight.dtype != x.dtype", "False",
         "test_a_norm_that_differs_in_two_dtypes_only_is_replaced_where_they_are_one"),
-    _norms("layer_norm_under_autocast_keeps_its_dtype", "Under autocast a LayerNorm returns its input's dtype.",
+    _norm_patch("layer_norm_under_autocast_keeps_its_dtype", "Under autocast a LayerNorm returns its input's dtype.",
         "_autocast_dtype(x.device, x.dtype)", "x.dtype", "test_a_layer_norm_under_autocast_returns_what_torch_does"),
-    _norms("any_layer_norm_runs_under_autocast", "A norm that is more than F.layer_norm is replaced under autocast.",
+    _norm_patch("any_layer_norm_runs_under_autocast",
+        "A norm that is more than F.layer_norm is replaced under autocast.",
         "autocast and not bare", "False", "test_what_is_more_than_layer_norm_runs_itself_under_autocast"),
-    _norms("compiled_norm_stays_a_kernel",
+    _norm_patch("compiled_norm_stays_a_kernel",
         "A compiled program launches a norm's kernel between the additions that Inductor would fuse with it.",
         "left_to_inductor('rms_norm', x)", "False",
         "test_patching_adapters.py::test_what_a_compiled_model_leaves_to_inductor[short]"),
@@ -225,7 +222,7 @@ MUTANTS = (
         "torch.compile takes what RoPE's backward writes to in several layers for one tensor, and copies it.",
         "torch.compiler.is_compiling()", "False",
         "test_ops_compile.py::test_a_compiled_program_sees_what_a_kernel_writes_to", within="_empty"),
-    _loss_rows("compiled_loss_asks_where_computed_logits_lie",
+    _rows("compiled_loss_asks_where_computed_logits_lie",
         "The loss asks for the offset of logits that the same compiled program computes, which Dynamo cannot trace.",
         "torch.compiler.is_compiling()", "False", "test_dynamo_traces_down_to_the_launches"),
     _slabs("slab_held_while_its_sum_is_rounded",
@@ -254,7 +251,7 @@ MUTANTS = (
     _loss("slabs_forget_the_classes_before", "The sum over the classes begins anew with every slab of the vocabulary.",
         "others = tl.where(lane, before[:, None], others)", "others = tl.where(lane, before[:, None] * 0.0, others)",
         "test_ops_linear_cross_entropy.py::test_every_option[vocabulary slabs-torch.float32-all but smoothing-mean]"),
-    _loss_rows("c27_label_smoothing_ignored", "The loss accepts label_smoothing and does not use it.",
+    _rows("c27_label_smoothing_ignored", "The loss accepts label_smoothing and does not use it.",
         "options.label_smoothing or None", "None", "test_ops_cross_entropy.py::test_every_option", source="C27"),
     _loss("logit_scale_missing_in_the_gradient", "The gradient forgets the factor of the logits.",
         "upstream *= as_float32(logit_scale)", "upstream *= 1.0", "test_every_option"),
@@ -310,18 +307,18 @@ MUTANTS = (
     _compare("proof_ignores_what_is_missing", "The proof judges what both arms have, and nothing else.",
         'verdict.fail(quantity, step, "missing", "it never arrived")', "pass",
         "test_a_gradient_that_cannot_be_judged_fails[missing in one step]", source="T8"),
-    _rms_norm("norm_weight_gradient_of_any_number_of_programs",
+    _norm("norm_weight_gradient_of_any_number_of_programs",
         "How many programs share the weight's gradient differs from run to run, and so does the order of its sum.",
         "backward_programs(x.device)", "int(torch.randint(1, 3, ()))",
         "test_ops_determinism.py::test_promises_hold[rms_norm, cast_then_scale-float32]"),
-    _rms_norm("norm_weight_gradient_by_atomics",
+    _norm("norm_weight_gradient_by_atomics",
         "The programs add their parts of the weight's gradient to one row, whoever comes first.",
         "x.new_empty((n_programs, hidden), dtype=torch.float32)", "x.new_zeros((1, hidden), dtype=torch.float32)",
         "test_ops_determinism.py::test_no_kernel_uses_atomics",
         also=Edit(_NORM,
             "tl.store(dweight_ptr + program.to(tl.int64) * hidden + col, tl.sum(dweight, axis=0), mask=in_row)",
             "tl.atomic_add(dweight_ptr + col, tl.sum(dweight, axis=0), mask=in_row)")),
-    _loss_rows("loss_in_blocks_that_follow_the_batch",
+    _rows("loss_in_blocks_that_follow_the_batch",
         "A small batch is read in narrower blocks, so that a row is added up in another order.",
         "rows, block = tile(tokens, vocab, max(1, 4096 // block), block, widest=8192)",
         "<old>\nblock = block if tokens > 8 else min(block, 1024)",
@@ -336,9 +333,9 @@ MUTANTS = (
     faults("ops.linear_log_probs")("ignored_rows_have_an_entropy", "The entropy of ignored rows gets a gradient.",
         "found[name].where(counts, False)", "found[name]",
         "test_ops_linear_log_probs.py::test_every_option[fast-torch.float32-plain]", within="linear_log_probs"),
-    _counted_rows("gradient_of_the_wrong_rows", "The gradient of the counted rows goes to the first rows.",
+    _counted("gradient_of_the_wrong_rows", "The gradient of the counted rows goes to the first rows.",
         "0, rows, grad", "0, torch.arange(len(rows)), grad", "test_loss_of_counted_rows[mean-fast-20]"),
-    _counted_rows("rows_of_other_blocks_overwritten", "The order of the rows starts anew in every block.",
+    _counted("rows_of_other_blocks_overwritten", "The order of the rows starts anew in every block.",
         "before += tl.sum(counts, axis=0)", "pass", "test_large_gaps_between_rows"),
     _vocab_parallel("sum_of_one_rank_missing", "The sum over the classes leaves out those of the last rank.",
         "(others * decay).sum(0)", "(others * decay)[:-1].sum(0)",
@@ -346,12 +343,12 @@ MUTANTS = (
     _slabs("hidden_gradient_of_one_rank", "The gradient of the hidden states is that of a rank's own classes.",
         "call.shard.add(*sums)", "pass",
         "test_ops_vocab_parallel.py::test_on_ranks[2-log_probs-fast-torch.float32-plain]"),
-    _token_chunks("entropy_gradient_of_the_first_chunk", "In chunks of tokens each has the entropies of the first one.",
+    _chunks("entropy_gradient_of_the_first_chunk", "In chunks of tokens each has the entropies of the first one.",
         "upstream.entropy[start:stop]", "upstream.entropy[: stop - start]",
         "test_ops_linear_log_probs.py::test_in_chunks_of_tokens[plain]"),
     _formulas("entropy_gradient_of_masked_classes", "The entropy's gradient is NaN where a class is masked.",
         "tl.where(e > 0.0, below + shift, 0.0)", "(below + shift)", "test_classes_that_are_masked"),
-    _layer_norm("layer_norm_of_the_reference_keeps_its_dtype",
+    _layer("layer_norm_of_the_reference_keeps_its_dtype",
         "Where no kernel runs, as on very wide rows, a LayerNorm returns its input's dtype.",
         "dtype or x.dtype", "x.dtype", "test_result_of_another_dtype"),
     _product("more_targets_than_labels", "How many labels count is taken for how many of more targets do.",
@@ -363,8 +360,7 @@ MUTANTS = (
     _vocab_parallel("classes_of_another_group",
         "What the ranks of one group know of a weight is taken for those of another.",
         "shape == mine and of is group", "shape == mine", "test_on_ranks[2-another_group]"),
-    _counted_rows("rows_that_count_left_out",
-        "Where more targets count than were said to, the loss is that of the first.",
+    _counted("rows_that_count_left_out", "Where more targets count than were said to, the loss is that of the first.",
         "found > counted", "False", "test_too_few"),
 )
 # fmt: on
