@@ -184,7 +184,7 @@ def _kernels_of(module: types.ModuleType, tree: ast.Module, filename: str) -> It
     """Inside, the kernels of ``module`` are those of ``tree``, also where they are inlined in other modules."""
     kernels = _kernels(tree, filename, module)
     before = {name: vars(module)[name] for name in kernels}
-    held = {
+    holders = {
         other: names
         for other in list(sys.modules.values())
         if other is not module
@@ -192,10 +192,9 @@ def _kernels_of(module: types.ModuleType, tree: ast.Module, filename: str) -> It
         and (names := [name for name in kernels if vars(other).get(name) is before[name]])
     }
     with contextlib.ExitStack() as stack:
-        for space, names in ((vars(module), [*kernels]), *((vars(other), names) for other, names in held.items())):
-            stack.callback(space.update, {name: before[name] for name in names})
-            space.update({name: kernels[name] for name in names})
-        for other in held:
+        for space, names in {module: [*kernels], **holders}.items() if kernels else ():
+            stack.enter_context(mock.patch.multiple(space, **{name: kernels[name] for name in names}))
+        for other in holders:
             file = inspect.getsourcefile(other)
             assert file is not None
             stack.enter_context(_kernels_of(other, ast.parse(_source(other.__name__)), file))
