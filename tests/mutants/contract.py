@@ -75,11 +75,6 @@ _UPSTREAM = "_plain.upstream"
 _FORWARD = "return base.forward(self, *args, **kwargs)"
 _BEFORE = "before = running.forward\nstate = None\n"
 
-
-def _without(argument: str) -> str:
-    return f"kwargs.pop({argument!r}, None)\n{_FORWARD}"
-
-
 # fmt: off
 MUTANTS = (
     Mutant("p1_weights_initialised_again", "The patch builds an MLP anew and loses its weights.",
