@@ -61,31 +61,11 @@ def norm_weight_gradient(model: Any) -> None:
     _ours(model)
 
 
-def rope_gradient(model: Any) -> None:
-    from liger_kernels.patching import rotary
-
-    rotary.rope = _argument(rotary.rope, 0)
-    _ours(model)
-
-
-def one_glu_gradient(model: Any) -> None:
-    _ours(model)
-    mlp = model.model.layers[0].mlp
-    mlp.forward = _argument(mlp.forward, 0)
-
-
 def cross_entropy_gradient(model: Any) -> None:
     from liger_kernels.patching import product
 
     product.cross_entropy = _argument(product.cross_entropy, 0)
     _ours(model, logits=True)
-
-
-def head_weight_gradient(model: Any) -> None:
-    from liger_kernels.patching import product
-
-    product.linear_cross_entropy = _argument(product.linear_cross_entropy, 1)
-    _ours(model)
 
 
 def raises_in_the_backward_pass(model: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 SCALED = "model.layers.1.mlp.down_proj.weight"
 
 
-def _rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+def rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """Llama's RMSNorm by another sequence of roundings."""
     x = hidden_states.float()
     x = x / (x.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
@@ -21,15 +21,16 @@ def honest(model: Any) -> None:
     """Every norm of this model computes the same by another formula."""
     for module in model.modules():
         if type(module).__name__ == "LlamaRMSNorm":
-            module.forward = types.MethodType(_rms_norm, module)
+            module.forward = types.MethodType(rms_norm, module)
 
 
-def does_nothing(model: Any) -> None:
-    """Returns as if it had patched."""
+def scale_gradient(model: Any, path: str = SCALED) -> None:
+    """A gradient that is 1% too large."""
+    model.get_parameter(path).register_hook(lambda grad: grad * 1.01)
 
 
-def nan_in_one_gradient(model: Any) -> None:
-    honest(model)
+def poison_gradient(model: Any) -> None:
+    """A gradient of which one element is NaN."""
 
     def poison(grad: torch.Tensor) -> torch.Tensor:
         grad = grad.clone()
@@ -39,18 +40,8 @@ def nan_in_one_gradient(model: Any) -> None:
     model.get_parameter(SCALED).register_hook(poison)
 
 
-def one_gradient_scaled(model: Any) -> None:
-    honest(model)
-    model.get_parameter(SCALED).register_hook(lambda grad: grad * 1.01)
-
-
-def one_norm_gradient_scaled(model: Any) -> None:
-    honest(model)
-    model.get_parameter("model.layers.0.input_layernorm.weight").register_hook(lambda grad: grad * 1.01)
-
-
-def missing_gradient(model: Any) -> None:
-    honest(model)
+def drop_gradient(model: Any) -> None:
+    """A parameter without a gradient."""
 
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None
@@ -58,11 +49,19 @@ def missing_gradient(model: Any) -> None:
     model.get_parameter(SCALED).register_post_accumulate_grad_hook(drop)
 
 
-def leaks(model: Any) -> None:
-    """Patches the class: every other Llama of the process, the baseline included, is patched too."""
-    from transformers.models.llama import modeling_llama
+def one_gradient_scaled(model: Any) -> None:
+    honest(model)
+    scale_gradient(model)
 
-    modeling_llama.LlamaRMSNorm.forward = _rms_norm
+
+def nan_in_one_gradient(model: Any) -> None:
+    honest(model)
+    poison_gradient(model)
+
+
+def missing_gradient(model: Any) -> None:
+    honest(model)
+    drop_gradient(model)
 
 
 def overwrites_the_logits(model: Any) -> None:
@@ -80,7 +79,3 @@ def overwrites_the_logits(model: Any) -> None:
             output.register_hook(overwrite(output))
 
     model.get_output_embeddings().register_forward_hook(hook)
-
-
-def crashes(model: Any) -> None:
-    raise RuntimeError("no kernel for this device")

@@ -68,35 +68,34 @@ def eager_attention(patch: Callable[[Any], Any], model: Any) -> None:
     patch(model)
 
 
-def as_given(model: Any, tokens: int) -> contextlib.AbstractContextManager[None]:
-    """In place of ``ours.head_in_chunks``: the head takes its rows as it would, or as somebody around it says."""
-    return contextlib.nullcontext()
-
-
 @contextlib.contextmanager
-def chunks(count: int) -> Iterator[None]:
-    """The fused head takes its rows in ``count`` chunks, or in one."""
+def head_tiled(**choices: Callable[..., Any]) -> Iterator[None]:
+    """The fused head takes its rows as ``choices`` say, where the proof would have them in chunks."""
     from liger_kernels.ops._tiling import tiled
+
+    as_chosen = mock.patch.object(ours, "head_in_chunks", return_value=contextlib.nullcontext())
+    with as_chosen, tiled(**choices):
+        yield
+
+
+def chunks(count: int) -> contextlib.AbstractContextManager[None]:
+    """The fused head takes its rows in ``count`` chunks, or in one."""
 
     def in_chunks(choose: Callable[..., Any], tokens: int, *others: Any) -> tuple[str, int]:
         return "fast" if count == 1 else "balanced", max(1, -(-tokens // count))
 
-    with mock.patch.object(ours, "head_in_chunks", as_given), tiled(schedule=in_chunks):
-        yield
+    return head_tiled(schedule=in_chunks)
 
 
-@contextlib.contextmanager
-def slabs(count: int) -> Iterator[None]:
+def slabs(count: int) -> contextlib.AbstractContextManager[None]:
     """The schedule that slices the vocabulary takes ``count`` slabs for each that it would take."""
-    from liger_kernels.ops._tiling import tiled
 
     def narrow(choose: Callable[..., Any], tokens: int, hidden_size: int) -> Any:
         sizes = choose(tokens, hidden_size)
         narrower = {name: max(1, getattr(sizes, name) // count) for name in ("forward", "backward", "step")}
         return sizes._replace(**narrower)
 
-    with mock.patch.object(ours, "head_in_chunks", as_given), tiled(slabs=narrow):
-        yield
+    return head_tiled(slabs=narrow)
 
 
 @contextlib.contextmanager
@@ -183,18 +182,9 @@ def _at_scale(shape: Shape, dtype: str) -> list[Honest]:
     return rows
 
 
-_kept: dict[tuple[Any, ...], References] = {}
-
-
-def _references(*key: Any) -> References:
-    """Those of the model, dtype, device, seed and use of TF32 that were asked for last."""
-    if key not in _kept:
-        _kept.clear()  # before others are trained: at real size these are much of a GPU's memory
-        _kept[key] = _trained(*key)
-    return _kept[key]
-
-
-def _trained(model: str, dtype: str, device: str, seed: int, tf32: bool) -> References:
+@functools.lru_cache(maxsize=1)
+def _references(model: str, dtype: str, device: str, seed: int, tf32: bool) -> References:
+    _references.cache_clear()  # before others are trained: at real size these are much of a GPU's memory
     profile = PROFILE if isinstance(find(model), Shape) else "hard"
     with tensor_float_32(tf32):
         return references.__wrapped__(model, dtype, profile, device, seed)

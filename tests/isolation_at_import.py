@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers.models.llama import modeling_llama
 
-from tests.convergence_faults import _rms_norm
+from tests.convergence_faults import rms_norm
 
-modeling_llama.LlamaRMSNorm.forward = _rms_norm
+modeling_llama.LlamaRMSNorm.forward = rms_norm
 
 
 def patch(model: Any) -> None:

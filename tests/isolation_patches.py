@@ -10,28 +10,26 @@ import types
 from typing import Any
 
 import torch
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
 
-from tests.convergence_faults import _rms_norm
+from tests.convergence_faults import rms_norm
 
 
 def class_forward(model: Any) -> None:
     """The forward of a class, by another formula: every model of the process computes by it."""
-    from transformers.models.llama import modeling_llama
-
-    modeling_llama.LlamaRMSNorm.forward = _rms_norm
+    modeling_llama.LlamaRMSNorm.forward = rms_norm
 
 
 def method_of_tensors(model: Any) -> None:
     """A symbol that no fingerprint looks at, in which only rounding differs."""
-    model.model.norm.forward = types.MethodType(_rms_norm, model.model.norm)
+    model.model.norm.forward = types.MethodType(rms_norm, model.model.norm)
     torch.Tensor.pow = lambda x, exponent: x * x
     torch.rsqrt = lambda x: 1 / x.sqrt()
 
 
 def class_without_logits(model: Any) -> None:
     """Models of this class return no logits while they train with labels, as several fused losses do."""
-    from transformers.models.llama import modeling_llama
-
     forward = modeling_llama.LlamaForCausalLM.forward
 
     @functools.wraps(forward)
@@ -46,29 +44,19 @@ def class_without_logits(model: Any) -> None:
 
 def class_replaced(model: Any) -> None:
     """A class of the modeling module: only models that are constructed later have it."""
-    from transformers.models.llama import modeling_llama
-
-    modeling_llama.LlamaRMSNorm = type("OtherRMSNorm", (modeling_llama.LlamaRMSNorm,), {"forward": _rms_norm})
+    modeling_llama.LlamaRMSNorm = type("OtherRMSNorm", (modeling_llama.LlamaRMSNorm,), {"forward": rms_norm})
 
 
 def class_replaced_by_a_wrong_one(model: Any) -> None:
-    from transformers.models.llama import modeling_llama
-
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        return 1.01 * _rms_norm(self, hidden_states)
+        return 1.01 * rms_norm(self, hidden_states)
 
     modeling_llama.LlamaRMSNorm = type("WrongRMSNorm", (modeling_llama.LlamaRMSNorm,), {"forward": forward})
 
 
 def another_family(model: Any) -> None:
     """Changes classes, but none that a Llama has anything to do with."""
-    from transformers.models.mistral import modeling_mistral
-
-    modeling_mistral.MistralRMSNorm.forward = _rms_norm
-
-
-def does_nothing(model: Any) -> None:
-    """Returns as if it had patched."""
+    modeling_mistral.MistralRMSNorm.forward = rms_norm
 
 
 def has_no_kernel(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,11 @@ def suite(*options: str) -> int:
 
 def collect(*options: str) -> int:
     return suite("--collect-only", *options)
+
+
+def assert_refused(capfd: pytest.CaptureFixture[str], shown: Iterable[str], *options: str) -> None:
+    """These options are a usage error, before anything is trained, and what pytest says has every part of ``shown``."""
+    assert collect(*options) == pytest.ExitCode.USAGE_ERROR
+    output = "".join(capfd.readouterr())
+    for part in shown:
+        assert part in output

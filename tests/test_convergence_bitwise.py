@@ -10,7 +10,7 @@ import pytest
 
 from convergence import isolate
 from convergence.records import Digests, Record, load_folder, versions, write
-from tests.suite import collect, suite
+from tests.suite import assert_refused, collect, suite
 
 PATCH = "patch_of_this_test:patch"
 CASE = ("--models", "llama-untied", "--dtypes", "float32", "--profile", "plain", "--device", "cpu", "--patch", PATCH)
@@ -36,39 +36,28 @@ def patch(model):
 def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The records of a run of the honest patch, in a process of its own that trains everything anew."""
     folder = tmp_path_factory.mktemp("before")
-    (folder / "patch_of_this_test.py").write_text(HONEST)
-    assert isolate.call(run_in, folder, *CASE, "--records", str(folder / "records")) == 0
+    assert isolate.call(run, folder, HONEST, "--records", str(folder / "records")) == 0
     return folder / "records"
 
 
-def run_in(folder: Path, *options: str) -> int:
-    """``pytest convergence`` where the patch lies in ``folder``."""
+def run(folder: Path, code: str, *options: str) -> int:
+    """``pytest convergence`` where the patch is ``code`` in ``folder``; it is imported in a process of its own."""
+    (folder / "patch_of_this_test.py").write_text(code)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         patch.setattr(sys, "dont_write_bytecode", True)
-        return suite(*options)
+        return suite(*CASE, *options)
 
 
-@pytest.fixture
-def run(tmp_path: Path):
-    """Runs ``pytest convergence`` in this process. The patch is imported in a process of its own."""
-
-    def run(code: str, *options: str) -> int:
-        (tmp_path / "patch_of_this_test.py").write_text(code)
-        return run_in(tmp_path, *CASE, *options)
-
-    return run
-
-
-def test_the_same_patch_is_the_same_bit_for_bit(before, run):
+def test_the_same_patch_is_the_same_bit_for_bit(before, tmp_path):
     """Into the same folder: the run adds a record and is compared with the one that was there."""
-    assert run(HONEST, "--compare-to", str(before), "--records", str(before)) == 0
+    assert run(tmp_path, HONEST, "--compare-to", str(before), "--records", str(before)) == 0
     assert len(list(before.glob("*.json"))) == 2
 
 
-def test_one_bit_of_one_gradient_is_named(before, run, tmp_path, capfd):
+def test_one_bit_of_one_gradient_is_named(before, tmp_path, capfd):
     records = tmp_path / "records"
-    code = run(ONE_BIT, "--compare-to", str(before), "--records", str(records))
+    code = run(tmp_path, ONE_BIT, "--compare-to", str(before), "--records", str(records))
     shown = capfd.readouterr().out
     assert code == pytest.ExitCode.TESTS_FAILED, shown
     assert "not bit for bit what the earlier run observed" in shown
@@ -99,10 +88,7 @@ def test_one_bit_of_one_gradient_is_named(before, run, tmp_path, capfd):
 def test_what_cannot_be_compared_is_a_usage_error(change, options, shown, tmp_path, capfd):
     if change is not None:
         write(recorded(change), tmp_path)
-    assert collect(*CHOSEN, *options, "--compare-to", str(tmp_path)) == pytest.ExitCode.USAGE_ERROR
-    error = capfd.readouterr().err
-    for part in ("--compare-to", *shown):
-        assert part in error
+    assert_refused(capfd, ("--compare-to", *shown), *CHOSEN, *options, "--compare-to", str(tmp_path))
 
 
 def test_what_can_be_compared_is_collected(tmp_path):

@@ -17,43 +17,32 @@ from tests.mutants import MUTANTS
 from tests.mutants.mutant import Mutant
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CULPRITS = [
-    ("one_norm_forward", "rms_norm", "model.layers.1.input_layernorm", "forward"),
-    ("norm_weight_gradient", "rms_norm", "all 5 (model.layers.0.input_layernorm, ...)", "backward"),
-    ("rope_gradient", "rope", "all 2 (model.layers.0.self_attn, ...)", "backward"),
-    ("one_glu_gradient", "swiglu", "model.layers.0.mlp", "backward"),
-    ("cross_entropy_gradient", "cross_entropy", "lm_head", "backward"),
-    ("head_weight_gradient", "linear_cross_entropy", "lm_head", "backward"),
-    ("raises_in_the_backward_pass", "rms_norm", "model.layers.1.post_attention_layernorm", "backward"),
-    ("wrapper_of_the_model", "LlamaForCausalLM", "the model itself", "forward"),
-    ("one_foreign_norm", "LlamaRMSNorm", "model.layers.0.post_attention_layernorm", "forward"),
-    ("only_together", "LlamaRMSNorm and LlamaMLP", "", ""),
-    ("torchs_own_loss", "", "", ""),
-]
-FIRST = {
-    "one_norm_forward": "loss",
-    "norm_weight_gradient": "gradient of model.norm.weight",
-    "rope_gradient": "gradient of model.layers.1.self_attn.q_proj.weight",
-    "one_glu_gradient": "gradient of model.layers.0.post_attention_layernorm.weight",
-    "cross_entropy_gradient": "gradient of the logits",
-    "head_weight_gradient": "gradient of lm_head.weight",
-    "raises_in_the_backward_pass": "",
+NORMS = "all 5 (model.layers.0.input_layernorm, ...)"
+# The first tensor that is off, kernel, module and pass, and what the note says.
+CULPRITS = {
+    "one_norm_forward": ("loss", "rms_norm", "model.layers.1.input_layernorm", "forward", ""),
+    "norm_weight_gradient": ("gradient of model.norm.weight", "rms_norm", NORMS, "backward", ""),
+    "cross_entropy_gradient": ("gradient of the logits", "cross_entropy", "lm_head", "backward", ""),
+    "raises_in_the_backward_pass": ("", "rms_norm", "model.layers.1.post_attention_layernorm", "backward", ""),
+    "wrapper_of_the_model": ("loss", "LlamaForCausalLM", "the model itself", "forward", ""),
+    "one_foreign_norm": ("loss", "LlamaRMSNorm", "model.layers.0.post_attention_layernorm", "forward", ""),
+    "only_together": ("loss", "LlamaRMSNorm and LlamaMLP", "", "", "no kernel alone"),
+    "torchs_own_loss": ("loss", "", "", "", "outside of every module"),
 }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every known culprit, and mutants that name a guilty kernel: with one truth and baseline on one xdist worker, all
-    of them if asked for, else one of each pass in float32, of the model that the culprits have, too."""
+    """Mutants that name a guilty kernel: all if asked for, else one of each pass in float32, of the model that the
+    culprits have, too. Those with one truth and baseline run on one xdist worker."""
     every = metafunc.config.getoption("--mutants") == "all"
     if "fault" in metafunc.fixturenames:
-        rows = [(*row, dtype) for dtype in (("float32", "bfloat16") if every else ("float32",)) for row in CULPRITS]
-        metafunc.parametrize(("fault", "kernel", "module", "which", "dtype"), rows)
+        metafunc.parametrize("dtype", ("float32", "bfloat16") if every else ("float32",))
     if "mutant" not in metafunc.fixturenames:
         return
     chosen = [m for m in MUTANTS.values() if m.kernel is not None and m.check is None]
     if not every:
         known = (m for m in chosen if m.sample and m.model == "llama-untied" and m.dies == "statistics")
-        chosen = list({m.phase: m for m in known if "float32" in m.dtypes}.values())
+        chosen = list({m.phase: m for m in known}.values())
     pairs = [(m, dtype) for m in chosen for dtype in m.dtypes if every or dtype == "float32"]
     pairs.sort(key=lambda pair: (pair[0].model, pair[1]))
     parameters = [
@@ -63,15 +52,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("mutant", "dtype"), parameters)
 
 
-def test_the_culprit_is_named(fault, kernel, module, which, dtype):
+@pytest.mark.parametrize("fault", CULPRITS)
+def test_the_culprit_is_named(fault, dtype):
     record = prove(Case("llama-untied", dtype, f"tests.blame_faults:{fault}", "plain", DEVICE))
     assert record.verdict == "different"
     (row,) = record.blame
-    assert (row["kernel"], row["module"], row["pass"]) == (kernel, module, which), row
-    assert row["tensor"] == FIRST.get(fault, "loss")
-    assert row["step"] == ("initial: plain 0" if row["tensor"] else "")
-    expected = {"only_together": "no kernel alone", "torchs_own_loss": "outside of every module"}
-    assert expected.get(fault, f"{kernel} alone: different") in row["note"]
+    tensor, kernel, module, which, note = CULPRITS[fault]
+    assert (row["tensor"], row["kernel"], row["module"], row["pass"]) == (tensor, kernel, module, which), row
+    assert row["step"] == ("initial: plain 0" if tensor else "")
+    assert (note or f"{kernel} alone: different") in row["note"]
     assert row["note"] in report.failure(record)
 
 
@@ -97,21 +86,25 @@ def test_a_search_that_fails_is_a_note(monkeypatch):
     assert "lost the trail" in record.notes[-1]
 
 
+def state(model: Any) -> dict[str, Any]:
+    return {path: (type(module), set(vars(module))) for path, module in model.named_modules()}
+
+
 @pytest.mark.parametrize("patch", [liger_kernels.patch, blame_faults.one_foreign_norm, blame_faults.one_norm_forward])
 def test_what_a_patch_changed_is_taken_back_and_put_on_again(patch):
     model: Any = MODELS["llama-untied"].build(0)
-    before = {path: (type(module), set(vars(module))) for path, module in model.named_modules()}
+    before = state(model)
     changes = Changes(model)
     patch(model)
-    patched = {path: (type(module), set(vars(module))) for path, module in model.named_modules()}
+    patched = state(model)
     parts = changes.find()
     assert patched != before
     changes.keep([])
-    assert {path: (type(module), set(vars(module))) for path, module in model.named_modules()} == before
+    assert state(model) == before
     changes.keep([part for part in parts if part.path == "model.layers.0.post_attention_layernorm"])
-    assert (type(model.model.norm), set(vars(model.model.norm))) == before["model.norm"]
+    assert state(model)["model.norm"] == before["model.norm"]
     changes.keep(parts)
-    assert {path: (type(module), set(vars(module))) for path, module in model.named_modules()} == patched
+    assert state(model) == patched
 
 
 def test_hooks_replaced_modules_and_weights_are_taken_back():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def trajectories(dtype: torch.dtype, seed: int) -> tuple[list[tuple[Trajectory, 
 
 
 @pytest.mark.parametrize("dtype", NOISE)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_honest_noise_passes(dtype, seed):
     pairs, candidate = trajectories(dtype, seed)
     verdict = compare(pairs, candidate, dtype)
@@ -69,8 +70,7 @@ def change(candidate: Trajectory, quantity: Quantity, function) -> None:
 
 
 @pytest.mark.parametrize("dtype", NOISE)
-@pytest.mark.parametrize("quantity", TENSORS, ids=str)
-@pytest.mark.parametrize("factor", [1.01, 0.99])
+@pytest.mark.parametrize(("quantity", "factor"), [(A, 1.01), (B, 0.99), (C, 1.01)], ids=str)
 def test_one_gradient_scaled_by_one_percent_fails_by_its_gain(dtype, quantity, factor):
     pairs, candidate = trajectories(dtype, 0)
     change(candidate, quantity, lambda value: value * factor)
@@ -106,40 +106,23 @@ def only_failure(pairs, candidate, **options) -> tuple[str, str, str]:
     return failures[0][:3]
 
 
-def test_a_nan_fails():
+@pytest.mark.parametrize(
+    ("spoil", "quantity", "step", "statistic"),
+    [
+        pytest.param(lambda c: c.values[B][STEPS[4]][7].fill_(math.nan), B, STEPS[4], "finite", id="NaN"),
+        pytest.param(lambda c: c.values.pop(C), C, "every step", "missing", id="never arrives"),
+        pytest.param(lambda c: c.values[C].pop(STEPS[3]), C, STEPS[3], "missing", id="missing in one step"),
+        pytest.param(
+            lambda c: c.record(D, STEPS[0], torch.ones(3)), D, STEPS[0], "unexpected", id="of the candidate alone"
+        ),
+        pytest.param(lambda c: change(c, A, torch.t), A, STEPS[0], "shape", id="another shape"),
+        pytest.param(lambda c: change(c, A, torch.zeros_like), A, STEPS[0], "non-zero", id="zeros"),
+    ],
+)
+def test_a_gradient_that_cannot_be_judged_fails(spoil, quantity, step, statistic):
     pairs, candidate = trajectories(torch.float32, 0)
-    candidate.values[B][STEPS[4]][7] = float("nan")
-    assert only_failure(pairs, candidate) == ("gradient of b", str(STEPS[4]), "finite")
-
-
-def test_a_gradient_that_never_arrives_fails():
-    pairs, candidate = trajectories(torch.float32, 0)
-    del candidate.values[C]
-    assert only_failure(pairs, candidate) == ("gradient of c", "every step", "missing")
-
-
-def test_a_gradient_that_is_missing_in_one_step_fails():
-    pairs, candidate = trajectories(torch.float32, 0)
-    del candidate.values[C][STEPS[3]]
-    assert only_failure(pairs, candidate) == ("gradient of c", str(STEPS[3]), "missing")
-
-
-def test_a_gradient_that_the_baseline_has_not_fails():
-    pairs, candidate = trajectories(torch.float32, 0)
-    candidate.record(D, STEPS[0], torch.ones(3))
-    assert only_failure(pairs, candidate) == ("gradient of d", str(STEPS[0]), "unexpected")
-
-
-def test_another_shape_fails():
-    pairs, candidate = trajectories(torch.float32, 0)
-    change(candidate, A, torch.t)
-    assert only_failure(pairs, candidate) == ("gradient of a", str(STEPS[0]), "shape")
-
-
-def test_a_gradient_of_zeros_fails():
-    pairs, candidate = trajectories(torch.float32, 0)
-    change(candidate, A, torch.zeros_like)
-    assert only_failure(pairs, candidate) == ("gradient of a", str(STEPS[0]), "non-zero")
+    spoil(candidate)
+    assert only_failure(pairs, candidate) == (str(quantity), str(step), statistic)
 
 
 def test_a_gradient_where_the_truth_has_none_fails():

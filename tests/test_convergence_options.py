@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from convergence.models import MODELS, select
-from tests.suite import collect
+from tests.suite import assert_refused, collect
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 
 
 @pytest.mark.parametrize(
@@ -17,11 +19,8 @@ from tests.suite import collect
         (("--dtypes", "float8"), ("'float8'", "float32", "bfloat16")),
         (("--dtypes", "float32,half"), ("'half'", "float32", "bfloat16")),
         (("--device", "tpu"), ("'tpu'", "cpu", "cuda")),
-        pytest.param(
-            ("--device", "cuda"),
-            ("no CUDA device",),
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device"),
-        ),
+        pytest.param(("--device", "cuda"), ("no CUDA device",), marks=without_cuda),
+        pytest.param(("--profile", "scale"), ("--profile scale needs a CUDA device",), marks=without_cuda),
         (("--profile", "soft"), ("'soft'", "plain", "hard")),
         (("--setups", "fsdp3"), ("unknown set-up 'fsdp3'; allowed are",)),
         (("--scope", "module"), ("'module'", "instance", "class")),
@@ -32,16 +31,14 @@ from tests.suite import collect
         (("--patch", "convergence.records:SCHEMA"), ("takes a function",)),
         (("--patch-timeout", "0"), ("--patch-timeout", "above 0")),
         (("--patch-timeout", "inf"), ("--patch-timeout", "above 0")),
+        (("--layers", "2", "--device", "cpu"), ("--checkpoint PATH",)),
         (("--report", ".", "--device", "cpu"), ("'.' is a folder",)),
         (("--records", "pyproject.toml", "--device", "cpu"), ("'pyproject.toml' is a file",)),
         (("--compare-to", "no/such/folder", "--device", "cpu"), ("no/such/folder: does not exist",)),
     ],
 )
 def test_a_usage_error(options, shown, capfd):
-    assert collect(*options) == pytest.ExitCode.USAGE_ERROR
-    output = "".join(capfd.readouterr())
-    for part in shown:
-        assert part in output
+    assert_refused(capfd, shown, *options)
 
 
 def test_the_default_is_every_core_model_in_both_dtypes_with_both_losses(capfd):

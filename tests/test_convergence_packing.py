@@ -51,11 +51,10 @@ def sample(start: int, length: int, *masked: slice) -> Sample:
 
 def packed_steps() -> list[PackedStep]:
     """Samples of very different lengths: single turns, chats whose middle is masked, one without any target."""
-    everything = slice(None)
     return [
         PackedStep("single turns", [[sample(100, 3), sample(200, 29), sample(300, 11)]]),
         PackedStep("chats", [[sample(400, 23, slice(4), slice(9, 15)), sample(500, 9, slice(3, 5)), sample(600, 5)]]),
-        PackedStep("empty sample", [[sample(700, 17), sample(800, 12, everything), sample(900, 4), sample(950, 8)]]),
+        PackedStep("empty sample", [[sample(700, 17), sample(800, 12, slice(None)), sample(900, 4), sample(950, 8)]]),
         PackedStep("packed rows", [[sample(1000 + 50 * i, n) for i, n in enumerate((19, 4, 7, 13))]], rows=2),
         PackedStep(
             "accumulated", [[sample(1300, 5), sample(1400, 24)], [sample(1500, 7, slice(2))], [sample(1600, 2)]]
@@ -86,16 +85,15 @@ def alone(run: Run) -> Arm:
     return arm
 
 
-@functools.lru_cache(maxsize=1)
-def arms(model: str) -> tuple[Any, list[tuple[Arm, Arm]]]:
-    """The template, and truth and baseline of the initial weights and of every replica: they serve all reductions."""
-    template = MODELS[model].build(0)
-    run = functools.partial(Run, template, [], None, device=DEVICE)
+@pytest.fixture(scope="module")
+def arms() -> list[tuple[Arm, Arm]]:
+    """Truth and baseline of the initial weights and of every replica: they serve all reductions."""
+    run = functools.partial(Run, MODELS["gemma"].build(0), [], None, device=DEVICE)
     pairs = []
     for nudge in (None, *range(tolerance.REPLICAS)):
         truth = alone(run(dtype=torch.float64, rounded_to=torch.float32, nudge=nudge))
         pairs.append((truth, alone(run(dtype=torch.float32, nudge=nudge))))
-    return template, pairs
+    return pairs
 
 
 def reduced(arm: Arm, mode: str) -> Trajectory:
@@ -110,10 +108,10 @@ def reduced(arm: Arm, mode: str) -> Trajectory:
     return result
 
 
-def together(template: Any, mode: str) -> Trajectory:
+def together(mode: str) -> Trajectory:
     """The patched model over packed rows."""
     result = Trajectory()
-    model = build(Run(template, [], None, torch.float32, DEVICE))
+    model = build(Run(MODELS["gemma"].build(0), [], None, torch.float32, DEVICE))
     liger_kernels.patch(model, loss_reduction=mode)
     for step in packed_steps():
         model.zero_grad(set_to_none=True)
@@ -140,23 +138,19 @@ def together(template: Any, mode: str) -> Trajectory:
     return result
 
 
+def reduced_pairs(arms: list[tuple[Arm, Arm]], mode: str) -> list[Pair]:
+    return [(reduced(truth, mode), reduced(baseline, mode)) for truth, baseline in arms]
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(name, marks=pytest.mark.xdist_group(f"{name}/packing")) for name in ("llama-untied", "gemma")],
-)
-def test_packed_rows_teach_what_their_samples_teach(model, mode):
-    template, found = arms(model)
-    pairs: list[Pair] = [(reduced(truth, mode), reduced(baseline, mode)) for truth, baseline in found]
-    verdict = compare(pairs, together(template, mode), torch.float32)
+def test_packed_rows_teach_what_their_samples_teach(arms, mode):
+    verdict = compare(reduced_pairs(arms, mode), together(mode), torch.float32)
     worst = {s: worst_of(verdict.statistics, s) for s in ("error ratio", "gain", "gain against the others")}
     assert verdict.passed, (verdict.failures, worst)
 
 
-def test_the_reductions_are_told_apart():
+def test_the_reductions_are_told_apart(arms):
     """Judged by another reduction's truth, each fails: the samples' lengths differ enough."""
-    _, found = arms("gemma")
     for mode in MODES:
-        pairs: list[Pair] = [(reduced(truth, mode), reduced(baseline, mode)) for truth, baseline in found]
         for other in set(MODES) - {mode}:
-            assert not compare(pairs, reduced(found[0][1], other), torch.float32).passed
+            assert not compare(reduced_pairs(arms, mode), reduced(arms[0][1], other), torch.float32).passed

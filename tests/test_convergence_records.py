@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -63,7 +62,6 @@ def test_a_later_run_leaves_the_earlier_record_and_the_newest_is_found(tmp_path)
 def test_two_records_of_one_instant_are_two_files(tmp_path):
     same = record()
     assert write(same, tmp_path) != write(same, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_same_case_in_two_environments_is_two_results():
@@ -93,16 +91,10 @@ def test_a_killed_writer_leaves_no_half_record(seen, tmp_path):
         process.send_signal(signal.SIGKILL)
     if seen == "tmp":
         assert [path.suffix for path in tmp_path.iterdir()] == [".tmp"]
-        with pytest.raises(ValueError, match="no record in there"):
-            load_folder(tmp_path)
+        path = write(record(), tmp_path)
+        assert load_folder(tmp_path) == [load(path)]
     else:
         assert len(load_folder(tmp_path)[0].notes) == 10_000
-
-
-def test_what_a_killed_writer_left_is_ignored(tmp_path):
-    path = write(record(), tmp_path)
-    (tmp_path / "unfinished.tmp").write_text(path.read_text()[:100])
-    assert load_folder(tmp_path) == [load(path)]
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):
@@ -117,9 +109,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         ({"schema": SCHEMA + 1}, ["'schema'", str(SCHEMA + 1), "later release", f"allowed is {SCHEMA}"]),
         ({"schema": 1}, ["'schema'", "is 1", "earlier release", "run the case again"]),
         ({"schema": "2"}, ["'schema'", "'2' (str)"]),
-        ({"seed": "0"}, ["'seed'", "'0' (str)", "a whole number"]),
         ({"seed": True}, ["'seed'", "True (bool)", "a whole number"]),
-        ({"seconds": "fast"}, ["'seconds'", "'fast'", "a number"]),
         ({"seconds": None}, ["'seconds'", "None", "a number"]),
         ({"verdict": "fine"}, ["'verdict'", "'fine'", "equal, different"]),
         ({"verdict": "different"}, ["'verdict'", "'different' with 0 failures"]),
@@ -148,18 +138,16 @@ def test_what_is_no_record_is_refused_by_file_and_field(change, shown, tmp_path)
         assert part in str(raised.value)
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Record)])
-def test_a_missing_field_is_named(name):
-    data = json.loads(dumps(record()))
-    del data[name]
-    with pytest.raises(ValueError, match=f"here: field '{name}'"):
-        from_dict(data, "here")
+def test_a_missing_field_is_named():
+    whole = json.loads(dumps(record()))
+    for name in whole:
+        with pytest.raises(ValueError, match=f"here: field '{name}'"):
+            from_dict({other: value for other, value in whole.items() if other != name}, "here")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '"record"', b"\xff\xfe"])
-def test_a_file_that_holds_no_object_is_refused(text, tmp_path):
-    path = tmp_path / "broken.json"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe"])
+def test_a_file_that_holds_no_object_is_refused(content, tmp_path):
+    (tmp_path / "broken.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"broken\.json"):
         load_folder(tmp_path)
 
@@ -218,38 +206,33 @@ def observed(baseline: Trajectory, candidate: Trajectory) -> Record:
     return record(digests={"baseline": bitwise.digest(baseline), "candidate": bitwise.digest(candidate)})
 
 
+def compared(now: tuple[Trajectory, Trajectory], before: tuple[Trajectory, Trajectory]) -> Record:
+    """The record of baseline and candidate ``now``, compared with that of ``before``."""
+    record = observed(*now)
+    bitwise.compare(record, observed(*before))
+    return record
+
+
 def test_the_first_difference_in_time_is_named_first():
-    changed = torch.tensor([1.0, 1.0, 1 + 2**-23])
-    now = observed(
-        trajectory(),
-        trajectory(
-            **{"gradient initial: b, batch 2": changed, "loss SGD: a": changed, "gradient SGD: a": changed},
-            parameter=changed,
-        ),
-    )
-    bitwise.compare(now, observed(trajectory(), trajectory()))
+    steps = [("gradient", "initial: b, batch 2"), ("loss", "SGD: a"), ("gradient", "SGD: a")]
+    ulp = torch.tensor([1.0, 1.0, 1 + 2**-23])
+    changed = trajectory(**{f"{name} {step}": ulp for name, step in steps}, parameter=ulp)
+    now = compared((trajectory(), changed), (trajectory(), trajectory()))
     assert now.verdict == "different"
-    assert [row[:3] for row in now.failures] == [
-        ("gradient", "initial: b, batch 2", "bit for bit"),
-        ("loss", "SGD: a", "bit for bit"),
-        ("gradient", "SGD: a", "bit for bit"),
-        ("parameter", "SGD: end", "bit for bit"),
-    ]
+    assert [row[:2] for row in now.failures] == [*steps, ("parameter", "SGD: end")]
+    assert {row[2] for row in now.failures} == {"bit for bit"}
 
 
 def test_what_appeared_or_vanished_differs():
     more = trajectory()
     more.record(Quantity("new"), Moment.parse("SGD: a"), torch.ones(1))
     for now, before in ((more, trajectory()), (trajectory(), more)):
-        compared = observed(trajectory(), now)
-        bitwise.compare(compared, observed(trajectory(), before))
-        assert [row[0] for row in compared.failures] == ["new"]
+        assert [row[0] for row in compared((trajectory(), now), (trajectory(), before)).failures] == ["new"]
 
 
 def test_another_baseline_is_not_blamed_on_the_candidate():
     changed = trajectory(parameter=torch.ones(3))
-    now = observed(changed, changed)
-    bitwise.compare(now, observed(trajectory(), trajectory()))
+    now = compared((changed, changed), (trajectory(), trajectory()))
     assert now.verdict == "different"
     assert len(now.failures) == 1
     assert "the baseline differs" in now.failures[0][3]
@@ -257,17 +240,11 @@ def test_another_baseline_is_not_blamed_on_the_candidate():
 
 
 def test_the_same_bits_pass():
-    now = observed(trajectory(), trajectory())
-    bitwise.compare(now, observed(trajectory(), trajectory()))
+    now = compared((trajectory(), trajectory()), (trajectory(), trajectory()))
     assert (now.verdict, now.failures) == ("equal", [])
 
 
-def test_what_cannot_be_compared_is_said():
+def test_of_an_earlier_run_the_newest_that_can_be_compared_is_taken():
+    """What cannot be compared is a usage error, in test_convergence_bitwise.py."""
     whole = observed(trajectory(), trajectory())
     assert bitwise.earlier([whole, record(versions={"torch": "2.11.0"})], whole) is whole
-    with pytest.raises(ValueError, match=r"not recorded; the nearest record has seed 0 \(here 1\)"):
-        bitwise.earlier([whole], record(seed=1))
-    with pytest.raises(ValueError, match=r"another environment: torch 2\.13\.0 \(here 2\.11\.0\)"):
-        bitwise.earlier([whole], record(versions={"torch": "2.11.0"}))
-    with pytest.raises(ValueError, match="not trained to the end"):
-        bitwise.earlier([record()], whole)

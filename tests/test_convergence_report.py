@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 import sys
 from xml.etree import ElementTree
 
@@ -15,7 +14,7 @@ from convergence.__main__ import main
 from convergence.models import MODELS
 from convergence.records import Record, Statistic, write
 from tests import browser
-from tests.suite import ROOT, collect
+from tests.suite import assert_refused, collect
 
 STEPS = [f"{phase}: step {i}" for phase in ("initial", "SGD", "AdamW") for i in range(6)]
 NASTY = "<script>alert('x')</script> & \"quotes\" | ` ```` \x00\x1b[31m"
@@ -52,29 +51,14 @@ def case(model: str, dtype: str, patch: str = "convergence.patches:fused_linear"
 
 def failed(**fields) -> Record:
     failures = [(f"{LONG} {i // 2}", STEPS[i % 18], "gain", f"off by {i}", "0.01") for i in range(24)]
-    blame = {
-        "kernel": "rms_norm",
-        "module": LONG,
-        "pass": "backward",
-        "step": STEPS[0],
-        "tensor": LONG,
-        "note": "alone",
-    }
-    given = {"verdict": "different", "reason": "gradient gain off by 1", "failures": failures, "blame": [blame]}
-    return case("gemma", "bfloat16", "tests.mutants:scaled", **{**given, **fields})
+    who = {"kernel": "rms_norm", "module": LONG, "pass": "backward", "step": STEPS[0], "tensor": LONG, "note": "alone"}
+    given = {"verdict": "different", "reason": "gradient gain off by 1", "failures": failures, "blame": [who]}
+    return case("gemma", "bfloat16", "tests.mutants:scaled", **given, **fields)
 
 
+UNTRAINED = {"losses": {}, "statistics": [], "census": {}, "launches": {}, "fallbacks": {}}
 ABSENT = case(
-    "gemma3",
-    "float32",
-    "convergence.patches:absent",
-    verdict="absent",
-    reason="this transformers has no Gemma3ForCausalLM",
-    losses={},
-    statistics=[],
-    census={},
-    launches={},
-    fallbacks={},
+    "gemma3", "float32", "package:absent", verdict="absent", reason="this transformers has no model", **UNTRAINED
 )
 BROKEN = case(
     "llama-tied",
@@ -84,11 +68,7 @@ BROKEN = case(
     reason=NASTY,
     failures=[(NASTY, "", "raised", "x" * 300, "")],
     notes=[NASTY, "y" * 400],
-    losses={
-        "truth": {"a: 1": 0.0, "a: 2": 1.0},
-        "baseline": {"a: 1": 0.0, "a: 2": 1.0},
-        "candidate": {"a: 1": math.nan},
-    },
+    losses={**{arm: {"a: 1": 0.0, "a: 2": 1.0} for arm in ("truth", "baseline")}, "candidate": {"a: 1": math.nan}},
     statistics=[Statistic("loss", "a: 1", "gain", math.nan, 0.0)],
 )
 CANNOT = case(
@@ -98,8 +78,7 @@ CANNOT = case(
     verdict="cannot run",
     reason="no kernel for this device",
     failures=[("candidate", "", "cannot run", "no kernel", "")],
-    losses={},
-    statistics=[],
+    **UNTRAINED,
 )
 ALL = [
     case(model, dtype, f"convergence.patches:{loss}")
@@ -168,31 +147,27 @@ def test_a_browser_shows_it(tmp_path):
         assert run("return document.documentElement.scrollWidth") >= 400
 
 
-def test_the_page_needs_nothing_else_and_is_small():
+def test_the_page_needs_nothing_else_is_small_and_has_every_case():
     page = html.page(MIXED)
     assert not re.search(r"<script|<link[^>]+stylesheet|@import|https?://|url\(", page.replace("&lt;script", ""))
     assert len(page) < 5e6
-
-
-def test_the_page_has_every_case_and_what_each_shows():
-    text = html.page(MIXED).replace("<wbr>", "")
-    summaries = [
-        " ".join(re.sub("<[^>]*>", " ", found).split()) for found in re.findall(r"(?s)<summary.*?</summary>", text)
-    ]
+    found = re.findall(r"(?s)<summary.*?</summary>", page.replace("<wbr>", ""))
+    summaries = [" ".join(re.sub("<[^>]*>", " ", summary).split()) for summary in found]
     for record in MIXED:
         name = f"{record.model} {record.dtype} {record.patch.rpartition(':')[2]}"
         assert any(name in summary and record.verdict in summary for summary in summaries), name
+
+
+def test_the_page_has_what_each_case_shows_and_the_worst_first():
+    page = html.page([*ALL[:2], failed()])
+    assert page.index("scaled") < page.index("fused_linear")
+    assert page.index("layers.<wbr>0") < page.index("layers.<wbr>29")
     one = html.page([failed()]).replace("<wbr>", "")
     for part in ("Who did it", "rms_norm", "backward", "12 failures", "off by 14", "and 1 more", "4 more"):
         assert part in one
     assert "Replaced modules" in one
+    assert "_rms_norm_fwd_kernel" in one
     assert one.count("<polyline") == 3 * 3 + 2 * 3  # three phases of three arms, and of two distances
-
-
-def test_failed_cases_come_first_and_the_worst_tensor_first():
-    page = html.page([*ALL, failed()])
-    assert page.index("scaled") < page.index("fused_linear")
-    assert page.index("layers.<wbr>0") < page.index("layers.<wbr>29")
 
 
 def test_a_page_without_records_or_jinja2_is_refused(monkeypatch):
@@ -206,11 +181,7 @@ def test_a_page_without_records_or_jinja2_is_refused(monkeypatch):
 def test_junit_has_a_case_per_record_and_the_failure_table():
     suite = ElementTree.fromstring(report.junit(MIXED)).find("testsuite")
     assert suite is not None
-    assert {name: suite.get(name) for name in ("tests", "failures", "skipped")} == {
-        "tests": str(len(MIXED)),
-        "failures": "3",
-        "skipped": "1",
-    }
+    assert [suite.get(name) for name in ("tests", "failures", "skipped")] == [str(len(MIXED)), "3", "1"]
     cases = {case.get("name"): case for case in suite}
     assert len(cases) == len(MIXED)
     failure = cases["gemma/bfloat16/scaled"].find("failure")
@@ -254,14 +225,16 @@ def test_the_command_reports_merged_records(tmp_path, capsys):
 
 def drifting(day: int, transformers: str = "5.23.0", **fields) -> Record:
     """A case whose error ratio and costs grow day by day."""
-    statistics = [
-        Statistic("loss", STEPS[0], kind, value, bound)
-        for kind, value, bound in (("error ratio", 1 + day / 10, 2.4), ("gain", day * 1e-8, 2.7e-7))
-    ]
-    versions = {"python": "3.11.7", "torch": "2.13.0", "transformers": transformers}
-    at = f"2026-01-{day:02}T00:00:00+00:00"
-    costs = {arm: {"step, ms": 10.0 + day, "peak, GiB": 1.0} for arm in ("truth", "baseline", "candidate")}
-    return case("gemma", "float32", statistics=statistics, versions=versions, at=at, costs=costs, **fields)
+    given = {
+        "statistics": [
+            Statistic("loss", STEPS[0], "error ratio", 1 + day / 10, 2.4),
+            Statistic("loss", STEPS[0], "gain", day * 1e-8, 2.7e-7),
+        ],
+        "versions": {"python": "3.11.7", "torch": "2.13.0", "transformers": transformers},
+        "at": f"2026-01-{day:02}T00:00:00+00:00",
+        "costs": {arm: {"step, ms": 10.0 + day, "peak, GiB": 1.0} for arm in ("truth", "baseline", "candidate")},
+    }
+    return case("gemma", "float32", **{**given, **fields})
 
 
 HISTORY = [drifting(day) for day in range(1, 7)] + [drifting(day, "5.24.0") for day in range(7, 11)]
@@ -283,7 +256,7 @@ def test_a_trend_shows_drift_by_date_and_version():
         assert part in ratios
     assert "<figcaption>Step, ms" in text
     assert "2026-01-10 00:00 equal: baseline 1, candidate 1" in text.partition("<figcaption>Peak, GiB")[2]
-    on_a_cpu = [Record(**{**vars(record), "costs": {"candidate": {"step, ms": 3.0}}}) for record in HISTORY]
+    on_a_cpu = [drifting(day, costs={"candidate": {"step, ms": 3.0}}) for day in range(1, 7)]
     assert [chart.title for chart in html._trends(on_a_cpu)] == ["Worst error ratio", "Worst gain", "Step, ms"]
 
 
@@ -295,7 +268,7 @@ def test_versions_that_run_side_by_side_have_a_line_each():
 
 
 def test_a_record_without_statistics_is_a_gap():
-    history = [HISTORY[0], drifting(2).__class__(**{**vars(drifting(2)), "statistics": []}), *HISTORY[2:4]]
+    history = [HISTORY[0], drifting(2, statistics=[]), *HISTORY[2:4]]
     assert [len(points.split()) for arm, points in html._trends(history)[0].lines if arm == "candidate"] == [1, 2]
 
 
@@ -319,24 +292,10 @@ def test_the_command_refuses_what_is_no_record(tmp_path, capsys):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_run_writes_its_report_from_all_workers(tmp_path, shared_folder):
-    path = tmp_path / "folder" / "report.html"
-    options = ("--models", "llama-untied", "--dtypes", "float32", "--profile", "plain", "--device", "cpu", "-n", "1")
-    options += ("--references", str(shared_folder / "references"))
-    without = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
-    command = [sys.executable, "-m", "pytest", "convergence", "-q", *without, *options]
-    done = subprocess.run([*command, "--report", str(path)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"report: {path}" in done.stdout
-    page = path.read_text().replace("<wbr>", "")
-    for part in ("2 cases, none failed", "<polyline", "_rms_norm_fwd_kernel", "gradient of lm_head", "transformers"):
-        assert part in page
-
-
 def test_a_report_without_jinja2_is_a_usage_error(capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    assert collect("--report", "report.html", "--device", "cpu") == pytest.ExitCode.USAGE_ERROR
-    assert "--report needs jinja2, which is not installed here: pip install jinja2" in capfd.readouterr().err
+    shown = "--report needs jinja2, which is not installed here: pip install jinja2"
+    assert_refused(capfd, [shown], "--report", "report.html", "--device", "cpu")
 
 
 def test_without_a_case_there_is_no_report(tmp_path, capfd):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,12 @@ from convergence import float64
 ROUNDOFFS = 2 * 3 * 41 * 2.0**-53
 
 
-def both(monkeypatch: pytest.MonkeyPatch, inputs: tuple[torch.Tensor, ...], compute: Any) -> list[list[torch.Tensor]]:
-    """Result and gradients in float64, at once and in blocks."""
+def both(
+    monkeypatch: pytest.MonkeyPatch, name: str, inputs: tuple[torch.Tensor, ...], compute: Any
+) -> list[list[torch.Tensor]]:
+    """Result and gradients in float64, at once and in blocks, for which ``name`` of the module is called once."""
+    in_blocks = mock.Mock(wraps=getattr(float64, name))
+    monkeypatch.setattr(float64, name, in_blocks)
     found = []
     for block in (2**28, 2**8):
         monkeypatch.setattr(float64, "BLOCK", block)
@@ -25,13 +30,12 @@ def both(monkeypatch: pytest.MonkeyPatch, inputs: tuple[torch.Tensor, ...], comp
             result = compute(*leaves)
             result.backward(torch.linspace(-1, 2, result.numel(), dtype=result.dtype).view(result.shape))
         found.append([result.detach(), *(leaf.grad for leaf in leaves)])
+    assert in_blocks.call_count == 1
     return found
 
 
-@pytest.mark.parametrize("masked", ["causal", "window", "one row", "no"])
-@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize(("masked", "kv_heads"), [("causal", 2), ("window", 2), ("one row", 4), ("no", 2)])
 def test_attention_in_blocks_is_attention(monkeypatch: pytest.MonkeyPatch, masked: str, kv_heads: int) -> None:
-    torch.manual_seed(0)
     shapes = ((3, 4, 37, 8), (3, kv_heads, 37, 8), (3, kv_heads, 37, 8))
     query, key, value = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
     window = torch.ones(37, 37, dtype=torch.bool).tril().triu(-7).expand(3, 1, 37, 37)
@@ -41,32 +45,23 @@ def test_attention_in_blocks_is_attention(monkeypatch: pytest.MonkeyPatch, maske
         "one row": {"attn_mask": torch.arange(37).lt(30).expand(3, 1, 1, 37)},
         "no": {},
     }[masked]
-    calls = []
-    blocks = float64.attention
-    monkeypatch.setattr(float64, "attention", lambda *args, **kwargs: calls.append(1) or blocks(*args, **kwargs))
 
     def compute(*inputs: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(*inputs, dropout_p=0.0, scale=0.3, enable_gqa=kv_heads < 4, **options)
 
-    at_once, in_blocks = both(monkeypatch, (query, key, value), compute)
-    assert len(calls) == 1
+    at_once, in_blocks = both(monkeypatch, "attention", (query, key, value), compute)
     torch.testing.assert_close(in_blocks, at_once, rtol=ROUNDOFFS, atol=ROUNDOFFS)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_loss_in_blocks_is_the_loss(monkeypatch: pytest.MonkeyPatch, reduction: str) -> None:
-    torch.manual_seed(0)
     logits, targets = 5 * torch.randn(41, 19, dtype=torch.float64), torch.randint(19, (41,))
     targets[5:9] = -100
-    calls = []
-    blocks = float64.cross_entropy
-    monkeypatch.setattr(float64, "cross_entropy", lambda *args, **kwargs: calls.append(1) or blocks(*args, **kwargs))
 
     def compute(logits: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction=reduction)
 
-    at_once, in_blocks = both(monkeypatch, (logits,), compute)
-    assert len(calls) == 1
+    at_once, in_blocks = both(monkeypatch, "cross_entropy", (logits,), compute)
     torch.testing.assert_close(in_blocks, at_once, rtol=ROUNDOFFS, atol=1e-15)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from convergence.case import remember_upstream
+from convergence.models import MODELS
+from convergence.records import load_folder
 from tests.mutants import ABSENT, MUTANTS, restore
 from tests.mutants.__main__ import overview
 from tests.mutants.edit import Edit, StaleMutant
@@ -28,23 +32,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     every = metafunc.config.getoption("--mutants") == "all"
     chosen = [m for m in MUTANTS.values() if m.sample or every]
     if "checked" in metafunc.fixturenames:
-        metafunc.parametrize("checked", [pytest.param(m, id=m.name) for m in chosen if m.check is not None])
+        metafunc.parametrize("checked", [m for m in chosen if m.check], ids=lambda m: m.name)
     if "mutant" not in metafunc.fixturenames:
         return
-    trained = [mutant for mutant in chosen if mutant.check is None]
-    pairs = [(mutant, dtype) for mutant in trained for dtype in mutant.dtypes if every or dtype == "float32"]
+    pairs = [(m, dtype) for m in chosen for dtype in m.dtypes if not m.check and (every or dtype == "float32")]
     pairs.sort(key=lambda pair: (pair[0].setup, pair[0].model, pair[1]))
     # Small groups, so that workers end together; each loads truth and baseline once.
     size = max(4, len(pairs) // (12 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
-    seen: dict[str, int] = {}
     parameters = []
-    for mutant, dtype in pairs:
-        group = f"{mutant.model}/{dtype}"
-        seen[group] = seen.get(group, 0) + 1
-        marks = [pytest.mark.xdist_group(f"{group}/{seen[group] // size}")]
-        if mutant.profile == "scale" and mutant.on_cpu is None and not torch.cuda.is_available():
-            marks.append(pytest.mark.skip(reason="no CUDA device: the fault shows at real widths only"))
-        parameters.append(pytest.param(mutant, dtype, id=f"{mutant.name}-{dtype}", marks=marks))
+    for group, members in itertools.groupby(pairs, key=lambda pair: f"{pair[0].setup}/{pair[0].model}/{pair[1]}"):
+        for i, (mutant, dtype) in enumerate(members):
+            marks = [pytest.mark.xdist_group(f"{group}/{i // size}")]
+            if mutant.profile == "scale" and mutant.on_cpu is None and not torch.cuda.is_available():
+                marks.append(pytest.mark.skip(reason="no CUDA device: the fault shows at real widths only"))
+            parameters.append(pytest.param(mutant, dtype, id=f"{mutant.name}-{dtype}", marks=marks))
     metafunc.parametrize(("mutant", "dtype"), parameters)
 
 
@@ -54,23 +55,21 @@ def restored() -> Iterator[None]:
     restore()
 
 
-def prove(patch: str, model: str, dtype: str, records: Path, *others: str) -> int:
+def prove(patch: str, model: str, dtype: str, *others: str) -> int:
     """``pytest convergence`` as users run it, in this process, which has truth and baseline already."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = ("--patch", patch, "--models", model, "--dtypes", dtype, "--device", device, "--records", str(records))
-    return suite(*options, *others, "--no-blame")
+    chosen = ("--patch", patch, "--models", model, "--dtypes", dtype, "--device", device, "--no-blame")
+    return suite(*chosen, *others)
 
 
 def test_the_proof_kills(mutant: Mutant, dtype: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    from convergence.records import load_folder
-
     records = request.config.getoption("--records")
     folder = Path(records) if records else tmp_path
     model = mutant.model
     if mutant.profile == "scale" and not torch.cuda.is_available():
         model = f"{model}?{mutant.on_cpu}"
-    others = ("--setups", mutant.setup, "--profile", mutant.profile)
-    code = prove(f"tests.mutants:{mutant.name}", model, dtype, folder, *others)
+    others = ("--setups", mutant.setup, "--profile", mutant.profile, "--records", str(folder))
+    code = prove(f"tests.mutants:{mutant.name}", model, dtype, *others)
     (record,) = [r for r in load_folder(folder) if r.patch.endswith(f":{mutant.name}") and r.dtype == dtype]
     worst = sorted(record.statistics, key=lambda s: s.value / s.bound)[-3:]
     assert code == 1, f"{mutant.name} survives in {dtype}: {mutant.does} The highest statistics are {worst}"
@@ -96,14 +95,6 @@ def test_its_own_check_kills(checked: Mutant, tmp_path: Path) -> None:
     assert done.returncode == 1, f"{checked.check} does not see it: {checked.does}\n{done.stdout[-3000:]}{done.stderr}"
 
 
-def test_no_mutant_is_stale() -> None:
-    """Every edit finds its place as often as it should: a fault whose place is gone would test nothing."""
-    for mutant in MUTANTS.values():
-        assert mutant.edits or mutant.after, mutant.name
-        for module in {edit.module for edit in mutant.edits}:
-            assert mutant.text(module)
-
-
 def test_the_documentation_has_every_mutant_and_every_row() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "evidence").glob("mutants*.md"))
     lines = {line.split(" | ")[0].removeprefix("| ").strip("`"): line for line in text.splitlines() if " | " in line}
@@ -112,6 +103,7 @@ def test_the_documentation_has_every_mutant_and_every_row() -> None:
             f"write docs/evidence/mutants*.md anew: python -m tests.mutants DIR ({mutant.name})"
         )
         assert "survives" not in lines[mutant.name]
+        assert not mutant.check or f"`{mutant.check}`" in lines[mutant.name]
     for row in (row for group in ABSENT.values() for row in group):
         assert row in lines
     page = (ROOT / "docs" / "evidence" / "mutants.md").read_text(encoding="utf-8")
@@ -152,36 +144,43 @@ def test_an_edit_within_a_function() -> None:
             Edit("m", old, "return 2", within).apply(source)
 
 
-def test_everything_is_put_back() -> None:
-    """All mutants one after the other; then every object and every function's code is what it was."""
-    from convergence.case import remember_upstream
+Symbols = dict[tuple[object, str], tuple[object, object]]
 
-    def symbols() -> dict[str, tuple[object, object]]:
-        modules = [module for name, module in sys.modules.items() if name.startswith("liger_kernels")]
-        return {
-            f"{module.__name__}.{name}": (value, getattr(getattr(value, "_init_fn", value), "__code__", None))
-            for module in modules
-            for name, value in vars(module).items()
-            if not name.startswith("__")
-        } | {
-            f"{value.__module__}.{value.__qualname__}.{name}": (member, getattr(member, "__code__", None))
-            for module in modules
-            for value in vars(module).values()
-            if isinstance(value, type) and value.__module__.startswith("liger_kernels")
-            for name, member in vars(value).items()
-        }
 
-    def changed(before: dict[str, tuple[object, object]]) -> list[str]:
-        now = symbols()
-        return [name for name in before.keys() | now.keys() if not _same(before.get(name), now.get(name))]
+def symbols() -> Symbols:
+    """What every module and every class of the package has, each with its code."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("liger_kernels")]
+    values = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    return {
+        (space, name): (value, getattr(getattr(value, "_init_fn", value), "__code__", None))
+        for space in (*modules, *(cls for cls in values if cls.__module__.startswith("liger_kernels")))
+        for name, value in vars(space).items()
+        if name != "__warningregistry__"
+    }
 
+
+def changed(before: Symbols) -> list[tuple[object, str]]:
+    now, nothing = symbols(), (object(), None)
+    return [
+        key
+        for key in before.keys() | now.keys()
+        if any(a is not b for a, b in zip(before.get(key, nothing), now.get(key, nothing), strict=True))
+    ]
+
+
+def test_every_mutant_finds_its_place_and_everything_is_put_back() -> None:
+    """A fault whose place is gone would test nothing; and after all of them, every object and every function's code is
+    what it was."""
     # What a mutant is the first to import is no change of its.
     for module in {"liger_kernels.patching", *(edit.module for m in MUTANTS.values() for edit in m.edits)}:
         importlib.import_module(module)
     upstream = remember_upstream()
     before = symbols()
     for mutant in MUTANTS.values():
-        if mutant.check is None and mutant.edits:
+        assert mutant.edits or mutant.after, mutant.name
+        if mutant.check:
+            assert all(mutant.text(edit.module) for edit in mutant.edits)
+        elif mutant.edits:
             mutant.inject()
             assert changed(before), mutant.name
     restore()
@@ -189,15 +188,7 @@ def test_everything_is_put_back() -> None:
     assert not upstream.changes()
 
 
-def _same(a: tuple[object, object] | None, b: tuple[object, object] | None) -> bool:
-    return a is not None and b is not None and a[0] is b[0] and a[1] is b[1]
-
-
-def test_an_honest_case_after_a_mutant_in_the_same_process_is_equal(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    from convergence.models import MODELS
-
+def test_an_honest_case_after_a_mutant_in_the_same_process_is_equal(capfd: pytest.CaptureFixture[str]) -> None:
     for name in (
         "norm_weight_gradient_of_one_percent_more",
         "weight_gradient_of_the_last_chunk",
@@ -205,4 +196,4 @@ def test_an_honest_case_after_a_mutant_in_the_same_process_is_equal(
     ):
         MUTANTS[name](MODELS["llama-untied"].build(0))
     restore()
-    assert prove("convergence.patches:fused_linear", "llama-untied", "float32", tmp_path) == 0, capfd.readouterr().out
+    assert prove("convergence.patches:fused_linear", "llama-untied", "float32") == 0, capfd.readouterr().out

@@ -9,13 +9,25 @@ from tests.mutants import checks, contract, experts, glu, loss, norms, packing, 
 from tests.mutants.checks import ABSENT
 from tests.mutants.mutant import Mutant, restore
 
-__all__ = ["ABSENT", "MUTANTS", "restore"]
+__all__ = ["ABSENT", "GROUPS", "MUTANTS", "restore"]
 
-MUTANTS: dict[str, Mutant] = {
-    mutant.name: mutant
-    for group in (norms, rope, glu, experts, loss, packing, contract, checks, recognise, setups, scale)
-    for mutant in group.MUTANTS
+# By the name of their page in docs/evidence: what they are faults of.
+GROUPS: dict[str, tuple[str, tuple[Mutant, ...]]] = {
+    "norms": ("norms", norms.MUTANTS),
+    "rope": ("rotary embeddings", rope.MUTANTS),
+    "glu": ("gated MLPs", glu.MUTANTS),
+    "experts": ("experts", experts.MUTANTS),
+    "loss": ("cross entropy", loss.MUTANTS),
+    "packing": ("packed samples", packing.MUTANTS),
+    "contract": ("the patch", contract.MUTANTS),
+    "recognise": ("recognisers", recognise.MUTANTS),
+    "setups": ("set-ups", setups.MUTANTS),
+    "scale": ("one dtype, mode, pass or size alone", scale.MUTANTS),
+    "checks": ("what no training shows", checks.MUTANTS),
 }
+_ALL = [mutant for _, group in GROUPS.values() for mutant in group]
+MUTANTS = {mutant.name: mutant for mutant in _ALL}
+assert len(MUTANTS) == len(_ALL), "two mutants have one name"
 
 
 def __getattr__(name: str) -> Mutant:

@@ -9,24 +9,11 @@ from pathlib import Path
 from convergence.observed import ADAMW, INITIAL, SGD, Moment
 from convergence.records import Record, load_folder
 from convergence.tables import markdown
-from tests.mutants import ABSENT, checks, contract, experts, glu, loss, norms, packing, recognise, rope, scale, setups
+from tests.mutants import ABSENT, GROUPS, MUTANTS
 from tests.mutants.mutant import Mutant
 
 FOLDER = Path(__file__).parents[2] / "docs" / "evidence"
 DTYPES = ("float32", "bfloat16")
-GROUPS = {
-    "norms": ("norms", norms),
-    "rope": ("rotary embeddings", rope),
-    "glu": ("gated MLPs", glu),
-    "experts": ("experts", experts),
-    "loss": ("cross entropy", loss),
-    "packing": ("packed samples", packing),
-    "contract": ("the patch", contract),
-    "recognise": ("recognisers", recognise),
-    "setups": ("set-ups", setups),
-    "scale": ("one dtype, mode, pass or size alone", scale),
-    "checks": ("what no training shows", checks),
-}
 _INTRO = """\
 # Mutants
 
@@ -110,30 +97,26 @@ def page(title: str, mutants: Sequence[Mutant], records: dict[tuple[str, str], R
 
 def overview() -> str:
     """The page that leads to the others: how many mutants of which kind, and what cannot be one."""
-    rows: list[tuple[object, ...]] = []
-    for name, (title, group) in GROUPS.items():
-        checked = sum(m.check is not None for m in group.MUTANTS)
-        rows.append((f"[{title}](mutants-{name}.md)", len(group.MUTANTS) - checked, checked))
-    rows.append(("all", sum(int(str(row[1])) for row in rows), sum(int(str(row[2])) for row in rows)))
+    checked = {name: sum(m.check is not None for m in group) for name, (_, group) in GROUPS.items()}
+    rows: list[tuple[object, ...]] = [
+        (f"[{title}](mutants-{name}.md)", len(group) - checked[name], checked[name])
+        for name, (title, group) in GROUPS.items()
+    ]
+    total = sum(checked.values())
+    rows.append(("all", len(MUTANTS) - total, total))
     absent = [(row, what, why) for why, group in ABSENT.items() for row, what in group.items()]
     lines = markdown(("faults of", "killed by training", "killed by a check of their own"), rows)
     lines += ["", "## Not possible here", "", *markdown(("row", "what", "why not"), sorted(absent))]
     return _INTRO + "\n".join(lines) + "\n"
 
 
-def pages(records: Sequence[Record]) -> dict[str, str]:
-    """Every page by its file name."""
-    found = {(record.patch.rpartition(":")[2], record.dtype): record for record in records}
-    written = {"mutants.md": overview()}
-    for name, (title, group) in GROUPS.items():
-        written[f"mutants-{name}.md"] = page(title, group.MUTANTS, found, environments(records))
-    return written
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("records", type=Path, help="the folder that --records named")
-    for name, text in pages(load_folder(parser.parse_args().records)).items():
+    records = load_folder(parser.parse_args().records)
+    found = {(record.patch.rpartition(":")[2], record.dtype): record for record in records}
+    pages = {f"mutants-{name}.md": page(*group, found, environments(records)) for name, group in GROUPS.items()}
+    for name, text in {"mutants.md": overview(), **pages}.items():
         (FOLDER / name).write_text(text, encoding="utf-8")
 
 

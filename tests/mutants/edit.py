@@ -66,7 +66,7 @@ class Edit:
         if not self.old:
             assert isinstance(scope, _Definition), f"say within which function {self.new!r} goes"
             return [_Place(scope, "body", int(ast.get_docstring(scope) is not None), 0)], _statements(self.new) or ()
-        for parse in (_expression, _statements, _positional, _by_name):
+        for parse in (_expression, _statements, _arguments):
             old, new = parse(self.old), parse(self.new)
             if old and new is not None and (places := list(_find(scope, old))):
                 return places, new
@@ -127,16 +127,9 @@ def _statements(text: str) -> Sequence[ast.AST] | None:
         return None
 
 
-def _call(text: str) -> ast.Call | None:
-    found = _expression(f"_({text})")
-    return found[0] if found and isinstance(found[0], ast.Call) else None
-
-
-def _positional(text: str) -> Sequence[ast.AST] | None:
-    call = _call(text)
-    return None if call is None or call.keywords else call.args
-
-
-def _by_name(text: str) -> Sequence[ast.AST] | None:
-    call = _call(text)
-    return None if call is None or call.args else call.keywords
+def _arguments(text: str) -> Sequence[ast.AST] | None:
+    """Of a call: positional, or by name."""
+    call = (_expression(f"_({text})") or [None])[0]
+    if not isinstance(call, ast.Call) or (call.args and call.keywords):
+        return None
+    return [*call.args, *call.keywords]

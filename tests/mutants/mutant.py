@@ -23,9 +23,10 @@ import itertools
 import linecache
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from tests.mutants.edit import Edit
 
@@ -76,17 +77,14 @@ class Mutant:
     check: str | None = None
     sample: bool = False
 
-    def __call__(self, model: Any, kernels: Iterable[str] | None = None) -> Any:
-        """Inject the fault, until :func:`restore`, and patch ``model`` (with ``kernels`` only, when given)."""
+    def __call__(self, model: Any) -> Any:
+        """Inject the fault, until :func:`restore`, and patch ``model``."""
         import liger_kernels
 
         self.inject()
-        if kernels is None:
-            left_out = "cross_entropy" if self.fused else "linear_cross_entropy"
-            kernels = [kernel for kernel in liger_kernels.KERNELS if kernel != left_out]
-        wanted = list(kernels)
-        memory = self.memory if "linear_cross_entropy" in wanted else None
-        report = liger_kernels.patch(model, kernels=wanted, memory=memory)
+        left_out = "cross_entropy" if self.fused else "linear_cross_entropy"
+        kernels = [kernel for kernel in liger_kernels.KERNELS if kernel != left_out]
+        report = liger_kernels.patch(model, kernels=kernels, memory=self.memory)
         if self.after is not None:
             self.after(model)
         return report
@@ -110,6 +108,40 @@ class Mutant:
             if edit.module == module:
                 text = edit.apply(text)
         return text
+
+
+def faults(module: str, tests: str = "", **common: Any) -> Callable[..., Mutant]:
+    """What makes a mutant of ``module``, a module of ``liger_kernels`` or of the proof, out of a row of a table.
+
+    A row says the name, what the fault does, what is exchanged by what, where ``<old>`` stands for the former, and for
+    a fault that no training can show the test that must fail: in the file ``tests``, unless it names another one.
+    ``also`` is an edit in a second place.
+    """
+
+    def fault(
+        name: str,
+        does: str,
+        old: str,
+        new: str,
+        test: str = "",
+        *,
+        module: str = module,
+        within: str = "",
+        times: int = 1,
+        also: Edit | None = None,
+        **other: Any,
+    ) -> Mutant:
+        where = module if module.startswith("convergence.") else f"liger_kernels.{module}"
+        edits = (Edit(where, old, new.replace("<old>", old), within, times), *([also] if also else []))
+        check = f"tests/{test if '::' in test else f'{tests}::{test}'}" if test else None
+        return Mutant(name, does, edits, check=check, **common, **other)
+
+    return fault
+
+
+def both_phases(module: str, **common: Any) -> tuple[Callable[..., Mutant], Callable[..., Mutant]]:
+    """:func:`faults` of the forward and of the backward of a kernel."""
+    return faults(module, phase="forward", **common), faults(module, phase="backward", **common)
 
 
 def restore() -> None:
@@ -152,7 +184,7 @@ def _kernels_of(module: types.ModuleType, tree: ast.Module, filename: str) -> It
     """Inside, the kernels of ``module`` are those of ``tree``, also where they are inlined in other modules."""
     kernels = _kernels(tree, filename, module)
     before = {name: vars(module)[name] for name in kernels}
-    held = {
+    holders = {
         other: names
         for other in list(sys.modules.values())
         if other is not module
@@ -160,10 +192,9 @@ def _kernels_of(module: types.ModuleType, tree: ast.Module, filename: str) -> It
         and (names := [name for name in kernels if vars(other).get(name) is before[name]])
     }
     with contextlib.ExitStack() as stack:
-        for space, names in ((vars(module), [*kernels]), *((vars(other), names) for other, names in held.items())):
-            stack.callback(space.update, {name: before[name] for name in names})
-            space.update({name: kernels[name] for name in names})
-        for other in held:
+        for space, names in {module: [*kernels], **holders}.items() if kernels else ():
+            stack.enter_context(mock.patch.multiple(space, **{name: kernels[name] for name in names}))
+        for other in holders:
             file = inspect.getsourcefile(other)
             assert file is not None
             stack.enter_context(_kernels_of(other, ast.parse(_source(other.__name__)), file))
@@ -213,19 +244,8 @@ def _kernels(tree: ast.Module, filename: str, module: types.ModuleType) -> dict[
     return {node.name: scope[node.name] for node in kernels if isinstance(node, ast.FunctionDef)}
 
 
-@contextlib.contextmanager
-def _fresh_classes() -> Iterator[None]:
+def _fresh_classes() -> contextlib.AbstractContextManager[Any]:
     """Inside, patched classes are made anew: those that exist hold functions of the source before."""
-    from liger_kernels import patching
     from liger_kernels.patching import swap
 
-    made = swap.patched_class
-    fresh = functools.cache(made.__wrapped__)
-    holders = [m for m in (patching, swap) if vars(m).get("patched_class") is made]
-    for holder in holders:
-        vars(holder)["patched_class"] = fresh
-    try:
-        yield
-    finally:
-        for holder in holders:
-            vars(holder)["patched_class"] = made
+    return mock.patch.object(swap, "patched_class", functools.cache(swap.patched_class.__wrapped__))
