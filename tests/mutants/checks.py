@@ -114,7 +114,8 @@ MUTANTS = (
         "if dweight_ptr is not None:\n    dweight += dy * norm",
         "<old>\nif dx_ptr is not None and dtotal_ptr is not None:\n"
             "    dy += tl.load(dtotal_ptr + row[:, None] * dtotal_stride + col, mask, other=0.0)",
-        f"{_REFERENCE}[add_rms_norm, cast_then_scale-torch.float32]", also=Edit(_NORM, _ADD_DTOTAL, "dx += 0.0"), source="N14"),
+        f"{_REFERENCE}[add_rms_norm, cast_then_scale-torch.float32]", also=Edit(_NORM, _ADD_DTOTAL, "dx += 0.0"),
+        source="N14"),
     _norm("total_gradient_dropped",
         "The gradient of the sum itself, which goes on as the residual, is not added to the norm's.",
         _ADD_DTOTAL, "dx += 0.0", f"{_REFERENCE}[add_rms_norm, cast_then_scale-torch.float32]"),
