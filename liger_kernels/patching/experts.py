@@ -20,7 +20,7 @@ from torch import nn
 from liger_kernels.ops import Gate, experts, experts_ref, packed_glu, packed_glu_ref
 from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.patching import probe
-from liger_kernels.patching.glu import parameter_names, skips_watched
+from liger_kernels.patching.glu import skips_watched
 from liger_kernels.patching.probe import PLAIN, true_shape
 from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import Recipe, mark_run
@@ -93,7 +93,7 @@ class ExpertsRecipe(Recipe):
                     return experts(*given, gate=recipe.gate, **parameters)
             return base.forward(self, *args, **kwargs)
 
-        names = [parameter.name for parameter in probe.signature_of(base.forward)[1:]]
+        names = probe.parameter_names(base.forward)
         gate = {_GATE: apply_gate} if getattr(base, _GATE, None) is not None else {}
         return gate if self.whole is None else {**gate, "forward": forward}
 
@@ -132,7 +132,9 @@ def is_packed_experts(module: nn.Module) -> bool:
     if not cubes or isinstance(module, nn.modules.conv._ConvNd):
         return False
     pairs = ((a, b) for a, b in itertools.permutations(cubes, 2) if a[0] == b[0])
-    one_of_a_pair = len(parameter_names(module)) > 1 and any("expert" in name for name in vars(module))
+    one_of_a_pair = len(probe.parameter_names(type(module).forward)) > 1 and any(
+        "expert" in name for name in vars(module)
+    )
     return one_of_a_pair or any(_fit(up[1:], down[1:]) for up, down in pairs)
 
 
@@ -236,7 +238,7 @@ class _Small(NamedTuple):
 
 def _find_whole(module: nn.Module, gates: tuple[Gate, ...]) -> ExpertsRecipe | None:
     """The recipe for the whole ``module``; None where its forward computes something else, or has more parameters."""
-    if len(parameter_names(module)) != 3:
+    if len(probe.parameter_names(type(module).forward)) != 3:
         return None
     for small in _small_copies(module):
         if not small.has_all():

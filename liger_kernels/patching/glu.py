@@ -173,7 +173,7 @@ def _other_mlp(module: nn.Module) -> str | None:
     if len(sizes) == 3 or module._parameters:
         return None
     if any(gate == (down[1], 2 * down[0]) and down[0] != down[1] for gate, down in itertools.permutations(sizes)):
-        return f"its forward takes more than one tensor: {', '.join(parameter_names(module))}"
+        return f"its forward takes more than one tensor: {', '.join(probe.parameter_names(type(module).forward))}"
     if not alone or sizes[0] != sizes[1]:
         return None
     return _TWO_PROJECTIONS if sizes[0][0] == sizes[0][1] else "two projections and none behind them: no kernel for it"
@@ -183,13 +183,8 @@ def _is_no_attention(module: nn.Module) -> bool:
     """Whether a module either has blocks inside (a layer with an MLP of its own) or knows of no other tokens."""
     others = ("mask", "position", "cu_seqlens", "past_key", "key", "cache")
     return any(child._modules for child in module._modules.values() if child is not None) or not any(
-        part in name for name in parameter_names(module) for part in others
+        part in name for name in probe.parameter_names(type(module).forward) for part in others
     )
-
-
-def parameter_names(module: nn.Module) -> list[str]:
-    """What the forward of ``module`` takes, by name."""
-    return [parameter.name for parameter in probe.signature_of(type(module).forward)[1:]]
 
 
 def _linear_sizes(module: nn.Module, conv1d: bool = False) -> dict[str, tuple[int, int]]:

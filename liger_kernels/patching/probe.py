@@ -178,9 +178,9 @@ def true_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(tensor.shape)
 
 
-def fits(vector: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether a parameter is there as one plain tensor: where it is sharded, something has gathered it."""
-    return type(vector) in PLAIN and vector.numel() == x.shape[-1]
+def fits(vector: torch.Tensor | None, x: torch.Tensor) -> bool:
+    """Whether a parameter, if there is one, is one plain tensor: where it is sharded, something has gathered it."""
+    return vector is None or (type(vector) in PLAIN and vector.numel() == x.shape[-1])
 
 
 def takes_one_tensor(function: Callable[..., Any]) -> bool:
@@ -204,6 +204,11 @@ def signature_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
         return list(inspect.signature(function).parameters.values())
     except Exception:  # whatever a stranger's __signature__ raises
         return []
+
+
+def parameter_names(forward: Callable[..., Any]) -> list[str]:
+    """What a ``forward`` takes besides ``self``, by name."""
+    return [parameter.name for parameter in signature_of(forward)[1:]]
 
 
 def relative_difference(a: Any, b: torch.Tensor) -> float:
