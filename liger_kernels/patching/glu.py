@@ -24,11 +24,15 @@ from liger_kernels.patching.probe import PLAIN, takes_one_tensor, true_shape
 from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import Recipe, mark_run
 
-_ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu": F.gelu,
-}
+_Unit = tuple[Callable[..., torch.Tensor], ...]
+
+
+def _gelu(approximate: str) -> _Unit:
+    return tuple(partial(function, approximate=approximate) for function in (F.gelu, geglu, geglu_linear))
+
+
+# By activation: torch's own, the fused unit, and the one that computes the projection behind it, too.
+_UNITS: dict[str, _Unit] = {"silu": (F.silu, swiglu, swiglu_linear), "gelu_tanh": _gelu("tanh"), "gelu": _gelu("none")}
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,7 @@ class GluRecipe(Recipe):
 
     def namespace(self, base: Any) -> dict[str, Any]:
         recipe = self
-        ops: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
-            "silu": (swiglu, swiglu_linear),
-            "gelu_tanh": (partial(geglu, approximate="tanh"), partial(geglu_linear, approximate="tanh")),
-            "gelu": (partial(geglu, approximate="none"), partial(geglu_linear, approximate="none")),
-        }
-        fused, fused_linear = ops[self.activation]
-        activate = _ACTIVATIONS[self.activation]
+        activate, fused, fused_linear = _UNITS[self.activation]
         called = {self.gate, self.up, self.down}
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
@@ -139,8 +137,8 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
     # Usual numbers, and large ones, which show a clamp.
     samples = [scale * probe.randn(2, 3, hidden, dtype=torch.float64) for scale in (2.0, 1e3)]
     outputs = [type(module).forward(clone, x) for x in samples]
-    for activation, gate_first in itertools.product(_ACTIVATIONS, (True, False) if up is None else (True,)):
-        act = _ACTIVATIONS[activation]
+    for activation, gate_first in itertools.product(_UNITS, (True, False) if up is None else (True,)):
+        act, *_ = _UNITS[activation]
         for x, y in zip(samples, outputs, strict=True):
             if up is None:
                 first, second = small[gate](x).chunk(2, dim=-1)
@@ -221,19 +219,15 @@ def _roles(module: nn.Module) -> list[tuple[str, str | None, str]]:
 
 def _verdict(module: nn.Module) -> Verdict:
     if not is_glu_candidate(module):
-        return _not_gated(module)
+        reason = _other_mlp(module)
+        return () if reason is None else (reason,)
     verdict = recognise_glu(module)
     return verdict if isinstance(verdict, GluRecipe) else (probe.with_origin(verdict, type(module)),)
 
 
-def _not_gated(module: nn.Module) -> tuple[str, ...]:
-    reason = _other_mlp(module)
-    return () if reason is None else (reason,)
-
-
 GATED_MLPS = Recogniser(
     ("swiglu", "geglu"),
-    lambda module: is_glu_candidate(module) or bool(_not_gated(module)),
+    lambda module: is_glu_candidate(module) or _other_mlp(module) is not None,
     _verdict,
     key=lambda module: fingerprint(module, replaced=_linear_sizes(module)),
 )

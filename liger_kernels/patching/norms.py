@@ -217,10 +217,9 @@ def _vectors(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
 
     FSDP1 without ``use_orig_params`` leaves plain tensors under the names of parameters.
     """
-    tensors = {name: p for name, p in module._parameters.items() if p is not None}
-    if not tensors:
-        tensors = {name: v for name, v in vars(module).items() if type(v) is torch.Tensor and v.dim() == 1}  # type: ignore[misc]
-    return {name: probe.true_shape(tensor) for name, tensor in tensors.items()}
+    return probe.true_shapes(module) or {
+        name: probe.true_shape(v) for name, v in vars(module).items() if type(v) is torch.Tensor and v.dim() == 1
+    }
 
 
 def _sizes(module: nn.Module, shape: tuple[int, ...] | None) -> list[int]:
@@ -260,9 +259,10 @@ def _match(module: nn.Module, weights: dict[str, torch.Tensor], size: int, eps: 
         parts = (_both(module, part, weights, recipe) for part in (x[1:3], x[-5:]))
         if all(relative_difference(*both) <= probe.SAME_FORMULA for both in parts):
             departure = _departure(module, x, weights, recipe)
+            if departure is None and isinstance(recipe, LayerNormRecipe):
+                return replace(recipe, bare=_is_bare(module, x, weights))
             if departure is None:
-                bare = isinstance(recipe, LayerNormRecipe) and _is_bare(module, x, weights)
-                return replace(recipe, bare=True) if bare else recipe
+                return recipe
             if (
                 isinstance(recipe, NormRecipe)
                 and departure[0] == len(_OF_ONE_DTYPE)

@@ -178,6 +178,11 @@ def true_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(tensor.shape)
 
 
+def true_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    """:func:`true_shape` of each parameter of ``module`` itself, by name."""
+    return {name: true_shape(parameter) for name, parameter in module._parameters.items() if parameter is not None}
+
+
 def fits(vector: torch.Tensor | None, x: torch.Tensor) -> bool:
     """Whether a parameter, if there is one, is one plain tensor: where it is sharded, something has gathered it."""
     return vector is None or (type(vector) in PLAIN and vector.numel() == x.shape[-1])

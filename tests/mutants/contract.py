@@ -191,7 +191,7 @@ MUTANTS = (
     Mutant("n11_one_norm_of_another_formula", "One norm of Gemma 2 is given Llama's formula.",
         source="N11", after=_llama_norm_in_one_place, model="gemma2"),
     _edited("recognised_as_the_wrong_activation", "silu is taken for gelu.",
-        _GLU, "(swiglu, swiglu_linear)", "(geglu, geglu_linear)"),
+        _GLU, "(F.silu, swiglu, swiglu_linear)", "(F.silu, geglu, geglu_linear)"),
     _edited("p17_only_the_first_layer_patched", "The patch leaves the second layer alone.",
         _MODULES, "        name = type(module).__name__\n",
         '        name = type(module).__name__\n        if "layers.1." in path:\n            continue\n', source="P17",
