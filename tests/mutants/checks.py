@@ -410,7 +410,7 @@ MUTANTS = (
         "liger_kernels.patching.product", "counted is None or counted.of < self.targets.numel()", "counted is None",
         "test_ops_counted_rows.py::test_a_model_with_more_targets_than_labels"),
     _check("loss_always_in_float32", "A loss of bfloat16 logits, which torch has in their dtype, is float32.",
-        "liger_kernels.patching.deferred", "loss.to(self._dtype)", "loss",
+        "liger_kernels.patching.deferred", "loss.to(self.dtype)", "loss",
         "test_patching_outputs.py::test_the_loss_has_the_dtype_of_its_logits", times=2),
     _check("classes_of_another_group", "What the ranks of one group know of a weight is taken for those of another.",
         f"{_OPS}._vocab_parallel", "shape == mine and of is group", "shape == mine",

@@ -64,7 +64,7 @@ MUTANTS = (
         "hooks.py::test_a_hook_on_all_modules[forward_hook]"),
     _check("request_left_after_an_error",
         "A loss that raises, out of memory for example, leaves its request for whoever calls the head next.",
-        "product", "try:\n    return outer(hidden)\nfinally:\n    running.forward, running.request = before",
+        "running", "try:\n    return outer(hidden)\nfinally:\n    running.forward, running.request = before",
         "result = outer(hidden)\nrunning.forward, running.request = before\nreturn result",
         "hooks.py::test_an_exception_in_a_forward_leaves_nothing_behind[lm_head]"),
     _check("new_head_not_healed", "A head that is set on a patched model stays as it came.",
