@@ -89,23 +89,23 @@ def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
     and so are its buffers and submodules. The submodules are in training mode, so that dropout shows.
     """
     clone: Any = object.__new__(type(module))
-    clone.__dict__.update(module.__dict__)
-    for container in ("_parameters", "_buffers", "_modules"):
-        clone.__dict__[container] = dict(module.__dict__[container])
-    for name, buffer in module._buffers.items():
-        clone.__dict__["_buffers"][name] = None if buffer is None else buffer.clone()
+    state = clone.__dict__
     for name, value in module.__dict__.items():
-        if name.endswith("_hooks") and isinstance(value, dict):
-            clone.__dict__[name] = OrderedDict()
-        elif isinstance(value, (list, dict, set)) and name not in ("_parameters", "_buffers", "_modules"):
-            clone.__dict__[name] = copy.copy(value)
-    children = clone.__dict__["_modules"]
+        if name in ("_parameters", "_buffers", "_modules"):
+            state[name] = dict(value)
+        elif name.endswith("_hooks") and isinstance(value, dict):
+            state[name] = OrderedDict()
+        else:
+            state[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
+    for name, buffer in module._buffers.items():
+        state["_buffers"][name] = None if buffer is None else buffer.clone()
+    children = state["_modules"]
     for name, child in children.items():
         if name not in members and child is not None and not isinstance(child, torch.jit.ScriptModule):
             children[name] = copied = bare_copy(child)
             copied.__dict__["training"] = True
     for name, value in members.items():
-        clone.__dict__["_parameters" if isinstance(value, nn.Parameter) else "_modules"][name] = value
+        state["_parameters" if isinstance(value, nn.Parameter) else "_modules"][name] = value
     return _unhooked(clone)
 
 
@@ -147,18 +147,14 @@ def module_of(function: Any) -> str:
 
 def package_of(function: Any) -> str:
     """The package that ``function`` comes from."""
-    return _package(module_of(function))
-
-
-def _package(module: str) -> str:
-    return module.partition(".")[0]
+    return module_of(function).partition(".")[0]
 
 
 def with_origin(reason: str, cls: type) -> str:
     """``reason``, and which package the forward is of, where another than the one that defines the class."""
     definer = next((c for c in cls.__mro__ if "forward" in vars(c)), cls)
     package = package_of(vars(definer).get("forward"))
-    return reason if package in ("", _package(definer.__module__)) else f"its forward is {package}'s: {reason}"
+    return reason if package in ("", definer.__module__.partition(".")[0]) else f"its forward is {package}'s: {reason}"
 
 
 def has_global_hooks() -> bool:
