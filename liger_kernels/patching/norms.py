@@ -275,14 +275,14 @@ def _match(module: nn.Module, weights: dict[str, torch.Tensor], size: int, eps: 
 
 
 class _Called(TorchFunctionMode):
-    """Every call of torch inside."""
+    """Every function of torch that is called inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+        self.functions: list[Any] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((function, args))
+        self.functions.append(function)
         return function(*args, **(kwargs or {}))
 
 
@@ -290,7 +290,7 @@ def _is_bare(module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor
     """Whether ``F.layer_norm`` of ``x`` is all that the module calls."""
     with _Called() as called:
         _run(module, x, weights)
-    return [function for function, _ in called.calls] in ([F.layer_norm], [torch.layer_norm])
+    return called.functions in ([F.layer_norm], [torch.layer_norm])
 
 
 _OF_ONE_DTYPE = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
