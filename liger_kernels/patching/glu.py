@@ -126,28 +126,19 @@ def recognise_glu(module: nn.Module) -> GluRecipe | str:
 
 def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe | None:
     hidden, inner = 6, 10
-    shapes = {gate: (hidden, inner), down: (inner, hidden)}
-    if up is None:
-        shapes[gate] = (hidden, 2 * inner)
-    else:
-        shapes[up] = (hidden, inner)
-    small = {name: probe.random_linear(*shape) for name, shape in shapes.items()}
+    shapes = {gate: (hidden, 2 * inner if up is None else inner), down: (inner, hidden), up: (hidden, inner)}
+    small = {name: probe.random_linear(*shape) for name, shape in shapes.items() if name is not None}
     clone = probe.bare_copy(module, **small)
     clone.__dict__["training"] = True
     # Usual numbers, and large ones, which show a clamp.
     samples = [scale * probe.randn(2, 3, hidden, dtype=torch.float64) for scale in (2.0, 1e3)]
     outputs = [type(module).forward(clone, x) for x in samples]
+    halves = [(small[gate](x), small[up](x)) if up is not None else small[gate](x).chunk(2, dim=-1) for x in samples]
     for activation, gate_first in itertools.product(_UNITS, (True, False) if up is None else (True,)):
         act, *_ = _UNITS[activation]
-        for x, y in zip(samples, outputs, strict=True):
-            if up is None:
-                first, second = small[gate](x).chunk(2, dim=-1)
-                product = act(first) * second if gate_first else act(second) * first
-            else:
-                product = act(small[gate](x)) * small[up](x)
-            if probe.relative_difference(y, small[down](product)) >= probe.SAME_FORMULA:
-                break
-        else:
+        products = (act(first) * second if gate_first else act(second) * first for first, second in halves)
+        pairs = zip(outputs, map(small[down], products), strict=True)
+        if all(probe.relative_difference(y, expected) < probe.SAME_FORMULA for y, expected in pairs):
             return GluRecipe(activation, gate, up, down, gate_first)
     return None
 

@@ -349,10 +349,9 @@ def _solve_eps(module: nn.Module, weights: dict[str, torch.Tensor], size: int) -
     biases = names if len(names) == 2 else [None, *names]
     gates = OPEN if GATE in weights else (1.0,)
     answers = [_eps_without(bias, gate, module, weights, size) for gate in gates for bias in biases]
-    for wanted in (lambda answer: isinstance(answer, float), lambda answer: answer != _NO_NORM):
-        if any(map(wanted, answers)):
-            return next(filter(wanted, answers))
-    return _NO_NORM
+    solved = [answer for answer in answers if isinstance(answer, float)]
+    refused = [answer for answer in answers if answer != _NO_NORM]
+    return [*solved, *refused, _NO_NORM][0]
 
 
 def _eps_without(

@@ -51,9 +51,7 @@ def has_plan(head: nn.Module) -> bool:
 
 
 def why_unfused(head: nn.Module) -> str | None:
-    """Why a head with a plan computes its logits; None where it has none, or was not tried yet."""
-    if not has_plan(head):
-        return None
+    """Why a head with a plan computes its logits; None where it does not, or was not tried yet."""
     return _tried.get(head, ((), None))[1] if _part(head) is not None else _COMPUTES
 
 
