@@ -166,7 +166,6 @@ def recognise_experts(module: nn.Module) -> Verdict:
 def find_gate(module: nn.Module) -> Gate | None:
     """What the ``_apply_gate`` of ``module`` computes; None where it is no :class:`Gate`."""
     clone = probe.bare_copy(module)
-    clone.__dict__["training"] = True
     apply = getattr(type(module), _GATE)
     for interleaved, gate_first in itertools.product((False, True), (True, False)):
         for gate in _solve(lambda x: apply(clone, x), interleaved, gate_first):
@@ -322,7 +321,6 @@ def _small_copy(module: nn.Module, sizes: dict[int, int]) -> Any:
         first, *rest = shape or ()
         parameters[name] = nn.Parameter(probe.randn(first, *(sizes.get(size, size) for size in rest)) / 3)
     small: Any = probe.bare_copy(module, **parameters)
-    small.__dict__["training"] = True
     for name, value in vars(module).items():
         if type(value) is int and value in sizes and "expert" not in name:
             small.__dict__[name] = sizes[value]

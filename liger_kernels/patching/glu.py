@@ -111,7 +111,7 @@ def is_glu_candidate(module: nn.Module) -> bool:
 def recognise_glu(module: nn.Module) -> GluRecipe | str:
     """The recipe for ``module``, or the reason why it is not a gated MLP that we know.
 
-    A copy with small random projections runs in float64, in training mode, so that dropout shows.
+    A copy with small random projections runs in float64.
     """
     try:
         with probe.probing(), torch.no_grad():
@@ -129,7 +129,6 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
     shapes = {gate: (hidden, 2 * inner if up is None else inner), down: (inner, hidden), up: (hidden, inner)}
     small = {name: probe.random_linear(*shape) for name, shape in shapes.items() if name is not None}
     clone = probe.bare_copy(module, **small)
-    clone.__dict__["training"] = True
     # Usual numbers, and large ones, which show a clamp.
     samples = [scale * probe.randn(2, 3, hidden, dtype=torch.float64) for scale in (2.0, 1e3)]
     outputs = [type(module).forward(clone, x) for x in samples]

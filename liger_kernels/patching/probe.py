@@ -86,7 +86,7 @@ def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
     """A shallow copy of ``module`` without hooks, in which the parameters and submodules named are replaced.
 
     The copy shares nothing that probing could change: its containers of parameters, submodules and hooks are its own,
-    and so are its buffers and submodules. The submodules are in training mode, so that dropout shows.
+    and so are its buffers and submodules. All of it is in training mode, so that dropout shows.
     """
     clone: Any = object.__new__(type(module))
     state = clone.__dict__
@@ -97,13 +97,13 @@ def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
             state[name] = OrderedDict()
         else:
             state[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
+    state["training"] = True
     for name, buffer in module._buffers.items():
         state["_buffers"][name] = None if buffer is None else buffer.clone()
     children = state["_modules"]
     for name, child in children.items():
         if name not in members and child is not None and not isinstance(child, torch.jit.ScriptModule):
-            children[name] = copied = bare_copy(child)
-            copied.__dict__["training"] = True
+            children[name] = bare_copy(child)
     for name, value in members.items():
         state["_parameters" if isinstance(value, nn.Parameter) else "_modules"][name] = value
     return _unhooked(clone)

@@ -39,7 +39,7 @@ MUTANTS = (
         "rotary", "runs[0] != before", "True", "left.py::test_attention_that_does_not_rotate_never_ran"),
     _check("probe_misses_dropout_in_evaluation_mode",
         "The modules inside an MLP are probed in the mode of the model, so that dropout shows in training only.",
-        "probe", 'copied.__dict__["training"] = True', "pass",
+        "probe", 'state["training"] = True', "pass",
         "recognise.py::test_a_dropout_inside_an_mlp_is_seen[False]"),
     _check("probe_moves_running_statistics",
         "A probe shares the buffers of the module, and moves the statistics of a batch norm.",
