@@ -24,7 +24,7 @@ __all__ = ["Replacement", "current", "install", "state", "uninstall"]
 _MODULE = "trl.kernels.chunked_logprob"
 _CLASS = "ChunkedLogProbFunction"
 # What its apply takes and returns, by position.
-_ARGUMENTS = 9  # hidden, weight, bias, targets, temperature, chunk size, softcap, logit scale, outputs
+_ARGUMENTS = 9
 _RESULTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # The probe's numbers are of order 1. trl's function sums float64 inputs in float32, too.
 _SAME = 1e-5
@@ -98,19 +98,9 @@ class Replacement:
         return f"on, {self.ours} calls ran linear_log_probs{left}"
 
 
-def _as_trl_calls_it(
-    op: Any,
-    hidden: Any,
-    weight: Any,
-    bias: Any,
-    targets: Any,
-    temperature: Any,
-    chunk_size: Any,
-    softcap: Any,
-    logit_scale: Any,
-    outputs: Any,
-) -> tuple[Any, ...]:
+def _as_trl_calls_it(op: Any, *arguments: Any) -> tuple[Any, ...]:
     """``op`` with the arguments and results of trl's function, whose targets are all classes: none is ignored."""
+    hidden, weight, bias, targets, temperature, _chunk_size, softcap, logit_scale, outputs = arguments
     numbers = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
     out = op(hidden, weight, targets, bias, **numbers, outputs=("log_probs", *outputs))
     return tuple([getattr(out, name) for name in _RESULTS])
@@ -154,13 +144,12 @@ def _differences(apply: Any) -> Iterator[str]:
     targets = torch.tensor([0, 3, 6, 1, 2, 5])
     upstream = randn(2, 6, dtype=torch.float64)
     three = 3  # classes of a chunk, so that the last one is not full
+    reference = functools.partial(_as_trl_calls_it, linear_log_probs_ref)
     for tensors, options in (
         ((hidden, weight, bias), (0.7, three, 1.5, 1.3, _RESULTS)),
         ((hidden, weight, None), (1.0, three, None, 1.0, ("is_top1",))),
     ):
-        ours = _evaluated(
-            functools.partial(_as_trl_calls_it, linear_log_probs_ref), tensors, targets, options, upstream
-        )
+        ours = _evaluated(reference, tensors, targets, options, upstream)
         theirs = _evaluated(apply, tensors, targets, options, upstream)
         for name, expected in ours.items():
             found = theirs[name]
@@ -185,17 +174,14 @@ def _evaluated(apply: Any, tensors: Any, targets: Any, options: Any, upstream: A
     return found | {f"the gradient of {name}": None if t is None else t.grad for name, t in named}
 
 
-class _Loader(importlib.abc.Loader):
-    """Loads trl's module as its own loader does, and replaces the function in it."""
+class _Loader:
+    """Stands in for the loader of trl's module, and replaces the function in what that has loaded."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return self._own.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
         assert module.__spec__ is not None
@@ -215,7 +201,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader)
+                    spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
                 return spec
         return None
 

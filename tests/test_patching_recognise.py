@@ -112,6 +112,17 @@ class StopsTheGradient(Norm):
         return super().statistic(x).detach()
 
 
+class DropsOut(Norm):
+    """Recognised in evaluation mode, it would drop nothing in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.eval()
+
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
 class Gated(Norm):
     def forward(self, x, gate=None):
         return super().forward(x if gate is None else x * F.silu(gate))
@@ -163,6 +174,7 @@ class ChannelsFirst(nn.LayerNorm):
         (RoundsEarly, "rounds at other places"),
         (Clamped, "RMS norm of another formula|not a norm of ours"),
         (StopsTheGradient, "gradient"),
+        (DropsOut, "not a norm of ours"),
         (Gated, "rounds at other places"),
         (ReturnsFloat32, "returns torch.float32"),
         (Raises, "cannot be probed .*only on a GPU"),

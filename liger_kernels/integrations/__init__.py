@@ -12,6 +12,7 @@ import importlib
 import inspect
 import threading
 from collections.abc import Callable, Iterable
+from inspect import Parameter
 from typing import Any
 
 from torch import nn
@@ -138,7 +139,7 @@ def apply_liger_kernel_to_instance(
         memory,
         rope=rope,
         cross_entropy=cross_entropy,
-        linear_cross_entropy=fused_linear_cross_entropy,
+        fused_linear_cross_entropy=fused_linear_cross_entropy,
         rms_norm=rms_norm,
         layer_norm=layer_norm,
         swiglu=swiglu,
@@ -152,11 +153,12 @@ def apply_liger_kernel_to_instance(
 
 def _kernels(memory: str | None, **switches: bool) -> list[str]:
     """The kernels that are on: those of these switches, and those that have none."""
-    if switches["cross_entropy"] and switches["linear_cross_entropy"]:
+    if switches["cross_entropy"] and switches["fused_linear_cross_entropy"]:
         raise ValueError(
             "cross_entropy and fused_linear_cross_entropy cannot both be True: the fused linear loss leaves no logits "
             "for the other; choose one"
         )
+    switches["linear_cross_entropy"] = switches["fused_linear_cross_entropy"]
     switches["gated_rms_norm"] = switches["rms_norm"]  # trainers have no switch of its own
     kernels = [name for name in kernel_names() if switches.get(name, True)]
     check_options(kernels, "token", memory)
@@ -196,70 +198,32 @@ _DOC = """Patch {family} models: ``model``, or with ``model=None`` every one tha
     """
 
 
-def _swiglu_door(family: str) -> Callable[..., PatchReport | None]:
-    def apply(
-        rope: bool = True,
-        cross_entropy: bool = False,
-        fused_linear_cross_entropy: bool = True,
-        rms_norm: bool = True,
-        swiglu: bool = True,
-        model: nn.Module | None = None,
-        *,
-        memory: str | None = None,
-    ) -> PatchReport | None:
-        return _apply(
-            family,
-            model,
-            memory,
-            rope=rope,
-            cross_entropy=cross_entropy,
-            linear_cross_entropy=fused_linear_cross_entropy,
-            rms_norm=rms_norm,
-            swiglu=swiglu,
-            geglu=False,
-        )
+def _alias(family: str, activation: str) -> Callable[..., PatchReport | None]:
+    """The function of one family. ``activation`` is the one that the family has, and so the one with a switch."""
+    losses = {"cross_entropy": False, "fused_linear_cross_entropy": True}
+    by_position = {"rope": True, **losses, "rms_norm": True, activation: True, "model": None}
+    parameters = [
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in by_position.items()
+    ]
+    signature = inspect.Signature([*parameters, Parameter("memory", Parameter.KEYWORD_ONLY, default=None)])
 
-    return _named(apply, family, "swiglu")
+    def apply(*args: Any, **kwargs: Any) -> PatchReport | None:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return _apply(family, **{"swiglu": False, "geglu": False, **given.arguments})
+
+    apply.__signature__ = signature  # type: ignore[attr-defined]
+    apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{family}"
+    apply.__doc__ = _DOC.format(family=family, activation=activation)
+    return apply
 
 
-def _geglu_door(family: str) -> Callable[..., PatchReport | None]:
-    def apply(
-        rope: bool = True,
-        cross_entropy: bool = False,
-        fused_linear_cross_entropy: bool = True,
-        rms_norm: bool = True,
-        geglu: bool = True,
-        model: nn.Module | None = None,
-        *,
-        memory: str | None = None,
-    ) -> PatchReport | None:
-        return _apply(
-            family,
-            model,
-            memory,
-            rope=rope,
-            cross_entropy=cross_entropy,
-            linear_cross_entropy=fused_linear_cross_entropy,
-            rms_norm=rms_norm,
-            swiglu=False,
-            geglu=geglu,
-        )
-
-    return _named(apply, family, "geglu")
-
-
-def _named(function: Callable[..., Any], family: str, activation: str) -> Callable[..., Any]:
-    function.__name__ = function.__qualname__ = f"apply_liger_kernel_to_{family}"
-    function.__doc__ = _DOC.format(family=family, activation=activation)
-    return function
-
-
-apply_liger_kernel_to_llama = _swiglu_door("llama")
-apply_liger_kernel_to_mistral = _swiglu_door("mistral")
-apply_liger_kernel_to_mixtral = _swiglu_door("mixtral")
-apply_liger_kernel_to_qwen2 = _swiglu_door("qwen2")
-apply_liger_kernel_to_qwen3 = _swiglu_door("qwen3")
-apply_liger_kernel_to_phi3 = _swiglu_door("phi3")
-apply_liger_kernel_to_gemma = _geglu_door("gemma")
-apply_liger_kernel_to_gemma2 = _geglu_door("gemma2")
-apply_liger_kernel_to_gemma3 = _geglu_door("gemma3")
+apply_liger_kernel_to_llama = _alias("llama", "swiglu")
+apply_liger_kernel_to_mistral = _alias("mistral", "swiglu")
+apply_liger_kernel_to_mixtral = _alias("mixtral", "swiglu")
+apply_liger_kernel_to_qwen2 = _alias("qwen2", "swiglu")
+apply_liger_kernel_to_qwen3 = _alias("qwen3", "swiglu")
+apply_liger_kernel_to_phi3 = _alias("phi3", "swiglu")
+apply_liger_kernel_to_gemma = _alias("gemma", "geglu")
+apply_liger_kernel_to_gemma2 = _alias("gemma2", "geglu")
+apply_liger_kernel_to_gemma3 = _alias("gemma3", "geglu")

@@ -17,7 +17,7 @@ from liger_kernels.patching.model import ModelRecipe
 from liger_kernels.patching.modules import kernel_names, patch_modules, register
 from liger_kernels.patching.packing import check_loss_reduction, packing_denominator
 from liger_kernels.patching.report import Left, PatchReport, Replacement
-from liger_kernels.patching.swap import REPORT, Undo, base_of, recipe_of, restore
+from liger_kernels.patching.swap import REPORT, Undo, recipe_of, restore
 
 __all__ = [
     "KERNELS",
@@ -124,7 +124,7 @@ def unpatch(model: nn.Module) -> None:
     undo: Undo = []
     for module in model.modules():
         if recipe_of(module) is not None:
-            base = base_of(module)
+            base = vars(type(module)).get("_liger_kernels_base")
             if base is None:
                 raise RuntimeError(
                     f"a patched module has been given the class {type(module).__module__}.{type(module).__name__} "

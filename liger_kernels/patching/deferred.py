@@ -36,8 +36,10 @@ class DeferredLogits:
 
     def __init__(self, product: Product, shape: tuple[int, ...], dtype: torch.dtype):
         self._product = product
-        self._shape = shape
-        self._dtype = dtype
+        self.shape = torch.Size(shape)
+        self.ndim = len(shape)
+        self.dtype = dtype
+        self.device = product.device
         # How to get here from the product, call by call: replayed on the real logits ...
         self._trail: tuple[tuple[str, tuple[Any, ...]], ...] = ()
         # ... and the same for the fused loss: rows, classes, a bias, and cap * tanh(scale / cap * logits).
@@ -49,22 +51,6 @@ class DeferredLogits:
         self._real: torch.Tensor | None = None
 
     # What is known without multiplying.
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self._shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._product.device
-
-    @property
-    def ndim(self) -> int:
-        return len(self._shape)
 
     @property
     def requires_grad(self) -> bool:
@@ -83,19 +69,19 @@ class DeferredLogits:
         return self._product.token_accuracy
 
     def dim(self) -> int:
-        return len(self._shape)
+        return self.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self._shape[dim]
+        return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
         return self.shape.numel()
 
     def __len__(self) -> int:
-        return self._shape[0]
+        return self.shape[0]
 
     def __repr__(self) -> str:
-        return f"DeferredLogits(shape={self._shape}, dtype={self._dtype}, device='{self.device}')"
+        return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     def is_floating_point(self) -> bool:
         return True
@@ -127,7 +113,7 @@ class DeferredLogits:
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         if start_dim == 0 and end_dim % self.ndim == self.ndim - 2:
-            return self._reshape("reshape", (-1, self._shape[-1]))
+            return self._reshape("reshape", (-1, self.shape[-1]))
         return self.materialize("Tensor.flatten").flatten(start_dim, end_dim)
 
     def tanh(self) -> Any:
@@ -165,24 +151,22 @@ class DeferredLogits:
         recorded = (
             type(bias) in PLAIN
             and not bias.requires_grad
-            and bias.numel() == self._shape[-1] == bias.shape[-1]
+            and bias.numel() == self.shape[-1] == bias.shape[-1]
             and bias.dim() <= self.ndim
             and bias.device == self.device
             and self._scale == 1.0
             and self._cap is self._bias is product.split is None
-            and (product.autocast is not None or torch.promote_types(self._dtype, bias.dtype) == self._dtype)
+            and (product.autocast is not None or torch.promote_types(self.dtype, bias.dtype) == self.dtype)
         )
         if not recorded:
             return self.materialize("Tensor.__add__") + _materialized(bias, "Tensor.__add__")
-        dtype = torch.promote_types(self._dtype, bias.dtype)
+        dtype = torch.promote_types(self.dtype, bias.dtype)
         return self._then("__add__", (bias,), bias=bias.reshape(-1), dtype=dtype)
 
     def _reshape(self, name: str, shape: tuple[Any, ...]) -> Any:
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-        features = self._shape[-1]
-        count = 1
-        for size in self._shape[:-1]:
-            count = count * size
+        features = self.shape[-1]
+        count = self.shape[:-1].numel()
         if len(sizes) == 2 and sizes[0] in (-1, count) and sizes[1] in (-1, features) and sizes != (-1, -1):
             return self._then(name, shape, view=(), shape=(count, features))
         return getattr(self.materialize(f"Tensor.{name}"), name)(*shape)
@@ -190,9 +174,9 @@ class DeferredLogits:
     def _sliced(self, index: Any) -> Any:
         """The recorded slice, or None where ``index`` is not plain slices of rows, or of the first classes, or a mask
         of rows."""
-        if type(index) is torch.Tensor and index.dtype == torch.bool and index.shape == self._shape[:-1]:
+        if type(index) is torch.Tensor and index.dtype == torch.bool and index.shape == self.shape[:-1]:
             places = index.to(self.device).nonzero(as_tuple=True)  # waits for the mask once, as upstream does
-            return self._then("__getitem__", (places,), view=places, shape=(places[0].shape[0], self._shape[-1]))
+            return self._then("__getitem__", (places,), view=places, shape=(places[0].shape[0], self.shape[-1]))
         index = index if isinstance(index, tuple) else (index,)
         if sum(1 for i in index if i is Ellipsis) > 1 or not all(i is Ellipsis or isinstance(i, slice) for i in index):
             return None
@@ -202,10 +186,10 @@ class DeferredLogits:
         index = (*index, *[slice(None)] * (self.ndim - len(index)))
         if len(index) != self.ndim or any(i.step is not None and i.step < 1 for i in index):
             return None
-        shape = tuple(len(range(*i.indices(size))) for i, size in zip(index, self._shape, strict=True))
+        shape = tuple(len(range(*i.indices(size))) for i, size in zip(index, self.shape, strict=True))
         *leading, last = index
         changes: dict[str, Any] = {"shape": shape}
-        if last != slice(None) and shape[-1] != self._shape[-1]:
+        if last != slice(None) and shape[-1] != self.shape[-1]:
             if last.start not in (None, 0) or last.step not in (None, 1):
                 return None
             changes["vocabulary"] = shape[-1]
@@ -216,7 +200,7 @@ class DeferredLogits:
     def _then(self, name: str, args: tuple[Any, ...], **changes: Any) -> Any:
         if self._real is not None:
             return getattr(self._real, name)(*args)
-        new = DeferredLogits(self._product, changes.get("shape", self._shape), changes.get("dtype", self._dtype))
+        new = DeferredLogits(self._product, changes.get("shape", self.shape), changes.get("dtype", self.dtype))
         new._trail = (*self._trail, (name, args))
         new._views = (*self._views, changes["view"]) if "view" in changes else self._views
         new._vocabulary = changes.get("vocabulary", self._vocabulary)
@@ -244,12 +228,13 @@ class DeferredLogits:
         if self._trail:
             with torch.set_grad_enabled(product.grad):
                 replay = functools.partial(_replayed, self._trail)
-                result = defer(Computation(self._shape, self._dtype, self.device, replay, (result,)))
+                result = defer(Computation(self.shape, self.dtype, self.device, replay, (result,)))
         return result
 
     def cross_entropy(self, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
         """The fused loss, or None where these logits or arguments are not what the kernels compute."""
         product = self._product
+        packing, fallbacks = product.forward.packing, product.forward.fallbacks
         if self._real is not None or self.ndim != 2 or not isinstance(target, torch.Tensor) or target.dim() != 1:
             return None
         if target.is_floating_point() or target.device != self.device or self._scale == 0:
@@ -257,39 +242,32 @@ class DeferredLogits:
         if options.pop("size_average") is not None or options.pop("reduce") is not None:
             return None
         options["class_weight"] = options.pop("weight")
-        options.update(logit_scale=self._scale, softcap=self._cap, extras=product.extras)
+        options.update(logit_scale=self._scale, softcap=self._cap, extras=product.forward.extras)
         if product.logits is not None and type(product.logits) is not torch.Tensor:
             return None  # sharded: upstream's own loss knows what to do with it
-        if product.packing is not None:
-            target = product.packing.weigh(
-                product.hidden, lambda x: rows(x[..., None], self._views)[..., 0], target, options
-            )
+        if packing is not None:
+            target = packing.weigh(product.hidden, lambda x: rows(x[..., None], self._views)[..., 0], target, options)
         # A compiled program knows no tensor without a value.
         lazy = product.lazy is None and not torch.compiler.is_compiling()
         request = Request(product, target, self._views, self._vocabulary, self._bias, options, lazy)
-        loss = None
         if product.logits is None:
             dtype = product.autocast if product.autocast is not None else product.hidden.dtype
             smoothing = options["label_smoothing"]
             reason = balanced_because(dtype, smoothing, product.memory)
             if product.split is not None and (why := unsharded_because(dtype, smoothing)) is not None:
                 product.compute(f"{why}: a head that is split over ranks computes its logits")
-                return self._cross_entropy_of_logits(request)
-            if reason is not None:
-                count(product.fallbacks, f"memory={product.memory!r} does not go with {reason}: 'balanced' ran")
-            loss = product.ask(request)
-            if loss is None:
-                count(product.fallbacks, "the head's weight is sharded in its own call")
+            else:
+                if reason is not None:
+                    count(fallbacks, f"memory={product.memory!r} does not go with {reason}: 'balanced' ran")
+                loss = product.ask(request)
+                if loss is not None:
+                    return loss.to(self.dtype)  # PyTorch's loss has the dtype of its logits
+                count(fallbacks, "the head's weight is sharded in its own call")
                 if type(product.logits) is not torch.Tensor:
                     return None
-        if loss is None:
-            return self._cross_entropy_of_logits(request)
-        return loss.to(self._dtype)  # PyTorch's loss has the dtype of its logits
-
-    def _cross_entropy_of_logits(self, request: Request) -> torch.Tensor:
-        loss = request.loss_of_logits(self._product.logits)
-        self._product.token_accuracy = request.token_accuracy
-        return loss.to(self._dtype)
+        loss = request.loss_of_logits(product.compute(None))
+        product.token_accuracy = request.token_accuracy
+        return loss.to(self.dtype)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

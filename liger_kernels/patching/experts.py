@@ -20,8 +20,8 @@ from torch import nn
 from liger_kernels.ops import Gate, experts, experts_ref, packed_glu, packed_glu_ref
 from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.patching import probe
-from liger_kernels.patching.glu import parameter_names, skips_watched
-from liger_kernels.patching.probe import PLAIN, true_shape
+from liger_kernels.patching.glu import skips_watched
+from liger_kernels.patching.probe import PLAIN, true_shapes
 from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import Recipe, mark_run
 
@@ -93,7 +93,7 @@ class ExpertsRecipe(Recipe):
                     return experts(*given, gate=recipe.gate, **parameters)
             return base.forward(self, *args, **kwargs)
 
-        names = [parameter.name for parameter in probe.signature_of(base.forward)[1:]]
+        names = probe.parameter_names(base.forward)
         gate = {_GATE: apply_gate} if getattr(base, _GATE, None) is not None else {}
         return gate if self.whole is None else {**gate, "forward": forward}
 
@@ -122,8 +122,7 @@ def _implementation(module: nn.Module) -> str | None:
 
 def _cubes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
     """The shapes of the parameters of three dimensions."""
-    shapes = {name: true_shape(p) for name, p in module._parameters.items() if p is not None}
-    return {name: shape for name, shape in shapes.items() if shape is not None and len(shape) == 3}
+    return {name: shape for name, shape in true_shapes(module).items() if shape is not None and len(shape) == 3}
 
 
 def is_packed_experts(module: nn.Module) -> bool:
@@ -132,7 +131,9 @@ def is_packed_experts(module: nn.Module) -> bool:
     if not cubes or isinstance(module, nn.modules.conv._ConvNd):
         return False
     pairs = ((a, b) for a, b in itertools.permutations(cubes, 2) if a[0] == b[0])
-    one_of_a_pair = len(parameter_names(module)) > 1 and any("expert" in name for name in vars(module))
+    one_of_a_pair = len(probe.parameter_names(type(module).forward)) > 1 and any(
+        "expert" in name for name in vars(module)
+    )
     return one_of_a_pair or any(_fit(up[1:], down[1:]) for up, down in pairs)
 
 
@@ -165,7 +166,6 @@ def recognise_experts(module: nn.Module) -> Verdict:
 def find_gate(module: nn.Module) -> Gate | None:
     """What the ``_apply_gate`` of ``module`` computes; None where it is no :class:`Gate`."""
     clone = probe.bare_copy(module)
-    clone.__dict__["training"] = True
     apply = getattr(type(module), _GATE)
     for interleaved, gate_first in itertools.product((False, True), (True, False)):
         for gate in _solve(lambda x: apply(clone, x), interleaved, gate_first):
@@ -204,12 +204,7 @@ def _solve(function: Any, interleaved: bool, gate_first: bool) -> list[Gate]:
     offset = _rounded(zero / act)
     top = _rounded(far / act - offset)
     limit = top if 0 < top < 1e5 else None
-    known: dict[str, Any] = {
-        "limit": limit,
-        "offset": offset,
-        "interleaved": interleaved,
-        "gate_first": gate_first,
-    }
+    known: dict[str, Any] = {"limit": limit, "offset": offset, "interleaved": interleaved, "gate_first": gate_first}
     gates = [Gate(activation, **known) for activation in ("gelu", "gelu_tanh")]
     if 0 < 2 * act < 1:  # act is 0.5 * sigmoid(0.5 * alpha)
         gates.append(Gate("silu", alpha=_rounded(2 * math.log(2 * act / (1 - 2 * act))), **known))
@@ -236,7 +231,7 @@ class _Small(NamedTuple):
 
 def _find_whole(module: nn.Module, gates: tuple[Gate, ...]) -> ExpertsRecipe | None:
     """The recipe for the whole ``module``; None where its forward computes something else, or has more parameters."""
-    if len(parameter_names(module)) != 3:
+    if len(probe.parameter_names(type(module).forward)) != 3:
         return None
     for small in _small_copies(module):
         if not small.has_all():
@@ -244,11 +239,11 @@ def _find_whole(module: nn.Module, gates: tuple[Gate, ...]) -> ExpertsRecipe | N
         for dtype, bound in ((torch.float64, probe.SAME_FORMULA), (torch.float32, _SAME_IN_FLOAT32)):
             small.module.to(dtype)
             try:
-                results = [_run(type(module), small, scale) for scale in (1.0, 1e3)]
+                results = [_run(small, scale) for scale in (1.0, 1e3)]
             except Exception:  # whatever a stranger's forward raises
                 continue
             for gate in gates:
-                expected = [_run(None, small, scale, gate) for scale in (1.0, 1e3)]
+                expected = [_run(small, scale, gate) for scale in (1.0, 1e3)]
                 pairs = zip(itertools.chain(*results), itertools.chain(*expected), strict=True)
                 if all(probe.relative_difference(a, b) < bound for a, b in pairs):
                     return ExpertsRecipe(gate, small.parameters)
@@ -256,15 +251,15 @@ def _find_whole(module: nn.Module, gates: tuple[Gate, ...]) -> ExpertsRecipe | N
     return None
 
 
-def _run(cls: type | None, small: _Small, scale: float, gate: Gate | None = None) -> list[torch.Tensor]:
-    """What the forward of ``cls``, or the reference, makes of random tokens, and every gradient."""
+def _run(small: _Small, scale: float, gate: Gate | None = None) -> list[torch.Tensor]:
+    """What the module, or the reference with ``gate``, makes of random tokens, and every gradient."""
     torch.default_generator.manual_seed(1)
     hidden, ids, weights = _tokens(small)
     leaves = [(scale * hidden).requires_grad_(), weights.requires_grad_(), *small.module.parameters(recurse=False)]
-    if cls is None:
-        y = experts_ref(leaves[0], ids, leaves[1], gate=gate, **small.parameters.of(small.module))
+    if gate is None:
+        y = type(small.module).forward(small.module, leaves[0], ids, leaves[1])
     else:
-        y = cls.forward(small.module, leaves[0], ids, leaves[1])  # type: ignore[attr-defined]
+        y = experts_ref(leaves[0], ids, leaves[1], gate=gate, **small.parameters.of(small.module))
     upstream = probe.randn(*hidden.shape, dtype=torch.float64).to(hidden.dtype)
     return [y, *torch.autograd.grad(y, leaves, upstream)]
 
@@ -305,7 +300,7 @@ def _tokens(small: _Small) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _small_copies(module: nn.Module) -> Iterator[_Small]:
     """One for each way to read the sizes of ``module``."""
-    shapes = {name: true_shape(p) for name, p in module._parameters.items() if p is not None}
+    shapes = true_shapes(module)
     for (up_name, up), (down_name, down) in itertools.permutations(_cubes(module).items(), 2):
         for transposed in (False, True):
             wide, hidden = up[1:][::-1] if transposed else up[1:]
@@ -322,12 +317,10 @@ def _small_copies(module: nn.Module) -> Iterator[_Small]:
 
 def _small_copy(module: nn.Module, sizes: dict[int, int]) -> Any:
     parameters = {}
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            first, *rest = true_shape(parameter) or ()
-            parameters[name] = nn.Parameter(probe.randn(first, *(sizes.get(size, size) for size in rest)) / 3)
+    for name, shape in true_shapes(module).items():
+        first, *rest = shape or ()
+        parameters[name] = nn.Parameter(probe.randn(first, *(sizes.get(size, size) for size in rest)) / 3)
     small: Any = probe.bare_copy(module, **parameters)
-    small.__dict__["training"] = True
     for name, value in vars(module).items():
         if type(value) is int and value in sizes and "expert" not in name:
             small.__dict__[name] = sizes[value]
@@ -342,7 +335,5 @@ EXPERTS = Recogniser(
     ("experts",),
     is_packed_experts,
     recognise_experts,
-    key=lambda module: fingerprint(
-        module, replaced={name: true_shape(p) for name, p in module._parameters.items() if p is not None}
-    ),
+    key=lambda module: fingerprint(module, replaced=true_shapes(module)),
 )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +39,17 @@ class GatedNormRecipe(Recipe):
         groups = f", {self.groups} groups" if self.groups > 1 else ""
         return f"{order}, {self.formula}{groups}, eps={self.eps:g}"
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """As the op takes them."""
+        return {name: getattr(self, name) for name in ("formula", "activation", "gate_first", "groups")}
+
+    def reference(self, x: torch.Tensor, vectors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return gated_rms_norm_ref(x, gate_of(x, vectors[GATE]), vectors[self.weight], self.eps, **self.options)
+
     def namespace(self, base: Any) -> dict[str, Any]:
-        names = [parameter.name for parameter in probe.signature_of(base.forward)[1:]]
-        eps, weight_name = self.eps, self.weight
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("formula", "activation", "gate_first")}
-        groups = self.groups
+        names = probe.parameter_names(base.forward)
+        eps, weight_name, options = self.eps, self.weight, self.options
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             given = (*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
@@ -61,7 +66,7 @@ class GatedNormRecipe(Recipe):
             ):
                 return base.forward(self, *args, **kwargs)
             self.__dict__[RAN] = True
-            return gated_rms_norm(x, gate, weight, eps, groups=groups, **options)
+            return gated_rms_norm(x, gate, weight, eps, **options)
 
         return {"forward": forward}
 
@@ -72,21 +77,12 @@ def gate_of(x: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
     return rows.view(*x.shape[:-1], 1) * vector
 
 
-def gated_hypotheses(
-    weight: str, size: int, own: Iterable[int]
-) -> Iterator[tuple[GatedNormRecipe, Callable[..., torch.Tensor]]]:
-    """What a norm of ``size`` with a gate may compute: a recipe but for eps, and a function of x, vectors and eps.
+def gated_candidates(weight: str, size: int, own: Iterable[int], eps: float) -> Iterator[GatedNormRecipe]:
+    """What a norm of ``size`` with a gate may compute.
 
     ``own`` are numbers that the norm holds: groups, or columns of a group.
     """
     divisors = {n for n in own if 0 < n <= size and size % n == 0}
     for groups in sorted({1} | divisors | {size // n for n in divisors}):
         for activation, gate_first, formula in itertools.product(ACTIVATIONS, (False, True), FORMULAS):
-            recipe = GatedNormRecipe(formula, 0.0, weight, activation, gate_first, groups)
-            yield recipe, functools.partial(_reference, recipe)
-
-
-def _reference(recipe: GatedNormRecipe, x: torch.Tensor, vectors: dict[str, torch.Tensor], eps: float) -> torch.Tensor:
-    options: dict[str, Any] = {"activation": recipe.activation, "gate_first": recipe.gate_first}
-    gate, weight = gate_of(x, vectors[GATE]), vectors[recipe.weight]
-    return gated_rms_norm_ref(x, gate, weight, eps, groups=recipe.groups, formula=recipe.formula, **options)
+            yield GatedNormRecipe(formula, eps, weight, activation, gate_first, groups)

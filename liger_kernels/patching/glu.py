@@ -24,11 +24,15 @@ from liger_kernels.patching.probe import PLAIN, takes_one_tensor, true_shape
 from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import Recipe, mark_run
 
-_ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu": F.gelu,
-}
+_Unit = tuple[Callable[..., torch.Tensor], ...]
+
+
+def _gelu(approximate: str) -> _Unit:
+    return tuple(partial(function, approximate=approximate) for function in (F.gelu, geglu, geglu_linear))
+
+
+# By activation: torch's own, the fused unit, and the one that computes the projection behind it, too.
+_UNITS: dict[str, _Unit] = {"silu": (F.silu, swiglu, swiglu_linear), "gelu_tanh": _gelu("tanh"), "gelu": _gelu("none")}
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,7 @@ class GluRecipe(Recipe):
 
     def namespace(self, base: Any) -> dict[str, Any]:
         recipe = self
-        ops: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
-            "silu": (swiglu, swiglu_linear),
-            "gelu_tanh": (partial(geglu, approximate="tanh"), partial(geglu_linear, approximate="tanh")),
-            "gelu": (partial(geglu, approximate="none"), partial(geglu_linear, approximate="none")),
-        }
-        fused, fused_linear = ops[self.activation]
-        activate = _ACTIVATIONS[self.activation]
+        activate, fused, fused_linear = _UNITS[self.activation]
         called = {self.gate, self.up, self.down}
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
@@ -113,7 +111,7 @@ def is_glu_candidate(module: nn.Module) -> bool:
 def recognise_glu(module: nn.Module) -> GluRecipe | str:
     """The recipe for ``module``, or the reason why it is not a gated MLP that we know.
 
-    A copy with small random projections runs in float64, in training mode, so that dropout shows.
+    A copy with small random projections runs in float64.
     """
     try:
         with probe.probing(), torch.no_grad():
@@ -128,28 +126,18 @@ def recognise_glu(module: nn.Module) -> GluRecipe | str:
 
 def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe | None:
     hidden, inner = 6, 10
-    shapes = {gate: (hidden, inner), down: (inner, hidden)}
-    if up is None:
-        shapes[gate] = (hidden, 2 * inner)
-    else:
-        shapes[up] = (hidden, inner)
-    small = {name: probe.random_linear(*shape) for name, shape in shapes.items()}
+    shapes = {gate: (hidden, 2 * inner if up is None else inner), down: (inner, hidden), up: (hidden, inner)}
+    small = {name: probe.random_linear(*shape) for name, shape in shapes.items() if name is not None}
     clone = probe.bare_copy(module, **small)
-    clone.__dict__["training"] = True
     # Usual numbers, and large ones, which show a clamp.
     samples = [scale * probe.randn(2, 3, hidden, dtype=torch.float64) for scale in (2.0, 1e3)]
     outputs = [type(module).forward(clone, x) for x in samples]
-    for activation, gate_first in itertools.product(_ACTIVATIONS, (True, False) if up is None else (True,)):
-        act = _ACTIVATIONS[activation]
-        for x, y in zip(samples, outputs, strict=True):
-            if up is None:
-                first, second = small[gate](x).chunk(2, dim=-1)
-                product = act(first) * second if gate_first else act(second) * first
-            else:
-                product = act(small[gate](x)) * small[up](x)
-            if probe.relative_difference(y, small[down](product)) >= probe.SAME_FORMULA:
-                break
-        else:
+    halves = [(small[gate](x), small[up](x)) if up is not None else small[gate](x).chunk(2, dim=-1) for x in samples]
+    for activation, gate_first in itertools.product(_UNITS, (True, False) if up is None else (True,)):
+        act, *_ = _UNITS[activation]
+        products = (act(first) * second if gate_first else act(second) * first for first, second in halves)
+        pairs = zip(outputs, map(small[down], products), strict=True)
+        if all(probe.relative_difference(y, expected) < probe.SAME_FORMULA for y, expected in pairs):
             return GluRecipe(activation, gate, up, down, gate_first)
     return None
 
@@ -173,7 +161,7 @@ def _other_mlp(module: nn.Module) -> str | None:
     if len(sizes) == 3 or module._parameters:
         return None
     if any(gate == (down[1], 2 * down[0]) and down[0] != down[1] for gate, down in itertools.permutations(sizes)):
-        return f"its forward takes more than one tensor: {', '.join(parameter_names(module))}"
+        return f"its forward takes more than one tensor: {', '.join(probe.parameter_names(type(module).forward))}"
     if not alone or sizes[0] != sizes[1]:
         return None
     return _TWO_PROJECTIONS if sizes[0][0] == sizes[0][1] else "two projections and none behind them: no kernel for it"
@@ -183,13 +171,8 @@ def _is_no_attention(module: nn.Module) -> bool:
     """Whether a module either has blocks inside (a layer with an MLP of its own) or knows of no other tokens."""
     others = ("mask", "position", "cu_seqlens", "past_key", "key", "cache")
     return any(child._modules for child in module._modules.values() if child is not None) or not any(
-        part in name for name in parameter_names(module) for part in others
+        part in name for name in probe.parameter_names(type(module).forward) for part in others
     )
-
-
-def parameter_names(module: nn.Module) -> list[str]:
-    """What the forward of ``module`` takes, by name."""
-    return [parameter.name for parameter in probe.signature_of(type(module).forward)[1:]]
 
 
 def _linear_sizes(module: nn.Module, conv1d: bool = False) -> dict[str, tuple[int, int]]:
@@ -226,19 +209,15 @@ def _roles(module: nn.Module) -> list[tuple[str, str | None, str]]:
 
 def _verdict(module: nn.Module) -> Verdict:
     if not is_glu_candidate(module):
-        return _not_gated(module)
+        reason = _other_mlp(module)
+        return () if reason is None else (reason,)
     verdict = recognise_glu(module)
     return verdict if isinstance(verdict, GluRecipe) else (probe.with_origin(verdict, type(module)),)
 
 
-def _not_gated(module: nn.Module) -> tuple[str, ...]:
-    reason = _other_mlp(module)
-    return () if reason is None else (reason,)
-
-
 GATED_MLPS = Recogniser(
     ("swiglu", "geglu"),
-    lambda module: is_glu_candidate(module) or bool(_not_gated(module)),
+    lambda module: is_glu_candidate(module) or _other_mlp(module) is not None,
     _verdict,
     key=lambda module: fingerprint(module, replaced=_linear_sizes(module)),
 )

@@ -51,16 +51,14 @@ class HeadRecipe(Recipe):
                 return base.__call__(self, *args)
             hidden = args[0]
             outer = _entrance(state.outer, self)
-            product = Product(hidden, self, outer, 0, state.fallbacks, extras=state.extras, memory=memory)
-            product.packing, product.counted = state.packing, state.counted
+            product = Product(hidden, self, outer, state, memory)
             split = split_head(self, outer) if fused and has_plan(self) else None
             reason = obstacle(self, outer, split) if fused else None
             if fused and reason is None:
                 product.split = None if isinstance(split, str) else split
-                product.features = self.out_features
                 if runs_inside_hook(self):  # a device map: accelerate brings the hidden states there
                     product.device = self.weight.device
-                shape = (*hidden.shape[:-1], product.features)
+                shape = (*hidden.shape[:-1], self.out_features)
                 return DeferredLogits(product, shape, product.autocast or hidden.dtype)
             logits = base.__call__(self, hidden)
             if reason is not None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import functools
 import sys
-import types
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
+from inspect import isgetsetdescriptor
 from typing import Any
 
 import torch
@@ -80,23 +80,20 @@ class Computation:
                 return self._run()[0].detach()
             with torch.no_grad():
                 gathers = self.gathered is not None and not here
-                self._value = self.gathered() if gathers else self.compute(*self._leaves(False))  # type: ignore[misc]
+                self._value = self.gathered() if gathers else self.compute(*_leaves(self.inputs, False))  # type: ignore[misc]
         return self._value.detach()
-
-    def _leaves(self, differentiable: bool) -> list[torch.Tensor | None]:
-        return [None if x is None else _leaf(x, differentiable) for x in self.inputs]
 
     def _run(self) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         if self._result is None:
             with torch.set_grad_enabled(self.differentiable):
-                leaves = self._leaves(self.differentiable)
+                leaves = _leaves(self.inputs, self.differentiable)
                 self._result = self.compute(*leaves), leaves
         return self._result
 
     def gradients(self, grad: torch.Tensor) -> list[torch.Tensor | None]:
         """The gradients of ``inputs`` for that of the value."""
         if torch.is_grad_enabled():  # a second derivative: once more, connected to the inputs themselves
-            inputs = [_real_of(x) if isinstance(x, LazyTensor) else x for x in self.inputs]
+            inputs = [_Computed.apply(x) if isinstance(x, LazyTensor) else x for x in self.inputs]
             out, graph = self.compute(*inputs), {"create_graph": True}
         else:
             out, inputs = self._run()
@@ -109,9 +106,12 @@ class Computation:
         return [next(found) if x is not None and x.requires_grad else None for x in inputs]
 
 
-def _leaf(x: torch.Tensor, differentiable: bool) -> torch.Tensor:
-    value = x._computation.value(differentiable) if isinstance(x, LazyTensor) else x.detach()
-    return value.requires_grad_(x.requires_grad) if differentiable else value
+def _leaves(inputs: tuple[torch.Tensor | None, ...], differentiable: bool) -> list[torch.Tensor | None]:
+    def leaf(x: torch.Tensor) -> torch.Tensor:
+        value = x._computation.value(differentiable) if isinstance(x, LazyTensor) else x.detach()
+        return value.requires_grad_(x.requires_grad) if differentiable else value
+
+    return [None if x is None else leaf(x) for x in inputs]
 
 
 def _is_here(x: torch.Tensor) -> bool:
@@ -194,10 +194,6 @@ def _step(
     return defer(Computation(tuple(lazy.shape), dtype, device or lazy.device, compute, (lazy,)))
 
 
-def _real_of(lazy: Any) -> torch.Tensor:
-    return _Computed.apply(lazy)
-
-
 class LazyTensor(torch.Tensor):
     """A tensor whose value is computed when an operation needs it; see the module's docstring."""
 
@@ -215,7 +211,7 @@ class LazyTensor(torch.Tensor):
         """The ordinary tensor that this one stands for, computed once."""
         if self._real is None:
             with torch.set_grad_enabled(self.requires_grad or torch.is_grad_enabled()):
-                self._real = _real_of(self)
+                self._real = _Computed.apply(self)
         return self._real
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -271,23 +267,15 @@ def _moved(lazy: Any, *args: Any, **kwargs: Any) -> Any:
     return lazy if device == lazy.device else _step(lazy, lambda x: x.to(device), lazy.dtype, device)
 
 
-def _detached(lazy: Any) -> Any:
-    return LazyTensor._new(lazy._computation)
-
-
 def _viewed(lazy: Any, other: Any) -> Any:
     """What autograd asks for where a function returns its own input."""
     return _step(lazy, lambda x: x.view_as(x), lazy.dtype) if other is lazy else None
 
 
-def _is_getter(value: Any) -> bool:
-    return isinstance(value, types.GetSetDescriptorType)
-
-
 _T = torch.Tensor
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default}
 _PASSED_ON: dict[Any, Callable[..., Any]] = {
-    _T.detach: _detached,
+    _T.detach: lambda lazy: LazyTensor._new(lazy._computation),
     _T.clone: lambda lazy: _step(lazy, torch.clone, lazy.dtype),
     _T.view_as: _viewed,
     _T.to: _moved,
@@ -298,7 +286,7 @@ _PASSED_ON: dict[Any, Callable[..., Any]] = {
 # What is known of a tensor, or registered on it, without its value.
 _VALUES = ("data", "real", "imag", "T", "mT", "H", "mH")
 _OF_THE_FORM = {
-    *(value.__get__ for name, value in vars(torch._C.TensorBase).items() if _is_getter(value) and name not in _VALUES),
+    *(v.__get__ for name, v in vars(torch._C.TensorBase).items() if isgetsetdescriptor(v) and name not in _VALUES),
     *(_T.size, _T.dim, _T.numel, _T.nelement, _T.stride, _T.is_floating_point, _T.is_complex, _T.element_size),
     *(_T.is_contiguous, _T.get_device, _T.__len__, _T.__hash__, _T.is_inference, _T.register_hook, _T.retain_grad),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference),

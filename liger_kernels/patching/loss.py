@@ -43,19 +43,15 @@ def patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchRepor
     if recipe_of(owner) is None and has_own_forward(owner):
         leave(path, owner, own_forward(owner))
         return
-    fused = "linear_cross_entropy" in report.kernels
     if not patched_heads(head):
-        recipe = HeadRecipe(fused=False)
-        reason = "it is not a plain linear layer" if fused else None
-        linears = linears_to_choose_from(head) if fused else []
-        if linears:
-            recipe, reason = HeadRecipe(fused=True, memory=report.memory), None
-        if reason is not None:
-            runs = "it runs itself, and the loss over its logits is fused"
-            also = f": {runs}" if "cross_entropy" in report.kernels else ""
-            leave(head_path, head, f"{reason}{also}")
-        if not linears and "cross_entropy" not in report.kernels:
+        of_hidden, of_logits = ("linear_cross_entropy" in report.kernels), ("cross_entropy" in report.kernels)
+        linears = linears_to_choose_from(head) if of_hidden else []
+        if of_hidden and not linears:
+            also = ": it runs itself, and the loss over its logits is fused" if of_logits else ""
+            leave(head_path, head, f"it is not a plain linear layer{also}")
+        if not linears and not of_logits:
             return
+        recipe = HeadRecipe(fused=True, memory=report.memory) if linears else HeadRecipe(fused=False)
         for linear in linears or [head]:
             replace(head_path, linear, recipe, report, undo)
     if recipe_of(owner) is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.ops._norm_rows import MAX_HIDDEN
 from liger_kernels.ops.rms_norm import FORMULAS
 from liger_kernels.patching import probe
-from liger_kernels.patching.gated_norms import GATE, OPEN, GatedNormRecipe, gate_of, gated_hypotheses
+from liger_kernels.patching.gated_norms import GATE, OPEN, GatedNormRecipe, gate_of, gated_candidates
 from liger_kernels.patching.probe import PLAIN, randn, relative_difference
 from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import RAN, Recipe
@@ -47,6 +47,9 @@ class NormRecipe(Recipe):
     def detail(self) -> str:
         return f"{self.formula}, eps={self.eps:g}{'' if self.mixed else ', where x and weight have one dtype'}"
 
+    def reference(self, x: torch.Tensor, vectors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return rms_norm_ref(x, _named(vectors, self.weight), self.eps, formula=self.formula)
+
     def namespace(self, base: Any) -> dict[str, Any]:
         formula, eps, weight_name, mixed = self.formula, self.eps, self.weight, self.mixed
 
@@ -55,7 +58,7 @@ class NormRecipe(Recipe):
             if left_to_inductor("rms_norm", x):
                 return base.forward(self, *args, **kwargs)
             weight = getattr(self, weight_name) if weight_name is not None else None
-            if type(x) not in PLAIN or (weight is not None and not probe.fits(weight, x)):
+            if type(x) not in PLAIN or not probe.fits(weight, x):
                 return base.forward(self, *args, **kwargs)
             if not mixed and weight is not None and weight.dtype != x.dtype:
                 return base.forward(self, *args, **kwargs)
@@ -82,6 +85,10 @@ class LayerNormRecipe(Recipe):
         bias = "bias" if self.bias is not None else ""
         return f"{' and '.join(filter(None, (vectors, bias))) or 'no weight'}, eps={self.eps:g}"
 
+    def reference(self, x: torch.Tensor, vectors: dict[str, torch.Tensor]) -> torch.Tensor:
+        weight, bias = _named(vectors, self.weight), _named(vectors, self.bias)
+        return layer_norm_ref(x, weight, bias, self.eps, zero_centered=self.zero_centered)
+
     def namespace(self, base: Any) -> dict[str, Any]:
         eps, zero_centered, bare = self.eps, self.zero_centered, self.bare
         weight_name, bias_name = self.weight, self.bias
@@ -93,12 +100,7 @@ class LayerNormRecipe(Recipe):
             weight = getattr(self, weight_name) if weight_name is not None else None
             bias = getattr(self, bias_name) if bias_name is not None else None
             autocast = torch.is_autocast_enabled(x.device.type)
-            if (
-                type(x) not in PLAIN
-                or (weight is not None and not probe.fits(weight, x))
-                or (bias is not None and not probe.fits(bias, x))
-                or (autocast and not bare)
-            ):
+            if type(x) not in PLAIN or not probe.fits(weight, x) or not probe.fits(bias, x) or (autocast and not bare):
                 return base.forward(self, *args, **kwargs)
             self.__dict__[RAN] = True
             dtype = _autocast_dtype(x.device, x.dtype) if autocast else None
@@ -108,6 +110,10 @@ class LayerNormRecipe(Recipe):
 
 
 AnyNormRecipe = NormRecipe | LayerNormRecipe | GatedNormRecipe
+
+
+def _named(vectors: dict[str, torch.Tensor], name: str | None) -> torch.Tensor | None:
+    return None if name is None else vectors[name]
 
 
 @functools.cache
@@ -161,7 +167,7 @@ def _examined(module: nn.Module) -> tuple[AnyNormRecipe | str, bool]:
     """What :func:`recognise_norm` answers, and whether a refused module turned out to be a norm of some kind."""
     shapes = _vectors(module)
     gated = probe.takes_tensors(type(module).forward, 2)
-    names = ", ".join(parameter.name for parameter in probe.signature_of(type(module).forward)[1:])
+    names = ", ".join(probe.parameter_names(type(module).forward))
     several = f"its forward takes more than one tensor: {names}" if names else "its forward has no signature to read"
     if not probe.takes_one_tensor(type(module).forward) and (not gated or len(shapes) != 1):
         return several, False
@@ -211,10 +217,9 @@ def _vectors(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
 
     FSDP1 without ``use_orig_params`` leaves plain tensors under the names of parameters.
     """
-    tensors = {name: p for name, p in module._parameters.items() if p is not None}
-    if not tensors:
-        tensors = {name: v for name, v in vars(module).items() if type(v) is torch.Tensor and v.dim() == 1}  # type: ignore[misc]
-    return {name: probe.true_shape(tensor) for name, tensor in tensors.items()}
+    return probe.true_shapes(module) or {
+        name: probe.true_shape(v) for name, v in vars(module).items() if type(v) is torch.Tensor and v.dim() == 1
+    }
 
 
 def _sizes(module: nn.Module, shape: tuple[int, ...] | None) -> list[int]:
@@ -229,45 +234,19 @@ def _sizes(module: nn.Module, shape: tuple[int, ...] | None) -> list[int]:
     return [48, *sorted(own, reverse=True)]
 
 
-@dataclass(frozen=True)
-class _Hypothesis:
-    """What a norm may compute: ``reference(x, weights, eps)``, and its recipe but for eps."""
-
-    recipe: AnyNormRecipe
-    reference: Callable[[torch.Tensor, dict[str, torch.Tensor], float], torch.Tensor]
-
-
-def _hypotheses(module: nn.Module, names: list[str], size: int) -> Iterator[_Hypothesis]:
+def _candidates(module: nn.Module, names: list[str], size: int, eps: float) -> Iterator[AnyNormRecipe]:
     """Every formula of ours for a norm with parameters of these names, whatever they are called."""
     if GATE in names:
         own = (value for value in vars(module).values() if type(value) is int)
-        yield from itertools.starmap(_Hypothesis, gated_hypotheses(names[0], size, own))
+        yield from gated_candidates(names[0], size, own, eps)
         return
     if len(names) < 2:
         weight = names[0] if names else None
         for formula in FORMULAS if names else FORMULAS[:1]:
-            yield _Hypothesis(NormRecipe(formula, 0.0, weight), functools.partial(_rms, weight, formula))
+            yield NormRecipe(formula, eps, weight)
     for weight, bias in itertools.permutations([*names, None, None][:2]):
         for zero_centered in (False, True)[: 1 if weight is None else 2]:
-            recipe = LayerNormRecipe(0.0, weight, bias, zero_centered)
-            yield _Hypothesis(recipe, functools.partial(_layer, weight, bias, zero_centered))
-
-
-def _rms(
-    weight: str | None, formula: str, x: torch.Tensor, weights: dict[str, torch.Tensor], eps: float
-) -> torch.Tensor:
-    return rms_norm_ref(x, weights.get(weight or ""), eps, formula=formula)
-
-
-def _layer(
-    weight: str | None,
-    bias: str | None,
-    zero_centered: bool,
-    x: torch.Tensor,
-    weights: dict[str, torch.Tensor],
-    eps: float,
-) -> torch.Tensor:
-    return layer_norm_ref(x, weights.get(weight or ""), weights.get(bias or ""), eps, zero_centered=zero_centered)
+            yield LayerNormRecipe(eps, weight, bias, zero_centered)
 
 
 def _match(module: nn.Module, weights: dict[str, torch.Tensor], size: int, eps: float) -> AnyNormRecipe | str:
@@ -276,34 +255,34 @@ def _match(module: nn.Module, weights: dict[str, torch.Tensor], size: int, eps: 
     rows[6:] = rows.new_tensor([30.0, 3e3])
     x = randn(len(rows), 3, size) * rows[:, None, None]  # what normalises over more than the last dimension shows
     departures = []
-    for hypothesis in _hypotheses(module, list(weights), size):
-        parts = (_both(module, part, weights, eps, hypothesis) for part in (x[1:3], x[-5:]))
+    for recipe in _candidates(module, list(weights), size, eps):
+        parts = (_both(module, part, weights, recipe) for part in (x[1:3], x[-5:]))
         if all(relative_difference(*both) <= probe.SAME_FORMULA for both in parts):
-            departure = _departure(module, x, weights, eps, hypothesis)
-            if departure is None and isinstance(hypothesis.recipe, LayerNormRecipe):
-                return replace(hypothesis.recipe, eps=eps, bare=_is_bare(module, x, weights))
+            departure = _departure(module, x, weights, recipe)
+            if departure is None and isinstance(recipe, LayerNormRecipe):
+                return replace(recipe, bare=_is_bare(module, x, weights))
             if departure is None:
-                return replace(hypothesis.recipe, eps=eps)
+                return recipe
             if (
-                isinstance(hypothesis.recipe, NormRecipe)
+                isinstance(recipe, NormRecipe)
                 and departure[0] == len(_OF_ONE_DTYPE)
-                and _departure(module, x, weights, eps, hypothesis, mixed=False) is None
+                and _departure(module, x, weights, recipe, mixed=False) is None
             ):
-                return replace(hypothesis.recipe, eps=eps, mixed=False)
+                return replace(recipe, mixed=False)
             departures.append(departure)
     # The formula that it follows furthest says most about why it is refused.
     return max(departures)[1] if departures else _NO_NORM
 
 
 class _Called(TorchFunctionMode):
-    """Every call of torch inside."""
+    """Every function of torch that is called inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+        self.functions: list[Any] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((function, args))
+        self.functions.append(function)
         return function(*args, **(kwargs or {}))
 
 
@@ -311,19 +290,14 @@ def _is_bare(module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor
     """Whether ``F.layer_norm`` of ``x`` is all that the module calls."""
     with _Called() as called:
         _run(module, x, weights)
-    return [function for function, _ in called.calls] in ([F.layer_norm], [torch.layer_norm])
+    return called.functions in ([F.layer_norm], [torch.layer_norm])
 
 
 _OF_ONE_DTYPE = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
 
 
 def _departure(
-    module: nn.Module,
-    x: torch.Tensor,
-    weights: dict[str, torch.Tensor],
-    eps: float,
-    hypothesis: _Hypothesis,
-    mixed: bool = True,
+    module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor], recipe: AnyNormRecipe, mixed: bool = True
 ) -> tuple[int, str] | None:
     """How far a module whose float32 values match follows the formula, and where it departs; None if nowhere.
 
@@ -333,7 +307,7 @@ def _departure(
     for stage, (dtype, weight_dtype) in enumerate(combinations):
         cast = {name: weight.to(weight_dtype) for name, weight in weights.items()}
         with torch.no_grad():
-            got, expected = _both(module, x.clamp(-6e4, 6e4).to(dtype), cast, eps, hypothesis)
+            got, expected = _both(module, x.clamp(-6e4, 6e4).to(dtype), cast, recipe)
         if got.dtype != expected.dtype:
             return stage, f"for {dtype} inputs and {weight_dtype} weights it returns {got.dtype}, not {expected.dtype}"
         if float((got == expected).double().mean()) < AGREEING_FRACTION:
@@ -342,7 +316,7 @@ def _departure(
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     gradients = [
         torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), [leaf, *leaves.values()])
-        for y in _both(module, leaf, leaves, eps, hypothesis)
+        for y in _both(module, leaf, leaves, recipe)
     ]
     for got, expected in zip(*gradients, strict=True):
         # ten times the forward's bound: the gradient sums over rows and over columns
@@ -352,10 +326,10 @@ def _departure(
 
 
 def _both(
-    module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor], eps: float, hypothesis: _Hypothesis
+    module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor], recipe: AnyNormRecipe
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the module makes of ``x``, and what the formula does."""
-    return _run(module, x, weights), hypothesis.reference(x, weights, eps)
+    return _run(module, x, weights), recipe.reference(x, weights)
 
 
 def _run(module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -375,10 +349,9 @@ def _solve_eps(module: nn.Module, weights: dict[str, torch.Tensor], size: int) -
     biases = names if len(names) == 2 else [None, *names]
     gates = OPEN if GATE in weights else (1.0,)
     answers = [_eps_without(bias, gate, module, weights, size) for gate in gates for bias in biases]
-    for wanted in (lambda answer: isinstance(answer, float), lambda answer: answer != _NO_NORM):
-        if any(map(wanted, answers)):
-            return next(filter(wanted, answers))
-    return _NO_NORM
+    solved = [answer for answer in answers if isinstance(answer, float)]
+    refused = [answer for answer in answers if answer != _NO_NORM]
+    return [*solved, *refused, _NO_NORM][0]
 
 
 def _eps_without(

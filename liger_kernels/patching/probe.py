@@ -86,26 +86,26 @@ def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
     """A shallow copy of ``module`` without hooks, in which the parameters and submodules named are replaced.
 
     The copy shares nothing that probing could change: its containers of parameters, submodules and hooks are its own,
-    and so are its buffers and submodules. The submodules are in training mode, so that dropout shows.
+    and so are its buffers and submodules. All of it is in training mode, so that dropout shows.
     """
     clone: Any = object.__new__(type(module))
-    clone.__dict__.update(module.__dict__)
-    for container in ("_parameters", "_buffers", "_modules"):
-        clone.__dict__[container] = dict(module.__dict__[container])
-    for name, buffer in module._buffers.items():
-        clone.__dict__["_buffers"][name] = None if buffer is None else buffer.clone()
+    state = clone.__dict__
     for name, value in module.__dict__.items():
-        if name.endswith("_hooks") and isinstance(value, dict):
-            clone.__dict__[name] = OrderedDict()
-        elif isinstance(value, (list, dict, set)) and name not in ("_parameters", "_buffers", "_modules"):
-            clone.__dict__[name] = copy.copy(value)
-    children = clone.__dict__["_modules"]
+        if name in ("_parameters", "_buffers", "_modules"):
+            state[name] = dict(value)
+        elif name.endswith("_hooks") and isinstance(value, dict):
+            state[name] = OrderedDict()
+        else:
+            state[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
+    state["training"] = True
+    for name, buffer in module._buffers.items():
+        state["_buffers"][name] = None if buffer is None else buffer.clone()
+    children = state["_modules"]
     for name, child in children.items():
         if name not in members and child is not None and not isinstance(child, torch.jit.ScriptModule):
-            children[name] = copied = bare_copy(child)
-            copied.__dict__["training"] = True
+            children[name] = bare_copy(child)
     for name, value in members.items():
-        clone.__dict__["_parameters" if isinstance(value, nn.Parameter) else "_modules"][name] = value
+        state["_parameters" if isinstance(value, nn.Parameter) else "_modules"][name] = value
     return _unhooked(clone)
 
 
@@ -147,18 +147,14 @@ def module_of(function: Any) -> str:
 
 def package_of(function: Any) -> str:
     """The package that ``function`` comes from."""
-    return _package(module_of(function))
-
-
-def _package(module: str) -> str:
-    return module.partition(".")[0]
+    return module_of(function).partition(".")[0]
 
 
 def with_origin(reason: str, cls: type) -> str:
     """``reason``, and which package the forward is of, where another than the one that defines the class."""
     definer = next((c for c in cls.__mro__ if "forward" in vars(c)), cls)
     package = package_of(vars(definer).get("forward"))
-    return reason if package in ("", _package(definer.__module__)) else f"its forward is {package}'s: {reason}"
+    return reason if package in ("", definer.__module__.partition(".")[0]) else f"its forward is {package}'s: {reason}"
 
 
 def has_global_hooks() -> bool:
@@ -178,9 +174,14 @@ def true_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(tensor.shape)
 
 
-def fits(vector: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether a parameter is there as one plain tensor: where it is sharded, something has gathered it."""
-    return type(vector) in PLAIN and vector.numel() == x.shape[-1]
+def true_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    """:func:`true_shape` of each parameter of ``module`` itself, by name."""
+    return {name: true_shape(parameter) for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def fits(vector: torch.Tensor | None, x: torch.Tensor) -> bool:
+    """Whether a parameter, if there is one, is one plain tensor: where it is sharded, something has gathered it."""
+    return vector is None or (type(vector) in PLAIN and vector.numel() == x.shape[-1])
 
 
 def takes_one_tensor(function: Callable[..., Any]) -> bool:
@@ -204,6 +205,11 @@ def signature_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
         return list(inspect.signature(function).parameters.values())
     except Exception:  # whatever a stranger's __signature__ raises
         return []
+
+
+def parameter_names(forward: Callable[..., Any]) -> list[str]:
+    """What a ``forward`` takes besides ``self``, by name."""
+    return [parameter.name for parameter in signature_of(forward)[1:]]
 
 
 def relative_difference(a: Any, b: torch.Tensor) -> float:

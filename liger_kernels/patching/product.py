@@ -16,8 +16,7 @@ from torch import nn
 from liger_kernels.ops import CountedTargets, cross_entropy, linear_cross_entropy
 from liger_kernels.ops._vocab_parallel import logits_of_all
 from liger_kernels.patching.lazy import Computation, Unchanged, defer
-from liger_kernels.patching.packing import Packing
-from liger_kernels.patching.running import running
+from liger_kernels.patching.running import Forward, call_head
 from liger_kernels.patching.split_head import SplitHead, narrowed
 from liger_kernels.patching.swap import mark_run
 
@@ -33,30 +32,24 @@ class Product:
     hidden: torch.Tensor
     head: nn.Module
     outer: nn.Module
-    features: int
-    fallbacks: Counter[str]  # of the model: why real logits had to be computed, or another schedule had to run
+    forward: Forward  # of the model, which it belongs to
+    memory: str | None = None  # the schedule that the fused loss is to run
     logits: Any = None
     lazy: Any = None  # the logits as a tensor without a value, made inside the head's call
-    extras: tuple[str, ...] = ()  # what else the pass of the loss is to compute ...
-    token_accuracy: torch.Tensor | None = None  # ... and what it found
-    autocast: torch.dtype | None = None
-    grad: bool = True
-    packing: Packing | None = None  # what the rows weigh, where they do not all weigh the same
-    counted: CountedTargets | None = None  # of the labels that the targets come from
-    memory: str | None = None  # the schedule that the fused loss is to run
+    token_accuracy: torch.Tensor | None = None  # what the pass of the loss found
     split: SplitHead | None = None  # this rank's part of a head whose classes a plan splits over ranks
 
     def __post_init__(self) -> None:
         self.device = self.hidden.device
         kind = self.device.type
-        self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.autocast: torch.dtype | None = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.grad = torch.is_grad_enabled()
 
     def compute(self, reason: str | None) -> torch.Tensor:
         """The real logits, by the head's own ``__call__``, under the modes of the forward that they belong to."""
         if self.logits is None:
             if reason is not None:
-                count(self.fallbacks, reason)
+                count(self.forward.fallbacks, reason)
             with torch.set_grad_enabled(self.grad), autocast(self.hidden.device, self.autocast):
                 self.logits = call_head(self.outer, self.hidden)
         return self.logits
@@ -84,16 +77,6 @@ class Product:
             with torch.set_grad_enabled(self.grad), autocast(self.hidden.device, self.autocast):
                 self.ask(Request(self, targets=None))
         return self.lazy if self.logits is None else self.logits
-
-
-def call_head(outer: nn.Module, hidden: torch.Tensor, request: Request | None = None) -> Any:
-    """``outer(hidden)``, whose answer is what ``request`` asks for, or else its logits."""
-    before = running.forward, running.request
-    running.forward, running.request = None, request
-    try:
-        return outer(hidden)
-    finally:
-        running.forward, running.request = before
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> Any:
@@ -142,7 +125,7 @@ class Request:
 
     def _counted(self) -> CountedTargets | None:
         """At most how many targets count. No model makes targets of more labels than it got, or of ignored ones."""
-        counted = self.product.counted
+        counted = self.product.forward.counted
         if counted is None or counted.of < self.targets.numel():
             return None
         return counted if counted.ignore_index == self.options["ignore_index"] else None
@@ -162,7 +145,7 @@ class Request:
     def _lazy(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         product, dtype = self.product, weight.dtype
         cast = product.autocast
-        head, outer = product.head, product.outer
+        head: Any = product.head
         shard = None if product.split is None else product.split.shard
 
         def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -175,13 +158,13 @@ class Request:
                 full = {name: parameter.full_tensor().to(dtype) for name, parameter in sharded.items()}
                 return compute(hidden, full["weight"], full.get("bias"))
             with autocast(hidden.device, cast):
-                logits: torch.Tensor = call_head(outer, hidden)
+                logits: torch.Tensor = call_head(product.outer, hidden)
             return logits
 
-        shape = (*hidden.shape[:-1], product.features)
+        shape = (*hidden.shape[:-1], head.out_features)
         check = Unchanged(hidden, weight, bias)
         out = cast if cast is not None else hidden.dtype
-        note = functools.partial(count, product.fallbacks, "outputs.logits was read")
+        note = functools.partial(count, product.forward.fallbacks, "outputs.logits was read")
         return defer(Computation(shape, out, hidden.device, compute, (hidden, weight, bias), gathered, check, note))
 
 

@@ -159,10 +159,11 @@ def recognise_rotation(name: str, function: Callable[..., Any]) -> Rotation | st
     with probe.probing():
         for layout, halved in itertools.product(LAYOUTS, (False, True)):
             try:
-                facts = _matching(function, roles, layout, halved, 8)
+                trial = _Trial(function, roles, layout, halved)
+                facts = trial.matching()
                 complete = True
                 if facts is not None:
-                    return _rotation(name, function, roles, layout, halved, facts)
+                    return trial.rotation(name, facts)
             except Exception as error:  # whatever a stranger's function raises on the probe means that it is not ours
                 errors.append(f"it cannot be probed ({probe.describe(error)})")
     return errors[0] if errors and not complete else "it is none of the rotations that we know"
@@ -172,98 +173,88 @@ Facts = tuple[str, bool]  # pairing and inverse
 _FACTS: tuple[Facts, ...] = tuple(itertools.product(PAIRINGS, (False, True)))
 
 
-def _rotation(
-    name: str, function: Callable[..., Any], roles: Roles, layout: Layout, halved: bool, facts: Facts
-) -> Rotation | str:
-    """All that is to be known of ``function``, which is the rotation ``facts`` in this layout."""
-    tensors, cos, sin = _sample(roles, layout, halved, 8)
-    tensors = [x.detach().to(torch.bfloat16) for x in tensors]
+class _Trial(NamedTuple):
+    """A rotary function, and one way to lay its table against its tensors, tried on random numbers."""
 
-    def result_dtype(dtype: torch.dtype) -> torch.dtype:
-        result: torch.Tensor = _call(function, roles, layout, tensors, cos.to(dtype), sin.to(dtype))[0]
-        return result.dtype
+    function: Callable[..., Any]
+    roles: Roles
+    layout: Layout
+    halved: bool
 
-    casts_back = result_dtype(torch.float32) == torch.bfloat16
-    if not casts_back and (dtype := result_dtype(torch.bfloat16)) != torch.bfloat16:
-        return f"it returns {dtype} for tensors and angles in torch.bfloat16"
+    def rotation(self, name: str, facts: Facts) -> Rotation | str:
+        """All that is to be known of the function, which is the rotation ``facts`` in this layout."""
+        tensors, cos, sin = self.sample()
+        tensors = [x.detach().to(torch.bfloat16) for x in tensors]
 
-    def is_it(layout: Layout, rotary_dim: int, trailing: bool = False) -> bool:
-        """Not where ``function`` raises: few take every layout, or split off a part themselves."""
-        try:
-            return _matching(function, roles, layout, halved, rotary_dim, trailing, (facts,)) is not None
-        except Exception:
-            return False
+        def result_dtype(dtype: torch.dtype) -> torch.dtype:
+            result: torch.Tensor = self.call(tensors, cos.to(dtype), sin.to(dtype))[0]
+            return result.dtype
 
-    others = [other for other in LAYOUTS if is_it(other, 8)]
-    first, last = (is_it(layout, 4, trailing) for trailing in (False, True))
-    return Rotation(name, *facts, halved, first or last, last, casts_back, tuple(others))
+        casts_back = result_dtype(torch.float32) == torch.bfloat16
+        if not casts_back and (dtype := result_dtype(torch.bfloat16)) != torch.bfloat16:
+            return f"it returns {dtype} for tensors and angles in torch.bfloat16"
 
+        def is_it(layout: Layout, rotary_dim: int, trailing: bool = False) -> bool:
+            """Not where the function raises: few take every layout, or split off a part themselves."""
+            try:
+                return self._replace(layout=layout).matching(rotary_dim, trailing, (facts,)) is not None
+            except Exception:
+                return False
 
-def _matching(
-    function: Callable[..., Any],
-    roles: Roles,
-    layout: Layout,
-    halved: bool,
-    rotary_dim: int,
-    trailing: bool = False,
-    among: Sequence[Facts] = _FACTS,
-) -> Facts | None:
-    """The first rotation of our op ``among`` these that ``function`` is in this layout: values and gradients of random
-    numbers."""
-    tensors, cos, sin = _sample(roles, layout, halved, rotary_dim)
-    got = _call(function, roles, layout, tensors, cos, sin)
-    if not isinstance(got, tuple) or not all(isinstance(y, torch.Tensor) for y in got) or len(got) != len(tensors):
+        others = [other for other in LAYOUTS if is_it(other, 8)]
+        first, last = (is_it(self.layout, 4, trailing) for trailing in (False, True))
+        return Rotation(name, *facts, self.halved, first or last, last, casts_back, tuple(others))
+
+    def matching(self, rotary_dim: int = 8, trailing: bool = False, among: Sequence[Facts] = _FACTS) -> Facts | None:
+        """The first rotation of our op ``among`` these that has the values and the gradients of the function."""
+        tensors, cos, sin = self.sample(rotary_dim)
+        got = self.call(tensors, cos, sin)
+        if not isinstance(got, tuple) or not all(isinstance(y, torch.Tensor) for y in got) or len(got) != len(tensors):
+            return None
+        if SECTIONS in self.roles.others:
+            cos, sin = (mixed(table, _sections(table)) for table in (cos, sin))
+        upstream = [randn(*x.shape, dtype=torch.float64) for x in tensors]
+
+        def gradients(results: Any) -> tuple[torch.Tensor, ...]:
+            total = sum((y * g).sum() for y, g in zip(results, upstream, strict=True) if y.shape == g.shape)
+            return torch.autograd.grad(total, tensors)
+
+        def same(mine: Any, expected: Any) -> bool:
+            pairs = zip(mine, expected, strict=True)
+            return all(probe.relative_difference(g, e) < probe.SAME_FORMULA for g, e in pairs)
+
+        mine = gradients(got)
+        for pairing, inverse in among:
+            if self.halved and not pairing.endswith("_repeat"):
+                continue
+            options = {"pairing": pairing, "inverse": inverse, "rotary_dim": rotary_dim, "trailing": trailing}
+            expected = rotated(rope_ref, tensors, cos, sin, self.layout.heads, options)
+            if same(got, expected) and same(mine, gradients(expected)):
+                return pairing, inverse
         return None
-    if SECTIONS in roles.others:
-        cos, sin = (mixed(table, _sections(table)) for table in (cos, sin))
-    upstream = [randn(*x.shape, dtype=torch.float64) for x in tensors]
 
-    def gradients(results: Any) -> tuple[torch.Tensor, ...]:
-        total = sum((y * g).sum() for y, g in zip(results, upstream, strict=True) if y.shape == g.shape)
-        return torch.autograd.grad(total, tensors)
+    def sample(self, rotary_dim: int = 8) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Random tensors of 2 rows, 3 and 1 heads and 5 tokens of 8, and cos and sin, in float64."""
+        tensors = []
+        for _, heads in zip(self.roles.tensors, (3, 1), strict=False):
+            inner = (heads, 5) if self.layout.heads == -3 else (5, heads)
+            shape = (2, *inner, 8)[4 - self.layout.dims :]
+            tensors.append(randn(*shape, dtype=torch.float64).requires_grad_())
+        shape = (2, 5, rotary_dim // 2 if self.halved else rotary_dim)[3 - self.layout.table_dims :]
+        if SECTIONS in self.roles.others:
+            shape = (3, *shape)
+        cos, sin = (randn(*shape, dtype=torch.float64) for _ in range(2))
+        return tensors, cos, sin
 
-    def same(mine: Any, expected: Any) -> bool:
-        pairs = zip(mine, expected, strict=True)
-        return all(probe.relative_difference(g, e) < probe.SAME_FORMULA for g, e in pairs)
-
-    mine = gradients(got)
-    for pairing, inverse in among:
-        if halved and not pairing.endswith("_repeat"):
-            continue
-        options = {"pairing": pairing, "inverse": inverse, "rotary_dim": rotary_dim, "trailing": trailing}
-        expected = rotated(rope_ref, tensors, cos, sin, layout.heads, options)
-        if same(got, expected) and same(mine, gradients(expected)):
-            return pairing, inverse
-    return None
-
-
-def _sample(
-    roles: Roles, layout: Layout, halved: bool, rotary_dim: int
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Random tensors of 2 rows, 3 and 1 heads and 5 tokens of 8, and cos and sin, in float64."""
-    tensors = []
-    for _, heads in zip(roles.tensors, (3, 1), strict=False):
-        inner = (heads, 5) if layout.heads == -3 else (5, heads)
-        tensors.append(randn(*(2, *inner, 8)[4 - layout.dims :], dtype=torch.float64).requires_grad_())
-    shape = (2, 5, rotary_dim // 2 if halved else rotary_dim)[3 - layout.table_dims :]
-    if SECTIONS in roles.others:
-        shape = (3, *shape)
-    cos, sin = (randn(*shape, dtype=torch.float64) for _ in range(2))
-    return tensors, cos, sin
-
-
-def _call(
-    function: Callable[..., Any], roles: Roles, layout: Layout, tensors: list[torch.Tensor], cos: Any, sin: Any
-) -> Any:
-    named: dict[str, Any] = (
-        {"cos": cos, "sin": sin} if len(roles.tables) == 2 else {roles.tables[0]: torch.complex(cos, sin)}
-    )
-    if "unsqueeze_dim" in roles.others:
-        named["unsqueeze_dim"] = layout.heads + layout.table_dims + 1
-    if SECTIONS in roles.others:
-        named[SECTIONS] = _sections(cos)
-    got = function(*tensors, **named)
-    return (got,) if len(tensors) == 1 else got
+    def call(self, tensors: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        tables = self.roles.tables
+        named: dict[str, Any] = {"cos": cos, "sin": sin} if len(tables) == 2 else {tables[0]: torch.complex(cos, sin)}
+        if "unsqueeze_dim" in self.roles.others:
+            named["unsqueeze_dim"] = self.layout.heads + self.layout.table_dims + 1
+        if SECTIONS in self.roles.others:
+            named[SECTIONS] = _sections(cos)
+        got = self.function(*tensors, **named)
+        return (got,) if len(tensors) == 1 else got
 
 
 def _sections(table: torch.Tensor) -> list[int]:

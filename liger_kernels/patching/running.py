@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from liger_kernels.ops import CountedTargets
@@ -23,7 +24,7 @@ class Forward:
     Attributes:
         heads: the patched linear layers that answer with deferred logits while it runs.
         outer: what the model calls its output embeddings: the head itself, or what wraps it (an adapter, FSDP).
-        fallbacks: of the model's report.
+        fallbacks: of the model's report: why real logits had to be computed, or another schedule had to run.
         extras: what the pass of the loss computes in addition, such as "token_accuracy".
         packing: what the rows of the loss weigh, where they do not all weigh the same.
         counted: how many of the labels count, asked for at the beginning.
@@ -45,3 +46,13 @@ class _Running(threading.local):
 
 
 running = _Running()
+
+
+def call_head(outer: nn.Module, hidden: torch.Tensor, request: Any = None) -> Any:
+    """``outer(hidden)``, whose answer is what ``request`` asks for, or else its logits."""
+    before = running.forward, running.request
+    running.forward, running.request = None, request
+    try:
+        return outer(hidden)
+    finally:
+        running.forward, running.request = before

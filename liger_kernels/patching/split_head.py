@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from liger_kernels.ops._vocab_parallel import VocabShard, logits_of_all
 from liger_kernels.patching.probe import describe, module_of
-from liger_kernels.patching.running import running
+from liger_kernels.patching.running import call_head
 
 _PLANS = (
     "torch.distributed.tensor.",
@@ -51,9 +51,7 @@ def has_plan(head: nn.Module) -> bool:
 
 
 def why_unfused(head: nn.Module) -> str | None:
-    """Why a head with a plan computes its logits; None where it has none, or was not tried yet."""
-    if not has_plan(head):
-        return None
+    """Why a head with a plan computes its logits; None where it does not, or was not tried yet."""
     return _tried.get(head, ((), None))[1] if _part(head) is not None else _COMPUTES
 
 
@@ -99,12 +97,12 @@ def _try(head: nn.Module, part: SplitHead) -> str | None:
     weight, bias, shard = part
     numbers = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0))
     hidden = numbers.to(weight.device, weight.dtype)
-    before = running.forward, running.request
-    running.forward = running.request = None
     why: str | None = None
     try:
         with torch.autocast(hidden.device.type, enabled=False):
-            found: Any = head(hidden).clone()  # a collective's result that nobody has waited for becomes a tensor
+            found: Any = call_head(
+                head, hidden
+            ).clone()  # a collective's result that nobody has waited for becomes a tensor
             expected = logits_of_all(hidden, weight, bias, shard)
         if type(found) is not Tensor or found.shape != expected.shape:
             what = tuple(found.shape) if type(found) is Tensor else f"a {type(found).__name__}"
@@ -114,8 +112,6 @@ def _try(head: nn.Module, part: SplitHead) -> str | None:
             why = None if bool(off <= 8 * torch.finfo(weight.dtype).eps) else f"{_COMPUTES}, which differ by {off:.1g}"
     except Exception as error:  # a layout that one row does not fit
         why = f"{_COMPUTES} ({describe(error)})"
-    finally:
-        running.forward, running.request = before
     failed = torch.tensor(float(why is not None), device=weight.device)
     shard.add(failed)  # one rank's no is everybody's
     return why or (_COMPUTES if bool(failed) else None)

@@ -133,12 +133,6 @@ def _rebind_inside_hook(module: Any, before: Any, after: Any) -> None:
             module.__dict__[name] = types.MethodType(after.forward, module)
 
 
-def base_of(module: nn.Module) -> type | None:
-    """The class that a patched ``module`` had before; None where it has been given yet another class since."""
-    cls = type(module)
-    return vars(cls).get("_liger_kernels_base")
-
-
 def recipe_of(obj: object) -> Recipe | None:
     """The recipe that ``obj`` follows, or None when it is not patched."""
     return getattr(type(obj), "_liger_kernels_recipe", None)

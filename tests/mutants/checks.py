@@ -359,7 +359,7 @@ MUTANTS = (
         "test_ops_counted_rows.py::test_a_model_with_more_targets_than_labels"),
     faults("patching.deferred")("loss_always_in_float32",
         "A loss of bfloat16 logits, which torch has in their dtype, is float32.",
-        "loss.to(self._dtype)", "loss", "test_patching_outputs.py::test_the_loss_has_the_dtype_of_its_logits", times=2),
+        "loss.to(self.dtype)", "loss", "test_patching_outputs.py::test_the_loss_has_the_dtype_of_its_logits", times=2),
     _vocab_parallel("classes_of_another_group",
         "What the ranks of one group know of a weight is taken for those of another.",
         "shape == mine and of is group", "shape == mine", "test_on_ranks[2-another_group]"),

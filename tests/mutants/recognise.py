@@ -33,7 +33,7 @@ MUTANTS = (
         "runs[0] != before", "True", "test_patching_left.py::test_attention_that_does_not_rotate_never_ran"),
     _probe("probe_misses_dropout_in_evaluation_mode",
         "The modules inside an MLP are probed in the mode of the model, so that dropout shows in training only.",
-        'copied.__dict__["training"] = True', "pass", "test_a_dropout_inside_an_mlp_is_seen[False]"),
+        'state["training"] = True', "pass", "test_a_dropout_inside_an_mlp_is_seen[False]"),
     _probe("probe_moves_running_statistics",
         "A probe shares the buffers of the module, and moves the statistics of a batch norm.",
         "None if buffer is None else buffer.clone()", "buffer", "test_a_probe_changes_no_running_statistics"),

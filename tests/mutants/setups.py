@@ -48,7 +48,7 @@ MUTANTS = (
     _head("hook_on_all_modules_ignored",
         "The head does not compute its logits although a hook on every module expects them.",
         "any_user_hook(_GLOBAL_HOOKS)", "False", "test_a_hook_on_all_modules[forward_hook]"),
-    _product("request_left_after_an_error",
+    faults("patching.running", "test_setups_hooks.py")("request_left_after_an_error",
         "A loss that raises, out of memory for example, leaves its request for whoever calls the head next.",
         "try:\n    return outer(hidden)\nfinally:\n    running.forward, running.request = before",
         "result = outer(hidden)\nrunning.forward, running.request = before\nreturn result",
