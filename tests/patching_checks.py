@@ -122,6 +122,11 @@ def with_loss(model: Any, own: Callable[[torch.Tensor, torch.Tensor], tuple[torc
     return model
 
 
+def variant(cls: type, **methods: Any) -> type:
+    """A subclass of ``cls`` with some ``methods`` of its own."""
+    return type("Variant", (cls,), methods)
+
+
 def fallbacks(model: Any) -> dict[str, int]:
     return dict(liger_kernels.status(model).fallbacks)
 

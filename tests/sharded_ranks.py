@@ -49,13 +49,17 @@ def _fsdp1(model: nn.Module, *wrapped: type[nn.Module], use_orig_params: bool = 
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
 
 
-def _fsdp2(model: Any, head: str = "root", output_dtype: torch.dtype | None = None, **root: Any) -> nn.Module:
-    for layer in model.model.layers:
-        fully_shard(layer)
-    if head != "root":
-        fully_shard([model.model.norm, model.lm_head] if head == "with the norm" else model.lm_head)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=output_dtype), **root)
-    return model
+def _fsdp2(model: Any, *groups: Any, output_dtype: torch.dtype | None = None, **root: Any) -> nn.Module:
+    """Sharded in ``groups`` of modules, by default in its layers, and what is left."""
+    for group in groups or model.model.layers:
+        fully_shard(group)
+    return fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=output_dtype), **root)
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """Every module with parameters, the innermost first, but for the model itself."""
+    parts = [part for part in model.modules() if list(part.parameters()) and not isinstance(part, nn.ModuleList)]
+    return parts[:0:-1]
 
 
 def _tensor_parallel(model: Any, style: ParallelStyle) -> nn.Module:
@@ -92,8 +96,8 @@ SETUPS: dict[str, Callable[[Any], Any]] = {
     "fsdp1 of linear layers": lambda m: _fsdp1(m, LlamaDecoderLayer, nn.Linear),
     "fsdp2": _fsdp2,
     "fsdp2, root reshards": lambda m: _fsdp2(m, reshard_after_forward=True),
-    "fsdp2, norm and head": lambda m: _fsdp2(m, head="with the norm"),
-    "fsdp2, head": lambda m: _fsdp2(m, head="alone"),
+    "fsdp2, norm and head": lambda m: _fsdp2(m, *m.model.layers, [m.model.norm, m.lm_head]),
+    "fsdp2 of every module": lambda m: _fsdp2(m, *_parts(m)),
     "fsdp2, outputs cast": lambda m: _fsdp2(m, output_dtype=torch.float64),
     "zero-1": lambda m: _deepspeed(m, 1),
     "zero-3": lambda m: _deepspeed(m, 3),

@@ -70,11 +70,10 @@ class Case:
 reference = functools.partial(trl_head._as_trl_calls_it, linear_log_probs_ref)
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_it_computes_what_trl_computes(head, function, device, dtype, options, bias) -> None:
-    case = Case(device, dtype, bias=bias)
+def test_it_computes_what_trl_computes(head, function, device, dtype, options) -> None:
+    case = Case(device, dtype, bias=options != OPTIONS["plain"])
     reset_launches()
     ours, our_grads = case.run(function.apply, options=options)
     assert any("cross_entropy" in name for name in launches())
@@ -143,43 +142,27 @@ class Strange(torch.Tensor):
     """Such as DTensor."""
 
 
-def mixed(tensors: list[Any]) -> None:
-    tensors[1:] = [t.bfloat16() for t in tensors[1:]]
-
-
-def sharded(tensors: list[Any]) -> None:
-    tensors[1] = nn.Parameter(tensors[1])
-    tensors[1].ds_id = 7
-
-
-def double(tensors: list[Any]) -> None:
-    tensors[:] = [t.double() for t in tensors]
-
-
-def strange(tensors: list[Any]) -> None:
-    tensors[0] = tensors[0].as_subclass(Strange)
+def sharded(weight: torch.Tensor) -> Any:
+    weight = nn.Parameter(weight)
+    weight.ds_id = 7  # type: ignore[attr-defined]
+    return weight
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (mixed, "hidden, weight and bias are torch.float32 on "),
-        (sharded, "ZeRO-3 shards the weight"),
-        (double, "no kernel takes torch.float64"),
-        (strange, "a tensor is a Strange"),
+        (lambda h, w, b: (h, w.bfloat16(), b.bfloat16()), "hidden, weight and bias are torch.float32 on "),
+        (lambda h, w, b: (h, sharded(w), b), "ZeRO-3 shards the weight"),
+        (lambda h, w, b: (h.double(), w.double(), b.double()), "no kernel takes torch.float64"),
+        (lambda h, w, b: (h.as_subclass(Strange), w, b), "a tensor is a Strange"),
     ],
     ids=["mixed", "sharded", "double", "strange"],
 )
 def test_tensors_that_only_trl_takes(head, function, device, change, reason) -> None:
     case = Case(device)
-    change(case.tensors)
-    marks = [getattr(t, "ds_id", None) for t in case.tensors]
+    leaves = [t.requires_grad_() for t in change(*case.tensors)]
 
     def run(apply: Any) -> Any:
-        leaves: list[Any] = [t.detach().clone().requires_grad_() for t in case.tensors]
-        for leaf, mark in zip(leaves, marks, strict=True):
-            if mark is not None:
-                leaf.ds_id = mark
         log_probs = apply(*leaves, case.targets, 1.0, 16, None, 1.0, ("log_probs",))[0]
         return [log_probs, *torch.autograd.grad(log_probs.sum(), leaves)]
 
@@ -227,83 +210,62 @@ def test_a_subclass_computes_by_its_own_forward(head, function, device) -> None:
 # What trl's function may become, each in one way: the results, or the gradients, of the changed function.
 
 
-def changed(forward: Any) -> Any:
+NAMES = ("hidden", "weight", "bias", "targets", "temperature", "chunk", "softcap", "scale", "outputs")
+
+
+def forward(change: Any) -> Any:
+    """trl's function with ``change(own, ctx, **arguments)`` as its forward, where ``own(**arguments)`` is trl's."""
     own = kernels.ChunkedLogProbFunction.forward
 
     @functools.wraps(own)  # the signature, too
     def another(ctx: Any, *args: Any) -> Any:
-        return forward(functools.partial(own, ctx), ctx, *args)
+        return change(lambda **given: own(ctx, *given.values()), ctx, **dict(zip(NAMES, args, strict=True)))
 
     return {"forward": staticmethod(another)}
 
 
-def entropy_without_gradient(own: Any, ctx: Any, *args: Any) -> Any:
-    out = own(*args)
-    ctx.mark_non_differentiable(*(t for t in out[1:] if t is not None))
-    return out
+def results(change: Any) -> Any:
+    """trl's function with ``change(*results)`` as its results."""
+    return forward(lambda own, ctx, **given: change(*own(**given)))
 
 
-def mean_with_gradient(own: Any, ctx: Any, *args: Any) -> Any:
-    out = own(*args)
-    ctx.mark_non_differentiable(*(t for t in (out[2], out[4]) if t is not None))
-    return out
+def backward(change: Any) -> Any:
+    """trl's function with ``change(own, ctx, *gradients)`` as its backward, where ``own(*gradients)`` is trl's."""
+    own = kernels.ChunkedLogProbFunction.backward
+    return {"backward": staticmethod(lambda ctx, *grads: change(functools.partial(own, ctx), *grads))}
 
 
-def temperature_before_the_softcap(own: Any, ctx: Any, h: Any, w: Any, b: Any, y: Any, t: Any, n: Any, cap: Any, s: Any,
-                                   outputs: Any) -> Any:  # fmt: skip
-    return own(h, w, b, y, 1.0, n, cap, s / t, outputs)
+def no_gradient_of(*numbers: int) -> Any:
+    """The results with these ``numbers`` have no gradient, and all others have one."""
+
+    def change(own: Any, ctx: Any, **given: Any) -> Any:
+        out = own(**given)
+        ctx.mark_non_differentiable(*(out[i] for i in numbers if out[i] is not None))
+        return out
+
+    return forward(change)
 
 
-def scale_without_the_bias(own: Any, ctx: Any, h: Any, w: Any, b: Any, y: Any, t: Any, n: Any, cap: Any, s: Any,
-                           outputs: Any) -> Any:  # fmt: skip
-    return own(h, w, None if b is None else b / s, y, t, n, cap, s, outputs)
+def ties_count(own: Any, ctx: Any, **given: Any) -> Any:
+    out = own(**given)
+    logits = given["hidden"] @ given["weight"].T
+    top = logits.gather(1, given["targets"][:, None])[:, 0] >= logits.amax(1)
+    return (*out[:4], top) if given["bias"] is None else out
 
 
-def ties_count(own: Any, ctx: Any, *args: Any) -> Any:
-    out = own(*args)
-    logits = args[0] @ args[1].T
-    top = logits.gather(1, args[3][:, None])[:, 0] >= logits.amax(1)
-    return (*out[:4], top) if args[2] is None else out
+def scale_without_the_bias(own: Any, ctx: Any, bias: Any, **given: Any) -> Any:
+    bias = None if bias is None else bias / given["scale"]
+    return own(**{name: bias if name == "bias" else given[name] for name in NAMES})
 
 
-def always_entropy(own: Any, ctx: Any, *args: Any) -> Any:
-    return own(*args[:8], (*args[8], "entropy"))
-
-
-def another_power(own: Any, ctx: Any, *args: Any) -> Any:
-    out = own(*args)
-    if out[2] is not None:
-        out[2].mul_(1.01)
-    return out
-
-
-def six_results(own: Any, ctx: Any, *args: Any) -> Any:
-    return (*own(*args), args[0].detach().sum())
-
-
-def a_column(own: Any, ctx: Any, *args: Any) -> Any:
-    out = own(*args)
-    return out if out[3] is None else (*out[:3], out[3][:, None], out[4])
-
-
-def not_any_more(own: Any, ctx: Any, *args: Any) -> Any:
+def not_any_more(*results: Any) -> Any:
     raise NotImplementedError("use the other one")
 
 
-def wrong_backward(number: int) -> Any:
-    own = kernels.ChunkedLogProbFunction.backward
-
-    def another(ctx: Any, *grads: Any) -> Any:
-        found = own(ctx, *grads)
-        return tuple([g * 1.001 if i == number and g is not None else g for i, g in enumerate(found)])
-
-    return {"backward": staticmethod(another)}
-
-
-def entropy_gradient_of_the_wrong_sign() -> Any:
-    own = kernels.ChunkedLogProbFunction.backward
-    negated = lambda ctx, g, k, *rest: own(ctx, g, None if k is None else -k, *rest)  # noqa: E731
-    return {"backward": staticmethod(negated)}
+def scaled_gradient(number: int) -> Any:
+    return backward(
+        lambda own, *grads: tuple(g * 1.001 if i == number and g is not None else g for i, g in enumerate(own(*grads)))
+    )
 
 
 def one_more_argument(ctx: Any, h: Any, w: Any, b: Any, y: Any, t: Any, n: Any, cap: Any, s: Any, outputs: Any,
@@ -312,20 +274,39 @@ def one_more_argument(ctx: Any, h: Any, w: Any, b: Any, y: Any, t: Any, n: Any, 
 
 
 CHANGES = {
-    "entropy without gradient": (lambda: changed(entropy_without_gradient), "entropy has no gradient"),
-    "mean with gradient": (lambda: changed(mean_with_gradient), "mean_logits has a gradient"),
-    "temperature": (lambda: changed(temperature_before_the_softcap), "log_probs is off by "),
-    "scale": (lambda: changed(scale_without_the_bias), "log_probs is off by "),
-    "ties": (lambda: changed(ties_count), "is_top1 is off by 1"),
-    "always entropy": (lambda: changed(always_entropy), "entropy is there unasked"),
-    "power": (lambda: changed(another_power), "log_sum_sq_probs is off by "),
-    "six results": (lambda: changed(six_results), "ValueError: zip() argument 2 is longer"),
-    "shape": (lambda: changed(a_column), "mean_logits has shape (6, 1), not (6,)"),
-    "raises": (lambda: changed(not_any_more), "NotImplementedError: use the other one"),
-    "hidden": (lambda: wrong_backward(0), "the gradient of hidden is off by "),
-    "weight": (lambda: wrong_backward(1), "the gradient of weight is off by "),
-    "bias": (lambda: wrong_backward(2), "the gradient of bias is off by "),
-    "entropy gradient": (entropy_gradient_of_the_wrong_sign, "the gradient of hidden is off by "),
+    "entropy without gradient": (lambda: no_gradient_of(1, 2, 3, 4), "entropy has no gradient"),
+    "mean with gradient": (lambda: no_gradient_of(2, 4), "mean_logits has a gradient"),
+    "temperature before the softcap": (
+        lambda: forward(
+            lambda own, ctx, **given: own(
+                **given | {"temperature": 1.0, "scale": given["scale"] / given["temperature"]}
+            )
+        ),
+        "log_probs is off by ",
+    ),
+    "scale": (lambda: forward(scale_without_the_bias), "log_probs is off by "),
+    "ties": (lambda: forward(ties_count), "is_top1 is off by 1"),
+    "always entropy": (
+        lambda: forward(lambda own, ctx, **given: own(**given | {"outputs": (*given["outputs"], "entropy")})),
+        "entropy is there unasked",
+    ),
+    "power": (
+        lambda: results(lambda p, e, power, m, t: (p, e, None if power is None else power.mul_(1.01), m, t)),
+        "log_sum_sq_probs is off by ",
+    ),
+    "six results": (lambda: results(lambda *out: (*out, torch.ones(()))), "ValueError: zip() argument 2 is longer"),
+    "shape": (
+        lambda: results(lambda p, e, s, mean, t: (p, e, s, None if mean is None else mean[:, None], t)),
+        "mean_logits has shape (6, 1), not (6,)",
+    ),
+    "raises": (lambda: results(not_any_more), "NotImplementedError: use the other one"),
+    "hidden": (lambda: scaled_gradient(0), "the gradient of hidden is off by "),
+    "weight": (lambda: scaled_gradient(1), "the gradient of weight is off by "),
+    "bias": (lambda: scaled_gradient(2), "the gradient of bias is off by "),
+    "entropy gradient": (
+        lambda: backward(lambda own, p, entropy, *rest: own(p, None if entropy is None else -entropy, *rest)),
+        "the gradient of hidden is off by ",
+    ),
     "argument": (lambda: {"forward": staticmethod(one_more_argument)}, "its forward takes 10 arguments, not 9"),
 }
 

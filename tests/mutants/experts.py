@@ -140,7 +140,7 @@ MUTANTS = (
         _OP, "dy.contiguous()", "dy", "test_ops_packed_glu.py::test_any_shape_and_option"),
     _check("experts_probed_on_usual_numbers", "Experts are compared on usual numbers only, which no clamp changes.",
         _RECOGNISER, "(1.0, 1e3)", "(1.0,)",
-        "test_patching_experts.py::test_a_clamp_that_usual_numbers_do_not_reach_is_seen", times=2),
+        "test_patching_experts.py::test_experts_without_a_method_for_their_gate[clamp]", times=2),
     _check("experts_of_any_dtype", "Hidden states of another dtype than the experts' go to the kernels, which raise.",
         _RECOGNISER, "all(t.dtype == hidden.dtype for t in parameters)", "True", f"{_FORM}[another dtype]"),
     _check("experts_of_any_shape", "Hidden states in rows of tokens go to the kernels, which raise.",
