@@ -32,6 +32,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+UNFUSED = [kernel for kernel in liger_kernels.KERNELS if kernel != "linear_cross_entropy"]
 # The core families, and what a patch replaces in a tiny model of each.
 EVERYTHING = {
     "llama": {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
@@ -41,22 +42,21 @@ EVERYTHING = {
 }
 
 
+CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 8}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"head_dim": 8, "attn_implementation": "eager"}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"head_dim": 8}),
+}
+
+
 def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
     """A causal LM of ``family`` in training mode, with norm weights that are neither 0 nor 1."""
-    import transformers as tf
+    import transformers
 
-    gemma = {**SIZES, "head_dim": 8}
-    config, cls = {
-        "llama": lambda: (tf.LlamaConfig(**{**SIZES, **changes}), tf.LlamaForCausalLM),
-        "gemma": lambda: (tf.GemmaConfig(**{**gemma, **changes}), tf.GemmaForCausalLM),
-        "gemma2": lambda: (
-            tf.Gemma2Config(**{**gemma, "attn_implementation": "eager", **changes}),
-            tf.Gemma2ForCausalLM,
-        ),
-        "gemma3": lambda: (tf.Gemma3TextConfig(**{**gemma, **changes}), tf.Gemma3ForCausalLM),
-    }[family]()
+    config, cls, options = CLASSES[family]
     torch.manual_seed(seed)
-    model = cls(config)
+    model = getattr(transformers, cls)(getattr(transformers, config)(**{**SIZES, **options, **changes}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -17,6 +17,7 @@ from liger_kernels.ops import _runtime, launches, linear_log_probs_ref, reset_la
 from tests.test_compat import python
 
 kernels = pytest.importorskip("trl.kernels.chunked_logprob", reason="trl has a fused head from 1.15")
+FUNCTION: Any = kernels.ChunkedLogProbFunction
 TOKENS, HIDDEN, VOCAB = 12, 8, 37
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 OPTIONS: dict[str, tuple[float, float | None, float]] = {  # temperature, softcap, logit scale
@@ -29,19 +30,14 @@ OPTIONS: dict[str, tuple[float, float | None, float]] = {  # temperature, softca
 
 
 @pytest.fixture
-def function() -> Any:
-    return kernels.ChunkedLogProbFunction
-
-
-@pytest.fixture
-def head(function: Any) -> Iterator[trl_head.Replacement]:
+def head() -> Iterator[trl_head.Replacement]:
     """It is installed, and trl's module is there."""
     trl_head.install()
     found = trl_head.current()
     assert found is not None
     yield found
     trl_head.uninstall()
-    assert "apply" not in vars(function)
+    assert "apply" not in vars(FUNCTION)
 
 
 class Case:
@@ -72,10 +68,10 @@ reference = functools.partial(trl_head._as_trl_calls_it, linear_log_probs_ref)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_it_computes_what_trl_computes(head, function, device, dtype, options) -> None:
+def test_it_computes_what_trl_computes(head, device, dtype, options) -> None:
     case = Case(device, dtype, bias=options != OPTIONS["plain"])
     reset_launches()
-    ours, our_grads = case.run(function.apply, options=options)
+    ours, our_grads = case.run(FUNCTION.apply, options=options)
     assert any("cross_entropy" in name for name in launches())
     assert (head.ours, head.theirs) == (1, 0), head.reason
     theirs, their_grads = case.run(head.own, options=options)
@@ -92,26 +88,26 @@ def test_it_computes_what_trl_computes(head, function, device, dtype, options) -
 
 
 @pytest.mark.parametrize("outputs", [(), ("log_probs",), ("is_top1", "entropy"), OUTPUTS], ids=" ".join)
-def test_what_is_not_asked_for_is_none(head, function, device, outputs) -> None:
+def test_what_is_not_asked_for_is_none(head, device, outputs) -> None:
     case = Case(device)
-    (ours, _), (theirs, _) = case.run(function.apply, outputs=outputs), case.run(head.own, outputs=outputs)
+    (ours, _), (theirs, _) = case.run(FUNCTION.apply, outputs=outputs), case.run(head.own, outputs=outputs)
     assert head.ours == 1
     assert isinstance(ours, tuple)
     assert [t is None for t in ours] == [t is None for t in theirs]
 
 
-def test_a_batch_in_which_no_label_counts_gets_gradients_of_zero(head, function, device) -> None:
+def test_a_batch_in_which_no_label_counts_gets_gradients_of_zero(head, device) -> None:
     """On a GPU trl takes the counted rows out first: there may be none."""
-    (log_probs, *_), grads = Case(device, tokens=0).run(function.apply)
+    (log_probs, *_), grads = Case(device, tokens=0).run(FUNCTION.apply)
     assert head.ours == 1
     assert log_probs.shape == (0,)
     assert all(not grad.any() for grad in grads)
 
 
-def test_under_autocast_both_cast(head, function, device) -> None:
+def test_under_autocast_both_cast(head, device) -> None:
     case = Case(device)
     with torch.autocast(device.type, torch.bfloat16):
-        ours, our_grads = case.run(function.apply)
+        ours, our_grads = case.run(FUNCTION.apply)
         theirs, their_grads = case.run(head.own)
     truth, true_grads = case.run(reference, torch.float64)
     assert (head.ours, head.theirs) == (1, 0), head.reason
@@ -121,11 +117,11 @@ def test_under_autocast_both_cast(head, function, device) -> None:
         three_way(*three, torch.bfloat16, f"gradient of {name}")
 
 
-def test_in_a_compiled_program(head, function, device) -> None:
+def test_in_a_compiled_program(head, device) -> None:
     """Dynamo does not trace trl's function where the last chunk is not full; eager kernels run there."""
 
     def loss(hidden: Any, weight: Any, targets: Any) -> Any:
-        out = function.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ("log_probs", "entropy"))
+        out = FUNCTION.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ("log_probs", "entropy"))
         return out[0].sum() + 0.1 * out[1].sum()
 
     case = Case(device)
@@ -158,7 +154,7 @@ def sharded(weight: torch.Tensor) -> Any:
     ],
     ids=["mixed", "sharded", "double", "strange"],
 )
-def test_tensors_that_only_trl_takes(head, function, device, change, reason) -> None:
+def test_tensors_that_only_trl_takes(head, device, change, reason) -> None:
     case = Case(device)
     leaves = [t.requires_grad_() for t in change(*case.tensors)]
 
@@ -166,7 +162,7 @@ def test_tensors_that_only_trl_takes(head, function, device, change, reason) -> 
         log_probs = apply(*leaves, case.targets, 1.0, 16, None, 1.0, ("log_probs",))[0]
         return [log_probs, *torch.autograd.grad(log_probs.sum(), leaves)]
 
-    assert all(map(torch.equal, run(function.apply), run(head.own)))
+    assert all(map(torch.equal, run(FUNCTION.apply), run(head.own)))
     assert (head.ours, head.theirs) == (0, 1)
     assert head.reason.startswith(reason)
     assert f"1 ran trl's function, the last one because {reason}" in trl_head.state()
@@ -181,23 +177,23 @@ def test_tensors_that_only_trl_takes(head, function, device, change, reason) -> 
     ],
     ids=["softcap", "outputs", "defaults"],
 )
-def test_options_that_only_trl_takes(head, function, device, arguments, reason) -> None:
+def test_options_that_only_trl_takes(head, device, arguments, reason) -> None:
     tensors = *Case(device).tensors, torch.arange(TOKENS, device=device)
-    assert torch.equal(function.apply(*tensors, *arguments)[0], head.own(*tensors, *arguments)[0])
+    assert torch.equal(FUNCTION.apply(*tensors, *arguments)[0], head.own(*tensors, *arguments)[0])
     assert (head.ours, head.theirs) == (0, 1)
     assert head.reason.startswith(reason)
 
 
-def test_without_our_kernels_trl_computes_in_chunks(head, function, device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_our_kernels_trl_computes_in_chunks(head, device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_runtime, "HAS_TRITON", False)
-    Case(device).run(function.apply)
+    Case(device).run(FUNCTION.apply)
     assert (head.ours, head.theirs) == (0, 1)
     assert head.reason == f"no kernel takes torch.float32 on {device.type}"
     assert head.difference is None  # nor was anything probed
 
 
-def test_a_subclass_computes_by_its_own_forward(head, function, device) -> None:
-    class Another(function):
+def test_a_subclass_computes_by_its_own_forward(head, device) -> None:
+    class Another(FUNCTION):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             return args[0] + 1
@@ -215,7 +211,7 @@ NAMES = ("hidden", "weight", "bias", "targets", "temperature", "chunk", "softcap
 
 def forward(change: Any) -> Any:
     """trl's function with ``change(own, ctx, **arguments)`` as its forward, where ``own(**arguments)`` is trl's."""
-    own = kernels.ChunkedLogProbFunction.forward
+    own = FUNCTION.forward
 
     @functools.wraps(own)  # the signature, too
     def another(ctx: Any, *args: Any) -> Any:
@@ -231,7 +227,7 @@ def results(change: Any) -> Any:
 
 def backward(change: Any) -> Any:
     """trl's function with ``change(own, ctx, *gradients)`` as its backward, where ``own(*gradients)`` is trl's."""
-    own = kernels.ChunkedLogProbFunction.backward
+    own = FUNCTION.backward
     return {"backward": staticmethod(lambda ctx, *grads: change(functools.partial(own, ctx), *grads))}
 
 
@@ -312,18 +308,18 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("change", "reason"), CHANGES.values(), ids=CHANGES)
-def test_a_function_that_has_changed_is_left_alone(change, reason, function, device, monkeypatch, request) -> None:
+def test_a_function_that_has_changed_is_left_alone(change, reason, device, monkeypatch, request) -> None:
     for name, value in change().items():
-        monkeypatch.setattr(function, name, value)
+        monkeypatch.setattr(FUNCTION, name, value)
     head = request.getfixturevalue("head")  # after the change
     assert head.probed().startswith(reason)
     assert trl_head.state() == f"off, trl's function is left alone: {head.difference}"
     monkeypatch.setattr(head, "own", lambda *args: "trl's")
-    assert function.apply(*Case(device).tensors, None, 1.0, 16, None, 1.0, OUTPUTS) == "trl's"
+    assert FUNCTION.apply(*Case(device).tensors, None, 1.0, 16, None, 1.0, OUTPUTS) == "trl's"
     assert head.ours == 0
 
 
-def test_one_probe_is_enough_whatever_is_set_around_it(head, function, device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_probe_is_enough_whatever_is_set_around_it(head, device, monkeypatch: pytest.MonkeyPatch) -> None:
     probes: list[None] = []
     own = trl_head._differences
     monkeypatch.setattr(trl_head, "_differences", lambda apply: probes.append(None) or own(apply))
@@ -332,40 +328,40 @@ def test_one_probe_is_enough_whatever_is_set_around_it(head, function, device, m
         torch.set_default_dtype(torch.float64)
         try:
             state = torch.get_rng_state()
-            function.apply(*case.tensors, case.targets, 1.0, 16, None, 1.0, OUTPUTS)
+            FUNCTION.apply(*case.tensors, case.targets, 1.0, 16, None, 1.0, OUTPUTS)
             assert torch.equal(torch.get_rng_state(), state)
         finally:
             torch.set_default_dtype(torch.float32)
-    case.run(function.apply)
+    case.run(FUNCTION.apply)
     assert trl_head.state() == "on, 2 calls ran linear_log_probs"
     assert len(probes) == 1
 
 
-def test_uninstall_gives_the_very_same_function_back(function) -> None:
-    own = function.apply
+def test_uninstall_gives_the_very_same_function_back() -> None:
+    own = FUNCTION.apply
     trl_head.install()
     trl_head.install()
-    assert function.apply != own
-    kept = function.apply
+    assert FUNCTION.apply != own
+    kept = FUNCTION.apply
     trl_head.uninstall()
     trl_head.uninstall()
-    assert function.apply == own
-    assert "apply" not in vars(function)
+    assert FUNCTION.apply == own
+    assert "apply" not in vars(FUNCTION)
     assert trl_head.state() == "off, liger_kernels.compat.install() was not called"
     # Who took ours while it was there keeps a function that works.
     assert kept(*Case("cpu").tensors, torch.arange(TOKENS), 1.0, 16, None, 1.0, OUTPUTS)[0].shape == (TOKENS,)
 
 
-def test_what_somebody_else_put_there_stays(function, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_somebody_else_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = classmethod(lambda cls, *args: "theirs")
-    monkeypatch.setattr(function, "apply", theirs)
+    monkeypatch.setattr(FUNCTION, "apply", theirs)
     trl_head.install()
     trl_head.uninstall()
-    assert vars(function)["apply"] is theirs
+    assert vars(FUNCTION)["apply"] is theirs
     trl_head.install()
-    monkeypatch.setattr(function, "apply", later := classmethod(lambda cls, *args: "later"))
+    monkeypatch.setattr(FUNCTION, "apply", later := classmethod(lambda cls, *args: "later"))
     trl_head.uninstall()
-    assert vars(function)["apply"] is later
+    assert vars(FUNCTION)["apply"] is later
 
 
 def test_a_model_with_the_head_in_the_documented_order() -> None:

@@ -19,6 +19,7 @@ from liger_kernels.ops import launches, reset_launches
 from tests.patching_checks import (
     DEVICE,
     EVERYTHING,
+    UNFUSED,
     VOCAB,
     batch,
     check_same,
@@ -28,8 +29,6 @@ from tests.patching_checks import (
     train,
     upstream_symbols,
 )
-
-UNFUSED = [kernel for kernel in liger_kernels.KERNELS if kernel != "linear_cross_entropy"]
 
 
 @pytest.fixture(params=["llama", "gemma2"])
@@ -229,13 +228,11 @@ def test_unpatch_restores_everything(model):
     out = model(**batch())
     expected = {"logits": out.logits.detach(), **gradients(model, out.loss)}
     before = [(type(module), sorted(vars(module))) for module in model.modules()]
-    symbols = upstream_symbols(model)
     liger_kernels.patch(model)
     model(**batch()).loss.backward()
     model.zero_grad()
     liger_kernels.unpatch(model)
     assert [(type(module), sorted(vars(module))) for module in model.modules()] == before
-    assert upstream_symbols(model) == symbols
     assert liger_kernels.status(model) is None
     out = model(**batch())
     torch.testing.assert_close({"logits": out.logits.detach(), **gradients(model, out.loss)}, expected, rtol=0, atol=0)
@@ -253,17 +250,6 @@ def test_parameters_keys_names_and_isinstance_stay(model):
         assert isinstance(module, cls)
         assert type(module).__name__ == cls.__name__
         assert type(module).__module__ == cls.__module__
-
-
-def test_patch_twice_is_once_and_other_kernels_are_refused():
-    model = tiny("llama")
-    report = liger_kernels.patch(model)
-    assert liger_kernels.patch(model) is report
-    assert report.counts() == EVERYTHING["llama"]
-    with pytest.raises(ValueError, match=r"already patched with kernels=.*call unpatch\(model\) first"):
-        liger_kernels.patch(model, ["rope"])
-    liger_kernels.unpatch(model)
-    assert liger_kernels.patch(model, ["rope"]).counts() == {"rope": 2}
 
 
 def test_patched_is_a_context_manager_that_undoes_itself_even_after_an_error():
@@ -314,13 +300,6 @@ def test_save_pretrained_and_state_dict(model, tmp_path):
     loaded = loaded.to(DEVICE).eval()
     assert loaded.config.architectures == [type(model).__name__]
     assert torch.equal(loaded(**batch()).logits, expected)
-
-
-def test_weights_loaded_before_the_patch_are_kept_and_weights_loaded_after_it_are_used():
-    model, other = tiny("gemma3"), tiny("gemma3", seed=1)
-    liger_kernels.patch(model)
-    model.load_state_dict(other.state_dict())
-    torch.testing.assert_close(model(**batch()).loss, other(**batch()).loss)
 
 
 def test_meta_device():

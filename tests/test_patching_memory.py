@@ -14,9 +14,7 @@ from liger_kernels.ops._linear_token_chunks import TokenChunks
 from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops.linear_cross_entropy import MEMORY
 from tests.linear_cross_entropy_checks import chunks_of
-from tests.patching_checks import DEVICE, VOCAB, batch, check_same, fallbacks, tiny, train, with_loss
-
-REST = [kernel for kernel in liger_kernels.KERNELS if kernel != "linear_cross_entropy"]
+from tests.patching_checks import DEVICE, UNFUSED, VOCAB, batch, check_same, fallbacks, tiny, train, with_loss
 
 
 def ran(model, **inputs):
@@ -165,7 +163,7 @@ def test_bad_input_is_refused_before_anything_happens(tmp_path):
             with pytest.raises(ValueError, match=r"memory is .*must be one of 'fast', 'balanced', 'small', or None"):
                 door(memory=wrong)
         with pytest.raises(ValueError, match=r"memory='small' is a schedule of linear_cross_entropy, which is not"):
-            door(memory="small", kernels=REST)
+            door(memory="small", kernels=UNFUSED)
     assert [type(module) for module in model.modules()] == classes
     assert liger_kernels.status(model) is None
 

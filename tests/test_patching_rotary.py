@@ -96,7 +96,7 @@ def expected(name, facts):
     return Rotation(**{**vars(HALF), "name": name, **facts})
 
 
-def arguments(function, rotation, layout, dtype, angle_dtype, rotary_dim):
+def arguments(function, rotation, layout, dtype, rotary_dim):
     """Random tensors for a call of ``function``: what is rotated, cos and sin; and the call itself."""
     names = list(inspect.signature(function).parameters)
     count = 1 if names[0] in ("x", "tensor") else 2
@@ -106,7 +106,7 @@ def arguments(function, rotation, layout, dtype, angle_dtype, rotary_dim):
     table = (3, 7, width)[3 - layout.table_dims :]
     sections = {"mrope_section": [width // 2 - 4, 2, 2]} if "mrope_section" in names else {}
     table = (3, *table) if sections else table
-    leaves += [randn(*table, dtype=angle_dtype, device=DEVICE, grad=False) for _ in range(2)]
+    leaves += [randn(*table, device=DEVICE, dtype=torch.float32, grad=False) for _ in range(2)]
 
     def call(function, *tensors):
         *tensors, cos, sin = tensors
@@ -132,7 +132,7 @@ def test_every_recognised_layout_runs_the_kernel_and_computes_what_upstream_does
     ours = rotary_function(function, rotation)
     for layout in rotation.layouts:
         for rotary_dim in (16, 8) if rotation.partial else (16,):
-            leaves, call = arguments(function, rotation, layout, dtype, torch.float32, rotary_dim)
+            leaves, call = arguments(function, rotation, layout, dtype, rotary_dim)
             reset_launches()
             check_op(partial(call, ours), partial(call, function), leaves, str(layout), terms=2)
             assert launches() == ({"_rope_kernel": 2} if INTERPRET or DEVICE.type == "cuda" else {}), layout
@@ -144,7 +144,7 @@ def test_a_compiled_program_is_one_graph(module, monkeypatch):
     (name,) = (key[1] for key in FUNCTIONS if isinstance(key, tuple) and key[0] == module)
     function = of_upstream(module, name)
     ours = rotary_function(function, rotation := recognise_rotation(name, function))
-    leaves, call = arguments(function, rotation, rotation.layouts[0], torch.float32, torch.float32, 16)
+    leaves, call = arguments(function, rotation, rotation.layouts[0], torch.float32, 16)
 
     def run(*tensors):
         *tensors, cos, sin = tensors

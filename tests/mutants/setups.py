@@ -69,7 +69,7 @@ MUTANTS = (
         "hooks.py::test_an_exception_in_a_forward_leaves_nothing_behind[lm_head]"),
     _check("new_head_not_healed", "A head that is set on a patched model stays as it came.",
         "model", "recipes and isinstance(head, nn.Module) and recipe_of(head) is None", "False",
-        "wrapped.py::test_a_head_that_is_set_stays_fused"),
+        "wrapped.py::test_resized_embeddings_stay_fused[False]"),
     _check("patch_is_not_atomic", "A patch that is interrupted leaves the modules that it has replaced.",
         "", "        restore(undo)\n        raise\n", "        raise\n",
         "wrapped.py::test_an_interruption_undoes_everything"),
