@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import liger_kernels
@@ -27,25 +32,31 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-CORE = ("llama", "gemma", "gemma2", "gemma3")
+UNFUSED = [kernel for kernel in liger_kernels.KERNELS if kernel != "linear_cross_entropy"]
+# The core families, and what a patch replaces in a tiny model of each.
+EVERYTHING = {
+    "llama": {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
+    "gemma": {"rms_norm": 5, "rope": 2, "geglu": 2, "linear_cross_entropy": 1},
+    "gemma2": {"rms_norm": 9, "rope": 2, "geglu": 2, "linear_cross_entropy": 1},
+    "gemma3": {"rms_norm": 13, "rope": 2, "geglu": 2, "linear_cross_entropy": 1},
+}
+
+
+CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 8}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"head_dim": 8, "attn_implementation": "eager"}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"head_dim": 8}),
+}
 
 
 def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
     """A causal LM of ``family`` in training mode, with norm weights that are neither 0 nor 1."""
-    import transformers as tf
+    import transformers
 
-    gemma = {**SIZES, "head_dim": 8}
-    config, cls = {
-        "llama": lambda: (tf.LlamaConfig(**{**SIZES, **changes}), tf.LlamaForCausalLM),
-        "gemma": lambda: (tf.GemmaConfig(**{**gemma, **changes}), tf.GemmaForCausalLM),
-        "gemma2": lambda: (
-            tf.Gemma2Config(**{**gemma, "attn_implementation": "eager", **changes}),
-            tf.Gemma2ForCausalLM,
-        ),
-        "gemma3": lambda: (tf.Gemma3TextConfig(**{**gemma, **changes}), tf.Gemma3ForCausalLM),
-    }[family]()
+    config, cls, options = CLASSES[family]
     torch.manual_seed(seed)
-    model = cls(config)
+    model = getattr(transformers, cls)(getattr(transformers, config)(**{**SIZES, **options, **changes}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -55,6 +66,25 @@ def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
     if model.device.type != "meta":
         model.to(DEVICE)
     return model.train()
+
+
+@functools.cache
+def _built(family: str, name: str) -> Any:
+    from tests import zoo
+
+    try:
+        cls = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+        return zoo.tiny_model(cls).to(DEVICE)
+    except (ImportError, AttributeError, zoo.CannotShrink) as error:
+        return f"not in the zoo: {error}"
+
+
+def built(family: str, name: str) -> Any:
+    """A tiny model of the class ``name`` of transformers; skips the test where this version has none."""
+    found = _built(family, name)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return copy.deepcopy(found)
 
 
 def batch(seed: int = 0, rows: int = 2, length: int = 9, device: torch.device = DEVICE) -> dict[str, torch.Tensor]:
@@ -73,6 +103,32 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return {"loss": loss.detach().clone(), **found}
+
+
+def train(model: Any, **extra: Any) -> dict[str, torch.Tensor]:
+    """One training step on the usual batch: loss and gradients."""
+    return gradients(model, model(**batch(), **extra).loss)
+
+
+def with_loss(model: Any, own: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """``model`` with a forward, as an upstream model might have, whose loss and logits are ``own(logits, labels)``."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    def forward(self: Any, input_ids: Any = None, labels: Any = None) -> Any:
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+        return CausalLMOutputWithPast(*own(logits, labels))
+
+    model.__class__ = type("Changed", (type(model),), {"forward": forward})
+    return model
+
+
+def variant(cls: type, **methods: Any) -> type:
+    """A subclass of ``cls`` with some ``methods`` of its own."""
+    return type("Variant", (cls,), methods)
+
+
+def fallbacks(model: Any) -> dict[str, int]:
+    return dict(liger_kernels.status(model).fallbacks)
 
 
 def check_same(
@@ -106,23 +162,14 @@ def compare(
 
 def upstream_symbols(*models: nn.Module) -> dict[str, int]:
     """The identity of everything that a patch could leave changed behind: modules, their classes, torch's functions."""
-    import sys
-
-    import torch.nn.functional as F
-
     found: dict[str, int] = {}
     modules = {type(part).__module__ for model in models for part in model.modules()}
-    for name in sorted(
-        modules | {"transformers.loss.loss_utils", "transformers.modeling_utils", "torch.nn.functional"}
-    ):
+    for name in modules | {"transformers.loss.loss_utils", "transformers.modeling_utils", F.__name__}:
         for symbol, value in vars(sys.modules[name]).items():
             found[f"{name}.{symbol}"] = id(value)
             if isinstance(value, type) and value.__module__ == name:
                 found.update({f"{name}.{symbol}.{key}": id(member) for key, member in vars(value).items()})
-            code = getattr(value, "__code__", None)
-            if code is not None:
-                found[f"{name}.{symbol}.__code__"] = id(code)
-    found["F.cross_entropy"] = id(F.cross_entropy)
+            found[f"{name}.{symbol}.__code__"] = id(getattr(value, "__code__", None))
     return found
 
 

@@ -47,25 +47,16 @@ def mean_of_means(model: Any) -> None:
 _weights: list[torch.Tensor] = []
 
 
-class _Stale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(hidden)
-        _weights.append(weight.detach().clone())
-        return F.linear(hidden, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (hidden,) = ctx.saved_tensors
-        weight = _weights[-2 if len(_weights) > 1 else -1]
-        return grad @ weight, grad.flatten(0, -2).mT @ hidden.flatten(0, -2)
-
-
 def stale_weight(model: Any) -> None:
     liger_kernels.patch(model, [k for k in liger_kernels.KERNELS if k != "linear_cross_entropy"])
     cls = type(model.lm_head)
-    forward = {"forward": lambda self, hidden: _Stale.apply(hidden, self.weight)}
-    model.lm_head.__class__ = type(cls.__name__, (cls,), forward)
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        _weights.append(self.weight.detach().clone())
+        earlier = F.linear(hidden, _weights[-2:][0])
+        return F.linear(hidden.detach(), self.weight) + (earlier - earlier.detach())
+
+    model.lm_head.__class__ = type(cls.__name__, (cls,), {"forward": forward})
 
 
 def doubled_by_recomputation(model: Any) -> None:
@@ -79,23 +70,13 @@ def doubled_by_recomputation(model: Any) -> None:
     norm.register_forward_pre_hook(double)
 
 
-class _Unscaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return torch.ones_like(grad)
-
-
 def unscaled_loss(model: Any) -> None:
     liger_kernels.patch(model)
 
     def change(forward: Any, kwargs: Any) -> Any:
         outputs = forward(**kwargs)
-        if outputs.loss is not None:
-            outputs.loss = _Unscaled.apply(outputs.loss)
+        if outputs.loss is not None and outputs.loss.requires_grad:
+            outputs.loss.register_hook(torch.ones_like)
         return outputs
 
     _around_forward(model, change)

@@ -14,76 +14,59 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import liger_kernels
 from convergence.float64 import InFloat64
 from tests.patching_checks import VOCAB, batch, compare, tiny
 from tests.ranks import RANKS
 
-STEPS = 2
 LEARNING_RATE = 0.1
-# Which loss the ranks train on: the model's own, or one of the logits that they read from its output.
-LOSSES = ("the model's", "of logits")
+# Whose loss each step trains on: one of the logits that the ranks read from the model's output, or the model's own, by
+# then with other weights.
+STEPS = ("of logits", "the model's")
 ORDERS = ("before", "after")
 
 
-def _ddp(model: nn.Module, **options: Any) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model, **options)
+_ddp = nn.parallel.DistributedDataParallel
 
 
-def _fsdp1(model: nn.Module, **options: Any) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    options.setdefault("use_orig_params", True)  # as accelerate does
+def _fsdp1(model: nn.Module, *wrapped: type[nn.Module], use_orig_params: bool = True, **options: Any) -> nn.Module:
+    """As accelerate does it, which keeps the parameters."""
+    policy = ModuleWrapPolicy(set(wrapped)) if wrapped else None
+    options |= {"auto_wrap_policy": policy, "use_orig_params": use_orig_params}
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
 
 
-def _wraps(*names: str) -> Any:
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    return ModuleWrapPolicy({{"layer": LlamaDecoderLayer, "linear": nn.Linear}[name] for name in names})
-
-
-def _larger_than(parameters: int) -> Any:
-    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
-
-    return functools.partial(size_based_auto_wrap_policy, min_num_params=parameters)
+def _fsdp2(model: Any, *groups: Any, output_dtype: torch.dtype | None = None, **root: Any) -> nn.Module:
+    """Sharded in ``groups`` of modules, by default in its layers, and what is left."""
+    for group in groups or model.model.layers:
+        fully_shard(group)
+    return fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=output_dtype), **root)
 
 
-def _fsdp2(model: Any, head: str = "root", **root: Any) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in model.model.layers:
-        fully_shard(layer)
-    if head != "root":
-        fully_shard([model.model.norm, model.lm_head] if head == "with the norm" else model.lm_head)
-    fully_shard(model, **root)
-    return model
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """Every module with parameters, the innermost first, but for the model itself."""
+    parts = [part for part in model.modules() if list(part.parameters()) and not isinstance(part, nn.ModuleList)]
+    return parts[:0:-1]
 
 
-def _casts_outputs() -> Any:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    return MixedPrecisionPolicy(output_dtype=torch.float64)
-
-
-def _tensor_parallel(model: Any, style: str) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor import parallel as tp
-
-    plan = {
-        "columns": tp.ColwiseParallel(output_layouts=Replicate()),
-        "rows": tp.RowwiseParallel(input_layouts=Replicate()),
-        "loss": tp.ColwiseParallel(use_local_output=False),
-    }[style]
-    tp.parallelize_module(model, init_device_mesh("cpu", (RANKS,)), {"lm_head": plan})
-    return model
+def _tensor_parallel(model: Any, style: ParallelStyle) -> nn.Module:
+    return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), {"lm_head": style})
 
 
 def _transformers_plan(model: Any) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     plan = dict.fromkeys(("lm_head", "lm_head.weight"), "colwise_gather_output")
@@ -107,58 +90,47 @@ SETUPS: dict[str, Callable[[Any], Any]] = {
     "ddp": _ddp,
     "ddp, static graph": lambda m: _ddp(m, static_graph=True),
     "ddp, unused parameters": lambda m: _ddp(m, find_unused_parameters=True),
-    "fsdp1": _fsdp1,
-    "fsdp1 of layers": lambda m: _fsdp1(m, auto_wrap_policy=_wraps("layer")),
+    "fsdp1 of layers": lambda m: _fsdp1(m, LlamaDecoderLayer),
     "fsdp1, flat parameters": lambda m: _fsdp1(m, use_orig_params=False),
-    "fsdp1, gradients sharded": lambda m: _fsdp1(m, sharding_strategy=_shard_grad_op()),
-    "fsdp1 of linear layers": lambda m: _fsdp1(m, auto_wrap_policy=_wraps("layer", "linear")),
-    "fsdp1 by size": lambda m: _fsdp1(m, auto_wrap_policy=_larger_than(1500)),
+    "fsdp1, gradients sharded": lambda m: _fsdp1(m, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "fsdp1 of linear layers": lambda m: _fsdp1(m, LlamaDecoderLayer, nn.Linear),
     "fsdp2": _fsdp2,
     "fsdp2, root reshards": lambda m: _fsdp2(m, reshard_after_forward=True),
-    "fsdp2, norm and head": lambda m: _fsdp2(m, head="with the norm"),
-    "fsdp2, head": lambda m: _fsdp2(m, head="alone"),
-    "fsdp2, outputs cast": lambda m: _fsdp2(m, mp_policy=_casts_outputs()),
+    "fsdp2, norm and head": lambda m: _fsdp2(m, *m.model.layers, [m.model.norm, m.lm_head]),
+    "fsdp2 of every module": lambda m: _fsdp2(m, *_parts(m)),
+    "fsdp2, outputs cast": lambda m: _fsdp2(m, output_dtype=torch.float64),
     "zero-1": lambda m: _deepspeed(m, 1),
     "zero-3": lambda m: _deepspeed(m, 3),
-    "head by columns": lambda m: _tensor_parallel(m, "columns"),
+    "head by columns": lambda m: _tensor_parallel(m, ColwiseParallel(output_layouts=Replicate())),
     "head by columns, transformers' plan": _transformers_plan,
-    "head by rows": lambda m: _tensor_parallel(m, "rows"),
-    "head by columns, loss parallel": lambda m: _tensor_parallel(m, "loss"),
+    "head by rows": lambda m: _tensor_parallel(m, RowwiseParallel(input_layouts=Replicate())),
+    "head by columns, loss parallel": lambda m: _tensor_parallel(m, ColwiseParallel(use_local_output=False)),
 }
-SPLIT = ("head by columns", "head by columns, transformers' plan")
 UNFUSED = ("head by rows", "head by columns, loss parallel")
-SAME_BATCH = (*SPLIT, *UNFUSED)
+SAME_BATCH = ("head by columns", "head by columns, transformers' plan", *UNFUSED)
 
 
-def _shard_grad_op() -> Any:
-    from torch.distributed.fsdp import ShardingStrategy
-
-    return ShardingStrategy.SHARD_GRAD_OP
-
-
-def _loss(outputs: Any, labels: torch.Tensor, kind: str) -> torch.Tensor:
-    if kind == "the model's":
+def _loss(outputs: Any, labels: torch.Tensor, whose: str) -> torch.Tensor:
+    if whose == "the model's":
         return outputs.loss
     return F.cross_entropy(outputs.logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
 
 
-def _batches(setup: str, step: int) -> list[dict[str, torch.Tensor]]:
-    """What each rank is given."""
-    return [batch(seed=10 * step + (0 if setup in SAME_BATCH else r), device=torch.device("cpu")) for r in range(RANKS)]
+def _inputs(same: bool, step: int, rank: int) -> dict[str, torch.Tensor]:
+    """What a rank is given."""
+    return batch(seed=10 * step + (0 if same else rank), device=torch.device("cpu"))
 
 
 @functools.cache
-def truth(same: bool, kind: str, rank: int) -> dict[str, torch.Tensor]:
+def truth(same: bool, rank: int) -> dict[str, torch.Tensor]:
     """Unpatched, in float64, in one process: the losses of ``rank``, and every parameter at the end."""
     with InFloat64():
         model = tiny("llama").cpu().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         losses = []
-        for step in range(STEPS):
-            parts = [
-                _loss(model(**inputs), inputs["labels"], kind)
-                for inputs in _batches("head by rows" if same else "", step)
-            ]
+        for step, whose in enumerate(STEPS):
+            inputs = [_inputs(same, step, each) for each in range(RANKS)]
+            parts = [_loss(model(**each), each["labels"], whose) for each in inputs]
             losses.append(parts[rank].detach())
             (sum(parts) / RANKS).backward()
             optimizer.step()
@@ -166,7 +138,7 @@ def truth(same: bool, kind: str, rank: int) -> dict[str, torch.Tensor]:
     return {"losses": torch.stack(losses), **{name: p.detach().clone() for name, p in model.named_parameters()}}
 
 
-def train(setup: str, kind: str, order: str | None, rank: int) -> tuple[dict[str, torch.Tensor], Any]:
+def train(setup: str, order: str | None, rank: int) -> tuple[dict[str, torch.Tensor], Any]:
     """Losses and parameters of ``rank``, and the report where the model was patched ``order`` it was wrapped."""
     model = tiny("llama").cpu()
     if order == "before":
@@ -177,10 +149,10 @@ def train(setup: str, kind: str, order: str | None, rank: int) -> tuple[dict[str
     engine = hasattr(wrapped, "backward")
     optimizer = wrapped if engine else torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
     losses = []
-    for step in range(STEPS):
-        inputs = _batches(setup, step)[rank]
-        with _loss_parallel() if setup.endswith("loss parallel") else contextlib.nullcontext():
-            loss = _loss(wrapped(**inputs), inputs["labels"], kind)
+    for step, whose in enumerate(STEPS):
+        inputs = _inputs(setup in SAME_BATCH, step, rank)
+        with loss_parallel() if setup.endswith("loss parallel") else contextlib.nullcontext():
+            loss = _loss(wrapped(**inputs), inputs["labels"], whose)
             (wrapped.backward if engine else torch.Tensor.backward)(loss)
         losses.append(_whole(loss.detach()).double())
         optimizer.step()
@@ -189,19 +161,13 @@ def train(setup: str, kind: str, order: str | None, rank: int) -> tuple[dict[str
     return {"losses": torch.stack(losses), **_parameters(model, wrapped)}, liger_kernels.status(wrapped)
 
 
-def _loss_parallel() -> Any:
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    return loss_parallel()
-
-
 def _whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _parameters(model: nn.Module, wrapped: Any) -> dict[str, torch.Tensor]:
-    if type(wrapped).__name__ == "FullyShardedDataParallel":
-        with type(wrapped).summon_full_params(wrapped):
+    if isinstance(wrapped, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(wrapped):
             named = ((name.replace("_fsdp_wrapped_module.", ""), p) for name, p in wrapped.named_parameters())
             return {name: p.detach().clone() for name, p in named}
     gather: Any = contextlib.nullcontext()
@@ -213,10 +179,10 @@ def _parameters(model: nn.Module, wrapped: Any) -> dict[str, torch.Tensor]:
         return {name: _whole(p).detach().clone() for name, p in model.named_parameters()}
 
 
-def check(setup: str, kind: str, order: str, own: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
+def check(setup: str, order: str, own: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
     """As exact as unpatched in the same set-up; what the report says."""
-    ours, report = train(setup, kind, order, rank)
-    compare(tiny("llama"), ours, own, truth(setup in SAME_BATCH, kind, rank))
+    ours, report = train(setup, order, rank)
+    compare(tiny("llama"), ours, own, truth(setup in SAME_BATCH, rank))
     return {
         "fallbacks": dict(report.fallbacks),
         "fuses_head": report.fuses_head,
@@ -226,19 +192,17 @@ def check(setup: str, kind: str, order: str, own: dict[str, torch.Tensor], rank:
 
 
 def run(rank: int) -> dict[str, Any]:
-    """What :func:`check` found of each set-up, loss and order, or why it did not come to it."""
+    """What :func:`check` found of each set-up and order, or why it did not come to it."""
     found: dict[str, Any] = {}
     for setup in SETUPS:
-        for kind in LOSSES:
+        try:
+            own, _ = train(setup, None, rank)
+        except ImportError as error:
+            found[setup] = {"absent": str(error)}
+            continue
+        for order in ORDERS:
             try:
-                own, _ = train(setup, kind, None, rank)
-            except ImportError as error:
-                found[f"{setup}/{kind}"] = {"absent": str(error)}
-                continue
-            for order in ORDERS:
-                try:
-                    result = check(setup, kind, order, own, rank)
-                except Exception:
-                    result = {"error": traceback.format_exc()[-3000:]}
-                found[f"{setup}/{kind}/{order}"] = result
+                found[f"{setup}/{order}"] = check(setup, order, own, rank)
+            except Exception:
+                found[f"{setup}/{order}"] = {"error": traceback.format_exc()[-3000:]}
     return found

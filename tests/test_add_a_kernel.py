@@ -53,28 +53,22 @@ def run(model: nn.Module) -> list[torch.Tensor]:
     return [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
 
 
-def test_the_pages_kernel_replaces_its_module_and_goes_again(page):
+def test_the_pages_kernel_replaces_its_module_and_goes_again(page, monkeypatch):
     from transformers.activations import ReLUSquaredActivation
 
-    before = kernel_names()
+    before, calls = kernel_names(), []
+    monkeypatch.setattr(page.recogniser, "relu_squared", lambda x: calls.append(1) or page.relu_squared.relu_squared(x))
     model = nn.Sequential(Mlp(ReLUSquaredActivation()), Mlp(ReLUSquared()), Mlp(nn.GELU()), nn.RMSNorm(8, eps=1e-6))
     outputs = []
     report = page.use.train_with_relu_squared(model, lambda patched: outputs.append(run(patched)))
     assert [r.path for r in report.replaced if r.kernel == "relu_squared"] == ["0.act", "1.act"]
     assert report.counts() == {"relu_squared": 2, "rms_norm": 1}
+    assert calls == [1, 1]
     assert report.kernels == (*before[:-2], "relu_squared", *before[-2:])
     for got, expected in zip(outputs[0], run(model), strict=True):
         torch.testing.assert_close(got, expected)
     assert type(model[0].act) is ReLUSquaredActivation
     assert kernel_names() == before
-
-
-def test_a_registered_kernel_runs(page, monkeypatch):
-    calls = []
-    monkeypatch.setattr(page.recogniser, "relu_squared", lambda x: calls.append(1) or page.relu_squared.relu_squared(x))
-    model = nn.Sequential(Mlp(ReLUSquared()))
-    page.use.train_with_relu_squared(model, run)
-    assert calls == [1]
 
 
 def test_a_registered_kernel_is_chosen_by_name_copied_and_unpatched(page):
@@ -94,14 +88,14 @@ def test_a_registered_kernel_is_chosen_by_name_copied_and_unpatched(page):
         liger_kernels.patch(model, ["relu_squared"])
 
 
-class Leaky(ReLUSquared):
-    def forward(self, x):
-        return super().forward(x) + 1e-4 * x
-
-
 class NoGradient(ReLUSquared):
     def forward(self, x):
         return super().forward(x).detach()
+
+
+class Leaky(ReLUSquared):
+    def forward(self, x):
+        return super().forward(x) + 1e-4 * x
 
 
 @pytest.mark.parametrize("act", [Leaky(), NoGradient(), nn.ReLU(), nn.Identity()], ids=lambda act: type(act).__name__)

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from convergence import isolate
 
 ROOT = Path(__file__).parent.parent
@@ -50,25 +48,17 @@ for loss in (LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinear
     try: loss(beta=0.1)
     except NotImplementedError as error: assert loss.__name__ in str(error), error
     else: raise AssertionError(loss)
+from transformers.utils import is_liger_kernel_available
+assert is_liger_kernel_available()
+from liger_kernel.transformers import AutoLigerKernelForCausalLM, _apply_liger_kernel_to_instance
+from liger_kernel.transformers import apply_liger_kernel_to_llama
 compat.uninstall(); compat.uninstall()
+assert not is_liger_kernel_available()
 assert importlib.util.find_spec("liger_kernel") is None
 assert not [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]
 try: importlib.metadata.version("liger-kernel")
 except importlib.metadata.PackageNotFoundError: pass
 else: raise AssertionError
-""")
-
-
-def test_transformers_finds_it_where_it_was_installed_before_and_loses_it() -> None:
-    python("""
-import liger_kernels.compat as compat
-compat.install()
-from transformers.utils import is_liger_kernel_available
-assert is_liger_kernel_available()
-from liger_kernel.transformers import AutoLigerKernelForCausalLM, _apply_liger_kernel_to_instance
-from liger_kernel.transformers import apply_liger_kernel_to_llama
-compat.uninstall()
-assert not is_liger_kernel_available()
 """)
 
 
@@ -79,18 +69,17 @@ def test_the_real_package_is_never_hidden(tmp_path: Path) -> None:
     folder = tmp_path / "metadata" / "liger_kernel-0.6.0.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Name: liger_kernel\nVersion: 0.6.0\n")
-    isolate.call(install_after, [str(tmp_path / what) for what in ("package", "metadata")])
-
-
-def install_after(folders: list[str]) -> None:
-    from liger_kernels import compat
-
-    for folder in folders:
-        sys.path.insert(0, folder)
-        with pytest.raises(RuntimeError, match="pip uninstall liger-kernel"):
-            compat.install()
-        del sys.path[0]
-    compat.install()  # the folders were what it refused
+    python(f"""
+import sys
+from liger_kernels import compat
+for folder in {[str(tmp_path / what) for what in ("package", "metadata")]}:
+    sys.path.insert(0, folder)
+    try: compat.install()
+    except RuntimeError as error: assert "pip uninstall liger-kernel" in str(error)
+    else: raise AssertionError(folder)
+    del sys.path[0]
+compat.install()  # the folders were what it refused
+""")
 
 
 def patched_by_the_flag(folder: str) -> None:

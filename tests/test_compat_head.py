@@ -17,6 +17,7 @@ from liger_kernels.ops import _runtime, launches, linear_log_probs_ref, reset_la
 from tests.test_compat import python
 
 kernels = pytest.importorskip("trl.kernels.chunked_logprob", reason="trl has a fused head from 1.15")
+FUNCTION: Any = kernels.ChunkedLogProbFunction
 TOKENS, HIDDEN, VOCAB = 12, 8, 37
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 OPTIONS: dict[str, tuple[float, float | None, float]] = {  # temperature, softcap, logit scale
@@ -29,19 +30,14 @@ OPTIONS: dict[str, tuple[float, float | None, float]] = {  # temperature, softca
 
 
 @pytest.fixture
-def function() -> Any:
-    return kernels.ChunkedLogProbFunction
-
-
-@pytest.fixture
-def head(function: Any) -> Iterator[trl_head.Replacement]:
+def head() -> Iterator[trl_head.Replacement]:
     """It is installed, and trl's module is there."""
     trl_head.install()
     found = trl_head.current()
     assert found is not None
     yield found
     trl_head.uninstall()
-    assert "apply" not in vars(function)
+    assert "apply" not in vars(FUNCTION)
 
 
 class Case:
@@ -70,13 +66,12 @@ class Case:
 reference = functools.partial(trl_head._as_trl_calls_it, linear_log_probs_ref)
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_it_computes_what_trl_computes(head, function, device, dtype, options, bias) -> None:
-    case = Case(device, dtype, bias=bias)
+def test_it_computes_what_trl_computes(head, device, dtype, options) -> None:
+    case = Case(device, dtype, bias=options != OPTIONS["plain"])
     reset_launches()
-    ours, our_grads = case.run(function.apply, options=options)
+    ours, our_grads = case.run(FUNCTION.apply, options=options)
     assert any("cross_entropy" in name for name in launches())
     assert (head.ours, head.theirs) == (1, 0), head.reason
     theirs, their_grads = case.run(head.own, options=options)
@@ -93,26 +88,26 @@ def test_it_computes_what_trl_computes(head, function, device, dtype, options, b
 
 
 @pytest.mark.parametrize("outputs", [(), ("log_probs",), ("is_top1", "entropy"), OUTPUTS], ids=" ".join)
-def test_what_is_not_asked_for_is_none(head, function, device, outputs) -> None:
+def test_what_is_not_asked_for_is_none(head, device, outputs) -> None:
     case = Case(device)
-    (ours, _), (theirs, _) = case.run(function.apply, outputs=outputs), case.run(head.own, outputs=outputs)
+    (ours, _), (theirs, _) = case.run(FUNCTION.apply, outputs=outputs), case.run(head.own, outputs=outputs)
     assert head.ours == 1
     assert isinstance(ours, tuple)
     assert [t is None for t in ours] == [t is None for t in theirs]
 
 
-def test_a_batch_in_which_no_label_counts_gets_gradients_of_zero(head, function, device) -> None:
+def test_a_batch_in_which_no_label_counts_gets_gradients_of_zero(head, device) -> None:
     """On a GPU trl takes the counted rows out first: there may be none."""
-    (log_probs, *_), grads = Case(device, tokens=0).run(function.apply)
+    (log_probs, *_), grads = Case(device, tokens=0).run(FUNCTION.apply)
     assert head.ours == 1
     assert log_probs.shape == (0,)
     assert all(not grad.any() for grad in grads)
 
 
-def test_under_autocast_both_cast(head, function, device) -> None:
+def test_under_autocast_both_cast(head, device) -> None:
     case = Case(device)
     with torch.autocast(device.type, torch.bfloat16):
-        ours, our_grads = case.run(function.apply)
+        ours, our_grads = case.run(FUNCTION.apply)
         theirs, their_grads = case.run(head.own)
     truth, true_grads = case.run(reference, torch.float64)
     assert (head.ours, head.theirs) == (1, 0), head.reason
@@ -122,11 +117,11 @@ def test_under_autocast_both_cast(head, function, device) -> None:
         three_way(*three, torch.bfloat16, f"gradient of {name}")
 
 
-def test_in_a_compiled_program(head, function, device) -> None:
+def test_in_a_compiled_program(head, device) -> None:
     """Dynamo does not trace trl's function where the last chunk is not full; eager kernels run there."""
 
     def loss(hidden: Any, weight: Any, targets: Any) -> Any:
-        out = function.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ("log_probs", "entropy"))
+        out = FUNCTION.apply(hidden, weight, None, targets, 1.0, 16, None, 1.0, ("log_probs", "entropy"))
         return out[0].sum() + 0.1 * out[1].sum()
 
     case = Case(device)
@@ -143,47 +138,31 @@ class Strange(torch.Tensor):
     """Such as DTensor."""
 
 
-def mixed(tensors: list[Any]) -> None:
-    tensors[1:] = [t.bfloat16() for t in tensors[1:]]
-
-
-def sharded(tensors: list[Any]) -> None:
-    tensors[1] = nn.Parameter(tensors[1])
-    tensors[1].ds_id = 7
-
-
-def double(tensors: list[Any]) -> None:
-    tensors[:] = [t.double() for t in tensors]
-
-
-def strange(tensors: list[Any]) -> None:
-    tensors[0] = tensors[0].as_subclass(Strange)
+def sharded(weight: torch.Tensor) -> Any:
+    weight = nn.Parameter(weight)
+    weight.ds_id = 7  # type: ignore[attr-defined]
+    return weight
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (mixed, "hidden, weight and bias are torch.float32 on "),
-        (sharded, "ZeRO-3 shards the weight"),
-        (double, "no kernel takes torch.float64"),
-        (strange, "a tensor is a Strange"),
+        (lambda h, w, b: (h, w.bfloat16(), b.bfloat16()), "hidden, weight and bias are torch.float32 on "),
+        (lambda h, w, b: (h, sharded(w), b), "ZeRO-3 shards the weight"),
+        (lambda h, w, b: (h.double(), w.double(), b.double()), "no kernel takes torch.float64"),
+        (lambda h, w, b: (h.as_subclass(Strange), w, b), "a tensor is a Strange"),
     ],
     ids=["mixed", "sharded", "double", "strange"],
 )
-def test_tensors_that_only_trl_takes(head, function, device, change, reason) -> None:
+def test_tensors_that_only_trl_takes(head, device, change, reason) -> None:
     case = Case(device)
-    change(case.tensors)
-    marks = [getattr(t, "ds_id", None) for t in case.tensors]
+    leaves = [t.requires_grad_() for t in change(*case.tensors)]
 
     def run(apply: Any) -> Any:
-        leaves: list[Any] = [t.detach().clone().requires_grad_() for t in case.tensors]
-        for leaf, mark in zip(leaves, marks, strict=True):
-            if mark is not None:
-                leaf.ds_id = mark
         log_probs = apply(*leaves, case.targets, 1.0, 16, None, 1.0, ("log_probs",))[0]
         return [log_probs, *torch.autograd.grad(log_probs.sum(), leaves)]
 
-    assert all(map(torch.equal, run(function.apply), run(head.own)))
+    assert all(map(torch.equal, run(FUNCTION.apply), run(head.own)))
     assert (head.ours, head.theirs) == (0, 1)
     assert head.reason.startswith(reason)
     assert f"1 ran trl's function, the last one because {reason}" in trl_head.state()
@@ -198,23 +177,23 @@ def test_tensors_that_only_trl_takes(head, function, device, change, reason) -> 
     ],
     ids=["softcap", "outputs", "defaults"],
 )
-def test_options_that_only_trl_takes(head, function, device, arguments, reason) -> None:
+def test_options_that_only_trl_takes(head, device, arguments, reason) -> None:
     tensors = *Case(device).tensors, torch.arange(TOKENS, device=device)
-    assert torch.equal(function.apply(*tensors, *arguments)[0], head.own(*tensors, *arguments)[0])
+    assert torch.equal(FUNCTION.apply(*tensors, *arguments)[0], head.own(*tensors, *arguments)[0])
     assert (head.ours, head.theirs) == (0, 1)
     assert head.reason.startswith(reason)
 
 
-def test_without_our_kernels_trl_computes_in_chunks(head, function, device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_our_kernels_trl_computes_in_chunks(head, device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_runtime, "HAS_TRITON", False)
-    Case(device).run(function.apply)
+    Case(device).run(FUNCTION.apply)
     assert (head.ours, head.theirs) == (0, 1)
     assert head.reason == f"no kernel takes torch.float32 on {device.type}"
     assert head.difference is None  # nor was anything probed
 
 
-def test_a_subclass_computes_by_its_own_forward(head, function, device) -> None:
-    class Another(function):
+def test_a_subclass_computes_by_its_own_forward(head, device) -> None:
+    class Another(FUNCTION):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             return args[0] + 1
@@ -227,83 +206,62 @@ def test_a_subclass_computes_by_its_own_forward(head, function, device) -> None:
 # What trl's function may become, each in one way: the results, or the gradients, of the changed function.
 
 
-def changed(forward: Any) -> Any:
-    own = kernels.ChunkedLogProbFunction.forward
+NAMES = ("hidden", "weight", "bias", "targets", "temperature", "chunk", "softcap", "scale", "outputs")
+
+
+def forward(change: Any) -> Any:
+    """trl's function with ``change(own, ctx, **arguments)`` as its forward, where ``own(**arguments)`` is trl's."""
+    own = FUNCTION.forward
 
     @functools.wraps(own)  # the signature, too
     def another(ctx: Any, *args: Any) -> Any:
-        return forward(functools.partial(own, ctx), ctx, *args)
+        return change(lambda **given: own(ctx, *given.values()), ctx, **dict(zip(NAMES, args, strict=True)))
 
     return {"forward": staticmethod(another)}
 
 
-def entropy_without_gradient(own: Any, ctx: Any, *args: Any) -> Any:
-    out = own(*args)
-    ctx.mark_non_differentiable(*(t for t in out[1:] if t is not None))
-    return out
+def results(change: Any) -> Any:
+    """trl's function with ``change(*results)`` as its results."""
+    return forward(lambda own, ctx, **given: change(*own(**given)))
 
 
-def mean_with_gradient(own: Any, ctx: Any, *args: Any) -> Any:
-    out = own(*args)
-    ctx.mark_non_differentiable(*(t for t in (out[2], out[4]) if t is not None))
-    return out
+def backward(change: Any) -> Any:
+    """trl's function with ``change(own, ctx, *gradients)`` as its backward, where ``own(*gradients)`` is trl's."""
+    own = FUNCTION.backward
+    return {"backward": staticmethod(lambda ctx, *grads: change(functools.partial(own, ctx), *grads))}
 
 
-def temperature_before_the_softcap(own: Any, ctx: Any, h: Any, w: Any, b: Any, y: Any, t: Any, n: Any, cap: Any, s: Any,
-                                   outputs: Any) -> Any:  # fmt: skip
-    return own(h, w, b, y, 1.0, n, cap, s / t, outputs)
+def no_gradient_of(*numbers: int) -> Any:
+    """The results with these ``numbers`` have no gradient, and all others have one."""
+
+    def change(own: Any, ctx: Any, **given: Any) -> Any:
+        out = own(**given)
+        ctx.mark_non_differentiable(*(out[i] for i in numbers if out[i] is not None))
+        return out
+
+    return forward(change)
 
 
-def scale_without_the_bias(own: Any, ctx: Any, h: Any, w: Any, b: Any, y: Any, t: Any, n: Any, cap: Any, s: Any,
-                           outputs: Any) -> Any:  # fmt: skip
-    return own(h, w, None if b is None else b / s, y, t, n, cap, s, outputs)
+def ties_count(own: Any, ctx: Any, **given: Any) -> Any:
+    out = own(**given)
+    logits = given["hidden"] @ given["weight"].T
+    top = logits.gather(1, given["targets"][:, None])[:, 0] >= logits.amax(1)
+    return (*out[:4], top) if given["bias"] is None else out
 
 
-def ties_count(own: Any, ctx: Any, *args: Any) -> Any:
-    out = own(*args)
-    logits = args[0] @ args[1].T
-    top = logits.gather(1, args[3][:, None])[:, 0] >= logits.amax(1)
-    return (*out[:4], top) if args[2] is None else out
+def scale_without_the_bias(own: Any, ctx: Any, bias: Any, **given: Any) -> Any:
+    bias = None if bias is None else bias / given["scale"]
+    return own(**{name: bias if name == "bias" else given[name] for name in NAMES})
 
 
-def always_entropy(own: Any, ctx: Any, *args: Any) -> Any:
-    return own(*args[:8], (*args[8], "entropy"))
-
-
-def another_power(own: Any, ctx: Any, *args: Any) -> Any:
-    out = own(*args)
-    if out[2] is not None:
-        out[2].mul_(1.01)
-    return out
-
-
-def six_results(own: Any, ctx: Any, *args: Any) -> Any:
-    return (*own(*args), args[0].detach().sum())
-
-
-def a_column(own: Any, ctx: Any, *args: Any) -> Any:
-    out = own(*args)
-    return out if out[3] is None else (*out[:3], out[3][:, None], out[4])
-
-
-def not_any_more(own: Any, ctx: Any, *args: Any) -> Any:
+def not_any_more(*results: Any) -> Any:
     raise NotImplementedError("use the other one")
 
 
-def wrong_backward(number: int) -> Any:
-    own = kernels.ChunkedLogProbFunction.backward
-
-    def another(ctx: Any, *grads: Any) -> Any:
-        found = own(ctx, *grads)
-        return tuple([g * 1.001 if i == number and g is not None else g for i, g in enumerate(found)])
-
-    return {"backward": staticmethod(another)}
-
-
-def entropy_gradient_of_the_wrong_sign() -> Any:
-    own = kernels.ChunkedLogProbFunction.backward
-    negated = lambda ctx, g, k, *rest: own(ctx, g, None if k is None else -k, *rest)  # noqa: E731
-    return {"backward": staticmethod(negated)}
+def scaled_gradient(number: int) -> Any:
+    return backward(
+        lambda own, *grads: tuple(g * 1.001 if i == number and g is not None else g for i, g in enumerate(own(*grads)))
+    )
 
 
 def one_more_argument(ctx: Any, h: Any, w: Any, b: Any, y: Any, t: Any, n: Any, cap: Any, s: Any, outputs: Any,
@@ -312,37 +270,56 @@ def one_more_argument(ctx: Any, h: Any, w: Any, b: Any, y: Any, t: Any, n: Any, 
 
 
 CHANGES = {
-    "entropy without gradient": (lambda: changed(entropy_without_gradient), "entropy has no gradient"),
-    "mean with gradient": (lambda: changed(mean_with_gradient), "mean_logits has a gradient"),
-    "temperature": (lambda: changed(temperature_before_the_softcap), "log_probs is off by "),
-    "scale": (lambda: changed(scale_without_the_bias), "log_probs is off by "),
-    "ties": (lambda: changed(ties_count), "is_top1 is off by 1"),
-    "always entropy": (lambda: changed(always_entropy), "entropy is there unasked"),
-    "power": (lambda: changed(another_power), "log_sum_sq_probs is off by "),
-    "six results": (lambda: changed(six_results), "ValueError: zip() argument 2 is longer"),
-    "shape": (lambda: changed(a_column), "mean_logits has shape (6, 1), not (6,)"),
-    "raises": (lambda: changed(not_any_more), "NotImplementedError: use the other one"),
-    "hidden": (lambda: wrong_backward(0), "the gradient of hidden is off by "),
-    "weight": (lambda: wrong_backward(1), "the gradient of weight is off by "),
-    "bias": (lambda: wrong_backward(2), "the gradient of bias is off by "),
-    "entropy gradient": (entropy_gradient_of_the_wrong_sign, "the gradient of hidden is off by "),
+    "entropy without gradient": (lambda: no_gradient_of(1, 2, 3, 4), "entropy has no gradient"),
+    "mean with gradient": (lambda: no_gradient_of(2, 4), "mean_logits has a gradient"),
+    "temperature before the softcap": (
+        lambda: forward(
+            lambda own, ctx, **given: own(
+                **given | {"temperature": 1.0, "scale": given["scale"] / given["temperature"]}
+            )
+        ),
+        "log_probs is off by ",
+    ),
+    "scale": (lambda: forward(scale_without_the_bias), "log_probs is off by "),
+    "ties": (lambda: forward(ties_count), "is_top1 is off by 1"),
+    "always entropy": (
+        lambda: forward(lambda own, ctx, **given: own(**given | {"outputs": (*given["outputs"], "entropy")})),
+        "entropy is there unasked",
+    ),
+    "power": (
+        lambda: results(lambda p, e, power, m, t: (p, e, None if power is None else power.mul_(1.01), m, t)),
+        "log_sum_sq_probs is off by ",
+    ),
+    "six results": (lambda: results(lambda *out: (*out, torch.ones(()))), "ValueError: zip() argument 2 is longer"),
+    "shape": (
+        lambda: results(lambda p, e, s, mean, t: (p, e, s, None if mean is None else mean[:, None], t)),
+        "mean_logits has shape (6, 1), not (6,)",
+    ),
+    "raises": (lambda: results(not_any_more), "NotImplementedError: use the other one"),
+    "hidden": (lambda: scaled_gradient(0), "the gradient of hidden is off by "),
+    "weight": (lambda: scaled_gradient(1), "the gradient of weight is off by "),
+    "bias": (lambda: scaled_gradient(2), "the gradient of bias is off by "),
+    "entropy gradient": (
+        lambda: backward(lambda own, p, entropy, *rest: own(p, None if entropy is None else -entropy, *rest)),
+        "the gradient of hidden is off by ",
+    ),
     "argument": (lambda: {"forward": staticmethod(one_more_argument)}, "its forward takes 10 arguments, not 9"),
 }
 
 
 @pytest.mark.parametrize(("change", "reason"), CHANGES.values(), ids=CHANGES)
-def test_a_function_that_has_changed_is_left_alone(change, reason, function, device, monkeypatch, request) -> None:
+def test_a_function_that_has_changed_is_left_alone(change, reason, device, monkeypatch, request) -> None:
     for name, value in change().items():
-        monkeypatch.setattr(function, name, value)
+        monkeypatch.setattr(FUNCTION, name, value)
     head = request.getfixturevalue("head")  # after the change
     assert head.probed().startswith(reason)
     assert trl_head.state() == f"off, trl's function is left alone: {head.difference}"
     monkeypatch.setattr(head, "own", lambda *args: "trl's")
-    assert function.apply(*Case(device).tensors, None, 1.0, 16, None, 1.0, OUTPUTS) == "trl's"
+    assert FUNCTION.apply(*Case(device).tensors, None, 1.0, 16, None, 1.0, OUTPUTS) == "trl's"
     assert head.ours == 0
 
 
-def test_one_probe_is_enough_whatever_is_set_around_it(head, function, device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_probe_is_enough_whatever_is_set_around_it(head, device, monkeypatch: pytest.MonkeyPatch) -> None:
     probes: list[None] = []
     own = trl_head._differences
     monkeypatch.setattr(trl_head, "_differences", lambda apply: probes.append(None) or own(apply))
@@ -351,40 +328,40 @@ def test_one_probe_is_enough_whatever_is_set_around_it(head, function, device, m
         torch.set_default_dtype(torch.float64)
         try:
             state = torch.get_rng_state()
-            function.apply(*case.tensors, case.targets, 1.0, 16, None, 1.0, OUTPUTS)
+            FUNCTION.apply(*case.tensors, case.targets, 1.0, 16, None, 1.0, OUTPUTS)
             assert torch.equal(torch.get_rng_state(), state)
         finally:
             torch.set_default_dtype(torch.float32)
-    case.run(function.apply)
+    case.run(FUNCTION.apply)
     assert trl_head.state() == "on, 2 calls ran linear_log_probs"
     assert len(probes) == 1
 
 
-def test_uninstall_gives_the_very_same_function_back(function) -> None:
-    own = function.apply
+def test_uninstall_gives_the_very_same_function_back() -> None:
+    own = FUNCTION.apply
     trl_head.install()
     trl_head.install()
-    assert function.apply != own
-    kept = function.apply
+    assert FUNCTION.apply != own
+    kept = FUNCTION.apply
     trl_head.uninstall()
     trl_head.uninstall()
-    assert function.apply == own
-    assert "apply" not in vars(function)
+    assert FUNCTION.apply == own
+    assert "apply" not in vars(FUNCTION)
     assert trl_head.state() == "off, liger_kernels.compat.install() was not called"
     # Who took ours while it was there keeps a function that works.
     assert kept(*Case("cpu").tensors, torch.arange(TOKENS), 1.0, 16, None, 1.0, OUTPUTS)[0].shape == (TOKENS,)
 
 
-def test_what_somebody_else_put_there_stays(function, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_somebody_else_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = classmethod(lambda cls, *args: "theirs")
-    monkeypatch.setattr(function, "apply", theirs)
+    monkeypatch.setattr(FUNCTION, "apply", theirs)
     trl_head.install()
     trl_head.uninstall()
-    assert vars(function)["apply"] is theirs
+    assert vars(FUNCTION)["apply"] is theirs
     trl_head.install()
-    monkeypatch.setattr(function, "apply", later := classmethod(lambda cls, *args: "later"))
+    monkeypatch.setattr(FUNCTION, "apply", later := classmethod(lambda cls, *args: "later"))
     trl_head.uninstall()
-    assert vars(function)["apply"] is later
+    assert vars(FUNCTION)["apply"] is later
 
 
 def test_a_model_with_the_head_in_the_documented_order() -> None:

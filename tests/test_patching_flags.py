@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 
 import liger_kernels
 from liger_kernels.ops import launches
-from tests.patching_checks import batch, tiny
+from tests.patching_checks import batch, fallbacks, tiny
 
 IGNORE = -100
 
@@ -42,10 +42,6 @@ def inputs(model):
     labels = inputs["labels"][:, 1:]
     inputs["labels"][:, 1:] = torch.where(right & (labels != IGNORE), predictions[:, :-1], labels)
     return inputs
-
-
-def fallbacks(model) -> dict[str, int]:
-    return dict(liger_kernels.status(model).fallbacks)
 
 
 @pytest.mark.parametrize("training", [True, False])

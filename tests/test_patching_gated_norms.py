@@ -18,7 +18,7 @@ from liger_kernels.ops import launches, reset_launches
 from liger_kernels.ops.gated_rms_norm import ACTIVATIONS, FORMULAS
 from liger_kernels.patching.gated_norms import GatedNormRecipe
 from liger_kernels.patching.norms import recognise_norm
-from tests.patching_checks import DEVICE
+from tests.patching_checks import DEVICE, variant
 
 Tensor = torch.Tensor
 
@@ -63,62 +63,11 @@ class OfGroupSize(Gated):
         return (parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + self.eps)).view(x.shape)
 
 
-@pytest.mark.parametrize("cls", [Gated, OfGroupSize])
-@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(("cls", "groups"), [(Gated, 1), (OfGroupSize, 3)])
 @pytest.mark.parametrize(("activation", "first", "formula"), [*itertools.product(ACTIVATIONS, (False, True), FORMULAS)])
 def test_every_order_is_recognised(cls, groups, activation, first, formula) -> None:
     norm = cls(groups=groups, eps=1e-5, activation=activation, gate_first=first, formula=formula)
     assert recognise_norm(norm) == GatedNormRecipe(formula, 1e-5, "scale", activation, first, groups)
-
-
-class GeluGate(Gated):
-    def act(self, gate):
-        return F.gelu(gate.float())
-
-
-class HalfDetachedGate(Gated):
-    def act(self, gate):
-        return F.silu((gate + gate.detach()).float() / 2)
-
-
-class RoundsTheGate(Gated):
-    def act(self, gate):
-        return F.silu(gate)
-
-
-class EpsOutsideTheRoot(Gated):
-    def normalise(self, x):
-        return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
-
-
-class Centres(Gated):
-    def normalise(self, x):
-        return super().normalise(x - x.mean(-1, keepdim=True))
-
-
-class GateOfTheFirstRow(Gated):
-    def act(self, gate):
-        return super().act(gate[..., :1, :].expand_as(gate))
-
-
-class ResultOfTheGatesDtype(Gated):
-    def forward(self, states, z):  # type: ignore[override]
-        return super().forward(states, z).to(z.dtype)
-
-
-class AddsTheSecond(Gated):
-    def forward(self, states, z):  # type: ignore[override]
-        return super().forward(states + z, None)
-
-
-class TakesAThird(Gated):
-    def forward(self, states, z, scale=1.0):  # type: ignore[override]
-        return super().forward(states, z) * scale
-
-
-class ByKeywordOnly(Gated):
-    def forward(self, states, *, z):  # type: ignore[override]
-        return super().forward(states, z)
 
 
 class HasABias(Gated):
@@ -127,22 +76,46 @@ class HasABias(Gated):
         self.bias = nn.Parameter(torch.zeros(24))
 
 
-@pytest.mark.parametrize(
-    ("cls", "reason"),
-    [
-        (GeluGate, "more than one tensor: states, z"),
-        (HalfDetachedGate, "its gradient is not that of its formula"),
-        (RoundsTheGate, "rounds at other places"),
-        (EpsOutsideTheRoot, "eps|more than one tensor"),
-        (Centres, "more than one tensor"),
-        (GateOfTheFirstRow, "more than one tensor"),
-        (ResultOfTheGatesDtype, "it returns torch.float32, not torch.bfloat16"),
-        (AddsTheSecond, "more than one tensor"),
-        (TakesAThird, "more than one tensor: states, z, scale"),
-        (ByKeywordOnly, "more than one tensor"),
-        (HasABias, "more than one tensor"),
-    ],
-)
+REFUSED = {
+    "gelu": (variant(Gated, act=lambda self, gate: F.gelu(gate.float())), "more than one tensor: states, z"),
+    "half of the gate detached": (
+        variant(Gated, act=lambda self, gate: F.silu((gate + gate.detach()).float() / 2)),
+        "its gradient is not that of its formula",
+    ),
+    "rounds the gate": (variant(Gated, act=lambda self, gate: F.silu(gate)), "rounds at other places"),
+    "eps outside the root": (
+        variant(Gated, normalise=lambda self, x: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)),
+        "eps|more than one tensor",
+    ),
+    "centres": (
+        variant(Gated, normalise=lambda self, x: Gated.normalise(self, x - x.mean(-1, keepdim=True))),
+        "more than one tensor",
+    ),
+    "gate of the first row": (
+        variant(Gated, act=lambda self, gate: Gated.act(self, gate[..., :1, :].expand_as(gate))),
+        "more than one tensor",
+    ),
+    "result of the gate's dtype": (
+        variant(Gated, forward=lambda self, states, z: Gated.forward(self, states, z).to(z.dtype)),
+        "it returns torch.float32, not torch.bfloat16",
+    ),
+    "adds the second": (
+        variant(Gated, forward=lambda self, states, z: Gated.forward(self, states + z, None)),
+        "more than one tensor",
+    ),
+    "takes a third": (
+        variant(Gated, forward=lambda self, states, z, scale=1.0: Gated.forward(self, states, z) * scale),
+        "more than one tensor: states, z, scale",
+    ),
+    "by keyword only": (
+        variant(Gated, forward=lambda self, states, *, z: Gated.forward(self, states, z)),
+        "more than one tensor",
+    ),
+    "has a bias": (HasABias, "more than one tensor"),
+}
+
+
+@pytest.mark.parametrize(("cls", "reason"), REFUSED.values(), ids=REFUSED)
 def test_anything_else_is_refused(cls, reason) -> None:
     model = nn.ModuleList([cls()])
     with pytest.warns(UserWarning, match="replaced nothing"):

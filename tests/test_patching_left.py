@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import importlib
 import re
 import warnings
 
@@ -17,7 +15,7 @@ import liger_kernels
 from liger_kernels.patching.census import never_ran
 from liger_kernels.patching.swap import RAN
 from tests import zoo
-from tests.patching_checks import DEVICE, batch, gradients, tiny, unlisted
+from tests.patching_checks import DEVICE, batch, built, tiny, train, unlisted
 
 # A sample of families and what of each is in no other table: (class, why it is left).
 LEFT = {
@@ -25,44 +23,28 @@ LEFT = {
     ("llama4", "Llama4ForCausalLM"): {"Llama4TextExperts": "packed experts: their forward is no sum of weight"},
     ("gpt_oss", "GptOssForCausalLM"): {},
     ("gpt2", "GPT2LMHeadModel"): {"GPT2MLP": "two projections"},
-    ("gpt_neox", "GPTNeoXForCausalLM"): {"GPTNeoXMLP": "two projections"},
-    ("phi", "PhiForCausalLM"): {"PhiMLP": "two projections"},
     ("opt", "OPTForCausalLM"): {"OPTDecoderLayer": "two projections"},
     ("cohere", "CohereForCausalLM"): {},
     ("olmo", "OlmoForCausalLM"): {},
     ("bamba", "BambaForCausalLM"): {},
     ("deepseek_v3", "DeepseekV3ForCausalLM"): {},
     ("gemma4", "Gemma4ForCausalLM"): {"Gemma4TextDecoderLayer": "two projections"},
-    ("llama", "LlamaForCausalLM"): {},
     ("mamba", "MambaForCausalLM"): {},
 }
-HARMLESS = ("Conv", "Embedding", "Dropout", "Linear", "Activation", "SiLU", "GELU", "Router", "RotaryEmbedding")
-
-
-@functools.cache
-def built(module: str, name: str) -> nn.Module:
-    try:
-        cls = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
-        return zoo.tiny_model(cls).to(DEVICE)
-    except (ImportError, AttributeError, zoo.CannotShrink) as error:
-        pytest.skip(f"not in the zoo: {error}")
 
 
 @pytest.mark.parametrize(("module", "name"), list(LEFT))
 def test_all_that_is_left_is_listed(module, name):
-    model = copy.deepcopy(built(module, name))
+    model = built(module, name)
     report = liger_kernels.patch(model)
-    reasons = {}
-    for item in report.left:
-        reasons.setdefault(item.what, set()).add(item.reason)
     expected = LEFT[module, name]
-    assert reasons.keys() == expected.keys(), report
-    for what, pattern in expected.items():
-        for reason in reasons[what]:
-            assert re.search(pattern, reason), (what, reason)
-    assert unlisted(model, report) == []
+    assert {item.what for item in report.left} == expected.keys(), report
     for item in report.left:
-        assert not item.what.startswith(HARMLESS), item
+        assert re.search(expected[item.what], item.reason), item
+    assert unlisted(model, report) == []
+    assert {(item.path, item.reason) for item in liger_kernels.patch(model).left} == {
+        (item.path, item.reason) for item in report.left
+    }
     listed = {item.path for found in (report.left, report.replaced) for item in found}
     for path, part in model.named_modules():
         if type(part).__name__.endswith(("MLP", "Mlp")):  # one of experts has them inside
@@ -98,30 +80,33 @@ class ScalesItsInput(nn.Module):
         return x * self.scale
 
 
-class Experts(nn.Module):
-    def __init__(self):
+class Holds(nn.Module):
+    """Parameters and modules, of which its forward makes no use."""
+
+    def __init__(self, **parts):
         super().__init__()
-        self.gate_up = nn.Parameter(torch.zeros(4, 80, 16))
-        self.down = nn.Parameter(torch.zeros(4, 16, 40))
-
-    def forward(self, x, index):
-        return x
-
-
-class ChannelsFirst(nn.Module):
-    """The sizes of a convolution's kernels and of position embeddings are not those of experts."""
-
-    def __init__(self):
-        super().__init__()
-        self.token, self.positions = nn.Parameter(torch.zeros(1, 1, 16)), nn.Parameter(torch.zeros(1, 9, 16))
-        self.conv = nn.Conv1d(16, 16, 3)
+        for name, part in parts.items():
+            setattr(self, name, part)
 
     def forward(self, x):
         return x
 
 
+def zeros(*shape):
+    return nn.Parameter(torch.zeros(shape))
+
+
+def experts():
+    return Holds(gate_up=zeros(4, 80, 16), down=zeros(4, 16, 40))
+
+
+def channels_first():
+    """The sizes of a convolution's kernels and of position embeddings are not those of experts."""
+    return Holds(token=zeros(1, 1, 16), positions=zeros(1, 9, 16), conv=nn.Conv1d(16, 16, 3))
+
+
 def test_what_is_neither_norm_nor_mlp_nor_expert_is_not_listed():
-    harmless = (Attention(), ScalesItsInput(), ChannelsFirst(), nn.Conv1d(4, 4, 3, bias=False), nn.PReLU(16))
+    harmless = (Attention(), ScalesItsInput(), channels_first(), nn.Conv1d(4, 4, 3, bias=False), nn.PReLU(16))
     others = (nn.Embedding(8, 16), nn.Dropout(0.05), nn.Linear(16, 16), nn.Softplus(), nn.Bilinear(4, 4, 4))
     model = nn.ModuleList([*harmless, *others])
     with pytest.warns(UserWarning, match="replaced nothing"):
@@ -136,7 +121,7 @@ def test_norms_mlps_and_experts_of_any_structure_are_listed():
         TwoLinears(),
         TwoLinears(inner=16),
         nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
-        Experts(),
+        experts(),
     ]
     with pytest.warns(UserWarning, match="replaced nothing"):
         report = liger_kernels.patch(nn.ModuleList(parts))
@@ -146,35 +131,19 @@ def test_norms_mlps_and_experts_of_any_structure_are_listed():
 
 @pytest.mark.parametrize("kernels", [["rms_norm"], ["rope"], ["swiglu"], ["experts"], ["linear_cross_entropy"]])
 def test_nothing_is_listed_of_kernels_that_were_not_asked_for(kernels):
-    model = nn.ModuleList([nn.GroupNorm(4, 16), TwoLinears(), Experts()])
+    model = nn.ModuleList([nn.GroupNorm(4, 16), TwoLinears(), experts()])
     with pytest.warns(UserWarning, match="replaced nothing"):
         left = liger_kernels.patch(model, kernels).left
     assert [item.path for item in left] == {"rms_norm": ["0"], "swiglu": ["1"], "experts": ["2"]}.get(kernels[0], [])
 
 
-class OddParent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.odd, self.even = OddChild(), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return self.odd(x)
-
-
-class OddChild(nn.Module):
+class OddChild(Holds):
     @property
     def in_features(self):
         raise RuntimeError("not now")
 
-    def forward(self, x):
-        return x
 
-
-class OddSignature(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(16)), 1e-6
-
+class OddSignature(Holds):
     def forward(self, x):
         return x
 
@@ -184,7 +153,8 @@ class OddSignature(nn.Module):
 def test_an_odd_module_is_left_and_no_obstacle():
     traced = torch.jit.trace(nn.LayerNorm(16), torch.randn(2, 16))
     scripted = torch.jit.script(nn.LayerNorm(16))
-    model = nn.ModuleList([traced, scripted, OddParent(), OddSignature(), nn.RMSNorm(16, eps=1e-6)])
+    parent, signature = Holds(odd=OddChild(), even=nn.Linear(16, 16)), OddSignature(weight=zeros(16), eps=1e-6)
+    model = nn.ModuleList([traced, scripted, parent, signature, nn.RMSNorm(16, eps=1e-6)])
     report = liger_kernels.patch(model)
     assert [r.path for r in report.replaced] == ["4"]
     reasons = {item.path: item.reason for item in report.left}
@@ -195,27 +165,7 @@ def test_an_odd_module_is_left_and_no_obstacle():
     assert "signature" in reasons["3"]
 
 
-def test_what_is_left_of_a_patched_attention_is_still_listed_after_the_next_patch():
-    model = copy.deepcopy(built("deepseek_v3", "DeepseekV3ForCausalLM"))
-    left = {(item.path, item.reason) for item in liger_kernels.patch(model).left}
-    assert {(item.path, item.reason) for item in liger_kernels.patch(model).left} == left
-
-
-def test_a_base_model_has_no_head_and_nothing_is_said_of_it():
-    model = tiny("llama").model
-    report = liger_kernels.patch(model)
-    assert report.left == []
-
-
 # Forwards that others put on the instance, and what the report says to do.
-
-
-def replaced_by(module, name):
-    def forward(self, x):
-        return type(self).forward(self, x)
-
-    forward.__module__ = name
-    module.forward = forward.__get__(module)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +180,12 @@ def replaced_by(module, name):
 )
 def test_who_replaced_a_forward_is_named(origin, says, before):
     model = tiny("llama")
-    replaced_by(model.model.norm, origin)
+
+    def forward(self, x):
+        return type(self).forward(self, x)
+
+    forward.__module__ = origin
+    model.model.norm.forward = forward.__get__(model.model.norm)
     (item,) = liger_kernels.patch(model).left
     assert item.path == "model.norm"
     assert says in item.reason
@@ -261,7 +216,7 @@ def test_what_runs_is_marked_and_nothing_is_said_before_a_forward():
     model = tiny("llama")
     report = liger_kernels.patch(model)
     assert never_ran(model, report) == []
-    gradients(model, model(**batch()).loss)
+    train(model)
     assert liger_kernels.status(model).never_ran == []
     assert liger_kernels.status(model).forwards == 1
     liger_kernels.unpatch(model)
@@ -280,7 +235,7 @@ def test_what_never_ran_is_said():
 
 
 def test_attention_that_does_not_rotate_never_ran():
-    model = copy.deepcopy(built("smollm3", "SmolLM3ForCausalLM"))
+    model = built("smollm3", "SmolLM3ForCausalLM")
     model.model.layers[1].self_attn.use_rope = False
     report = liger_kernels.patch(model)
     model(**{name: value.to(DEVICE) for name, value in zoo.tiny_batch(model).items()})
@@ -303,31 +258,14 @@ def test_of_compiled_parts_nothing_is_said():
 # Hooks that only an unpatched forward calls.
 
 
-@pytest.mark.parametrize(
-    "register",
-    [
-        lambda act, seen: act.register_forward_hook(lambda *args: seen.append(1)),
-        lambda act, seen: act.register_forward_pre_hook(lambda *args: seen.append(1)),
-        lambda act, seen: act.register_full_backward_hook(lambda *args: seen.append(1)),
-        lambda act, seen: nn.modules.module.register_module_forward_hook(
-            lambda module, *args: seen.append(1) if module is act else None
-        ),
-        lambda act, seen: nn.modules.module.register_module_full_backward_hook(
-            lambda module, *args: seen.append(1) if module is act else None
-        ),
-    ],
-    ids=["forward", "forward_pre", "full_backward", "global forward", "global backward"],
-)
-def test_hooks_on_the_activation_are_called_as_unpatched(register):
-    model = tiny("llama")
-    act, seen = model.model.layers[0].mlp.act_fn, []
-    handle = register(act, seen)
-    try:
-        liger_kernels.patch(model)
-        assert seen == []
-        gradients(model, model(**batch()).loss)
-    finally:
-        handle.remove()
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_hooks_on_the_activation_are_called_as_unpatched(kind):
+    model, seen = tiny("llama"), []
+    act = model.model.layers[0].mlp.act_fn
+    getattr(act, f"register_{kind}_hook")(lambda *args: seen.append(1))
+    liger_kernels.patch(model)
+    assert seen == []
+    train(model)
     assert seen == [1]
 
 
@@ -350,31 +288,16 @@ EVERYTHING = {"rms_norm": 5, "rope": 2, "swiglu": 2}
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="one rank of gloo")
-@pytest.mark.parametrize("how", ["fsdp2", "fsdp2 of every module", "fsdp1", "fsdp1 with the parameters' names"])
-def test_sharded_models_are_recognised(how, one_rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_model_that_fsdp1_has_sharded_again_is_recognised(use_orig_params, one_rank):
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     model = tiny("llama")
-    expected = gradients(model, model(**batch()).loss)["loss"]
-    layer = type(model.model.layers[0])
-    if how.startswith("fsdp2"):
-        mesh = init_device_mesh("cpu", (1,))
-        inner = model.modules() if "every" in how else model.model.layers
-        for part in [
-            p
-            for p in reversed(list(inner))
-            if not isinstance(p, nn.ModuleList) and p is not model and list(p.parameters())
-        ]:
-            fully_shard(part, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    else:
-        policy = ModuleWrapPolicy({layer})
-        model = FullyShardedDataParallel(
-            model, use_orig_params="names" in how, auto_wrap_policy=policy, device_id=torch.device("cpu")
-        )
-        model(**batch())  # resharded from here on
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    options = {"use_orig_params": use_orig_params, "auto_wrap_policy": policy, "device_id": torch.device("cpu")}
+    model = FullyShardedDataParallel(model, **options)
+    expected = model(**batch()).loss.detach()
     report = liger_kernels.patch(model, MODULES)
     assert report.counts() == EVERYTHING
     assert report.left == []
@@ -386,7 +309,7 @@ def test_sharded_models_are_recognised(how, one_rank):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="deepspeed's CPU accelerator")
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_zero_3_models_are_recognised(dtype, one_rank):
     pytest.importorskip("deepspeed")
     import deepspeed
@@ -462,10 +385,10 @@ def test_a_weight_that_nobody_gathered_is_left_to_upstream():
 
 
 def test_compiling_calls_no_marks():
-    model = tiny("llama")
+    model = tiny("llama", num_hidden_layers=1)
     report = liger_kernels.patch(model, MODULES)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.compile(model.model, backend="eager")(batch()["input_ids"])
-    assert report.counts() == EVERYTHING
+    assert len(report.replaced) == 5
     assert not any(RAN in module.__dict__ for module in model.modules())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import warnings
 
 import pytest
@@ -16,9 +14,7 @@ from liger_kernels.ops._linear_token_chunks import TokenChunks
 from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops.linear_cross_entropy import MEMORY
 from tests.linear_cross_entropy_checks import chunks_of
-from tests.patching_checks import DEVICE, VOCAB, batch, check_same, gradients, tiny
-
-REST = [kernel for kernel in liger_kernels.KERNELS if kernel != "linear_cross_entropy"]
+from tests.patching_checks import DEVICE, UNFUSED, VOCAB, batch, check_same, fallbacks, tiny, train, with_loss
 
 
 def ran(model, **inputs):
@@ -44,33 +40,26 @@ def patched(memory, family="llama", **options):
 
 def smoothed(model):
     """``model``, whose own forward asks for label smoothing."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    def forward(self, input_ids=None, labels=None):
-        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+    def own(logits, labels):
         loss = F.cross_entropy(logits.view(-1, VOCAB), labels.view(-1), ignore_index=-100, label_smoothing=0.1)
-        return CausalLMOutputWithPast(loss=loss, logits=logits)
+        return loss, logits
 
-    model.__class__ = type("Smoothed", (type(model),), {"forward": forward})
-    return model
+    return with_loss(model, own)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("memory", [*MEMORY, None])
 def test_what_was_chosen_runs_and_is_the_same(memory, family):
-    candidate = check_same(
-        tiny(family),
-        lambda model: gradients(model, model(**batch()).loss),
-        patch=lambda model: liger_kernels.patch(model, memory=memory),
-    )
+    candidate = check_same(tiny(family), train, patch=lambda model: liger_kernels.patch(model, memory=memory))
     with chunks_of(5):  # without a choice, of several chunks
         assert ran(candidate) == {memory or "balanced"}
-    assert dict(liger_kernels.status(candidate).fallbacks) == {}
+    assert fallbacks(candidate) == {}
 
 
 @pytest.mark.parametrize("memory", MEMORY)
 def test_a_compiled_model_runs_it(memory):
-    model = tiny("llama", num_hidden_layers=1)
+    model = tiny("llama", num_hidden_layers=0)
     liger_kernels.patch(model, memory=memory)
     assert ran(torch.compile(model, backend="aot_eager")) == {memory}
 
@@ -99,7 +88,7 @@ def test_it_goes_with_packed_rows_and_token_accuracy():
 def test_a_step_that_cannot_take_it_runs_balanced_and_is_counted(memory, change, reason):
     model = change(tiny("llama"))
     liger_kernels.patch(model, memory=memory)
-    expected = copy.deepcopy(change(tiny("llama")))
+    expected = change(tiny("llama"))
     liger_kernels.patch(expected, memory="balanced")
     assert ran(model) == {"balanced"}
     assert torch.equal(model(**batch()).loss, expected(**batch()).loss)
@@ -107,19 +96,19 @@ def test_a_step_that_cannot_take_it_runs_balanced_and_is_counted(memory, change,
     counted = f"memory={memory!r} does not go with {reason}: 'balanced' ran"
     assert dict(report.fallbacks) == {counted: 2}
     assert f"2 x {counted}" in str(report)
-    assert dict(liger_kernels.status(expected).fallbacks) == {}
+    assert fallbacks(expected) == {}
 
 
 def test_autocast_to_float16_is_counted_and_label_smoothing_goes_with_fast():
     model = patched("small")
     with torch.autocast(DEVICE.type, dtype=torch.float16):
         assert ran(model) == {"balanced"}
-    assert dict(liger_kernels.status(model).fallbacks) == {"memory='small' does not go with float16: 'balanced' ran": 1}
+    assert fallbacks(model) == {"memory='small' does not go with float16: 'balanced' ran": 1}
     assert ran(model) == {"small"}
     model = smoothed(tiny("llama"))
     liger_kernels.patch(model, memory="fast")
     assert ran(model) == {"fast"}
-    assert dict(liger_kernels.status(model).fallbacks) == {}
+    assert fallbacks(model) == {}
 
 
 # What remembers it.
@@ -134,18 +123,8 @@ def test_the_report_says_it():
     assert "memory" not in str(report)
 
 
-def _saved(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("through", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), _saved])
-def test_a_copy_keeps_it(through):
-    twin = through(patched("small"))
-    assert liger_kernels.status(twin).memory == "small"
-    assert ran(twin) == {"small"}
+def test_a_copy_keeps_it():
+    assert ran(copy.deepcopy(patched("small"))) == {"small"}
 
 
 def test_patching_twice_and_unpatch():
@@ -184,7 +163,7 @@ def test_bad_input_is_refused_before_anything_happens(tmp_path):
             with pytest.raises(ValueError, match=r"memory is .*must be one of 'fast', 'balanced', 'small', or None"):
                 door(memory=wrong)
         with pytest.raises(ValueError, match=r"memory='small' is a schedule of linear_cross_entropy, which is not"):
-            door(memory="small", kernels=REST)
+            door(memory="small", kernels=UNFUSED)
     assert [type(module) for module in model.modules()] == classes
     assert liger_kernels.status(model) is None
 
@@ -196,4 +175,4 @@ def test_a_model_without_a_fused_head_says_that_it_has_no_use_for_it():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         patched("small")
-        liger_kernels.patch(tiny("llama").model)
+        assert liger_kernels.patch(tiny("llama").model).left == []

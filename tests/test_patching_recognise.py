@@ -25,7 +25,7 @@ from liger_kernels.patching import modules, norms
 from liger_kernels.patching.glu import GluRecipe, is_glu_candidate, recognise_glu
 from liger_kernels.patching.norms import LayerNormRecipe, NormRecipe, is_norm_candidate, recognise_norm
 from liger_kernels.patching.recogniser import fingerprint
-from tests.patching_checks import tiny
+from tests.patching_checks import EVERYTHING, tiny, variant
 
 
 class Norm(nn.Module):
@@ -82,70 +82,6 @@ def test_rms_norms_are_recognised_with_their_formula(module, formula, eps):
     assert torch.equal(module.weight, torch.ones_like(module.weight))
 
 
-class Centred(Norm):
-    def forward(self, x):
-        return super().forward(x - x.mean(-1, keepdim=True))
-
-
-class SumOfSquares(Norm):
-    def statistic(self, x):
-        return x.pow(2).sum(-1, keepdim=True)
-
-
-class EpsOutsideTheRoot(Norm):
-    def forward(self, x):
-        return self.weight * (x.float() / (self.statistic(x.float()).sqrt() + self.eps)).to(x.dtype)
-
-
-class RoundsEarly(Norm):
-    def forward(self, x):
-        return self.weight * (x * torch.rsqrt(self.statistic(x.float()) + self.eps).to(x.dtype))
-
-
-class Clamped(Norm):
-    def forward(self, x):
-        return super().forward(x.clamp(-100, 100))
-
-
-class StopsTheGradient(Norm):
-    def statistic(self, x):
-        return super().statistic(x).detach()
-
-
-class DropsOut(Norm):
-    """Recognised in evaluation mode, it would drop nothing in training."""
-
-    def __init__(self):
-        super().__init__()
-        self.eval()
-
-    def forward(self, x):
-        return super().forward(F.dropout(x, 0.5, self.training))
-
-
-class Gated(Norm):
-    def forward(self, x, gate=None):
-        return super().forward(x if gate is None else x * F.silu(gate))
-
-
-class ReturnsFloat32(Norm):
-    def scale(self, normed, dtype):
-        return self.weight.to(normed.dtype) * normed
-
-
-class Raises(Norm):
-    def forward(self, x):
-        raise NotImplementedError("only on a GPU")
-
-
-class RoundsBeforeTheBias(nn.LayerNorm):
-    def __init__(self):
-        super().__init__(24)
-
-    def forward(self, x):
-        return F.layer_norm(x.float(), (24,)).to(x.dtype) * self.weight + self.bias
-
-
 class OfAllRows(nn.Module):
     """A LayerNorm where there is one row."""
 
@@ -157,38 +93,65 @@ class OfAllRows(nn.Module):
         return F.group_norm(x, 1, self.weight, self.bias, self.eps)
 
 
-class ChannelsFirst(nn.LayerNorm):
-    def __init__(self):
-        super().__init__(24)
-
-    def forward(self, x):
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+def norm(**methods):
+    return variant(Norm, **methods)
 
 
-@pytest.mark.parametrize(
-    ("cls", "reason"),
-    [
-        (Centred, "rounds at other places"),
-        (SumOfSquares, "not a norm of ours"),
-        (EpsOutsideTheRoot, "eps|RMS norm of another formula"),
-        (RoundsEarly, "rounds at other places"),
-        (Clamped, "RMS norm of another formula|not a norm of ours"),
-        (StopsTheGradient, "gradient"),
-        (DropsOut, "not a norm of ours"),
-        (Gated, "rounds at other places"),
-        (ReturnsFloat32, "returns torch.float32"),
-        (Raises, "cannot be probed .*only on a GPU"),
-        (functools.partial(nn.GroupNorm, 1, 24), "normalises channels"),
-        (OfAllRows, "LayerNorm of another formula"),
-        (functools.partial(nn.BatchNorm1d, 24), "normalises channels"),
-        (functools.partial(nn.LayerNorm, MAX_HIDDEN + 1), "rows of 65537 are wider than a kernel holds"),
-        (functools.partial(nn.LayerNorm, (2, 24)), "its weight is no vector"),
-        (RoundsBeforeTheBias, "rounds at other places"),
-        (ChannelsFirst, "cannot be probed"),
-    ],
-)
-def test_other_norms_are_refused_with_the_reason(cls, reason):
-    verdict = recognise_norm(cls())
+def layer_norm(forward):
+    return lambda: variant(nn.LayerNorm, forward=forward)(24)
+
+
+OTHER_NORMS = {
+    "centres": (
+        norm(forward=lambda self, x: Norm.forward(self, x - x.mean(-1, keepdim=True))),
+        "rounds at other places",
+    ),
+    "sum of squares": (norm(statistic=lambda self, x: x.pow(2).sum(-1, keepdim=True)), "not a norm of ours"),
+    "eps outside the root": (
+        norm(forward=lambda self, x: self.weight * (x.float() / (self.statistic(x.float()).sqrt() + self.eps)).to(x)),
+        "eps|RMS norm of another formula",
+    ),
+    "rounds early": (
+        norm(forward=lambda self, x: self.weight * (x * torch.rsqrt(self.statistic(x.float()) + self.eps).to(x))),
+        "rounds at other places",
+    ),
+    "clamps": (
+        norm(forward=lambda self, x: Norm.forward(self, x.clamp(-100, 100))),
+        "RMS norm of another formula|not a norm of ours",
+    ),
+    "stops the gradient": (norm(statistic=lambda self, x: Norm.statistic(self, x).detach()), "gradient"),
+    "drops out": (  # in training only
+        lambda: norm(forward=lambda self, x: Norm.forward(self, F.dropout(x, 0.5, self.training)))().eval(),
+        "not a norm of ours",
+    ),
+    "has a gate": (
+        norm(forward=lambda self, x, gate=None: Norm.forward(self, x if gate is None else x * F.silu(gate))),
+        "rounds at other places",
+    ),
+    "returns float32": (
+        norm(scale=lambda self, normed, dtype: self.weight.to(normed.dtype) * normed),
+        "returns torch.float32",
+    ),
+    "raises": (norm(statistic=lambda self, x: x.of_a_gpu), "cannot be probed .*of_a_gpu"),
+    "group norm": (lambda: nn.GroupNorm(1, 24), "normalises channels"),
+    "of all rows": (OfAllRows, "LayerNorm of another formula"),
+    "batch norm": (lambda: nn.BatchNorm1d(24), "normalises channels"),
+    "too wide": (lambda: nn.LayerNorm(MAX_HIDDEN + 1), "rows of 65537 are wider than a kernel holds"),
+    "of matrices": (lambda: nn.LayerNorm((2, 24)), "its weight is no vector"),
+    "rounds before the bias": (
+        layer_norm(lambda self, x: F.layer_norm(x.float(), (24,)).to(x) * self.weight + self.bias),
+        "rounds at other places",
+    ),
+    "channels first": (
+        layer_norm(lambda self, x: nn.LayerNorm.forward(self, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)),
+        "cannot be probed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), OTHER_NORMS.values(), ids=OTHER_NORMS)
+def test_other_norms_are_refused_with_the_reason(make, reason):
+    verdict = recognise_norm(make())
     assert isinstance(verdict, str), verdict
     assert re.search(reason, verdict), verdict
 
@@ -232,13 +195,9 @@ LAYER_NORMS = [
 
 
 @pytest.mark.parametrize(("module", "recipe"), LAYER_NORMS, ids=lambda value: type(value).__name__)
-def test_layer_norms_are_recognised_with_their_formula(module, recipe):
+def test_a_layer_norm_is_recognised_computes_and_learns_the_same_and_comes_back(module, recipe):
     assert is_norm_candidate(module)
     assert recognise_norm(module) == recipe
-
-
-@pytest.mark.parametrize("module", [module for module, _ in LAYER_NORMS], ids=lambda module: type(module).__name__)
-def test_a_replaced_layer_norm_computes_and_learns_the_same_and_comes_back(module):
     model = nn.Sequential(copy.deepcopy(module))
     size = next((p.shape[0] for p in model.parameters()), 24)
     with torch.no_grad():
@@ -340,24 +299,35 @@ def test_gated_mlps_are_recognised(module, recipe):
     assert {name: id(p) for name, p in module.named_parameters()} == weights
 
 
-class WithDropout(Mlp):
+class WithDropoutInside(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
     def combine(self, gate, up):
-        return F.dropout(super().combine(gate, up), 0.5, self.training)
+        return self.dropout(super().combine(gate, up))
 
 
-class Clipped(Mlp):
-    def combine(self, gate, up):
-        return super().combine(gate.clamp(max=1.0), up)
+def combining(change):
+    return variant(Mlp, combine=lambda self, gate, up: change(self, gate, up))
 
 
-class PlusOne(Mlp):
-    def combine(self, gate, up):
-        return super().combine(gate, up + 1)
+OTHER_MLPS = {
+    "relu": lambda: Mlp(F.relu),
+    "clipped": combining(lambda self, gate, up: F.silu(gate.clamp(max=1.0)) * up),
+    "one more": combining(lambda self, gate, up: F.silu(gate) * (up + 1)),
+    "clamps what is large": combining(lambda self, gate, up: F.silu(gate.clamp(max=10)) * up.clamp(-10, 10)),
+    "dropout": combining(lambda self, gate, up: F.dropout(F.silu(gate) * up, 0.5, self.training)),
+    "dropout in a module": WithDropoutInside,
+}
 
 
-@pytest.mark.parametrize("module", [Mlp(F.relu), WithDropout(), Clipped(), PlusOne()], ids=lambda m: type(m).__name__)
-def test_other_mlps_are_refused(module):
-    assert recognise_glu(module.eval()) == "it is not down(act(gate(x)) * up(x)) with silu or gelu"
+@pytest.mark.parametrize("mlp", OTHER_MLPS)
+def test_other_mlps_are_refused(mlp):
+    """In whichever mode they are, which stays as it is."""
+    module = OTHER_MLPS[mlp]().eval()
+    assert recognise_glu(module) == "it is not down(act(gate(x)) * up(x)) with silu or gelu"
+    assert not any(part.training for part in module.modules())
 
 
 def test_probing_leaves_no_trace():
@@ -365,13 +335,10 @@ def test_probing_leaves_no_trace():
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
-    calls = []
-    module.gate_proj.register_forward_hook(lambda *args: calls.append(1))
     before = dict(vars(module))
     recognise_glu(module)
     recognise_norm(Norm())
     assert vars(module) == before
-    assert calls == []
     assert torch.equal(torch.rand(3), expected), "probing used the global random state"
 
 
@@ -392,10 +359,8 @@ AROUND = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "bfloat16 by default": lambda: default_dtype(torch.bfloat16),
-    "float16 by default": lambda: default_dtype(torch.float16),
     "float64 by default": lambda: default_dtype(torch.float64),
-    "autocast to bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "autocast to float16": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "meta device": lambda: torch.device("meta"),
     "fake tensors": lambda: FakeTensorMode(allow_non_fake_inputs=True),
 }
@@ -406,33 +371,21 @@ def test_what_is_set_around_the_patch_does_not_reach_the_probes(around):
     model = tiny("llama")
     with AROUND[around]():
         report = liger_kernels.patch(model)
-    assert report.counts() == {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+    assert report.counts() == EVERYTHING["llama"]
     assert report.left == []
 
 
-def test_hooks_on_saved_tensors_see_no_probe():
-    seen = []
-    with torch.autograd.graph.saved_tensors_hooks(seen.append, lambda t: t):
-        liger_kernels.patch(tiny("llama"))
-    assert seen == []
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto"])
-def test_a_model_that_is_loaded_in_16_bits_after_the_patch_of_its_class_has_every_kernel(dtype, tmp_path):
+def test_a_model_that_is_loaded_in_16_bits_after_the_patch_of_its_class_has_every_kernel(tmp_path):
     import transformers
 
     tiny("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     liger_kernels.apply_liger_kernel_to_llama(fused_linear_cross_entropy=True)
     try:
-        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype="auto")
     finally:
         liger_kernels.revert_liger_kernel()
-    assert liger_kernels.status(model).counts() == {
-        "rms_norm": 5,
-        "rope": 2,
-        "swiglu": 2,
-        "linear_cross_entropy": 1,
-    }
+    assert model.dtype == torch.bfloat16
+    assert liger_kernels.status(model).counts() == EVERYTHING["llama"]
 
 
 def test_no_hook_sees_a_probe():
@@ -453,47 +406,20 @@ def test_no_hook_sees_a_probe():
         module.register_module_module_registration_hook(see),
     ]
     try:
-        report = liger_kernels.patch(model)
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
+            report = liger_kernels.patch(model)
     finally:
         for handle in handles:
             handle.remove()
     assert seen == []
-    assert report.counts() == {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+    assert report.counts() == EVERYTHING["llama"]
 
 
-@pytest.mark.parametrize("size", [2, 7, 48, 64, 1024])
+@pytest.mark.parametrize("size", [2, 7, 1024])
 def test_a_norm_without_weight_is_recognised_at_every_size(size):
     for eps in (1e-5, None):
         recipe = recognise_norm(nn.RMSNorm(size, eps=eps, elementwise_affine=False))
         assert recipe == NormRecipe("cast_then_scale", eps or torch.finfo(torch.float32).eps, None)
-
-
-class ClampsWhatIsLarge(Mlp):
-    def combine(self, gate, up):
-        return super().combine(gate.clamp(max=10), up.clamp(-10, 10))
-
-
-def test_a_clamp_that_usual_numbers_do_not_reach_is_seen():
-    assert isinstance(recognise_glu(ClampsWhatIsLarge()), str)
-
-
-# What a probe must neither miss nor change, in whichever mode the model is when it is patched.
-
-
-class WithDropoutInside(Mlp):
-    def __init__(self):
-        super().__init__()
-        self.dropout = nn.Dropout(0.5)
-
-    def combine(self, gate, up):
-        return self.dropout(super().combine(gate, up))
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_dropout_inside_an_mlp_is_seen(training):
-    module = WithDropoutInside().train(training)
-    assert isinstance(recognise_glu(module), str)
-    assert module.dropout.training is training
 
 
 def test_a_probe_changes_no_running_statistics():
@@ -504,6 +430,66 @@ def test_a_probe_changes_no_running_statistics():
 
 
 # Modules that compute the same are probed once; whatever may compute something else is probed for itself.
+
+
+class Activation(nn.Module):
+    """Something in an attribute, a buffer or a parameter, which decides."""
+
+    def __init__(self, inside):
+        super().__init__()
+        if isinstance(inside, torch.Tensor) and not isinstance(inside, nn.Parameter):
+            self.register_buffer("inside", inside)
+        else:
+            self.inside = inside
+
+    def forward(self, x):
+        return self.inside(x) if callable(self.inside) else F.silu(x) * self.inside
+
+
+def tanh_gelu():
+    return nn.GELU(approximate="tanh")
+
+
+def partial_gelu(**settings):
+    return Activation(functools.partial(F.gelu, **settings))
+
+
+def scale_by(factor):
+    return lambda x: F.silu(x) * factor
+
+
+ALIKE = {
+    "class": nn.SiLU,
+    "settings": tanh_gelu,
+    "nested": lambda: nn.Sequential(nn.SiLU(), nn.Identity()),
+    "function": lambda: Activation(F.silu),
+    "partial": lambda: partial_gelu(approximate="tanh"),
+    "numbers": lambda: Activation([1, (2.0, None)]),
+}
+DIFFERENT = {
+    "settings": (nn.GELU(), tanh_gelu()),
+    "function or partial": (Activation(F.gelu), partial_gelu(approximate="tanh")),
+    "partials": (partial_gelu(), partial_gelu(approximate="tanh")),
+    "functions": (Activation(lambda x: F.silu(x)), Activation(lambda x: F.gelu(x))),
+    "closures": (Activation(scale_by(1.0)), Activation(scale_by(2.0))),
+    "buffer": (Activation(torch.tensor(1.0)), Activation(torch.tensor(2.0))),
+    "parameter": (Activation(nn.Parameter(torch.tensor(1.0))), Activation(nn.Parameter(torch.tensor(2.0)))),
+    "weights further inside": (Activation(nn.Linear(1, 1)), Activation(nn.Linear(1, 1))),
+    **{
+        f"{one!r} and {other!r}": (Activation(one), Activation(other))
+        for one, other in ((1, 1.0), (1, True), (0.0, -0.0), (1, "1"), ((1,), [1]), (None, "None"))
+    },
+}
+
+
+@pytest.mark.parametrize("make", ALIKE.values(), ids=ALIKE)
+def test_modules_that_compute_the_same_have_the_same_fingerprint(make):
+    assert fingerprint(nn.Sequential(make())) == fingerprint(nn.Sequential(make()))
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT)
+def test_modules_that_may_compute_something_else_differ_in_their_fingerprints(one, other):
+    assert fingerprint(nn.Sequential(one)) != fingerprint(nn.Sequential(other))
 
 
 @pytest.fixture
@@ -522,107 +508,10 @@ def probed(monkeypatch):
     return counts
 
 
-def tanh_gelu():
-    return nn.GELU(approximate="tanh")
-
-
-class Wrapped(nn.Module):
-    """An activation in an attribute, as transformers has them."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-class Scaled(nn.Module):
-    """An activation that its buffer decides on."""
-
-    def __init__(self, scale):
-        super().__init__()
-        self.register_buffer("scale", torch.tensor(scale))
-
-    def forward(self, x):
-        return F.silu(x) * self.scale
-
-
-class Learned(Scaled):
-    def __init__(self, scale):
-        nn.Module.__init__(self)
-        self.scale = nn.Parameter(torch.tensor(scale))
-
-
-class Deep(nn.Module):
-    """An activation with a projection inside, whose weights decide."""
-
-    def __init__(self, weight):
-        super().__init__()
-        self.inner = nn.Linear(1, 1, bias=False)
-        nn.init.constant_(self.inner.weight, weight)
-
-    def forward(self, x):
-        return F.silu(x) * self.inner.weight.view(())
-
-
-@pytest.mark.parametrize(
-    "activation",
-    [
-        lambda: nn.SiLU(),
-        tanh_gelu,
-        lambda: nn.Sequential(nn.SiLU(), nn.Identity()),
-        lambda: Wrapped(F.silu),
-        lambda: Wrapped(functools.partial(F.gelu, approximate="tanh")),
-    ],
-    ids=["silu", "gelu", "nested", "function", "partial"],
-)
-def test_mlps_with_activations_of_their_own_that_are_alike_are_probed_once(activation, probed):
-    model = nn.Sequential(*(Mlp(activation()) for _ in range(4)))
-    assert len(liger_kernels.patch(model).replaced) == 4
-    assert probed["Mlp"] == 1
-
-
-@pytest.mark.parametrize(
-    ("same", "other"),
-    [
-        (lambda: nn.GELU(), tanh_gelu),
-        (lambda: Wrapped(F.gelu), lambda: Wrapped(functools.partial(F.gelu, approximate="tanh"))),
-        (lambda: Wrapped(functools.partial(F.gelu)), lambda: Wrapped(functools.partial(F.gelu, approximate="tanh"))),
-        (lambda: Wrapped(lambda x: F.silu(x)), lambda: Wrapped(lambda x: F.gelu(x))),
-    ],
-    ids=["settings", "function or partial", "partials", "closures"],
-)
-def test_mlps_whose_activations_differ_have_a_recipe_each(same, other, probed):
-    model = nn.Sequential(Mlp(same()), Mlp(other()))
-    first, second = liger_kernels.patch(model).replaced
-    assert first.formula != second.formula
+def test_mlps_are_probed_once_for_each_activation(probed):
+    report = liger_kernels.patch(nn.Sequential(*map(Mlp, (nn.SiLU(), tanh_gelu(), nn.SiLU(), tanh_gelu()))))
+    assert [r.kernel for r in report.replaced] == ["swiglu", "geglu", "swiglu", "geglu"]
     assert probed["Mlp"] == 2
-
-
-def scale_by(factor):
-    return lambda x: F.silu(x) * factor
-
-
-@pytest.mark.parametrize(
-    "activation",
-    [Scaled, Learned, Deep, lambda scale: Wrapped(scale_by(scale))],
-    ids=["buffer", "parameter", "weights further inside", "closure"],
-)
-@pytest.mark.parametrize("ours_first", [True, False])
-def test_an_mlp_does_not_share_the_verdict_of_one_that_computes_something_else(activation, ours_first, probed):
-    scales = (1.0, 2.0) if ours_first else (2.0, 1.0)
-    report = liger_kernels.patch(nn.Sequential(*(Mlp(activation(scale)) for scale in scales)))
-    assert [r.path for r in report.replaced] == ["0" if ours_first else "1"]
-    assert [item.path for item in report.left] == ["1" if ours_first else "0"]
-
-
-@pytest.mark.parametrize(("one", "other"), [(1, 1.0), (1, True), (0.0, -0.0), (1, "1"), ((1,), [1]), (None, "None")])
-def test_values_that_only_compare_equal_are_two_settings(one, other):
-    first, second, third = modules = nn.SiLU(), nn.SiLU(), nn.SiLU()
-    for module, setting in zip(modules, (one, other, one), strict=True):
-        module.setting = setting
-    assert fingerprint(first) == fingerprint(third) != fingerprint(second)
 
 
 class Powers(Norm):
@@ -643,9 +532,8 @@ def test_norms_are_probed_by_what_they_hold_and_not_by_their_weights(probed):
     assert (probed["Powers"], probed["Norm"]) == (2, 2)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma", "gemma2", "gemma3"])
-def test_each_distinct_module_of_a_model_is_probed_once(family, probed):
-    model = tiny(family, num_hidden_layers=6)
+def test_each_distinct_module_of_a_model_is_probed_once(probed):
+    model = tiny("gemma3", num_hidden_layers=6)
     liger_kernels.patch(model)
     assert max(probed.values()) <= 2, probed  # the norms of heads have another size than those of layers
     assert [count for name, count in probed.items() if name.endswith("MLP")] == [1]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 
 import liger_kernels
 from liger_kernels.patching.running import running
-from tests.patching_checks import VOCAB, batch, check_same, gradients, tiny
+from tests.patching_checks import VOCAB, batch, check_same, tiny, train
 
 
 def double_input_gradient(module, grad_inputs, grad_outputs):
@@ -41,7 +41,7 @@ def test_a_hook_on_the_head_that_changes_what_it_sees(register, hook):
     def run(model):
         handle = getattr(model.lm_head, register)(hook)
         try:
-            return gradients(model, model(**batch()).loss)
+            return train(model)
         finally:
             handle.remove()
 
@@ -51,27 +51,25 @@ def test_a_hook_on_the_head_that_changes_what_it_sees(register, hook):
 @pytest.mark.parametrize("register", ["forward_hook", "full_backward_hook", "forward_pre_hook"])
 def test_a_hook_on_all_modules(register):
     """It is called as often, and for the same shapes, as unpatched; kernels that do not call a module step back."""
-    model = tiny("llama")
-    patched = copy.deepcopy(model)
-    liger_kernels.patch(patched)
-    seen: dict[bool, list[tuple[str, object]]] = {}
-    found = []
-    for each in (model, patched):
-        calls: list[tuple[str, object]] = []
 
-        def hook(module, *values, calls=calls):
+    def watched(model):
+        calls = []
+
+        def hook(module, *values):
             value = values[-1][0] if isinstance(values[-1], tuple) and values[-1] else values[-1]
             calls.append((type(module).__name__, getattr(value, "shape", None)))
 
         handle = getattr(torch_module, f"register_module_{register}")(hook)
         try:
-            found.append(gradients(each, each(**batch()).loss))
+            return train(model), calls
         finally:
             handle.remove()
-        seen[each is patched] = calls
-    assert seen[True] == seen[False]
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, msg=name)
+
+    patched = tiny("llama")
+    liger_kernels.patch(patched)
+    (found, seen), (expected, calls) = watched(patched), watched(tiny("llama"))
+    assert seen == calls
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_training_and_a_serving_thread():
@@ -79,29 +77,25 @@ def test_a_training_and_a_serving_thread():
     ids = batch()["input_ids"]
     liger_kernels.patch(model)
     expected = model(**batch()).loss.detach(), model(input_ids=ids).logits.detach()
-    wrong: list[object] = []
     ended = threading.Event()
 
     def serve():
-        try:
-            while not ended.is_set():
-                with torch.no_grad():
-                    logits = model(input_ids=ids).logits
-                if type(logits) is not torch.Tensor or not torch.equal(logits, expected[1]):
-                    wrong.append(logits)
-        except Exception as error:
-            wrong.append(error)
+        while not ended.is_set():
+            with torch.no_grad():
+                logits = model(input_ids=ids).logits
+            assert type(logits) is torch.Tensor
+            assert torch.equal(logits, expected[1])
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    for _ in range(20):
-        loss = model(**batch()).loss
-        loss.backward()
-        if not torch.equal(loss, expected[0]):
-            wrong.append(loss)
-    ended.set()
-    thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor() as threads:
+        serving = threads.submit(serve)
+        try:
+            for _ in range(20):
+                loss = model(**batch()).loss
+                loss.backward()
+                assert torch.equal(loss, expected[0])
+        finally:
+            ended.set()
+        serving.result()
 
 
 def test_three_training_threads():
@@ -109,20 +103,12 @@ def test_three_training_threads():
     batches = [batch(seed=seed, length=length) for seed, length in enumerate((5, 9, 14))]
     liger_kernels.patch(model)
     expected = [model(**inputs).loss.detach() for inputs in batches]
-    wrong: list[object] = []
 
-    def train(inputs, loss):
-        try:
-            wrong.extend(found for _ in range(10) if not torch.equal(found := model(**inputs).loss, loss))
-        except Exception as error:
-            wrong.append(error)
+    def same(inputs, loss):
+        return all(torch.equal(model(**inputs).loss, loss) for _ in range(10))
 
-    threads = [threading.Thread(target=train, args=both) for both in zip(batches, expected, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor() as threads:
+        assert all(threads.map(same, batches, expected))
 
 
 @pytest.mark.parametrize("where", ["model.norm", "lm_head"])

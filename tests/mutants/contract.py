@@ -161,7 +161,7 @@ MUTANTS = (
         "test_patching_memory.py::test_what_was_chosen_runs_and_is_the_same"),
     _product("bias_of_the_logits_dropped", "What a model adds to its logits is not in the fused loss.",
         "added if bias is None else bias + added", "bias",
-        "test_the_bias_of_a_sequence_to_sequence_model_is_fused[Bart]"),
+        "test_the_bias_of_a_sequence_to_sequence_model_is_fused"),
     _deferred("bias_under_the_scale", "What a model adds to scaled logits is scaled, too.",
         "self._scale == 1.0", "True", "test_what_a_model_does_to_its_logits[bias after a scale]"),
     _deferred("bias_narrowed", "What a model adds to its logits is rounded to their dtype.",

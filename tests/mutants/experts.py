@@ -112,7 +112,7 @@ MUTANTS = (
     _gate("packed_gradient_assumed_contiguous", "A gradient that comes in with gaps is read as if it had none.",
         "dy.contiguous()", "dy", "test_any_shape_and_option"),
     _patch("experts_probed_on_usual_numbers", "Experts are compared on usual numbers only, which no clamp changes.",
-        "(1.0, 1e3)", "(1.0,)", "test_a_clamp_that_usual_numbers_do_not_reach_is_seen", times=2),
+        "(1.0, 1e3)", "(1.0,)", "test_experts_without_a_method_for_their_gate[clamp]", times=2),
     _patch("experts_of_any_dtype", "Hidden states of another dtype than the experts' go to the kernels, which raise.",
         "all(t.dtype == hidden.dtype for t in parameters)", "True", f"{_FORM}[another dtype]"),
     _patch("experts_of_any_shape", "Hidden states in rows of tokens go to the kernels, which raise.",
