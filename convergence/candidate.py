@@ -20,8 +20,6 @@ from convergence.isolate import ProcessDied
 from convergence.train import train
 from convergence.trajectory import CannotApply, Run, Trajectory
 
-SCOPES = ("instance", "class")
-
 
 class PatchError(ValueError):
     """``--patch`` does not name a function that can be imported."""

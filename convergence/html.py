@@ -6,6 +6,7 @@ coordinates. jinja2 is imported when a page is made, since the proof itself runs
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections import Counter
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convergence import files
 from convergence.observed import Moment
 from convergence.records import STATISTICS, Record, Statistic
 from convergence.report import ARMS, failures_by_tensor, passed
@@ -43,11 +43,7 @@ class Chart:
 
 def available() -> bool:
     """Whether a page can be made: jinja2 is installed."""
-    try:
-        import jinja2  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("jinja2") is not None
 
 
 def page(records: Sequence[Record], history: Sequence[Record] = ()) -> str:
@@ -73,7 +69,7 @@ def page(records: Sequence[Record], history: Sequence[Record] = ()) -> str:
     # Long names break between their parts.
     environment.filters["breakable"] = lambda text: Markup(re.sub(r"([._:/])", r"\1<wbr>", str(escape(text))))
     ordered = sorted(records, key=lambda record: (passed(record) is not False, passed(record) is None))
-    environments = Counter(_environment(record) for record in records)
+    environments = Counter((("runs on", record.device), *record.versions.items()) for record in records)
     return environment.get_template(TEMPLATE).render(
         cases=[
             _case(record, len(environments) > 1, [other for other in history if other.case == record.case])
@@ -92,15 +88,6 @@ def page(records: Sequence[Record], history: Sequence[Record] = ()) -> str:
         bottom=HEIGHT - BOTTOM,
         top=TOP,
     )
-
-
-def write(records: Sequence[Record], path: Path) -> None:
-    """Write the page of ``records`` to ``path``; raises as :func:`page`."""
-    files.write(page(records), path)
-
-
-def _environment(record: Record) -> tuple[tuple[str, str], ...]:
-    return (("runs on", record.device), *record.versions.items())
 
 
 def _case(record: Record, several: bool, history: Sequence[Record]) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from convergence.trajectory import Run, Trajectory, apply, build
 # What takes part: enough for every way through a loss, few enough for a dozen set-ups.
 STEPS = ("masked", "packed", "accumulated", "label smoothing", "logits read", "padded", "plain 0", "plain 1", "plain 2")
 WAIT = datetime.timedelta(seconds=120)  # for the other rank
-READS = "logits read"
 
 
 @dataclass

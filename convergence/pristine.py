@@ -32,6 +32,7 @@ _WRITTEN_BY_TRANSFORMERS = ("smart_apply",)
 _WRITTEN_BY_DYNAMO = ("__compiled_fn_", "__resume_at_", "__import_")
 # And it wraps how a module is made, when it first compiles anything.
 _GUARD = "torch._dynamo.mutation_guard"
+_NONE = (None, None)  # no symbol
 
 
 class Fingerprint:
@@ -50,9 +51,10 @@ class Fingerprint:
         for label, namespace in self._namespaces.items():
             before, now = self._before[label], _symbols(namespace)
             for name in before.keys() | now.keys():
-                if name.startswith(_WRITTEN_BY_DYNAMO) or _is_guard(now.get(name)):
+                (old, old_code), (new, new_code) = before.get(name, _NONE), now.get(name, _NONE)
+                if name.startswith(_WRITTEN_BY_DYNAMO) or getattr(new, "__module__", "") == _GUARD:
                     continue
-                if name not in before or name not in now or not _same(before[name], now[name]):
+                if old is not new or old_code is not new_code:
                     found.append(f"{label}.{name}")
         return sorted(found)
 
@@ -106,11 +108,3 @@ def _symbols(namespace: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         and not isinstance(value, ModuleType)
         and (callable(value) or hasattr(type(value), "__get__"))
     }
-
-
-def _is_guard(symbol: tuple[Any, Any] | None) -> bool:
-    return symbol is not None and getattr(symbol[0], "__module__", "") == _GUARD
-
-
-def _same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
-    return before[0] is now[0] and before[1] is now[1]
