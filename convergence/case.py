@@ -152,9 +152,8 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
     record.truth = memory.describe(row.truth(case.dtype, case.device))
     upstream = _upstream(case)
     record.symbols = len(upstream)
-    verdict = Verdict()
-    changed = upstream.changes()
-    if changed:
+    if changed := upstream.changes():
+        verdict = Verdict()
         verdict.fail("baseline", "before training", "not pristine", ", ".join(changed))
     else:
         verdict, trajectory = _judge(case, record, upstream, timeout)

@@ -7,6 +7,7 @@ coordinates. jinja2 is imported when a page is made, since the proof itself runs
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import re
 from collections import Counter
@@ -130,31 +131,27 @@ def _short(number: float | None) -> str:
 
 def _charts(record: Record) -> list[Chart]:
     """The losses of the arms, and how far from the truth's they are."""
-    truth = record.losses.get("truth", {})
-    if not truth:
+    steps, long = list(record.losses.get("truth", {})), list(record.losses.get("lowest", {}))
+    if not steps:
         return []
-    losses = {arm: [record.losses.get(arm, {}).get(step, math.nan) for step in truth] for arm in ARMS}
-    long = record.losses.get("lowest", {})
-    in_long = {
-        arm: [record.losses.get(arm, {}).get(step, math.nan) for step in long]
-        for arm in ("lowest", "highest", "baseline", "candidate")
-    }
-    about = "The mean loss of every block of a long run, with the lowest and the highest of all unpatched runs"
+
+    def curves(arms: Iterable[str], steps: list[str]) -> dict[str, list[float]]:
+        return {arm: [record.losses.get(arm, {}).get(step, math.nan) for step in steps] for arm in arms}
+
+    losses = curves(ARMS, steps)
     distances = {
         arm: [abs(a - t) / abs(t) if t else math.nan for a, t in zip(losses[arm], losses["truth"], strict=True)]
         for arm in ARMS[1:]
     }
-    return [
-        _chart("Loss", "The loss of every step, of the three arms", losses, list(truth)),
-        _chart(
-            "Distance from the truth's loss",
-            "How far the losses of baseline and candidate are from the truth's, relative to it, on a logarithmic scale",
-            distances,
-            list(truth),
-            logarithmic=True,
-        ),
-        *([_chart("Long run", about, in_long, list(long))] if long else []),
+    about = "How far the losses of baseline and candidate are from the truth's, relative to it, on a logarithmic scale"
+    charts = [
+        _chart("Loss", "The loss of every step, of the three arms", losses, steps),
+        _chart("Distance from the truth's loss", about, distances, steps, logarithmic=True),
     ]
+    if long:
+        about = "The mean loss of every block of a long run, with the lowest and the highest of all unpatched runs"
+        charts.append(_chart("Long run", about, curves(("lowest", "highest", *ARMS[1:]), long), long))
+    return charts
 
 
 def _trends(history: Sequence[Record]) -> list[Chart]:
@@ -162,30 +159,22 @@ def _trends(history: Sequence[Record]) -> list[Chart]:
     if len(history) < 2:
         return []
     versions = [_versions(record, history) for record in history]
-    order = sorted(range(len(history)), key=lambda i: (versions.index(versions[i]), history[i].at))
-    labels = [f"{versions[i]}: {history[i].at[:16].replace('T', ' ')} {history[i].verdict}" for i in order]
-
-    def judged(kind: str) -> dict[str, list[float]]:
-        worst = [history[i].worst(kind) for i in order]
-        pairs = {"bound": [s.bound if s else math.nan for s in worst]}
-        return pairs | {"candidate": [s.value if s else math.nan for s in worst]}
-
-    def cost(name: str) -> dict[str, list[float]]:
-        return {arm: [history[i].costs.get(arm, {}).get(name, math.nan) for i in order] for arm in ARMS[1:]}
-
-    charts = [
-        _chart(
-            "Worst error ratio", "The error ratio nearest to its bound, of every record", judged("error ratio"), labels
-        ),
-        _chart("Worst gain", "The gain nearest to its bound, of every record", judged("gain"), labels),
-    ]
-    for title, about, name in (
-        ("Step, ms", "The milliseconds of a step on average, of baseline and candidate, of every record", "step, ms"),
-        ("Peak, GiB", "The peak of the GPU's memory, of baseline and candidate, of every record", "peak, GiB"),
+    pairs = sorted(zip(versions, history, strict=True), key=lambda pair: (versions.index(pair[0]), pair[1].at))
+    labels = [f"{version}: {record.at[:16].replace('T', ' ')} {record.verdict}" for version, record in pairs]
+    records, charts = [record for _, record in pairs], []
+    for kind in ("error ratio", "gain"):
+        worst = [record.worst(kind) for record in records]
+        judged = {"bound": [s.bound if s else math.nan for s in worst]}
+        judged["candidate"] = [s.value if s else math.nan for s in worst]
+        charts.append(_chart(f"Worst {kind}", f"The {kind} nearest to its bound, of every record", judged, labels))
+    for cost, about in (
+        ("step, ms", "The milliseconds of a step on average"),
+        ("peak, GiB", "The peak of the GPU's memory"),
     ):
-        measured = cost(name)
+        measured = {arm: [record.costs.get(arm, {}).get(cost, math.nan) for record in records] for arm in ARMS[1:]}
         if any(math.isfinite(value) for values in measured.values() for value in values):
-            charts.append(_chart(title, about, measured, labels))
+            about += ", of baseline and candidate, of every record"
+            charts.append(_chart(cost[0].upper() + cost[1:], about, measured, labels))
     return charts
 
 
@@ -225,16 +214,9 @@ def _chart(
 
     phases = [Moment.parse(step).phase for step in steps]
     lines = []
-    for arm, values in series.items():
-        run: list[str] = []
-        for i, value in enumerate(values):
-            if run and ((i and phases[i] != phases[i - 1]) or not math.isfinite(value)):
-                lines.append((arm, " ".join(run)))
-                run = []
-            if math.isfinite(value):
-                run.append(f"{x(i)},{y(value)}")
-        if run:
-            lines.append((arm, " ".join(run)))
+    for arm, values in series.items():  # a line ends with its phase, and where there is no number
+        runs = itertools.groupby(enumerate(values), key=lambda point: (phases[point[0]], math.isfinite(point[1])))
+        lines += [(arm, " ".join(f"{x(i)},{y(value)}" for i, value in run)) for (_, drawn), run in runs if drawn]
     width = (WIDTH - LEFT - RIGHT) / len(steps)
     return Chart(
         title,

@@ -7,7 +7,6 @@ Nothing is hooked: a hook on the head would change what is fused there.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime
 import os
@@ -23,9 +22,8 @@ from torch import nn
 from convergence import isolate, tolerance
 from convergence.candidate import Candidate, load_patch, train_candidate
 from convergence.data import Batch, Step, evaluation_batch, steps
-from convergence.float64 import InFloat64
 from convergence.large import nudged
-from convergence.observe import logged_warnings
+from convergence.observe import observed_arm
 from convergence.observed import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Moment
 from convergence.records import Case
 from convergence.setups import RANKS, SETUPS, Setup
@@ -121,11 +119,8 @@ def train(run: Run, setup: Setup, batches: list[list[Step]], order: str = "befor
     Raises:
         CannotApply: the patch raised.
     """
-    result = Trajectory()
-    mode = InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext()
-    with logged_warnings(result.warnings), mode:
+    with observed_arm(run) as result:
         _train(run, setup, batches, result, order)
-        result.to_cpu()
     return result
 
 

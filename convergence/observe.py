@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,9 +13,19 @@ from torch import nn
 
 from convergence import ours
 from convergence.data import IGNORE, Batch, Step
+from convergence.float64 import InFloat64
 from convergence.large import is_large, sample
 from convergence.observed import BY_ELEMENT, HIDDEN, INITIAL, LOGITS, TARGET_LOGIT, Moment, Remark
-from convergence.trajectory import Trajectory
+from convergence.trajectory import Run, Trajectory
+
+
+@contextlib.contextmanager
+def observed_arm(run: Run) -> Iterator[Trajectory]:
+    """What the arm shows that trains inside, in a truth's arithmetic where it is one; in the end, on the CPU."""
+    result = Trajectory()
+    with logged_warnings(result.warnings), InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext():
+        yield result
+        result.to_cpu()
 
 
 class HeadObserver:
@@ -90,17 +101,14 @@ def kept_activations(model: Any, result: Trajectory, at: Moment) -> Iterator[Non
     head = set(model.get_output_embeddings().modules())
     kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
-    def hook(path: str) -> Callable[..., None]:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, torch.Tensor):
-                kept.append((path, output.detach(), output.detach().clone()))
-
-        return keep
+    def keep(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            kept.append((path, output.detach(), output.detach().clone()))
 
     with contextlib.ExitStack() as stack:
         for path, module in model.named_modules():
             if not module._modules and module not in head:
-                stack.callback(module.register_forward_hook(hook(path)).remove)
+                stack.callback(module.register_forward_hook(functools.partial(keep, path)).remove)
         yield
     changed = torch.stack([differ(now, before) for _, now, before in kept]).tolist() if kept else []
     for path in dict.fromkeys(path for (path, *_), differs in zip(kept, changed, strict=True) if differs):

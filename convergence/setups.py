@@ -128,21 +128,19 @@ class Autocast(Setup):
     name = "bf16-autocast"
     does = "torch.autocast in bfloat16 around the forward"
     dtypes = ("float32",)
+    computes_in = torch.bfloat16
 
     def running(self, device: torch.device) -> Any:
-        return torch.autocast(device.type, dtype=torch.bfloat16)
+        return torch.autocast(device.type, dtype=self.computes_in)
 
 
-class Fp16Scaler(Setup):
+class Fp16Scaler(Autocast):
     """Gradients are read after the scaler has taken its factor out of them."""
 
     name = "fp16-scaler"
     does = "torch.autocast in float16, and a GradScaler"
-    dtypes = ("float32",)
+    computes_in = torch.float16
     scale = 1024.0
-
-    def running(self, device: torch.device) -> Any:
-        return torch.autocast(device.type, dtype=torch.float16)
 
     def backward(self, wrapped: Any, loss: torch.Tensor) -> None:
         scaler = torch.amp.GradScaler(loss.device.type, init_scale=self.scale)
