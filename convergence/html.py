@@ -218,21 +218,15 @@ def _chart(
         runs = itertools.groupby(enumerate(values), key=lambda point: (phases[point[0]], math.isfinite(point[1])))
         lines += [(arm, " ".join(f"{x(i)},{y(value)}" for i, value in run)) for (_, drawn), run in runs if drawn]
     width = (WIDTH - LEFT - RIGHT) / len(steps)
+    told = [", ".join(f"{arm} {_short(values[i])}" for arm, values in series.items()) for i in range(len(steps))]
     return Chart(
         title,
         about,
         lines,
-        [(x(i), y(value)) for i, value in enumerate([*series.values()][-1]) if math.isfinite(value)],
-        [(level_at(level), label) for level, label in levels.items()],
-        [(round(LEFT + width * phases.index(phase), 1), phase) for phase in dict.fromkeys(phases)],
-        [
-            (
-                round(LEFT + width * i, 1),
-                round(width, 1),
-                f"{step}: " + ", ".join(f"{arm} {_short(values[i])}" for arm, values in series.items()),
-            )
-            for i, step in enumerate(steps)
-        ],
+        dots=[(x(i), y(value)) for i, value in enumerate([*series.values()][-1]) if math.isfinite(value)],
+        levels=[(level_at(level), label) for level, label in levels.items()],
+        phases=[(round(LEFT + width * phases.index(phase), 1), phase) for phase in dict.fromkeys(phases)],
+        steps=[(round(LEFT + width * i, 1), round(width, 1), f"{step}: {told[i]}") for i, step in enumerate(steps)],
     )
 
 

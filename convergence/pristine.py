@@ -19,9 +19,8 @@ import torch
 
 from convergence.data import Batch
 
-_LOSSES = "transformers.loss.loss_utils"  # from 4.46 on
 _REGISTRIES = (
-    (_LOSSES, "LOSS_MAPPING"),
+    ("transformers.loss.loss_utils", "LOSS_MAPPING"),
     ("transformers.activations", "ACT2CLS"),
     ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
 )
@@ -86,12 +85,8 @@ def _namespaces(model_classes: Iterable[type]) -> Iterable[tuple[str, Mapping[st
     modules = [sys.modules[cls.__module__] for cls in model_classes] + [torch.nn.functional]
     classes: set[type] = {torch.nn.CrossEntropyLoss, torch.nn.Linear, torch.nn.Embedding}
     for name, registry in _REGISTRIES:
-        try:
-            module = importlib.import_module(name)
-        except ImportError:  # this version has no such registry
-            continue
-        modules.append(module)
-        if hasattr(module, registry):
+        modules.append(module := importlib.import_module(name))
+        if hasattr(module, registry):  # an old version has not all of them
             yield f"{name}.{registry}", getattr(module, registry)
     for module in modules:
         yield module.__name__, vars(module)
