@@ -36,17 +36,13 @@ class HeadObserver:
         self.chunks: dict[int, torch.Tensor] = {}
 
     def observe_outputs(self, logits: torch.Tensor) -> None:
-        """The caller's own loss reads ``outputs.logits``: observe what arrives there."""
+        """Observe what arrives at the head's output, or where the caller's own loss reads ``outputs.logits``."""
         if self.at.phase == INITIAL and logits.requires_grad:
             logits.register_hook(self.logits_grad)
 
     def pre_hook(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         if args[0].requires_grad:
             args[0].register_hook(lambda grad: self.result.record(HIDDEN, self.at, grad))
-
-    def hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(self.logits_grad)
 
     def chunk(self, start: int, grad: torch.Tensor) -> None:
         self.chunks[start] = self.chunks[start] + grad if start in self.chunks else grad
@@ -89,7 +85,8 @@ def observed_head(model: Any, batch: Batch, result: Trajectory, at: Moment, step
             if ours.fuses_head(model):
                 stack.enter_context(ours.observe_logits_grad(observer.chunk))
             else:
-                stack.callback(head.register_forward_hook(observer.hook).remove)
+                hook = head.register_forward_hook(lambda module, args, logits: observer.observe_outputs(logits))
+                stack.callback(hook.remove)
         yield observer
         observer.finish()
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from convergence import patches
+
 IGNORE = -100
 
 
@@ -24,6 +26,10 @@ class Peer:
     patch: str
     distribution: str
     how: str
+
+
+def liger_kernel(model: Any) -> None:
+    patches.liger_kernel_instance(model)
 
 
 def cce_patch(model: Any) -> None:
