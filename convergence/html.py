@@ -21,9 +21,10 @@ from convergence.records import STATISTICS, Record, Statistic
 from convergence.report import ARMS, failures_by_tensor, passed
 
 TEMPLATE = "report.html.jinja"
-# In the units of a chart's view box; a phone shows it about as wide as this many pixels, so its text stays readable.
+# A chart's view box, which a phone shows about as wide as this many pixels, so that its text stays readable; and where
+# in it the lines are drawn.
 WIDTH, HEIGHT = 340, 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
+LEFT, RIGHT, TOP, BOTTOM = 46, 332, 8, 168
 # Where the bound lies in a bar; what is beyond fills the rest and is cut off there.
 BOUND_AT = 70
 
@@ -85,8 +86,8 @@ def page(records: Sequence[Record], history: Sequence[Record] = ()) -> str:
         width=WIDTH,
         height=HEIGHT,
         left=LEFT,
-        right=WIDTH - RIGHT,
-        bottom=HEIGHT - BOTTOM,
+        right=RIGHT,
+        bottom=BOTTOM,
         top=TOP,
     )
 
@@ -202,12 +203,12 @@ def _chart(
     low, high = min(levels), max(*levels, ceiling if logarithmic else -math.inf)
 
     def x(i: int) -> float:
-        return round(LEFT + (WIDTH - LEFT - RIGHT) * (i + 0.5) / len(steps), 1)
+        return round(LEFT + (RIGHT - LEFT) * (i + 0.5) / len(steps), 1)
 
     def y(value: float) -> float:
         if logarithmic:
             value = max(math.log10(value), low) if value > 0 else low
-        return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low), 1)
+        return round(BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low), 1)
 
     def level_at(level: float) -> float:
         return y(10**level if logarithmic and level > low else 0.0 if logarithmic else level)
@@ -217,7 +218,7 @@ def _chart(
     for arm, values in series.items():  # a line ends with its phase, and where there is no number
         runs = itertools.groupby(enumerate(values), key=lambda point: (phases[point[0]], math.isfinite(point[1])))
         lines += [(arm, " ".join(f"{x(i)},{y(value)}" for i, value in run)) for (_, drawn), run in runs if drawn]
-    width = (WIDTH - LEFT - RIGHT) / len(steps)
+    width = (RIGHT - LEFT) / len(steps)
     told = [", ".join(f"{arm} {_short(values[i])}" for arm, values in series.items()) for i in range(len(steps))]
     return Chart(
         title,
