@@ -16,22 +16,27 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
 
+# None of these imports Triton, nor this package's kernels: the device is to be chosen before.
+from convergence import bitwise, files, html, isolate, models, ours, progress, scale, setups
+from convergence.candidate import check_patch
+from convergence.checkpoint import PROFILE, Checkpoint
+from convergence.kept import keep_in
 from convergence.patches import BUILT_IN
-
-if TYPE_CHECKING:
-    from convergence.checkpoint import Checkpoint
-    from convergence.models import Row
-    from convergence.records import Case, Record
+from convergence.records import Case, Record, load, load_all
+from convergence.report import progress as line_of
+from convergence.report import summary_table
+from convergence.tolerance import REPLICAS
 
 _PROPERTY = "convergence"
 _summaries = pytest.StashKey[list[Any]]()
 # What every record of this run shares, the folder that records go to ("" for none), and the cases' earlier records.
 RUN, RECORDS = pytest.StashKey[str](), pytest.StashKey[str]()
-EARLIER = pytest.StashKey["dict[Case, Record]"]()
+EARLIER = pytest.StashKey[dict[Case, Record]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,8 +77,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _choose_device(device: str | None) -> str:
     """The device of this run. Without a GPU, kernels run in Triton's interpreter, as Triton decides at its import."""
     if device is None:
-        import torch
-
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
@@ -106,8 +109,6 @@ def pytest_configure(config: pytest.Config) -> None:
     _check_names("--profile", [profile], ("plain", "hard", "scale"))
     small = ("float16",) if profile == "scale" else ()
     _check_names("--dtypes", _names(config, "--dtypes"), ("float32", "bfloat16", *small))
-    from convergence import ours, setups
-
     with _usage_error("--models: "):
         _models(config)
     with _usage_error("--setups: "):
@@ -138,8 +139,6 @@ def _worker(config: pytest.Config) -> dict[str, Any]:
 def _share_the_cores(workers: int) -> None:
     """Give every xdist worker, and the processes it starts, its share of torch's threads, unless the user has set how
     many: fifteen workers of sixteen threads each mostly wait for one another."""
-    import torch
-
     if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         share = max(1, torch.get_num_threads() // workers)
         torch.set_num_threads(share)
@@ -148,17 +147,13 @@ def _share_the_cores(workers: int) -> None:
 
 def _use_own_gpu(worker: str) -> None:
     """Give every xdist worker a GPU of its own, as far as there are any."""
-    import torch
-
     if not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: this machine has no CUDA device; allowed here is cpu")
     torch.cuda.set_device(int(worker.removeprefix("gw")) % torch.cuda.device_count())
 
 
-def _models(config: pytest.Config) -> Sequence[Row]:
+def _models(config: pytest.Config) -> Sequence[models.Row]:
     """The models that ``--models`` selects of those that the profile has."""
-    from convergence import models, scale
-
     names = config.getoption("--models")
     if config.getoption("--profile") != scale.PROFILE:
         return models.select(names)
@@ -168,10 +163,8 @@ def _models(config: pytest.Config) -> Sequence[Row]:
     return rows
 
 
-def _rows(config: pytest.Config) -> tuple[Sequence[Row], str]:
+def _rows(config: pytest.Config) -> tuple[Sequence[models.Row], str]:
     """What is trained, and the name of its inputs: the checkpoint on text, or models on those of the profile."""
-    from convergence.checkpoint import PROFILE
-
     own = checkpoint(config)
     return (_models(config), config.getoption("--profile")) if own is None else ([own], PROFILE)
 
@@ -219,8 +212,6 @@ def checkpoint(config: pytest.Config) -> Checkpoint | None:
     path = config.getoption("--checkpoint")
     if not path:
         return None
-    from convergence.checkpoint import Checkpoint
-
     given = {name: config.getoption(f"--{name}") for name in ("layers", "rows", "length", "steps")}
     text = config.getoption("--text")
     return Checkpoint(str(Path(path).resolve()), **given, text=str(Path(text).resolve()) if text else "")
@@ -230,9 +221,6 @@ def _check_patch(name: str, timeout: float) -> None:
     """Import the patch in another process: importing may patch already, or crash."""
     if name in BUILT_IN:
         return
-    from convergence import isolate
-    from convergence.candidate import check_patch
-
     try:
         with _usage_error(""):
             isolate.call(check_patch, name, timeout=timeout)
@@ -250,8 +238,6 @@ def _prepare_records(config: pytest.Config) -> tuple[str, str]:
     folder, report = config.getoption("--records") or "", config.getoption("--report")
     _check_folder("--records", folder)
     if report:
-        from convergence import html
-
         if Path(report).is_dir():
             raise pytest.UsageError(f"--report {report!r} is a folder; it takes the file to write, such as report.html")
         if not html.available():
@@ -268,8 +254,6 @@ def _check_folder(option: str, folder: str) -> None:
 
 
 def _keep_references(config: pytest.Config, folder: Path) -> None:
-    from convergence.kept import keep_in
-
     _check_folder("--references", str(folder))
     inside = contextlib.ExitStack()
     inside.enter_context(keep_in(folder))
@@ -278,16 +262,12 @@ def _keep_references(config: pytest.Config, folder: Path) -> None:
 
 def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
     """What each case of this run was in the earlier one; nothing is compared unless every case can be."""
-    from convergence import bitwise
-    from convergence.models import find
-    from convergence.records import Record, load_all
-
     where = config.getoption("--compare-to")
     with _usage_error("--compare-to "):
         records = [record for record in load_all([Path(where)]) if record.run != config.stash[RUN]]
     found, refused = {}, []
     for case in cases(config):
-        if find(case.model).is_available():
+        if models.find(case.model).is_available():
             try:
                 found[case] = bitwise.earlier(records, Record.of(case))
             except ValueError as error:
@@ -304,15 +284,12 @@ def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
 def cases(config: pytest.Config) -> list[Case]:
     """What the options ask for, ordered so that cases with the same truth and baseline follow one another, and the long
     ones in bfloat16 come first: workers then finish together."""
-    from convergence.records import Case
-    from convergence.setups import select as select_setups
-
     patches, dtypes = _names(config, "--patch"), _names(config, "--dtypes")
     device, scope = config.getoption("--device"), config.getoption("--scope")
     rows, profile = _rows(config)
     return [
         Case(model.name, dtype, which, profile, device, scope=scope, setup=setup.name, order=order)
-        for setup in select_setups(config.getoption("--setups"))
+        for setup in setups.select(config.getoption("--setups"))
         for order in (setup.orders if config.getoption("--orders") == "all" else setup.orders[:1])
         for dtype in sorted({dtype for row in rows for dtype in dtypes or row.dtypes})
         for model in rows
@@ -333,12 +310,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 @contextlib.contextmanager
 def shown(config: pytest.Config, case: Case) -> Iterator[None]:
     """Inside, what trains is shown on the terminal, where ``case`` takes long."""
-    from convergence import progress
-    from convergence.models import find
-    from convergence.tolerance import REPLICAS
-
     capture = config.pluginmanager.get_plugin("capturemanager")
-    if not find(case.model).is_long or capture is None or _worker(config):
+    if not models.find(case.model).is_long or capture is None or _worker(config):
         yield
         return
     with capture.global_and_fixture_disabled(), progress.bar(2 * (1 + REPLICAS) + 1):
@@ -362,32 +335,25 @@ class _Reporter:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call":
             return
-        from convergence.report import progress
-
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         for name, value in report.user_properties:
             if name == _PROPERTY and isinstance(value, dict):
                 self.config.stash[_summaries].append(value)
                 if terminal is not None:
                     terminal.ensure_newline()
-                    terminal.write_line(progress(value))
+                    terminal.write_line(line_of(value))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--report")
     summaries = session.config.stash[_summaries]
     if path and summaries:  # a worker has none
-        from convergence import files, html
-        from convergence.records import load
-
         files.write(html.page([load(Path(summary["file"])) for summary in summaries]), Path(path))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     summaries = config.stash[_summaries]
     if summaries:
-        from convergence.report import summary_table
-
         terminalreporter.section("convergence")
         for line in summary_table(summaries):
             terminalreporter.write_line(line)
