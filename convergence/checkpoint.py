@@ -72,7 +72,8 @@ class Checkpoint(Row):
     @property
     def _file(self) -> dict[str, Any]:
         """Where transformers finds it; nothing is ever downloaded, and no code of its folder runs."""
-        path, given = Path(self.path), {"local_files_only": True, "trust_remote_code": False}
+        path = Path(self.path)
+        given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         if self._is_gguf:
             return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, **given}
         return {"pretrained_model_name_or_path": str(path), **given}
