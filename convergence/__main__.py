@@ -62,15 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.trend:  # one entry a case; its other environments are in its trend
             records, history = [*{record.case: record for record in everything}.values()], everything
             options.html = options.html or Path("report.html")
-        made = {
-            path: make(records)
-            for path, make in (
-                (options.html, lambda records: html.page(records, history)),
-                (options.markdown, report.markdown),
-                (options.junit, report.junit),
-            )
-            if path is not None
-        }
+        made: dict[Path, str] = {}
+        if options.html is not None:
+            made[options.html] = html.page(records, history)
+        if options.markdown is not None:
+            made[options.markdown] = report.markdown(records)
+        if options.junit is not None:
+            made[options.junit] = report.junit(records)
     except ValueError as error:
         parser.error(str(error))
     for path, text in made.items():

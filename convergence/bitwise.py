@@ -10,15 +10,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from convergence.observed import END, GENERATED, LOSS, SCORES, SGD, Moment
 from convergence.records import BIT_FOR_BIT, Digests, Record
-
-if TYPE_CHECKING:
-    import torch
-
-    from convergence.trajectory import Trajectory
+from convergence.trajectory import Trajectory
 
 # 48 bits: two different tensors share a word once in 3e14 comparisons.
 _WORD = 12
@@ -37,8 +34,6 @@ def digest(trajectory: Trajectory) -> list[Digests]:
 
 
 def _word(value: torch.Tensor) -> str:
-    import torch
-
     kind = f"{value.dtype} {list(value.shape)}".encode()
     content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     return hashlib.sha256(kind + content.tobytes()).hexdigest()[:_WORD]

@@ -16,7 +16,6 @@ backward otherwise.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Sequence
 
 from convergence import ours
@@ -86,14 +85,13 @@ def _share(failure: Failure, candidate: Trajectory, names: Collection[str]) -> f
 
 def _choose_steps(reruns: Reruns, names: list[str], candidate: Trajectory | None) -> tuple[Shown, Only]:
     """How the whole patch shows the failure, and the fewest steps that show it clearly, of those called ``names``."""
-    scopes: list[Only] = [frozenset(names), None]
-    if candidate is None:  # it raised, mostly at once
-        scopes.insert(0, frozenset(names[:1]))
-    else:
-        few = (n for n in range(1, len(names)) if _share(reruns.failure, candidate, names[:n]) >= CLEAR)
-        scopes = [*(frozenset(names[:n]) for n in itertools.islice(few, 1)), *scopes]
+    few = 1  # who raises mostly does so at once
+    if candidate is not None:
+        clear = (n for n in range(1, len(names)) if _share(reruns.failure, candidate, names[:n]) >= CLEAR)
+        few = next(clear, len(names))
     best, chosen = Shown(0.0, "nothing failed"), None
-    for only in scopes:
+    scopes: list[Only] = [frozenset(names[:few]), frozenset(names), None]
+    for only in dict.fromkeys(scopes):
         if only is None and best.fails:
             break
         shown = reruns.rerun(reruns.changes.parts, only).shown

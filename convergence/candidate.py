@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +20,6 @@ from convergence import ours
 from convergence.isolate import ProcessDied
 from convergence.train import train
 from convergence.trajectory import CannotApply, Run, Trajectory
-
-SCOPES = ("instance", "class")
 
 
 class PatchError(ValueError):
@@ -106,10 +105,9 @@ def train_candidate(
 def _census(template: nn.Module, model: nn.Module) -> dict[str, int]:
     """How many modules of ``model``, by class, are of another class or have another forward than the template's."""
     before = dict(template.named_modules())
-    census: dict[str, int] = {}
+    census: Counter[str] = Counter()
     for path, module in model.named_modules():
         own = before.get(path)
         if type(module) is not type(own) or ("forward" in vars(module)) != ("forward" in vars(own)):
-            name = type(module).__name__
-            census[name] = census.get(name, 0) + 1
-    return census
+            census[type(module).__name__] += 1
+    return dict(census)

@@ -6,7 +6,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from convergence.data import IGNORE, Batch, Step
 from convergence.failing import Key
 from convergence.in_setup import Arms, train_in_setup
 from convergence.kept import Kept, kept
-from convergence.models import MODELS, Row, find
+from convergence.models import DTYPES, MODELS, Row, find
 from convergence.observed import LOSS
 from convergence.patches import BUILT_IN
 from convergence.pristine import Bystander, Fingerprint
@@ -29,7 +29,6 @@ from convergence.setups import SETUPS
 from convergence.train import train
 from convergence.trajectory import Run, Trajectory
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Between these probabilities a prediction counts as confident, and the hard profile asks for it. Nearer to 1, p - 1
 # would have too few digits left in the truth itself: float64 keeps ten of them here.
 CONFIDENT = (0.99, 1 - 1e-6)
@@ -86,7 +85,7 @@ def inputs(model: str, dtype: str, profile: str, seed: int) -> Inputs:
 def references(model: str, dtype: str, profile: str, device: str, seed: int) -> References:
     """Template, inputs, and (truth, baseline) of the initial weights and of every replica: those that are kept, or else
     trained now."""
-    _forget_references()  # of the case before: at real size these are much of a GPU's memory
+    references.cache_clear()  # of the case before: at real size these are much of a GPU's memory
     make = functools.partial(_trained, model, dtype, profile, device, seed)
     if find(model).is_long:  # gigabytes, or of weights that may change
         return make()
@@ -112,9 +111,6 @@ def _trained(model: str, dtype: str, profile: str, device: str, seed: int) -> Re
     return result
 
 
-_forget_references = references.cache_clear
-
-
 def _references(case: Case) -> References:
     return references(case.model, case.dtype, case.profile, case.device, case.seed)
 
@@ -124,7 +120,7 @@ def _ask_for_confident_predictions(template: nn.Module, inputs: list[Step]) -> N
     p -> 1, which cancels catastrophically in a kernel that rounds too early."""
     with torch.no_grad():
         for batch in (batch for step in inputs for batch in step.batches):
-            logits = template(**batch.without_mask()).logits
+            logits = template(**replace(batch, attention_mask=None).inputs()).logits  # padding is seen, too
             probability = logits.double().softmax(-1)
             confidence, prediction = probability[:, :-1].max(-1)
             labels, (low, high) = batch.labels[:, 1:], CONFIDENT
@@ -156,9 +152,8 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
     record.truth = memory.describe(row.truth(case.dtype, case.device))
     upstream = _upstream(case)
     record.symbols = len(upstream)
-    verdict = Verdict()
-    changed = upstream.changes()
-    if changed:
+    if changed := upstream.changes():
+        verdict = Verdict()
         verdict.fail("baseline", "before training", "not pristine", ", ".join(changed))
     else:
         verdict, trajectory = _judge(case, record, upstream, timeout)
@@ -278,7 +273,7 @@ def _check_in_setup(case: Case, arms: Arms, record: Record, verdict: Verdict) ->
         if not (candidate.census or candidate.changed or candidate.launches):
             verdict.fail("candidate", "", "not patched", "no module changed, and no kernel of this package ran")
     else:
-        _check_kernels(model, candidate, record, verdict, SETUPS[case.setup].head_runs_itself(model))
+        _check_kernels(model, candidate, record, verdict, SETUPS[case.setup].head_runs_itself)
         record.fused = "yes" if _is_fused(candidate.report, arms.reads) else "no"
 
 
@@ -320,17 +315,8 @@ def _check_ours(case: Case, arms: Arms, record: Record, verdict: Verdict) -> Non
         verdict.fail("candidate", "", "not patched", f"{changed} modules changed", f"the {len(listed)} that are listed")
 
 
-_KERNEL_NAMES = {
-    "rms_norm": "rms_norm",
-    "layer_norm": "layer_norm",
-    "gated_rms_norm": "gated_rms_norm",
-    "rope": "rope",
-    "swiglu": "glu",
-    "geglu": "glu",
-    "experts": "packed_glu",
-    "cross_entropy": "cross_entropy",
-    "linear_cross_entropy": "cross_entropy",
-}
+# What is launched under another name.
+_KERNEL_NAMES = {"swiglu": "glu", "geglu": "glu", "experts": "packed_glu", "linear_cross_entropy": "cross_entropy"}
 
 
 def _check_foreign(case: Case, arms: Arms, record: Record, verdict: Verdict) -> None:

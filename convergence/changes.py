@@ -8,6 +8,7 @@ So it works for anybody's patch of one model. What a patch changes outside of th
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,18 +85,15 @@ class Changes:
     def _replaced(self, path: str, old: nn.Module | None, new: nn.Module | None) -> Part:
         parent, _, name = path.rpartition(".")
 
-        def put(module: nn.Module | None) -> Callable[[], None]:
-            def place() -> None:
-                children = self.model.get_submodule(parent)._modules
-                if module is None:
-                    children.pop(name, None)
-                else:
-                    children[name] = module
-
-            return place
+        def put(module: nn.Module | None) -> None:
+            children = self.model.get_submodule(parent)._modules
+            if module is None:
+                children.pop(name, None)
+            else:
+                children[name] = module
 
         kernel = type(old if old is not None else new).__name__
-        return Part(path, kernel, put(old), put(new))
+        return Part(path, kernel, functools.partial(put, old), functools.partial(put, new))
 
 
 def _state(module: nn.Module) -> dict[tuple[str, ...], Any]:
@@ -123,7 +121,7 @@ def _changed(path: str, module: nn.Module, before: dict[Any, Any], after: dict[A
         groups = {kernel: keys}
 
     def put(state: dict[Any, Any], keys: set[Any]) -> Callable[[], None]:
-        return lambda: _put(module, {key: state.get(key, _ABSENT) for key in keys})
+        return functools.partial(_put, module, {key: state.get(key, _ABSENT) for key in keys})
 
     return [Part(path, kernel, put(before, of), put(after, of)) for kernel, of in groups.items() if of]
 

@@ -22,10 +22,9 @@ from torch import nn
 
 from convergence import data, gguf_file, long_run, memory
 from convergence.data import Batch
-from convergence.models import Row
+from convergence.models import DTYPES, Row
 from convergence.observed import SGD
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Steps that are observed in full before a long run.
 _FEW = 4
 PROFILE = "text"
@@ -174,7 +173,6 @@ class Checkpoint(Row):
         return dataclasses.replace(self, layers=1).build(0)
 
     def describe(self, dtype: str, device: str) -> str:
-        """What will be trained, and what that takes, in a line."""
         count = sum(parameter.numel() for parameter in self.empty().parameters())
         layers = self.config().get_text_config().num_hidden_layers
         return (
@@ -189,11 +187,10 @@ class Checkpoint(Row):
             ValueError: it cannot; the message says why, and what would do.
         """
         config = self._checked_config()
-        layers = config["num_hidden_layers"]
         for option, value, least, most in (
-            ("--layers", self.layers, 1, layers),
+            ("--layers", self.layers, 1, config.num_hidden_layers),
             ("--rows", self.rows, 1, None),
-            ("--length", self.length, data.SHORTEST, config["max_position_embeddings"]),
+            ("--length", self.length, data.SHORTEST, getattr(config, "max_position_embeddings", None)),
             ("--steps", self.steps, 1, None),
         ):
             if value is not None and (value < least or (most is not None and value > most)):
@@ -204,8 +201,8 @@ class Checkpoint(Row):
             if not self.plan(dtype, device).fits:
                 raise ValueError(f"{self.describe(dtype, device)} does not fit. {self._what_fits(dtype, device)}")
 
-    def _checked_config(self) -> dict[str, Any]:
-        """The numbers that options are checked against."""
+    def _checked_config(self) -> Any:
+        """The text model's configuration, which options are checked against."""
         import transformers
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -237,9 +234,7 @@ class Checkpoint(Row):
                 f"{path}: has no causal language model: it is {', '.join(saved) or config.model_type}; --checkpoint "
                 "takes what AutoModelForCausalLM loads"
             )
-        inner = config.get_text_config()
-        names = ("num_hidden_layers", "max_position_embeddings")
-        return {name: getattr(inner, name, None) for name in names}
+        return config.get_text_config()
 
     def _check_gguf(self) -> None:
         header = gguf_file.read(self.path)

@@ -229,10 +229,11 @@ def _judge_statistics(
     measured = {q: _measure(pairs, candidate, q, steps, dtype, q == BY_ELEMENT) for q, steps in comparable.items()}
     if LOGITS in comparable and BY_ELEMENT not in comparable:  # else they are too large to be kept by element
         measured[BY_ELEMENT] = _measure(pairs, candidate, LOGITS, comparable[LOGITS], dtype, by_element=True)
-    _judge_error_ratios("error ratio", {q: (m, m.error, m.floor) for q, m in measured.items()}, verdict)
+    _judge_error_ratios("error ratio", measured, verdict)
     # Where every element counts by its own size, the largest error is that of whatever is nearest to 0.
     whole = {q: m for q, m in measured.items() if not m.scalar and q not in (TARGET_LOGIT, BY_ELEMENT)}
-    _judge_error_ratios("largest error ratio", {q: (m, m.largest, m.largest_floor) for q, m in whole.items()}, verdict)
+    largest = {q: dataclasses.replace(m, error=m.largest, floor=m.largest_floor) for q, m in whole.items()}
+    _judge_error_ratios("largest error ratio", largest, verdict)
     gradients = {q: m for q, m in measured.items() if q.kind == GRADIENT or q in (LOGITS, HIDDEN)}
     _judge_gains(gradients, "gain", dtype, verdict)
     _judge_gains({q: measured[q] for q in (LOSS, GRADIENT_NORM) if q in measured}, "gain", torch.float32, verdict)
@@ -240,17 +241,15 @@ def _judge_statistics(
     _judge_gains(_against_the_others(parameters), "gain against the others", dtype, verdict)
 
 
-def _judge_error_ratios(
-    name: str, measured: dict[Quantity, tuple[_Measured, torch.Tensor, torch.Tensor]], verdict: Verdict
-) -> None:
+def _judge_error_ratios(name: str, measured: dict[Quantity, _Measured], verdict: Verdict) -> None:
     """Judge every quantity in every phase by what honest ratios are in this phase, over all quantities of one kind."""
-    lone_step = _is_lone({step for m, *_ in measured.values() for step in m.steps})
+    lone_step = _is_lone(measured)
     ratios: dict[tuple[str, bool, bool], list[tuple[Quantity, Moment, float]]] = {}
     worst_replica: dict[tuple[str, bool, bool], float] = {}
-    for quantity, (m, errors, floors) in measured.items():
+    for quantity, m in measured.items():
         for phase in dict.fromkeys(step.phase for step in m.steps):
             chosen = [k for k, step in enumerate(m.steps) if step.phase == phase]
-            error, floor = errors[:, chosen], floors[chosen]
+            error, floor = m.error[:, chosen], m.floor[chosen]
             honest, kind = error[:-1], (phase, m.scalar, m.by_element)
             ratio = error[-1] / _reference(honest, floor)
             pooled = float(ratio.square().mean().sqrt())
@@ -267,9 +266,9 @@ def _judge_error_ratios(
             verdict.judge(quantity, worst, name, pooled, bound)
 
 
-def _is_lone(steps: set[Moment]) -> bool:
+def _is_lone(measured: dict[Quantity, _Measured]) -> bool:
     """Whether all that was observed is one step."""
-    return len(steps) == 1
+    return len({step for m in measured.values() for step in m.steps}) == 1
 
 
 @functools.cache
@@ -296,7 +295,7 @@ def _against_the_others(parameters: dict[Quantity, _Measured]) -> dict[Quantity,
         .values
         for step in steps
     }
-    if _is_lone(steps) and len(parameters) > 1:
+    if _is_lone(parameters) and len(parameters) > 1:
         gains = {quantity: m.gain for quantity, m in parameters.items()}
         others = {q: torch.stack([g for other, g in gains.items() if other != q]).median(0).values for q in gains}
         return {q: dataclasses.replace(m, gain=m.gain - others[q]) for q, m in parameters.items()}
@@ -308,7 +307,7 @@ def _against_the_others(parameters: dict[Quantity, _Measured]) -> dict[Quantity,
 
 def _judge_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dtype, verdict: Verdict) -> None:
     """Judge the weighted mean gain of every quantity over all of its steps."""
-    lone_step = _is_lone({step for m in measured.values() for step in m.steps})
+    lone_step = _is_lone(measured)
     noise: dict[Moment, list[torch.Tensor]] = {}
     for m in measured.values():
         for k, step in enumerate(m.steps):

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 IGNORE = -100
 VOCABULARY = 263  # 256 bytes and seven tokens that the text never uses
-PROFILES = ("plain", "hard")
 
 
 @dataclass
@@ -39,10 +38,6 @@ class Batch:
         """What a model takes, but for the labels."""
         given = {name: tensor for name, tensor in vars(self).items() if name != "labels" and tensor is not None}
         return {**given, "use_cache": False}
-
-    def without_mask(self) -> dict[str, Any]:
-        """The same without what pads: padding is seen, too."""
-        return {name: tensor for name, tensor in self.inputs().items() if name != "attention_mask"}
 
 
 @dataclass
@@ -76,12 +71,10 @@ class Step:
 
     def labelled(self, batch: Batch) -> dict[str, Any]:
         """What a model takes that computes the loss of ``batch`` itself."""
-        count = sum(int((b.labels[:, 1:] != IGNORE).sum()) for b in self.batches) if self.num_items else None
-        return {
-            **batch.inputs(),
-            "labels": batch.labels,
-            **({"num_items_in_batch": count} if count is not None else {}),
-        }
+        given = {**batch.inputs(), "labels": batch.labels}
+        if self.num_items:
+            given["num_items_in_batch"] = sum(int((b.labels[:, 1:] != IGNORE).sum()) for b in self.batches)
+        return given
 
     def loss(self, outputs: Any) -> torch.Tensor:
         """The part of the step's loss that the model's own loss of one batch is."""

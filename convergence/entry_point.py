@@ -23,8 +23,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def _names_the_proof(arguments: Iterable[str], pyargs: bool) -> bool:
-    for name in (argument.partition("::")[0] for argument in arguments):
-        path = Path(name).resolve()
-        if (pyargs and f"{name}.".startswith("convergence.")) or _HERE in (path, *path.parents):
-            return True
-    return False
+    names = [argument.partition("::")[0] for argument in arguments]
+    if pyargs and any(f"{name}.".startswith("convergence.") for name in names):
+        return True
+    return any(Path(name).resolve().is_relative_to(_HERE) for name in names)

@@ -56,9 +56,8 @@ class Failure:
         worst = Shown(0.0, "nothing to compare")
         for key in sorted(self.keys & numbers.keys(), key=lambda key: key[1] == RELATIVE):
             s = numbers[key]
-            share = math.inf if math.isnan(s.value) else s.value / s.bound
-            if share > worst.share and not (worst.fails and s.statistic == RELATIVE):
-                worst = Shown(share, f"{s.statistic} {s.value:.3g} of {s.bound:.3g} in {s.quantity}")
+            if s.share > worst.share and not (worst.fails and s.statistic == RELATIVE):
+                worst = Shown(s.share, f"{s.statistic} {s.value:.3g} of {s.bound:.3g} in {s.quantity}")
         for quantity, _, statistic, value, _ in verdict.failures:
             if (quantity, statistic) in self.keys - numbers.keys():
                 return Shown(math.inf, f"{quantity}: {statistic}: {value}")

@@ -25,21 +25,22 @@ class InFloat64(TorchFunctionMode):
     name, and a truth that is rounded there is as noisy as the float32 baseline that it judges."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.Tensor.float:
             return args[0].double()
         if func is torch.Tensor.backward:
-            return self._backward(*args, **(kwargs or {}))
-        if func is F.scaled_dot_product_attention and _is_long(args, kwargs or {}):
-            return attention(*args, **(kwargs or {}))
-        if func is F.cross_entropy and _is_large(args, kwargs or {}):
-            return cross_entropy(*args, **(kwargs or {}))
+            return self._backward(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and _is_long(args, kwargs):
+            return attention(*args, **kwargs)
+        if func is F.cross_entropy and _is_large(args, kwargs):
+            return cross_entropy(*args, **kwargs)
         if func is torch.multinomial:  # a GPU draws other random numbers in float64: the truth samples what others do
-            return func(args[0].to(torch.float32), *args[1:], **(kwargs or {}))
+            return func(args[0].to(torch.float32), *args[1:], **kwargs)
 
         def widen(value: Any) -> Any:
             return torch.float64 if value is torch.float32 else value
 
-        return func(*map(widen, args), **{key: widen(value) for key, value in (kwargs or {}).items()})
+        return func(*map(widen, args), **{key: widen(value) for key, value in kwargs.items()})
 
     def _backward(
         self, loss: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,

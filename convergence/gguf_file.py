@@ -55,8 +55,7 @@ def read(path: str) -> Header:
     import gguf
 
     try:
-        reader = gguf.GGUFReader(path)
-        return _header(reader)
+        return _header(gguf.GGUFReader(path))
     except Exception as error:  # whatever its parser meets in bytes that may be anything
         raise ValueError(f"{path}: {unreadable(error)}") from error
 

@@ -6,6 +6,8 @@ coordinates. jinja2 is imported when a page is made, since the proof itself runs
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import math
 import re
 from collections import Counter
@@ -14,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convergence import files
 from convergence.observed import Moment
 from convergence.records import STATISTICS, Record, Statistic
 from convergence.report import ARMS, failures_by_tensor, passed
 
 TEMPLATE = "report.html.jinja"
-# In the units of a chart's view box; a phone shows it about as wide as this many pixels, so its text stays readable.
+# A chart's view box, which a phone shows about as wide as this many pixels, so that its text stays readable; and where
+# in it the lines are drawn.
 WIDTH, HEIGHT = 340, 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
+LEFT, RIGHT, TOP, BOTTOM = 46, 332, 8, 168
 # Where the bound lies in a bar; what is beyond fills the rest and is cut off there.
 BOUND_AT = 70
 
@@ -43,11 +45,7 @@ class Chart:
 
 def available() -> bool:
     """Whether a page can be made: jinja2 is installed."""
-    try:
-        import jinja2  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("jinja2") is not None
 
 
 def page(records: Sequence[Record], history: Sequence[Record] = ()) -> str:
@@ -73,7 +71,7 @@ def page(records: Sequence[Record], history: Sequence[Record] = ()) -> str:
     # Long names break between their parts.
     environment.filters["breakable"] = lambda text: Markup(re.sub(r"([._:/])", r"\1<wbr>", str(escape(text))))
     ordered = sorted(records, key=lambda record: (passed(record) is not False, passed(record) is None))
-    environments = Counter(_environment(record) for record in records)
+    environments = Counter((("runs on", record.device), *record.versions.items()) for record in records)
     return environment.get_template(TEMPLATE).render(
         cases=[
             _case(record, len(environments) > 1, [other for other in history if other.case == record.case])
@@ -88,19 +86,10 @@ def page(records: Sequence[Record], history: Sequence[Record] = ()) -> str:
         width=WIDTH,
         height=HEIGHT,
         left=LEFT,
-        right=WIDTH - RIGHT,
-        bottom=HEIGHT - BOTTOM,
+        right=RIGHT,
+        bottom=BOTTOM,
         top=TOP,
     )
-
-
-def write(records: Sequence[Record], path: Path) -> None:
-    """Write the page of ``records`` to ``path``; raises as :func:`page`."""
-    files.write(page(records), path)
-
-
-def _environment(record: Record) -> tuple[tuple[str, str], ...]:
-    return (("runs on", record.device), *record.versions.items())
 
 
 def _case(record: Record, several: bool, history: Sequence[Record]) -> dict[str, Any]:
@@ -143,31 +132,27 @@ def _short(number: float | None) -> str:
 
 def _charts(record: Record) -> list[Chart]:
     """The losses of the arms, and how far from the truth's they are."""
-    truth = record.losses.get("truth", {})
-    if not truth:
+    steps, long = list(record.losses.get("truth", {})), list(record.losses.get("lowest", {}))
+    if not steps:
         return []
-    losses = {arm: [record.losses.get(arm, {}).get(step, math.nan) for step in truth] for arm in ARMS}
-    long = record.losses.get("lowest", {})
-    in_long = {
-        arm: [record.losses.get(arm, {}).get(step, math.nan) for step in long]
-        for arm in ("lowest", "highest", "baseline", "candidate")
-    }
-    about = "The mean loss of every block of a long run, with the lowest and the highest of all unpatched runs"
+
+    def curves(arms: Iterable[str], steps: list[str]) -> dict[str, list[float]]:
+        return {arm: [record.losses.get(arm, {}).get(step, math.nan) for step in steps] for arm in arms}
+
+    losses = curves(ARMS, steps)
     distances = {
         arm: [abs(a - t) / abs(t) if t else math.nan for a, t in zip(losses[arm], losses["truth"], strict=True)]
         for arm in ARMS[1:]
     }
-    return [
-        _chart("Loss", "The loss of every step, of the three arms", losses, list(truth)),
-        _chart(
-            "Distance from the truth's loss",
-            "How far the losses of baseline and candidate are from the truth's, relative to it, on a logarithmic scale",
-            distances,
-            list(truth),
-            logarithmic=True,
-        ),
-        *([_chart("Long run", about, in_long, list(long))] if long else []),
+    about = "How far the losses of baseline and candidate are from the truth's, relative to it, on a logarithmic scale"
+    charts = [
+        _chart("Loss", "The loss of every step, of the three arms", losses, steps),
+        _chart("Distance from the truth's loss", about, distances, steps, logarithmic=True),
     ]
+    if long:
+        about = "The mean loss of every block of a long run, with the lowest and the highest of all unpatched runs"
+        charts.append(_chart("Long run", about, curves(("lowest", "highest", *ARMS[1:]), long), long))
+    return charts
 
 
 def _trends(history: Sequence[Record]) -> list[Chart]:
@@ -175,30 +160,22 @@ def _trends(history: Sequence[Record]) -> list[Chart]:
     if len(history) < 2:
         return []
     versions = [_versions(record, history) for record in history]
-    order = sorted(range(len(history)), key=lambda i: (versions.index(versions[i]), history[i].at))
-    labels = [f"{versions[i]}: {history[i].at[:16].replace('T', ' ')} {history[i].verdict}" for i in order]
-
-    def judged(kind: str) -> dict[str, list[float]]:
-        worst = [history[i].worst(kind) for i in order]
-        pairs = {"bound": [s.bound if s else math.nan for s in worst]}
-        return pairs | {"candidate": [s.value if s else math.nan for s in worst]}
-
-    def cost(name: str) -> dict[str, list[float]]:
-        return {arm: [history[i].costs.get(arm, {}).get(name, math.nan) for i in order] for arm in ARMS[1:]}
-
-    charts = [
-        _chart(
-            "Worst error ratio", "The error ratio nearest to its bound, of every record", judged("error ratio"), labels
-        ),
-        _chart("Worst gain", "The gain nearest to its bound, of every record", judged("gain"), labels),
-    ]
-    for title, about, name in (
-        ("Step, ms", "The milliseconds of a step on average, of baseline and candidate, of every record", "step, ms"),
-        ("Peak, GiB", "The peak of the GPU's memory, of baseline and candidate, of every record", "peak, GiB"),
+    pairs = sorted(zip(versions, history, strict=True), key=lambda pair: (versions.index(pair[0]), pair[1].at))
+    labels = [f"{version}: {record.at[:16].replace('T', ' ')} {record.verdict}" for version, record in pairs]
+    records, charts = [record for _, record in pairs], []
+    for kind in ("error ratio", "gain"):
+        worst = [record.worst(kind) for record in records]
+        judged = {"bound": [s.bound if s else math.nan for s in worst]}
+        judged["candidate"] = [s.value if s else math.nan for s in worst]
+        charts.append(_chart(f"Worst {kind}", f"The {kind} nearest to its bound, of every record", judged, labels))
+    for cost, about in (
+        ("step, ms", "The milliseconds of a step on average"),
+        ("peak, GiB", "The peak of the GPU's memory"),
     ):
-        measured = cost(name)
+        measured = {arm: [record.costs.get(arm, {}).get(cost, math.nan) for record in records] for arm in ARMS[1:]}
         if any(math.isfinite(value) for values in measured.values() for value in values):
-            charts.append(_chart(title, about, measured, labels))
+            about += ", of baseline and candidate, of every record"
+            charts.append(_chart(cost[0].upper() + cost[1:], about, measured, labels))
     return charts
 
 
@@ -226,44 +203,31 @@ def _chart(
     low, high = min(levels), max(*levels, ceiling if logarithmic else -math.inf)
 
     def x(i: int) -> float:
-        return round(LEFT + (WIDTH - LEFT - RIGHT) * (i + 0.5) / len(steps), 1)
+        return round(LEFT + (RIGHT - LEFT) * (i + 0.5) / len(steps), 1)
 
     def y(value: float) -> float:
         if logarithmic:
             value = max(math.log10(value), low) if value > 0 else low
-        return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low), 1)
+        return round(BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low), 1)
 
     def level_at(level: float) -> float:
         return y(10**level if logarithmic and level > low else 0.0 if logarithmic else level)
 
     phases = [Moment.parse(step).phase for step in steps]
     lines = []
-    for arm, values in series.items():
-        run: list[str] = []
-        for i, value in enumerate(values):
-            if run and ((i and phases[i] != phases[i - 1]) or not math.isfinite(value)):
-                lines.append((arm, " ".join(run)))
-                run = []
-            if math.isfinite(value):
-                run.append(f"{x(i)},{y(value)}")
-        if run:
-            lines.append((arm, " ".join(run)))
-    width = (WIDTH - LEFT - RIGHT) / len(steps)
+    for arm, values in series.items():  # a line ends with its phase, and where there is no number
+        runs = itertools.groupby(enumerate(values), key=lambda point: (phases[point[0]], math.isfinite(point[1])))
+        lines += [(arm, " ".join(f"{x(i)},{y(value)}" for i, value in run)) for (_, drawn), run in runs if drawn]
+    width = (RIGHT - LEFT) / len(steps)
+    told = [", ".join(f"{arm} {_short(values[i])}" for arm, values in series.items()) for i in range(len(steps))]
     return Chart(
         title,
         about,
         lines,
-        [(x(i), y(value)) for i, value in enumerate([*series.values()][-1]) if math.isfinite(value)],
-        [(level_at(level), label) for level, label in levels.items()],
-        [(round(LEFT + width * phases.index(phase), 1), phase) for phase in dict.fromkeys(phases)],
-        [
-            (
-                round(LEFT + width * i, 1),
-                round(width, 1),
-                f"{step}: " + ", ".join(f"{arm} {_short(values[i])}" for arm, values in series.items()),
-            )
-            for i, step in enumerate(steps)
-        ],
+        dots=[(x(i), y(value)) for i, value in enumerate([*series.values()][-1]) if math.isfinite(value)],
+        levels=[(level_at(level), label) for level, label in levels.items()],
+        phases=[(round(LEFT + width * phases.index(phase), 1), phase) for phase in dict.fromkeys(phases)],
+        steps=[(round(LEFT + width * i, 1), round(width, 1), f"{step}: {told[i]}") for i, step in enumerate(steps)],
     )
 
 

@@ -7,7 +7,6 @@ Nothing is hooked: a hook on the head would change what is fused there.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime
 import os
@@ -23,9 +22,8 @@ from torch import nn
 from convergence import isolate, tolerance
 from convergence.candidate import Candidate, load_patch, train_candidate
 from convergence.data import Batch, Step, evaluation_batch, steps
-from convergence.float64 import InFloat64
 from convergence.large import nudged
-from convergence.observe import logged_warnings
+from convergence.observe import observed_arm
 from convergence.observed import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Moment
 from convergence.records import Case
 from convergence.setups import RANKS, SETUPS, Setup
@@ -35,7 +33,6 @@ from convergence.trajectory import Run, Trajectory, apply, build
 # What takes part: enough for every way through a loss, few enough for a dozen set-ups.
 STEPS = ("masked", "packed", "accumulated", "label smoothing", "logits read", "padded", "plain 0", "plain 1", "plain 2")
 WAIT = datetime.timedelta(seconds=120)  # for the other rank
-READS = "logits read"
 
 
 @dataclass
@@ -122,11 +119,8 @@ def train(run: Run, setup: Setup, batches: list[list[Step]], order: str = "befor
     Raises:
         CannotApply: the patch raised.
     """
-    result = Trajectory()
-    mode = InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext()
-    with logged_warnings(result.warnings), mode:
+    with observed_arm(run) as result:
         _train(run, setup, batches, result, order)
-        result.to_cpu()
     return result
 
 
@@ -134,33 +128,34 @@ def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory
     rounded = run.rounded_to or run.dtype
     first = build(run)
     initial = {name: p.detach().cpu().clone() for name, p in first.named_parameters()}
+    patch = run.patch if run.construct is None else None
+    model: Any = None
+    wrapped: Any = None
 
-    made: list[tuple[Any, Any]] = []
-
-    def arm(seed: int) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-        """The model near the initial weights, patched and wrapped; and these weights."""
+    def begin(seed: int) -> dict[str, torch.Tensor]:
+        """Let the model, patched and wrapped, have weights near the initial ones, which are returned."""
+        nonlocal model, wrapped
         generator = torch.Generator().manual_seed(seed)
         start = {name: nudged(weight, rounded, generator) for name, weight in initial.items()}
-        model = copy.deepcopy(first) if setup.sharded or not made else made[0][0]
+        anew = setup.sharded or model is None
+        if anew:
+            result.model = model = copy.deepcopy(first)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(start[name])
-        if setup.sharded or not made:
-            patches = run.patch is not None and run.construct is None
-            if patches and order == "before":
-                apply(run.patch, model)  # type: ignore[arg-type]
+        if anew:
+            if patch is not None and order == "before":
+                apply(patch, model)
             wrapped = setup.wrap(model, run.device)
-            if patches and order == "after":
-                apply(run.patch, wrapped)  # type: ignore[arg-type]
-            made[:] = [(model, wrapped)]
-        result.model = model
-        return *made[0], start
+            if patch is not None and order == "after":
+                apply(patch, wrapped)
+        return start
 
     ranked = [[step.to(run.device) for step in steps] for steps in batches]
     for seed, step_of_ranks in enumerate(zip(*ranked, strict=True)):
-        model, wrapped, _ = arm(seed)
+        begin(seed)
         _accumulate(model, wrapped, setup, step_of_ranks, result, INITIAL)
-    model, wrapped, start = arm(len(ranked[0]))
+    start = begin(len(ranked[0]))
     optimizer = setup.optimizer(wrapped, lambda parameters: torch.optim.SGD(parameters, lr=SGD_LEARNING_RATE))
     for step_of_ranks in zip(*ranked, strict=True):
         if step_of_ranks[0].trains:

@@ -48,7 +48,7 @@ def _repair_bfloat16() -> None:
 
 class _Replacements:
     """What a launch replaces in Triton's language: (owner, name, what was there), some of it several times. All of it
-    is replaced and put back at once."""
+    is replaced (``install``) and put back (``restore``) at once."""
 
     def __init__(self, changes: list[tuple[Any, str, Any]]) -> None:
         now: dict[Any, dict[str, Any]] = {}
@@ -56,26 +56,19 @@ class _Replacements:
         for owner, name, original in changes:
             now.setdefault(owner, {})[name] = getattr(owner, name)
             before.setdefault(owner, {}).setdefault(name, original)
-        self._now, self._before = list(now.items()), list(before.items())
-
-    def install(self) -> None:
-        for owner, members in self._now:
-            _set_all(owner, members)
-
-    def restore(self) -> None:
-        for owner, members in self._before:
-            _set_all(owner, members)
+        self.install, self.restore = functools.partial(_set_all, now), functools.partial(_set_all, before)
 
 
-def _set_all(owner: Any, members: dict[str, Any]) -> None:
-    if inspect.ismodule(owner):  # which has all of them
-        vars(owner).update(members)
-        return
-    for name, member in members.items():
-        if member is interpreter._MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, member)
+def _set_all(members_of: dict[Any, dict[str, Any]]) -> None:
+    for owner, members in members_of.items():
+        if inspect.ismodule(owner):  # which has all of them
+            vars(owner).update(members)
+            continue
+        for name, member in members.items():
+            if member is interpreter._MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, member)
 
 
 def _hurry() -> None:

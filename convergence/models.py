@@ -18,6 +18,7 @@ from convergence import data
 from convergence.data import Batch
 from convergence.observed import ADAMW, SGD
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _COMMON: dict[str, Any] = {
     "vocab_size": data.VOCABULARY,
     "hidden_size": 100,
@@ -90,6 +91,10 @@ class Row:
         """What the truth trains in. Without float64 it is float32, with TF32 off."""
         return torch.float64
 
+    def describe(self, dtype: str, device: str) -> str:
+        """Of one that is long: what will be trained, and about what it takes, in a line."""
+        raise NotImplementedError
+
     def notes(self) -> list[str]:
         """What a record says of how its weights were made."""
         return []
@@ -116,7 +121,6 @@ class MiniModel(Row):
         return self.name.partition("-")[0]
 
     def is_available(self) -> bool:
-        """Whether the installed transformers has this architecture."""
         import transformers
 
         return hasattr(transformers, self.architecture)
@@ -230,11 +234,10 @@ _ROWS = (
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 12,
             "linear_value_head_dim": 12,
+            **_EXPERTS,
             "num_experts": 4,
-            "num_experts_per_tok": 2,
             "moe_intermediate_size": 40,
             "shared_expert_intermediate_size": 40,
-            "experts_implementation": "eager",
         },
     ),
     MiniModel("llama-untied", "LlamaForCausalLM"),
@@ -253,7 +256,7 @@ _ROWS = (
             **{"num_key_value_heads": 10, "q_lora_rank": 60, "kv_lora_rank": 60},
             **{"qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10},
             **{"first_k_dense_replace": 1, "moe_intermediate_size": 50, "n_routed_experts": 4, "n_group": 1},
-            **{"topk_group": 1, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+            **{"topk_group": 1, **_EXPERTS},
         },
     ),
     MiniModel(

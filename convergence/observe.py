@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,9 +13,19 @@ from torch import nn
 
 from convergence import ours
 from convergence.data import IGNORE, Batch, Step
+from convergence.float64 import InFloat64
 from convergence.large import is_large, sample
 from convergence.observed import BY_ELEMENT, HIDDEN, INITIAL, LOGITS, TARGET_LOGIT, Moment, Remark
-from convergence.trajectory import Trajectory
+from convergence.trajectory import Run, Trajectory
+
+
+@contextlib.contextmanager
+def observed_arm(run: Run) -> Iterator[Trajectory]:
+    """What the arm shows that trains inside, in a truth's arithmetic where it is one; in the end, on the CPU."""
+    result = Trajectory()
+    with logged_warnings(result.warnings), InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext():
+        yield result
+        result.to_cpu()
 
 
 class HeadObserver:
@@ -25,17 +36,13 @@ class HeadObserver:
         self.chunks: dict[int, torch.Tensor] = {}
 
     def observe_outputs(self, logits: torch.Tensor) -> None:
-        """The caller's own loss reads ``outputs.logits``: observe what arrives there."""
+        """Observe what arrives at the head's output, or where the caller's own loss reads ``outputs.logits``."""
         if self.at.phase == INITIAL and logits.requires_grad:
             logits.register_hook(self.logits_grad)
 
     def pre_hook(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         if args[0].requires_grad:
             args[0].register_hook(lambda grad: self.result.record(HIDDEN, self.at, grad))
-
-    def hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(self.logits_grad)
 
     def chunk(self, start: int, grad: torch.Tensor) -> None:
         self.chunks[start] = self.chunks[start] + grad if start in self.chunks else grad
@@ -78,7 +85,8 @@ def observed_head(model: Any, batch: Batch, result: Trajectory, at: Moment, step
             if ours.fuses_head(model):
                 stack.enter_context(ours.observe_logits_grad(observer.chunk))
             else:
-                stack.callback(head.register_forward_hook(observer.hook).remove)
+                hook = head.register_forward_hook(lambda module, args, logits: observer.observe_outputs(logits))
+                stack.callback(hook.remove)
         yield observer
         observer.finish()
 
@@ -90,17 +98,14 @@ def kept_activations(model: Any, result: Trajectory, at: Moment) -> Iterator[Non
     head = set(model.get_output_embeddings().modules())
     kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
-    def hook(path: str) -> Callable[..., None]:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, torch.Tensor):
-                kept.append((path, output.detach(), output.detach().clone()))
-
-        return keep
+    def keep(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            kept.append((path, output.detach(), output.detach().clone()))
 
     with contextlib.ExitStack() as stack:
         for path, module in model.named_modules():
             if not module._modules and module not in head:
-                stack.callback(module.register_forward_hook(hook(path)).remove)
+                stack.callback(module.register_forward_hook(functools.partial(keep, path)).remove)
         yield
     changed = torch.stack([differ(now, before) for _, now, before in kept]).tolist() if kept else []
     for path in dict.fromkeys(path for (path, *_), differs in zip(kept, changed, strict=True) if differs):

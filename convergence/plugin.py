@@ -14,24 +14,29 @@ import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
 
+# None of these imports Triton, nor this package's kernels: the device is to be chosen before.
+from convergence import bitwise, files, html, isolate, models, ours, progress, scale, setups
+from convergence.candidate import check_patch
+from convergence.checkpoint import PROFILE, Checkpoint
+from convergence.kept import keep_in
 from convergence.patches import BUILT_IN
-
-if TYPE_CHECKING:
-    from convergence.checkpoint import Checkpoint
-    from convergence.models import Row
-    from convergence.records import Case, Record
+from convergence.records import Case, Record, load, load_all
+from convergence.report import progress as line_of
+from convergence.report import summary_table
+from convergence.tolerance import REPLICAS
 
 _PROPERTY = "convergence"
 _summaries = pytest.StashKey[list[Any]]()
-# What every record of this run shares, and the folder that records go to ("" for none).
+# What every record of this run shares, the folder that records go to ("" for none), and the cases' earlier records.
 RUN, RECORDS = pytest.StashKey[str](), pytest.StashKey[str]()
-_earlier = pytest.StashKey[dict[Any, Any]]()
+EARLIER = pytest.StashKey[dict[Case, Record]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,8 +77,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _choose_device(device: str | None) -> str:
     """The device of this run. Without a GPU, kernels run in Triton's interpreter, as Triton decides at its import."""
     if device is None:
-        import torch
-
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
@@ -90,46 +93,52 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.path.insert(0, here)
     config.stash[_summaries] = []
     config.addinivalue_line("markers", "xdist_group(name): runs on one worker with the rest of its group")
-    _share_the_cores(getattr(config, "workerinput", {}).get("workercount", 1))
+    worker = _worker(config)
+    _share_the_cores(worker.get("workercount", 1))
     device = config.getoption("--device")
-    if device not in (None, "cpu", "cuda"):
-        raise pytest.UsageError(f"--device {device!r} is unknown; allowed are cpu, cuda")
+    if device is not None:
+        _check_names("--device", [device], ("cpu", "cuda"))
     config.option.device = device = _choose_device(device)
     if device == "cuda":
-        _use_own_gpu(getattr(config, "workerinput", {}).get("workerid", "gw0"))
-    elif hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # not who only hands out work
+        _use_own_gpu(worker.get("workerid", "gw0"))
+    elif worker or not config.getoption("numprocesses", None):  # not who only hands out work
         from convergence.interpreter import prepare
 
         prepare()
-    _check_names("--profile", config.getoption("--profile"), ("plain", "hard", "scale"), single=True)
-    small = ("float16",) if config.getoption("--profile") == "scale" else ()
-    _check_names("--dtypes", config.getoption("--dtypes") or "float32", ("float32", "bfloat16", *small))
-    from convergence import setups
-
-    _check_selected("--models", config.getoption("--models"), functools.partial(_rows, config))
-    _check_selected("--setups", config.getoption("--setups"), setups.select)
-    _check_names("--scope", config.getoption("--scope"), ("instance", "class"), single=True)
+    profile = config.getoption("--profile")
+    _check_names("--profile", [profile], ("plain", "hard", "scale"))
+    small = ("float16",) if profile == "scale" else ()
+    _check_names("--dtypes", _names(config, "--dtypes"), ("float32", "bfloat16", *small))
+    with _usage_error("--models: "):
+        _models(config)
+    with _usage_error("--setups: "):
+        setups.select(config.getoption("--setups"))
+    _check_names("--scope", [config.getoption("--scope")], ("instance", "class"))
     _check_checkpoint(config)
     if not 0 < config.getoption("--patch-timeout") < 1e9:
         raise pytest.UsageError("--patch-timeout takes a number of seconds above 0")
-    if not _patches(config):
-        _check_installed()
-    elif not hasattr(config, "workerinput"):
-        for patch in _patches(config):
+    # In one run, all patches share truth, baseline and replicas.
+    patches = _names(config, "--patch")
+    if not patches and not ours.INSTALLED:
+        raise pytest.UsageError("liger_kernels is not installed here: name the patch to judge, --patch module:function")
+    if not worker:
+        config.pluginmanager.register(_Reporter(config))
+        for patch in patches:
             _check_patch(patch, config.getoption("--patch-timeout"))
-    config.stash[RUN], config.stash[RECORDS] = _worker_input(config) or _prepare_records(config)
+    config.stash[RUN], config.stash[RECORDS] = worker.get(_PROPERTY) or _prepare_records(config)
     if config.getoption("--references"):
         _keep_references(config, Path(config.getoption("--references")).resolve())
-    config.stash[_earlier] = {}
-    if config.getoption("--compare-to"):
-        config.stash[_earlier] = _records_to_compare_with(config)
+    config.stash[EARLIER] = _records_to_compare_with(config) if config.getoption("--compare-to") else {}
+
+
+def _worker(config: pytest.Config) -> dict[str, Any]:
+    """What this xdist worker was told; nothing in the controller, and without xdist."""
+    return getattr(config, "workerinput", {})
 
 
 def _share_the_cores(workers: int) -> None:
     """Give every xdist worker, and the processes it starts, its share of torch's threads, unless the user has set how
     many: fifteen workers of sixteen threads each mostly wait for one another."""
-    import torch
-
     if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         share = max(1, torch.get_num_threads() // workers)
         torch.set_num_threads(share)
@@ -138,17 +147,14 @@ def _share_the_cores(workers: int) -> None:
 
 def _use_own_gpu(worker: str) -> None:
     """Give every xdist worker a GPU of its own, as far as there are any."""
-    import torch
-
     if not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: this machine has no CUDA device; allowed here is cpu")
     torch.cuda.set_device(int(worker.removeprefix("gw")) % torch.cuda.device_count())
 
 
-def _rows(config: pytest.Config, names: str) -> Sequence[Row]:
-    """The models that ``names`` selects of those that the profile has."""
-    from convergence import models, scale
-
+def _models(config: pytest.Config) -> Sequence[models.Row]:
+    """The models that ``--models`` selects of those that the profile has."""
+    names = config.getoption("--models")
     if config.getoption("--profile") != scale.PROFILE:
         return models.select(names)
     rows = scale.select(names)
@@ -157,23 +163,31 @@ def _rows(config: pytest.Config, names: str) -> Sequence[Row]:
     return rows
 
 
-def _dtypes(config: pytest.Config, row: Row) -> list[str]:
-    """Those that ``row`` is proven in."""
-    asked: str | None = config.getoption("--dtypes")
-    return [name.strip() for name in asked.split(",")] if asked else [*row.dtypes]
+def _rows(config: pytest.Config) -> tuple[Sequence[models.Row], str]:
+    """What is trained, and the name of its inputs: the checkpoint on text, or models on those of the profile."""
+    own = checkpoint(config)
+    return (_models(config), config.getoption("--profile")) if own is None else ([own], PROFILE)
 
 
-def _check_names(option: str, value: str, allowed: tuple[str, ...], single: bool = False) -> None:
-    for name in [value] if single else value.split(","):
-        if name.strip() not in allowed:
-            raise pytest.UsageError(f"{option} {name.strip()!r} is unknown; allowed are {', '.join(allowed)}")
+def _names(config: pytest.Config, option: str) -> list[str]:
+    """What a comma-separated option names; nothing where it is not given."""
+    given: str | None = config.getoption(option)
+    return [name.strip() for name in (given or "").split(",") if name.strip()]
 
 
-def _check_selected(option: str, names: str, select: Callable[[str], object]) -> None:
+def _check_names(option: str, names: Sequence[str], allowed: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in allowed:
+            raise pytest.UsageError(f"{option} {name!r} is unknown; allowed are {', '.join(allowed)}")
+
+
+@contextlib.contextmanager
+def _usage_error(option: str) -> Iterator[None]:
+    """Inside, a ValueError is one of the user's, who is told the ``option`` too."""
     try:
-        select(names)
+        yield
     except ValueError as error:
-        raise pytest.UsageError(f"{option}: {error}") from None
+        raise pytest.UsageError(f"{option}{error}") from None
 
 
 def _check_checkpoint(config: pytest.Config) -> None:
@@ -186,14 +200,11 @@ def _check_checkpoint(config: pytest.Config) -> None:
         return
     if config.getoption("--setups") != "plain":
         raise pytest.UsageError("--checkpoint trains in no set-up yet; leave --setups out")
-    dtypes = config.getoption("--dtypes")
-    try:
-        row.check(dtypes.split(",") if dtypes else [], config.getoption("--device"))
-        if not dtypes:
+    with _usage_error("--checkpoint: "):
+        row.check(_names(config, "--dtypes"), config.getoption("--device"))
+        if not _names(config, "--dtypes"):
             config.option.dtypes = row.default_dtype()
             row.check([config.option.dtypes], config.getoption("--device"))
-    except ValueError as error:
-        raise pytest.UsageError(f"--checkpoint: {error}") from None
 
 
 def checkpoint(config: pytest.Config) -> Checkpoint | None:
@@ -201,41 +212,20 @@ def checkpoint(config: pytest.Config) -> Checkpoint | None:
     path = config.getoption("--checkpoint")
     if not path:
         return None
-    from convergence.checkpoint import Checkpoint
-
     given = {name: config.getoption(f"--{name}") for name in ("layers", "rows", "length", "steps")}
     text = config.getoption("--text")
     return Checkpoint(str(Path(path).resolve()), **given, text=str(Path(text).resolve()) if text else "")
-
-
-def _check_installed() -> None:
-    from convergence import ours
-
-    if not ours.INSTALLED:
-        raise pytest.UsageError("liger_kernels is not installed here: name the patch to judge, --patch module:function")
-
-
-def _patches(config: pytest.Config) -> list[str]:
-    """Those that ``--patch`` names. In one run they share truth, baseline and replicas."""
-    return [name.strip() for name in (config.getoption("--patch") or "").split(",") if name.strip()]
 
 
 def _check_patch(name: str, timeout: float) -> None:
     """Import the patch in another process: importing may patch already, or crash."""
     if name in BUILT_IN:
         return
-    from convergence import isolate
-    from convergence.candidate import PatchError, check_patch
-
     try:
-        isolate.call(check_patch, name, timeout=timeout)
-    except (PatchError, isolate.ProcessDied) as error:
-        raise pytest.UsageError(str(error) if isinstance(error, PatchError) else f"--patch {name!r}: {error}") from None
-
-
-def _worker_input(config: pytest.Config) -> tuple[str, str] | None:
-    """What the controller told this xdist worker; None in the controller, and without xdist."""
-    return getattr(config, "workerinput", {}).get(_PROPERTY)
+        with _usage_error(""):
+            isolate.call(check_patch, name, timeout=timeout)
+    except isolate.ProcessDied as error:
+        raise pytest.UsageError(f"--patch {name!r}: {error}") from None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -246,11 +236,8 @@ def pytest_configure_node(node: Any) -> None:
 def _prepare_records(config: pytest.Config) -> tuple[str, str]:
     """Name the run and its folder, and see before anything is trained that a report can be written."""
     folder, report = config.getoption("--records") or "", config.getoption("--report")
-    if Path(folder).exists() and not Path(folder).is_dir():
-        raise pytest.UsageError(f"--records {folder!r} is a file; it takes a folder, made where there is none")
+    _check_folder("--records", folder)
     if report:
-        from convergence import html
-
         if Path(report).is_dir():
             raise pytest.UsageError(f"--report {report!r} is a folder; it takes the file to write, such as report.html")
         if not html.available():
@@ -261,11 +248,13 @@ def _prepare_records(config: pytest.Config) -> tuple[str, str]:
     return uuid.uuid4().hex[:12], folder
 
 
-def _keep_references(config: pytest.Config, folder: Path) -> None:
-    from convergence.kept import keep_in
+def _check_folder(option: str, folder: str) -> None:
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise pytest.UsageError(f"{option} {folder!r} is a file; it takes a folder, made where there is none")
 
-    if folder.exists() and not folder.is_dir():
-        raise pytest.UsageError(f"--references {str(folder)!r} is a file; it takes a folder, made where there is none")
+
+def _keep_references(config: pytest.Config, folder: Path) -> None:
+    _check_folder("--references", str(folder))
     inside = contextlib.ExitStack()
     inside.enter_context(keep_in(folder))
     config.add_cleanup(inside.close)
@@ -273,18 +262,12 @@ def _keep_references(config: pytest.Config, folder: Path) -> None:
 
 def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
     """What each case of this run was in the earlier one; nothing is compared unless every case can be."""
-    from convergence import bitwise
-    from convergence.models import find
-    from convergence.records import Record, load_all
-
     where = config.getoption("--compare-to")
-    try:
+    with _usage_error("--compare-to "):
         records = [record for record in load_all([Path(where)]) if record.run != config.stash[RUN]]
-    except ValueError as error:
-        raise pytest.UsageError(f"--compare-to {error}") from None
     found, refused = {}, []
     for case in cases(config):
-        if find(case.model).is_available():
+        if models.find(case.model).is_available():
             try:
                 found[case] = bitwise.earlier(records, Record.of(case))
             except ValueError as error:
@@ -298,59 +281,37 @@ def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
     return found
 
 
-def earlier(config: pytest.Config, case: Case) -> Record | None:
-    """The record of ``case`` that ``--compare-to`` names; None without that option."""
-    return config.stash[_earlier].get(case)
-
-
 def cases(config: pytest.Config) -> list[Case]:
     """What the options ask for, ordered so that cases with the same truth and baseline follow one another, and the long
     ones in bfloat16 come first: workers then finish together."""
-    from convergence.checkpoint import PROFILE
-    from convergence.records import Case
-    from convergence.setups import select as select_setups
-
-    patches = _patches(config)
-    own = checkpoint(config)
-    rows = [own] if own is not None else _rows(config, config.getoption("--models"))
+    patches, dtypes = _names(config, "--patch"), _names(config, "--dtypes")
+    device, scope = config.getoption("--device"), config.getoption("--scope")
+    rows, profile = _rows(config)
     return [
-        Case(
-            model.name,
-            dtype,
-            which,
-            config.getoption("--profile") if own is None else PROFILE,
-            config.getoption("--device"),
-            scope=config.getoption("--scope"),
-            setup=setup.name,
-            order=order,
-        )
-        for setup in select_setups(config.getoption("--setups"))
+        Case(model.name, dtype, which, profile, device, scope=scope, setup=setup.name, order=order)
+        for setup in setups.select(config.getoption("--setups"))
         for order in (setup.orders if config.getoption("--orders") == "all" else setup.orders[:1])
-        for dtype in sorted({dtype for row in rows for dtype in _dtypes(config, row)})
+        for dtype in sorted({dtype for row in rows for dtype in dtypes or row.dtypes})
         for model in rows
-        if dtype in _dtypes(config, model)
+        if dtype in (dtypes or model.dtypes)
         for which in (patches or (BUILT_IN if setup.name == "plain" else BUILT_IN[:1]))
     ]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    own, device = checkpoint(config), config.getoption("--device")
-    rows: list[Any] = [own] if own is not None else [*_rows(config, config.getoption("--models"))]
+    device, (rows, profile) = config.getoption("--device"), _rows(config)
+    long = [row for row in rows if row.is_long]
     return [
-        f"convergence: device {device}, {config.getoption('--profile') if own is None else 'text'} inputs",
-        *(row.describe(d, device) for row in rows if row.is_long for d in _dtypes(config, row)),
+        f"convergence: device {device}, {profile} inputs",
+        *(row.describe(dtype, device) for row in long for dtype in _names(config, "--dtypes") or row.dtypes),
     ]
 
 
 @contextlib.contextmanager
 def shown(config: pytest.Config, case: Case) -> Iterator[None]:
     """Inside, what trains is shown on the terminal, where ``case`` takes long."""
-    from convergence import progress
-    from convergence.models import find
-    from convergence.tolerance import REPLICAS
-
     capture = config.pluginmanager.get_plugin("capturemanager")
-    if not find(case.model).is_long or capture is None or hasattr(config, "workerinput"):
+    if not models.find(case.model).is_long or capture is None or _worker(config):
         yield
         return
     with capture.global_and_fixture_disabled(), progress.bar(2 * (1 + REPLICAS) + 1):
@@ -374,37 +335,25 @@ class _Reporter:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call":
             return
-        from convergence.report import progress
-
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         for name, value in report.user_properties:
             if name == _PROPERTY and isinstance(value, dict):
                 self.config.stash[_summaries].append(value)
                 if terminal is not None:
                     terminal.ensure_newline()
-                    terminal.write_line(progress(value))
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if not hasattr(session.config, "workerinput"):
-        session.config.pluginmanager.register(_Reporter(session.config))
+                    terminal.write_line(line_of(value))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--report")
     summaries = session.config.stash[_summaries]
-    if path and summaries and not hasattr(session.config, "workerinput"):
-        from convergence import html
-        from convergence.records import load
-
-        html.write([load(Path(summary["file"])) for summary in summaries], Path(path))
+    if path and summaries:  # a worker has none
+        files.write(html.page([load(Path(summary["file"])) for summary in summaries]), Path(path))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     summaries = config.stash[_summaries]
     if summaries:
-        from convergence.report import summary_table
-
         terminalreporter.section("convergence")
         for line in summary_table(summaries):
             terminalreporter.write_line(line)

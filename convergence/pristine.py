@@ -19,9 +19,8 @@ import torch
 
 from convergence.data import Batch
 
-_LOSSES = "transformers.loss.loss_utils"  # from 4.46 on
 _REGISTRIES = (
-    (_LOSSES, "LOSS_MAPPING"),
+    ("transformers.loss.loss_utils", "LOSS_MAPPING"),
     ("transformers.activations", "ACT2CLS"),
     ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"),
 )
@@ -32,6 +31,7 @@ _WRITTEN_BY_TRANSFORMERS = ("smart_apply",)
 _WRITTEN_BY_DYNAMO = ("__compiled_fn_", "__resume_at_", "__import_")
 # And it wraps how a module is made, when it first compiles anything.
 _GUARD = "torch._dynamo.mutation_guard"
+_NONE = (None, None)  # no symbol
 
 
 class Fingerprint:
@@ -50,9 +50,10 @@ class Fingerprint:
         for label, namespace in self._namespaces.items():
             before, now = self._before[label], _symbols(namespace)
             for name in before.keys() | now.keys():
-                if name.startswith(_WRITTEN_BY_DYNAMO) or _is_guard(now.get(name)):
+                (old, old_code), (new, new_code) = before.get(name, _NONE), now.get(name, _NONE)
+                if name.startswith(_WRITTEN_BY_DYNAMO) or getattr(new, "__module__", "") == _GUARD:
                     continue
-                if name not in before or name not in now or not _same(before[name], now[name]):
+                if old is not new or old_code is not new_code:
                     found.append(f"{label}.{name}")
         return sorted(found)
 
@@ -84,12 +85,8 @@ def _namespaces(model_classes: Iterable[type]) -> Iterable[tuple[str, Mapping[st
     modules = [sys.modules[cls.__module__] for cls in model_classes] + [torch.nn.functional]
     classes: set[type] = {torch.nn.CrossEntropyLoss, torch.nn.Linear, torch.nn.Embedding}
     for name, registry in _REGISTRIES:
-        try:
-            module = importlib.import_module(name)
-        except ImportError:  # this version has no such registry
-            continue
-        modules.append(module)
-        if hasattr(module, registry):
+        modules.append(module := importlib.import_module(name))
+        if hasattr(module, registry):  # an old version has not all of them
             yield f"{name}.{registry}", getattr(module, registry)
     for module in modules:
         yield module.__name__, vars(module)
@@ -106,11 +103,3 @@ def _symbols(namespace: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         and not isinstance(value, ModuleType)
         and (callable(value) or hasattr(type(value), "__get__"))
     }
-
-
-def _is_guard(symbol: tuple[Any, Any] | None) -> bool:
-    return symbol is not None and getattr(symbol[0], "__module__", "") == _GUARD
-
-
-def _same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
-    return before[0] is now[0] and before[1] is now[1]

@@ -71,11 +71,9 @@ class Case:
 
 @dataclass
 class Record:
-    """The outcome of one case.
+    """The outcome of one :class:`Case`, whose attributes come first.
 
     Attributes:
-        scope: what the patch may change: the "instance" it is called with, or a "class".
-        setup: what baseline and candidate trained in.
         verdict: "equal", "different", "cannot run" (the patch itself raised: it is not for this device or version), or
             "absent" (this transformers has no such model).
         reason: the first failure in words; empty when equal.
@@ -85,7 +83,6 @@ class Record:
         census: how many modules each of our kernels replaced; for a foreign patch, which modules changed.
         launches: how often each of our kernels was launched by the candidate.
         fallbacks: how often our fused head had to compute real logits, by reason.
-        order: whether the patch came "before" the model was wrapped or "after".
         fused: whether our loss was computed from hidden states, and no logits but those that were read: "yes" or "no".
         truth: the arithmetic of the truth: float64, or float32 with TF32 off where that does not fit.
         losses: of every arm (truth, baseline, candidate), the loss of every step.
@@ -225,26 +222,19 @@ def load(path: Path) -> Record:
 
 
 def from_dict(data: Any, source: str = "record") -> Record:
-    """A record from what JSON gave; ``source`` names it in errors.
-
-    Raises:
-        ValueError: as :func:`load`.
-    """
+    """A record from what JSON gave; ``source`` names it in errors. Raises as :func:`load`."""
     if not isinstance(data, dict):
         raise ValueError(f"{source}: holds {_shown(data)}; allowed is a record, an object of named fields")
     schema = data.get("schema")
     if type(schema) is not int:
         raise ValueError(f"{source}: field 'schema' is {_shown(schema)}; allowed is {SCHEMA}, or it is no record")
-    if schema > SCHEMA:
-        raise ValueError(
-            f"{source}: field 'schema' is {schema}, of a later release; allowed is {SCHEMA}; read it with that release"
-        )
     if schema in _ALWAYS:
         data = {**data, **_ALWAYS[schema], "schema": SCHEMA}
-    elif schema < SCHEMA:
-        raise ValueError(
-            f"{source}: field 'schema' is {schema}, of an earlier release; allowed is {SCHEMA}; run the case again"
+    elif schema != SCHEMA:
+        release, advice = (
+            ("a later", "read it with that release") if schema > SCHEMA else ("an earlier", "run the case again")
         )
+        raise ValueError(f"{source}: field 'schema' is {schema}, of {release} release; allowed is {SCHEMA}; {advice}")
     types = typing.get_type_hints(Record)
     for name in data.keys() - types.keys():
         raise ValueError(f"{source}: field {name!r} is unknown; allowed are {', '.join(types)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from html import escape
 from typing import Any
 from xml.etree import ElementTree
 
@@ -109,12 +110,17 @@ def markdown(records: Sequence[Record]) -> str:
     for record in failed:
         text = failure(record)
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-        lines += ["", f"<details><summary>{_html(record.name)}</summary>", "", fence, text, fence, "", "</details>"]
+        lines += [
+            "",
+            f"<details><summary>{escape(record.name, quote=False)}</summary>",
+            "",
+            fence,
+            text,
+            fence,
+            "",
+            "</details>",
+        ]
     return "\n".join(lines) + "\n"
-
-
-def _html(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def junit(records: Sequence[Record]) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,30 +82,27 @@ class Reruns:
         off: set[str] = set()
         busy = False
 
-        def watch(part: Part) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                nonlocal busy
-                if busy or part.path in off:
-                    return
-                busy = True
-                with torch.no_grad():
-                    with InFloat64():
-                        truth = copy.deepcopy(module).double()(*tree_map(_wide, args), **tree_map(_wide, kwargs))
-                    part.patch()
-                    ours = self.changes.model.get_submodule(part.path)(
-                        *tree_map(_copy, args), **tree_map(_copy, kwargs)
-                    )
-                    part.restore()
-                if _is_off(_tensors(ours), _tensors(output), _tensors(truth), self.run.dtype):
-                    off.add(part.path)
-                busy = False
-
-            return hook
+        def watch(part: Part, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            nonlocal busy
+            if busy or part.path in off:
+                return
+            busy = True
+            with torch.no_grad():
+                with InFloat64():
+                    truth = copy.deepcopy(module).double()(*tree_map(_wide, args), **tree_map(_wide, kwargs))
+                part.patch()
+                patched = self.changes.model.get_submodule(part.path)
+                ours = patched(*tree_map(_copy, args), **tree_map(_copy, kwargs))
+                part.restore()
+            if _is_off(_tensors(ours), _tensors(output), _tensors(truth), self.run.dtype):
+                off.add(part.path)
+            busy = False
 
         with contextlib.ExitStack() as stack:
             for part in parts:
                 module = self.changes.model.get_submodule(part.path)
-                stack.callback(module.register_forward_hook(watch(part), with_kwargs=True).remove)
+                hook = functools.partial(watch, part)
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             self.train(frozenset({clearest}))
         return off
 

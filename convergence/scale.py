@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from convergence import data, memory, tolerance
-from convergence.models import MiniModel, initialise
+from convergence.models import DTYPES, MiniModel, initialise
 
 PROFILE = "scale"
 _DIVIDED = (
@@ -94,9 +94,8 @@ class Shape(MiniModel):
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (a row is a small value; what is free changes while arms train)
     def plan(self, dtype: str, device: str) -> memory.Plan:
-        judged = getattr(torch, dtype)
-        on_host = device != "cuda"
-        return memory.plan(self.empty(), self.rows, self._tokens, judged, device, torch.float32, on_host, 1.5)
+        model, on_host = self.empty(), device != "cuda"
+        return memory.plan(model, self.rows, self._tokens, DTYPES[dtype], device, torch.float32, on_host, 1.5)
 
     def absent(self, dtype: str, device: str) -> str:
         """Why it cannot be had here: it is not in this transformers, or too large for this device."""
@@ -106,7 +105,6 @@ class Shape(MiniModel):
         return missing
 
     def describe(self, dtype: str, device: str) -> str:
-        """What will be trained, and about what it takes, in a line."""
         model, tokens = self.empty(), self.rows * self._tokens
         count = sum(parameter.numel() for parameter in model.parameters())
         classes = self.config().vocab_size
@@ -193,19 +191,9 @@ _ROWS = (
         "Qwen3MoeForCausalLM",
         ("rms_norm", "rope", "experts"),
         {
-            "num_hidden_layers": 1,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "vocab_size": 151_936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "experts_implementation": "eager",
-            "tie_word_embeddings": False,
+            **_LLAMA, "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
+            "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+            "norm_topk_prob": True, "experts_implementation": "eager",
         },
         rows=2,
         length=1024,
@@ -214,14 +202,8 @@ _ROWS = (
         "qwen2.5-7b",
         "Qwen2ForCausalLM",
         overrides={
-            "num_hidden_layers": 1,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "vocab_size": 152_064,
-            "hidden_size": 3584,
-            "intermediate_size": 18_944,
-            "head_dim": 128,
-            "tie_word_embeddings": False,
+            **_LLAMA, "vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "head_dim": 128,
+            "num_attention_heads": 28, "num_key_value_heads": 4,
         },
         rows=2,
         length=2048,

@@ -36,6 +36,7 @@ class Setup:
         sums: whether the loss is the sum over the ranks, and not their mean.
         without: the steps that it does not know.
         sharded: whether weights are split, so that other ones need a model that is wrapped anew.
+        head_runs_itself: whether the head computes its logits, so that none of our losses need run.
     """
 
     name = "plain"
@@ -49,10 +50,7 @@ class Setup:
     sums = False
     without: tuple[str, ...] = ()
     sharded = False
-
-    def head_runs_itself(self, model: Any) -> bool:
-        """Whether the head of this mini model computes its logits, so that none of our losses need run."""
-        return False
+    head_runs_itself = False
 
     def absent(self, model: nn.Module | None, dtype: str, device: str) -> str:
         """Why it cannot be had here, for this model; empty where it can."""
@@ -130,21 +128,19 @@ class Autocast(Setup):
     name = "bf16-autocast"
     does = "torch.autocast in bfloat16 around the forward"
     dtypes = ("float32",)
+    computes_in = torch.bfloat16
 
     def running(self, device: torch.device) -> Any:
-        return torch.autocast(device.type, dtype=torch.bfloat16)
+        return torch.autocast(device.type, dtype=self.computes_in)
 
 
-class Fp16Scaler(Setup):
+class Fp16Scaler(Autocast):
     """Gradients are read after the scaler has taken its factor out of them."""
 
     name = "fp16-scaler"
     does = "torch.autocast in float16, and a GradScaler"
-    dtypes = ("float32",)
+    computes_in = torch.float16
     scale = 1024.0
-
-    def running(self, device: torch.device) -> Any:
-        return torch.autocast(device.type, dtype=torch.float16)
 
     def backward(self, wrapped: Any, loss: torch.Tensor) -> None:
         scaler = torch.amp.GradScaler(loss.device.type, init_scale=self.scale)
@@ -211,15 +207,13 @@ class LoraHead(Lora):
     name = "lora-head"
     does = "peft's LoRA on attention, MLP and the LM head, which runs itself"
     targets = (*Lora.targets, "lm_head")
+    head_runs_itself = True
 
     def absent(self, model: Any, dtype: str, device: str) -> str:
         tied = model is not None and model.config.tie_word_embeddings
         return super().absent(model, dtype, device) or (
             f"the set-up {self.name} adapts the head, which this model ties to its embedding" if tied else ""
         )
-
-    def head_runs_itself(self, model: Any) -> bool:
-        return True
 
 
 class DeviceMap(Setup):
@@ -385,12 +379,9 @@ class SequenceParallel(Setup):
 
     def fitted(self, step: Step) -> Step:
         """``step`` in sequences that can be halved."""
-        return replace(step, batches=[self._even(batch) for batch in step.batches])
-
-    @staticmethod
-    def _even(batch: Batch) -> Batch:
-        length = batch.labels.shape[1] // RANKS * RANKS
-        return Batch(batch.input_ids[:, :length], batch.labels[:, :length])
+        lengths = [batch.labels.shape[1] // RANKS * RANKS for batch in step.batches]
+        cut = zip(step.batches, lengths, strict=True)
+        return replace(step, batches=[Batch(batch.input_ids[:, :n], batch.labels[:, :n]) for batch, n in cut])
 
     def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         ids, labels = kwargs["input_ids"], kwargs["labels"]

@@ -9,7 +9,7 @@ import pytest
 
 from convergence import bitwise, report
 from convergence.case import absent, prove
-from convergence.plugin import RECORDS, RUN, cases, earlier, shown
+from convergence.plugin import EARLIER, RECORDS, RUN, cases, shown
 from convergence.records import Case, Record, write
 
 
@@ -38,8 +38,7 @@ def test_convergence(
             record = prove(case, request.config.getoption("--patch-timeout"), request.config.getoption("--blame"))
     else:
         record = Record.of(case, verdict="absent", reason=reason)
-    before = earlier(request.config, case)
-    if before is not None:
+    if before := request.config.stash[EARLIER].get(case):
         bitwise.compare(record, before)
     record.run, folder = request.config.stash[RUN], request.config.stash[RECORDS]
     file = str(write(record, Path(folder))) if folder else ""

@@ -22,9 +22,8 @@ import torch
 
 from convergence import long_run, ours
 from convergence.data import Batch, Step
-from convergence.float64 import InFloat64
 from convergence.large import is_large, nudged
-from convergence.observe import differ, kept_activations, logged_warnings, observed_head
+from convergence.observe import differ, kept_activations, observed_arm, observed_head
 from convergence.observed import (
     ADAMW,
     DECODING,
@@ -58,28 +57,20 @@ def train(run: Run, model: Any = None) -> Trajectory:
     Raises:
         CannotApply: the patch raised. Whatever is raised after that comes as it is.
     """
-    result = Trajectory()
-    mode = InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext()
-    with logged_warnings(result.warnings), mode, _costs(run, result):
-        result.model = model = build(run) if model is None else model
-        if run.patch is not None and run.construct is None:
-            apply(run.patch, model)
-        _train(run, model, result)
-        result.to_cpu()
-    return result
-
-
-@contextlib.contextmanager
-def _costs(run: Run, result: Trajectory) -> Iterator[None]:
     on_gpu = run.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    yield
+    with observed_arm(run) as result:
+        result.model = model = build(run) if model is None else model
+        if run.patch is not None and run.construct is None:
+            apply(run.patch, model)
+        _train(run, model, result)
     steps = len(result.values.get(LOSS, ()))
     result.costs["step, ms"] = 1e3 * (time.perf_counter() - began) / max(1, steps)
     if on_gpu:
         result.costs["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    return result
 
 
 def _train(run: Run, model: Any, result: Trajectory) -> None:
@@ -188,15 +179,13 @@ def _decode(model: Any, batch: Batch, result: Trajectory, device: torch.device) 
 
 def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
     ids, labels = batch.input_ids.to(device), batch.labels.to(device)
-    with torch.no_grad(), ours.head_in_chunks(model, batch.labels.numel()):
-        outputs = model(input_ids=ids, labels=labels, use_cache=False)
-        result.record(LOSS, Moment(SGD, WITHOUT_GRADIENTS), outputs.loss)
-    model.eval()
-    with torch.no_grad():
-        with ours.head_in_chunks(model, batch.labels.numel()):
+    for name in (WITHOUT_GRADIENTS, EVALUATION):
+        model.train(name == WITHOUT_GRADIENTS)
+        with torch.no_grad(), ours.head_in_chunks(model, labels.numel()):
             outputs = model(input_ids=ids, labels=labels, use_cache=False)
-        result.record(LOSS, Moment(SGD, EVALUATION), outputs.loss)
-        result.record(EVALUATION_LOGITS, Moment(SGD, EVALUATION), outputs.logits)
+        result.record(LOSS, Moment(SGD, name), outputs.loss)
+    result.record(EVALUATION_LOGITS, Moment(SGD, EVALUATION), outputs.logits)
+    with torch.no_grad():
         generated = model.generate(
             input_ids=ids[:, :PROMPT_TOKENS],
             attention_mask=torch.ones_like(ids[:, :PROMPT_TOKENS]),
