@@ -1,4 +1,4 @@
-"""What the tests of the fused head share: shapes, options, a call and its results in any dtype, and what it costs."""
+"""What the tests of the fused heads share: shapes, options, a call and its results in any dtype, and what it costs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from convergence.tolerance import three_way
+from liger_kernels.ops import linear_log_probs, linear_log_probs_ref
 from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes
 from liger_kernels.ops._tiling import tiled
 from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput
 from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from liger_kernels.ops.linear_log_probs import OUTPUTS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "none")
@@ -66,6 +68,7 @@ ALL: dict[str, Any] = {
     "z_loss": 0.02,
     "temperature": 0.7,
     "class_weight": True,
+    "row_weight": True,
     "ignore_index": 0,
 }
 # What goes in slabs of the vocabulary, too.
@@ -76,8 +79,8 @@ ALONE: dict[str, dict[str, Any]] = {
     **{name: {name: value} for name, value in ALL.items()},
     "all": ALL,
     "all but smoothing": MOST,
-    "all but smoothing, row_weight": {**MOST, "row_weight": True},
 }
+GRADIENTS = ("log_probs", "entropy")
 
 
 def assert_equal(ours, theirs):
@@ -85,9 +88,22 @@ def assert_equal(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+def drawn(options, tokens, vocab, rng, device):
+    """The options, with numbers for the weights that are only asked for."""
+    shapes = {"class_weight": vocab, "row_weight": tokens, "denominator": ()}
+    return {
+        name: (torch.rand(shapes[name], generator=rng) + 0.25).to(device) if value is True else value
+        for name, value in options.items()
+        if value is not False
+    }
+
+
 class Case:
     """Inputs of one call, and its results in any dtype under an upstream gradient that is not 1. ``function`` is what
     :meth:`run` takes by itself, as one of :data:`SCHEDULES` has it."""
+
+    reference = staticmethod(linear_cross_entropy_ref)
+    everything = ("extras", EXTRAS)  # the option that asks for results, and all of them
 
     def __init__(self, device, dtype=torch.float32, *, tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, bias=True, seed=0,
                  needs=(True, True, True), function=linear_cross_entropy, **options):  # fmt: skip
@@ -96,20 +112,16 @@ class Case:
         self.tensors = [draw(tokens, hidden), draw(vocab, hidden), draw(vocab) if bias else None]
         self.needs, self.function = needs, function
         targets = torch.randint(0, vocab, (tokens,), generator=rng)
-        ignored = options.get("ignore_index", -100)
-        targets[tokens // 3 : tokens // 3 + 1] = targets[tokens - 1 :] = ignored
+        self.ignored = options.get("ignore_index", -100)
+        targets[tokens // 3 : tokens // 3 + 1] = targets[tokens - 1 :] = self.ignored
         self.targets = targets.to(device)
-        if options.pop("class_weight", False):
-            options["class_weight"] = (torch.rand(vocab, generator=rng) + 0.25).to(device)
-        if options.pop("row_weight", False):
-            options["row_weight"] = (torch.rand(tokens, generator=rng) + 0.25).to(device)
-        self.options = options
+        self.options = drawn(options, tokens, vocab, rng, device)
         rows = (tokens,) if options.get("reduction") == "none" else ()
         self.upstream = (torch.randn(rows, generator=rng) - 0.3).to(device)
 
     def leaves(self, dtype=None):
         return [
-            None if t is None else t.detach().clone().to(dtype or t.dtype).requires_grad_(needed)
+            None if t is None else t.detach().clone().to(dtype or t.dtype).requires_grad_(bool(needed))
             for t, needed in zip(self.tensors, self.needs, strict=True)
         ]
 
@@ -118,32 +130,75 @@ class Case:
         hidden, weight, bias = leaves
         return (function or self.function)(hidden, weight, self.targets, bias, **self.options, **options)
 
+    def differentiated(self, out):
+        """The results that have an upstream gradient, and these."""
+        return [out.loss if isinstance(out, CrossEntropyOutput) else out], [self.upstream]
+
     def run(self, function=None, dtype=None, **options):
         """The loss or named tuple, and the gradients of hidden, weight and bias."""
         leaves = self.leaves(dtype)
         out = self.call(leaves, function, **options)
-        loss = out.loss if isinstance(out, CrossEntropyOutput) else out
         if any(leaf is not None and leaf.requires_grad for leaf in leaves):
-            loss.backward(self.upstream.to(loss.dtype))
+            results, upstream = self.differentiated(out)
+            torch.autograd.backward(results, [g.to(result.dtype) for g, result in zip(upstream, results, strict=True)])
         return out, [None if leaf is None else leaf.grad for leaf in leaves]
 
-    def assert_right(self, **options):
-        ours, grads = self.run(extras=EXTRAS, **options)
-        torchs, torch_grads = self.run(linear_cross_entropy_ref, extras=EXTRAS)
-        truth, true_grads = self.run(linear_cross_entropy_ref, torch.float64, extras=EXTRAS)
+    def assert_right(self, function=None, **options):
+        """Results and gradients are as near to float64 as those of the reference in the inputs' dtype."""
+        name, every = self.everything
+        asked = {name: options.pop(name, every)}
+        ours, grads = self.run(function, **asked, **options)
+        torchs, torch_grads = self.run(self.reference, **asked)
+        truth, true_grads = self.run(self.reference, torch.float64, **asked)
         dtype = self.tensors[0].dtype
-        assert ours.loss.dtype == torch.float32
-        # The logits are rounded to the dtype in both, so that is where the loss's digits end.
-        for name in ("loss", "log_probs"):
-            three_way(getattr(ours, name), getattr(torchs, name), getattr(truth, name), dtype, name)
-        # A difference of numbers of order 1 (lse and a mean logit), so 1 is what its roundoff is relative to.
-        three_way(ours.entropy + 1, torchs.entropy + 1, truth.entropy + 1, dtype, "1 + entropy")
+        self.check_results(ours, torchs, truth, dtype)
         for name, *three in zip(("hidden", "weight", "bias"), grads, torch_grads, true_grads, strict=True):
             if three[2] is None:
                 assert three[0] is None, f"a gradient of {name} that nobody asked for"
                 continue
             assert three[0].dtype == dtype
             three_way(*three, dtype, f"gradient of {name}", chain=3)  # a matrix product, the loss, a matrix product
+
+    def check_results(self, ours, torchs, truth, dtype):
+        assert ours.loss.dtype == torch.float32
+        # The logits are rounded to the dtype in both, so that is where the loss's digits end.
+        three_way(ours.loss, torchs.loss, truth.loss, dtype, "loss")
+        three_way(ours.log_probs, torchs.log_probs, truth.log_probs, dtype, "log_probs")
+        if ours.entropy is not None:
+            # A difference of numbers of order 1 (lse and a mean logit), so 1 is what its roundoff is relative to.
+            three_way(ours.entropy + 1, torchs.entropy + 1, truth.entropy + 1, dtype, "1 + entropy")
+
+
+class LogProbs(Case):
+    """The same for :func:`linear_log_probs`, with upstream gradients of the results that ``of`` names."""
+
+    reference = staticmethod(linear_log_probs_ref)
+    everything = ("outputs", OUTPUTS)
+
+    def __init__(self, *args, function=linear_log_probs, of=GRADIENTS, **options):
+        super().__init__(*args, function=function, **options)
+        self.of = of
+        rng = torch.Generator().manual_seed(1)
+        self.upstream = (torch.randn((len(of), len(self.targets)), generator=rng) - 0.3).to(self.targets.device)
+
+    def call(self, leaves, function=None, *, outputs=OUTPUTS, **options):
+        return super().call(leaves, function, outputs=outputs, **options)
+
+    def differentiated(self, out):
+        return [getattr(out, name) for name in self.of], self.upstream
+
+    def check_results(self, ours, torchs, truth, dtype):
+        for name, our, torch_s, true in zip(OUTPUTS, ours, torchs, truth, strict=True):
+            if our is None:
+                continue
+            assert not our[self.targets == self.ignored].any()
+            if name == "log_probs":
+                three_way(our, torch_s, true, dtype, name)
+            elif name == "is_top1":
+                assert our.dtype == torch.bool
+                assert torch.equal(our, torch_s)
+            else:  # differences of numbers of order 1 and more: 1 is what their roundoff is relative to
+                three_way(our + 1, torch_s + 1, true + 1, dtype, f"1 + {name}")
 
 
 class Spy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -61,22 +62,22 @@ def boundaries(documents: list[Sample]) -> dict[str, torch.Tensor]:
     return {"cu_seq_lens_q": ends, "seq_idx": index}
 
 
-def weight_of(targets: int, mode: str) -> tuple[float, float]:
-    """The weight of each token of a sample with so many targets, and what the sample adds to the denominator."""
-    return targets ** -EXPONENT[mode], targets ** (1 - EXPONENT[mode])
+def weighted(logits: Iterable[torch.Tensor], documents: list[Sample], mode: str) -> torch.Tensor:
+    """The loss in float64 of the samples, of logits [length, vocab] of each."""
+    total, denominator = torch.zeros((), dtype=torch.float64, device=DEVICE), 0.0
+    for own, (_, labels) in zip(logits, documents, strict=True):
+        targets = int((labels[1:] != -100).sum())
+        if targets:
+            nll = F.cross_entropy(own[:-1].double(), labels[1:], ignore_index=-100, reduction="sum")
+            weight = targets ** -EXPONENT[mode]  # of each token
+            total, denominator = total + weight * nll, denominator + weight * targets
+    return total / denominator
 
 
 def truth(model: Any, documents: list[Sample], mode: str) -> torch.Tensor:
-    """The loss in float64 by the unpatched ``model``, one forward for each sample alone: nothing is packed here."""
-    total, denominator = torch.zeros((), dtype=torch.float64, device=DEVICE), 0.0
-    for ids, labels in documents:
-        targets = int((labels[1:] != -100).sum())
-        if targets:
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-            nll = F.cross_entropy(logits.double(), labels[1:], ignore_index=-100, reduction="sum")
-            weight, share = weight_of(targets, mode)
-            total, denominator = total + weight * nll, denominator + share
-    return total / denominator
+    """The loss by the unpatched ``model``, one forward for each sample alone: nothing is packed here."""
+    alone = (model(input_ids=ids[None], use_cache=False).logits[0] for ids, _ in documents)
+    return weighted(alone, documents, mode)
 
 
 def exact(family: str = "llama", **changes: Any) -> Any:

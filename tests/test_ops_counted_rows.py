@@ -6,31 +6,30 @@ import pytest
 import torch
 
 import liger_kernels
-from convergence.tolerance import three_way
 from liger_kernels.ops import (
     CountedTargets,
     launches,
     linear_cross_entropy,
     linear_cross_entropy_ref,
     linear_log_probs,
-    linear_log_probs_ref,
     observe_logits_grad,
     reset_launches,
 )
 from liger_kernels.ops._tiling import tiled
 from liger_kernels.ops.linear_cross_entropy import MEMORY
 from tests import patching_checks
+from tests.linear_cross_entropy_checks import MOST, TOKENS, Case, LogProbs, assert_equal
 
-TOKENS, HIDDEN, VOCAB = 61, 32, 72
 CASES = {
     "mean": {},
     "sum": {"reduction": "sum"},
     "none": {"reduction": "none"},
-    "weights": {"class_weight": True, "row_weight": True},
-    "denominator": {"denominator": True},
     "smoothing": {"label_smoothing": 0.1},
-    "all else": {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 1e-3, "ignore_index": 3},
+    "all but smoothing": {**MOST, "denominator": True},
 }
+# Results that describe ignored rows, as the entropy does, take all rows.
+OF_COUNTED = ("token_accuracy", "log_probs", "is_top1")
+COUNTED = 15
 
 
 @pytest.fixture(autouse=True)
@@ -40,139 +39,96 @@ def every_row_pays():
         yield
 
 
-def tensors(device, counted, dtype=torch.float32, ignore_index=-100):
-    generator = torch.Generator().manual_seed(counted)
-
-    def randn(*shape):
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
-    targets[targets == ignore_index] = 0
-    targets[torch.randperm(TOKENS, generator=generator)[counted:]] = ignore_index
-    leaves = [randn(TOKENS, HIDDEN), randn(VOCAB, HIDDEN) * 0.2, randn(VOCAB)]
-    return [leaf.requires_grad_() for leaf in leaves], targets.to(device)
+def counting(device, number, kind=Case, **options):
+    """A case of which the targets of ``number`` rows count, in no order."""
+    case = kind(device, tokens=TOKENS, **options)
+    case.targets[case.targets == case.ignored] = 1
+    case.targets[torch.randperm(TOKENS)[number:]] = case.ignored
+    return case
 
 
-def options_of(device, **options):
-    shapes = {"class_weight": (VOCAB,), "row_weight": (TOKENS,), "denominator": ()}
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.rand(shapes[name], generator=generator).to(device) + 0.5 if name in shapes else value
-        for name, value in options.items()
-    }
-
-
-def run(op, leaves, targets, dtype=None, **options):
-    """Whatever ``op`` returns, and the gradients."""
-    leaves = [(leaf.detach() if dtype is None else leaf.detach().to(dtype)).requires_grad_() for leaf in leaves]
-    hidden, weight, bias = leaves
-    output = op(hidden, weight, targets, bias, **options)
-    found = [output] if isinstance(output, torch.Tensor) else [t for t in output if t is not None]
-    generator = torch.Generator().manual_seed(1)
-    loss = sum((t * torch.rand(t.shape, generator=generator).to(t)).sum() for t in found if t.requires_grad)
-    return found, torch.autograd.grad(loss, leaves)
-
-
-def assert_right(op, ref, leaves, targets, counted, options, **how):
-    ours, grads = run(op, leaves, targets, counted=counted, **options, **how)
-    torchs, torch_grads = run(ref, leaves, targets, **options)
-    double = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    truth, true_grads = run(ref, leaves, targets, torch.float64, **double)
-    for three in zip((*ours, *grads), (*torchs, *torch_grads), (*truth, *true_grads), strict=True):
-        if three[0].is_floating_point():
-            three_way(*three, three[0].dtype, "output or gradient", chain=3)
-        else:
-            assert torch.equal(three[0], three[2])
-    return grads[0]
-
-
-@pytest.mark.parametrize("number", [0, 1, 20, TOKENS])
+@pytest.mark.parametrize("number", [0, 1, COUNTED, TOKENS])
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_loss_of_counted_rows(options, memory, number, device):
-    options = options_of(device, **options)
-    ignore_index = options.get("ignore_index", -100)
-    leaves, targets = tensors(device, number, ignore_index=ignore_index)
+    case = counting(device, number, **options)
+    counted = CountedTargets(case.targets, case.ignored)
     reset_launches()
-    counted = CountedTargets(targets, ignore_index)
-    grad_hidden = assert_right(
-        linear_cross_entropy, linear_cross_entropy_ref, leaves, targets, counted, options, memory=memory
-    )
+    case.assert_right(memory=memory, counted=counted, extras=OF_COUNTED)
     assert launches().get("_order_kernel", 0) == (number < TOKENS)
-    assert not grad_hidden[targets == ignore_index].any()
+    out, (grad_hidden, *_) = case.run(memory=memory, counted=counted, extras=OF_COUNTED)
+    expected, _ = case.run(linear_cross_entropy_ref, extras=OF_COUNTED)
+    assert_equal((out.token_accuracy, out.is_top1), (expected.token_accuracy, expected.is_top1))
+    assert not grad_hidden[case.targets == case.ignored].any()
 
 
-@pytest.mark.parametrize("number", [0, 1, 20, TOKENS])
+@pytest.mark.parametrize("number", [0, COUNTED, TOKENS])
 @pytest.mark.parametrize("memory", MEMORY)
 def test_log_probs_of_counted_rows(memory, number, device):
-    leaves, targets = tensors(device, number)
-    options = {"outputs": ("log_probs", "entropy", "is_top1", "mean_logits"), "temperature": 0.7}
-    counted = CountedTargets(targets)
-    grad_hidden = assert_right(linear_log_probs, linear_log_probs_ref, leaves, targets, counted, options, memory=memory)
-    assert not grad_hidden[targets == -100].any()
+    case = counting(device, number, LogProbs, temperature=0.7)
+    counted = CountedTargets(case.targets)
+    case.assert_right(memory=memory, counted=counted)
+    _, (grad_hidden, *_) = case.run(memory=memory, counted=counted)
+    assert not grad_hidden[case.targets == case.ignored].any()
 
 
-@pytest.mark.parametrize("at_most", [20, 21, 50])
+@pytest.mark.parametrize("at_most", [COUNTED, COUNTED + 1, TOKENS - 1])
 def test_more_rows_than_count(at_most, device):
     """They are filled up with ignored ones."""
-    leaves, targets = tensors(device, 20)
-    assert_right(linear_cross_entropy, linear_cross_entropy_ref, leaves, targets, at_most, {})
+    counting(device, COUNTED).assert_right(counted=at_most, extras=OF_COUNTED)
 
 
 def test_extras_that_describe_ignored_rows_take_all(device):
-    leaves, targets = tensors(device, 20)
-    for extras, order in ((("token_accuracy", "log_probs", "is_top1"), 1), (("log_probs", "entropy"), 0)):
-        reset_launches()
-        options = {"extras": extras}
-        assert_right(linear_cross_entropy, linear_cross_entropy_ref, leaves, targets, 20, options)
-        assert launches().get("_order_kernel", 0) == order
+    case = counting(device, COUNTED)
+    reset_launches()
+    case.assert_right(counted=COUNTED, extras=("log_probs", "entropy"))
+    assert not launches().get("_order_kernel", 0)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("schedule", [{"memory": m} for m in MEMORY] + [{"chunk_size": 7}], ids=str)
 def test_an_observer_sees_all_rows(schedule, reduction, device):
-    leaves, targets = tensors(device, 20)
+    case = counting(device, COUNTED, reduction=reduction)
 
     def observed(**options):
         seen = {}
         with observe_logits_grad(lambda start, grad: seen.update({start: seen.get(start, 0) + grad})):
-            run(linear_cross_entropy, leaves, targets, reduction=reduction, **schedule, **options)
+            case.run(**schedule, **options)
         return torch.cat([seen[start] for start in sorted(seen)])
 
-    torch.testing.assert_close(observed(counted=20), observed())
+    torch.testing.assert_close(observed(counted=COUNTED), observed())
 
 
 def test_bit_for_bit_where_all_rows_count(device):
-    leaves, targets = tensors(device, TOKENS, torch.bfloat16)
-    for plain, counted in zip(
-        run(linear_cross_entropy, leaves, targets),
-        run(linear_cross_entropy, leaves, targets, counted=CountedTargets(targets)),
-        strict=True,
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(plain, counted, strict=True))
+    case = counting(device, TOKENS, dtype=torch.bfloat16)
+    assert_equal(case.run(counted=CountedTargets(case.targets)), case.run())
 
 
 def test_too_few(device):
     """Never a loss without rows that count: an error where it costs nothing to look, else NaN."""
-    leaves, targets = tensors(device, 20)
+    case = counting(device, 20)
     if device.type == "cpu":
         with pytest.raises(ValueError, match="counted is 19, but 20 targets are not ignore_index"):
-            run(linear_cross_entropy, leaves, targets, counted=19)
+            case.run(counted=19)
     else:
-        assert run(linear_cross_entropy, leaves, targets, counted=19)[0][0].isnan()
+        assert case.run(counted=19)[0].isnan()
 
 
-def test_bad_input(device):
-    leaves, targets = tensors(device, 20)
-    for counted, error, match in (
+@pytest.mark.parametrize("op", [linear_cross_entropy, linear_log_probs])
+@pytest.mark.parametrize(
+    ("counted", "error", "match"),
+    [
         (2.0, TypeError, "counted is a float"),
         (True, TypeError, "counted is a bool"),
         (-1, ValueError, "counted is -1"),
-        (CountedTargets(targets, 7), ValueError, "not 7, and ignore_index is -100"),
-    ):
-        for op in (linear_cross_entropy, linear_log_probs):
-            with pytest.raises(error, match=match):
-                op(*leaves[:2], targets, counted=counted)
+        (CountedTargets(torch.tensor([7]), 7), ValueError, "not 7, and ignore_index is -100"),
+    ],
+    ids=["a float", "a bool", "negative", "another ignore_index"],
+)
+def test_bad_input(op, counted, error, match, device):
+    case = counting(device, COUNTED)
+    with pytest.raises(error, match=match):
+        op(*case.tensors[:2], case.targets, counted=counted)
 
 
 def test_large_gaps_between_rows(device):
@@ -188,13 +144,12 @@ def test_large_gaps_between_rows(device):
 
 
 def test_a_compiled_program_takes_all_rows(device):
-    leaves, targets = tensors(device, 20)
-
     @torch.compile(fullgraph=True, backend="aot_eager")
-    def loss(hidden, weight, targets):
-        return linear_cross_entropy(hidden, weight, targets, counted=CountedTargets(targets))
+    def loss(hidden, weight, targets, bias):
+        return linear_cross_entropy(hidden, weight, targets, bias, counted=CountedTargets(targets))
 
-    torch.testing.assert_close(loss(*leaves[:2], targets), linear_cross_entropy_ref(*leaves[:2], targets))
+    case = counting(device, COUNTED)
+    torch.testing.assert_close(case.run(loss), case.run(linear_cross_entropy_ref))
 
 
 def masked_batch():

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 
 import pytest
 import torch
@@ -59,14 +58,15 @@ def costs(name, needs, none):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("bias", ["needed", "frozen", "absent"])
-@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=2)), ids=str)
+@pytest.mark.parametrize(
+    ("needs", "bias"),
+    [((1, 1, 1), True), ((1, 0, 0), False), ((0, 1, 0), True), ((0, 0, 1), True), ((0, 0, 0), True)],
+    ids=["all", "frozen weight, no bias", "frozen hidden and bias", "bias alone", "nothing"],
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_frozen_costs_nothing(name, needs, bias, reduction, device):
     """And nothing costs more than the head of the op's file says."""
-    needs = (*needs, bias == "needed")
-    schedule = SCHEDULES[name] | TWO
-    case = Case(device, torch.bfloat16, needs=needs, bias=bias != "absent", reduction=reduction, **schedule)
+    case = Case(device, torch.bfloat16, needs=needs, bias=bias, reduction=reduction, **SCHEDULES[name] | TWO)
     with pytest.MonkeyPatch.context() as patch:
         spy = Spy(patch)
         case.run()
@@ -80,7 +80,7 @@ def test_what_is_frozen_costs_nothing(name, needs, bias, reduction, device):
     case.assert_right()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 22, 23])
+@pytest.mark.parametrize("tokens", [1, 22, 23])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_take_the_memory_of_their_own_sums(dtype, tokens, device):
     """Of which they overwrite, a few numbers at a time, what has been read."""
@@ -139,15 +139,19 @@ class Kept:
 
 
 @pytest.mark.parametrize(
-    ("how", "reduction"), [("backward", "none"), ("backward, retained", "mean"), ("dropped", "sum")]
+    ("schedule", "slabs", "how"),
+    [
+        (ONE_CHUNK | {"reduction": "none"}, 1, "backward"),
+        (ONE_CHUNK | {"reduction": "sum"}, 1, "dropped"),
+        (TWO_SLABS | {"reduction": "mean"}, 2, "backward, retained"),
+        (HELD_SLABS, 2, "backward, retained"),
+    ],
+    ids=["one chunk", "one chunk, dropped", "two slabs, retained", "held slabs, retained"],
 )
-@pytest.mark.parametrize(
-    ("schedule", "slabs"), [(ONE_CHUNK, 1), (TWO_SLABS, 2), (HELD_SLABS, 2)], ids=["1", "2", "held"]
-)
-def test_logits_are_released(schedule, slabs, how, reduction, device, monkeypatch):
+def test_logits_are_released(schedule, slabs, how, device, monkeypatch):
     """By the backward pass or with the loss, at once: not when the garbage collector finds a cycle. d weight goes to
     whoever asked for it."""
-    case = Case(device, torch.bfloat16, **{"reduction": reduction, **schedule})
+    case = Case(device, torch.bfloat16, **schedule)
     kept = Kept(monkeypatch)
     case.run()  # torch imports parts of itself at a first call, and an import's error keeps frames
     leaves = case.leaves()
@@ -172,8 +176,7 @@ def test_logits_are_released(schedule, slabs, how, reduction, device, monkeypatc
         gc.enable()
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(("mode", "reduction"), [(torch.no_grad, "mean"), (torch.inference_mode, "none")])
 @every_schedule
 def test_without_gradients_only_the_loss_is_computed(schedule, mode, reduction, device, monkeypatch):
     """One product, and of the logits no gradient, which would be written over them."""
@@ -198,6 +201,16 @@ def test_without_gradients_only_the_loss_is_computed(schedule, mode, reduction, 
     hidden, weight, _ = leaves
     assert spy.operations == TOKENS * VOCAB * hidden.shape[1]
     assert not [shape for shape, _ in spy.allocated if shape in (hidden.shape, weight.shape)]
+
+
+@pytest.fixture
+def schedules(monkeypatch):
+    """The schedules in slabs of the vocabulary that calls have taken."""
+    taken, forward = [], VocabularySlabs.forward
+    monkeypatch.setattr(
+        VocabularySlabs, "forward", lambda schedule, call: (taken.append(schedule), forward(schedule, call))[1]
+    )
+    return taken
 
 
 BALANCED, WHOLE, SMALL = "token chunks", "one chunk", "vocabulary slabs"
@@ -314,11 +327,7 @@ def test_fast_keeps_logits_in_d_weight_where_that_is_worth_it(shape, kept):
     ],
     ids=str,
 )
-def test_when_fast_keeps_logits_in_d_weight(how, kept, device, monkeypatch):
-    schedules, forward = [], VocabularySlabs.forward
-    monkeypatch.setattr(
-        VocabularySlabs, "forward", lambda schedule, call: (schedules.append(schedule), forward(schedule, call))[1]
-    )
+def test_when_fast_keeps_logits_in_d_weight(how, kept, device, schedules):
     how = dict(how)
     slab, function = how.pop("slab", SLAB), linear_cross_entropy
     if how.pop("compiled", False):
@@ -332,17 +341,7 @@ def test_when_fast_keeps_logits_in_d_weight(how, kept, device, monkeypatch):
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("weight", [True, False], ids=["", "frozen"])
 @pytest.mark.parametrize(
-    "shape",
-    [
-        (8192, 2048, 128256),
-        (8192, 4096, 128256),
-        (8192, 2048, 262144),
-        (32768, 4096, 128256),
-        (8192, 768, 50257),
-        (5000, 4096, 32000),
-        (100, 4096, 32000),
-        (0, 8, 8),
-    ],
+    "shape", [(8192, 4096, 128256), (32768, 4096, 128256), (8192, 768, 50257), (100, 4096, 32000), (0, 8, 8)]
 )
 def test_balanced_of_each_row_takes_no_more_than_token_chunks(shape, weight, itemsize):
     """And computes as few logits twice as that allows."""
@@ -363,13 +362,9 @@ def test_balanced_of_each_row_takes_no_more_than_token_chunks(shape, weight, ite
 @pytest.mark.parametrize(
     ("needs", "chunk", "between"), [((1, 1), 4, 1), ((0, 1), 3, 2), ((1, 0), 18, 1), ((1, 0), 12, 4)], ids=str
 )
-def test_what_held_slabs_cost(between, chunk, needs, device, monkeypatch):
+def test_what_held_slabs_cost(between, chunk, needs, device, schedules):
     function = functools.partial(in_held_slabs, chunk=chunk)
-    case = Case(device, torch.bfloat16, needs=(*map(bool, needs), False), bias=False, reduction="none")
-    schedules, forward = [], VocabularySlabs.forward
-    monkeypatch.setattr(
-        VocabularySlabs, "forward", lambda schedule, call: (schedules.append(schedule), forward(schedule, call))[1]
-    )
+    case = Case(device, torch.bfloat16, needs=(*needs, False), bias=False, reduction="none")
     with pytest.MonkeyPatch.context() as patch:
         spy = Spy(patch)
         case.run(function)
@@ -382,17 +377,6 @@ def test_what_held_slabs_cost(between, chunk, needs, device, monkeypatch):
     gradients = 4 * tokens * hidden * needs[0] + 2 * VOCAB * hidden * needs[1]
     assert spy.bytes <= 2 * tokens * held + gradients + 96 * tokens
     case.assert_right(function=function)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_result_does_not_depend_on_the_chunks(reduction, device):
-    """A sum of the chunks' means, or a denominator of one chunk, would be off by a factor."""
-    case = Case(device, reduction=reduction, **ALL)
-    whole, whole_grads = case.run(chunk_size=TOKENS)
-    for how in ({"chunk_size": 1}, {"chunk_size": 7}, {"chunk_size": TOKENS + 1}, {"memory": "balanced"}):
-        loss, grads = case.run(**how)
-        torch.testing.assert_close(loss, whole)
-        torch.testing.assert_close(grads, whole_grads)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])

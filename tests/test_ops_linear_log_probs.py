@@ -11,53 +11,74 @@ from hypothesis import strategies as st
 
 from convergence.tolerance import three_way
 from liger_kernels.ops import linear_log_probs, linear_log_probs_ref
+from liger_kernels.ops.linear_cross_entropy import MEMORY
 from liger_kernels.ops.linear_log_probs import OUTPUTS
-from tests.linear_cross_entropy_checks import DTYPES, HIDDEN, TOKENS, VOCAB, chunks_of, in_held_slabs, slabs_of
-from tests.linear_log_probs_checks import GRADIENTS, MEMORY, OPTIONS, Case
+from tests.linear_cross_entropy_checks import (
+    ALL,
+    DTYPES,
+    GRADIENTS,
+    HIDDEN,
+    TOKENS,
+    VOCAB,
+    LogProbs,
+    assert_equal,
+    chunks_of,
+    in_held_slabs,
+    slabs_of,
+)
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("memory", MEMORY)
-def test_every_option(memory, dtype, options, device):
-    Case(device, dtype, **options).assert_right(memory=memory)
+OPTIONS = {name: ALL[name] for name in ("temperature", "softcap", "logit_scale", "ignore_index")}
+
+
+def in_token_chunks(*args, **options):
+    """Five of them in float16, which never goes in slabs."""
+    with chunks_of(5):
+        return linear_log_probs(*args, **options)
+
+
+WAYS = {
+    **{memory: functools.partial(linear_log_probs, memory=memory) for memory in MEMORY},
+    "held slabs": functools.partial(in_held_slabs, op=linear_log_probs),
+    "token chunks": in_token_chunks,
+}
+every_memory = pytest.mark.parametrize("memory", MEMORY)
+every_way = pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        pytest.param(way, dtype, id=f"{name}-{dtype}")
+        for name, way in WAYS.items()
+        for dtype in DTYPES
+        if (dtype == torch.float16) == (name == "token chunks")
+    ],
+)
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "all"])
+@every_way
+def test_every_option(way, dtype, options, device):
+    LogProbs(device, dtype, **options).assert_right(way)
 
 
 @pytest.mark.parametrize("of", [("log_probs",), ("entropy",)], ids=str)
-@pytest.mark.parametrize("memory", MEMORY)
+@every_memory
 def test_gradient_of_one_alone(memory, of, device):
     """One upstream gradient is not there at all, which is not the same as zeros."""
-    Case(device, torch.bfloat16, of=of).assert_right(memory=memory)
+    LogProbs(device, torch.bfloat16, of=of).assert_right(memory=memory)
 
 
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)], ids=str)
-@pytest.mark.parametrize("memory", MEMORY)
-def test_frozen_parts(memory, needs, device):
-    Case(device, torch.bfloat16, needs=needs).assert_right(memory=memory)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("needs", [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_in_held_slabs(dtype, needs, options, device):
-    case = Case(device, dtype, needs=needs, **options)
-    case.assert_right(functools.partial(in_held_slabs, op=linear_log_probs))
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_in_chunks_of_tokens(options, device):
-    """As many tokens are in float16, which never goes in slabs."""
-    with chunks_of(5):
-        Case(device, torch.float16, **options).assert_right()
+@every_way
+def test_frozen_parts(way, dtype, needs, device):
+    LogProbs(device, dtype, needs=needs).assert_right(way)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 8])
 def test_in_two_kept_slabs(tokens, device):
-    case = Case(device, torch.bfloat16, hidden=64, tokens=tokens)
     with slabs_of(24):
-        case.assert_right(memory="fast")
+        LogProbs(device, torch.bfloat16, hidden=64, tokens=tokens).assert_right(memory="fast")
 
 
 @settings(derandomize=True, deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -70,36 +91,33 @@ def test_in_two_kept_slabs(tokens, device):
     memory=st.sampled_from([None, *MEMORY]),
     temperature=st.sampled_from([1.0, 0.3, 2.5]),
     softcap=st.sampled_from([None, 5.0]),
+    logit_scale=st.sampled_from([1.0, 1.7]),
+    ignore_index=st.sampled_from([-100, 0]),
     seed=st.integers(0, 1000),
 )
 def test_any_shape(device, memory, **case):
-    Case(device, **case).assert_right(memory=memory)
+    LogProbs(device, **case).assert_right(memory=memory)
 
 
 def test_large_logits_and_sure_predictions(device):
     """Where one class has all the probability, the entropy and its gradient are 0, and nothing is NaN."""
-    case = Case(device, torch.float32)
+    case = LogProbs(device)
     case.tensors[0] *= 1e3
     for memory in MEMORY:
         out, grads = case.run(linear_log_probs, memory=memory)
         assert all(bool(torch.isfinite(t).all()) for t in (out.log_probs, out.entropy, *grads))
 
 
-@pytest.mark.parametrize("memory", MEMORY)
+@every_memory
 def test_classes_that_are_masked(memory, device):
     """A bias of minus infinity leaves a class no probability and no gradient."""
-    case = Case(device, torch.float32)
+    case = LogProbs(device)
     case.tensors[2][::7] = float("-inf")
     case.targets[case.targets % 7 == 0] = 1
-    found = case.run(linear_log_probs, memory=memory), case.run(linear_log_probs_ref)
-    truth = case.run(linear_log_probs_ref, torch.float64)
-    for name in ("log_probs", "entropy"):
-        three_way(*(getattr(out, name) + 1 for out, _ in (*found, truth)), torch.float32, name)
-    for three in zip(*(gradients for _, gradients in (*found, truth)), strict=True):
-        three_way(*three, torch.float32, "gradient", chain=3)
+    case.assert_right(memory=memory, outputs=GRADIENTS)  # a mean logit is infinite
 
 
-@pytest.mark.parametrize("memory", MEMORY)
+@every_memory
 def test_ties(memory, device):
     """Of equal largest logits the first one counts, in whatever block or slab the others are."""
     hidden, weight = torch.zeros(VOCAB, HIDDEN, device=device), torch.ones(VOCAB, HIDDEN, device=device)
@@ -152,46 +170,40 @@ def test_numbers(dtype, options, device):
 
 
 def test_reference_gradient():
-    case = Case(torch.device("cpu"), torch.float64, tokens=4, hidden=3, vocab=5, **OPTIONS["all"])
-    leaves = [t.requires_grad_() for t in case.tensors]
+    case = LogProbs(torch.device("cpu"), torch.float64, tokens=4, hidden=3, vocab=5, **OPTIONS)
 
-    def both(hidden, weight, bias):
-        out = linear_log_probs_ref(hidden, weight, case.targets, bias, outputs=GRADIENTS, **case.options)
-        return out.log_probs, out.entropy
+    def both(*leaves):
+        return tuple(case.differentiated(case.call(leaves, linear_log_probs_ref, outputs=GRADIENTS))[0])
 
-    assert torch.autograd.gradcheck(both, leaves)
+    assert torch.autograd.gradcheck(both, case.leaves())
 
 
-@pytest.mark.parametrize("memory", MEMORY)
+@every_memory
 def test_backward_twice_and_nothing_overwritten(memory, device):
-    case = Case(device, torch.bfloat16)
-    leaves = [t.detach().requires_grad_() for t in case.tensors]
-    out = linear_log_probs(*leaves[:2], case.targets, leaves[2], outputs=OUTPUTS, memory=memory)
-    results, before = [out.log_probs, out.entropy], [t.clone() for t in out]
-    first = torch.autograd.grad(results, leaves, list(case.upstream), retain_graph=True)
+    case = LogProbs(device, torch.bfloat16)
+    leaves, targets = case.leaves(), case.targets.clone()
+    out = case.call(leaves, memory=memory)
+    results, upstream = case.differentiated(out)
+    before = [t.clone() for t in out]
+    first = torch.autograd.grad(results, leaves, list(upstream), retain_graph=True)
     copies = [grad.clone() for grad in first]
-    second = torch.autograd.grad(results, leaves, list(case.upstream))
-    for one, copy, two in zip(first, copies, second, strict=True):
-        assert torch.equal(one, copy)
-        assert torch.equal(one, two)
-    assert all(map(torch.equal, out, before))
-    assert all(map(torch.equal, leaves, case.tensors))
+    assert_equal(torch.autograd.grad(results, leaves, list(upstream)), copies)
+    assert_equal([first, out, leaves, case.targets], [tuple(copies), tuple(before), case.tensors, targets])
 
 
-@pytest.mark.parametrize("memory", MEMORY)
+@every_memory
 def test_compiles_without_a_graph_break(memory, device):
     torch.compiler.reset()
     compiled = torch.compile(linear_log_probs, fullgraph=True, backend="aot_eager")
     for tokens in (TOKENS, TOKENS + 4):
-        case = Case(device, torch.float32, tokens=tokens)
-        case.assert_right(compiled, memory=memory)
+        LogProbs(device, tokens=tokens).assert_right(compiled, memory=memory)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_of_float32_masters(dtype, device):
-    case = Case(device, torch.float32)
+    case = LogProbs(device)
     with torch.autocast(device.type, dtype):
-        ours, grads = case.run(linear_log_probs)
+        ours, grads = case.run()
         torchs, torch_grads = case.run(linear_log_probs_ref)
     truth, true_grads = case.run(linear_log_probs_ref, torch.float64)
     three_way(ours.log_probs, torchs.log_probs, truth.log_probs, dtype, "log_probs")
@@ -201,7 +213,7 @@ def test_autocast_of_float32_masters(dtype, device):
 
 
 def test_only_what_is_asked_for(device):
-    case = Case(device, torch.float32)
+    case = LogProbs(device)
     for name in OUTPUTS:
         out = linear_log_probs(*case.tensors[:2], case.targets, case.tensors[2], outputs=(name,))
         assert [field for field in OUTPUTS if getattr(out, field) is not None] == [name]
@@ -221,7 +233,7 @@ def test_only_what_is_asked_for(device):
     ids=str,
 )
 def test_bad_input(change, message):
-    case = Case(torch.device("cpu"), torch.float32)
+    case = LogProbs(torch.device("cpu"), torch.float32)
     arguments = {"targets": case.targets, "bias": case.tensors[2], **change}
     with pytest.raises(ValueError, match=message):
         linear_log_probs(*case.tensors[:2], **arguments)

@@ -20,10 +20,14 @@ def block(request):
         yield
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 8, 23])
-@pytest.mark.parametrize(("by_class", "by_row"), itertools.product([False, True], repeat=2))
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-@pytest.mark.parametrize("function", [mean_denominator, mean_denominator_ref], ids=["kernel", "reference"])
+kernel_and_reference = pytest.mark.parametrize(
+    "function", [mean_denominator, mean_denominator_ref], ids=["kernel", "reference"]
+)
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(0, torch.int64), (8, torch.int32), (23, torch.int64)], ids=str)
+@pytest.mark.parametrize(("by_class", "by_row"), [*itertools.product([False, True], repeat=2)])
+@kernel_and_reference
 def test_denominator(function, tokens, by_class, by_row, dtype, device):
     """Ignored rows count nothing, whatever their weight; classes that do not exist have no weight."""
     targets = (torch.arange(tokens, device=device, dtype=dtype) * 3) % (VOCAB + 2)
@@ -43,7 +47,7 @@ def test_denominator(function, tokens, by_class, by_row, dtype, device):
     assert float(found) == pytest.approx(expected or math.inf, rel=1e-6)
 
 
-@pytest.mark.parametrize("function", [mean_denominator, mean_denominator_ref], ids=["kernel", "reference"])
+@kernel_and_reference
 def test_no_class_weighs_in_for_ignored_rows(function, device):
     targets, class_weight = torch.tensor([IGNORED, 2], device=device), torch.tensor([math.nan, 1.0, 3.0], device=device)
     assert float(function(targets, class_weight, None, None, IGNORED, 3)) == 3.0
@@ -57,7 +61,7 @@ def test_given_denominator(given, divides_by, device):
     assert float(found) == divides_by
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 8, 23])
+@pytest.mark.parametrize("tokens", [0, 8, 23])
 def test_mean(tokens, device):
     losses = torch.randn(tokens, device=device)
     found = mean(losses, torch.tensor(3.0, device=device))

@@ -17,7 +17,7 @@ import liger_kernels
 from convergence.float64 import InFloat64
 from liger_kernels.patching.packing import Denominator, SampleDenominator
 from liger_kernels.patching.running import running
-from tests.packing_checks import MODES, boundaries, exact, isolated, packed, patched_copy, samples, truth, weight_of
+from tests.packing_checks import MODES, boundaries, exact, isolated, packed, patched_copy, samples, truth, weighted
 from tests.patching_checks import DEVICE, VOCAB, batch, gradients
 from tests.ranks import RANKS, on_ranks
 
@@ -48,32 +48,16 @@ def close(found, expected, tolerance, name) -> None:
 
 @isolated
 @pytest.mark.parametrize("kernel", ["linear_cross_entropy", "cross_entropy"])
-@pytest.mark.parametrize("chat", [False, True], ids=["single turn", "several turns"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "gemma"])
-def test_packed_is_unpacked(family, rows, chat, kernel):
+def test_packed_is_unpacked(family, rows, kernel):
     """One flattened row without padding, and packed rows with some; boundaries by position_ids."""
-    model, documents = exact(family), samples(*DOCUMENTS, chat=chat)
+    model, documents = exact(family), samples(*DOCUMENTS)
     for mode in ("square", "sample"):
         patched = patched_copy(model, mode, kernel)
         loss = patched(**packed(documents, rows, padding=3 * (rows - 1)), use_cache=False).loss
         check_against_singles(model, mode, documents, gradients(patched, loss))
         assert dict(liger_kernels.status(patched).fallbacks) == {}
-
-
-def by_hand(logits, labels, documents, mode):
-    """The weighted loss of the packed row's own ``logits`` [1, length, vocab]."""
-    total, denominator, start = 0.0, 0.0, 0
-    for ids, _ in documents:
-        here = slice(start, start + len(ids))
-        targets = labels[0, here][1:]
-        count = int((targets != -100).sum())
-        if count:
-            weight, share = weight_of(count, mode)
-            nll = F.cross_entropy(logits[0, here][:-1], targets, ignore_index=-100, reduction="sum")
-            total, denominator = total + weight * nll, denominator + share
-        start += len(ids)
-    return total / denominator
 
 
 @pytest.mark.parametrize("source", ["cu_seq_lens_q", "seq_idx", "position_ids", "all", "position_ids from 2"])
@@ -87,8 +71,9 @@ def test_each_source(source):
         chosen["position_ids"] = chosen["position_ids"] + 2
     patched = patched_copy(model, "sample")
     out = patched(input_ids=row["input_ids"], labels=row["labels"], use_cache=False, **chosen)
-    logits = model(input_ids=row["input_ids"], use_cache=False, **chosen).logits
-    assert float(out.loss) == pytest.approx(float(by_hand(logits, row["labels"], documents, "sample")), rel=ONE_FLOAT32)
+    logits = model(input_ids=row["input_ids"], use_cache=False, **chosen).logits[0]
+    expected = weighted(logits.split([len(ids) for ids, _ in documents]), documents, "sample")
+    assert float(out.loss) == pytest.approx(float(expected), rel=ONE_FLOAT32)
 
 
 @isolated
@@ -187,46 +172,23 @@ def test_a_forward_that_was_replaced_raises():
 
 _NAMES = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
 ROWS_TO_KEEP = "logits_to_keep" if "logits_to_keep" in _NAMES else "num_logits_to_keep"  # before 4.49
-BAD = {
-    "no source": (lambda row: row.pop("position_ids"), ValueError, "DataCollatorWithFlattening"),
-    "sources that disagree": (
-        lambda row: row.update(seq_idx=torch.zeros_like(row["labels"])),
-        ValueError,
-        "disagree",
-    ),
-    "cu_seq_lens_q that descends": (
-        lambda row: row.update(cu_seq_lens_q=torch.tensor([0, 5, 3, 8], device=DEVICE)),
-        ValueError,
-        "ascend",
-    ),
-    "cu_seq_lens_q past the row": (
-        lambda row: row.update(cu_seq_lens_q=torch.tensor([0, 5, 9], device=DEVICE)),
-        ValueError,
-        "at most 8",
-    ),
-    "a float tensor": (lambda row: row.update(seq_idx=torch.zeros(1, 8, device=DEVICE)), TypeError, "float32"),
-    "mrope's planes": (
-        lambda row: row.update(position_ids=row["position_ids"].expand(3, 1, -1)),
-        ValueError,
-        "3 planes",
-    ),
-    "another length": (
-        lambda row: row.update(seq_idx=torch.zeros(1, 7, dtype=torch.int64, device=DEVICE)),
-        ValueError,
-        r"\[1, 7\]",
-    ),
-    "a number of tokens": (lambda row: row.update(num_items_in_batch=6), ValueError, "PackingLossMixin"),
-    "a tensor of tokens": (
-        lambda row: row.update(num_items_in_batch=torch.tensor(6, device=DEVICE)),
-        ValueError,
-        "packing_denominator",
-    ),
+ROW = packed(samples(5, 3, chat=False))
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no source": ({"position_ids": None}, ValueError, "DataCollatorWithFlattening"),
+    "sources that disagree": ({"seq_idx": torch.zeros(1, 8, dtype=torch.int64)}, ValueError, "disagree"),
+    "cu_seq_lens_q that descends": ({"cu_seq_lens_q": torch.tensor([0, 5, 3, 8])}, ValueError, "ascend"),
+    "cu_seq_lens_q past the row": ({"cu_seq_lens_q": torch.tensor([0, 5, 9])}, ValueError, "at most 8"),
+    "a float tensor": ({"seq_idx": torch.zeros(1, 8)}, TypeError, "float32"),
+    "mrope's planes": ({"position_ids": ROW["position_ids"].expand(3, 1, -1)}, ValueError, "3 planes"),
+    "another length": ({"seq_idx": torch.zeros(1, 7, dtype=torch.int64)}, ValueError, r"\[1, 7\]"),
+    "a number of tokens": ({"num_items_in_batch": 6}, ValueError, "PackingLossMixin"),
+    "a tensor of tokens": ({"num_items_in_batch": torch.tensor(6)}, ValueError, "packing_denominator"),
     "another mode's denominator": (
-        lambda row: row.update(num_items_in_batch=liger_kernels.packing_denominator(dict(row), "square")),
+        {"num_items_in_batch": liger_kernels.packing_denominator(ROW, "square")},
         ValueError,
         "'square'",
     ),
-    "rows that are left out": (lambda row: row.update({ROWS_TO_KEEP: 4}), ValueError, "logits_to_keep"),
+    "rows that are left out": ({ROWS_TO_KEEP: 4}, ValueError, "logits_to_keep"),
 }
 SEEN_BY_THE_HOST = {"sources that disagree", "cu_seq_lens_q that descends", "cu_seq_lens_q past the row"}
 
@@ -238,11 +200,10 @@ def patched():
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_raises_and_leaves_the_model_as_it_was(case, patched):
-    change, error, shown = BAD[case]
-    documents = samples(5, 3, chat=False)
-    row = packed(documents)
-    good = patched(**row, use_cache=False).loss
-    change(row)
+    changes, error, shown = BAD[case]
+    changes = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in changes.items()}
+    row = {name: value for name, value in {**ROW, **changes}.items() if value is not None}
+    good = patched(**ROW, use_cache=False).loss
     if DEVICE.type == "cuda" and case in SEEN_BY_THE_HOST:  # the host does not look: the loss says so
         assert patched(**row, use_cache=False).loss.isnan()
     else:
@@ -250,7 +211,7 @@ def test_bad_input_raises_and_leaves_the_model_as_it_was(case, patched):
             patched(**row, use_cache=False)
     assert liger_kernels.status(patched).loss_reduction == "sample"
     assert running.forward is running.request is running.weighted is None
-    assert torch.equal(patched(**packed(documents), use_cache=False).loss, good)
+    assert torch.equal(patched(**ROW, use_cache=False).loss, good)
 
 
 def test_the_patch_itself():

@@ -17,14 +17,13 @@ import torch.distributed as dist
 from benchmarks.cases import Place
 from benchmarks.tensor_parallel import even, measure
 from benchmarks.timing import Measured
-from convergence.tolerance import three_way
-from liger_kernels.ops import CountedTargets, linear_cross_entropy, linear_log_probs, linear_log_probs_ref
+from liger_kernels.ops import CountedTargets, linear_cross_entropy, linear_log_probs
 from liger_kernels.ops._linear import observe_logits_grad
 from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes, VocabularySlabs
 from liger_kernels.ops._tiling import tiled
 from liger_kernels.ops._vocab_parallel import VocabShard
-from tests import linear_log_probs_checks as log_probs
-from tests.linear_cross_entropy_checks import ALONE, HIDDEN, REDUCTIONS, TOKENS, VOCAB, Case
+from tests import linear_cross_entropy_checks
+from tests.linear_cross_entropy_checks import ALL, ALONE, HIDDEN, REDUCTIONS, TOKENS, VOCAB
 
 CPU = torch.device("cpu")
 WORLDS = (2, 4)
@@ -32,6 +31,7 @@ WORLDS = (2, 4)
 SPLITS = {2: ((34, 33), (60, 7), (67, 0)), 4: ((17, 17, 17, 16), (0, 40, 20, 7), (1, 2, 3, 61))}
 DTYPES = (torch.float32, torch.bfloat16)
 MEMORY = ("fast", "small")
+OPTIONS = {"plain": {}, "all": {name: ALL[name] for name in ("temperature", "softcap", "logit_scale", "ignore_index")}}
 
 
 def shard(split: tuple[int, ...], *tensors: torch.Tensor | None) -> list[Any]:
@@ -65,26 +65,30 @@ def same_on_ranks(*tensors: torch.Tensor) -> None:
         assert all(torch.equal(x, other) for other in every), "the ranks' results differ"
 
 
-class LogProbs(log_probs.Case):
-    def run(self, function: Any, dtype: Any = None, **how: Any) -> Any:
-        out, grads = super().run(function, dtype, **how)
-        if function.__name__ == "call":
-            same_on_ranks(*out, grads[0])
-            grads = whole(grads)
-        return out, grads
+class OverRanks:
+    """A case whose own function is over ranks: its results are the same on each, its gradients those of all."""
 
-
-class Loss(Case):
     def run(self, function: Any = None, dtype: Any = None, **options: Any) -> Any:
         out, grads = super().run(function, dtype, **options)
         if function is None:
-            same_on_ranks(*(out if isinstance(out, tuple) else (out,)), grads[0])
+            same_on_ranks(*([out] if isinstance(out, torch.Tensor) else [t for t in out if t is not None]))
+            same_on_ranks(*(grad for grad in grads[:1] if grad is not None))
             grads = whole(grads)
         return out, grads
 
 
+class Loss(OverRanks, linear_cross_entropy_checks.Case):
+    def __init__(self, split: Any, dtype: Any = torch.float32, **options: Any) -> None:
+        super().__init__(CPU, dtype, function=over_ranks(linear_cross_entropy, split), **options)
+
+
+class LogProbs(OverRanks, linear_cross_entropy_checks.LogProbs):
+    def __init__(self, split: Any, dtype: Any = torch.float32, **options: Any) -> None:
+        super().__init__(CPU, dtype, function=over_ranks(linear_log_probs, split), **options)
+
+
 def check_log_probs(split: Any, memory: str | None, dtype: Any, options: dict[str, Any]) -> None:
-    LogProbs(CPU, dtype, **options).assert_right(over_ranks(linear_log_probs, split), memory=memory)
+    LogProbs(split, dtype, **options).assert_right(memory=memory)
 
 
 def check_kept_and_held(split: Any, dtype: Any) -> None:
@@ -92,61 +96,51 @@ def check_kept_and_held(split: Any, dtype: Any) -> None:
     with tiled(slabs=lambda *_: SlabSizes(8, 8, chunk=8)):
         slabs = VocabularySlabs.balanced(TOKENS, HIDDEN, max(split), dtype.itemsize, True)
         assert all((slabs.kept_classes, slabs.held_classes, slabs.slab)), slabs
-        check_log_probs(split, None, dtype, log_probs.OPTIONS["all"])
+        check_log_probs(split, None, dtype, OPTIONS["all"])
 
 
 def check_loss(split: Any, memory: str, dtype: Any, reduction: str, options: dict[str, Any]) -> None:
-    case = Loss(CPU, dtype, reduction=reduction, function=over_ranks(linear_cross_entropy, split), **options)
-    case.assert_right(memory=memory)
+    Loss(split, dtype, reduction=reduction, **options).assert_right(memory=memory)
 
 
 def check_in_float64(split: Any) -> None:
     """What runs the reference, as everything on a CPU does without an interpreter."""
-    check_log_probs(split, "fast", torch.float64, log_probs.OPTIONS["all"])
+    check_log_probs(split, "fast", torch.float64, OPTIONS["all"])
 
 
 def check_frozen_parts(split: Any, memory: str) -> None:
-    for needs in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
-        case = log_probs.Case(CPU, torch.bfloat16, needs=needs)
-        _, grads = case.run(over_ranks(linear_log_probs, split), memory=memory)
-        assert [grad is not None for grad in grads] == [bool(n) for n in needs]
-    with torch.no_grad():
-        out = over_ranks(linear_log_probs, split)(*case.tensors[:2], case.targets, case.tensors[2], memory=memory)
-    torchs, truth = (case.run(linear_log_probs_ref, dtype)[0] for dtype in (None, torch.float64))
-    three_way(out.log_probs, torchs.log_probs, truth.log_probs, torch.bfloat16, "log_probs without gradients")
+    for needs in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)):
+        LogProbs(split, torch.bfloat16, needs=needs).assert_right(memory=memory)
 
 
 def check_counted_rows(split: Any, memory: str) -> None:
-    case = Loss(CPU, torch.float32, function=over_ranks(linear_cross_entropy, split))
+    case = Loss(split)
     case.targets[3:] = -100
-    ours, grads = case.run(memory=memory, counted=CountedTargets(case.targets))
-    theirs, expected = case.run(linear_cross_entropy)
-    torch.testing.assert_close([ours, *grads], [theirs, *expected])
+    case.assert_right(memory=memory, counted=CountedTargets(case.targets), extras=("log_probs",))
 
 
 def check_observer(split: Any, memory: str) -> None:
     """The gradient of all classes' logits, on every rank."""
-    seen: dict[str, torch.Tensor] = {}
-    case = Loss(CPU, torch.float32, function=over_ranks(linear_cross_entropy, split))
-    for name, function in (("ours", None), ("theirs", linear_cross_entropy)):
-        seen[name] = torch.zeros(TOKENS, VOCAB)
+    case, seen = Loss(split), []
+    for function in (None, linear_cross_entropy):
+        grads = torch.zeros(TOKENS, VOCAB)
 
-        def observe(start: int, grad: torch.Tensor, name: str = name) -> None:
-            seen[name][start : start + len(grad)] += grad
+        def observe(start: int, grad: torch.Tensor, grads: torch.Tensor = grads) -> None:
+            grads[start : start + len(grad)] += grad
 
         with observe_logits_grad(observe):
             case.run(function, memory=memory)
-    torch.testing.assert_close(seen["ours"], seen["theirs"])
+        seen.append(grads)
+    torch.testing.assert_close(*seen)
 
 
 def check_compiled(split: Any) -> None:
     """The graph ends before the collectives."""
     torch.compiler.reset()
-    for op in (linear_log_probs, linear_cross_entropy):
-        hidden, weight, bias = log_probs.Case(CPU, torch.float32).tensors
-        call = torch.compile(over_ranks(op, split), backend="eager")
-        found, expected = (f(hidden, weight, torch.arange(TOKENS), bias) for f in (call, over_ranks(op, split)))
-        torch.testing.assert_close(found, expected)
+    for case in (LogProbs(split), Loss(split)):
+        expected = case.run()
+        case.function = torch.compile(case.function, backend="eager")
+        torch.testing.assert_close(case.run(), expected)
 
 
 def check_ties(split: Any) -> None:
@@ -164,7 +158,7 @@ def check_benchmark(split: Any) -> None:
 
 
 def check_bad_input(split: Any) -> None:
-    case = log_probs.Case(CPU, torch.float32)
+    case = Loss(split)
     hidden, weight, bias = case.tensors
     weight, bias = shard(split, weight, bias)
     rank = dist.get_rank()
@@ -197,27 +191,21 @@ def checks(world: int) -> dict[str, Callable[[], None]]:
     """Every check by name."""
     splits = itertools.cycle(SPLITS[world])
     few = world > 2  # what does not depend on the number of ranks is checked on two
+    losses = [("mean", "no_bias"), *((reduction, "all but smoothing") for reduction in REDUCTIONS)][2 * few :]
     found: dict[str, Callable[[], None]] = {}
-    for memory in MEMORY:
-        for dtype in DTYPES[few:]:
-            for name, options in [*log_probs.OPTIONS.items()][-1 if few else 0 :]:
-                found[f"log_probs-{memory}-{dtype}-{name}"] = partial(
-                    check_log_probs, next(splits), memory, dtype, options
-                )
-                if memory == "small":  # by default logits of a rank's last classes are held
-                    found[f"log_probs-None-{dtype}-{name}"] = partial(
-                        check_log_probs, SPLITS[world][-1], None, dtype, options
-                    )
-            if memory == "small":
-                found[f"kept_and_held-{dtype}"] = partial(check_kept_and_held, SPLITS[world][-1], dtype)
-            for reduction in REDUCTIONS[few:]:
-                for name in ("plain", "no_bias", "all but smoothing, row_weight")[2 if few else 0 :]:
-                    found[f"loss-{memory}-{dtype}-{reduction}-{name}"] = partial(
-                        check_loss, next(splits), memory, dtype, reduction, ALONE[name]
-                    )
-        for check in (check_frozen_parts, check_counted_rows, check_observer):
-            found[f"{check.__name__.removeprefix('check_')}-{memory}"] = partial(check, next(splits), memory)
-    for alone in (check_in_float64, check_compiled, check_ties, check_benchmark, check_another_group, check_bad_input):
+    for dtype in DTYPES[few:]:
+        found[f"kept_and_held-{dtype}"] = partial(check_kept_and_held, SPLITS[world][-1], dtype)
+        for memory, name in itertools.product((*MEMORY, None), [*OPTIONS][few:]):
+            # By default logits of a rank's last classes are held.
+            split = next(splits) if memory else SPLITS[world][-1]
+            found[f"log_probs-{memory}-{dtype}-{name}"] = partial(check_log_probs, split, memory, dtype, OPTIONS[name])
+        for memory, (reduction, name) in itertools.product(MEMORY, losses):
+            given = next(splits), memory, dtype, reduction, ALONE[name]
+            found[f"loss-{memory}-{dtype}-{reduction}-{name}"] = partial(check_loss, *given)
+    for check, memory in itertools.product((check_frozen_parts, check_counted_rows, check_observer), MEMORY):
+        found[f"{check.__name__.removeprefix('check_')}-{memory}"] = partial(check, next(splits), memory)
+    on_two = check_compiled, check_benchmark, check_another_group, check_bad_input
+    for alone in (check_ties, check_in_float64, *(() if few else on_two)):
         found[alone.__name__.removeprefix("check_")] = partial(alone, next(splits))
     return found
 
