@@ -44,6 +44,15 @@ def test_only_the_copy_calls_another_function(module: types.ModuleType) -> None:
     assert vars(module) == before
 
 
+def test_functions_are_asked_for_in_the_order_of_the_code(module: types.ModuleType) -> None:
+    """A report lists what was found in the same order in every process."""
+    names, asked = [f"turn_{letter}" for letter in "hcfagbde"], []
+    exec("\n".join(f"def {name}(x): return x" for name in names), module.__dict__)
+    exec(f"def forward(x): return [{', '.join(f'{name}(x)' for name in names)}]", module.__dict__)
+    rebind(module.forward, lambda name, function: asked.append(name))
+    assert asked == names
+
+
 def test_all_other_names_are_those_of_the_module_at_the_moment_of_the_call(module: types.ModuleType) -> None:
     forward, x = rebound(module), torch.ones(1)
     vars(module).update(TABLE={"factor": 3.0}, turn=None)  # of which turn is of no concern to the copy

@@ -75,12 +75,13 @@ def rebind(
 
 
 @functools.cache
-def _global_names(code: types.CodeType) -> set[str]:
-    names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+def _global_names(code: types.CodeType) -> list[str]:
+    """In the order of the code: that of a set would be another one in every process."""
+    names = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _global_names(constant)
-    return names
+            names += _global_names(constant)
+    return list(dict.fromkeys(names))
 
 
 def methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:

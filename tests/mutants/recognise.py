@@ -43,5 +43,6 @@ MUTANTS = (
         "test_modules_that_may_compute_something_else_differ_in_their_fingerprints[buffer]"),
     _recogniser("verdict_shared_past_what_is_inside",
         "Of the modules inside an MLP only the class tells what it computes.",
-        "fingerprint(child)", "type(child)", "test_modules_that_may_compute_something_else_differ_in_their_fingerprints[settings]"),
+        "fingerprint(child)", "type(child)",
+        "test_modules_that_may_compute_something_else_differ_in_their_fingerprints[settings]"),
 )
