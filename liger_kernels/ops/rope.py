@@ -18,6 +18,7 @@ gradient is the transposed map rather than the rotation by the negative angle (t
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -391,6 +392,13 @@ def rope(
         raise ValueError(f"pairing is {pairing!r}; allowed are {', '.join(map(repr, PAIRINGS))}")
     rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
     _check(q, k, cos, sin, pairing, rotary_dim)
+    if torch.compiler.is_compiling():
+        # A program is for these numbers alone. torch 2.11 loses a symbol that becomes one inside of an
+        # autograd.Function.
+        rotary_dim = operator.index(rotary_dim)
+        for x in (q, k):
+            if x is not None:
+                operator.index(x.shape[1]), operator.index(x.shape[3])
     if (
         not use_triton(q)
         or q.shape[0] * q.shape[2] > 2**31 - 2**16  # the kernel counts tokens in 32 bits
