@@ -103,6 +103,12 @@ LAYOUTS += [f"gated_rms_norm, silu, {order}, cast_then_scale" for order in ("las
 LAYOUTS += ["swiglu", "packed_glu", "packed_glu, gpt-oss"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_is_asked_once() -> None:
+    """Where torch's clamp has a gradient is tried once in a process, on tensors that are not an op's."""
+    ops.packed_glu(torch.zeros(1, 2, device=DEVICE), GPT_OSS)
+
+
 @pytest.fixture(params=OPS)
 def op(request: pytest.FixtureRequest) -> Op:
     return OPS[request.param]
@@ -329,8 +335,10 @@ def test_a_unit_keeps_nothing_but_its_inputs(name: str, device: torch.device) ->
 
 
 def test_what_is_frozen_costs_nothing(op: Op, device: torch.device) -> None:
-    """Whatever is frozen: the same bits of the result and of the other gradients, no launch more, and less memory by
-    the gradient's own. The two terms of a sum share theirs."""
+    """Whatever is frozen: the same result and the same other gradients, no launch more, and less memory by the
+    gradient's own. The two terms of a sum share theirs."""
+    # A GPU's program that computes less may multiply and add in another way.
+    exact = {"rtol": 0, "atol": 0} if device.type == "cpu" else {}
     leaves = op.leaves(64, torch.float32, device)
 
     def step(needs: tuple[bool, ...]) -> tuple[list, list, dict[str, int], int]:
@@ -344,9 +352,8 @@ def test_what_is_frozen_costs_nothing(op: Op, device: torch.device) -> None:
     results, gradients, most, cost = step(every)
     for wanted in itertools.product(*((False, True) if possible else (False,) for possible in every)):
         found, some, less, bytes_ = step(wanted)
-        # Where nobody wants a gradient, a forward is a program of its own, which may be contracted in another way.
-        torch.testing.assert_close(found, results, **{"rtol": 0, "atol": 0} if any(wanted) else {})
-        torch.testing.assert_close(some, list(itertools.compress(gradients, wanted)), rtol=0, atol=0)
+        torch.testing.assert_close(found, results, **exact)
+        torch.testing.assert_close(some, list(itertools.compress(gradients, wanted)), **exact)
         spared = [t.nbytes for t, had, has in zip(leaves, every, wanted, strict=True) if had and not has]
         if op.op.func is ops.add_rms_norm:
             terms = every[:2].count(True) - wanted[:2].count(True)
