@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-import runpy
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -98,9 +100,13 @@ def test_a_torch_that_was_tested_is_not_said(monkeypatch: pytest.MonkeyPatch) ->
         assert environment.newer_torch() == ""
 
 
-def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_module("liger_kernels", run_name="__main__")
-    assert capsys.readouterr().out == f"{liger_kernels.report()}\n"
+def test_the_command_prints_it() -> None:
+    command = [sys.executable, "-m", "liger_kernels"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {"torch", "Python", "rms_norm", "kept programs"} <= {
+        line.split("  ")[0] for line in done.stdout.splitlines()
+    }
 
 
 def test_the_bounds_are_those_of_the_matrix() -> None:
