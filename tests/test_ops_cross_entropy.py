@@ -286,14 +286,15 @@ def test_wide_softcap_keeps_small_logits(device):
 def test_nothing_to_learn_from_is_zero_with_zero_gradients(function, tokens, options, reduction, device):
     logits, targets, options = make_inputs(tokens, 20, torch.float32, device, options)
     targets.fill_(options.get("ignore_index", -100))
-    if function is cross_entropy:
-        logits.data[2:3] = math.nan  # nothing of an ignored row may reach anything
+    rows, zero = torch.zeros(tokens, device=device), torch.zeros((), device=device)
+    nothing = (rows if reduction == "none" else zero, torch.zeros_like(logits))
     out, grad = run(function, logits, targets, reduction=reduction, extras=EXTRAS, **options)
-    rows = torch.zeros(tokens, device=device)
-    zero = torch.zeros((), device=device)
-    assert_equal((out.loss, grad), (rows if reduction == "none" else zero, torch.zeros_like(logits)))
+    assert_equal((out.loss, grad), nothing)
     assert_equal((out.token_accuracy, out.log_probs), (zero, rows))
     assert out.predicted_tokens.shape == out.entropy.shape == rows.shape
+    if function is cross_entropy:
+        logits.data[2:3] = math.nan  # nothing of an ignored row may reach anything
+        assert_equal(run(function, logits, targets, reduction=reduction, **options), nothing)
 
 
 def test_mean_of_zero_class_weight_is_zero(device):
