@@ -95,6 +95,17 @@ def test_its_own_check_kills(checked: Mutant, tmp_path: Path) -> None:
     assert done.returncode == 1, f"{checked.check} does not see it: {checked.does}\n{done.stdout[-3000:]}{done.stderr}"
 
 
+def test_every_check_is_a_test(request: pytest.FixtureRequest) -> None:
+    """Of the files that this run collects whole: a test of another name or case would kill nothing, and look as if."""
+    if request.config.option.keyword or request.config.option.markexpr or "::" in " ".join(request.config.args):
+        pytest.skip("tests are selected by name")
+    names = {item.nodeid for item in request.session.items}
+    names |= {name.partition("[")[0] for name in names}
+    files = {name.partition("::")[0] for name in names}
+    checks = {m.name: m.check for m in MUTANTS.values() if m.check and m.check.partition("::")[0] in files}
+    assert {name: check for name, check in checks.items() if check not in names} == {}
+
+
 def test_the_documentation_has_every_mutant_and_every_row() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "evidence").glob("mutants*.md"))
     lines = {line.split(" | ")[0].removeprefix("| ").strip("`"): line for line in text.splitlines() if " | " in line}
