@@ -142,7 +142,7 @@ MUTANTS = (
     Mutant("n11_one_norm_of_another_formula", "One norm of Gemma 2 is given Llama's formula.",
         source="N11", after=_llama_norm_in_one_place, model="gemma2"),
     faults("patching.glu")("recognised_as_the_wrong_activation", "silu is taken for gelu.",
-        "(F.silu, swiglu, swiglu_linear)", "(F.silu, geglu, geglu_linear)"),
+        "_UNITS[self.activation]", "_UNITS[self.activation.replace('silu', 'gelu_tanh')]"),
     faults("patching.modules")("p17_only_the_first_layer_patched", "The patch leaves the second layer alone.",
         "name = type(module).__name__", "<old>\nif 'layers.1.' in path:\n    continue", source="P17",
         dies="not patched"),
