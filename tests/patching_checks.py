@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 import liger_kernels
@@ -76,7 +77,7 @@ def _built(family: str, name: str) -> Any:
         cls = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
         return zoo.tiny_model(cls).to(DEVICE)
     except (ImportError, AttributeError, zoo.CannotShrink) as error:
-        return f"not in the zoo: {error}"
+        return f"transformers {transformers.__version__} has no such class in the zoo: {error}"
 
 
 def built(family: str, name: str) -> Any:

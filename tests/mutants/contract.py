@@ -151,7 +151,7 @@ MUTANTS = (
     Mutant("r4_angles_rounded_with_the_model", "The rotary frequencies are rounded to bfloat16 with the parameters.",
         source="R4", after=_embeds_in_bfloat16),
     Mutant("gradient_of_one_percent_more", "One parameter's gradient is 1% too large.",
-        after=partial(scale_gradient, path=SCALED)),
+        after=partial(scale_gradient, path=SCALED), sample=True),
     Mutant("norm_gradient_of_one_percent_more", "One norm's gradient is 1% too large.",
         after=partial(scale_gradient, path="model.layers.0.input_layernorm.weight")),
     Mutant("gradient_with_a_nan", "One element of one gradient is NaN.", after=poison_gradient, dies="finite"),

@@ -31,7 +31,7 @@ MUTANTS = (
         "y = y.to(gate_ptr.dtype.element_ty).to(tl.float32) * up", "<old> * 1.01"),
     _swiglu_backward("product_of_the_slope",
         "The product that the backward makes again, for the gradient of the weight behind it, has the slope in it.",
-        "act * up", "slope * up"),
+        "act * up", "slope * up", sample=True),
     _geglu_backward("product_not_made_again",
         "The gradient of the weight behind it is taken of the product's gradient instead of the product.",
         "PRODUCT=product", "PRODUCT=False"),

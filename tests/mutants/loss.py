@@ -25,7 +25,7 @@ MUTANTS = (
     _fused_backward("c1_fused_target_gradient_cancels",
         "The target's gradient is p - 1 with p rounded to the logits' dtype, in the fused head.",
         _AT_TARGET, "at_target = (p_target.to(logits_rows.dtype.element_ty).to(tl.float32) - 1.0) * upstream",
-        source="C1", dtypes=("bfloat16",)),
+        source="C1", dtypes=("bfloat16",), sample=True),
     _logits_backward("c4_upstream_gradient_ignored", "The gradient that comes in is taken for 1.",
         "grad_loss, grad", "torch.ones_like(grad_loss), grad",
         source="C4", module="ops.cross_entropy"),

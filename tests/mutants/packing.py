@@ -24,7 +24,7 @@ MUTANTS = (
         "start = _changes(rows, rows.roll(1, -1) + 1)",
         "start = _changes(rows == 0, torch.zeros_like(rows, dtype=torch.bool))", _PROOF),
     _model("packing_shift_across_a_boundary", "The last row of a sequence predicts the first token of the next.",
-        "not self.shifted", "False", _PROOF),
+        "not self.shifted", "False", _PROOF, sample=True),
     _trainer("packing_mean_of_means", "Each micro-batch divides by its own denominator, and their means are averaged.",
         "return denominator.as_subclass(cls)", "return None", "test_trainer_with_accumulation"),
     _op("packing_counts_empty_samples", "A sequence without any target counts in the denominator.",
