@@ -15,9 +15,14 @@ from matrix.cells import ROOT
 from matrix.stages import STAGES
 
 
-def in_tox() -> list[str]:
+def tox_ini() -> configparser.RawConfigParser:
     tox = configparser.RawConfigParser()
     tox.read(ROOT / "tox.ini")
+    return tox
+
+
+def in_tox() -> list[str]:
+    tox = tox_ini()
     (names,) = (s for s in tox.sections() if tox.get(s, "deps", fallback="").endswith("matrix/cells/{env_name}.txt"))
     return names.removeprefix("testenv:{").removesuffix("}").split(", ")
 
@@ -29,6 +34,15 @@ def in_docs() -> list[str]:
 
 def test_cells_tox_and_docs_name_the_same_set() -> None:
     assert in_tox() == in_docs() == list(cells.load_all())
+
+
+def test_what_the_newest_cell_does_not_run_in_ci_runs_in_its_versions() -> None:
+    newest = new.newest_cell(cells.load_all(), "tf")
+    environment = dict(tox_ini()["testenv:newest"])
+    assert environment["deps"] == f"-r matrix/cells/{newest.name}.txt"
+    assert f" cell {newest.name} --stages " in environment["commands"]
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert {f"{package}=={newest.pins[package]}" for package in ("torch", "triton", "transformers")} <= {*constraints}
 
 
 def test_a_cell_is_called_what_it_pins() -> None:

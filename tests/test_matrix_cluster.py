@@ -49,12 +49,21 @@ def of_other_code(cell: Cell, options: list[str], folder: Path) -> None:
 
 
 def half(cell: Cell, options: list[str], folder: Path) -> None:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{cell.name}.json").write_text('{"schema": 1, "cell":')
 
 
 def nothing(cell: Cell, options: list[str], folder: Path) -> None:
     """An environment that could not be made."""
+
+
+NO_WHOLE_RECORD = (of_other_code, half, nothing)
+
+
+def not_whole(cell: Cell, options: list[str], folder: Path) -> None:
+    """The one of :data:`NO_WHOLE_RECORD` that the notes of ``cell`` are named after."""
+    (how,) = (how for how in NO_WHOLE_RECORD if how.__name__ == Path(cell.why).name)
+    how(cell, options, folder)
 
 
 @pytest.fixture(scope="module")
@@ -136,21 +145,14 @@ def test_a_cell_without_a_node_left_has_no_record(
     assert list((tmp_path / "records").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        (of_other_code, "its record is of other code or of another cell file"),
-        (half, "cannot be read as JSON"),
-        (nothing, "its environment could not be made, or nothing ran in it"),
-    ],
-)
-def test_what_is_no_whole_record_does_not_count(
-    how: cluster.Runner, why: str, nodes: Any, two: list[Any], tmp_path: Path
-) -> None:
-    cell = a_cell(tmp_path / "notes")
-    failures, _ = run(nodes, [cell], tmp_path / "records", how=how)
-    assert why in failures[cell.name]
-    assert not (tmp_path / "records" / f"{cell.name}.json").exists()
+def test_what_is_no_whole_record_does_not_count(nodes: Any, two: list[Any], tmp_path: Path) -> None:
+    names = {how.__name__: f"tf{i}.0-trl1.0" for i, how in enumerate(NO_WHOLE_RECORD)}
+    cells = [a_cell(tmp_path / how, name) for how, name in names.items()]
+    failures, _ = run(nodes, cells, tmp_path / "records", how=not_whole)
+    assert "its record is of other code or of another cell file" in failures[names["of_other_code"]]
+    assert "cannot be read as JSON" in failures[names["half"]]
+    assert "its environment could not be made, or nothing ran in it" in failures[names["nothing"]]
+    assert list((tmp_path / "records").glob("*.json")) == []
 
 
 def test_a_node_of_other_code_is_refused(nodes: Any, two: list[Any], tmp_path: Path, monkeypatch: Any) -> None:

@@ -569,7 +569,7 @@ def test_a_norm_that_differs_in_two_dtypes_only_is_replaced_where_they_are_one()
         x = torch.randn(5, 24, dtype=dtype)
         reset_launches()
         ours, upstreams = patched.to(weights)(x), norm.to(weights)(x)
-        assert bool(launches()) == kernel
+        assert bool(launches()) == (kernel and INTERPRET)  # on a GPU machine tensors on the CPU run references
         assert ours.dtype == upstreams.dtype
         assert kernel or torch.equal(ours, upstreams)
         three_way(ours, upstreams, copy.deepcopy(norm).double()(x.double()), upstreams.dtype, "y")

@@ -93,24 +93,25 @@ class _Place(NamedTuple):
 
 
 def _find(scope: ast.AST, old: Sequence[ast.AST]) -> Iterator[_Place]:
-    wanted = [(type(node), _shape(node)) for node in old]
-
-    def alike(nodes: Sequence[object]) -> bool:  # the shape of few nodes has to be written down
-        return all(type(n) is kind and _shape(n) == shape for n, (kind, shape) in zip(nodes, wanted, strict=True))
-
     for parent in ast.walk(scope):
         for field, value in ast.iter_fields(parent):
             if isinstance(value, list):
-                for start in range(len(value) - len(wanted) + 1):
-                    if alike(value[start : start + len(wanted)]):
-                        yield _Place(parent, field, start, len(wanted))
-            elif len(wanted) == 1 and alike([value]):
+                for start in range(len(value) - len(old) + 1):
+                    if _same(value[start : start + len(old)], old):
+                        yield _Place(parent, field, start, len(old))
+            elif len(old) == 1 and _same(value, old[0]):
                 yield _Place(parent, field, None, 1)
 
 
-def _shape(node: object) -> str:
-    """What two nodes have in common that are written the same, whether their value is read or assigned."""
-    return ast.dump(node).replace("ctx=Store()", "ctx=Load()") if isinstance(node, ast.AST) else repr(node)
+def _same(a: object, b: object) -> bool:
+    """Whether two nodes are written the same, whether their value is read or assigned."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, ast.AST):
+        return all(_same(getattr(a, name, None), getattr(b, name, None)) for name in a._fields if name != "ctx")
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b
 
 
 def _expression(text: str) -> Sequence[ast.AST] | None:
