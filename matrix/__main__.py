@@ -33,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
     for package in ("transformers", "trl"):
         cell.add_argument(f"--{package}", metavar="PATH", help="for the cell main: a checkout or a wheel (main branch)")
     cell.add_argument("--torch", metavar="PATH", help="for the cell main: also a version, or 'nightly'")
-    cell.add_argument("--stages", metavar="A,B", help="only these; the record stays incomplete")
+    cell.add_argument(
+        "--stages", metavar="A,B", help="only these: exit 1 unless they pass; the record stays incomplete"
+    )
     for command in (run, cell):
         command.add_argument("-n", "--workers", type=int, metavar="N", help="pytest workers per cell (CPUs / jobs)")
         command.add_argument("--fresh", action="store_true", help="repeat stages that passed for this code, too")
@@ -104,7 +106,7 @@ def cell(arguments: argparse.Namespace) -> int:
     record = runner.run_stages(chosen, stages, arguments.records, workers, arguments.fresh)
     for deviation in record.deviations:
         print(f"{chosen.name}: {deviation}")
-    return int(not record.passed)
+    return int(not record.passed_so_far)
 
 
 def _options(arguments: argparse.Namespace, jobs: int) -> list[str]:

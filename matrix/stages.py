@@ -103,7 +103,12 @@ STAGES = {
         ),
     ),
     "project": (
-        Stage("tests", "unit tests", ("tests", "--ignore", "tests/test_mutants.py")),
+        Stage(
+            "tests",
+            "unit tests; on a GPU, those of ops and patching, because the others judge the proof on a CPU",
+            ("tests", "--ignore", "tests/test_mutants.py"),
+            ("tests", "--ignore-glob", "tests/test_[!op]*"),
+        ),
         Stage("convergence", "the proof on the core models, both losses", _CONVERGENCE, leaves_records=True),
         Stage(
             "setups",

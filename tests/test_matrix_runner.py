@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from matrix import records, runner
+from matrix import __main__ as command
+from matrix import cells, records, runner
 from matrix.cells import Cell
 from matrix.records import CellRecord, Finding
 from matrix.stages import STAGES, Stage
@@ -57,6 +58,17 @@ def test_a_green_run(stages: Stages, tmp_path: Path) -> None:
     assert record.passed
     assert record.stages[0].passed == ["test_one::test_a"]
     assert records.load(tmp_path / "tf9.9-trl9.9.json") == record
+
+
+@pytest.mark.parametrize(("chosen", "code"), [("one", 0), ("two", 1), ("one,two", 1)])
+def test_the_exit_code_is_of_the_stages_that_were_asked_for(
+    chosen: str, code: int, stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages(one=GREEN, two=RED)
+    monkeypatch.setattr(cells, "select", lambda *_, **__: [CELL])
+    arguments = ["--records", str(tmp_path), "cell", CELL.name, "--stages", chosen, "--workers", "1"]
+    assert command.main(arguments) == code
+    assert not records.load(tmp_path / f"{CELL.name}.json").passed
 
 
 def test_a_failing_case_is_named(stages: Stages, tmp_path: Path) -> None:

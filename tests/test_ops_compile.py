@@ -241,8 +241,18 @@ def test_shared_memory_suffices(records: list[dict[str, Any]], target: str) -> N
     assert all(record["shared"] <= SHARED_MEMORY for record in fixed if TARGETS[target][0] == "cuda")
 
 
-def test_a_gpu_of_little_shared_memory_loads_less_ahead(tmp_path: Path) -> None:
-    (shared,) = in_subprocess(tmp_path, __name__, ("compile_for_little_shared_memory",))
+@pytest.fixture(scope="module")
+def specials(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What the two functions find that change how programs are compiled, in one process for this run."""
+    file, cache = shared_folder / "compiled-specials.json", tmp_path_factory.mktemp("triton")
+    calls = ("compile_for_little_shared_memory",), ("compile_with_wide_numbers",)
+    make_once(file, lambda path: path.write_text(json.dumps(in_subprocess(cache, __name__, *calls))))
+    found: list[Any] = json.loads(file.read_text())
+    return found
+
+
+def test_a_gpu_of_little_shared_memory_loads_less_ahead(specials: list[Any]) -> None:
+    shared, _ = specials
     assert {"_rms_norm_bwd_kernel"} < shared.keys()
     assert all(size <= SMALL[3] for size in shared.values()), shared
     assert shared["_rms_norm_bwd_kernel"] > SMALL[3] // 2  # else it would load nothing ahead
@@ -286,10 +296,10 @@ def wide_operations(ttir: str) -> list[str]:
     return [x for x in lines if "f64" in x and "arith.truncf" not in x and not x.startswith(("tt.func", "#loc"))]
 
 
-def test_numbers_are_rounded_before_anything_else(tmp_path: Path) -> None:
+def test_numbers_are_rounded_before_anything_else(specials: list[Any]) -> None:
     """torch.compile hands Python numbers to a kernel as float64; a kernel that computes with them as they come runs at
     a fraction of its speed, with the right result."""
-    (records,) = in_subprocess(tmp_path, __name__, ("compile_with_wide_numbers",))
+    _, records = specials
     assert any("f64" in record["ttir"] for record in records)
     for record in records:
         assert not wide_operations(record["ttir"]), f"{record['what']}: {wide_operations(record['ttir'])[:3]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,6 @@ def test_one_reason_for_all_models_is_one_row() -> None:
 
 def test_the_version_of_a_peer_is_in_its_record() -> None:
     given = case.Case("llama-tied", "float32", "convergence.peers:torch_head")
-    assert Record.of(given).versions["torch"] == torch.__version__
+    assert Record.of(given).versions["torch"] == importlib.metadata.version("torch")
     missing = Record.of(case.Case("llama-tied", "float32", "convergence.peers:unsloth"))
     assert missing.versions["unsloth"] == "not installed"
