@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import os
 import threading
 from typing import Any
 
@@ -22,8 +21,9 @@ from triton.runtime import interpreter
 
 @functools.cache
 def prepare() -> None:
-    """Repair and hurry the interpreter, once in a process, where ``TRITON_INTERPRET=1`` says that it is used."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    """Repair and hurry the interpreter, once in a process, where ``TRITON_INTERPRET=1`` said at Triton's import that it
+    is used: in another process, the compiler would run what is replaced."""
+    if isinstance(tl.sum, interpreter.InterpretedFunction):
         _repair_bfloat16()
         _hurry()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from liger_kernels.ops._device import most_warps
 from liger_kernels.ops._runtime import INTERPRET, launch, tl, triton, use_triton
 from liger_kernels.ops._tiling import next_power_of_2
 from liger_kernels.ops.linear_cross_entropy import MEMORY
+from tests.op_calls import in_subprocess
 
 
 @triton.jit
@@ -304,3 +307,18 @@ def test_the_interpreter_describes_a_shape_once() -> None:
         assert value.shape is tl.tensor(None, again).shape
     narrow, wide = (tl.block_type(tl.pointer_type(dtype), [4]) for dtype in (tl.int8, tl.int64))
     assert (narrow.element_ty.element_ty, wide.element_ty.element_ty) == (tl.int8, tl.int64)
+
+
+def prepares_where_kernels_are_compiled() -> bool:
+    """In the subprocess: whether the proof's preparations reach the compiler, which shares functions with the
+    interpreter, when the CPU is chosen after Triton was imported for a GPU."""
+    from convergence.interpreter import prepare
+
+    os.environ["TRITON_INTERPRET"] = "1"
+    before = tl.core.tensor.__init__
+    prepare()
+    return tl.core.tensor.__init__ is not before
+
+
+def test_the_interpreter_is_prepared_only_where_it_runs(tmp_path: Path) -> None:
+    assert in_subprocess(tmp_path, __name__, ("prepares_where_kernels_are_compiled",)) == [False]
