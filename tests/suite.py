@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -12,7 +14,8 @@ ISOLATED = [part for name in ("cacheprovider", "faulthandler", "xdist") for part
 
 
 def suite(*options: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
+    # The proof sets TRITON_INTERPRET for a CPU, and a later test of this process may compile for a GPU.
+    with mock.patch.dict(os.environ), pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         return int(pytest.main(["convergence", "-q", *options, *ISOLATED]))
 
