@@ -16,7 +16,7 @@ def test_one_percent_of_any_gradient_is_seen_in_bfloat16():
     """A gain and its bound follow from one quantity alone, so all parameters can be scaled at once and looked up one at
     a time. Nothing else is asked of them than their own gain, and nothing of an honest candidate fails."""
     dtype, device = torch.bfloat16, torch.device("cpu")
-    reference = references("llama-untied", "bfloat16", "hard", "cpu", 0)
+    reference = references("gemma3", "bfloat16", "hard", "cpu", 0)
     patch = load_patch("convergence.patches:fused_cross_entropy")
     candidate = train(reference.run(dtype, device, patch=patch))
     candidate.model = None
