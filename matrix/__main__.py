@@ -91,8 +91,9 @@ def cell(arguments: argparse.Namespace) -> int:
         path = upstream.write_requirements(arguments.records, sources)
         options = [*_options(arguments, 1), *(["--stages", arguments.stages] if arguments.stages else [])]
         chosen = upstream.cell(arguments.records)
-        runner.tox([chosen], 1, options, arguments.records, MATRIX_REQUIREMENTS=str(path.absolute()))
-        return report.show(arguments.records, [chosen])
+        code = runner.tox([chosen], 1, options, arguments.records, MATRIX_REQUIREMENTS=str(path.absolute()))
+        shown = report.show(arguments.records, [chosen])
+        return int(code != 0) if arguments.stages else shown
     else:
         chosen = upstream.cell(arguments.records)
     stages = STAGES[chosen.kind]

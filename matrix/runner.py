@@ -205,9 +205,9 @@ def _collect(stage: Stage, folder: Path, result: StageResult) -> None:
         result.status = "passed"
 
 
-def tox(cells: Sequence[Cell], jobs: int, options: Sequence[str], folder: Path, **variables: str) -> None:
+def tox(cells: Sequence[Cell], jobs: int, options: Sequence[str], folder: Path, **variables: str) -> int:
     """Make each cell's environment and run it there, ``jobs`` at a time; what came of it is in the records, in
-    ``folder``. ``variables`` are for the environment."""
+    ``folder``. ``variables`` are for the environment. The exit code is tox's."""
     outer = {name: value for name, value in os.environ.items() if not name.lstrip("_").startswith("TOX")}
     outer.pop("VIRTUAL_ENV", None)
     outer |= {"MATRIX_RECORDS": str(folder.absolute()), **variables}
@@ -215,4 +215,4 @@ def tox(cells: Sequence[Cell], jobs: int, options: Sequence[str], folder: Path, 
     if jobs > 1:
         command += ["--parallel", str(jobs), "--parallel-live"]
     command += ["-e", ",".join(cell.name for cell in cells), "--", *options]
-    subprocess.run(command, cwd=ROOT, env=outer)
+    return subprocess.run(command, cwd=ROOT, env=outer).returncode

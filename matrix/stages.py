@@ -105,7 +105,7 @@ STAGES = {
     "project": (
         Stage(
             "tests",
-            "unit tests; on a GPU, those of ops and patching, because the others judge the proof on a CPU",
+            "unit tests; on a GPU, the files of ops, patching and packing: most others judge the proof on a CPU",
             ("tests", "--ignore", "tests/test_mutants.py"),
             ("tests", "--ignore-glob", "tests/test_[!op]*"),
         ),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from convergence.files import make_once
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,6 +44,19 @@ def shared_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     """The same folder in every xdist worker of this run, for what one of them makes for all."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if hasattr(request.config, "workerinput") else own
+
+
+@pytest.fixture(scope="session")
+def once(shared_folder: Path) -> Callable[[str, Callable[[], Any]], Any]:
+    """``once(name, find)``: what ``find()`` returned in the xdist worker of this run that asked first, as JSON has it.
+    The others wait."""
+
+    def once(name: str, find: Callable[[], Any]) -> Any:
+        file = shared_folder / f"{name}.json"
+        make_once(file, lambda path: path.write_text(json.dumps(find())))
+        return json.loads(file.read_text())
+
+    return once
 
 
 @pytest.fixture(scope="session", autouse=True)

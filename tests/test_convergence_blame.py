@@ -65,7 +65,7 @@ def test_the_culprit_is_named(fault, dtype):
 
 
 def test_the_mutated_kernel_is_blamed(mutant: Mutant, dtype: str):
-    record = prove(Case(mutant.model, dtype, f"tests.mutants:{mutant.name}", "plain", DEVICE))
+    record = prove(Case(mutant.model, dtype, f"tests.mutants:{mutant.name}", device=DEVICE))
     assert {row["kernel"] for row in record.blame} == {mutant.kernel}, record.blame
     if mutant.dies == "statistics":
         assert {row["pass"] for row in record.blame} == {mutant.phase}, record.blame

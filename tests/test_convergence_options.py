@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -56,3 +58,10 @@ def test_select_takes_names_families_and_groups():
     assert {m.family for m in select("core")} == {"llama", "gemma", "gemma2", "gemma3"}
     assert [m.name for m in select("llama-tied")] == ["llama-tied"]
     assert [m.name for m in select("gemma2, llama")] == ["gemma2", "llama-untied", "llama-tied", "llama-bias"]
+
+
+def test_a_proof_in_a_test_leaves_the_environment_as_it_was(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    before = dict(os.environ)
+    assert collect("--device", "cpu") == 0
+    assert os.environ == before

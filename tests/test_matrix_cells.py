@@ -37,10 +37,15 @@ def test_cells_tox_and_docs_name_the_same_set() -> None:
 
 
 def test_what_the_newest_cell_does_not_run_in_ci_runs_in_its_versions() -> None:
-    newest = new.newest_cell(cells.load_all(), "tf")
-    environment = dict(tox_ini()["testenv:newest"])
+    """The proof in ``tox run -e convergence``, which has all of the cell's and more, and the set-ups in ``setups``."""
+    newest, tox = new.newest_cell(cells.load_all(), "tf"), tox_ini()
+    environment = dict(tox["testenv:newest"])
     assert environment["deps"] == f"-r matrix/cells/{newest.name}.txt"
-    assert f" cell {newest.name} --stages " in environment["commands"]
+    stages = {stage.name: stage for stage in STAGES[newest.kind]}
+    chosen = re.fullmatch(rf"python -m matrix cell {newest.name} --stages (\S+) \{{posargs\}}", environment["commands"])
+    assert chosen
+    assert {*chosen[1].split(",")} | {"convergence", "setups"} == {*stages}
+    assert f"--setups {{posargs:{stages['setups'].arguments[-1]} " in tox["testenv:setups"]["commands"]
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert {f"{package}=={newest.pins[package]}" for package in ("torch", "triton", "transformers")} <= {*constraints}
 

@@ -74,12 +74,15 @@ def test_bad_sources_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_tox_is_asked_for_it_with_its_requirements(tmp_path: Path, checkout: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("code", [0, 1])
+def test_tox_is_asked_for_it_with_its_requirements(code: int, tmp_path: Path, checkout: Path, monkeypatch: Any) -> None:
     monkeypatch.delenv("TOX_ENV_NAME", raising=False)
     asked: list[Any] = []
-    monkeypatch.setattr(runner, "tox", lambda *args, **variables: asked.append((args, variables)))
-    arguments = ["--records", str(tmp_path), "cell", "main", "--transformers", str(checkout), "--stages", "models"]
+    monkeypatch.setattr(runner, "tox", lambda *args, **variables: asked.append((args, variables)) or code)
+    arguments = ["--records", str(tmp_path), "cell", "main", "--transformers", str(checkout)]
     assert command.main(arguments) == 1  # there is no record
+    asked.clear()
+    assert command.main([*arguments, "--stages", "models"]) == code
     (((chosen,), jobs, options, folder), variables) = asked[0]
     assert (chosen.name, jobs, folder) == ("main", 1, tmp_path)
     assert options[-2:] == ["--stages", "models"]

@@ -242,13 +242,10 @@ def test_shared_memory_suffices(records: list[dict[str, Any]], target: str) -> N
 
 
 @pytest.fixture(scope="module")
-def specials(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def specials(once: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What the two functions find that change how programs are compiled, in one process for this run."""
-    file, cache = shared_folder / "compiled-specials.json", tmp_path_factory.mktemp("triton")
     calls = ("compile_for_little_shared_memory",), ("compile_with_wide_numbers",)
-    make_once(file, lambda path: path.write_text(json.dumps(in_subprocess(cache, __name__, *calls))))
-    found: list[Any] = json.loads(file.read_text())
-    return found
+    return once("compiled-specials", lambda: in_subprocess(tmp_path_factory.mktemp("triton"), __name__, *calls))
 
 
 def test_a_gpu_of_little_shared_memory_loads_less_ahead(specials: list[Any]) -> None:

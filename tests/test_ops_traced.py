@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from convergence.files import make_once
 from tests.op_calls import BF16, in_subprocess, new, op_modules, run
 
 TRITON = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
@@ -154,13 +151,10 @@ traces_launches = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def traced(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def traced(once: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What two functions find that make Dynamo trace the ops, in one process for this run."""
-    file, cache = shared_folder / "traced.json", tmp_path_factory.mktemp("triton")
     calls = ("trace_all",), ("overwritten_inputs",)
-    make_once(file, lambda path: path.write_text(json.dumps(in_subprocess(cache, __name__, *calls))))
-    found: list[Any] = json.loads(file.read_text())
-    return found
+    return once("traced", lambda: in_subprocess(tmp_path_factory.mktemp("triton"), __name__, *calls))
 
 
 @traces_launches

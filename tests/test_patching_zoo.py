@@ -12,7 +12,6 @@ import importlib
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ import torch
 import transformers
 
 import liger_kernels
-from convergence.files import make_once
 from convergence.float64 import InFloat64
 from convergence.tolerance import FLOOR_ROUNDOFFS, REPLICAS, rms, three_way, unit_roundoff
 from liger_kernels.ops import launches
@@ -129,16 +127,10 @@ FUSED, ABSENT = "fused", "not in the zoo"
 
 
 @pytest.fixture
-def known(shared_folder: Path) -> Callable[..., str]:
+def known(once: Callable[..., Any]) -> Callable[..., str]:
     """``known(module, name, find)``: what ``find`` said of a class, here or in another worker: FUSED, ABSENT or why its
     loss is not fused."""
-
-    def known(module: str, name: str, find: Callable[[], str]) -> str:
-        file = shared_folder / f"zoo-{module}.{name}.txt"
-        make_once(file, lambda path: path.write_text(find()))
-        return file.read_text()
-
-    return known
+    return lambda module, name, find: once(f"zoo-{module}.{name}", find)
 
 
 @pytest.mark.parametrize(("module", "name"), list(classes()))

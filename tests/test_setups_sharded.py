@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from convergence.files import make_once
 from tests import sharded_ranks
 from tests.ranks import RANKS, on_ranks
 from tests.sharded_ranks import ORDERS, SETUPS, UNFUSED
 
 
 @pytest.fixture(scope="module")
-def found(shared_folder: Path) -> list[dict[str, Any]]:
+def found(once: Callable[..., Any]) -> list[dict[str, Any]]:
     """What each rank found, of every set-up: the ranks are started once in a run."""
-    file = shared_folder / "sharded.json"
-    make_once(file, lambda path: path.write_text(json.dumps(on_ranks(sharded_ranks.run))))
-    return json.loads(file.read_text())
+    return once("sharded", lambda: on_ranks(sharded_ranks.run))
 
 
 @pytest.mark.parametrize("order", ORDERS)
