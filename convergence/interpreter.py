@@ -75,9 +75,10 @@ def _hurry() -> None:
     """Spare Triton's interpreter repeated work. It replaces the built-in functions of ``triton.language``
     when a kernel is launched, and again at every call of a device function, each time looking for them in everything
     that the modules hold; it reads a kernel's parameters from its code at every launch; it writes a table of NumPy's
-    dtypes each time it looks one up; and it describes the shape of every result anew, and compares it with others
-    length by length."""
+    dtypes each time it looks one up; it describes the shape of every result anew, and compares it with others length by
+    length; and it copies arguments to the host that are there, in functions that keep them in a reference cycle."""
     patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    to_host, from_host = interpreter.GridExecutor._init_args_hst, interpreter.GridExecutor._restore_args_dev
     running: list[Any] = []  # the kernel that is launched, if one is
     replacements: dict[tuple[Any, ...], _Replacements] = {}
 
@@ -129,6 +130,18 @@ def _hurry() -> None:
                 return run(self, *args, **kwargs)
             finally:
                 running.clear()
+
+    def on_host(arg: Any) -> bool:
+        return arg.is_cpu if isinstance(arg, torch.Tensor) else not hasattr(arg, "base") and not isinstance(arg, tuple)
+
+    def copied_to_host(self: Any, args: Any, kwargs: Any) -> Any:
+        if all(map(on_host, args)) and all(map(on_host, kwargs.values())):
+            return args, kwargs
+        return to_host(self, args, kwargs)
+
+    def copied_from_host(self: Any, args: Any, copies: Any, kwargs: Any, copied_kwargs: Any) -> None:
+        if copies is not args:
+            from_host(self, args, copies, kwargs, copied_kwargs)
 
     look_up, known = interpreter._get_np_dtype, {}
 
@@ -227,4 +240,6 @@ def _hurry() -> None:
     interpreter._get_np_dtype = get_np_dtype
     interpreter._patch_attr = patch_attr
     interpreter._patch_builtin, interpreter._patch_lang = patch_builtin, patch_once
+    interpreter.GridExecutor._init_args_hst = copied_to_host
+    interpreter.GridExecutor._restore_args_dev = copied_from_host
     interpreter.GridExecutor.__call__ = run_kernel

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from liger_kernels.ops.linear_cross_entropy import balanced_because, unsharded_because
 from liger_kernels.patching.lazy import Computation, defer
+from liger_kernels.patching.linked import FusedLoss, Step, linked, replayed
 from liger_kernels.patching.probe import PLAIN
 from liger_kernels.patching.product import Product, Request, count, rows
 
@@ -41,7 +43,8 @@ class DeferredLogits:
         self.dtype = dtype
         self.device = product.device
         # How to get here from the product, call by call: replayed on the real logits ...
-        self._trail: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+        self._trail: tuple[Step, ...] = ()
+        self._passed: tuple[weakref.ref[DeferredLogits], ...] = ()  # what there was before each call
         # ... and the same for the fused loss: rows, classes, a bias, and cap * tanh(scale / cap * logits).
         self._views: tuple[tuple[Any, ...], ...] = ()
         self._vocabulary: int | None = None
@@ -202,6 +205,8 @@ class DeferredLogits:
             return getattr(self._real, name)(*args)
         new = DeferredLogits(self._product, changes.get("shape", self.shape), changes.get("dtype", self.dtype))
         new._trail = (*self._trail, (name, args))
+        if not torch.compiler.is_compiling():
+            new._passed = (*self._passed, weakref.ref(self))
         new._views = (*self._views, changes["view"]) if "view" in changes else self._views
         new._vocabulary = changes.get("vocabulary", self._vocabulary)
         new._bias = changes.get("bias", self._bias)
@@ -214,9 +219,17 @@ class DeferredLogits:
     def materialize(self, reason: str | None) -> torch.Tensor:
         """The real logits, computed once; ``reason``, if there is one, is counted in the model's report."""
         if self._real is None:
-            real = self._product.compute(reason)
+            # From the nearest tensor that somebody has: the model may return it, and then it stands before this one in
+            # the graph, as upstream.
+            for done in range(len(self._passed) - 1, -1, -1):
+                passed = self._passed[done]()
+                if passed is not None:
+                    real = passed.materialize(reason)
+                    break
+            else:
+                done, real = 0, self._product.compute(reason)
             with torch.set_grad_enabled(self._product.grad):
-                self._real = _replayed(self._trail, real)
+                self._real = replayed(self._trail[done:], real)
         return self._real
 
     def released(self) -> torch.Tensor:
@@ -227,7 +240,7 @@ class DeferredLogits:
         result = product.tensor()
         if self._trail:
             with torch.set_grad_enabled(product.grad):
-                replay = functools.partial(_replayed, self._trail)
+                replay = functools.partial(replayed, self._trail)
                 result = defer(Computation(self.shape, self.dtype, self.device, replay, (result,)))
         return result
 
@@ -261,13 +274,32 @@ class DeferredLogits:
                     count(fallbacks, f"memory={product.memory!r} does not go with {reason}: 'balanced' ran")
                 loss = product.ask(request)
                 if loss is not None:
+                    self._note(loss, target, options)
                     return loss.to(self.dtype)  # PyTorch's loss has the dtype of its logits
                 count(fallbacks, "the head's weight is sharded in its own call")
                 if type(product.logits) is not torch.Tensor:
                     return None
         loss = request.loss_of_logits(product.compute(None))
         product.token_accuracy = request.token_accuracy
+        self._note(loss, target, options)
         return loss.to(self.dtype)
+
+    def _note(self, loss: torch.Tensor, target: torch.Tensor, options: dict[str, Any]) -> None:
+        """Remember how ``loss`` came about, for whoever asks for the gradient of these logits."""
+        product = self._product
+        if torch.compiler.is_compiling():
+            product.losses = None
+        elif loss.requires_grad and product.losses is not None:
+            of_values = {**options, "logit_scale": 1.0, "softcap": None, "extras": ()}
+            of_logits = product.logits is not None
+            product.losses.append(FusedLoss(loss, self._trail, target, of_values, of_logits))
+
+    def linked(self, loss: Any, logits: torch.Tensor) -> Any:
+        """``loss`` of the model, from which the gradient of ``logits`` can be had: these, as they leave the forward."""
+        product = self._product
+        if not isinstance(loss, torch.Tensor):
+            return loss
+        return linked(loss, logits, self._trail, product.losses, product.forward.fallbacks)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -290,12 +322,6 @@ class DeferredLogits:
         if name.startswith("__") or name in ("_real", "_product"):  # protocols that a tensor offers differently
             raise AttributeError(name)
         return getattr(self.materialize(f"Tensor.{name}"), name)
-
-
-def _replayed(trail: tuple[tuple[str, tuple[Any, ...]], ...], real: torch.Tensor) -> torch.Tensor:
-    for name, args in trail:
-        real = getattr(real, name)(*args)
-    return real
 
 
 def _materialized(arguments: Any, reason: str) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
@@ -63,11 +64,14 @@ class Computation:
 
     def __post_init__(self) -> None:
         self.differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.inputs)
+        self.node: Callable[[], Any] = lambda: None  # of autograd, while it lives
         self._result: tuple[torch.Tensor, list[torch.Tensor | None]] | None = None  # with its graph, and its leaves
         self._value: torch.Tensor | None = None
 
     def value(self, differentiable: bool = True) -> torch.Tensor:
         """The value, detached; computed once. Below autograd nothing is ``differentiable``."""
+        if (node := self.node()) is not None:
+            node.kept = self  # a gradient may come now
         if self._result is not None:
             return self._result[0].detach()
         if self._value is None:
@@ -161,14 +165,20 @@ def _optimizer_steps() -> int | None:
 
 
 class _Deferred(torch.autograd.Function):
+    """A lazy tensor. Its node stands in the graph of the loss, too, so it holds the computation, and with it the hidden
+    states, only where there is a value: otherwise whoever has the lazy tensor does."""
+
     @staticmethod
     def forward(ctx: Any, computation: Computation, *inputs: Any) -> Any:
-        ctx.computation = computation
+        ctx.set_materialize_grads(False)
+        ctx.kept, computation.node = None, weakref.ref(ctx)
         return LazyTensor._new(computation)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return None, *ctx.computation.gradients(grad)
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None or ctx.kept is None:  # no loss has used the value
+            return (None,) * len(ctx.needs_input_grad)
+        return None, *ctx.kept.gradients(grad)
 
 
 class _Computed(torch.autograd.Function):
@@ -181,6 +191,32 @@ class _Computed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad
+
+
+class _Reserved(torch.autograd.Function):
+    """An ordinary tensor for the value of a lazy one, which gets it later; until then its memory is one element."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        return torch.empty_strided(lazy.shape, (0,) * lazy.dim(), dtype=lazy.dtype, device=lazy.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        return grad
+
+
+@dataclass(eq=False)
+class Place:
+    """Where logits are that may have no value yet.
+
+    Attributes:
+        tensor: they, once they have a value.
+        version: of their value, before anybody changes it in place.
+    """
+
+    tensor: torch.Tensor | None = None
+    version: int = 0
 
 
 def defer(computation: Computation) -> Any:
@@ -199,6 +235,7 @@ class LazyTensor(torch.Tensor):
 
     _computation: Computation
     _real: torch.Tensor | None = None
+    _place: Place | None = None  # where _real has been reserved
 
     @staticmethod
     def _new(computation: Computation) -> LazyTensor:
@@ -212,7 +249,19 @@ class LazyTensor(torch.Tensor):
         if self._real is None:
             with torch.set_grad_enabled(self.requires_grad or torch.is_grad_enabled()):
                 self._real = _Computed.apply(self)
+        elif self._place is not None and self._place.tensor is None:
+            self._real.data = self._computation.value()
+            self._place.tensor, self._place.version = self._real, self._real._version
         return self._real
+
+    def reserved(self) -> tuple[torch.Tensor, Place | None]:
+        """What :meth:`computed` will return, as a tensor that a graph can have before it has a value, and its place."""
+        if self._real is None:
+            with torch.enable_grad():
+                self._real, self._place = _Reserved.apply(self), Place()
+        elif self._place is None:
+            self._place = Place(self._real, self._real._version)
+        return self._real, self._place
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.computed())

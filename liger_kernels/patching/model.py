@@ -207,6 +207,8 @@ def _released(output: Any, labels: torch.Tensor | None = None, shift_labels: tor
         for name, value in list(output.items()):
             if isinstance(value, DeferredLogits):
                 output[name] = value.released()
+                if output.get("loss") is not None:
+                    output["loss"] = value.linked(output["loss"], output[name])
                 if isinstance(output[name], LazyTensor):
                     lazy[name] = output[name]
             else:
@@ -217,6 +219,10 @@ def _released(output: Any, labels: torch.Tensor | None = None, shift_labels: tor
             output["token_accuracy"] = accuracy
         return output
     real = _resolved(output)
+    if type(output) is tuple:  # the loss is first, as upstream has it
+        for value, logits in zip(output, real, strict=True):
+            if isinstance(value, DeferredLogits):
+                real = (value.linked(real[0], logits), *real[1:])
     if isinstance(output, tuple) and labels is not None:
         return (*real, _token_accuracy(output, output[1], labels, shift_labels))
     return real

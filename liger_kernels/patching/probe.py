@@ -42,7 +42,8 @@ def probing() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_without_dispatch_modes())
         with contextlib.suppress(RuntimeError):  # inside torch.func there are none, nor may there be
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+            # A node that saves its own result would hold itself, for ever: so an alias of what it saves.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if torch.empty(0).device.type != "cpu":  # on the CPU, the mode would slow every operation down for nothing

@@ -16,6 +16,7 @@ from torch import nn
 from liger_kernels.ops import CountedTargets, cross_entropy, linear_cross_entropy
 from liger_kernels.ops._vocab_parallel import logits_of_all
 from liger_kernels.patching.lazy import Computation, Unchanged, defer
+from liger_kernels.patching.linked import FusedLoss
 from liger_kernels.patching.running import Forward, call_head
 from liger_kernels.patching.split_head import SplitHead, narrowed
 from liger_kernels.patching.swap import mark_run
@@ -37,6 +38,7 @@ class Product:
     logits: Any = None
     lazy: Any = None  # the logits as a tensor without a value, made inside the head's call
     token_accuracy: torch.Tensor | None = None  # what the pass of the loss found
+    losses: list[FusedLoss] | None = field(default_factory=list)  # None: a compiled forward computed one
     split: SplitHead | None = None  # this rank's part of a head whose classes a plan splits over ranks
 
     def __post_init__(self) -> None:
@@ -143,8 +145,10 @@ class Request:
         return result.loss
 
     def _lazy(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        # What the functions below close over must not hold the product, which holds the lazy tensor: memory in a circle
+        # is not freed before Python's collector comes by.
         product, dtype = self.product, weight.dtype
-        cast = product.autocast
+        cast, outer = product.autocast, product.outer
         head: Any = product.head
         shard = None if product.split is None else product.split.shard
 
@@ -158,7 +162,7 @@ class Request:
                 full = {name: parameter.full_tensor().to(dtype) for name, parameter in sharded.items()}
                 return compute(hidden, full["weight"], full.get("bias"))
             with autocast(hidden.device, cast):
-                logits: torch.Tensor = call_head(product.outer, hidden)
+                logits: torch.Tensor = call_head(outer, hidden)
             return logits
 
         shape = (*hidden.shape[:-1], head.out_features)

@@ -102,6 +102,40 @@ def a_kept_graph_is_known_in_its_backward() -> bool:
     return seen == [True, False]
 
 
+def a_pass_knows_its_nodes() -> bool:
+    """Which it runs: all in a backward, some for the gradients of chosen tensors; and its number, no other pass's."""
+    seen: list[tuple[bool, int]] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            other = ctx.next_functions[1][0]
+            seen.append((torch._C._will_engine_execute_node(other), torch._C._current_graph_task_id()))
+            return 2 * grads[0], None
+
+    x, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    y = Looks.apply(x, other)
+    y.backward(retain_graph=True)
+    torch.autograd.grad(y, x)
+    (all_run, first), (chosen_runs, second) = seen
+    return all_run and not chosen_runs and first != second
+
+
+def a_place_gets_its_value() -> bool:
+    """A result of a node whose memory comes later is still that node's, and says who listens to its gradient."""
+    x: Any = torch.ones(2, requires_grad=True) * 2
+    x.data = torch.full((2,), 3.0)
+    before = not x._backward_hooks
+    handle = x.register_hook(lambda grad: None)
+    during = bool(x._backward_hooks)
+    handle.remove()
+    return x.grad_fn is not None and float(x[1]) == 3.0 and before and during and not x._backward_hooks
+
+
 def a_transform_is_known() -> bool:
     inside: list[Any] = []
     look = torch._C._functorch.peek_interpreter_stack
@@ -211,6 +245,18 @@ NAMES = (
         a_kept_graph_is_known_in_its_backward,
     ),
     Private(
+        ("_will_engine_execute_node", "_current_graph_task_id"),
+        "torch:_C._will_engine_execute_node",
+        "who asks for the gradient of outputs.logits gets none, or a parameter gets its own twice",
+        a_pass_knows_its_nodes,
+    ),
+    Private(
+        ("_backward_hooks", "_make_wrapper_subclass"),
+        "torch:Tensor._make_wrapper_subclass",
+        "a hook on outputs.logits is not called",
+        a_place_gets_its_value,
+    ),
+    Private(
         ("_functorch",),
         "torch:_C._functorch.peek_interpreter_stack",
         "a transform of torch.func reaches a fused loss that it cannot differentiate",
@@ -250,7 +296,6 @@ NAMES = (
     Private(("_getframe",), "sys:_getframe", "whoever reads the output counts as a user", a_caller_is_known),
     Private(("_cuda_getCurrentRawStream",), "torch:_C._cuda_getCurrentRawStream", "raises at a launch", None, "cuda"),
     Private(("_sleep",), "torch.cuda:_sleep", "raises in a benchmark", None, "cuda"),
-    Private(("_make_wrapper_subclass",), "torch:Tensor._make_wrapper_subclass", "raises in the first fused loss"),
     Private(("torch.utils._pytree",), "torch.utils._pytree:tree_map", "raises at import"),
     Private(("_NormBase",), "torch.nn.modules.batchnorm:_NormBase", "raises while norms are recognised"),
     Private(("_ConvNd",), "torch.nn.modules.conv:_ConvNd", "raises while modules are recognised"),
@@ -260,6 +305,12 @@ NAMES = (
     *(
         Private((name,), f"triton.runtime.interpreter:{name}", "raises where the proof begins", None, "triton")
         for name in ("_convert_float", "_get_np_dtype", "_ir", "_patch_attr", "_patch_builtin", "_patch_lang")
+    ),
+    *(
+        Private(
+            (name,), f"triton.runtime.interpreter:GridExecutor.{name}", "raises where the proof begins", None, "triton"
+        )
+        for name in ("_init_args_hst", "_restore_args_dev")
     ),
     # Of another kernel package, for its own sake: a name that it lacks is one that it does not use.
     Private(("_liger_kernel_available", "_apply_liger_kernel_to_instance"), None, "the flags of trl find nothing"),

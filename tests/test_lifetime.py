@@ -1,0 +1,292 @@
+"""Nothing of a forward outlives its last user, and nothing of a patch the model: with Python's collector off, because a
+reference cycle through a graph keeps its memory until the collector comes by."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+import liger_kernels
+from liger_kernels import ops
+from tests.packing_checks import packed, samples
+from tests.patching_checks import DEVICE, UNFUSED, batch, built, tiny
+from tests.test_ops_every import OPS
+
+Step = Callable[[Any, Any], Any]
+
+
+class Made(TorchDispatchMode):
+    """Inside, the memory of every tensor that is made there: what made it, and of which shape it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[StorageWeakRef, str]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if type(t) is torch.Tensor}
+        for t in tree_iter(out):
+            if type(t) is torch.Tensor and t.untyped_storage()._cdata not in given:
+                self.made.append((StorageWeakRef(t.untyped_storage()), f"{function} {tuple(t.shape)}"))
+        return out
+
+    def alive(self, *known: torch.Tensor | None) -> list[str]:
+        """What is still there, and belongs to none of these."""
+        theirs = {t.untyped_storage()._cdata for t in known if t is not None}
+        return [what for ref, what in self.made if not ref.expired() and ref.cdata not in theirs]
+
+
+@pytest.fixture(autouse=True)
+def collector_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def left_by(step: Callable[[], Any], *known: torch.Tensor | None) -> list[str]:
+    """What is left of the second of two steps: the first may find out what is asked once in a process."""
+    step()
+    with Made() as made:
+        step()
+    return made.alive(*known)
+
+
+# What a user does with a step.
+
+
+def trained(model: Any, inputs: Any) -> None:
+    out = model(**inputs)
+    out.loss.backward()
+
+
+def trained_by_its_loss(model: Any, inputs: Any) -> None:
+    model(**inputs).loss.backward()
+
+
+def not_trained(model: Any, inputs: Any) -> None:
+    model(**inputs)
+
+
+def evaluated(model: Any, inputs: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        out = model(**inputs)
+    assert out.logits.shape[:2] == inputs["input_ids"].shape
+    model.train()
+
+
+def without_labels(model: Any, inputs: Any) -> None:
+    model(**{k: v for k, v in inputs.items() if k != "labels"}).logits.sum().backward()
+
+
+def with_logits(model: Any, inputs: Any) -> None:
+    out = model(**inputs)
+    assert out.logits.shape[:2] == inputs["input_ids"].shape
+    out.loss.backward()
+
+
+def with_a_loss_of_logits(model: Any, inputs: Any) -> None:
+    out = model(**inputs)
+    (out.loss + out.logits.logsumexp(-1).mean()).backward()
+
+
+def with_the_gradient_of_logits(model: Any, inputs: Any) -> None:
+    out = model(**inputs)
+    out.logits.retain_grad()
+    out.loss.backward(retain_graph=True)
+    torch.autograd.grad(out.loss, out.logits)
+
+
+def with_hidden_states(model: Any, inputs: Any) -> None:
+    out = model(**inputs, output_hidden_states=True)
+    (out.loss + out.hidden_states[-1].square().mean()).backward()
+
+
+def as_a_tuple(model: Any, inputs: Any) -> None:
+    model(**inputs, return_dict=False)[0].backward()
+
+
+def that_fails(model: Any, inputs: Any) -> None:
+    """Behind the loss, which takes the graph with it."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with contextlib.suppress(ZeroDivisionError):
+        loss = model(**inputs).loss
+        loss.register_hook(fail)
+        loss.backward()
+
+
+STEPS: list[Step] = [trained, trained_by_its_loss, not_trained, evaluated, without_labels, with_logits]
+STEPS += [with_a_loss_of_logits, with_the_gradient_of_logits, with_hidden_states, as_a_tuple, that_fails]
+
+
+# What it is a step of.
+
+
+def patched(model: Any, **options: Any) -> Any:
+    liger_kernels.patch(model, **options)
+    return model
+
+
+def checkpointed(reentrant: bool) -> Callable[[], Any]:
+    def made() -> Any:
+        model = patched(tiny("llama"))
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        return model
+
+    return made
+
+
+def adapted(*targets: str) -> Callable[[], Any]:
+    def made() -> Any:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(tiny("llama"), peft.LoraConfig(r=2, target_modules=[*targets], lora_dropout=0.1))
+        return patched(model)
+
+    return made
+
+
+SETUPS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: patched(tiny("llama")),
+    "gemma2": lambda: patched(tiny("gemma2")),
+    "memory='small'": lambda: patched(tiny("llama"), memory="small"),
+    "memory='fast'": lambda: patched(tiny("llama"), memory="fast"),
+    "the loss of the head's logits": lambda: patched(tiny("gemma2"), kernels=UNFUSED),
+    "no kernel of the loss": lambda: patched(tiny("llama"), kernels=["rms_norm", "rope", "swiglu"]),
+    "weighted rows": lambda: patched(tiny("llama"), loss_reduction="sample"),
+    "experts": lambda: patched(built("qwen3_moe", "Qwen3MoeForCausalLM")),
+    "gated norms": lambda: patched(built("qwen3_next", "Qwen3NextForCausalLM")),
+    "checkpointing": checkpointed(False),
+    "reentrant checkpointing": checkpointed(True),
+    "adapters": adapted("q_proj", "gate_proj", "down_proj"),
+    "an adapter on the head": adapted("lm_head"),
+    "a copy of a patched model": lambda: copy.deepcopy(patched(tiny("llama"))),
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_nothing_of_a_step_is_left(setup: str) -> None:
+    model = SETUPS[setup]()
+    inputs = batch() if setup != "weighted rows" else {**packed(samples(5, 3, 4)), "use_cache": False}
+    known = [*model.parameters(), *model.buffers()]
+    for step in STEPS:
+        left = left_by(lambda step=step: step(model, inputs), *known, *(p.grad for p in known))
+        assert not left, f"{step.__name__} leaves {left}"
+        model.zero_grad()
+
+
+def test_a_loss_keeps_no_hidden_states() -> None:
+    """Where the output is gone, as in a trainer, and the schedule has no use for them: neither before the backward nor
+    after it."""
+    model = patched(tiny("llama"), memory="balanced")
+    kept: list[StorageWeakRef] = []
+    model.model.norm.register_forward_hook(lambda m, i, o: kept.append(StorageWeakRef(o.untyped_storage())))
+    loss = model(**batch()).loss
+    assert kept[-1].expired()
+    loss.backward()
+    model.zero_grad()
+    loss = model(**batch()).loss
+    with Made() as made:
+        loss.backward()
+    assert not made.alive(*(p.grad for p in model.parameters()))
+
+
+def test_the_size_of_a_vocabulary_may_change_between_steps() -> None:
+    model = patched(tiny("llama"))
+    for size in (None, 99, 64):
+        if size is not None:
+            model.resize_token_embeddings(size)
+        out = model(input_ids=batch()["input_ids"] % 60, labels=batch()["input_ids"] % 60)
+        out.loss.backward()
+        del out
+        assert model.lm_head.weight.grad.shape == model.lm_head.weight.shape
+        model.zero_grad()
+
+
+# Every op.
+
+
+def called(op: Any, leaves: list[torch.Tensor], backward: bool) -> None:
+    result = op(*leaves)
+    results = [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None and y.requires_grad]
+    if backward:
+        torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+        for leaf in leaves:
+            leaf.grad = None
+
+
+def loss_calls() -> dict[str, tuple[Any, list[torch.Tensor]]]:
+    """Of the ops that are not in the table of all others."""
+    hidden, weight, bias, logits = (
+        torch.randn(*shape, device=DEVICE).requires_grad_() for shape in ((12, 8), (37, 8), (37,), (12, 37))
+    )
+    targets = torch.arange(12, device=DEVICE)
+    ids = targets.view(6, 2) % 4
+    gate_up, down = (torch.randn(4, *shape, device=DEVICE).requires_grad_() for shape in ((10, 8), (8, 5)))
+    routes = torch.rand(6, 2, device=DEVICE).requires_grad_()
+    calls: dict[str, tuple[Any, list[torch.Tensor]]] = {
+        f"linear_cross_entropy, {memory}, {reduction}": (
+            lambda *leaves, m=memory, r=reduction: ops.linear_cross_entropy(
+                leaves[0], leaves[1], targets, leaves[2], memory=m, reduction=r
+            ),
+            [hidden, weight, bias],
+        )
+        for memory in ("fast", "balanced", "small")
+        for reduction in ("mean", "none")
+    }
+    calls["linear_log_probs"] = (
+        lambda h, w, b: tuple(ops.linear_log_probs(h, w, targets, b, outputs=("log_probs", "entropy"))),
+        [hidden, weight, bias],
+    )
+    calls["cross_entropy"] = (lambda x: ops.cross_entropy(x, targets, z_loss=1e-4), [logits])
+    calls["experts"] = (
+        lambda h, r, g, d: ops.experts(h, ids, r, g, d),
+        [hidden.detach()[:6].requires_grad_(), routes, gate_up, down],
+    )
+    return calls
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["backward", "forward"])
+def test_nothing_of_an_op_is_left(backward: bool) -> None:
+    calls: dict[str, Any] = {name: (op.op, op.leaves(5, torch.float32, DEVICE)) for name, op in OPS.items()}
+    for name, (op, leaves) in (calls | loss_calls()).items():
+        left = left_by(lambda op=op, leaves=leaves: called(op, leaves, backward))
+        assert not left, f"{name} leaves {left}"
+
+
+# A patch.
+
+
+def living() -> int:
+    """How many tensors and functions there are."""
+    gc.collect()
+    return sum(isinstance(o, torch.Tensor) or type(o) is type(living) for o in gc.get_objects())
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("gemma2", "Gemma2ForCausalLM"), ("qwen3_next", "Qwen3NextForCausalLM"), ("gpt_oss", "GptOssForCausalLM")],
+)
+def test_patching_ten_times_leaves_as_much_as_once(family: str, name: str) -> None:
+    """What a probe's graph saves is no part of that graph again: Python's collector does not see such a cycle."""
+    model = built(family, name)
+    counts = []
+    for times in (1, 10):
+        for _ in range(times):
+            liger_kernels.patch(model)
+            liger_kernels.unpatch(model)
+        counts.append(living())
+    assert counts[0] == counts[1]
