@@ -7,6 +7,9 @@ keeps with its maximum and its total: p_y - 1 = -others / total and -log p_y = l
 A row is read in two passes, for its sums and for its gradient. Both go through whole blocks without masks; the block
 of the target and the last one, which need masks, are separate, and the target's own gradient is stored last.
 
+Shifted targets of one row begin in the middle of a tensor, at an address that is no multiple of 16. One program serves
+any address: each row reads one target.
+
 Tuples of options and None are as in ``_cross_entropy_formulas.py``.
 """
 
@@ -206,7 +209,7 @@ def _scan_block(
     return new_max, others, distance, squares, mean, smooth, predicted
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["targets_ptr"])
 def _cross_entropy_fwd_kernel(
     logits_ptr, logits_stride,                          # [rows, vocab]
     targets_ptr,                                        # [rows]
@@ -395,7 +398,7 @@ def _cross_entropy_fwd_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["targets_ptr"])
 def _cross_entropy_bwd_kernel(
     logits_ptr, logits_stride,                          # [rows, vocab]
     grad_ptr, grad_stride,                              # [rows, vocab]

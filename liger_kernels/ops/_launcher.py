@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from liger_kernels.ops._ahead import wait_for
+
 try:
     import triton
 except ImportError:
@@ -61,6 +63,7 @@ def start_kept(
     key, values = _program_key(kernel, device, args, kwargs)
     known = _programs.get(key)
     if known is None:
+        wait_for(kernel)
         program = kernel[grid](*args, **kwargs)
         constants = tuple(kwargs[name] for name in kernel.arg_names[len(args) :])
         _programs[key] = program, constants, kernel  # the kernel is held, or another one might get its id

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from liger_kernels.ops._ahead import real_device
 from liger_kernels.ops._device import room_for_loads
 from liger_kernels.ops._runtime import launch, tl, triton, use_triton
 from liger_kernels.ops._tiling import cdiv, choice, next_power_of_2, tile
@@ -27,11 +28,12 @@ def launch_shape(n_rows: int, hidden: int, elements: int, per_lane: int) -> dict
 def stages(elements: int, bytes_per_column: int, device: torch.device) -> int:
     """Tiles in flight in the backward: two or three wait in shared memory while one is computed, if they fit there."""
     most = 4 if elements <= 4096 else 3
-    return 1 if elements > 8192 else min(most, 1 + room_for_loads(device) // (elements * bytes_per_column))
+    return 1 if elements > 8192 else min(most, 1 + room_for_loads(real_device(device)) // (elements * bytes_per_column))
 
 
 def backward_programs(device: torch.device) -> int:
     """How many programs share the rows of a backward."""
+    device = real_device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device.index).multi_processor_count
     if device.type == "xpu":

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from liger_kernels.ops import _launcher
+from liger_kernels.ops import _ahead, _launcher
 from liger_kernels.ops._device import most_warps, obstacle
 from liger_kernels.ops._launcher import start_kept
 
@@ -64,7 +64,14 @@ def use_triton(x: torch.Tensor, *, opaque: bool = False) -> bool:
         return False
     if x.device.type == "cpu":
         return INTERPRET and (opaque or not torch.compiler.is_compiling())
+    if x.device.type == "meta":
+        return _ahead.foresees()
     return x.device.type in _ACCELERATORS and not obstacle(x.device)
+
+
+def keeps_programs() -> bool:
+    """Whether compiled programs are kept for the next launch."""
+    return _KEEP_PROGRAMS
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
@@ -78,6 +85,9 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         kwargs["num_warps"] = _MOST_WARPS
     if torch.compiler.is_compiling():  # Dynamo records the launch itself; there is nothing to count or guard
         kernel[grid](*args, **kwargs)
+        return
+    if device.type == "meta":
+        _ahead.note(kernel, grid, args, kwargs)
         return
     _launches[kernel.__name__] += 1
     start = start_kept if _KEEP_PROGRAMS and device.type == "cuda" else _start
@@ -107,11 +117,17 @@ def backward_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return either
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What ``F.linear`` casts to on ``device``; None where autocast is off."""
+    kind = _ahead.real_device(device).type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 def as_autocast(t: Any, device: torch.device) -> Any:
     """``t`` (or None) as ``F.linear`` casts it on ``device`` under autocast: differentiably, and float64 not at all."""
-    if t is None or t.dtype == torch.float64 or not torch.is_autocast_enabled(device.type):
+    if t is None or t.dtype == torch.float64 or (dtype := autocast_dtype(device)) is None:
         return t
-    return t.to(torch.get_autocast_dtype(device.type))
+    return t.to(dtype)
 
 
 def launcher_state() -> str:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from liger_kernels.ops._runtime import (
     INTERPRET,
     as_autocast,
+    autocast_dtype,
     backward_once,
     launch,
     libdevice,
@@ -344,9 +345,7 @@ def _linear(
     if not _runs_kernel(gate, up):
         return F.linear(ref(gate, up), weight, bias)
     weight, bias = as_autocast(weight, gate.device), as_autocast(bias, gate.device)
-    dtype = torch.promote_types(gate.dtype, up.dtype)
-    if torch.is_autocast_enabled(gate.device.type):
-        dtype = torch.get_autocast_dtype(gate.device.type)
+    dtype = autocast_dtype(gate.device) or torch.promote_types(gate.dtype, up.dtype)
     others = [t for t in (weight, bias) if t is not None]
     if any(t.dtype != dtype or t.device != gate.device for t in others):
         given = ", ".join(f"{t.dtype} on {t.device}" for t in others)

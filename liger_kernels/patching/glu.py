@@ -57,6 +57,19 @@ class GluRecipe(Recipe):
         halves = "" if self.up is not None else (", gate and up in one" if self.gate_first else ", up and gate in one")
         return f"down({self.activation}(gate) * up){halves}"
 
+    def foreseen(self, module: Any, step: Any) -> partial[Any] | None:
+        _, fused, fused_linear = _UNITS[self.activation]
+        features = getattr(module, self.gate).out_features
+        gate = step.tensor(step.batch, step.length, features)
+        up = step.tensor(step.batch, step.length, features)
+        if self.up is None:
+            gate, up = gate.chunk(2, dim=-1)
+        down = getattr(module, self.down)
+        if _is_just_linear(down):
+            weight, bias = (step.like(p, step.linear) for p in (down.weight, down.bias))
+            return partial(fused_linear, gate, up, weight, bias)
+        return partial(fused, gate, up)
+
     def namespace(self, base: Any) -> dict[str, Any]:
         recipe = self
         activate, fused, fused_linear = _UNITS[self.activation]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from liger_kernels.ops import linear_cross_entropy
 from liger_kernels.patching.deferred import DeferredLogits
 from liger_kernels.patching.probe import INFRASTRUCTURE, any_user_hook
 from liger_kernels.patching.product import Product, Request, count
@@ -39,6 +41,12 @@ class HeadRecipe(Recipe):
     @property
     def detail(self) -> str:
         return "loss of hidden states and weight, no logits" if self.fused else "loss of the head's own logits"
+
+    def foreseen(self, module: Any, step: Any) -> Any:
+        weight, bias = (step.like(getattr(module, name), step.linear) for name in ("weight", "bias"))
+        hidden = step.tensor(step.tokens, weight.shape[1])
+        targets = step.tensor(step.tokens, dtype=torch.int64, grad=False)
+        return functools.partial(linear_cross_entropy, hidden, weight, targets, bias, memory=self.memory)
 
     def namespace(self, base: Any) -> dict[str, Any]:
         fused, memory = self.fused, self.memory

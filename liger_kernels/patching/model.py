@@ -19,6 +19,7 @@ from liger_kernels.patching.head import HeadRecipe, in_transform, is_plain_linea
 from liger_kernels.patching.lazy import LazyTensor, lazy_output
 from liger_kernels.patching.packing import captured, plain_count
 from liger_kernels.patching.product import count
+from liger_kernels.patching.rehearsal import rehearse
 from liger_kernels.patching.running import Forward, running
 from liger_kernels.patching.swap import REPORT, Recipe, recipe_of
 from liger_kernels.patching.swap import replace as replace_class
@@ -76,6 +77,9 @@ def _plain(base: Any) -> Callable[..., Any]:
         report = self._liger_kernels
         if not torch.compiler.is_compiling():
             report.forwards += 1
+            if report.forwards == 1:
+                ids = args[0] if args else kwargs.get("input_ids")
+                rehearse(self, kwargs.get("inputs_embeds") if ids is None else ids)
         labels = kwargs.get("labels")
         if labels is None and position is not None and len(args) > position:
             labels = args[position]

@@ -50,6 +50,13 @@ class NormRecipe(Recipe):
     def reference(self, x: torch.Tensor, vectors: dict[str, torch.Tensor]) -> torch.Tensor:
         return rms_norm_ref(x, _named(vectors, self.weight), self.eps, formula=self.formula)
 
+    def foreseen(self, module: Any, step: Any) -> functools.partial[Any] | None:
+        if self.weight is None:
+            return None
+        weight = step.like(getattr(module, self.weight))
+        x = step.tensor(step.tokens, *weight.shape, dtype=step.stream)
+        return functools.partial(rms_norm, x, weight, self.eps, formula=self.formula)
+
     def namespace(self, base: Any) -> dict[str, Any]:
         formula, eps, weight_name, mixed = self.formula, self.eps, self.weight, self.mixed
 
@@ -88,6 +95,14 @@ class LayerNormRecipe(Recipe):
     def reference(self, x: torch.Tensor, vectors: dict[str, torch.Tensor]) -> torch.Tensor:
         weight, bias = _named(vectors, self.weight), _named(vectors, self.bias)
         return layer_norm_ref(x, weight, bias, self.eps, zero_centered=self.zero_centered)
+
+    def foreseen(self, module: Any, step: Any) -> functools.partial[Any] | None:
+        if self.weight is None:
+            return None
+        weight = step.like(getattr(module, self.weight))
+        bias = None if self.bias is None else step.like(getattr(module, self.bias))
+        x = step.tensor(step.tokens, *weight.shape, dtype=step.stream)
+        return functools.partial(layer_norm, x, weight, bias, self.eps, zero_centered=self.zero_centered)
 
     def namespace(self, base: Any) -> dict[str, Any]:
         eps, zero_centered, bare = self.eps, self.zero_centered, self.bare

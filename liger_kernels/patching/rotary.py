@@ -7,6 +7,7 @@ back. One probe finds all of them: it tries each layout, and compares what comes
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import types
@@ -78,6 +79,16 @@ class RopeRecipe(Recipe):
     @property
     def detail(self) -> str:
         return ", ".join(map(str, self.rotations))
+
+    def foreseen(self, module: Any, step: Any) -> Any:
+        config = module.config
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        columns = getattr(config, "head_dim", None) or config.hidden_size // heads
+        q, k = (step.tensor(step.batch, step.length, n, columns).transpose(1, 2) for n in (heads, groups))
+        cos, sin = (step.tensor(1, step.length, columns, dtype=step.stream, grad=False) for _ in range(2))
+        facts = self.rotations[0]
+        how: dict[str, Any] = {"pairing": facts.pairing, "inverse": facts.inverse, "trailing": facts.trailing}
+        return functools.partial(rope, q, k, cos, sin, rotary_dim=columns, keep_dtype=facts.casts_back, **how)
 
     def namespace(self, base: Any) -> dict[str, Any]:
         by_name = {rotation.name: rotation for rotation in self.rotations}

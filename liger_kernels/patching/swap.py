@@ -60,6 +60,12 @@ class Recipe:
         """The attributes that the subclass of ``base`` overrides."""
         raise NotImplementedError
 
+    def foreseen(self, module: Any, step: Any) -> functools.partial[Any] | None:
+        """The call of an op that ``module`` will make in ``step``, on tensors without memory, if that can be foreseen.
+
+        What it launches, forward and backward, is compiled before the first step comes to it."""
+        return None
+
 
 @functools.cache
 def patched_class(base: Any, recipe: Any) -> Any:

@@ -1,0 +1,99 @@
+"""What the first step of a patched model will launch, foreseen from its recipes, so that threads compile it together.
+
+A guess that is wrong costs the threads their time, and the step compiles what it needs at its launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from liger_kernels.ops._ahead import compile_ahead
+from liger_kernels.ops._runtime import keeps_programs
+from liger_kernels.patching.probe import probing
+from liger_kernels.patching.swap import recipe_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is known of a step before it begins.
+
+    Attributes:
+        batch, length: of the token ids.
+        stream: the dtype between the layers, that of the embeddings.
+        linear: the dtype that linear layers return.
+    """
+
+    batch: int
+    length: int
+    stream: torch.dtype
+    linear: torch.dtype
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None, grad: bool = True) -> torch.Tensor:
+        """Without memory; in the dtype of linear layers, unless another is given."""
+        dtype = self.linear if dtype is None else dtype
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+    def like(self, parameter: torch.Tensor | None, dtype: torch.dtype | None = None) -> Any:
+        """A parameter without memory, in its own dtype or another; None for None."""
+        if parameter is None:
+            return None
+        wanted = parameter.dtype if dtype is None else dtype
+        return self.tensor(*parameter.shape, dtype=wanted, grad=parameter.requires_grad)
+
+
+def rehearse(model: Any, inputs: Any) -> None:
+    """Begin to compile what a training step of ``model`` launches; returns at once.
+
+    Args:
+        model: a patched model, about to run.
+        inputs: its token ids [batch, length] or their embeddings [batch, length, hidden], on a GPU. For anything else
+            there is nothing to foresee.
+    """
+    if not isinstance(inputs, torch.Tensor) or inputs.dim() < 2 or inputs.device.type != "cuda":
+        return
+    if not keeps_programs() or not torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing():
+        return
+    stream = model.get_input_embeddings().weight.dtype
+    linear = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else stream
+    batch, length = inputs.shape[:2]
+    with probing():
+        compile_ahead(foreseen(model, Step(batch, length, stream, linear)), inputs.device)
+
+
+def foreseen(model: torch.nn.Module, step: Step) -> list[Callable[[], Any]]:
+    """The calls of ops in ``step``, forward and backward, on tensors without memory; each different one once."""
+    found: dict[Any, Callable[[], Any]] = {}
+    for module in model.modules():
+        recipe = recipe_of(module)
+        with contextlib.suppress(Exception):  # a module may lack whatever a recipe reads to foresee
+            call = recipe.foreseen(module, step) if recipe is not None else None
+            if call is not None:
+                found.setdefault(_key(call), partial(_there_and_back, call))
+    return list(found.values())
+
+
+def _key(call: partial[Any]) -> Any:
+    """What tells calls apart that launch different programs."""
+
+    def described(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+        return repr(value)
+
+    return call.func, *map(described, call.args), *((name, described(v)) for name, v in call.keywords.items())
+
+
+def _there_and_back(call: partial[Any]) -> None:
+    result = call()
+    results = [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None and y.requires_grad]
+    torch.autograd.backward(results, [torch.empty_like(y) for y in results])
