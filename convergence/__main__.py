@@ -13,6 +13,7 @@ from pathlib import Path
 from convergence import files, html, report
 from convergence.peers import PEERS
 from convergence.records import load_all, newest
+from convergence.tables import visible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     command.add_argument("records", type=Path, metavar="DIR", help="where a record of every case is added")
     options, others = parser.parse_known_args(arguments)
+    files.print_anything()
     if options.command == "prove":
         return _pytest("--checkpoint", options.path, *others)
     if options.command == "peers":
@@ -69,10 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             made[options.markdown] = report.markdown(records)
         if options.junit is not None:
             made[options.junit] = report.junit(records)
-    except ValueError as error:
-        parser.error(str(error))
-    for path, text in made.items():
-        files.write(text, path)
+        for path, text in made.items():
+            files.write(text, path)
+    except (ValueError, OSError) as error:
+        parser.error(visible(str(error)))
     if not made:
         print(report.markdown(records), end="")
     return 0

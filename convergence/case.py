@@ -90,7 +90,7 @@ def references(model: str, dtype: str, profile: str, device: str, seed: int) -> 
     if find(model).is_long:  # gigabytes, or of weights that may change
         return make()
     decides = {**environment(device), **isolate.settings(), "device": device}
-    result: References = kept((model, dtype, profile, device, str(seed)), decides, make)
+    result: References = kept((model, dtype, profile, device, str(seed)), decides, make, References)
     return result
 
 

@@ -4,12 +4,22 @@ at its top, so that every part of the project may use it."""
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+# No JSON file that this project reads is nearly as large; a tokenizer's with a quarter of a million tokens has 33 MiB.
+LARGEST_JSON = 256 * 2**20
+
+
+class Unusable(ValueError):
+    """A file that comes from elsewhere cannot be used. The message names the file, what is wrong in it, and what is
+    allowed. It is the user's error: commands show the message and no traceback."""
 
 
 def write(text: str, path: Path) -> None:
@@ -33,6 +43,19 @@ def write(text: str, path: Path) -> None:
             os.close(directory)
 
 
+def reason(error: BaseException) -> str:
+    """What ``error`` says, on one line of readable length, after its type: for whoever reads no traceback."""
+    name, text = type(error).__name__, " ".join(str(error).split())
+    return f"{name}: {text if len(text) <= 300 else text[:297] + '...'}" if text else name
+
+
+def print_anything() -> None:
+    """From now on, what the encoding of the terminal lacks is printed as Python writes it, and each line at once."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+
+
 def make_once(file: Path, make: Callable[[Path], object], timeout: float = -1) -> None:
     """``make(path)`` writes what becomes ``file``, unless that is there. While another process is at it wait, at most
     ``timeout`` seconds. The folder is made where there is none.
@@ -54,16 +77,39 @@ def write_json(data: Any, path: Path) -> None:
     write(json.dumps(plain(data), indent=1, allow_nan=False) + "\n", path)
 
 
-def read_json(path: Path) -> Any:
+def read_text(path: Path, largest: int = LARGEST_JSON) -> str:
+    """The text in ``path``.
+
+    Raises:
+        Unusable: it cannot be read, has more than ``largest`` bytes, or is not UTF-8.
+    """
+    try:
+        if not path.is_file():  # reading a pipe would wait for ever
+            raise Unusable(f"{path}: cannot be read: {'it is no file' if path.exists() else 'there is no such file'}")
+        if (size := path.stat().st_size) > largest:
+            raise Unusable(f"{path}: has {size:,} bytes; allowed are at most {largest:,}")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise Unusable(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise Unusable(f"{path}: cannot be read: byte {error.start} is no UTF-8 ({error.reason})") from error
+
+
+def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
     """What ``path`` holds.
 
     Raises:
-        ValueError: it cannot be read, or is no JSON.
+        Unusable: it cannot be read, has more than ``largest`` bytes, or is no JSON in UTF-8.
     """
+    text = read_text(path, largest)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
+        data = json.loads(text)
+        json.dumps(data, ensure_ascii=False).encode()  # what is escaped may be half a character, which nobody can write
+    except RecursionError:
+        raise Unusable(f"{path}: is nested too deep; allowed is JSON") from None
+    except ValueError as error:  # or a whole number of thousands of digits
+        raise Unusable(f"{path}: cannot be read as JSON: {error}; allowed is JSON in UTF-8") from error
+    return data
 
 
 def plain(value: Any) -> Any:

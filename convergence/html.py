@@ -19,6 +19,7 @@ from typing import Any
 from convergence.observed import Moment
 from convergence.records import STATISTICS, Record, Statistic
 from convergence.report import ARMS, failures_by_tensor, passed
+from convergence.tables import visible
 
 TEMPLATE = "report.html.jinja"
 # A chart's view box, which a phone shows about as wide as this many pixels, so that its text stays readable; and where
@@ -67,9 +68,12 @@ def page(records: Sequence[Record], history: Sequence[Record] = ()) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=lambda value: visible(value) if type(value) is str else value,
     )
     # Long names break between their parts.
-    environment.filters["breakable"] = lambda text: Markup(re.sub(r"([._:/])", r"\1<wbr>", str(escape(text))))
+    environment.filters["breakable"] = lambda text: Markup(
+        re.sub(r"([._:/])", r"\1<wbr>", str(escape(visible(str(text)))))
+    )
     ordered = sorted(records, key=lambda record: (passed(record) is not False, passed(record) is None))
     environments = Counter((("runs on", record.device), *record.versions.items()) for record in records)
     return environment.get_template(TEMPLATE).render(
@@ -189,6 +193,7 @@ def _versions(record: Record, history: Sequence[Record]) -> str:
 def _chart(
     title: str, about: str, series: dict[str, list[float]], steps: Sequence[str], logarithmic: bool = False
 ) -> Chart:
+    series = {arm: [_drawable(value) for value in values] for arm, values in series.items()}
     finite = [value for values in series.values() for value in values if math.isfinite(value)]
     if logarithmic:
         positive = [value for value in finite if value > 0]
@@ -231,12 +236,18 @@ def _chart(
     )
 
 
+def _drawable(value: float) -> float:
+    """``value`` where a scale can hold it: smaller ones are zero, larger ones no number."""
+    return math.nan if not abs(value) <= 1e100 else value if abs(value) >= 1e-100 else 0.0
+
+
 def _levels(values: Iterable[float]) -> list[float]:
     """Three to six round numbers that enclose ``values``."""
     values = list(values) or [0.0, 1.0]
     low, high = min(values), max(values)
-    span = high - low or abs(high) or 1.0
+    # Levels are far enough apart to be different numbers.
+    span = max(high - low, 1e-9 * max(abs(low), abs(high))) if high > low else abs(high) or 1.0
     power = 10 ** math.floor(math.log10(span / 4))
     stride = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= 4)
     first, last = math.floor(low / stride), math.ceil(high / stride)
-    return [round(i * stride, 12) for i in range(first, max(last, first + 1) + 1)]
+    return [float(f"{i * stride:.12g}") for i in range(first, max(last, first + 1) + 1)]

@@ -31,14 +31,21 @@ def keep_in(folder: Path) -> Iterator[None]:
         _folder = before
 
 
-def kept(key: tuple[str, ...], decides: dict[str, Any], make: Callable[[], Any]) -> Any:
-    """What ``make()`` returns, or has returned in any process for this ``key``, wherever ``decides`` was the same."""
+def kept(key: tuple[str, ...], decides: dict[str, Any], make: Callable[[], Any], kind: type = object) -> Any:
+    """What ``make()`` returns, or has returned in any process for this ``key``, wherever ``decides`` was the same.
+
+    Raises:
+        Unusable: a file in the folder is damaged, or holds no ``kind``.
+    """
     if _folder is None:
         return make()
     digest = hashlib.sha256(f"{sorted(decides.items())} {_sources()}".encode()).hexdigest()[:16]
     file = _folder / f"{'-'.join(key)}-{digest}.pt"
     files.make_once(file, lambda path: torch.save(make(), path))
-    return _load(file)
+    found = _load(file)
+    if not isinstance(found, kind):
+        raise files.Unusable(f"{file}: holds a {type(found).__name__}; delete it, and it is made anew")
+    return found
 
 
 class Kept:
@@ -51,7 +58,10 @@ class Kept:
 
 
 def _load(file: Path) -> Any:
-    found = torch.load(file, weights_only=False, mmap=True)
+    try:
+        found = torch.load(file, weights_only=False, mmap=True)
+    except Exception as error:  # of bytes that may be anything
+        raise files.Unusable(f"{file}: is damaged ({files.reason(error)}); delete it, and it is made anew") from error
     if isinstance(found, Kept):
         found.kept_in = file
     return found

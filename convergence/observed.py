@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +28,7 @@ class Moment(NamedTuple):
         """The moment that reads ``text``. A text of another form is a phase of that name."""
         phase, _, rest = text.partition(": ")
         step, _, batch = rest.partition(", batch ")
-        return cls(phase, step, int(batch) if batch.isdecimal() else None)
+        return cls(phase, step, int(batch) if re.fullmatch("[0-9]{1,9}", batch) else None)
 
     def whole(self) -> Moment:
         """The step, with all of its micro batches."""

@@ -30,6 +30,7 @@ from convergence.patches import BUILT_IN
 from convergence.records import Case, Record, load, load_all
 from convergence.report import progress as line_of
 from convergence.report import summary_table
+from convergence.tables import visible
 from convergence.tolerance import REPLICAS
 
 _PROPERTY = "convergence"
@@ -187,7 +188,7 @@ def _usage_error(option: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise pytest.UsageError(f"{option}{error}") from None
+        raise pytest.UsageError(visible(f"{option}{error}")) from None
 
 
 def _check_checkpoint(config: pytest.Config) -> None:
@@ -274,9 +275,11 @@ def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
                 refused.append(str(error))
     if refused:
         raise pytest.UsageError(
-            f"--compare-to {where}: {len(refused)} cases of this run have nothing to be compared with:\n  "
-            + "\n  ".join(refused[:5])
-            + "\nIt takes the records of a run of the same cases in the same environment, made with --records"
+            visible(
+                f"--compare-to {where}: {len(refused)} cases of this run have nothing to be compared with:\n  "
+                + "\n  ".join(refused[:5])
+                + "\nIt takes the records of a run of the same cases in the same environment, made with --records"
+            )
         )
     return found
 
@@ -303,7 +306,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     long = [row for row in rows if row.is_long]
     return [
         f"convergence: device {device}, {profile} inputs",
-        *(row.describe(dtype, device) for row in long for dtype in _names(config, "--dtypes") or row.dtypes),
+        *(visible(row.describe(dtype, device)) for row in long for dtype in _names(config, "--dtypes") or row.dtypes),
     ]
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from convergence import files
+from convergence.checked import checked, cut, shown
+from convergence.files import Unusable
 from convergence.observed import STATISTICS, Statistic, worst
 from convergence.peers import PEERS
 
@@ -210,115 +212,76 @@ def load(path: Path) -> Record:
     """The record in ``path``.
 
     Raises:
-        ValueError: it is no record of this schema; the message names file, field, what came and what is allowed.
+        Unusable: it is no record of this schema; the message names file, field, what came and what is allowed.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise ValueError(f"{path}: is no JSON ({error}); allowed is a record") from error
-    return from_dict(data, str(path))
+    return from_dict(files.read_json(path), str(path))
 
 
 def from_dict(data: Any, source: str = "record") -> Record:
     """A record from what JSON gave; ``source`` names it in errors. Raises as :func:`load`."""
     if not isinstance(data, dict):
-        raise ValueError(f"{source}: holds {_shown(data)}; allowed is a record, an object of named fields")
+        raise Unusable(f"{source}: holds {shown(data)}; allowed is a record, an object of named fields")
     schema = data.get("schema")
     if type(schema) is not int:
-        raise ValueError(f"{source}: field 'schema' is {_shown(schema)}; allowed is {SCHEMA}, or it is no record")
+        raise Unusable(f"{source}: field 'schema' is {shown(schema)}; allowed is {SCHEMA}, or it is no record")
     if schema in _ALWAYS:
         data = {**data, **_ALWAYS[schema], "schema": SCHEMA}
     elif schema != SCHEMA:
         release, advice = (
             ("a later", "read it with that release") if schema > SCHEMA else ("an earlier", "run the case again")
         )
-        raise ValueError(f"{source}: field 'schema' is {schema}, of {release} release; allowed is {SCHEMA}; {advice}")
+        was = f"field 'schema' is {shown(schema)}, of {release} release"
+        raise Unusable(f"{source}: {was}; allowed is {SCHEMA}; {advice}")
     types = typing.get_type_hints(Record)
     for name in data.keys() - types.keys():
-        raise ValueError(f"{source}: field {name!r} is unknown; allowed are {', '.join(types)}")
+        raise Unusable(f"{source}: field {name!r} is unknown; allowed are {', '.join(types)}")
     for name in types.keys() - data.keys():
-        raise ValueError(f"{source}: field {name!r} is missing; every field of schema {SCHEMA} is written")
-    record = Record(**{name: _checked(data[name], kind, f"{source}: field {name!r}") for name, kind in types.items()})
+        raise Unusable(f"{source}: field {name!r} is missing; every field of schema {SCHEMA} is written")
+    record = Record(**{name: checked(data[name], kind, f"{source}: field {name!r}") for name, kind in types.items()})
     _check_sense(record, source)
     return record
-
-
-def _checked(value: Any, kind: Any, where: str) -> Any:
-    """``value`` if it is of ``kind``, with every item checked."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is float:
-        if value in ("nan", "inf", "-inf") or type(value) in (int, float):
-            return float(value)
-        raise ValueError(f"{where} is {_shown(value)}; allowed is a number")
-    if kind in (str, int):
-        if type(value) is not kind:
-            raise ValueError(f"{where} is {_shown(value)}; allowed is {'text' if kind is str else 'a whole number'}")
-        return value
-    if origin in (list, tuple):
-        if type(value) is not list:
-            raise ValueError(f"{where} is {_shown(value)}; allowed is a list")
-        of = arguments * len(value) if origin is list else arguments
-        if len(value) != len(of):
-            raise ValueError(f"{where} is {_shown(value)}; allowed are {len(of)} items")
-        items = [_checked(item, of[i], f"{where}[{i}]") for i, item in enumerate(value)]
-        return items if origin is list else tuple(items)
-    if type(value) is not dict:
-        raise ValueError(f"{where} is {_shown(value)}; allowed is an object of named values")
-    if origin is dict:
-        return {key: _checked(item, arguments[1], f"{where}[{key!r}]") for key, item in value.items()}
-    parts = typing.get_type_hints(kind)
-    if value.keys() != parts.keys():
-        raise ValueError(f"{where} has {', '.join(value) or 'nothing'}; allowed are exactly {', '.join(parts)}")
-    return kind(**{name: _checked(value[name], part, f"{where}[{name!r}]") for name, part in parts.items()})
 
 
 def _check_sense(record: Record, source: str) -> None:
     """The verdict is a known one and agrees with the failures, the time is one, and no digest lacks its step."""
     if record.verdict not in VERDICTS:
-        raise ValueError(f"{source}: field 'verdict' is {record.verdict!r}; allowed are {', '.join(VERDICTS)}")
+        raise Unusable(f"{source}: field 'verdict' is {shown(record.verdict)}; allowed are {', '.join(VERDICTS)}")
     wrong = {"equal": bool(record.failures), "different": not record.failures, "cannot run": not record.failures}
     if wrong.get(record.verdict):
-        raise ValueError(
+        raise Unusable(
             f"{source}: field 'verdict' is {record.verdict!r} with {len(record.failures)} failures; allowed is "
             "'equal' without any, 'different' and 'cannot run' with some"
         )
     try:
         aware = datetime.datetime.fromisoformat(record.at).utcoffset() is not None
-    except ValueError:
+    except (ValueError, OverflowError):
         aware = False
     if not aware:
-        raise ValueError(f"{source}: field 'at' is {record.at!r}; allowed is an ISO 8601 time with its offset")
+        raise Unusable(f"{source}: field 'at' is {shown(record.at)}; allowed is an ISO 8601 time with its offset")
     for arm, groups in record.digests.items():
         for group in groups:
             for quantity, words in group["quantities"].items():
                 if len(words.split()) != len(group["steps"]):
-                    raise ValueError(
-                        f"{source}: field 'digests'[{arm!r}] has {len(words.split())} words for {quantity!r}; allowed "
-                        f"is one per step, {len(group['steps'])}"
+                    raise Unusable(
+                        f"{source}: field 'digests'[{cut(repr(arm))}] has {len(words.split())} words for "
+                        f"{cut(repr(quantity))}; allowed is one per step, {len(group['steps'])}"
                     )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 def load_all(paths: Iterable[Path]) -> list[Record]:
     """Every record in ``paths`` (files, or folders with all below them), the oldest first.
 
     Raises:
-        ValueError: as :func:`load`, or a path does not exist, or there is no record at all.
+        Unusable: as :func:`load`, or a path does not exist, or there is no record at all.
     """
     paths = list(paths)
     files: set[Path] = set()
     for path in paths:
         if not path.exists():
-            raise ValueError(f"{path}: does not exist; allowed are record files and folders of them")
+            raise Unusable(f"{path}: does not exist; allowed are record files and folders of them")
         files.update(path.rglob("*.json") if path.is_dir() else [path])
     if not files:
-        raise ValueError(f"{', '.join(map(str, paths))}: no record in there; --records DIR writes them")
+        raise Unusable(f"{', '.join(map(str, paths))}: no record in there; --records DIR writes them")
     return sorted((load(file) for file in sorted(files)), key=lambda record: datetime.datetime.fromisoformat(record.at))
 
 

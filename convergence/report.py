@@ -56,15 +56,16 @@ def failure(record: Record) -> str:
         lines.append(f"... and {len(rows) - _MOST_ROWS} more tensors; the record has all of them")
     if record.census:
         lines += ["", "patched: " + ", ".join(f"{count} x {name}" for name, count in record.census.items())]
-    return "\n".join([*lines, *record.notes])
+    return tables.visible("\n".join([*lines, *record.notes]))
 
 
 def progress(summary: dict[str, Any]) -> str:
     """One case in one line."""
     line = f"{summary['case']}: {summary['verdict']}"
     if summary["verdict"] != "equal":
-        return f"{line}: {summary['reason']}"
-    return f"{line} ({summary['error ratio']} error ratio, {summary['gain']} gain, {summary['seconds']} s)"
+        return tables.visible(f"{line}: {summary['reason']}")
+    judged = f"({summary['error ratio']} error ratio, {summary['gain']} gain, {summary['seconds']} s)"
+    return tables.visible(f"{line} {judged}")
 
 
 def summary_table(summaries: Sequence[dict[str, Any]]) -> list[str]:
@@ -84,7 +85,8 @@ def setups(records: Sequence[Record]) -> list[str]:
         order = f"{r.order} wrapping" if r.setup != "plain" else "-"
         verdict = r.verdict if r.verdict in ("equal", "absent") else f"{r.verdict}: {r.reason}"
         statistics = [r.worst(name) or "-" for name in ("error ratio", "gain")]
-        rows.append((r.setup, order, r.model, r.dtype, r.fused or "-", verdict, *statistics))
+        row = (r.setup, order, r.model, r.dtype, r.fused or "-", verdict, *statistics)
+        rows.append([tables.literal(cell) for cell in row])
     return tables.markdown(header, rows)
 
 
@@ -96,9 +98,9 @@ def markdown(records: Sequence[Record]) -> str:
     header = ("case", "device", "transformers", "verdict", *STATISTICS, "launches", "seconds")
     rows = [
         (
-            record.name,
-            record.versions.get("device", record.device),
-            record.versions.get("transformers", "-"),
+            tables.literal(record.name),
+            tables.literal(record.versions.get("device", record.device)),
+            tables.literal(record.versions.get("transformers", "-")),
             record.verdict if passed(record) is not False else f"**{record.verdict}**",
             *(record.worst(name) or "-" for name in STATISTICS),
             sum(record.launches.values()),
@@ -112,7 +114,7 @@ def markdown(records: Sequence[Record]) -> str:
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
         lines += [
             "",
-            f"<details><summary>{escape(record.name, quote=False)}</summary>",
+            f"<details><summary>{escape(tables.visible(record.name), quote=False)}</summary>",
             "",
             fence,
             text,
@@ -140,7 +142,11 @@ def junit(records: Sequence[Record]) -> str:
         case = ElementTree.SubElement(
             suite,
             "testcase",
-            {"classname": f"convergence.{environment}", "name": _xml(record.name), "time": f"{record.seconds:.2f}"},
+            {
+                "classname": _xml(f"convergence.{environment}"),
+                "name": _xml(record.name),
+                "time": f"{record.seconds:.2f}",
+            },
         )
         if outcome is None:
             ElementTree.SubElement(case, "skipped", {"message": _xml(record.reason)})

@@ -9,8 +9,10 @@ import pytest
 
 from convergence import bitwise, report
 from convergence.case import absent, prove
+from convergence.files import Unusable
 from convergence.plugin import EARLIER, RECORDS, RUN, cases, shown
 from convergence.records import Case, Record, write
+from convergence.tables import visible
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -34,8 +36,11 @@ def test_convergence(
     """The candidate is the same mathematics as the unpatched model, and with ``--compare-to`` what it was before."""
     reason = absent(case)
     if not reason:
-        with shown(request.config, case):
-            record = prove(case, request.config.getoption("--patch-timeout"), request.config.getoption("--blame"))
+        try:
+            with shown(request.config, case):
+                record = prove(case, request.config.getoption("--patch-timeout"), request.config.getoption("--blame"))
+        except Unusable as error:  # no fault of the patch, and every other case would meet the same file
+            pytest.exit(visible(str(error)), returncode=pytest.ExitCode.USAGE_ERROR)
     else:
         record = Record.of(case, verdict="absent", reason=reason)
     if before := request.config.stash[EARLIER].get(case):

@@ -4,12 +4,13 @@ count what of transformers runs on kernels."""
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from convergence.files import print_anything
+from convergence.tables import visible
 from matrix import cells, census, cluster, gate, new, report, runner, upstream
 from matrix.stages import STAGES
 
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         jobs = arguments.jobs or 1
         runner.tox(chosen, jobs, _options(arguments, jobs), arguments.records)
     for name, why in failures.items():
-        print(f"{name}: {why}")
+        print(visible(f"{name}: {why}"))
     code = report.show(arguments.records, chosen)
     return int(bool(code or failures))
 
@@ -106,7 +107,7 @@ def cell(arguments: argparse.Namespace) -> int:
     workers = arguments.workers or runner.cpus()
     record = runner.run_stages(chosen, stages, arguments.records, workers, arguments.fresh)
     for deviation in record.deviations:
-        print(f"{chosen.name}: {deviation}")
+        print(visible(f"{chosen.name}: {deviation}"))
     return int(not record.passed_so_far)
 
 
@@ -130,12 +131,11 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # under tox and in a CI's log, progress shows when it happens
+    print_anything()  # under tox and in a CI's log, progress shows when it happens
     try:
         return _COMMANDS[arguments.command](arguments)
-    except ValueError as error:
-        print(f"python -m matrix: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:  # of a folder that cannot be written, too
+        print(visible(f"python -m matrix: {error}"), file=sys.stderr)
         return 2
 
 

@@ -10,10 +10,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from convergence.files import read_json, write_json
+from convergence.checked import checked
+from convergence.files import Unusable, read_json, write_json
+from convergence.tables import first_line
 from matrix import records
+from matrix.cells import checked_name
 from matrix.records import NOT_THERE, CellRecord, StageResult, share
 
 SCHEMA = 1
@@ -29,6 +32,32 @@ NOISE = 1 / 5
 # Between two runs on one kind of GPU, medians of 20 calls differ by clock and temperature, by up to a few percent.
 DRIFT = 0.05
 ALLOCATOR_MIB = 2.0  # what the allocator rounds a block up to
+
+
+class Kernel(TypedDict):
+    """Of a row of what ``python -m benchmarks --json`` wrote, what is compared."""
+
+    op: str
+    shape: str
+    ours_ms: float
+    spread_ms: float
+    ours_mib: float
+
+
+class Kernels(TypedDict):
+    """Of what ``python -m benchmarks --json`` wrote, what is compared."""
+
+    device: str
+    rows: list[Kernel]
+
+
+class _Saved(TypedDict):
+    """What the file holds; ``cells`` are records."""
+
+    schema: int
+    history: list[dict[str, Any]]
+    kernels: Kernels | None
+    cells: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,7 +89,7 @@ def broken(required: Mapping[str, str], found: Mapping[str, CellRecord], code: s
             ran = ", ".join(stage.name for stage in record.stages) or "none"
             yield Difference(name, "partial record", name, f"not every stage has run, only {ran}")
         for deviation in record.deviations:
-            yield Difference(name, "not the cell's environment", deviation.split()[0], deviation)
+            yield Difference(name, "not the cell's environment", deviation.partition(" ")[0], deviation)
         for stage in record.stages:
             yield from failed(name, stage)
 
@@ -73,7 +102,7 @@ def failed(cell: str, stage: StageResult) -> Iterator[Difference]:
     elif stage.status != "passed" and not stage.failed:
         yield Difference(where, "failed stage", stage.name, stage.reason)
     for case, message in stage.failed.items():
-        yield Difference(where, "failed case", case, message.splitlines()[0] if message else "")
+        yield Difference(where, "failed case", case, first_line(message))
     for name, finding in stage.findings.items():
         if finding.verdict not in (*GOOD, NOT_THERE):
             yield Difference(where, "failed verdict", name, f"{finding.verdict}: {finding.reason}")
@@ -97,7 +126,7 @@ def worse(before: CellRecord, after: CellRecord) -> Iterator[Difference]:
             continue
         for case in old.passed:
             if case in new.skipped:
-                yield Difference(where, "skipped case", case, new.skipped[case].splitlines()[0], note=bool(moved))
+                yield Difference(where, "skipped case", case, first_line(new.skipped[case]), note=bool(moved))
             elif case not in new.failed and case not in new.passed:
                 yield Difference(where, "missing case", case, "it passed before", note=bool(moved))
         for name, finding in old.findings.items():
@@ -143,7 +172,7 @@ def grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     return share(after) > max(REPLICAS_REACH, share(before) + NOISE)
 
 
-def worse_kernels(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
+def worse_kernels(before: Kernels, after: Kernels) -> Iterator[Difference]:
     """Kernels that got slower or bigger; both are what ``python -m benchmarks --json`` wrote."""
     if before["device"] != after["device"]:
         detail = f"measured on {after['device']}, the baseline on {before['device']}"
@@ -163,13 +192,13 @@ def worse_kernels(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterat
             yield Difference("kernels", "bigger kernel", name, shown)
 
 
-def slower(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+def slower(before: Kernel, after: Kernel) -> bool:
     """Whether the median grew by more than the drift between two runs and the quartiles' spread in each."""
     allowed = before["ours_ms"] * (1 + DRIFT) + before["spread_ms"] + after["spread_ms"]
     return not after["ours_ms"] <= allowed
 
 
-def bigger(before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+def bigger(before: Kernel, after: Kernel) -> bool:
     return not after["ours_mib"] <= before["ours_mib"] + ALLOCATOR_MIB
 
 
@@ -184,7 +213,7 @@ class Baseline:
     """
 
     cells: dict[str, CellRecord]
-    kernels: dict[str, Any] | None
+    kernels: Kernels | None
     history: list[dict[str, Any]]
 
 
@@ -192,15 +221,21 @@ def load(path: Path = FILE) -> Baseline | None:
     """The baseline in ``path``, or None where none was ever accepted.
 
     Raises:
-        ValueError: it cannot be read, or is of another schema.
+        Unusable: it cannot be read, or is of another schema; the message names the file and what of it is wrong.
     """
     if not path.exists():
         return None
     data = read_json(path)
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: is no baseline of schema {SCHEMA}; gate --accept REASON writes one")
-    cells = {name: records.from_dict(record, f"{path}: {name}") for name, record in data["cells"].items()}
-    return Baseline(cells, data["kernels"], data["history"])
+    if not isinstance(data, dict) or type(data.get("schema")) is not int or data["schema"] != SCHEMA:
+        raise Unusable(f"{path}: is no baseline of schema {SCHEMA}; gate --accept REASON writes one")
+    saved: _Saved = checked(data, _Saved, f"{path}: baseline", more=True)
+    if not saved["history"]:
+        raise Unusable(f"{path}: baseline['history'] is empty; allowed is who accepted what is in it")
+    cells = {
+        checked_name(name, f"{path}: baseline['cells']"): records.from_dict(record, f"{path}: {name}")
+        for name, record in saved["cells"].items()
+    }
+    return Baseline(cells, saved["kernels"], saved["history"])
 
 
 def save(baseline: Baseline, path: Path = FILE) -> None:

@@ -7,10 +7,18 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from convergence.checked import cut, shown
+from convergence.files import Unusable, read_text
+
 ROOT = Path(__file__).parent.parent
 FOLDER = Path(__file__).parent / "cells"
 # What a name begins with, in the order in which cells are listed, and of which kind the cell is.
 _KINDS = {"tf": "versions", "latest": "versions", "torch": "torch"}
+# What a cell of that kind pins to a release.
+_ABOUT = {"versions": ("torch", "transformers", "trl"), "torch": ("torch",)}
+# What a cell may be called: it becomes the name of a file, of a tox environment, and a word on a CI's command line.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_PIN = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*) *== *([0-9]+(?:\.[0-9A-Za-z+]+)*)")
 
 
 @dataclass(frozen=True)
@@ -42,24 +50,40 @@ TWO_GPUS = Cell("two-gpus", "the proof in the set-ups of several processes, over
 HERE = {cell.name: cell for cell in (PROJECT, TWO_GPUS)}
 
 
+def checked_name(name: str, where: str) -> str:
+    """``name``, if a cell may be called so; ``where`` it was found.
+
+    Raises:
+        Unusable: it may not.
+    """
+    if not NAME.fullmatch(name):
+        raise Unusable(f"{where} names a cell {shown(name)}; allowed are letters, digits, '.', '-' and '_'")
+    return name
+
+
 def load(path: Path) -> Cell:
     """The cell in ``path``.
 
     Raises:
-        ValueError: no comment says why it exists, its name is of no kind, or a requirement is not pinned.
+        Unusable: it is no text, no comment says why it exists, it may not be called so, its name is of no kind, or a
+            requirement is not pinned.
     """
-    text = path.read_text(encoding="utf-8")
+    checked_name(path.stem, str(path))
+    text = read_text(path)
     comments = [line.lstrip("# ").rstrip() for line in text.splitlines() if line.startswith("#")]
     if not comments:
-        raise ValueError(f"{path}: no comment says why this cell exists; begin the file with one")
+        raise Unusable(f"{path}: no comment says why this cell exists; begin the file with one")
     kind = next((kind for prefix, kind in _KINDS.items() if path.stem.startswith(prefix)), None)
     if kind is None:
-        raise ValueError(f"{path}: a cell is called {', '.join(f'{prefix}...' for prefix in _KINDS)}")
+        raise Unusable(f"{path}: a cell is called {', '.join(f'{prefix}...' for prefix in _KINDS)}")
     requirements = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    pins = dict(line.split("==", 1) for line in requirements if "==" in line)
-    free = [line for line in requirements if "==" not in line]
+    pins = {pin[1]: pin[2] for line in requirements if (pin := _PIN.fullmatch(line))}
+    free = [line for line in requirements if not _PIN.fullmatch(line)]
     if free and path.stem != "latest":
-        raise ValueError(f"{path}: {', '.join(free)} has no exact version; only 'latest' leaves that open")
+        raise Unusable(f"{path}: {cut(', '.join(free))} has no exact version; only 'latest' leaves that open")
+    for package in () if path.stem == "latest" else _ABOUT[kind]:
+        if not re.fullmatch(r"[0-9]+(\.[0-9]+)*", version := pins.get(package, "")):
+            raise Unusable(f"{path}: pins {package} to {version!r}; allowed is a release, such as {package}==2.1.0")
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return Cell(path.stem, " ".join(comments), pins, kind, digest)
 

@@ -11,15 +11,67 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from convergence.files import read_json, write
+from convergence.checked import checked
+from convergence.files import Unusable, read_json, write
 from convergence.tables import aligned, markdown
 from matrix.checks.count import KINDS, built, measure, shares
 
 RECORD = Path(__file__).parent / "census.json"
 PAGE = Path(__file__).parent.parent / "docs" / "evidence" / "census.md"
 LETTERS = ("a-l", "m-z")  # a page takes ten minutes to read at most
+
+
+class _Entry(TypedDict):
+    """A class of a model that was built; of each kind what is replaced, what is left, and what else there is."""
+
+    name: str
+    family: str
+    full: bool
+    found: dict[str, tuple[int, int, int]]
+    kernels: dict[str, tuple[int, float, float]]
+    reasons: dict[str, int]
+    seconds: float
+
+
+class _Absent(TypedDict):
+    """A class of which no model is built."""
+
+    name: str
+    absent: str
+
+
+class _Version(TypedDict):
+    """What of one version of transformers runs on kernels; its classes only of the newest."""
+
+    at: str
+    torch: str
+    transformers: str
+    shares: dict[str, float]
+    classes: dict[str, list[dict[str, Any]]]
+
+
+def load(path: Path = RECORD) -> dict[str, Any]:
+    """What was counted before, by version of transformers; nothing where there is no file.
+
+    Raises:
+        Unusable: it is no such record; the message names the file, and what of it is wrong.
+    """
+    if not path.exists():
+        return {}
+    record: dict[str, Any] = read_json(path)
+    for version, taken in checked(record, dict[str, _Version], f"{path}: census").items():
+        for group, entries in taken["classes"].items():
+            for i, entry in enumerate(entries):
+                where = f"{path}: census[{version!r}]['classes'][{group!r}][{i}]"
+                checked(entry, _Absent if "absent" in entry else _Entry, where)
+                if "absent" not in entry and (missing := [kind for kind in KINDS if kind not in entry["found"]]):
+                    raise Unusable(f"{where}['found'] has no {', '.join(missing)}; allowed are {', '.join(KINDS)}")
+        columns = ("classes", *KINDS.values(), "parameters", "FLOPs", "experts replaced", "classes with experts")
+        if missing := [name for name in columns if name not in taken["shares"]]:
+            raise Unusable(f"{path}: census[{version!r}]['shares'] has no {', '.join(missing)}")
+    return record
 
 
 def page(record: dict[str, Any]) -> str:
@@ -145,13 +197,14 @@ def dump(record: dict[str, Any]) -> str:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    before = load() if arguments.write else {}  # what cannot be read is said before minutes of work
     census = measure()
     rows = [(group, *_row(shares(census, group), ["classes", *KINDS.values()])) for group in census["classes"]]
     print("\n".join(aligned(("classes", "built", *KINDS.values()), rows)))
     for what, share in shares(census).items():
         print(f"{what}: {share:.4g}")
     if arguments.write:
-        record = add(census, read_json(RECORD) if RECORD.exists() else {})
+        record = add(census, before)
         write(dump(record), RECORD)
         for file, text in pages(record).items():
             write(text, file)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convergence.files import read_json
+from convergence.files import Unusable, read_json
+from convergence.tables import first_line, visible
 from matrix import baseline, records, runner
 from matrix.cells import ROOT, Cell
 from matrix.records import GPU, CellRecord
@@ -128,13 +129,15 @@ def run(
                     _finish(state, folder, code)
                 except ray.exceptions.RayTaskError as error:
                     state.record, state.failure = None, str(error.cause).strip()
+                except Unusable as error:
+                    state.record, state.failure = None, f"its node sent no record: {error}"
                 except ray.exceptions.RayError as error:  # the node, or the worker process on it, died
                     state.record = None
                     if state.tries < TRIES:
                         table.say(f"{state.cell.name}: its node died; it runs again")
                         waiting.append(state)
                     else:
-                        state.failure = f"its node died {TRIES} times: {str(error).strip().splitlines()[0]}"
+                        state.failure = f"its node died {TRIES} times: {first_line(str(error))}"
             table.show()
     return {state.cell.name: state.failure for state in states if state.failure}
 
@@ -157,7 +160,7 @@ def _connected(address: str) -> Iterator[Any]:
         try:
             ray.init(address=address, runtime_env=sent, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:  # among them another version of Ray or Python
-            raise ValueError(f"--ray {address}: {str(error).strip().splitlines()[0]}") from None
+            raise ValueError(f"--ray {address}: {first_line(str(error))}") from None
         yield ray
     finally:
         ray.shutdown()
@@ -240,10 +243,12 @@ class _Table:
             self.live.stop()
 
     def say(self, line: str) -> None:
+        line = visible(line)
         self.live.console.print(line, markup=False) if self.live is not None else self._say(line)
 
     def show(self) -> None:
         from rich.table import Table
+        from rich.text import Text
 
         table = Table("cell", "stage", "passed", "failed", "left")
         for state in self.states:
@@ -261,6 +266,6 @@ class _Table:
             runs = took and state.began and not state.done
             left = f"{max(0.0, took - (time.monotonic() - state.began)):.0f} s" if runs else ""
             counts = [str(sum(len(getattr(s, kind)) for s in stages)) for kind in ("passed", "failed")]
-            table.add_row(state.cell.name, where, *counts, left)
+            table.add_row(*(Text(visible(cell)) for cell in (state.cell.name, where, *counts, left)))
         if self.live is not None:
             self.live.update(table)

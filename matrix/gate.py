@@ -9,10 +9,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from convergence.files import read_json, write, write_json
+from convergence.checked import checked
+from convergence.files import Unusable, read_json, write, write_json
+from convergence.tables import literal
 from convergence.tables import markdown as markdown_table
 from matrix import baseline, cells, records, report, runner
-from matrix.baseline import Baseline, Difference
+from matrix.baseline import Baseline, Difference, Kernels
 from matrix.cells import HERE, PROJECT, TWO_GPUS, Cell
 from matrix.records import GPU, CellRecord
 from matrix.stages import STAGES
@@ -94,7 +96,7 @@ def required_records(chosen: Sequence[Cell], found: Collection[str], everything:
 def compare(
     before: Baseline | None,
     found: dict[str, CellRecord],
-    kernels: dict[str, Any] | None,
+    kernels: Kernels | None,
     without_gpu: bool,
 ) -> list[Difference]:
     """In what ``found`` and ``kernels`` fall short of the baseline; there must be one."""
@@ -125,22 +127,23 @@ def compare(
     return differences
 
 
-def read_kernels(path: Path) -> dict[str, Any]:
+def read_kernels(path: Path) -> Kernels:
     """What ``python -m benchmarks --json`` wrote.
 
     Raises:
-        ValueError: it is no such file, or has no row.
+        Unusable: it is no such file, or has no row.
     """
     data = read_json(path)
     if not isinstance(data, dict) or not data.get("rows") or "device" not in data:
-        raise ValueError(f"{path}: has no measured kernels; python -m benchmarks --json FILE writes them")
-    return data
+        raise Unusable(f"{path}: has no measured kernels; python -m benchmarks --json FILE writes them")
+    kernels: Kernels = checked(data, Kernels, f"{path}: kernels", more=True)
+    return kernels
 
 
 def accept(
     before: Baseline | None,
     found: dict[str, CellRecord],
-    kernels: dict[str, Any] | None,
+    kernels: Kernels | None,
     why: str,
     differences: Sequence[Difference],
 ) -> None:
@@ -193,7 +196,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         f"## Release gate: {result['verdict']}",
         "",
-        f"Commit {result['commit'] or 'unknown'}, {result['at']}.",
+        f"Commit {literal(result['commit'] or 'unknown')}, {result['at']}.",
         "",
         *markdown_table(("cell", "result", "passed", "failed", "skipped", "s"), report.totals(result, "pass", "fail")),
     ]
@@ -201,5 +204,5 @@ def markdown(result: dict[str, Any]) -> str:
     for title, note in (("Fails", False), ("Notes", True)):
         rows = [row for row in result["differences"] if row["note"] is note]
         if rows:
-            lines += ["", f"### {title}", "", *(f"- {Difference(**row)}" for row in rows)]
+            lines += ["", f"### {title}", "", *(f"- {literal(Difference(**row))}" for row in rows)]
     return "\n".join(lines) + "\n"

@@ -8,8 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from convergence.files import Unusable
 from matrix import cells
-from matrix.cells import FOLDER, Cell
+from matrix.cells import FOLDER, Cell, checked_name
 
 # What the cells of a prefix are about. torch asks for one Triton, exactly: a newer one comes with a newer torch.
 WATCHED = {"tf": ("transformers", "trl"), "torch": ("torch", "triton")}
@@ -29,7 +30,7 @@ def versions(package: str) -> list[str]:
     if done.returncode or line is None:
         raise ValueError(f"pip index versions {package}: {done.stderr.strip().splitlines()[-1:] or 'no answer'}")
     found = line.partition(":")[2].replace(" ", "").split(",")
-    return [version for version in found if re.fullmatch(r"\d+(\.\d+)+", version)]
+    return [version for version in found if re.fullmatch(r"[0-9]+(\.[0-9]+)+", version)]
 
 
 def number(version: str) -> tuple[int, ...]:
@@ -37,20 +38,28 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def newest_cell(known: dict[str, Cell], prefix: str) -> Cell:
-    """The cell of ``prefix`` ("tf" or "torch") with the newest of what it is about."""
-    first = WATCHED[prefix][0]
-    return max((c for c in known.values() if c.name.startswith(prefix)), key=lambda cell: number(cell.pins[first]))
+    """The cell of ``prefix`` ("tf" or "torch") with the newest of what it is about.
+
+    Raises:
+        Unusable: there is none.
+    """
+    first, of_prefix = WATCHED[prefix][0], [cell for cell in known.values() if cell.name.startswith(prefix)]
+    if not of_prefix:
+        raise Unusable(f"{FOLDER}: has no cell {prefix}...; at least one is needed")
+    return max(of_prefix, key=lambda cell: number(cell.pins[first]))
 
 
 def beyond(cell: Cell, found: dict[str, list[str]]) -> dict[str, list[str]]:
     """Per package of ``found``, the releases after the one that ``cell`` pins."""
-    return {p: [v for v in releases if number(v) > number(cell.pins[p])] for p, releases in found.items()}
+    pinned = {package: number(cell.pins.get(package, "0")) for package in found}
+    return {p: [v for v in releases if number(v) > pinned[p]] for p, releases in found.items()}
 
 
 def cell_name(pins: dict[str, str], prefix: str) -> str:
     """``tf5.23-trl1.16`` or ``torch2.15``."""
     short = {package: ".".join(version.split(".")[:2]) for package, version in pins.items()}
-    return f"tf{short['transformers']}-trl{short['trl']}" if prefix == "tf" else f"torch{short['torch']}"
+    name = f"tf{short['transformers']}-trl{short['trl']}" if prefix == "tf" else f"torch{short['torch']}"
+    return checked_name(name, "the package index")
 
 
 def wanted(later: dict[str, list[str]], newest: Cell, prefix: str) -> dict[str, str]:
@@ -69,7 +78,7 @@ def resolve(cell: Cell, wanted: dict[str, str]) -> dict[str, str]:
     of_cell = ("torch", "triton", "transformers", "trl", *TOOLS)
     kept = {package: cell.pins[package] for package in of_cell if package in cell.pins}
     if "torch" in wanted:
-        del kept["triton"]
+        kept.pop("triton", None)
     lines = [f"{package}=={version}" for package, version in {**kept, **wanted}.items()]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "requirements.in"
@@ -98,7 +107,8 @@ def main() -> int:
         cell = newest_cell(known, prefix)
         later = beyond(cell, {package: versions(package) for package in packages})
         for package, found in later.items():
-            print(f"{package}: {', '.join(found) or 'nothing'} beyond {cell.pins[package]} of {cell.name}")
+            pinned = cell.pins.get(package, "none")
+            print(f"{package}: {', '.join(found) or 'nothing'} beyond {pinned} of {cell.name}")
         if pins := wanted(later, cell, prefix):
             path = write(resolve(cell, pins), prefix)
             print(

@@ -11,19 +11,32 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 from xml.etree import ElementTree
 
-from convergence.files import plain, read_json, write_json
+from convergence.checked import checked, cut, shown
+from convergence.files import Unusable, plain, read_json, reason, write_json
+from convergence.observed import Statistic
 from convergence.observed import share as share_of_bound
+from matrix.cells import checked_name
 
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.
 SCHEMA = 1
 # What a case of the proof, a model class and a trainer say when all is well; the last is a fact about upstream.
 GOOD = ("equal", "patched", "same", "upstream leaks")
+STATUSES = ("passed", "failed", "nothing ran")
 NAMED_BY = (("name",), ("model", "dtype", "patch"), ("case", "family", "way"))
 GPU = "-gpu"
 NOT_THERE = "absent"  # the verdict on what this version of upstream does not have
+
+
+class Worst(TypedDict):
+    """A judged number, and its bound."""
+
+    value: float
+    bound: float
+    quantity: str
+    step: str
 
 
 @dataclass
@@ -40,7 +53,7 @@ class Finding:
 
     verdict: str
     reason: str = ""
-    statistics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    statistics: dict[str, Worst] = field(default_factory=dict)
     census: dict[str, int] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
@@ -121,7 +134,7 @@ def load(path: Path) -> CellRecord:
     """The record in ``path``.
 
     Raises:
-        ValueError: it is no record of this schema.
+        Unusable: it is no record of this schema; the message names file, field, what came and what is allowed.
     """
     return from_dict(read_json(path), str(path))
 
@@ -130,19 +143,20 @@ def from_dict(data: Any, source: str) -> CellRecord:
     """A record from what JSON gave; ``source`` names it in errors.
 
     Raises:
-        ValueError: as :func:`load`.
+        Unusable: as :func:`load`.
     """
     schema = data.get("schema") if isinstance(data, dict) else None
-    if schema != SCHEMA:
-        raise ValueError(f"{source}: schema {schema!r}; allowed is {SCHEMA}; run the cell again")
-    try:
-        stages = [
-            StageResult(**{**stage, "findings": {n: Finding(**f) for n, f in stage["findings"].items()}})
-            for stage in data["stages"]
-        ]
-        return CellRecord(**{**data, "stages": stages})
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{source}: is no record of a cell: {error}") from error
+    if type(schema) is not int or schema != SCHEMA:
+        raise Unusable(f"{source}: schema {cut(repr(schema))}; allowed is {SCHEMA}; run the cell again")
+    record: CellRecord = checked(data, CellRecord, f"{source}: record")
+    checked_name(record.cell, f"{source}: record['cell']")
+    if "gpu" not in record.machine:
+        raise Unusable(f"{source}: record['machine'] has no 'gpu'; allowed is its name, or 'none'")
+    for i, stage in enumerate(record.stages):
+        if stage.status not in STATUSES:
+            where = f"{source}: record['stages'][{i}]['status']"
+            raise Unusable(f"{where} is {shown(stage.status)}; allowed are {', '.join(STATUSES)}")
+    return record
 
 
 def earlier(folder: Path, name: str) -> CellRecord | None:
@@ -150,7 +164,7 @@ def earlier(folder: Path, name: str) -> CellRecord | None:
     another schema."""
     try:
         return load(folder / f"{name}.json") if (folder / f"{name}.json").exists() else None
-    except ValueError:
+    except Unusable:
         return None
 
 
@@ -163,12 +177,12 @@ def read_cases(junit: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
     """The cases of a JUnit XML file: passed, failed with messages, skipped with reasons.
 
     Raises:
-        ValueError: there is no such file, or it is cut off: the process died before it had run everything.
+        Unusable: there is no such file, or it is cut off: the process died before it had run everything.
     """
     try:
         root = ElementTree.parse(junit).getroot()
-    except (OSError, ElementTree.ParseError) as error:
-        raise ValueError(f"no results: the process ended before it wrote them ({error})") from error
+    except (OSError, ElementTree.ParseError, LookupError, ValueError) as error:  # an encoding that nobody knows, too
+        raise Unusable(f"no results: the process ended before it wrote them ({reason(error)})") from error
     passed: list[str] = []
     failed: dict[str, str] = {}
     skipped: dict[str, str] = {}
@@ -190,6 +204,24 @@ def _first_lines(message: str, length: int = 600) -> str:
     return message if len(message) <= length else message[: length - 3] + "..."
 
 
+class Left(TypedDict):
+    """What a record that a stage left may say besides its verdict and name."""
+
+    setup: str
+    order: str
+    reason: str
+    statistics: list[Statistic]
+    census: dict[str, int]
+    launches: dict[str, int]
+    fallbacks: dict[str, int]
+    shares: dict[str, float]
+
+
+_NOTHING = Left(
+    setup="plain", order="before", reason="", statistics=[], census={}, launches={}, fallbacks={}, shares={}
+)
+
+
 def read_findings(folder: Path) -> dict[str, Finding]:
     """What the JSON records below ``folder`` say, by name.
 
@@ -198,32 +230,29 @@ def read_findings(folder: Path) -> dict[str, Finding]:
     ``statistic``, ``value``, ``bound``, ``quantity``, ``step``) may be there.
 
     Raises:
-        ValueError: a file is no such record, or two have one name.
+        Unusable: a file is no such record, or two have one name.
     """
     found: dict[str, Finding] = {}
     for path in sorted(folder.rglob("*.json")):
         data = read_json(path)
         if not isinstance(data, dict) or not isinstance(data.get("verdict"), str):
-            raise ValueError(f"{path}: is no record: it has no verdict")
+            raise Unusable(f"{path}: is no record: it has no verdict")
         keys = next((keys for keys in NAMED_BY if all(isinstance(data.get(key), str) for key in keys)), None)
         if keys is None:
-            raise ValueError(f"{path}: is no record: it has no name; allowed are {NAMED_BY}")
-        if data.get("setup", "plain") != "plain":
+            raise Unusable(f"{path}: is no record: it has no name; allowed are {NAMED_BY}")
+        left: Left = checked({**_NOTHING, **data}, Left, f"{path}: record", more=True)
+        if left["setup"] != "plain":
             keys = ("model", "setup", "order", *keys[1:])
         name = "/".join(data[key].rpartition(":")[2] for key in keys)
         if name in found:
-            raise ValueError(f"{path}: a second record of {name}")
-        worst: dict[str, dict[str, Any]] = {}
-        for statistic in data.get("statistics", []):
-            kind = statistic["statistic"]
-            if kind not in worst or share(statistic) > share(worst[kind]):
-                worst[kind] = {key: plain(statistic[key]) for key in ("value", "bound", "quantity", "step")}
-        found[name] = Finding(
-            data["verdict"],
-            str(data.get("reason", "")),
-            worst,
-            *(dict(data.get(key, {})) for key in ("census", "launches", "fallbacks", "shares")),
-        )
+            raise Unusable(f"{path}: a second record of {name}")
+        worst: dict[str, Worst] = {}
+        for statistic in left["statistics"]:
+            kind = statistic.statistic
+            if kind not in worst or statistic.share > share(worst[kind]):
+                worst[kind] = plain({key: getattr(statistic, key) for key in Worst.__annotations__})
+        counted = (left["census"], left["launches"], left["fallbacks"])
+        found[name] = Finding(data["verdict"], left["reason"], worst, *counted, left["shares"])
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from convergence.tables import literal, visible
 from convergence.tables import markdown as markdown_table
 from matrix import cells, records, runner
 from matrix.baseline import Difference, failing
@@ -25,7 +26,7 @@ def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(visible(cell)) for cell in row))
     Console(soft_wrap=False).print(table)
 
 
@@ -58,7 +59,7 @@ def show(folder: Path, known: Collection[Cell], markdown: bool = False) -> int:
         rows.append(_row(name, record, fresh))
     columns = ("cell", "result", "stages: passed/failed/skipped in seconds", "seconds", "CPU seconds", "why not")
     if markdown:
-        print("\n".join(markdown_table(columns, rows)))
+        print("\n".join(markdown_table(columns, [[literal(cell) for cell in row] for row in rows])))
     else:
         _print("records", columns, rows)
     return int(not good)

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from convergence.files import Unusable
+from convergence.tables import visible
 from matrix import records
 from matrix.cells import ROOT, Cell
 from matrix.records import CellRecord, StageResult
@@ -126,7 +128,7 @@ def run_stages(
 
 def describe(result: StageResult) -> str:
     counts = f"{len(result.passed)} passed, {len(result.failed)} failed, {len(result.skipped)} skipped"
-    reason = f": {result.reason}" if result.reason else ""
+    reason = f": {visible(result.reason)}" if result.reason else ""
     return f"{result.name} {result.status}, {counts}, {result.seconds:.0f} s{reason}"
 
 
@@ -191,7 +193,7 @@ def _collect(stage: Stage, folder: Path, result: StageResult) -> None:
         result.passed, result.failed, result.skipped = records.read_cases(folder / "junit.xml")
         if stage.leaves_records:
             result.findings = records.read_findings(folder / "records")
-    except (ValueError, KeyError) as error:
+    except Unusable as error:
         result.reason = "; ".join(filter(None, (reason, str(error))))
         return
     if result.failed:

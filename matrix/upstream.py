@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from convergence.files import read_text
+from convergence.tables import literal
 from matrix import baseline, cells, new, records, runner
 from matrix.baseline import Difference
 from matrix.cells import Cell
@@ -63,7 +65,7 @@ def write_requirements(folder: Path, given: dict[str, str | None]) -> Path:
     torch = given.get("torch")
     if torch == NIGHTLY:
         lines += [_NIGHTLY_INDEX, "--pre", "torch", "triton"]
-    elif torch is None or re.fullmatch(r"\d+(\.\d+)+", torch):
+    elif torch is None or re.fullmatch(r"[0-9]+(\.[0-9]+)+", torch):
         lines += [f"torch=={torch or start.pins['torch']}", "triton"]
     else:
         lines += [_local("torch", torch), "triton"]
@@ -90,7 +92,7 @@ def _project(path: Path) -> str:
         return runner.canonical(path.name.partition("-")[0])
     for name in ("pyproject.toml", "setup.py", "setup.cfg"):
         file = path / name
-        text = file.read_text(encoding="utf-8") if path.is_dir() and file.exists() else ""
+        text = read_text(file) if path.is_dir() and file.exists() else ""
         if found := re.search(r"^\s*name\s*=\s*[\"']?([\w.-]+)", text, flags=re.MULTILINE):
             return runner.canonical(found.group(1))
     return ""
@@ -112,8 +114,9 @@ def moved(folder: Path) -> int:
         raise ValueError(f"the baseline has no {start} to compare with")
     found = list(differences(before.cells[start], after))
     versions = ", ".join(f"{name} {after.environment.get(name, '-')}" for name in ("transformers", "trl", "torch"))
-    print(f"## {'Something moved' if found else 'Nothing moved'}: {versions}\n\nCompared with {start}, {after.at}.\n")
-    print("\n".join(f"- {difference}" for difference in found))
+    title = f"{'Something moved' if found else 'Nothing moved'}: {literal(versions)}"
+    print(f"## {title}\n\nCompared with {start}, {literal(after.at)}.\n")
+    print("\n".join(f"- {literal(difference)}" for difference in found))
     return int(bool(found))
 
 
