@@ -3,7 +3,6 @@ project may use it."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import types
 import typing
@@ -22,7 +21,7 @@ def checked(value: Any, kind: Any, where: str, more: bool = False) -> Any:
     Args:
         value: what JSON gave.
         kind: str, int, float (which "nan", "inf" and "-inf" are, too), bool, Any, or a list, tuple, dict, union with
-            None, dataclass or TypedDict of these. An object has exactly their fields, but for those with a default.
+            None, dataclass or TypedDict of these. An object has exactly their fields.
         where: what a message calls it: the file, and the field of it.
         more: whether objects may have other fields, too. A TypedDict keeps them unchecked, a dataclass does not.
 
@@ -50,12 +49,12 @@ def checked(value: Any, kind: Any, where: str, more: bool = False) -> Any:
     if origin is dict:
         return {key: checked(item, arguments[1], f"{where}[{cut(repr(key))}]", more) for key, item in value.items()}
     fields = _types(kind)
-    if (missing := fields.keys() - _optional(kind) - value.keys()) or (value.keys() - fields.keys() and not more):
+    if (missing := fields.keys() - value.keys()) or (value.keys() - fields.keys() and not more):
         has = ", ".join(map(repr, value)) or "nothing"
         lacks = f" and not {', '.join(sorted(missing))}" if missing else ""
         allowed = "at least" if more else "exactly"
         raise Unusable(f"{where} has {cut(has)}{lacks}; allowed are {allowed} {', '.join(fields)}")
-    found = {name: checked(value[name], fields[name], f"{where}[{name!r}]", more) for name in fields if name in value}
+    found = {name: checked(value[name], fields[name], f"{where}[{name!r}]", more) for name in fields}
     return {**value, **found} if typing.is_typeddict(kind) else kind(**found)
 
 
@@ -68,13 +67,6 @@ def _single(value: Any, kind: Any, where: str) -> Any:
 
 
 _types = functools.cache(typing.get_type_hints)
-
-
-@functools.cache
-def _optional(kind: Any) -> frozenset[str]:
-    """The fields of a dataclass that have a default."""
-    fields, missing = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else (), dataclasses.MISSING
-    return frozenset(f.name for f in fields if f.default is not missing or f.default_factory is not missing)
 
 
 def shown(value: Any) -> str:

@@ -6,6 +6,7 @@ coordinates. jinja2 is imported when a page is made, since the proof itself runs
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import math
@@ -59,24 +60,9 @@ def page(records: Sequence[Record], history: Sequence[Record] = ()) -> str:
         raise ValueError("an HTML report needs jinja2, which is not installed here: pip install jinja2")
     if not records:
         raise ValueError("there is no record to report; a case writes one when it has been judged")
-    import jinja2
-    from markupsafe import Markup, escape
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: visible(value) if type(value) is str else value,
-    )
-    # Long names break between their parts.
-    environment.filters["breakable"] = lambda text: Markup(
-        re.sub(r"([._:/])", r"\1<wbr>", str(escape(visible(str(text)))))
-    )
     ordered = sorted(records, key=lambda record: (passed(record) is not False, passed(record) is None))
     environments = Counter((("runs on", record.device), *record.versions.items()) for record in records)
-    return environment.get_template(TEMPLATE).render(
+    return _template().render(
         cases=[
             _case(record, len(environments) > 1, [other for other in history if other.case == record.case])
             for record in ordered
@@ -94,6 +80,26 @@ def page(records: Sequence[Record], history: Sequence[Record] = ()) -> str:
         bottom=BOTTOM,
         top=TOP,
     )
+
+
+@functools.cache
+def _template() -> Any:
+    import jinja2
+    from markupsafe import Markup, escape
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: visible(value) if type(value) is str else value,
+    )
+    # Long names break between their parts.
+    environment.filters["breakable"] = lambda text: Markup(
+        re.sub(r"([._:/])", r"\1<wbr>", str(escape(visible(str(text)))))
+    )
+    return environment.get_template(TEMPLATE)
 
 
 def _case(record: Record, several: bool, history: Sequence[Record]) -> dict[str, Any]:

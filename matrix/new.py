@@ -8,9 +8,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from convergence.checked import shown
 from convergence.files import Unusable
 from matrix import cells
-from matrix.cells import FOLDER, Cell, checked_name
+from matrix.cells import FOLDER, Cell
 
 # What the cells of a prefix are about. torch asks for one Triton, exactly: a newer one comes with a newer torch.
 WATCHED = {"tf": ("transformers", "trl"), "torch": ("torch", "triton")}
@@ -56,10 +57,16 @@ def beyond(cell: Cell, found: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def cell_name(pins: dict[str, str], prefix: str) -> str:
-    """``tf5.23-trl1.16`` or ``torch2.15``."""
+    """``tf5.23-trl1.16`` or ``torch2.15``.
+
+    Raises:
+        Unusable: what is in the name is no release.
+    """
+    for package in WATCHED[prefix][: 2 if prefix == "tf" else 1]:  # these are in the name
+        if not re.fullmatch(r"[0-9]+(\.[0-9]+)+", pins.get(package, "")):
+            raise Unusable(f"{package} is {shown(pins.get(package))}; allowed is a release, such as 2.1.0")
     short = {package: ".".join(version.split(".")[:2]) for package, version in pins.items()}
-    name = f"tf{short['transformers']}-trl{short['trl']}" if prefix == "tf" else f"torch{short['torch']}"
-    return checked_name(name, "the package index")
+    return f"tf{short['transformers']}-trl{short['trl']}" if prefix == "tf" else f"torch{short['torch']}"
 
 
 def wanted(later: dict[str, list[str]], newest: Cell, prefix: str) -> dict[str, str]:
