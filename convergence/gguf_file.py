@@ -5,9 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from convergence import gguf_walk
+from convergence.files import Unusable
+from convergence.folder import guarded
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -47,26 +52,22 @@ def read(path: str) -> Header:
     """The header of the file.
 
     Raises:
-        ValueError: a package is missing, or the bytes are no whole GGUF file of a language model.
+        Unusable: a package is missing, or the bytes are no whole GGUF file of a language model.
     """
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"{path}: to read it needs the package {package}: pip install {package}")
+            raise Unusable(f"{path}: to read it needs the package {package}: pip install {package}")
     import gguf
 
-    try:
+    with guarded(path, UNREADABLE):
+        gguf_walk.check(Path(path))
         return _header(gguf.GGUFReader(path))
-    except Exception as error:  # whatever its parser meets in bytes that may be anything
-        raise ValueError(f"{path}: {unreadable(error)}") from error
 
 
-def unreadable(error: Exception) -> str:
-    """What to tell whoever named a file that raised ``error``."""
-    reason = " ".join(str(error).split())
-    return (
-        f"is no GGUF file that can be read here ({type(error).__name__}: {reason}); --checkpoint takes a whole file, "
-        "as llama.cpp's convert_hf_to_gguf.py writes it, of an architecture that transformers can load"
-    )
+UNREADABLE = (
+    "is no GGUF file that can be read here; --checkpoint takes a whole file, as llama.cpp's convert_hf_to_gguf.py "
+    "writes it, of an architecture that transformers can load"
+)
 
 
 def _header(reader: Any) -> Header:

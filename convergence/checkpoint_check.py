@@ -1,0 +1,195 @@
+"""Can a checkpoint of somebody's own be proven here? Asked before anything is built.
+
+What it is made of comes from elsewhere and may be anything: first the folder is read (``folder.py``), then the values
+(``config_file.py``), then transformers makes a model of it on the meta device, where nothing takes memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from convergence import data, gguf_file, memory
+from convergence.checked import shown
+from convergence.checkpoint import Checkpoint, causal_lm, quietly, saved_config, tokens_of
+from convergence.config_file import check_sense, check_values
+from convergence.files import Unusable, read_text
+from convergence.folder import ADAPTER, CONFIG, TAKES, Tensor, check_tokenizer, guarded, read_config, read_tensors
+
+
+def check(row: Checkpoint, dtypes: list[str], device: str) -> None:
+    """See, before anything is loaded, that ``row`` can be trained here.
+
+    Raises:
+        Unusable: it cannot; the message says why, and what would do.
+    """
+    path = Path(row.path)
+    if row.is_gguf and path.is_file():
+        found, tensors = _check_gguf(row)
+    else:
+        found, tensors = _check_folder(row)
+    source = row.path if row.is_gguf else str(path / CONFIG)
+    with guarded(source, "transformers makes no model of text of it"), quietly():
+        config = found.get_text_config()
+        check_sense(config, source, tensors)
+    for option, value, least, most in (
+        ("--layers", row.layers, 1, config.num_hidden_layers),
+        ("--rows", row.rows, 1, None),
+        ("--length", row.length, data.SHORTEST, getattr(config, "max_position_embeddings", None)),
+        ("--steps", row.steps, 1, None),
+    ):
+        if value is not None and (value < least or (most is not None and value > most)):
+            allowed = f"from {least} on" if most is None else f"{least} to {most}"
+            raise Unusable(f"{option} {value}: allowed for {row.path} is {allowed}")
+    with guarded(source, "transformers makes no model of it"), quietly():
+        model = row.empty()
+        plans = {dtype: row.plan(dtype, device) for dtype in dtypes}
+    if (buffers := sum(buffer.nbytes for buffer in model.buffers())) > (free := memory.available(device)[1]):
+        sizes = f"{buffers / memory.GIB:.1f} GiB of tables, and {free / memory.GIB:.1f} GiB are free"
+        raise Unusable(f"{source}: makes a model with {sizes}")
+    _check_text(row)
+    if not row.is_gguf:
+        _check_weights(row, model)
+    for dtype, plan in plans.items():
+        if not plan.fits:
+            raise Unusable(f"{row.describe(dtype, device)} does not fit. {_what_fits(row, dtype, device)}")
+
+
+def _check_folder(row: Checkpoint) -> tuple[Any, int]:
+    """The configuration of a folder, as transformers reads it, and how many tensors are in its files."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    path = Path(row.path)
+    raw, source = read_config(path), path / CONFIG
+    kind, known = raw.get("model_type"), transformers.__version__
+    if not isinstance(kind, str):
+        raise Unusable(f"{source}: field 'model_type' is {shown(kind)}; allowed is the name of an architecture")
+    if kind not in CONFIG_MAPPING and "auto_map" in raw:
+        raise Unusable(
+            f"{path}: needs remote code (auto_map in its config.json), which the proof does not run; it takes "
+            "a checkpoint of an architecture that transformers itself has"
+        )
+    if kind not in CONFIG_MAPPING:
+        raise Unusable(f"{path}: its model_type is {kind!r}, which transformers {known} does not know; a later one may")
+    tensors = read_tensors(path)
+    shapes = [tensor.shape for tensor in tensors.values()]
+    widest = max((size for shape in shapes for size in shape), default=0)
+    parts = max((shape[0] for shape in shapes if len(shape) > 2), default=0)
+    check_values(raw, _usual(CONFIG_MAPPING[kind]), str(source), len(tensors), widest, parts)
+    with guarded(source, "transformers cannot read it"), quietly():
+        config = saved_config(row.path)
+        if (path / "generation_config.json").exists():
+            with guarded(path / "generation_config.json", "transformers cannot read it"):
+                transformers.GenerationConfig.from_pretrained(row.path, local_files_only=True)
+    model_class, saved = causal_lm(config), config.architectures or []
+    if model_class is None or (saved and model_class.__name__ not in saved):
+        raise Unusable(
+            f"{path}: has no causal language model: it is {', '.join(saved) or config.model_type}; --checkpoint "
+            "takes what AutoModelForCausalLM loads"
+        )
+    return config, len(tensors)
+
+
+def _usual(kind: Any) -> dict[str, Any]:
+    """The values that a configuration of this class has by default; none where it has no default."""
+    with quietly():
+        try:
+            found: dict[str, Any] = kind().to_dict()
+        except Exception:  # a class may need to be told something
+            return {}
+    return found
+
+
+def _check_weights(row: Checkpoint, model: torch.nn.Module) -> None:
+    """See that the files hold every weight of ``model``, which is on the meta device, with its shape."""
+    import transformers
+
+    path, mismatched, missing = Path(row.path), [], []
+    # Older versions load onto no meta device. What they find missing, they say when they build the model.
+    if int(transformers.__version__.partition(".")[0]) >= 5 and importlib.util.find_spec("accelerate"):
+        with guarded(path, "transformers cannot load it"), quietly():
+            found = row.load(device_map="meta", ignore_mismatched_sizes=True)[1]
+        missing = sorted(found["missing_keys"])
+        mismatched = [(name, tuple(has), tuple(wants)) for name, has, wants in found["mismatched_keys"]]
+    else:
+        tensors: dict[str, Tensor] = read_tensors(path)
+        for name, weight in model.state_dict().items():
+            if name in tensors and tensors[name].shape != tuple(weight.shape):
+                mismatched.append((name, tensors[name].shape, tuple(weight.shape)))
+    if mismatched:
+        name, has, wants = min(mismatched)
+        raise Unusable(
+            f"{path / CONFIG}: makes {name} {list(wants)}, and the files have {list(has)} ({len(mismatched)} tensors "
+            "differ); allowed is what they hold"
+        )
+    row.check_missing(missing)
+
+
+def _check_gguf(row: Checkpoint) -> tuple[Any, int]:
+    """The configuration of a GGUF file, and how many layers its tensors are of."""
+    header, folder = gguf_file.read(row.path), Path(row.path).parent
+    if header.parts > 1:
+        raise Unusable(
+            f"{row.path}: is one of {header.parts} files; llama.cpp's llama-gguf-split --merge makes one of them"
+        )
+    if (folder / ADAPTER).exists():  # transformers would load it, too
+        raise Unusable(f"{folder / ADAPTER}: is an adapter's, next to {row.path}; move the file to a folder of its own")
+    check_tokenizer(folder)
+    with guarded(row.path, gguf_file.UNREADABLE), quietly():
+        config = saved_config(row.path)
+        inner = config.get_text_config()
+    for name, says, has in (  # what metadata do not say, transformers takes from its defaults
+        ("num_hidden_layers", inner.num_hidden_layers, header.layers),
+        ("vocab_size", inner.vocab_size, header.vocabulary),
+        ("hidden_size", inner.hidden_size, header.hidden),
+    ):
+        if says > has if name == "num_hidden_layers" else says != has:  # it may hold layers that only predict ahead
+            raise Unusable(f"{row.path}: its metadata make {name} {says}, and its tensors have {has}")
+    if causal_lm(config) is None:
+        raise Unusable(f"{row.path}: has no causal language model: it is {config.model_type}; {TAKES}")
+    return config, header.layers
+
+
+def _check_text(row: Checkpoint) -> None:
+    if row.text:
+        if not Path(row.text).is_file():
+            raise Unusable(f"--text {row.text!r}: there is no such file; it takes a text file in UTF-8")
+        try:
+            read_text(Path(row.text))
+        except Unusable as error:
+            raise Unusable(
+                f"--text {row.text!r}: is not UTF-8, or too large; it takes a text file ({error})"
+            ) from error
+    writer = f"tokenizer.save_pretrained({row.path!r}) puts it there"
+    if row.is_gguf:
+        writer = "llama.cpp's convert_hf_to_gguf.py puts it into the file"
+    with guarded(row.path, f"has no tokenizer that can be loaded here; {writer}"), quietly():
+        found = tokens_of(row.path, row.text)
+        classes = row.config().get_text_config().vocab_size
+        most, least = (int(found.max()), int(found.min())) if len(found) else (0, 0)
+    if most >= classes or least < 0:
+        raise Unusable(
+            f"{row.path}: its tokenizer makes token {most if least >= 0 else least}, its model has {classes} classes: "
+            "the two do not belong together"
+        )
+    needed = row.rows * row.length
+    if len(found) <= needed:
+        raise Unusable(
+            f"--text {row.text!r}: has {len(found)} tokens, and a batch takes more than {needed} ({row.rows} "
+            f"rows of {row.length}): give a longer text, or smaller --rows and --length"
+        )
+
+
+def _what_fits(row: Checkpoint, dtype: str, device: str) -> str:
+    count = row.config().get_text_config().num_hidden_layers
+    while count > 1:
+        count //= 2
+        if dataclasses.replace(row, layers=count).plan(dtype, device).fits:
+            return f"--layers {count} fits."
+    other = " --dtypes bfloat16," if dtype == "float32" else ""
+    return f"One layer does not fit either: try{other} smaller --rows and --length, or a larger device."

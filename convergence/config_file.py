@@ -1,0 +1,170 @@
+"""Are the values of a config.json possible? Asked before transformers makes anything of them, which may take for ever.
+
+Fields are known by how transformers names them in every family, not family by family: what counts, what is a size, an
+epsilon, a dtype. What else is wrong, transformers itself says when it reads the file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from convergence.checked import LARGEST, shown
+from convergence.files import Unusable
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Fields that lead a loader to other files or to the Hub, and what is wrong with each.
+_ELSEWHERE = {
+    "configuration_files": "its values may be in another file",
+    "transformers_weights": "its weights may be in another file",
+    "quantization_config": "is quantized; the proof trains every weight and takes one that is not",
+    "compression_config": "is quantized; the proof trains every weight and takes one that is not",
+}
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The fields whose name ``fields`` matches as a whole have to be ``allowed``."""
+
+    fields: re.Pattern[str]
+    allowed: str
+    fits: Callable[[Any], bool]
+
+
+def _rule(fields: str, allowed: str, fits: Callable[[Any], bool]) -> _Rule:
+    return _Rule(re.compile(fields), allowed, fits)
+
+
+def _is_whole(value: Any, least: int = 0, most: float = math.inf) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and least <= value <= most
+
+
+def _or_list(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Nothing, one of what ``fits``, or a list of them: for each layer, or each part."""
+    return lambda value: value is None or (all(map(_or_list(fits), value)) if isinstance(value, list) else fits(value))
+
+
+def _is_activation(value: Any) -> bool:
+    from transformers.activations import ACT2FN
+
+    return isinstance(value, str) and value in ACT2FN
+
+
+def _is_dtype(value: Any) -> bool:
+    of = value.values() if isinstance(value, dict) else [value]
+    return all(isinstance(name, str) and name.removeprefix("torch.") in DTYPES for name in of)
+
+
+def _is_here(value: Any) -> bool:
+    """Whether no part of it is the name of a repository, from which code would come."""
+    names = value.values() if isinstance(value, dict) else [value]
+    return all(name is None or (isinstance(name, str) and not re.search("[/:@]", name)) for name in names)
+
+
+_LAYERS = r"(num|n)_(\w+_)?(layers?|blocks)|\w+_layers|n_layers?"
+_EXPERTS = r"(num|n)_(\w+_)?experts|moe_num_\w*experts"
+_COUNTS = r"(num|n)_(\w+_)?(heads?|kv_heads|groups|labels)|multi_query_group_num"
+_RULES = (
+    _rule(f"{_LAYERS}|{_EXPERTS}|{_COUNTS}", "whole numbers", _or_list(_is_whole)),
+    _rule(
+        r"(?!\w*(window|mscale))(\w+_)?(size|dim|rank)|n_(embd|inner|positions|ctx)",
+        "whole numbers",
+        _or_list(_is_whole),
+    ),
+    _rule("max_position_embeddings", "a whole number above 0", lambda v: v is None or _is_whole(v, 1)),
+    _rule(r"(\w+_)?(eps|epsilon)", "a small number that is not negative", lambda v: _is_number(v, 0, 1)),
+    _rule(
+        r"(rope_theta|rotary_emb_base|rope_local_base_freq)",
+        "a number above 0",
+        _or_list(lambda v: _is_number(v, 1e-9)),
+    ),
+    _rule(r"\w+_range|\w+_std", "a number that is not negative", _or_list(lambda v: _is_number(v, 0))),
+    _rule(r"(\w+_)?(dropout|pdrop|dropout_prob)", "a number from 0 to 1", _or_list(lambda v: _is_number(v, 0, 1))),
+    _rule(
+        r"\w+_token_id", "the whole number of a token, or several", _or_list(lambda v: _is_whole(v, -(2**31), 2**31))
+    ),
+    _rule(
+        "hidden_act|hidden_activation|activation_function", "an activation of transformers", _or_list(_is_activation)
+    ),
+    _rule("(torch_)?dtype", f"{', '.join(DTYPES)}", lambda v: v is None or _is_dtype(v)),
+    _rule("rope_scaling|rope_parameters", "an object, or null", lambda v: v is None or isinstance(v, dict)),
+    _rule("architectures", "a list of names", _or_list(lambda v: isinstance(v, str))),
+    _rule(
+        r"_?(attn|experts)_implementation", "the name of one that transformers has", lambda v: v is None or _is_here(v)
+    ),
+)
+# What a model of text cannot be without, by the names that every configuration of transformers answers to.
+_AT_LEAST_ONE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
+
+def check_values(
+    raw: Mapping[str, Any], usual: Mapping[str, Any], path: str, tensors: int, widest: int, parts: int
+) -> None:
+    """See that what a config.json holds is possible.
+
+    Args:
+        raw: what it holds.
+        usual: what it holds by default. A rule that this breaks is none for that field.
+        path: of the file, for messages.
+        tensors: how many there are in the files. A model has at least one for each layer.
+        widest: their largest dimension.
+        parts: the largest number of experts that a tensor may hold: its first dimension of three.
+
+    Raises:
+        Unusable: a value is not; the message names the field, what came and what is allowed.
+    """
+    most = {_LAYERS: tensors, _EXPERTS: max(tensors, parts), _COUNTS: max(widest, 2**12)}
+    defaults = {field: value for field, _, value in _fields(usual)}
+    for field, name, value in _fields(raw):
+        if name in _ELSEWHERE and value:
+            raise Unusable(f"{path}: field {field!r} is {shown(value)}: {_ELSEWHERE[name]}; allowed is none")
+        if isinstance(value, float) and math.isnan(value):
+            raise Unusable(f"{path}: field {field!r} is NaN; allowed is a number")
+        if type(value) is int and abs(value) > LARGEST:
+            raise Unusable(f"{path}: field {field!r} is {shown(value)}; allowed is a number below 2^63")
+        for counted, largest in most.items():
+            if re.fullmatch(counted, name) and not _or_list(lambda v, most=largest: not _is_whole(v, most + 1))(value):
+                raise Unusable(f"{path}: field {field!r} is {shown(value)}; allowed by its files is at most {largest}")
+        for rule in _RULES:
+            if not rule.fields.fullmatch(name) or rule.fits(value):
+                continue
+            if field not in defaults or rule.fits(defaults[field]):
+                raise Unusable(f"{path}: field {field!r} is {shown(value)}; allowed: {rule.allowed}")
+
+
+def _fields(value: Any, field: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Every field of every object in ``value``: where it is, its name, and its value."""
+    items = value.items() if isinstance(value, dict) else ()
+    for name, item in items:
+        where = f"{field}.{name}" if field else name
+        yield where, name, item
+        yield from _fields(item, where)
+    for i, item in enumerate(value if isinstance(value, list) else ()):
+        yield from _fields(item, f"{field}[{i}]")
+
+
+def check_sense(config: Any, path: str, tensors: int) -> None:
+    """See that ``config``, as transformers has read it, is of a model of text, with a layer for at least one of so many
+    ``tensors``.
+
+    Raises:
+        Unusable: it is not; as :func:`check_values`.
+    """
+    for name in _AT_LEAST_ONE:
+        value = getattr(config, name, None)
+        each = value if isinstance(value, list) and value else [value]
+        if not all(_is_whole(one, 1) for one in each):
+            own = config.attribute_map.get(name, name)
+            raise Unusable(f"{path}: field {own!r} is {shown(value)}; allowed is a whole number above 0")
+    if (layers := config.num_hidden_layers) > tensors:
+        raise Unusable(f"{path}: makes {layers} layers; allowed by its files is at most {tensors}, one a tensor")
+    heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if _is_whole(heads) and _is_whole(shared) and (shared == 0 or heads % shared):
+        raise Unusable(f"{path}: field 'num_key_value_heads' is {shared}; allowed is a divisor of the {heads} heads")
