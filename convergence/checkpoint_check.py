@@ -18,7 +18,17 @@ from convergence.checked import shown
 from convergence.checkpoint import Checkpoint, causal_lm, quietly, saved_config, tokens_of
 from convergence.config_file import check_sense, check_values
 from convergence.files import Unusable, read_text
-from convergence.folder import ADAPTER, CONFIG, TAKES, Tensor, check_tokenizer, guarded, read_config, read_tensors
+from convergence.folder import (
+    ADAPTER,
+    CONFIG,
+    TAKES,
+    TRAINS,
+    Tensor,
+    check_tokenizer,
+    guarded,
+    read_config,
+    read_tensors,
+)
 
 
 def check(row: Checkpoint, dtypes: list[str], device: str) -> None:
@@ -28,14 +38,14 @@ def check(row: Checkpoint, dtypes: list[str], device: str) -> None:
         Unusable: it cannot; the message says why, and what would do.
     """
     path = Path(row.path)
+    tensors: dict[str, Tensor] | None = None
     if row.is_gguf and path.is_file():
-        found, tensors = _check_gguf(row)
+        source, found = row.path, _check_gguf(row)
     else:
-        found, tensors = _check_folder(row)
-    source = row.path if row.is_gguf else str(path / CONFIG)
+        source, (found, tensors) = str(path / CONFIG), _check_folder(row)
     with guarded(source, "transformers makes no model of text of it"), quietly():
         config = found.get_text_config()
-        check_sense(config, source, tensors)
+        check_sense(config, source, None if tensors is None else len(tensors))
     for option, value, least, most in (
         ("--layers", row.layers, 1, config.num_hidden_layers),
         ("--rows", row.rows, 1, None),
@@ -52,15 +62,15 @@ def check(row: Checkpoint, dtypes: list[str], device: str) -> None:
         sizes = f"{buffers / memory.GIB:.1f} GiB of tables, and {free / memory.GIB:.1f} GiB are free"
         raise Unusable(f"{source}: makes a model with {sizes}")
     _check_text(row)
-    if not row.is_gguf:
-        _check_weights(row, model)
+    if tensors is not None:
+        _check_weights(row, model, tensors)
     for dtype, plan in plans.items():
         if not plan.fits:
             raise Unusable(f"{row.describe(dtype, device)} does not fit. {_what_fits(row, dtype, device)}")
 
 
-def _check_folder(row: Checkpoint) -> tuple[Any, int]:
-    """The configuration of a folder, as transformers reads it, and how many tensors are in its files."""
+def _check_folder(row: Checkpoint) -> tuple[Any, dict[str, Tensor]]:
+    """The configuration of a folder, as transformers reads it, and the tensors in its files."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -92,7 +102,7 @@ def _check_folder(row: Checkpoint) -> tuple[Any, int]:
             f"{path}: has no causal language model: it is {', '.join(saved) or config.model_type}; --checkpoint "
             "takes what AutoModelForCausalLM loads"
         )
-    return config, len(tensors)
+    return config, tensors
 
 
 def _usual(kind: Any) -> dict[str, Any]:
@@ -105,11 +115,17 @@ def _usual(kind: Any) -> dict[str, Any]:
     return found
 
 
-def _check_weights(row: Checkpoint, model: torch.nn.Module) -> None:
-    """See that the files hold every weight of ``model``, which is on the meta device, with its shape."""
+def _check_weights(row: Checkpoint, model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
+    """See that the files hold every weight of ``model``, which is on the meta device, with its shape, and in a dtype
+    that trains."""
     import transformers
 
     path, mismatched, missing = Path(row.path), [], []
+    trained = dict(model.named_parameters())
+    for name, its in tensors.items():  # what is no weight may be a table of whole numbers
+        if its.dtype not in TRAINS and (name in trained or its.dtype.startswith("F")):
+            where = f"{path / its.file}: {shown(name)} is of dtype {its.dtype}"
+            raise Unusable(f"{where}, which does not train; allowed are {', '.join(TRAINS)}")
     # Older versions load onto no meta device. What they find missing, they say when they build the model.
     if int(transformers.__version__.partition(".")[0]) >= 5 and importlib.util.find_spec("accelerate"):
         with guarded(path, "transformers cannot load it"), quietly():
@@ -117,7 +133,6 @@ def _check_weights(row: Checkpoint, model: torch.nn.Module) -> None:
         missing = sorted(found["missing_keys"])
         mismatched = [(name, tuple(has), tuple(wants)) for name, has, wants in found["mismatched_keys"]]
     else:
-        tensors: dict[str, Tensor] = read_tensors(path)
         for name, weight in model.state_dict().items():
             if name in tensors and tensors[name].shape != tuple(weight.shape):
                 mismatched.append((name, tensors[name].shape, tuple(weight.shape)))
@@ -130,8 +145,8 @@ def _check_weights(row: Checkpoint, model: torch.nn.Module) -> None:
     row.check_missing(missing)
 
 
-def _check_gguf(row: Checkpoint) -> tuple[Any, int]:
-    """The configuration of a GGUF file, and how many layers its tensors are of."""
+def _check_gguf(row: Checkpoint) -> Any:
+    """The configuration of a GGUF file."""
     header, folder = gguf_file.read(row.path), Path(row.path).parent
     if header.parts > 1:
         raise Unusable(
@@ -152,7 +167,7 @@ def _check_gguf(row: Checkpoint) -> tuple[Any, int]:
             raise Unusable(f"{row.path}: its metadata make {name} {says}, and its tensors have {has}")
     if causal_lm(config) is None:
         raise Unusable(f"{row.path}: has no causal language model: it is {config.model_type}; {TAKES}")
-    return config, header.layers
+    return config
 
 
 def _check_text(row: Checkpoint) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from convergence.checked import LARGEST, shown
 from convergence.files import Unusable
@@ -22,20 +21,15 @@ _ELSEWHERE = {
     "transformers_weights": "its weights may be in another file",
     "quantization_config": "is quantized; the proof trains every weight and takes one that is not",
     "compression_config": "is quantized; the proof trains every weight and takes one that is not",
+    "fusion_config": "transformers would change its classes for every model",
 }
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """The fields whose name ``fields`` matches as a whole have to be ``allowed``."""
+class _Kind(NamedTuple):
+    """What a field may hold: ``allowed`` in words, and whether a value ``fits``."""
 
-    fields: re.Pattern[str]
     allowed: str
     fits: Callable[[Any], bool]
-
-
-def _rule(fields: str, allowed: str, fits: Callable[[Any], bool]) -> _Rule:
-    return _Rule(re.compile(fields), allowed, fits)
 
 
 def _is_whole(value: Any, least: int = 0, most: float = math.inf) -> bool:
@@ -49,6 +43,10 @@ def _is_number(value: Any, least: float = -math.inf, most: float = math.inf) -> 
 def _or_list(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Nothing, one of what ``fits``, or a list of them: for each layer, or each part."""
     return lambda value: value is None or (all(map(_or_list(fits), value)) if isinstance(value, list) else fits(value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_activation(value: Any) -> bool:
@@ -70,36 +68,27 @@ def _is_here(value: Any) -> bool:
 
 _LAYERS = r"(num|n)_(\w+_)?(layers?|blocks)|\w+_layers|n_layers?"
 _EXPERTS = r"(num|n)_(\w+_)?experts|moe_num_\w*experts"
-_COUNTS = r"(num|n)_(\w+_)?(heads?|kv_heads|groups|labels)|multi_query_group_num"
-_RULES = (
-    _rule(f"{_LAYERS}|{_EXPERTS}|{_COUNTS}", "whole numbers", _or_list(_is_whole)),
-    _rule(
-        r"(?!\w*(window|mscale))(\w+_)?(size|dim|rank)|n_(embd|inner|positions|ctx)",
-        "whole numbers",
-        _or_list(_is_whole),
-    ),
-    _rule("max_position_embeddings", "a whole number above 0", lambda v: v is None or _is_whole(v, 1)),
-    _rule(r"(\w+_)?(eps|epsilon)", "a small number that is not negative", lambda v: _is_number(v, 0, 1)),
-    _rule(
-        r"(rope_theta|rotary_emb_base|rope_local_base_freq)",
-        "a number above 0",
-        _or_list(lambda v: _is_number(v, 1e-9)),
-    ),
-    _rule(r"\w+_range|\w+_std", "a number that is not negative", _or_list(lambda v: _is_number(v, 0))),
-    _rule(r"(\w+_)?(dropout|pdrop|dropout_prob)", "a number from 0 to 1", _or_list(lambda v: _is_number(v, 0, 1))),
-    _rule(
-        r"\w+_token_id", "the whole number of a token, or several", _or_list(lambda v: _is_whole(v, -(2**31), 2**31))
-    ),
-    _rule(
-        "hidden_act|hidden_activation|activation_function", "an activation of transformers", _or_list(_is_activation)
-    ),
-    _rule("(torch_)?dtype", f"{', '.join(DTYPES)}", lambda v: v is None or _is_dtype(v)),
-    _rule("rope_scaling|rope_parameters", "an object, or null", lambda v: v is None or isinstance(v, dict)),
-    _rule("architectures", "a list of names", _or_list(lambda v: isinstance(v, str))),
-    _rule(
-        r"_?(attn|experts)_implementation", "the name of one that transformers has", lambda v: v is None or _is_here(v)
-    ),
-)
+_COUNTS = r"(num|n)_(\w+_)?(heads?|kv_heads|groups|labels)|multi_query_group_num|pretraining_tp"
+_SIZES = r"(?!\w*(window|mscale))(\w+_)?(size|dim|rank)|n_(embd|inner|positions|ctx)"
+_ACTIVATIONS = "hidden_act|hidden_activation|activation_function"
+_WHOLE = _Kind("whole numbers from 0 on", _or_list(_is_whole))
+_POSITIVE = _Kind("a number that is not negative", _or_list(lambda v: _is_number(v, 0)))
+# By what a field is called.
+_RULES = {
+    f"{_LAYERS}|{_EXPERTS}|{_COUNTS}|{_SIZES}": _WHOLE,
+    r"sliding_window|\w*window_size": _Kind("whole numbers", _or_list(lambda v: _is_whole(v, -1))),
+    "max_position_embeddings": _Kind("a whole number above 0", lambda v: v is None or _is_whole(v, 1)),
+    r"(\w+_)?(eps|epsilon)": _Kind("a number from 0 to 1", lambda v: _is_number(v, 0, 1)),
+    r"(\w+_)?(dropout|pdrop|dropout_prob)": _Kind("a number from 0 to 1", _or_list(lambda v: _is_number(v, 0, 1))),
+    r"\w+_range|\w+_std|rope_theta|rotary_emb_base|rope_local_base_freq": _POSITIVE,
+    r"\w+_token_id": _Kind("the number of a token, or several", _or_list(lambda v: _is_whole(v, -(2**31), 2**31))),
+    _ACTIVATIONS: _Kind("an activation of transformers", _or_list(_is_activation)),
+    "(torch_)?dtype": _Kind(", ".join(DTYPES), lambda v: v is None or _is_dtype(v)),
+    "rope_scaling|rope_parameters": _Kind("an object, or null", lambda v: v is None or isinstance(v, dict)),
+    "architectures": _Kind("a list of names", lambda v: v is None or (isinstance(v, list) and all(map(_is_text, v)))),
+    "model_type|transformers_version": _Kind("text", lambda v: v is None or _is_text(v)),
+    r"_?(attn|experts)_implementation\w*": _Kind("the name of one of transformers' own", _is_here),
+}
 # What a model of text cannot be without, by the names that every configuration of transformers answers to.
 _AT_LEAST_ONE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
@@ -130,13 +119,13 @@ def check_values(
         if type(value) is int and abs(value) > LARGEST:
             raise Unusable(f"{path}: field {field!r} is {shown(value)}; allowed is a number below 2^63")
         for counted, largest in most.items():
-            if re.fullmatch(counted, name) and not _or_list(lambda v, most=largest: not _is_whole(v, most + 1))(value):
+            if re.fullmatch(counted, name) and _is_whole(value, largest + 1):
                 raise Unusable(f"{path}: field {field!r} is {shown(value)}; allowed by its files is at most {largest}")
-        for rule in _RULES:
-            if not rule.fields.fullmatch(name) or rule.fits(value):
+        for called, kind in _RULES.items():
+            if not re.fullmatch(called, name) or kind.fits(value):
                 continue
-            if field not in defaults or rule.fits(defaults[field]):
-                raise Unusable(f"{path}: field {field!r} is {shown(value)}; allowed: {rule.allowed}")
+            if field not in defaults or kind.fits(defaults[field]):
+                raise Unusable(f"{path}: field {field!r} is {shown(value)}; allowed: {kind.allowed}")
 
 
 def _fields(value: Any, field: str = "") -> Iterator[tuple[str, str, Any]]:
@@ -150,9 +139,9 @@ def _fields(value: Any, field: str = "") -> Iterator[tuple[str, str, Any]]:
         yield from _fields(item, f"{field}[{i}]")
 
 
-def check_sense(config: Any, path: str, tensors: int) -> None:
-    """See that ``config``, as transformers has read it, is of a model of text, with a layer for at least one of so many
-    ``tensors``.
+def check_sense(config: Any, path: str, tensors: int | None) -> None:
+    """See that ``config``, as transformers has read it, is of a model of text; with no more layers than there are
+    ``tensors`` in its files, where that is known.
 
     Raises:
         Unusable: it is not; as :func:`check_values`.
@@ -163,7 +152,8 @@ def check_sense(config: Any, path: str, tensors: int) -> None:
         if not all(_is_whole(one, 1) for one in each):
             own = config.attribute_map.get(name, name)
             raise Unusable(f"{path}: field {own!r} is {shown(value)}; allowed is a whole number above 0")
-    if (layers := config.num_hidden_layers) > tensors:
+    layers = config.num_hidden_layers
+    if tensors is not None and _is_whole(layers, tensors + 1):
         raise Unusable(f"{path}: makes {layers} layers; allowed by its files is at most {tensors}, one a tensor")
     heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if _is_whole(heads) and _is_whole(shared) and (shared == 0 or heads % shared):

@@ -15,6 +15,7 @@ from typing import Any
 
 # No JSON file that this project reads is nearly as large; a tokenizer's with a quarter of a million tokens has 33 MiB.
 LARGEST_JSON = 256 * 2**20
+_DEEPEST = 64  # nor as deep
 
 
 class Unusable(ValueError):
@@ -102,14 +103,24 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
         Unusable: it cannot be read, has more than ``largest`` bytes, or is no JSON in UTF-8.
     """
     text = read_text(path, largest)
+    too_deep = Unusable(f"{path}: is nested too deep; allowed are at most {_DEEPEST} levels")
     try:
         data = json.loads(text)
         json.dumps(data, ensure_ascii=False).encode()  # what is escaped may be half a character, which nobody can write
     except RecursionError:
-        raise Unusable(f"{path}: is nested too deep; allowed is JSON") from None
+        raise too_deep from None
     except ValueError as error:  # or a whole number of thousands of digits
         raise Unusable(f"{path}: cannot be read as JSON: {error}; allowed is JSON in UTF-8") from error
+    level = [data]
+    for _ in range(_DEEPEST):
+        level = [item for value in level for item in _items(value)]
+    if level:
+        raise too_deep
     return data
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def plain(value: Any) -> Any:

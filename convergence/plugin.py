@@ -184,10 +184,10 @@ def _check_names(option: str, names: Sequence[str], allowed: tuple[str, ...]) ->
 
 @contextlib.contextmanager
 def _usage_error(option: str) -> Iterator[None]:
-    """Inside, a ValueError is one of the user's, who is told the ``option`` too."""
+    """Inside, a ValueError is one of the user's, who is told the ``option`` too. So is what may not be read."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise pytest.UsageError(visible(f"{option}{error}")) from None
 
 

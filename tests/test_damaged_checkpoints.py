@@ -95,6 +95,15 @@ def test_json_next_to_it_that_is_none(file: str, folder: Path, refuse: Callable[
         assert str(folder / file) in refuse(folder), name
 
 
+def nested(depth: int) -> Any:
+    return {"a": nested(depth - 1)} if depth else 1
+
+
+def test_whole_numbers_that_are_no_weight_are_fine(folder: Path, refuse: Callable[[Path], str]) -> None:
+    tensors(folder / "model.safetensors", **{"model.layers.0.table": torch.arange(3)})
+    assert refuse(folder) == ""
+
+
 # Values of config.json.
 IMPOSSIBLE = (
     -1,
@@ -135,6 +144,16 @@ NONE_OF_THESE = {
     "configuration_files": (["config.4.0.0.json"], ["config./../../x.json"], "x"),
     "transformers_weights": ("../other.safetensors", "/etc/passwd", "x.safetensors", 1),
     "attn_implementation": ("somebody/kernel", "somebody/kernel@main:function", 1, {"": "a/b"}),
+    "pretraining_tp": (-1, 10**8, "x"),
+    "sliding_window": (-2, 1.5, "x", {}),
+    "transformers_version": (1, [], {}, True),
+    "fusion_config": ({"x": True}, 1),
+    "get_text_config": (1, "x"),
+    "__class__": (1, {}),
+    "to_dict": ("x",),
+    "attribute_map": ({"hidden_size": "hidden_size"}, 1),
+    "_attn_implementation_internal": ("somebody/kernel",),
+    "nested": (nested(70), nested(400), nested(900), [nested(200)]),
     "text_config": ({"model_type": "llama", "num_hidden_layers": 10**8}, {"hidden_size": -1}),
 }
 CHANGES = [(field, value) for field, values in NONE_OF_THESE.items() for value in values]
