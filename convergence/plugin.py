@@ -34,6 +34,7 @@ from convergence.tables import visible
 from convergence.tolerance import REPLICAS
 
 _PROPERTY = "convergence"
+UNUSABLE = "convergence: a file that the user named cannot be used"
 _summaries = pytest.StashKey[list[Any]]()
 # What every record of this run shares, the folder that records go to ("" for none), and the cases' earlier records.
 RUN, RECORDS = pytest.StashKey[str](), pytest.StashKey[str]()
@@ -335,17 +336,24 @@ class _Reporter:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
+        self.is_usage_error = False  # found out when the file was needed
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call":
             return
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         for name, value in report.user_properties:
+            if name == UNUSABLE:
+                self.is_usage_error = True
             if name == _PROPERTY and isinstance(value, dict):
                 self.config.stash[_summaries].append(value)
                 if terminal is not None:
                     terminal.ensure_newline()
                     terminal.write_line(line_of(value))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.is_usage_error:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

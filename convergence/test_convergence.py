@@ -10,7 +10,7 @@ import pytest
 from convergence import bitwise, report
 from convergence.case import absent, prove
 from convergence.files import Unusable
-from convergence.plugin import EARLIER, RECORDS, RUN, cases, shown
+from convergence.plugin import EARLIER, RECORDS, RUN, UNUSABLE, cases, shown
 from convergence.records import Case, Record, write
 from convergence.tables import visible
 
@@ -34,15 +34,18 @@ def test_convergence(
     case: Case, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> None:
     """The candidate is the same mathematics as the unpatched model, and with ``--compare-to`` what it was before."""
-    reason = absent(case)
+    reason, unusable = absent(case), ""
     if not reason:
         try:
             with shown(request.config, case):
                 record = prove(case, request.config.getoption("--patch-timeout"), request.config.getoption("--blame"))
-        except Unusable as error:  # no fault of the patch, and every other case would meet the same file
-            pytest.exit(visible(str(error)), returncode=pytest.ExitCode.USAGE_ERROR)
+        except Unusable as error:
+            unusable = visible(str(error))
     else:
         record = Record.of(case, verdict="absent", reason=reason)
+    if unusable:  # no fault of the patch
+        record_property(UNUSABLE, True)
+        pytest.fail(unusable, pytrace=False)
     if before := request.config.stash[EARLIER].get(case):
         bitwise.compare(record, before)
     record.run, folder = request.config.stash[RUN], request.config.stash[RECORDS]

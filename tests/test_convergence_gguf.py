@@ -153,6 +153,16 @@ def test_a_weight_that_it_lacks_is_named(files, tmp_path):
         Checkpoint(str(path)).build(0)
 
 
+def test_a_weight_that_it_lacks_is_a_usage_error_when_it_is_loaded(files, tmp_path, capfd):
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(files["F32"].read_bytes().replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"))
+    options = ("--patch", "convergence.patches:fused_linear", "--dtypes", "float32")
+    assert suite("--checkpoint", str(path), *SMALL, *options) == pytest.ExitCode.USAGE_ERROR
+    said = "".join(capfd.readouterr())
+    assert f"{path}: 1 weights are missing: model.layers.0.self_attn.q_proj.weight" in said
+    assert "Traceback" not in said
+
+
 def test_one_of_several_files_is_a_usage_error(tmp_path, capfd):
     path = write(tmp_path / "a-00001-of-00002.gguf", "F32", parts=2)
     assert_refused(capfd, ["is one of 2 files"], "--device", "cpu", "--checkpoint", str(path))

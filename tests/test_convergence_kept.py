@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,23 @@ def test_a_second_run_trains_the_candidate_only(tmp_path: Path, trained: list[st
     case.references.cache_clear()
     assert suite(*options, "--patch", "tests.convergence_faults:one_gradient_scaled") == 1
     assert trained == ["candidate"]
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", {"no": "references"}])
+def test_a_damaged_file_is_a_usage_error_that_names_it(
+    content: Any, tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    def make(file: Path, _: Any) -> None:
+        file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+
+    monkeypatch.setattr(kept.files, "make_once", make)
+    options = (*CASE, "--references", str(tmp_path), "--patch", "convergence.patches:fused_cross_entropy")
+    assert suite(*options) == pytest.ExitCode.USAGE_ERROR
+    said = "".join(capfd.readouterr())
+    assert f"{next(tmp_path.glob('*.pt'))}: " in said
+    assert "delete it, and it is made anew" in said
+    assert "Traceback" not in said
+    assert trained == []
 
 
 def test_what_decides_a_bit_is_in_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
