@@ -118,29 +118,27 @@ def _usual(kind: Any) -> dict[str, Any]:
 def _check_weights(row: Checkpoint, model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
     """See that the files hold every weight of ``model``, which is on the meta device, with its shape, and in a dtype
     that trains."""
-    import transformers
-
-    path, mismatched, missing = Path(row.path), [], []
+    path = Path(row.path)
     trained = dict(model.named_parameters())
     for name, its in tensors.items():  # what is no weight may be a table of whole numbers
         if its.dtype not in TRAINS and (name in trained or its.dtype.startswith("F")):
             where = f"{path / its.file}: {shown(name)} is of dtype {its.dtype}"
             raise Unusable(f"{where}, which does not train; allowed are {', '.join(TRAINS)}")
-    # Older versions load onto no meta device. What they find missing, they say when they build the model.
-    if int(transformers.__version__.partition(".")[0]) >= 5 and importlib.util.find_spec("accelerate"):
+    wanted = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    if importlib.util.find_spec("accelerate"):  # without, nothing is loaded onto the meta device
         with guarded(path, "transformers cannot load it"), quietly():
             found = row.load(device_map="meta", ignore_mismatched_sizes=True)[1]
         missing = sorted(found["missing_keys"])
-        mismatched = [(name, tuple(has), tuple(wants)) for name, has, wants in found["mismatched_keys"]]
+        names = [key if isinstance(key, str) else key[0] for key in found["mismatched_keys"]]
     else:
-        for name, weight in model.state_dict().items():
-            if name in tensors and tensors[name].shape != tuple(weight.shape):
-                mismatched.append((name, tensors[name].shape, tuple(weight.shape)))
-    if mismatched:
-        name, has, wants = min(mismatched)
+        missing = []
+        names = [name for name, shape in wanted.items() if name in tensors and tensors[name].shape != shape]
+    if names:
+        first = min(names)
+        has = f", and its file has {list(tensors[first].shape)}" if first in tensors else ""
         raise Unusable(
-            f"{path / CONFIG}: makes {name} {list(wants)}, and the files have {list(has)} ({len(mismatched)} tensors "
-            "differ); allowed is what they hold"
+            f"{path / CONFIG}: makes {first} {list(wanted.get(first, ()))}{has}; allowed is what the files hold "
+            f"({len(names)} tensors differ)"
         )
     row.check_missing(missing)
 

@@ -121,6 +121,8 @@ def check_values(
         for counted, largest in most.items():
             if re.fullmatch(counted, name) and _is_whole(value, largest + 1):
                 raise Unusable(f"{path}: field {field!r} is {shown(value)}; allowed by its files is at most {largest}")
+        if isinstance(defaults.get(field), bool) and not (value is None or isinstance(value, bool)):
+            raise Unusable(f"{path}: field {field!r} is {shown(value)}; allowed is true or false")
         for called, kind in _RULES.items():
             if not re.fullmatch(called, name) or kind.fits(value):
                 continue
