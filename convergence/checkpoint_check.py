@@ -18,17 +18,7 @@ from convergence.checked import shown
 from convergence.checkpoint import Checkpoint, causal_lm, quietly, saved_config, tokens_of
 from convergence.config_file import check_sense, check_values
 from convergence.files import Unusable, read_text
-from convergence.folder import (
-    ADAPTER,
-    CONFIG,
-    TAKES,
-    TRAINS,
-    Tensor,
-    check_tokenizer,
-    guarded,
-    read_config,
-    read_tensors,
-)
+from convergence.folder import CONFIG, TAKES, TRAINS, Tensor, check_around, guarded, read_config, read_tensors
 
 
 def check(row: Checkpoint, dtypes: list[str], device: str) -> None:
@@ -150,9 +140,7 @@ def _check_gguf(row: Checkpoint) -> Any:
         raise Unusable(
             f"{row.path}: is one of {header.parts} files; llama.cpp's llama-gguf-split --merge makes one of them"
         )
-    if (folder / ADAPTER).exists():  # transformers would load it, too
-        raise Unusable(f"{folder / ADAPTER}: is an adapter's, next to {row.path}; move the file to a folder of its own")
-    check_tokenizer(folder)
+    check_around(folder)
     with guarded(row.path, gguf_file.UNREADABLE), quietly():
         config = saved_config(row.path)
         inner = config.get_text_config()

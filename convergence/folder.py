@@ -18,12 +18,13 @@ from typing import Any, TypedDict
 from convergence.checked import checked, cut, shown
 from convergence.files import Unusable, read_json, reason
 
-CONFIG, ADAPTER, TOKENIZER = "config.json", "adapter_config.json", "tokenizer_config.json"
+CONFIG, _ADAPTER, _TOKENIZER = "config.json", "adapter_config.json", "tokenizer_config.json"
+_CODE = Path("custom_generate") / "generate.py"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TAKES = "--checkpoint takes a folder with config.json and *.safetensors, or a GGUF file"
 # What transformers reads of a folder besides config.json and weights: JSON objects, all of them.
 _OBJECTS = (
-    *("generation_config.json", "tokenizer.json", TOKENIZER, "special_tokens_map.json", "added_tokens.json"),
+    *("generation_config.json", "tokenizer.json", _TOKENIZER, "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "chat_template.json", "processor_config.json"),
 )
 _LARGEST_CONFIG = 16 * 2**20
@@ -71,24 +72,26 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise Unusable(f"{folder}: has no {CONFIG}; {TAKES}")
     _check_entries(folder)
     raw: dict[str, Any] = checked(read_json(folder / CONFIG, _LARGEST_CONFIG), dict[str, Any], str(folder / CONFIG))
-    if (folder / ADAPTER).exists():
-        raise Unusable(
-            f"{folder / ADAPTER}: is an adapter's, on a model that may lie elsewhere; merge it into its model"
-        )
     for name in _OBJECTS:
         if (folder / name).exists():
             checked(read_json(folder / name), dict[str, Any], str(folder / name))
-    check_tokenizer(folder)
+    check_around(folder)
     return raw
 
 
-def check_tokenizer(folder: Path) -> None:
-    """See that the tokenizer's configuration in ``folder``, where there is one, names no file elsewhere.
+def check_around(folder: Path) -> None:
+    """See that nothing in ``folder`` leads transformers elsewhere, whatever it loads from there: a GGUF file, too.
 
     Raises:
-        Unusable: it does.
+        Unusable: there is an adapter, or code, or the tokenizer's configuration names a file elsewhere.
     """
-    path = folder / TOKENIZER
+    if (folder / _ADAPTER).exists():
+        raise Unusable(
+            f"{folder / _ADAPTER}: is an adapter's, on a model that may lie elsewhere; merge it into its model"
+        )
+    if (folder / _CODE).exists():  # transformers 4 runs it, even if told that no code is trusted
+        raise Unusable(f"{folder / _CODE}: is code, which the proof does not run; remove it from the folder")
+    path = folder / _TOKENIZER
     if not _is_inside(folder, path):
         raise Unusable(f"{path}: leads to {cut(os.path.realpath(path), 300)}; allowed is a file in the folder itself")
     given = checked(read_json(path), dict[str, Any], str(path)) if path.exists() else {}

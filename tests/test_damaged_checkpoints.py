@@ -34,6 +34,11 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write(tmp_path_factory.mktemp("gguf") / "good.gguf", "F32").read_bytes()
+
+
 @pytest.fixture
 def folder(good: Path, tmp_path: Path) -> Path:
     """A checkpoint of two layers that the test may damage."""
@@ -396,11 +401,10 @@ def test_a_file_that_names_another(file: str, content: Any, folder: Path, refuse
     assert not (folder.parent / "ran").exists()
 
 
-def test_no_code_of_the_folder_runs(folder: Path, refuse: Callable[[Path], str]) -> None:
+def test_no_code_of_the_folder_runs(folder: Path, good: Path, gguf: bytes, refuse: Callable[[Path], str]) -> None:
     """Its own architecture is not transformers' own, or is, and its code is there next to it."""
     ran = folder.parent / "ran"
-    for name in ("configuration_llama", "modeling_llama", "tokenization_llama", "custom_generate/generate"):
-        (folder / f"{name}.py").parent.mkdir(exist_ok=True)
+    for name in ("configuration_llama", "modeling_llama", "tokenization_llama"):
         (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'w')\n")
     of = {"AutoConfig": "configuration_llama.Llama", "AutoModelForCausalLM": "modeling_llama.Llama"}
     change(folder, "config.json", auto_map=of)
@@ -411,6 +415,13 @@ def test_no_code_of_the_folder_runs(folder: Path, refuse: Callable[[Path], str])
     assert "needs remote code" in refuse(folder)
     change(folder, "config.json", auto_map=of, model_type="deepseek", architectures=["DeepseekForCausalLM"])
     assert refuse(folder)
+    assert not ran.exists()
+    change(folder, "config.json", **json.loads((good / "config.json").read_text()))
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    (folder / "good.gguf").write_bytes(gguf)
+    for path in (folder, folder / "good.gguf"):
+        assert str(folder / "custom_generate") in refuse(path)
     assert not ran.exists()
 
 
@@ -424,11 +435,6 @@ def test_a_text_that_is_none(
 
 
 # GGUF.
-@pytest.fixture(scope="module")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return write(tmp_path_factory.mktemp("gguf") / "good.gguf", "F32").read_bytes()
-
-
 def number(raw: bytes, at: int, value: int) -> bytes:
     return raw[:at] + struct.pack("<Q", value) + raw[at + 8 :]
 
