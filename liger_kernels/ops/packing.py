@@ -17,12 +17,15 @@ value by the host.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._arguments import checked, one_of, refuse_type
+
 EXPONENTS = {"token": 0.0, "square": 0.5, "sample": 1.0}
+LossReduction = Annotated[str, one_of(EXPONENTS)]
 
 
 class PackedTargets(NamedTuple):
@@ -50,6 +53,7 @@ class _Sequences(NamedTuple):
     broken: Tensor  # 0-d: the source makes no sense; the host sees that only on a CPU
 
 
+@checked
 def packing_weights(
     labels: Tensor | None = None,
     *,
@@ -57,7 +61,7 @@ def packing_weights(
     seq_idx: Tensor | None = None,
     position_ids: Tensor | None = None,
     shift_labels: Tensor | None = None,
-    loss_reduction: str = "token",
+    loss_reduction: LossReduction = "token",
     is_packed: bool = False,
     ignore_index: int = -100,
     class_weight: Tensor | None = None,
@@ -99,8 +103,10 @@ def packing_weights(
         raise ValueError(f"labels have shape {list(given.shape)}; they must be [batch, length] or [length]")
     if is_packed and loss_reduction == "token":
         loss_reduction = "sample"
-    if loss_reduction not in EXPONENTS:
-        raise ValueError(f"loss_reduction is {loss_reduction!r}; allowed are {', '.join(map(repr, EXPONENTS))}")
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype is {dtype}; it must be floating point")
+    if class_weight is not None:
+        _check_class_weight(class_weight, given.device)
     sources = _sources(given, seq_idx, cu_seqlens, position_ids)
     if is_packed and not sources:
         raise ValueError("is_packed=True needs to know where sequences begin: give cu_seqlens, seq_idx or position_ids")
@@ -171,9 +177,18 @@ def _broken(given: Tensor, shifted: bool, sources: list[_Sequences], ignore_inde
 
 def _check_integers(name: str, value: Tensor) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor of integers")
+        refuse_type(name, value, "a tensor of integers")
     if value.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name} is {value.dtype}; it must be a tensor of integers")
+
+
+def _check_class_weight(weight: Tensor, device: torch.device) -> None:
+    if not weight.is_floating_point() or weight.dim() != 1:
+        raise ValueError(
+            f"class_weight is {weight.dtype} of shape {list(weight.shape)}; it must be floating point of shape [vocab]"
+        )
+    if weight.device != device:
+        raise ValueError(f"class_weight is on {weight.device}, the labels on {device}; move it there")
 
 
 def _refuse(wrong: Tensor, why: str) -> None:
