@@ -112,5 +112,7 @@ def test_every_argument_and_gradient_is_read_as_its_values(name: str, view: str,
             continue
         with_view = {**call.arguments, argument: seen(-t)}
         assert with_view[argument].is_neg()
-        torch.testing.assert_close(step(call, with_view, None), expected, rtol=0, atol=0, msg=lambda m, a=argument: f"{a}: {m}")
+        torch.testing.assert_close(
+            step(call, with_view, None), expected, rtol=0, atol=0, msg=lambda m, a=argument: f"{a}: {m}"
+        )
     torch.testing.assert_close(step(call, call.arguments, seen), expected, rtol=0, atol=0)

@@ -395,7 +395,7 @@ def test_target_out_of_range(target, device):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'; allowed are 'mean', 'sum', 'none'"),
+        ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'; it must be one of 'mean', 'sum', 'none'"),
         ({"extras": ("accuracy",)}, ValueError, "names from 'token_accuracy'"),
         ({"extras": "entropy"}, TypeError, "must be a tuple of names"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5; it must be between 0 and 1"),

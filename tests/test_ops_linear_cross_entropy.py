@@ -304,7 +304,7 @@ def test_observers_and_chunk_sizes_nest_and_end(device):
         ({"chunk_size": 2.0}, TypeError, "chunk_size is a float"),
         ({"chunk_size": 0}, ValueError, "must be at least 1 token"),
         ({"chunk_size": -1}, ValueError, "must be at least 1 token"),
-        ({"memory": "tiny"}, ValueError, "memory is 'tiny'; allowed are 'fast', 'balanced'.*, or None"),
+        ({"memory": "tiny"}, ValueError, "memory is 'tiny'; it must be one of 'fast', 'balanced'.*, or None"),
         ({"memory": "fast", "chunk_size": 5}, ValueError, "memory is 'fast' and chunk_size is 5; give one of them"),
     ],
 )

@@ -33,7 +33,7 @@ class Limit(NamedTuple):
 
     Attributes:
         test: an expression of ``{x}``.
-        words: "{name} is {value}; " and this.
+        words: "{name} is {value}; it must be " and this.
     """
 
     test: str
@@ -41,16 +41,16 @@ class Limit(NamedTuple):
 
 
 # In comparisons that a symbol of torch.compile's knows, unlike math.isfinite.
-FINITE = Limit("-inf < {x} < inf", "it must be finite")
-NOT_NEGATIVE = Limit("0 <= {x} < inf", "it must be 0 or positive, and finite")
-POSITIVE = Limit("0 < {x} < inf", "it must be positive and finite")
-AT_LEAST_1 = Limit("{x} >= 1", "it must be at least 1")
-SHARE = Limit("0 <= {x} <= 1", "it must be between 0 and 1")
+FINITE = Limit("-inf < {x} < inf", "finite")
+NOT_NEGATIVE = Limit("0 <= {x} < inf", "0 or positive, and finite")
+POSITIVE = Limit("0 < {x} < inf", "positive and finite")
+AT_LEAST_1 = Limit("{x} >= 1", "at least 1")
+SHARE = Limit("0 <= {x} <= 1", "between 0 and 1")
 
 
 def one_of(names: collections.abc.Iterable[str]) -> Limit:
     """One of these ``names``."""
-    return Limit(f"{{x}} in {tuple(names)!r}", f"allowed are {', '.join(map(repr, names))}")
+    return Limit(f"{{x}} in {tuple(names)!r}", f"one of {', '.join(map(repr, names))}")
 
 
 class _Kind(NamedTuple):
@@ -62,7 +62,15 @@ class _Kind(NamedTuple):
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
+    return isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(x, bool)
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+
+
+def _are_names(x: Any) -> bool:
+    return isinstance(x, (tuple, list, set, frozenset)) and all(isinstance(name, str) for name in x)
 
 
 def _is_series(x: Any) -> bool:
@@ -72,10 +80,10 @@ def _is_series(x: Any) -> bool:
 _KINDS: dict[Any, _Kind] = {
     Tensor: _Kind("isinstance({x}, _Tensor)", "a tensor"),
     float: _Kind("(type({x}) is float or _is_number({x}))", "a Python number"),
-    int: _Kind("(type({x}) is int or isinstance({x}, int) and type({x}) is not bool)", "an int"),
+    int: _Kind("(type({x}) is int or _is_int({x}))", "an int"),
     bool: _Kind("type({x}) is bool", "True or False"),
     str: _Kind("isinstance({x}, str)", "a string"),
-    tuple[str, ...]: _Kind("isinstance({x}, (tuple, list, set, frozenset))", "a tuple of names"),
+    tuple[str, ...]: _Kind("_are_names({x})", "a tuple of names"),
     type(None): _Kind("{x} is None", "None"),
     nn.Module: _Kind("isinstance({x}, _Module)", "a torch.nn.Module"),
     torch.dtype: _Kind("isinstance({x}, _dtype)", "a torch.dtype"),
@@ -87,6 +95,8 @@ _scope: dict[str, Any] = {
     "_dtype": torch.dtype,
     "_Mapping": collections.abc.Mapping,
     "_is_number": _is_number,
+    "_is_int": _is_int,
+    "_are_names": _are_names,
     "_is_series": _is_series,
     "_is_traced": is_dynamo_compiling,
     "_as_values": as_values,
@@ -103,7 +113,9 @@ def _kind(annotation: Any) -> _Kind | None:
     origin, within = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         kind = _kind(within[0])
-        return None if kind is None else kind._replace(limit=annotation.__metadata__[0])
+        limit = annotation.__metadata__[0]
+        assert kind is not None
+        return _Kind(kind.test, limit.words if within[0] is str else f"{kind.words}, {limit.words}", limit)
     if origin in (typing.Union, types.UnionType):
         return _any_of([_kind(part) for part in within])
     if origin is collections.abc.Callable:
@@ -124,7 +136,7 @@ def _any_of(kinds: list[_Kind | None]) -> _Kind | None:
     tests = sorted([kind.test for kind in known], key=lambda test: test != "{x} is None")  # the cheapest is asked first
     limits = [kind.limit for kind in known if kind.limit is not None]  # at most one, beside None
     limit = Limit(f"({{x}} is None or {limits[0].test})", f"{limits[0].words}, or None") if limits else None
-    return _Kind(f"({' or '.join(tests)})", " or ".join(kind.words for kind in known), limit)
+    return _Kind(f"({' or '.join(tests)})", (", or " if limits else " or ").join(kind.words for kind in known), limit)
 
 
 def describe(value: Any) -> str:
@@ -148,7 +160,7 @@ def refuse_type(name: str, value: Any, allowed: str) -> NoReturn:
 
 
 def _refuse_value(name: str, value: Any, words: str) -> NoReturn:
-    raise ValueError(f"{name} is {value!r}; {words}")
+    raise ValueError(f"{name} is {value!r}; it must be {words}")
 
 
 _scope |= {"_refuse_type": refuse_type, "_refuse_value": _refuse_value}
@@ -200,7 +212,8 @@ def checked(function: _Checked, *, reads_memory: bool = False) -> _Checked:
     made: dict[str, Any] = {}
     source = "\n        ".join([f"def make({', '.join(scope)}):\n    {lines[0]}", *lines[1:]])
     exec(f"{source}\n    return checked", getattr(function, "__globals__", {}), made)
-    return functools.wraps(function)(made["make"](**scope))
+    result: Any = functools.wraps(function)(made["make"](**scope))
+    return result  # type: ignore[no-any-return]
 
 
 checked_op = functools.partial(checked, reads_memory=True)
@@ -208,7 +221,7 @@ checked_op = functools.partial(checked, reads_memory=True)
 
 def checked_fields(cls: type[_Class]) -> type[_Class]:
     """The dataclass ``cls``, whose constructor raises as a :func:`checked` function does."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    cls.__init__.__annotations__ = hints  # type: ignore[misc]
-    cls.__init__ = checked(cls.__init__)  # type: ignore[misc]
+    init: Any = cls.__init__
+    init.__annotations__ = typing.get_type_hints(cls, include_extras=True)
+    cls.__init__ = checked(init)  # type: ignore[method-assign]
     return cls

@@ -25,7 +25,8 @@ class CountedTargets:
     """The number of targets that are not ``ignore_index``, asked for now and read by :meth:`read`.
 
     Args:
-        targets: integers of any shape. Those of the head may be these in another order or fewer of them, such as shifted ones.
+        targets: integers of any shape. Those of the head may be these in another order or fewer of them, such as
+            shifted ones.
 
     Attributes:
         of: how many targets there are in all.

@@ -254,6 +254,8 @@ def _check(
             raise ValueError(f"{name} is on {t.device}, hidden on {hidden.device}; move one to the other")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"ids is {ids.dtype}; it must be the numbers of experts, of an integer dtype")
+    if ids.device != hidden.device:
+        raise ValueError(f"ids is on {ids.device}, hidden on {hidden.device}; move one to the other")
     if any(t.dtype != hidden.dtype for t in given.values()):
         dtypes = ", ".join(f"{name} {t.dtype}" for name, t in given.items())
         raise TypeError(f"hidden is {hidden.dtype}, {dtypes}; all must have one dtype")

@@ -38,7 +38,6 @@ from liger_kernels.ops._runtime import (
 )
 from liger_kernels.ops._tiling import as_rows, cdiv, choice, next_power_of_2, tile
 
-
 Approximate = Annotated[str, one_of(("tanh", "none"))]
 
 
@@ -283,8 +282,12 @@ def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
 def _check_linear(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     _check(gate, up)
     for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and not t.is_floating_point():
+        if t is None:
+            continue
+        if not t.is_floating_point():
             raise TypeError(f"{name} is {t.dtype}; it must be floating point")
+        if t.device != gate.device:
+            raise ValueError(f"{name} is on {t.device}, gate on {gate.device}; move it there")
     if weight.dim() != 2 or weight.shape[1] != gate.shape[-1]:
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}; it must be [out features, {gate.shape[-1]}], as gate and up have "
@@ -366,7 +369,7 @@ def _linear(
     weight, bias = as_autocast(weight, gate.device), as_autocast(bias, gate.device)
     dtype = autocast_dtype(gate.device) or torch.promote_types(gate.dtype, up.dtype)
     others = [t for t in (weight, bias) if t is not None]
-    if any(t.dtype != dtype or t.device != gate.device for t in others):
+    if any(t.dtype != dtype for t in others):
         given = ", ".join(f"{t.dtype} on {t.device}" for t in others)
         raise ValueError(f"weight (and bias) are {given}; the product is {dtype} on {gate.device}: cast or move them")
     return _apply(GLULinearFunction, gate, up, weight, bias, activation)

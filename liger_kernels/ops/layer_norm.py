@@ -26,7 +26,6 @@ from liger_kernels.ops._norm_rows import backward_programs, check_rows, launch_s
 from liger_kernels.ops._runtime import backward_once, launch, tl, triton
 from liger_kernels.ops._tiling import as_rows, cdiv
 
-
 Eps = Annotated[float, NOT_NEGATIVE]
 
 

@@ -71,7 +71,7 @@ from liger_kernels.ops.cross_entropy import (
 
 MEMORY = ("fast", "balanced", "small")
 Memory = Annotated[str, one_of(MEMORY)]
-ChunkSize = Annotated[int, Limit("{x} >= 1", "it must be at least 1 token")]
+ChunkSize = Annotated[int, Limit("{x} >= 1", "at least 1 token")]
 
 # Tokens of a chunk of "fast". One chunk of more takes longer than several of so many do, and holds more.
 FAST_CHUNK = 8192

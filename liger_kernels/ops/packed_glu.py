@@ -52,7 +52,7 @@ class Gate:
 
     activation: Annotated[str, one_of(ACTIVATIONS)] = "silu"
     alpha: Annotated[float, FINITE] = 1.0
-    limit: Annotated[float, Limit("{x} > 0", "it must be a positive number")] | None = None
+    limit: Annotated[float, Limit("{x} > 0", "positive")] | None = None
     offset: Annotated[float, FINITE] = 0.0
     interleaved: bool = False
     gate_first: bool = True

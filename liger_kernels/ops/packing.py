@@ -51,6 +51,7 @@ class _Sequences(NamedTuple):
     padding: Tensor
     number: Tensor
     broken: Tensor  # 0-d: the source makes no sense; the host sees that only on a CPU
+    named: int = 0  # how many there are at least, also of no rows, if the source says so
 
 
 @checked
@@ -91,7 +92,7 @@ def packing_weights(
     Raises:
         TypeError, ValueError: for arguments of a wrong type, shape or device, an unknown mode, mrope's three planes
             (pass ``cu_seqlens``); on a CPU also for sources that disagree, ``cu_seqlens`` that descends or ends past
-            the rows, and negative counts. On a GPU, where looking would stall the device, those make every row weight
+            the rows, and counts that are negative, less than what is here, or not one for each sequence. On a GPU, where looking would stall the device, those make every row weight
             NaN.
     """
     if (labels is None) == (shift_labels is None):
@@ -115,7 +116,8 @@ def packing_weights(
     targets, counts = _count(given, labels is None, sources[0], ignore_index, class_weight)
     broken = _broken(given, labels is None, sources, ignore_index)
     if seq_token_counts is not None:
-        counts, wrong = _given_counts(seq_token_counts, sources[0])
+        here = counts if class_weight is None else torch.zeros_like(counts)  # whose sums are not numbers of targets
+        counts, wrong = _given_counts(seq_token_counts, sources[0], here)
         broken = broken | wrong
     counted = (targets != ignore_index) & (counts > 0)
     counts = counts.double()
@@ -280,7 +282,8 @@ def _from_cu_seqlens(labels: Tensor, cu_seqlens: Tensor) -> _Sequences:
     rows = torch.arange(tokens, device=device)
     padding = rows >= ends[-1]
     first_of_row = rows % _two_dimensional(labels).shape[1] == 0
-    return _Sequences((starts > 0) | first_of_row | (rows == ends[-1]), padding, starts.cumsum(0) - 1, broken)
+    start = (starts > 0) | first_of_row | (rows == ends[-1])
+    return _Sequences(start, padding, starts.cumsum(0) - 1, broken, named=len(ends) - 1)
 
 
 def _count(
@@ -317,8 +320,9 @@ def _share(targets: Tensor, counted: Tensor, class_weight: Tensor | None) -> Ten
     return torch.where(usable, class_weight.double()[torch.where(usable, targets, 0)], 0.0)
 
 
-def _given_counts(counts: Tensor, sequences: _Sequences) -> tuple[Tensor, Tensor]:
-    """n_s of each row's sequence from one number per sequence, and whether these cannot be right."""
+def _given_counts(counts: Tensor, sequences: _Sequences, here: Tensor) -> tuple[Tensor, Tensor]:
+    """n_s of each row's sequence from one number per sequence, and whether these cannot be right: there are too few of
+    them or too many, or one is less than what its sequence has ``here`` [tokens]."""
     _check_integers("seq_token_counts", counts)
     device = sequences.start.device
     if counts.dim() != 1 or counts.device != device:
@@ -332,5 +336,9 @@ def _given_counts(counts: Tensor, sequences: _Sequences) -> tuple[Tensor, Tensor
     _refuse(missing, f"seq_token_counts has {len(counts)} numbers; there are more sequences than that")
     if not len(counts):
         return torch.zeros_like(index, dtype=torch.float64), missing | negative
-    own = counts.double()[index.clamp(0, len(counts) - 1)]
-    return own.masked_fill(sequences.padding, 0.0), missing | negative
+    unused = (index.amax() + 1).clamp(min=sequences.named) < len(counts) if len(index) else negative
+    _refuse(unused, f"seq_token_counts has {len(counts)} numbers; there are fewer sequences than that")
+    own = counts.double()[index.clamp(0, len(counts) - 1)].masked_fill(sequences.padding, 0.0)
+    less = (own < here).any()
+    _refuse(less, "seq_token_counts has less than there are targets here; it has all targets of every sequence")
+    return own, missing | negative | unused | less

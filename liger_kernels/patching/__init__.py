@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 KERNELS = kernel_names()  # of this package
+_CALLER = 3  # where a warning of patch() points, past the check of its arguments
 
 
 @checked
@@ -104,13 +105,13 @@ def patch(
         warnings.warn(
             f"liger_kernels.patch() replaced nothing in this {type(model).__name__} (kernels={list(wanted)}): "
             "it will run exactly as before. print() the report for the reasons.",
-            stacklevel=2,
+            stacklevel=_CALLER,
         )
     elif memory is not None and not report.fuses_head:
         warnings.warn(
             f"memory={memory!r} has no effect in this {type(model).__name__}: its loss is not computed from hidden "
             "states. print() the report for the reasons.",
-            stacklevel=2,
+            stacklevel=_CALLER,
         )
     return report
 

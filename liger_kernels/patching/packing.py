@@ -79,7 +79,9 @@ def packing_denominator(
     parts = []
     for batch in batches:
         if not isinstance(batch, Mapping):
-            raise TypeError(f"batches has {describe(batch)} in it; each must be a dict, as the model's forward takes it")
+            raise TypeError(
+                f"batches has {describe(batch)} in it; each must be a dict, as the model's forward takes it"
+            )
         if batch.get("labels") is None and batch.get("shift_labels") is None:
             raise ValueError("batches has one without labels; each needs labels or shift_labels, as a tensor")
         targets = _targets(batch)
