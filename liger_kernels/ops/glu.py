@@ -312,7 +312,8 @@ def _apply(function: Any, gate: torch.Tensor, up: torch.Tensor, *others: Any) ->
     return rows.view(*gate.shape[:-1], rows.shape[-1])
 
 
-_GELU = {"tanh": "gelu_tanh", "none": "gelu"}
+def _gelu(approximate: str) -> str:
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
 @checked_op
@@ -352,7 +353,7 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: Approximate = "t
     if not _runs_kernel(gate, up):
         return geglu_ref(gate, up, approximate=approximate)
     _check(gate, up)
-    return _apply(GLUFunction, gate, up, _GELU[approximate])
+    return _apply(GLUFunction, gate, up, _gelu(approximate))
 
 
 def _linear(
@@ -418,4 +419,4 @@ def geglu_linear(
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
     """
-    return _linear(gate, up, weight, bias, _GELU[approximate], partial(geglu_ref, approximate=approximate))
+    return _linear(gate, up, weight, bias, _gelu(approximate), partial(geglu_ref, approximate=approximate))
