@@ -78,7 +78,7 @@ def _is_series(x: Any) -> bool:
 
 
 _KINDS: dict[Any, _Kind] = {
-    Tensor: _Kind("isinstance({x}, _Tensor)", "a tensor"),
+    Tensor: _Kind("(type({x}) is _Tensor or isinstance({x}, _Tensor))", "a tensor"),
     float: _Kind("(type({x}) is float or _is_number({x}))", "a Python number"),
     int: _Kind("(type({x}) is int or _is_int({x}))", "an int"),
     bool: _Kind("type({x}) is bool", "True or False"),
@@ -213,7 +213,7 @@ def checked(function: _Checked, *, reads_memory: bool = False) -> _Checked:
     source = "\n        ".join([f"def make({', '.join(scope)}):\n    {lines[0]}", *lines[1:]])
     exec(f"{source}\n    return checked", getattr(function, "__globals__", {}), made)
     result: Any = functools.wraps(function)(made["make"](**scope))
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 checked_op = functools.partial(checked, reads_memory=True)

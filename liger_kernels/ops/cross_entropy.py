@@ -251,9 +251,10 @@ def check_weights(
             raise ValueError(f"{name} is on {value.device}, the rows on {device}; move it there")
         if value.requires_grad:
             raise ValueError(f"{name} requires a gradient, which the loss does not have; pass {name}.detach()")
-    looks = denominator is not None and device.type == "cpu" and not torch.compiler.is_compiling()
-    if looks and not float(denominator) >= 0.0:  # NaN, too; elsewhere looking would stall the device
-        raise ValueError(f"denominator is {float(denominator)}; it must be 0 or positive: what a mean divides by")
+    if denominator is not None and device.type == "cpu" and not torch.compiler.is_compiling():  # as for targets
+        number = float(denominator)
+        if not number >= 0.0:
+            raise ValueError(f"denominator is {number}; it must be 0 or positive: what a mean divides by")
 
 
 def as_kernel_weight(weight: torch.Tensor | None) -> torch.Tensor | None:

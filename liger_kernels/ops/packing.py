@@ -92,8 +92,8 @@ def packing_weights(
     Raises:
         TypeError, ValueError: for arguments of a wrong type, shape or device, an unknown mode, mrope's three planes
             (pass ``cu_seqlens``); on a CPU also for sources that disagree, ``cu_seqlens`` that descends or ends past
-            the rows, and counts that are negative, less than what is here, or not one for each sequence. On a GPU, where looking would stall the device, those make every row weight
-            NaN.
+            the rows, and counts that are negative, less than what is here, or not one for each sequence. On a GPU,
+            where looking would stall the device, those make every row weight NaN.
     """
     if (labels is None) == (shift_labels is None):
         raise ValueError("packing_weights takes labels or shift_labels, one of the two")

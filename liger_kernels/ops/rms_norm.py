@@ -51,6 +51,10 @@ def rms_norm_ref(
 ) -> torch.Tensor:
     """:func:`rms_norm` in plain torch: the definition of correct, for any floating-point dtype."""
     check_rows(x, weight=weight)
+    return _formula(x, weight, eps, formula)
+
+
+def _formula(x: torch.Tensor, weight: torch.Tensor | None, eps: float, formula: str) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     norm = x.to(wide)
     norm = norm * torch.rsqrt(norm.pow(2).mean(-1, keepdim=True) + eps)
@@ -76,7 +80,7 @@ def add_rms_norm_ref(
     check_rows(x, weight=weight)
     check_like(x, residual=residual)
     total = x + residual
-    return rms_norm_ref(total, weight, eps, formula=formula), total
+    return _formula(total, weight, eps, formula), total
 
 
 # fmt: off

@@ -393,6 +393,9 @@ def rope(
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
     """
+    options: dict[str, Any] = {"inverse": inverse, "keep_dtype": keep_dtype, "trailing": trailing}
+    if not use_triton(q):
+        return rope_ref(q, k, cos, sin, pairing=pairing, rotary_dim=rotary_dim, **options)
     rotary_dim = _checked_rotary_dim(q, k, cos, sin, pairing, rotary_dim)
     if torch.compiler.is_compiling():
         # A program is for these numbers alone. torch 2.11 loses a symbol that becomes one inside of an
@@ -402,13 +405,11 @@ def rope(
             if x is not None:
                 operator.index(x.shape[1]), operator.index(x.shape[3])
     if (
-        not use_triton(q)
-        or q.shape[0] * q.shape[2] > 2**31 - 2**16  # the kernel counts tokens in 32 bits
+        q.shape[0] * q.shape[2] > 2**31 - 2**16  # the kernel counts tokens in 32 bits
         or torch.float64 in (q.dtype if k is None else k.dtype, cos.dtype, sin.dtype)
         or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
     ):
-        options: dict[str, Any] = {"pairing": pairing, "rotary_dim": rotary_dim, "inverse": inverse}
-        return rope_ref(q, k, cos, sin, **options, keep_dtype=keep_dtype, trailing=trailing)
+        return rope_ref(q, k, cos, sin, pairing=pairing, rotary_dim=rotary_dim, **options)
     return RopeFunction.apply(q, k, cos, sin, (pairing, rotary_dim, inverse, keep_dtype, trailing))
 
 
