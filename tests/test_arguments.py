@@ -252,6 +252,13 @@ def test_a_shape_that_does_not_fit_is_named(name: str) -> None:
     assert_good(wrong())
 
 
+def test_what_a_patch_warns_of_points_at_the_caller() -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        liger_kernels.patch(nn.Linear(2, 2))
+    assert [warning.filename for warning in found] == [__file__]
+
+
 NO_NUMBERS = {
     **dict.fromkeys(("eps", "z_loss"), (math.nan, math.inf, -math.inf, -1e-6)),
     **dict.fromkeys(("temperature", "softcap"), (math.nan, math.inf, -math.inf, -1.0, 0.0)),

@@ -143,7 +143,8 @@ def describe(value: Any) -> str:
     """What came, in few words and without an address."""
     if value is None:
         return "None"
-    what = f"{'an' if type(value) is int else 'a'} {type(value).__name__}"
+    name = type(value).__name__
+    what = f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
     if isinstance(value, (bool, int, float, str)):
         shown = repr(value)
         return f"{what} ({shown if len(shown) <= 60 else f'{shown[:60]}...'})"

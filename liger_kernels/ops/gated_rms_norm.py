@@ -27,8 +27,9 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 
-from liger_kernels.ops._arguments import AT_LEAST_1, NOT_NEGATIVE, checked, checked_op, one_of
+from liger_kernels.ops._arguments import AT_LEAST_1, checked, checked_op, one_of
 from liger_kernels.ops._norm_rows import (
+    Eps,
     backward_programs,
     check_like,
     check_rows,
@@ -43,7 +44,6 @@ from liger_kernels.ops.glu import _activate, _sigmoid
 
 FORMULAS = ("cast_then_scale", "scale_then_cast")
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
-Eps = Annotated[float, NOT_NEGATIVE]
 Activation = Annotated[str, one_of(ACTIVATIONS)]
 Formula = Annotated[str, one_of(FORMULAS)]
 Groups = Annotated[int, AT_LEAST_1]

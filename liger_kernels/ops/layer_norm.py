@@ -17,16 +17,22 @@ mean is large. The backward goes over the rows as that of RMSNorm does.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
-from liger_kernels.ops._arguments import NOT_NEGATIVE, checked, checked_op
-from liger_kernels.ops._norm_rows import backward_programs, check_rows, launch_shape, runs_kernel, stages, sum_parts
+from liger_kernels.ops._arguments import checked, checked_op
+from liger_kernels.ops._norm_rows import (
+    Eps,
+    backward_programs,
+    check_rows,
+    launch_shape,
+    runs_kernel,
+    stages,
+    sum_parts,
+)
 from liger_kernels.ops._runtime import backward_once, launch, tl, triton
 from liger_kernels.ops._tiling import as_rows, cdiv
-
-Eps = Annotated[float, NOT_NEGATIVE]
 
 
 @checked

@@ -27,8 +27,9 @@ from typing import Annotated, Any
 
 import torch
 
-from liger_kernels.ops._arguments import NOT_NEGATIVE, checked, checked_op, one_of
+from liger_kernels.ops._arguments import checked, checked_op, one_of
 from liger_kernels.ops._norm_rows import (
+    Eps,
     backward_programs,
     check_like,
     check_rows,
@@ -41,7 +42,6 @@ from liger_kernels.ops._runtime import backward_once, launch, tl, triton
 from liger_kernels.ops._tiling import as_rows, cdiv
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
-Eps = Annotated[float, NOT_NEGATIVE]
 Formula = Annotated[str, one_of(FORMULAS)]
 
 
