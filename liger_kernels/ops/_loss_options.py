@@ -107,11 +107,10 @@ class LossOptions(NamedTuple):
 _new_options = checked(LossOptions)
 
 
-def check_names(name: str, given: Iterable[Any], allowed: Sequence[str]) -> None:
+def check_names(name: str, given: Iterable[str], allowed: Sequence[str]) -> None:
     """Raise for one of ``given`` that is not ``allowed``."""
     if any(one not in allowed for one in given):
-        shown = ", ".join([one if isinstance(one, str) else f"a {type(one).__name__}" for one in given])
-        raise ValueError(f"{name} is ({shown}); it must be a tuple of names from {', '.join(map(repr, allowed))}")
+        raise ValueError(f"{name} is {given!r}; it must be a tuple of names from {', '.join(map(repr, allowed))}")
 
 
 def takes_options(function: _Function) -> _Function:
