@@ -133,5 +133,5 @@ def warn_of_a_newer_torch() -> None:
         warnings.warn(
             f"torch {told} with liger-kernels {liger_kernels.__version__}. It runs; `pytest convergence` shows whether "
             "it is still the same mathematics.",
-            stacklevel=3,
+            stacklevel=4,  # the caller of patch(), past the check of its arguments
         )

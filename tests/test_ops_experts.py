@@ -209,6 +209,28 @@ def test_rows_of_other_strides(device) -> None:
     check_op(*(partial(call, op) for op in (experts, experts_ref)), [hidden, weights, *parameters, *biases])
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8], ids=str)
+@pytest.mark.parametrize("n_experts", [EXPERTS, 254, 255, 300])
+def test_a_number_below_0_is_no_expert(device, n_experts, dtype) -> None:
+    """As one of ``experts`` or above is none: the same results and gradients as with a choice of weight 0, from op and
+    reference. Sorting keys have 8 bits up to 254 experts."""
+    limits = torch.iinfo(dtype)
+    every = -1, -2, -255, -256, -257, limits.min, n_experts
+    none = [number for number in every if limits.min <= number <= limits.max]
+    ids = torch.arange(2 * len(none)).view(-1, 2).remainder(4).to(device, dtype)
+    given = leaves(device, tokens=len(ids), n_experts=n_experts, biases=True)
+    with_none, upstream = ids.clone(), [torch.randn(len(ids), HIDDEN, device=device)]
+    with_none[:, 1] = torch.tensor(none, dtype=dtype)
+    weightless = [t.detach().clone().requires_grad_() for t in given]
+    weightless[1].data[:, 1] = 0
+    expected, (*gradients,) = run(calls(ids)[1], weightless, upstream)
+    gradients[1] = gradients[1].clone()
+    gradients[1][:, 1] = 0
+    for op in calls(with_none):
+        found, theirs = run(op, given, upstream)
+        torch.testing.assert_close([*found, *theirs], [*expected, *gradients])
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -89,8 +89,13 @@ def test_rounds_where_the_formula_rounds(device, dtype) -> None:
         (lambda x, w: (x, x.to("meta"), w), {}, ValueError, "gate is on meta, x on"),
         (lambda x, w: (x, x, w), {"groups": 3}, ValueError, "groups is 3; it must be a divisor of the 8 columns"),
         (lambda x, w: (x, x, w), {"groups": 0}, ValueError, "groups is 0"),
-        (lambda x, w: (x, x, w), {"activation": "gelu"}, ValueError, "activation is 'gelu'; allowed are 'silu', 'sigm"),
-        (lambda x, w: (x, x, w), {"formula": "x"}, ValueError, "formula is 'x'; allowed are 'cast_then_scale'"),
+        (
+            lambda x, w: (x, x, w),
+            {"activation": "gelu"},
+            ValueError,
+            "activation is 'gelu'; it must be one of 'silu', 'sigm",
+        ),
+        (lambda x, w: (x, x, w), {"formula": "x"}, ValueError, "formula is 'x'; it must be one of 'cast_then_scale'"),
     ],
 )
 def test_bad_input(device, arguments, options, error, message) -> None:

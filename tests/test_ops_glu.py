@@ -99,7 +99,7 @@ def test_bad_input(device, op, change, error, message) -> None:
 
 def test_unknown_approximation(device) -> None:
     x = torch.randn(3, 5, device=device)
-    with pytest.raises(ValueError, match="approximate is 'erf'; allowed are 'tanh' and 'none'"):
+    with pytest.raises(ValueError, match="approximate is 'erf'; it must be one of 'tanh', 'none'"):
         geglu(x, x, approximate="erf")
 
 

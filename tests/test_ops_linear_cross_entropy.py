@@ -301,7 +301,7 @@ def test_observers_and_chunk_sizes_nest_and_end(device):
         ({"targets": torch.zeros(4, dtype=torch.long)}, ValueError, r"targets have shape \(4,\)"),
         ({"targets": torch.tensor([0, 6, 1])}, ValueError, "target 6 is out of range: there are 6 classes"),
         ({"reduction": "avg"}, ValueError, "reduction is 'avg'"),
-        ({"chunk_size": 2.0}, TypeError, "the chunk size is a float"),
+        ({"chunk_size": 2.0}, TypeError, "chunk_size is a float"),
         ({"chunk_size": 0}, ValueError, "must be at least 1 token"),
         ({"chunk_size": -1}, ValueError, "must be at least 1 token"),
         ({"memory": "tiny"}, ValueError, "memory is 'tiny'; it must be one of 'fast', 'balanced'.*, or None"),

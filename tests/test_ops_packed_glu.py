@@ -112,9 +112,9 @@ def test_rows_times_a_number_of_their_own(device, gate, dtype) -> None:
         (lambda: packed_glu(torch.ones(2, 4, dtype=torch.int32)), TypeError, "x is torch.int32; it must be floating"),
         (lambda: packed_glu(torch.ones(2, 5)), ValueError, r"x has shape \(2, 5\); it must be \[..., 2 features\]"),
         (lambda: packed_glu(torch.ones(())), ValueError, r"x has shape \(\)"),
-        (lambda: Gate("relu"), ValueError, "activation is 'relu'; it must be one of silu, gelu_tanh, gelu"),
+        (lambda: Gate("relu"), ValueError, "activation is 'relu'; it must be one of 'silu', 'gelu_tanh', 'gelu'"),
         (lambda: Gate("gelu", alpha=2.0), ValueError, "alpha is 2.0, and only silu has one"),
-        (lambda: Gate(limit=-1.0), ValueError, "limit is -1.0; it must be a positive number, or None"),
+        (lambda: Gate(limit=-1.0), ValueError, "limit is -1.0; it must be positive, or None"),
     ],
 )
 def test_bad_input(call, error, message) -> None:

@@ -298,6 +298,10 @@ def test_small_weights_do_not_underflow_in_float16(device):
         ({"seq_token_counts": torch.tensor([-1])}, ValueError, "negative"),
         ({"seq_token_counts": torch.tensor([7.0])}, TypeError, "seq_token_counts"),
         ({"cu_seqlens": torch.tensor([0, 4, 8]), "seq_token_counts": torch.tensor([3])}, ValueError, "1 numbers"),
+        ({"seq_token_counts": torch.tensor([7, 7])}, ValueError, "2 numbers; there are fewer sequences"),
+        ({"seq_token_counts": torch.tensor([6])}, ValueError, "less than there are targets here"),
+        ({"dtype": torch.int64}, TypeError, "dtype is torch.int64"),
+        ({"class_weight": torch.ones(VOCABULARY, dtype=torch.int64)}, ValueError, "class_weight is torch.int64"),
     ],
 )
 def test_bad_input(arguments, error, shown):
@@ -335,6 +339,8 @@ def test_what_makes_no_sense_is_nan_on_a_gpu(device):
         ("row_weight", torch.ones(6, requires_grad=True), ValueError),
         ("denominator", torch.ones(1), ValueError),
         ("denominator", 3, TypeError),
+        ("denominator", torch.tensor(-1.0), ValueError),
+        ("denominator", torch.tensor(math.nan), ValueError),
     ],
 )
 def test_weights_that_do_not_fit(function, weight, name, value, error):

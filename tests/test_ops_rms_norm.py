@@ -45,7 +45,7 @@ def test_rounds_where_the_formula_rounds(device, dtype, formula) -> None:
         ),
         (rms_norm, lambda x, w: (x[:, :0], None), FORMULAS[0], ValueError, r"x has shape \(2, 0\)"),
         (rms_norm, lambda x, w: (x, w.to("meta")), FORMULAS[0], ValueError, "weight is on meta, x on"),
-        (rms_norm, lambda x, w: (x, w), "gemma", ValueError, "formula is 'gemma'; allowed are 'cast_then_scale'"),
+        (rms_norm, lambda x, w: (x, w), "gemma", ValueError, "formula is 'gemma'; it must be one of 'cast_then_scale'"),
         (add_rms_norm, lambda x, w: (x, x.int(), w), FORMULAS[0], TypeError, "residual is torch.int32; it must be"),
         (add_rms_norm, lambda x, w: (x, x[:1], w), FORMULAS[0], ValueError, r"residual has shape \(1, 8\), x \(2, 8\)"),
         (add_rms_norm, lambda x, w: (x[:1], x, w), FORMULAS[0], ValueError, r"residual has shape \(2, 8\), x \(1, 8\)"),

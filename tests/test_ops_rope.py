@@ -221,7 +221,7 @@ def test_tokens_beyond_2_to_the_31_elements(device, untouched_memory) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda a: {"pairing": "neox"}, ValueError, "pairing is 'neox'; allowed are 'half', 'interleaved', "),
+        (lambda a: {"pairing": "neox"}, ValueError, "pairing is 'neox'; it must be one of 'half', 'interleaved', "),
         (lambda a: {"q": a["q"].int()}, TypeError, "q is torch.int32; it must be floating point"),
         (lambda a: {"sin": a["sin"].int()}, TypeError, "sin is torch.int32"),
         (lambda a: {"q": a["q"][0]}, ValueError, r"q has shape \(4, 5, 16\), .* \[batch, heads, seq, head_dim\]"),

@@ -160,7 +160,9 @@ def test_bad_input_is_refused_before_anything_happens(tmp_path):
     classes = [type(module) for module in model.modules()]
     for door in everywhere(model, tmp_path):
         for wrong in ("tiny", 2, True, ["small"]):
-            with pytest.raises(ValueError, match=r"memory is .*must be one of 'fast', 'balanced', 'small', or None"):
+            with pytest.raises(
+                (TypeError, ValueError), match=r"memory is .*it must be one of 'fast', 'balanced', 'small', or None"
+            ):
                 door(memory=wrong)
         with pytest.raises(ValueError, match=r"memory='small' is a schedule of linear_cross_entropy, which is not"):
             door(memory="small", kernels=UNFUSED)

@@ -10,15 +10,19 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterable
 from inspect import Parameter
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from liger_kernels.integrations.packing import PackingLossMixin
+from liger_kernels.ops._arguments import checked
+from liger_kernels.ops.linear_cross_entropy import Memory
+from liger_kernels.ops.packing import LossReduction
 from liger_kernels.patching import PatchReport, check_options, patch, status
 from liger_kernels.patching.modules import kernel_names
 
@@ -47,33 +51,45 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """
 
     @classmethod
+    @checked
     def from_pretrained(
         cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
         *args: Any,
         kernels: Iterable[str] | None = None,
-        loss_reduction: str = "token",
-        memory: str | None = None,
+        loss_reduction: LossReduction = "token",
+        memory: Memory | None = None,
         **kwargs: Any,
     ) -> Any:
-        """``AutoModelForCausalLM.from_pretrained(*args, **kwargs)``, patched with ``kernels`` (all by default)."""
-        wanted = check_options(kernels, loss_reduction, memory)  # before anything is loaded
-        loaded = AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+        """``AutoModelForCausalLM.from_pretrained`` of all other arguments, patched with ``kernels`` (all by default).
+
+        Raises:
+            TypeError, ValueError: as :func:`liger_kernels.patch` does for its options, before anything is loaded.
+        """
+        wanted = check_options(kernels, loss_reduction, memory)
+        loaded = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
         patch(model, wanted, loss_reduction, memory)
         return loaded
 
     @classmethod
+    @checked
     def from_config(
         cls,
+        config: PretrainedConfig,
         *args: Any,
         kernels: Iterable[str] | None = None,
-        loss_reduction: str = "token",
-        memory: str | None = None,
+        loss_reduction: LossReduction = "token",
+        memory: Memory | None = None,
         **kwargs: Any,
     ) -> Any:
-        """``AutoModelForCausalLM.from_config(*args, **kwargs)``, patched with ``kernels`` (all by default)."""
+        """``AutoModelForCausalLM.from_config`` of all other arguments, patched with ``kernels`` (all by default).
+
+        Raises:
+            TypeError, ValueError: as :func:`liger_kernels.patch` does for its options, before anything is built.
+        """
         wanted = check_options(kernels, loss_reduction, memory)
-        model = AutoModelForCausalLM.from_config(*args, **kwargs)
+        model = AutoModelForCausalLM.from_config(config, *args, **kwargs)
         patch(model, wanted, loss_reduction, memory)
         return model
 
@@ -110,6 +126,7 @@ def revert_liger_kernel() -> None:
         cls.__init__ = original  # type: ignore[misc]
 
 
+@checked
 def apply_liger_kernel_to_instance(
     model: nn.Module,
     *,
@@ -120,7 +137,7 @@ def apply_liger_kernel_to_instance(
     layer_norm: bool = True,
     swiglu: bool = True,
     geglu: bool = True,
-    memory: str | None = None,
+    memory: Memory | None = None,
 ) -> PatchReport:
     """Patch ``model``, of any family, as the ``use_liger_kernel`` flag of a trainer does, with its configuration.
 
@@ -131,7 +148,7 @@ def apply_liger_kernel_to_instance(
         Its :class:`liger_kernels.PatchReport`.
 
     Raises:
-        TypeError: another switch than these.
+        TypeError: another switch than these, or an argument of another type.
         ValueError: both losses are asked for, an unknown ``memory`` or one without the fused linear loss, or the model
             is patched already without one of the kernels or with another ``memory``.
     """
@@ -193,6 +210,7 @@ _DOC = """Patch {family} models: ``model``, or with ``model=None`` every one tha
         The :class:`liger_kernels.PatchReport` of ``model``; None without one.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: both losses are asked for, an unknown ``memory`` or one without the fused linear loss, or the
             installed transformers has no {family}.
     """
@@ -201,11 +219,14 @@ _DOC = """Patch {family} models: ``model``, or with ``model=None`` every one tha
 def _alias(family: str, activation: str) -> Callable[..., PatchReport | None]:
     """The function of one family. ``activation`` is the one that the family has, and so the one with a switch."""
     losses = {"cross_entropy": False, "fused_linear_cross_entropy": True}
-    by_position = {"rope": True, **losses, "rms_norm": True, activation: True, "model": None}
+    switches = {"rope": True, **losses, "rms_norm": True, activation: True}
     parameters = [
-        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in by_position.items()
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=on, annotation=bool) for name, on in switches.items()
     ]
-    signature = inspect.Signature([*parameters, Parameter("memory", Parameter.KEYWORD_ONLY, default=None)])
+    last = {"model": Parameter.POSITIONAL_OR_KEYWORD, "memory": Parameter.KEYWORD_ONLY}
+    types = {"model": nn.Module | None, "memory": Memory | None}
+    parameters += [Parameter(name, kind, default=None, annotation=types[name]) for name, kind in last.items()]
+    signature = inspect.Signature(parameters)
 
     def apply(*args: Any, **kwargs: Any) -> PatchReport | None:
         given = signature.bind(*args, **kwargs)
@@ -215,7 +236,7 @@ def _alias(family: str, activation: str) -> Callable[..., PatchReport | None]:
     apply.__signature__ = signature  # type: ignore[attr-defined]
     apply.__name__ = apply.__qualname__ = f"apply_liger_kernel_to_{family}"
     apply.__doc__ = _DOC.format(family=family, activation=activation)
-    return apply
+    return checked(apply)
 
 
 apply_liger_kernel_to_llama = _alias("llama", "swiglu")

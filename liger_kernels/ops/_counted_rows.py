@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._arguments import checked
 from liger_kernels.ops._runtime import backward_once, launch, tl, triton
 from liger_kernels.ops._tiling import choice, tile
 
@@ -24,13 +25,20 @@ class CountedTargets:
     """The number of targets that are not ``ignore_index``, asked for now and read by :meth:`read`.
 
     Args:
-        targets: of any shape. Those of the head may be these in another order or fewer of them, such as shifted ones.
+        targets: integers of any shape. Those of the head may be these in another order or fewer of them, such as
+            shifted ones.
 
     Attributes:
         of: how many targets there are in all.
+
+    Raises:
+        TypeError: ``targets`` is no tensor of integers, or ``ignore_index`` no int.
     """
 
+    @checked
     def __init__(self, targets: Tensor, ignore_index: int = -100):
+        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+            raise TypeError(f"targets are {targets.dtype}; they must be integers")
         self.ignore_index = ignore_index
         self.of = targets.numel()
         self._number: int | None = None
@@ -152,7 +160,8 @@ def checked_count(counted: CountedTargets | int | None, targets: Tensor, ignore_
     """At most how many of the ``targets`` count; None where nobody knows.
 
     Raises:
-        TypeError, ValueError: it is no such number, counts another ignore_index, or (on a CPU) more targets count.
+        ValueError: it is no such number, is more than there are targets, counts another ignore_index, or (on a CPU)
+            more targets count.
     """
     if counted is None:
         return None
@@ -163,8 +172,8 @@ def checked_count(counted: CountedTargets | int | None, targets: Tensor, ignore_
                 "make it with the same ignore_index"
             )
         counted = counted.read()
-    elif isinstance(counted, bool) or not isinstance(counted, int):
-        raise TypeError(f"counted is a {type(counted).__name__}; it must be a CountedTargets, an int, or None")
+    elif counted > targets.numel() and not torch.compiler.is_compiling():
+        raise ValueError(f"counted is {counted}, and there are {targets.numel()} targets; it must not be more")
     if counted is None or torch.compiler.is_compiling():
         return None
     if counted < 0:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._arguments import checked
 from liger_kernels.ops._counted_rows import CountedRows
 from liger_kernels.ops._cross_entropy_rows import Rows
 from liger_kernels.ops._loss_options import LossOptions
@@ -21,6 +22,7 @@ Observer = Callable[[int, Tensor], None]
 _observer: Observer | None = None
 
 
+@checked
 @contextlib.contextmanager
 def observe_logits_grad(observer: Observer) -> Iterator[None]:
     """While installed, every backward of :func:`linear_cross_entropy` calls ``observer(start_row, grad)``, chunk by

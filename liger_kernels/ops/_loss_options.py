@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
+
+from liger_kernels.ops._arguments import FINITE, NOT_NEGATIVE, POSITIVE, SHARE, checked, one_of
 
 REDUCTIONS = ("mean", "sum", "none")
 EXTRAS = (
@@ -30,6 +32,9 @@ WRITTEN = {
     "max_logits": torch.float32,
 }
 
+Positive = Annotated[float, POSITIVE]
+Finite = Annotated[float, FINITE]
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -49,12 +54,12 @@ class LossOptions(NamedTuple):
     """
 
     ignore_index: int = -100
-    label_smoothing: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    z_loss: float = 0.0
-    temperature: float = 1.0
-    reduction: str = "mean"
+    label_smoothing: Annotated[float, SHARE] = 0.0
+    softcap: Positive | None = None
+    logit_scale: Finite = 1.0
+    z_loss: Annotated[float, NOT_NEGATIVE] = 0.0
+    temperature: Positive = 1.0
+    reduction: Annotated[str, one_of(REDUCTIONS)] = "mean"
     extras: tuple[str, ...] = ()
 
     @classmethod
@@ -67,29 +72,8 @@ class LossOptions(NamedTuple):
         unknown = [name for name in given if name not in cls._fields]
         if unknown:
             raise TypeError(f"{unknown[0]} is no option; the options are {', '.join(cls._fields)}")
-        options = cls(**given)
-        if options.reduction not in REDUCTIONS:
-            raise ValueError(f"reduction is {options.reduction!r}; allowed are {', '.join(map(repr, REDUCTIONS))}")
-        if isinstance(options.extras, str) or any(extra not in EXTRAS for extra in options.extras):
-            allowed = ", ".join(map(repr, EXTRAS))
-            raise ValueError(f"extras is {options.extras!r}; it must be a tuple of names from {allowed}")
-        for name, value in options._numbers().items():
-            if value is None and name == "softcap":
-                continue
-            if not isinstance(value, (int, float)):
-                raise TypeError(f"{name} is a {type(value).__name__}; it must be a Python number")
-            if not -math.inf < value < math.inf:  # of a symbol of torch.compile's, too, unlike math.isfinite
-                raise ValueError(f"{name} is {value!r}; it must be finite")
-        if not isinstance(options.ignore_index, int):
-            raise TypeError(f"ignore_index is a {type(options.ignore_index).__name__}; it must be an int")
-        if not 0.0 <= options.label_smoothing <= 1.0:
-            raise ValueError(f"label_smoothing is {options.label_smoothing!r}; it must be between 0 and 1")
-        if options.softcap is not None and options.softcap <= 0.0:
-            raise ValueError(f"softcap is {options.softcap!r}; it must be positive, or None for no cap")
-        if options.temperature <= 0.0:
-            raise ValueError(f"temperature is {options.temperature!r}; it must be positive")
-        if options.z_loss < 0.0:
-            raise ValueError(f"z_loss is {options.z_loss!r}; it must not be negative")
+        options = _new_options(**given)
+        check_names("extras", options.extras, EXTRAS)
         ignore_index, *others = options._numbers().values()
         floats = [None if value is None else float(value) for value in others]
         values: list[Any] = [ignore_index, *floats, options.reduction, tuple(options.extras)]
@@ -118,6 +102,15 @@ class LossOptions(NamedTuple):
         """What a kernel has to write for ``extras``, in the order of :data:`WRITTEN`."""
         predicts = any(name in self.extras for name in ("token_accuracy", "is_top1"))
         return [name for name in WRITTEN if name in self.extras or (predicts and name == "predicted_tokens")]
+
+
+_new_options = checked(LossOptions)
+
+
+def check_names(name: str, given: Iterable[str], allowed: Sequence[str]) -> None:
+    """Raise for one of ``given`` that is not ``allowed``."""
+    if any(one not in allowed for one in given):
+        raise ValueError(f"{name} is {given!r}; it must be a tuple of names from {', '.join(map(repr, allowed))}")
 
 
 def takes_options(function: _Function) -> _Function:

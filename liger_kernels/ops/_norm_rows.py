@@ -6,15 +6,19 @@ Each writes its own part of a weight's gradient, and :func:`sum_parts` adds the 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from liger_kernels.ops._ahead import real_device
+from liger_kernels.ops._arguments import NOT_NEGATIVE
 from liger_kernels.ops._device import room_for_loads
 from liger_kernels.ops._runtime import launch, tl, triton, use_triton
 from liger_kernels.ops._tiling import cdiv, choice, next_power_of_2, tile
 
 # Wider rows than this would spill most of their registers; they run the reference.
 MAX_HIDDEN = 65536
+Eps = Annotated[float, NOT_NEGATIVE]
 
 
 @choice("norm")
@@ -67,12 +71,13 @@ def check_rows(x: torch.Tensor, **vectors: torch.Tensor | None) -> None:
     neither None nor [hidden]."""
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}; it must be floating point")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., hidden] with at least one column")
+    shape = x.shape
+    if not shape or shape[-1] == 0:
+        raise ValueError(f"x has shape {tuple(shape)}; it must be [..., hidden] with at least one column")
     for name, vector in vectors.items():
         if vector is None:
             continue
-        if vector.shape != x.shape[-1:]:
+        if vector.shape != shape[-1:]:
             raise ValueError(
                 f"{name} has shape {tuple(vector.shape)}; for x of shape {tuple(x.shape)} it must be [{x.shape[-1]}]"
             )
@@ -82,7 +87,21 @@ def check_rows(x: torch.Tensor, **vectors: torch.Tensor | None) -> None:
             raise ValueError(f"{name} is on {vector.device}, x on {x.device}; move it there")
 
 
+def check_like(x: torch.Tensor, **others: torch.Tensor) -> None:
+    """Raise what the norms raise for one of ``others``, by name, that is not as ``x`` is."""
+    for name, other in others.items():
+        if other.shape != x.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(other.shape)}, x {tuple(x.shape)}; they must be equal, nothing is broadcast"
+            )
+        if not other.is_floating_point():
+            raise TypeError(f"{name} is {other.dtype}; it must be floating point")
+        if other.device != x.device:
+            raise ValueError(f"{name} is on {other.device}, x on {x.device}; move it there")
+
+
 def runs_kernel(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether a norm of ``x`` runs its kernel: no tensor is float64, and a row fits into registers."""
-    float64 = [t for t in others if t is not None and t.dtype == torch.float64]
-    return use_triton(x) and x.shape[-1] <= MAX_HIDDEN and not float64
+    if not use_triton(x) or x.dim() == 0 or x.shape[-1] > MAX_HIDDEN:
+        return False
+    return not [t for t in others if t is not None and t.dtype == torch.float64]

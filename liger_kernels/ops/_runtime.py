@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_dynamo_compiling
 
 from liger_kernels.ops import _ahead, _launcher
 from liger_kernels.ops._device import most_warps, obstacle
@@ -60,13 +61,14 @@ def use_triton(x: torch.Tensor, *, opaque: bool = False) -> bool:
     Dynamo would trace into the interpreter's NumPy, so while it traces a CPU program only an ``opaque`` op, one that is
     registered with ``torch.library``, keeps its interpreted kernels.
     """
-    if not HAS_TRITON or x.dtype not in _KERNEL_DTYPES:
+    device = x.device
+    if not HAS_TRITON or (device.type == "cpu" and not INTERPRET) or x.dtype not in _KERNEL_DTYPES:
         return False
-    if x.device.type == "cpu":
-        return INTERPRET and (opaque or not torch.compiler.is_compiling())
-    if x.device.type == "meta":
+    if device.type == "cpu":
+        return opaque or not torch.compiler.is_compiling()
+    if device.type == "meta":
         return _ahead.foresees()
-    return x.device.type in _ACCELERATORS and not obstacle(x.device)
+    return device.type in _ACCELERATORS and not obstacle(device)
 
 
 def keeps_programs() -> bool:
@@ -105,13 +107,26 @@ def _start(
     return kernel[grid](*args, **kwargs)
 
 
+def as_values(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """``tensors``, and instead of one whose memory does not hold its values a copy that does, with gradient.
+
+    A negated view, such as the imaginary part of a conjugated tensor, has its sign in a bit of its own. torch's
+    operations look at the bit; a kernel reads the memory."""
+    return tuple([t if t is None else t.resolve_neg() for t in tensors])
+
+
 def backward_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """``once_differentiable``, at no cost to the host where it has nothing to guard: without ``create_graph``, autograd
-    runs a backward with gradients off."""
+    runs a backward with gradients off. The gradients come :func:`as_values`; how those of a program of
+    ``torch.compile`` lie in memory is Inductor's."""
     guarded = once_differentiable(backward)
 
     @functools.wraps(backward)
     def either(ctx: Any, *grads: Any) -> Any:
+        if not is_dynamo_compiling():
+            for grad in grads:
+                if grad is not None and grad.is_neg():
+                    grads = as_values(*grads)
         return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
 
     return either

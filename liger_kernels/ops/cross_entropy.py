@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from liger_kernels.ops._arguments import checked, checked_op
 from liger_kernels.ops._cross_entropy_rows import Rows, backward_rows, forward_rows
 from liger_kernels.ops._loss_options import EXTRAS, LossOptions, takes_options
 from liger_kernels.ops._mean import mean, mean_denominator, mean_denominator_ref
@@ -58,6 +59,7 @@ class CrossEntropyOutput(NamedTuple):
 
 
 @takes_options
+@checked
 def cross_entropy_ref(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -68,7 +70,20 @@ def cross_entropy_ref(
     **options: Any,
 ) -> torch.Tensor | CrossEntropyOutput:
     """What :func:`cross_entropy` computes, in plain torch: in float64 for float64 logits, else in float32."""
-    o = LossOptions(**options)
+    o = LossOptions.checked(options)
+    _check(logits, targets, class_weight, row_weight, denominator, o)
+    return reference(logits, targets, class_weight, row_weight, denominator, o)
+
+
+def reference(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    row_weight: torch.Tensor | None,
+    denominator: torch.Tensor | None,
+    o: LossOptions,
+) -> torch.Tensor | CrossEntropyOutput:
+    """:func:`cross_entropy_ref` of what has been checked."""
     z = logits if logits.dtype == torch.float64 else logits.float()
     z = z * o.logit_scale
     if o.softcap is not None:
@@ -228,15 +243,18 @@ def check_weights(
     ):
         if value is None:
             continue
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            came = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-            raise TypeError(f"{name} is {came}; it must be a floating point tensor of shape {list(shape)}: {what}")
+        if not value.is_floating_point():
+            raise TypeError(f"{name} is {value.dtype}; it must be floating point of shape {list(shape)}: {what}")
         if value.shape != shape:
             raise ValueError(f"{name} has shape {list(value.shape)}; it must be {list(shape)}: {what}")
         if value.device != device:
             raise ValueError(f"{name} is on {value.device}, the rows on {device}; move it there")
         if value.requires_grad:
             raise ValueError(f"{name} requires a gradient, which the loss does not have; pass {name}.detach()")
+    if denominator is not None and device.type == "cpu" and not torch.compiler.is_compiling():  # as for targets
+        number = float(denominator)
+        if not number >= 0.0:
+            raise ValueError(f"denominator is {number}; it must be 0 or positive: what a mean divides by")
 
 
 def as_kernel_weight(weight: torch.Tensor | None) -> torch.Tensor | None:
@@ -262,7 +280,26 @@ def with_extras(
     return CrossEntropyOutput(loss, **{name: extras[name] for name in options.extras})
 
 
+def _check(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    row_weight: torch.Tensor | None,
+    denominator: torch.Tensor | None,
+    options: LossOptions,
+) -> None:
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(
+            f"logits are {logits.dtype} of shape {tuple(logits.shape)}; they must be floating point "
+            "[tokens, vocab]: flatten the leading dimensions"
+        )
+    tokens, vocab = logits.shape
+    check_targets(targets, class_weight, options.ignore_index, tokens, vocab, logits.device)
+    check_weights(row_weight, denominator, tokens, logits.device)
+
+
 @takes_options
+@checked_op
 def cross_entropy(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -293,18 +330,10 @@ def cross_entropy(
             nor ``ignore_index`` raises on a CPU; on a GPU, where looking at it would stall the device, its row's loss
             and gradient are NaN.
     """
-    if logits.dim() != 2 or not logits.is_floating_point():
-        raise ValueError(
-            f"logits are {logits.dtype} of shape {tuple(logits.shape)}; they must be floating point "
-            "[tokens, vocab]: flatten the leading dimensions"
-        )
-    tokens, vocab = logits.shape
     o = LossOptions.checked(options)
-    check_targets(targets, class_weight, o.ignore_index, tokens, vocab, logits.device)
-    check_weights(row_weight, denominator, tokens, logits.device)
+    _check(logits, targets, class_weight, row_weight, denominator, o)
     if not use_triton(logits):
-        weights = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator}
-        return cross_entropy_ref(logits, targets, **weights, **o.as_arguments())
+        return reference(logits, targets, class_weight, row_weight, denominator, o)
     targets = targets.contiguous()
     tensors = targets, as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
     loss, *extra_outputs = CrossEntropyFunction.apply(logits, *tensors, *o)

@@ -21,13 +21,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from liger_kernels.ops._arguments import checked, checked_op
 from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.ops._grouped import grouped_outer_product, grouped_product
 from liger_kernels.ops._runtime import backward_once, launch, tl, triton, use_triton
 from liger_kernels.ops._tiling import as_rows, cdiv, choice, next_power_of_2, tile
-from liger_kernels.ops.packed_glu import Gate, GroupBias, gradients, packed_glu_ref, product
+from liger_kernels.ops.packed_glu import SWIGLU, Gate, GroupBias, gradients, packed_glu_ref, product
 
 
+@checked
 def experts_ref(
     hidden: torch.Tensor,
     ids: torch.Tensor,
@@ -39,11 +41,13 @@ def experts_ref(
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`experts` in plain torch, one expert after the other: the definition of correct, for any float dtype."""
+    parameters = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    _check(hidden, ids, weights, parameters)
     choices = ids.shape[1]
     rows = hidden.repeat_interleave(choices, dim=0)
     results = rows.new_zeros(rows.shape)
     for expert in ids.unique().tolist():
-        if expert >= len(gate_up):
+        if not 0 <= expert < len(gate_up):
             continue
         chosen = (ids.reshape(-1) == expert).nonzero()[:, 0]
         gate_and_up = F.linear(rows[chosen], gate_up[expert])
@@ -121,8 +125,12 @@ class _Routing:
 
     def __init__(self, ids: torch.Tensor, n_experts: int):
         self.choices = ids.shape[1]
-        # Sorting keys of 8 bits is one pass over them. A number that is no expert's may not fit into them.
-        self.ids = ids.long().clamp(max=n_experts).to(torch.uint8 if n_experts < 255 else torch.int32).contiguous()
+        # A number that is no expert's, and may not fit into the keys, becomes one behind all experts.
+        numbers = ids.long().clamp(-1, n_experts)
+        if n_experts < 255:  # sorting keys of 8 bits is one pass over them
+            self.ids = numbers.to(torch.uint8).contiguous()  # -1 is 255 there
+        else:
+            self.ids = numbers.remainder(n_experts + 1).to(torch.int32).contiguous()
         self.expert, self.order = torch.sort(self.ids.view(-1), stable=True)
         numbers = torch.arange(n_experts, dtype=self.ids.dtype, device=ids.device)
         self.ends = torch.searchsorted(self.expert, numbers, right=True, out_int32=True)
@@ -246,6 +254,8 @@ def _check(
             raise ValueError(f"{name} is on {t.device}, hidden on {hidden.device}; move one to the other")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"ids is {ids.dtype}; it must be the numbers of experts, of an integer dtype")
+    if ids.device != hidden.device:
+        raise ValueError(f"ids is on {ids.device}, hidden on {hidden.device}; move one to the other")
     if any(t.dtype != hidden.dtype for t in given.values()):
         dtypes = ", ".join(f"{name} {t.dtype}" for name, t in given.items())
         raise TypeError(f"hidden is {hidden.dtype}, {dtypes}; all must have one dtype")
@@ -271,6 +281,7 @@ def _check(
             raise ValueError(f"{name} has shape {tuple(given[name].shape)}; with this gate_up it must be {shape}")
 
 
+@checked_op
 def experts(
     hidden: torch.Tensor,
     ids: torch.Tensor,
@@ -288,8 +299,9 @@ def experts(
 
     Args:
         hidden: [tokens, hidden], float16, bfloat16, float32, or float64 (which runs the reference). Never overwritten.
-        ids: [tokens, choices], any integer dtype: the experts of each token. One of number ``experts`` or above
-            contributes nothing; a token may have the same expert twice.
+        ids: [tokens, choices], any integer dtype: the experts of each token. A number below 0, or of ``experts`` or
+            above, contributes nothing: so choices are marked that go to another rank, or nowhere. A token may have the
+            same expert twice.
         weights: [tokens, choices], any floating dtype: the router's.
         gate_up: [experts, 2 features, hidden] of hidden's dtype. A transposed view of a parameter that is stored the
             other way round costs nothing, and its gradient is laid out as the parameter is.
@@ -303,10 +315,10 @@ def experts(
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape or device.
     """
-    parameters = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    _check(hidden, ids, weights, parameters)
-    formula = Gate() if gate is None else gate
+    formula = SWIGLU if gate is None else gate
     runs = use_triton(hidden) and weights.dtype != torch.float64 and hidden.numel() and gate_up.numel()
     if not runs or left_to_inductor("experts", hidden):
         return experts_ref(hidden, ids, weights, gate_up, down, formula, gate_up_bias, down_bias)
+    parameters = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    _check(hidden, ids, weights, parameters)
     return ExpertsFunction.apply(hidden, ids, weights, gate_up, down, gate_up_bias, down_bias, formula)

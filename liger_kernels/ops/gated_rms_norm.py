@@ -22,32 +22,47 @@ the weight it holds, and the backward goes over the rows as that of RMSNorm does
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 
-from liger_kernels.ops._norm_rows import backward_programs, check_rows, launch_shape, runs_kernel, stages, sum_parts
+from liger_kernels.ops._arguments import AT_LEAST_1, checked, checked_op, one_of
+from liger_kernels.ops._norm_rows import (
+    Eps,
+    backward_programs,
+    check_like,
+    check_rows,
+    launch_shape,
+    runs_kernel,
+    stages,
+    sum_parts,
+)
 from liger_kernels.ops._runtime import backward_once, launch, tl, triton
 from liger_kernels.ops._tiling import as_rows, cdiv
 from liger_kernels.ops.glu import _activate, _sigmoid
 
 FORMULAS = ("cast_then_scale", "scale_then_cast")
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+Activation = Annotated[str, one_of(ACTIVATIONS)]
+Formula = Annotated[str, one_of(FORMULAS)]
+Groups = Annotated[int, AT_LEAST_1]
 
 
+@checked
 def gated_rms_norm_ref(
     x: torch.Tensor,
     gate: torch.Tensor,
     weight: torch.Tensor,
-    eps: float = 1e-6,
+    eps: Eps = 1e-6,
     *,
-    activation: str = "silu",
+    activation: Activation = "silu",
     gate_first: bool = False,
-    groups: int = 1,
-    formula: str = "cast_then_scale",
+    groups: Groups = 1,
+    formula: Formula = "cast_then_scale",
 ) -> torch.Tensor:
     """:func:`gated_rms_norm` in plain torch: the definition of correct, for any floating-point dtypes."""
+    _check(x, gate, weight, groups)
     wide = torch.promote_types(torch.promote_types(x.dtype, gate.dtype), torch.float32)
     factor = ACTIVATIONS[activation](gate.to(wide))
     norm = x.to(wide) * factor if gate_first else x.to(wide)
@@ -228,16 +243,24 @@ class GatedRMSNormFunction(torch.autograd.Function):
         return dx, dgate, dweight, None, None, None, None, None
 
 
+def _check(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, groups: int) -> None:
+    check_rows(x, weight=weight)
+    check_like(x, gate=gate)
+    if x.shape[-1] % groups:
+        raise ValueError(f"groups is {groups}; it must be a divisor of the {x.shape[-1]} columns of x")
+
+
+@checked_op
 def gated_rms_norm(
     x: torch.Tensor,
     gate: torch.Tensor,
     weight: torch.Tensor,
-    eps: float = 1e-6,
+    eps: Eps = 1e-6,
     *,
-    activation: str = "silu",
+    activation: Activation = "silu",
     gate_first: bool = False,
-    groups: int = 1,
-    formula: str = "cast_then_scale",
+    groups: Groups = 1,
+    formula: Formula = "cast_then_scale",
 ) -> torch.Tensor:
     """RMSNorm over the last dimension times an activated gate; the formulas stand at the top of this file.
 
@@ -245,7 +268,7 @@ def gated_rms_norm(
         x, gate: [..., hidden] of one shape, float16, bfloat16, float32, or float64 (which runs the reference); any
             strides, and of two dtypes where they differ. Never overwritten.
         weight: [hidden], of any floating-point dtype.
-        eps: added to the mean of the squares.
+        eps: added to the mean of the squares; not negative.
         activation: of the gate, "silu" or "sigmoid".
         gate_first: whether x times the activation is normalised, instead of x.
         groups: how many equal parts of a row are normalised, each for itself.
@@ -258,19 +281,8 @@ def gated_rms_norm(
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
     """
-    for name, value, allowed in (("activation", activation, ACTIVATIONS), ("formula", formula, FORMULAS)):
-        if value not in allowed:
-            raise ValueError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
-    check_rows(x, weight=weight)
-    if gate.shape != x.shape:
-        raise ValueError(f"gate has shape {tuple(gate.shape)}, x {tuple(x.shape)}; they must be equal")
-    if not gate.is_floating_point():
-        raise TypeError(f"gate is {gate.dtype}; it must be floating point")
-    if gate.device != x.device:
-        raise ValueError(f"gate is on {gate.device}, x on {x.device}; move it there")
-    if groups < 1 or x.shape[-1] % groups:
-        raise ValueError(f"groups is {groups}; it must be a divisor of the {x.shape[-1]} columns of x")
     if not runs_kernel(x, gate, weight):
         options: dict[str, Any] = {"activation": activation, "gate_first": gate_first}
         return gated_rms_norm_ref(x, gate, weight, eps, groups=groups, formula=formula, **options)
+    _check(x, gate, weight, groups)
     return GatedRMSNormFunction.apply(x, gate, weight, eps, activation, gate_first, groups, formula)

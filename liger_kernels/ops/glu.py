@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 
+from liger_kernels.ops._arguments import checked, checked_op, one_of
 from liger_kernels.ops._runtime import (
     INTERPRET,
     as_autocast,
@@ -37,33 +38,43 @@ from liger_kernels.ops._runtime import (
 )
 from liger_kernels.ops._tiling import as_rows, cdiv, choice, next_power_of_2, tile
 
+Approximate = Annotated[str, one_of(("tanh", "none"))]
 
+
+@checked
 def swiglu_ref(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """:func:`swiglu` in plain torch: the definition of correct, for any floating-point dtype."""
+    _check(gate, up)
     return F.silu(gate) * up
 
 
-def geglu_ref(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
+@checked
+def geglu_ref(gate: torch.Tensor, up: torch.Tensor, *, approximate: Approximate = "tanh") -> torch.Tensor:
     """:func:`geglu` in plain torch: the definition of correct, for any floating-point dtype."""
+    _check(gate, up)
     return F.gelu(gate, approximate=approximate) * up
 
 
+@checked
 def swiglu_linear_ref(
     gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """:func:`swiglu_linear` in plain torch, which keeps the product."""
+    _check_linear(gate, up, weight, bias)
     return F.linear(swiglu_ref(gate, up), weight, bias)
 
 
+@checked
 def geglu_linear_ref(
     gate: torch.Tensor,
     up: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    approximate: str = "tanh",
+    approximate: Approximate = "tanh",
 ) -> torch.Tensor:
     """:func:`geglu_linear` in plain torch, which keeps the product."""
+    _check_linear(gate, up, weight, bias)
     return F.linear(geglu_ref(gate, up, approximate=approximate), weight, bias)
 
 
@@ -256,14 +267,34 @@ class GLULinearFunction(torch.autograd.Function):
 
 
 def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
-    if not gate.is_floating_point() or not up.is_floating_point():
-        raise TypeError(f"gate is {gate.dtype} and up {up.dtype}; both must be floating point")
-    if gate.shape != up.shape or gate.dim() == 0:
+    dtype = gate.dtype
+    if not dtype.is_floating_point or (up.dtype is not dtype and not up.is_floating_point()):
+        raise TypeError(f"gate is {dtype} and up {up.dtype}; both must be floating point")
+    shape = gate.shape
+    if not shape or shape != up.shape:
         raise ValueError(
             f"gate has shape {tuple(gate.shape)}, up {tuple(up.shape)}; both must be [..., features] of one shape"
         )
     if gate.device != up.device:
         raise ValueError(f"gate is on {gate.device}, up on {up.device}; move one to the other")
+
+
+def _check_linear(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    _check(gate, up)
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is None:
+            continue
+        if not t.is_floating_point():
+            raise TypeError(f"{name} is {t.dtype}; it must be floating point")
+        if t.device != gate.device:
+            raise ValueError(f"{name} is on {t.device}, gate on {gate.device}; move it there")
+    if weight.dim() != 2 or weight.shape[1] != gate.shape[-1]:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; it must be [out features, {gate.shape[-1]}], as gate and up have "
+            "features"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{weight.shape[0]}], one per row of weight")
 
 
 def _runs_kernel(gate: torch.Tensor, up: torch.Tensor) -> bool:
@@ -282,11 +313,10 @@ def _apply(function: Any, gate: torch.Tensor, up: torch.Tensor, *others: Any) ->
 
 
 def _gelu(approximate: str) -> str:
-    if approximate not in ("tanh", "none"):
-        raise ValueError(f"approximate is {approximate!r}; allowed are 'tanh' and 'none'")
     return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
+@checked_op
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up; the formula stands at the top of this file.
 
@@ -300,13 +330,14 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape or device.
     """
-    _check(gate, up)
     if not _runs_kernel(gate, up):
         return swiglu_ref(gate, up)
+    _check(gate, up)
     return _apply(GLUFunction, gate, up, "silu")
 
 
-def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") -> torch.Tensor:
+@checked_op
+def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: Approximate = "tanh") -> torch.Tensor:
     """gelu(gate) * up; the formula stands at the top of this file.
 
     Args:
@@ -319,11 +350,10 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh") ->
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
     """
-    activation = _gelu(approximate)
-    _check(gate, up)
     if not _runs_kernel(gate, up):
         return geglu_ref(gate, up, approximate=approximate)
-    return _apply(GLUFunction, gate, up, activation)
+    _check(gate, up)
+    return _apply(GLUFunction, gate, up, _gelu(approximate))
 
 
 def _linear(
@@ -334,25 +364,19 @@ def _linear(
     activation: str,
     ref: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    _check(gate, up)
-    if weight.dim() != 2 or weight.shape[1] != gate.shape[-1]:
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)}; it must be [out features, {gate.shape[-1]}], as gate and up have "
-            "features"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{weight.shape[0]}], one per row of weight")
+    _check_linear(gate, up, weight, bias)
     if not _runs_kernel(gate, up):
         return F.linear(ref(gate, up), weight, bias)
     weight, bias = as_autocast(weight, gate.device), as_autocast(bias, gate.device)
     dtype = autocast_dtype(gate.device) or torch.promote_types(gate.dtype, up.dtype)
     others = [t for t in (weight, bias) if t is not None]
-    if any(t.dtype != dtype or t.device != gate.device for t in others):
+    if any(t.dtype != dtype for t in others):
         given = ", ".join(f"{t.dtype} on {t.device}" for t in others)
         raise ValueError(f"weight (and bias) are {given}; the product is {dtype} on {gate.device}: cast or move them")
     return _apply(GLULinearFunction, gate, up, weight, bias, activation)
 
 
+@checked_op
 def swiglu_linear(
     gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -374,13 +398,14 @@ def swiglu_linear(
     return _linear(gate, up, weight, bias, "silu", swiglu_ref)
 
 
+@checked_op
 def geglu_linear(
     gate: torch.Tensor,
     up: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    approximate: str = "tanh",
+    approximate: Approximate = "tanh",
 ) -> torch.Tensor:
     """``F.linear(geglu(gate, up), weight, bias)`` that does not keep the product for its backward.
 
@@ -394,5 +419,4 @@ def geglu_linear(
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
     """
-    activation = _gelu(approximate)
-    return _linear(gate, up, weight, bias, activation, partial(geglu_ref, approximate=approximate))
+    return _linear(gate, up, weight, bias, _gelu(approximate), partial(geglu_ref, approximate=approximate))

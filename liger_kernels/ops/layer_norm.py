@@ -21,21 +21,32 @@ from typing import Any
 
 import torch
 
-from liger_kernels.ops._norm_rows import backward_programs, check_rows, launch_shape, runs_kernel, stages, sum_parts
+from liger_kernels.ops._arguments import checked, checked_op
+from liger_kernels.ops._norm_rows import (
+    Eps,
+    backward_programs,
+    check_rows,
+    launch_shape,
+    runs_kernel,
+    stages,
+    sum_parts,
+)
 from liger_kernels.ops._runtime import backward_once, launch, tl, triton
 from liger_kernels.ops._tiling import as_rows, cdiv
 
 
+@checked
 def layer_norm_ref(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
+    eps: Eps = 1e-5,
     *,
     zero_centered: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """:func:`layer_norm` in plain torch: the definition of correct, for any floating-point dtype."""
+    dtype = _checked_dtype(x, weight, bias, dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     centred = x.to(wide)
     centred = centred - centred.mean(-1, keepdim=True)
@@ -44,7 +55,18 @@ def layer_norm_ref(
         y = y * (weight + 1.0 if zero_centered else weight).to(wide)
     if bias is not None:
         y = y + bias.to(wide)
-    return y.to(dtype or x.dtype)
+    return y.to(dtype)
+
+
+def _checked_dtype(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype | None
+) -> torch.dtype:
+    """The dtype of the result, where all arguments fit."""
+    check_rows(x, weight=weight, bias=bias)
+    dtype = x.dtype if dtype is None else dtype
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype is {dtype}; it must be floating point")
+    return dtype
 
 
 # fmt: off
@@ -195,11 +217,12 @@ class LayerNormFunction(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None
 
 
+@checked_op
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
+    eps: Eps = 1e-5,
     *,
     zero_centered: bool = False,
     dtype: torch.dtype | None = None,
@@ -210,7 +233,7 @@ def layer_norm(
         x: [..., hidden], float16, bfloat16, float32, or float64 (which runs the reference); any strides. Never
             overwritten.
         weight, bias: [hidden], of any floating-point dtypes, or None.
-        eps: added to the variance.
+        eps: added to the variance; not negative.
         zero_centered: whether rows are multiplied by weight + 1, rounded to the weight's dtype.
         dtype: of the result; x's by default. ``F.layer_norm`` under CUDA's autocast returns float32.
 
@@ -220,10 +243,7 @@ def layer_norm(
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape or device.
     """
-    check_rows(x, weight=weight, bias=bias)
-    dtype = x.dtype if dtype is None else dtype
-    if not dtype.is_floating_point:
-        raise TypeError(f"dtype is {dtype}; it must be floating point")
     if not runs_kernel(x, weight, bias) or dtype == torch.float64:
         return layer_norm_ref(x, weight, bias, eps, zero_centered=zero_centered, dtype=dtype)
+    dtype = _checked_dtype(x, weight, bias, dtype)
     return LayerNormFunction.apply(x, weight, bias, eps, zero_centered, dtype)

@@ -43,12 +43,13 @@ and 1 / denominator in the logits' gradient, most of which float16 would flush t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernels.ops._arguments import Limit, checked, checked_op, one_of
 from liger_kernels.ops._counted_rows import CountedRows, CountedTargets, checked_count, rows_to_take
 from liger_kernels.ops._linear import TENSORS, Call, Needs, Schedule, Upstream, current_observer, padded
 from liger_kernels.ops._linear_operators import linear_cross_entropy_op
@@ -64,17 +65,20 @@ from liger_kernels.ops.cross_entropy import (
     check_targets,
     check_weights,
     cross_entropy,
-    cross_entropy_ref,
+    reference,
     with_extras,
 )
 
 MEMORY = ("fast", "balanced", "small")
+Memory = Annotated[str, one_of(MEMORY)]
+ChunkSize = Annotated[int, Limit("{x} >= 1", "at least 1 token")]
 
 # Tokens of a chunk of "fast". One chunk of more takes longer than several of so many do, and holds more.
 FAST_CHUNK = 8192
 
 
 @takes_options
+@checked
 def linear_cross_entropy_ref(
     hidden: Tensor,
     weight: Tensor,
@@ -88,10 +92,26 @@ def linear_cross_entropy_ref(
     **options: Any,
 ) -> Tensor | CrossEntropyOutput:
     """What :func:`linear_cross_entropy` computes, in plain torch, holding all logits in the input's dtype."""
-    logits = observed_logits(logits_of_all(hidden, weight, bias, VocabShard.of(group, weight)))
-    return cross_entropy_ref(
-        logits, targets, class_weight=class_weight, row_weight=row_weight, denominator=denominator, **options
-    )
+    o = LossOptions.checked(options)
+    weights = class_weight, row_weight, denominator
+    hidden, weight, bias, _, shard = checked_head(hidden, weight, targets, bias, o, *weights, group)
+    return _reference(hidden, weight, targets, bias, *weights, o, shard)
+
+
+def _reference(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    row_weight: Tensor | None,
+    denominator: Tensor | None,
+    options: LossOptions,
+    shard: VocabShard | None,
+) -> Tensor | CrossEntropyOutput:
+    """:func:`linear_cross_entropy_ref` of what has been checked."""
+    logits = observed_logits(logits_of_all(hidden, weight, bias, shard))
+    return reference(logits, targets, class_weight, row_weight, denominator, options)
 
 
 def observed_logits(logits: Tensor) -> Tensor:
@@ -151,8 +171,6 @@ def choose_schedule(
     """A name of :data:`MEMORY` and what it is here: from the arguments, their shape and dtype only, so that a result
     never depends on the state of the machine."""
     tokens, hidden_size = hidden.shape
-    if memory is not None and memory not in MEMORY:
-        raise ValueError(f"memory is {memory!r}; it must be one of {', '.join(map(repr, MEMORY))}, or None to choose")
     if memory is not None and chunk_size is not None:
         raise ValueError(
             f"memory is {memory!r} and chunk_size is {chunk_size}; give one of them: a chunk size is token chunks of "
@@ -164,7 +182,7 @@ def choose_schedule(
         )
     chunk = _chunk_of_balanced(hidden_size)
     if chunk_size is not None:
-        chunk = _checked_chunk_size(chunk_size)
+        chunk = chunk_size
         memory = "fast" if tokens <= chunk else "balanced"
     elif memory is None:
         memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype)
@@ -187,14 +205,6 @@ def choose_schedule(
     if shard is None and (in_chunks or not late):
         return memory, TokenChunks(chunk, current_observer() is not None)
     return memory, VocabularySlabs.balanced(*shape, hidden.dtype.itemsize, in_grad_weight)
-
-
-def _checked_chunk_size(tokens: int) -> int:
-    if not isinstance(tokens, int):
-        raise TypeError(f"the chunk size is a {type(tokens).__name__}; it must be an int, a number of tokens")
-    if tokens < 1:
-        raise ValueError(f"the chunk size is {tokens}; it must be at least 1 token")
-    return tokens
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -266,6 +276,9 @@ def checked_head(
     Raises:
         TypeError, ValueError: something does not fit.
     """
+    for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if t is not None and not t.is_floating_point():
+            raise TypeError(f"{name} is {t.dtype}; it must be floating point")
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they must be "
@@ -351,6 +364,7 @@ def counted_rows(
 
 
 @takes_options
+@checked_op
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -360,8 +374,8 @@ def linear_cross_entropy(
     class_weight: Tensor | None = None,
     row_weight: Tensor | None = None,
     denominator: Tensor | None = None,
-    chunk_size: int | None = None,
-    memory: str | None = None,
+    chunk_size: ChunkSize | None = None,
+    memory: Memory | None = None,
     counted: CountedTargets | int | None = None,
     group: Any = None,
     **options: Any,
@@ -417,7 +431,7 @@ def linear_cross_entropy(
     memory, schedule = choose_schedule(hidden, weight.shape[0], o, needs, chunk_size, memory, shard)
     named |= o.as_arguments()
     if not use_triton(hidden, opaque=True):
-        return linear_cross_entropy_ref(hidden, weight, targets, bias, group=group, **named)
+        return _reference(hidden, weight, targets, bias, *weights, o, shard)
     if memory == "fast" and _is_traced_whole(hidden, weight.shape[0]):
         return cross_entropy(F.linear(hidden, weight, bias), targets, **named)
     row_weight = None if row_weight is None else taken.take(row_weight)

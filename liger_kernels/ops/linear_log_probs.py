@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._arguments import checked, checked_op
 from liger_kernels.ops._counted_rows import CountedTargets
 from liger_kernels.ops._linear import Call
-from liger_kernels.ops._loss_options import LossOptions
+from liger_kernels.ops._loss_options import Finite, LossOptions, Positive, check_names
 from liger_kernels.ops._runtime import use_triton
 from liger_kernels.ops._vocab_parallel import VocabShard, classes_of, logits_of_all
 from liger_kernels.ops.linear_cross_entropy import (
+    Memory,
     checked_head,
     choose_schedule,
     counted_rows,
@@ -63,9 +65,9 @@ def _options(
     ignore_index: int,
     outputs: tuple[str, ...],
 ) -> LossOptions:
-    if isinstance(outputs, str) or not outputs or any(name not in OUTPUTS for name in outputs):
-        allowed = ", ".join(map(repr, OUTPUTS))
-        raise ValueError(f"outputs is {outputs!r}; it must be a tuple of at least one name from {allowed}")
+    check_names("outputs", outputs, OUTPUTS)
+    if not outputs:
+        raise ValueError(f"outputs is empty; it must have at least one name from {', '.join(map(repr, OUTPUTS))}")
     return LossOptions.checked(
         {
             "temperature": temperature,
@@ -78,26 +80,42 @@ def _options(
     )
 
 
+@checked
 def linear_log_probs_ref(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None = None,
     *,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    temperature: Positive = 1.0,
+    softcap: Positive | None = None,
+    logit_scale: Finite = 1.0,
     ignore_index: int = -100,
     outputs: tuple[str, ...] = ("log_probs",),
     group: Any = None,
 ) -> LogProbsOutput:
     """What :func:`linear_log_probs` computes, in plain torch, holding all logits in the input's dtype."""
-    z = observed_logits(logits_of_all(hidden, weight, bias, VocabShard.of(group, weight)))
-    z = logit_scale * (z if z.dtype == torch.float64 else z.float())
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    z = z / temperature
-    counted = targets != ignore_index
+    o = _options(temperature, softcap, logit_scale, ignore_index, outputs)
+    hidden, weight, bias, _, shard = checked_head(hidden, weight, targets, bias, o, group=group)
+    return _reference(hidden, weight, targets, bias, o, outputs, shard)
+
+
+def _reference(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    o: LossOptions,
+    outputs: tuple[str, ...],
+    shard: VocabShard | None,
+) -> LogProbsOutput:
+    """:func:`linear_log_probs_ref` of what has been checked."""
+    z = observed_logits(logits_of_all(hidden, weight, bias, shard))
+    z = o.logit_scale * (z if z.dtype == torch.float64 else z.float())
+    if o.softcap is not None:
+        z = o.softcap * torch.tanh(z / o.softcap)
+    z = z / o.temperature
+    counted = targets != o.ignore_index
     log_p = z.log_softmax(-1)
     p = log_p.exp()
     safe = targets.long().where(counted, 0)
@@ -113,18 +131,19 @@ def linear_log_probs_ref(
     return LogProbsOutput(**{name: found[name].where(counted, False) for name in OUTPUTS if name in outputs})
 
 
+@checked_op
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None = None,
     *,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
+    temperature: Positive = 1.0,
+    softcap: Positive | None = None,
+    logit_scale: Finite = 1.0,
     ignore_index: int = -100,
     outputs: tuple[str, ...] = ("log_probs",),
-    memory: str | None = None,
+    memory: Memory | None = None,
     counted: CountedTargets | int | None = None,
     group: Any = None,
 ) -> LogProbsOutput:
@@ -162,18 +181,7 @@ def linear_log_probs(
     hidden = taken.take(hidden)
     _, schedule = choose_schedule(hidden, weight.shape[0], o, needs, None, memory, shard)
     if not use_triton(hidden, opaque=True):
-        return linear_log_probs_ref(
-            hidden,
-            weight,
-            targets,
-            bias,
-            temperature=o.temperature,
-            softcap=o.softcap,
-            logit_scale=o.logit_scale,
-            ignore_index=o.ignore_index,
-            outputs=outputs,
-            group=group,
-        )
+        return _reference(hidden, weight, targets, bias, o, outputs, shard)
     call = Call(hidden, weight, bias, taken.targets, None, None, None, o, needs, taken, shard)
     loss, found = run_schedule(schedule, call, entropy="entropy" in outputs)
     if "is_top1" in outputs:

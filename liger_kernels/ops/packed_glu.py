@@ -20,17 +20,19 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from liger_kernels.ops._arguments import FINITE, Limit, checked, checked_fields, checked_op, one_of
 from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.ops._runtime import backward_once, launch, tl, triton, use_triton
 from liger_kernels.ops._tiling import as_rows, cdiv, choice, next_power_of_2, tile
 from liger_kernels.ops.glu import ACTIVATIONS, _activate
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Gate:
     """What a packed unit computes; the formula stands at the top of this file.
@@ -44,23 +46,20 @@ class Gate:
         gate_first: whether gate is the first of the two.
 
     Raises:
-        ValueError: an unknown activation, a factor without silu, or a limit that is not positive.
+        TypeError, ValueError: an unknown activation, a factor without silu, a limit that is not positive, or what is of
+            another type.
     """
 
-    activation: str = "silu"
-    alpha: float = 1.0
-    limit: float | None = None
-    offset: float = 0.0
+    activation: Annotated[str, one_of(ACTIVATIONS)] = "silu"
+    alpha: Annotated[float, FINITE] = 1.0
+    limit: Annotated[float, Limit("{x} > 0", "positive")] | None = None
+    offset: Annotated[float, FINITE] = 0.0
     interleaved: bool = False
     gate_first: bool = True
 
     def __post_init__(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {self.activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
         if self.alpha != 1.0 and self.activation != "silu":
             raise ValueError(f"alpha is {self.alpha}, and only silu has one; leave it out for {self.activation}")
-        if self.limit is not None and not self.limit > 0:
-            raise ValueError(f"limit is {self.limit}; it must be a positive number, or None for no limit")
 
     def __str__(self) -> str:
         act = self.activation if self.alpha == 1.0 else f"{self.activation}[{self.alpha:g}]"
@@ -71,9 +70,14 @@ class Gate:
         return f"{act}({gate}) * {up}{limit}, {layout}"
 
 
+SWIGLU = Gate()
+
+
+@checked
 def packed_glu_ref(x: torch.Tensor, gate: Gate | None = None) -> torch.Tensor:
     """:func:`packed_glu` in plain torch: the definition of correct, for any floating-point dtype."""
-    formula = Gate() if gate is None else gate
+    formula = SWIGLU if gate is None else gate
+    _check(x)
     halves = (x[..., ::2], x[..., 1::2]) if formula.interleaved else x.chunk(2, dim=-1)
     g, up = halves if formula.gate_first else halves[::-1]
     if formula.limit is not None:
@@ -316,6 +320,14 @@ class PackedGLUFunction(torch.autograd.Function):
         return gradients(dy.contiguous(), x, ctx.gate)[0], None
 
 
+def _check(x: torch.Tensor) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype}; it must be floating point")
+    if x.dim() == 0 or x.shape[-1] % 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., 2 features], gate and up in one")
+
+
+@checked_op
 def packed_glu(x: torch.Tensor, gate: Gate | None = None) -> torch.Tensor:
     """act(gate) * (up + offset) of the two in ``x``; the formula stands at the top of this file.
 
@@ -329,11 +341,8 @@ def packed_glu(x: torch.Tensor, gate: Gate | None = None) -> torch.Tensor:
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype or shape.
     """
-    formula = Gate() if gate is None else gate
-    if not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype}; it must be floating point")
-    if x.dim() == 0 or x.shape[-1] % 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [..., 2 features], gate and up in one")
+    formula = SWIGLU if gate is None else gate
     if not use_triton(x) or x.numel() == 0 or left_to_inductor("experts", x):
         return packed_glu_ref(x, formula)
+    _check(x)
     return PackedGLUFunction.apply(x, formula)

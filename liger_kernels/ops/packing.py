@@ -17,12 +17,15 @@ value by the host.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._arguments import checked, one_of, refuse_type
+
 EXPONENTS = {"token": 0.0, "square": 0.5, "sample": 1.0}
+LossReduction = Annotated[str, one_of(EXPONENTS)]
 
 
 class PackedTargets(NamedTuple):
@@ -48,8 +51,10 @@ class _Sequences(NamedTuple):
     padding: Tensor
     number: Tensor
     broken: Tensor  # 0-d: the source makes no sense; the host sees that only on a CPU
+    named: int = 0  # how many there are at least, also of no rows, if the source says so
 
 
+@checked
 def packing_weights(
     labels: Tensor | None = None,
     *,
@@ -57,7 +62,7 @@ def packing_weights(
     seq_idx: Tensor | None = None,
     position_ids: Tensor | None = None,
     shift_labels: Tensor | None = None,
-    loss_reduction: str = "token",
+    loss_reduction: LossReduction = "token",
     is_packed: bool = False,
     ignore_index: int = -100,
     class_weight: Tensor | None = None,
@@ -87,8 +92,8 @@ def packing_weights(
     Raises:
         TypeError, ValueError: for arguments of a wrong type, shape or device, an unknown mode, mrope's three planes
             (pass ``cu_seqlens``); on a CPU also for sources that disagree, ``cu_seqlens`` that descends or ends past
-            the rows, and negative counts. On a GPU, where looking would stall the device, those make every row weight
-            NaN.
+            the rows, and counts that are negative, less than what is here, or not one for each sequence. On a GPU,
+            where looking would stall the device, those make every row weight NaN.
     """
     if (labels is None) == (shift_labels is None):
         raise ValueError("packing_weights takes labels or shift_labels, one of the two")
@@ -99,8 +104,10 @@ def packing_weights(
         raise ValueError(f"labels have shape {list(given.shape)}; they must be [batch, length] or [length]")
     if is_packed and loss_reduction == "token":
         loss_reduction = "sample"
-    if loss_reduction not in EXPONENTS:
-        raise ValueError(f"loss_reduction is {loss_reduction!r}; allowed are {', '.join(map(repr, EXPONENTS))}")
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype is {dtype}; it must be floating point")
+    if class_weight is not None:
+        _check_class_weight(class_weight, given.device)
     sources = _sources(given, seq_idx, cu_seqlens, position_ids)
     if is_packed and not sources:
         raise ValueError("is_packed=True needs to know where sequences begin: give cu_seqlens, seq_idx or position_ids")
@@ -109,7 +116,8 @@ def packing_weights(
     targets, counts = _count(given, labels is None, sources[0], ignore_index, class_weight)
     broken = _broken(given, labels is None, sources, ignore_index)
     if seq_token_counts is not None:
-        counts, wrong = _given_counts(seq_token_counts, sources[0])
+        here = counts if class_weight is None else torch.zeros_like(counts)  # whose sums are not numbers of targets
+        counts, wrong = _given_counts(seq_token_counts, sources[0], here)
         broken = broken | wrong
     counted = (targets != ignore_index) & (counts > 0)
     counts = counts.double()
@@ -171,9 +179,18 @@ def _broken(given: Tensor, shifted: bool, sources: list[_Sequences], ignore_inde
 
 def _check_integers(name: str, value: Tensor) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor of integers")
+        refuse_type(name, value, "a tensor of integers")
     if value.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name} is {value.dtype}; it must be a tensor of integers")
+
+
+def _check_class_weight(weight: Tensor, device: torch.device) -> None:
+    if not weight.is_floating_point() or weight.dim() != 1:
+        raise ValueError(
+            f"class_weight is {weight.dtype} of shape {list(weight.shape)}; it must be floating point of shape [vocab]"
+        )
+    if weight.device != device:
+        raise ValueError(f"class_weight is on {weight.device}, the labels on {device}; move it there")
 
 
 def _refuse(wrong: Tensor, why: str) -> None:
@@ -265,7 +282,8 @@ def _from_cu_seqlens(labels: Tensor, cu_seqlens: Tensor) -> _Sequences:
     rows = torch.arange(tokens, device=device)
     padding = rows >= ends[-1]
     first_of_row = rows % _two_dimensional(labels).shape[1] == 0
-    return _Sequences((starts > 0) | first_of_row | (rows == ends[-1]), padding, starts.cumsum(0) - 1, broken)
+    start = (starts > 0) | first_of_row | (rows == ends[-1])
+    return _Sequences(start, padding, starts.cumsum(0) - 1, broken, named=len(ends) - 1)
 
 
 def _count(
@@ -302,8 +320,9 @@ def _share(targets: Tensor, counted: Tensor, class_weight: Tensor | None) -> Ten
     return torch.where(usable, class_weight.double()[torch.where(usable, targets, 0)], 0.0)
 
 
-def _given_counts(counts: Tensor, sequences: _Sequences) -> tuple[Tensor, Tensor]:
-    """n_s of each row's sequence from one number per sequence, and whether these cannot be right."""
+def _given_counts(counts: Tensor, sequences: _Sequences, here: Tensor) -> tuple[Tensor, Tensor]:
+    """n_s of each row's sequence from one number per sequence, and whether these cannot be right: there are too few of
+    them or too many, or one is less than what its sequence has ``here`` [tokens]."""
     _check_integers("seq_token_counts", counts)
     device = sequences.start.device
     if counts.dim() != 1 or counts.device != device:
@@ -317,5 +336,9 @@ def _given_counts(counts: Tensor, sequences: _Sequences) -> tuple[Tensor, Tensor
     _refuse(missing, f"seq_token_counts has {len(counts)} numbers; there are more sequences than that")
     if not len(counts):
         return torch.zeros_like(index, dtype=torch.float64), missing | negative
-    own = counts.double()[index.clamp(0, len(counts) - 1)]
-    return own.masked_fill(sequences.padding, 0.0), missing | negative
+    unused = (index.amax() + 1).clamp(min=sequences.named) < len(counts) if len(index) else negative
+    _refuse(unused, f"seq_token_counts has {len(counts)} numbers; there are fewer sequences than that")
+    own = counts.double()[index.clamp(0, len(counts) - 1)].masked_fill(sequences.padding, 0.0)
+    less = (own < here).any()
+    _refuse(less, "seq_token_counts has less than there are targets here; it has all targets of every sequence")
+    return own, missing | negative | unused | less

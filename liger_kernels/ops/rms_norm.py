@@ -23,21 +23,38 @@ total, in the same two kernels. total goes on next to y, so that both have a gra
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from liger_kernels.ops._norm_rows import backward_programs, check_rows, launch_shape, runs_kernel, stages, sum_parts
+from liger_kernels.ops._arguments import checked, checked_op, one_of
+from liger_kernels.ops._norm_rows import (
+    Eps,
+    backward_programs,
+    check_like,
+    check_rows,
+    launch_shape,
+    runs_kernel,
+    stages,
+    sum_parts,
+)
 from liger_kernels.ops._runtime import backward_once, launch, tl, triton
 from liger_kernels.ops._tiling import as_rows, cdiv
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
+Formula = Annotated[str, one_of(FORMULAS)]
 
 
+@checked
 def rms_norm_ref(
-    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, formula: str = "cast_then_scale"
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: Eps = 1e-6, *, formula: Formula = "cast_then_scale"
 ) -> torch.Tensor:
     """:func:`rms_norm` in plain torch: the definition of correct, for any floating-point dtype."""
+    check_rows(x, weight=weight)
+    return _formula(x, weight, eps, formula)
+
+
+def _formula(x: torch.Tensor, weight: torch.Tensor | None, eps: float, formula: str) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     norm = x.to(wide)
     norm = norm * torch.rsqrt(norm.pow(2).mean(-1, keepdim=True) + eps)
@@ -50,17 +67,20 @@ def rms_norm_ref(
     return ((1.0 + weight.to(wide)) * norm).to(x.dtype)
 
 
+@checked
 def add_rms_norm_ref(
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    eps: Eps = 1e-6,
     *,
-    formula: str = "cast_then_scale",
+    formula: Formula = "cast_then_scale",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`add_rms_norm` in plain torch: the definition of correct, for any floating-point dtypes."""
+    check_rows(x, weight=weight)
+    check_like(x, residual=residual)
     total = x + residual
-    return rms_norm_ref(total, weight, eps, formula=formula), total
+    return _formula(total, weight, eps, formula), total
 
 
 # fmt: off
@@ -233,14 +253,9 @@ def _of_terms(ctx: Any, d: torch.Tensor | None) -> tuple[torch.Tensor | None, ..
     )
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor | None, formula: str) -> None:
-    if formula not in FORMULAS:
-        raise ValueError(f"formula is {formula!r}; allowed are {', '.join(map(repr, FORMULAS))}")
-    check_rows(x, weight=weight)
-
-
+@checked_op
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, formula: str = "cast_then_scale"
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: Eps = 1e-6, *, formula: Formula = "cast_then_scale"
 ) -> torch.Tensor:
     """RMSNorm over the last dimension; the formulas stand at the top of this file.
 
@@ -248,7 +263,7 @@ def rms_norm(
         x: [..., hidden], float16, bfloat16, float32, or float64 (which runs the reference); any strides. Never
             overwritten.
         weight: [hidden], of any floating-point dtype, or None.
-        eps: added to the mean of the squares.
+        eps: added to the mean of the squares; not negative.
         formula: "cast_then_scale", "scale_then_cast" or "offset_scale_then_cast".
 
     Returns:
@@ -258,19 +273,20 @@ def rms_norm(
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
     """
-    _check(x, weight, formula)
     if not runs_kernel(x, weight):
         return rms_norm_ref(x, weight, eps, formula=formula)
+    check_rows(x, weight=weight)
     return RMSNormFunction.apply(x, None, weight, eps, formula)
 
 
+@checked_op
 def add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    eps: Eps = 1e-6,
     *,
-    formula: str = "cast_then_scale",
+    formula: Formula = "cast_then_scale",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``total = x + residual`` and ``rms_norm(total, weight, eps, formula=formula)``, without reading total back.
 
@@ -287,15 +303,8 @@ def add_rms_norm(
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
     """
-    _check(x, weight, formula)
-    if residual.shape != x.shape:
-        raise ValueError(
-            f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}; they must be equal, nothing is broadcast"
-        )
-    if not residual.is_floating_point():
-        raise TypeError(f"residual is {residual.dtype}; it must be floating point")
-    if residual.device != x.device:
-        raise ValueError(f"residual is on {residual.device}, x on {x.device}; move it there")
     if not runs_kernel(x, weight, residual):
         return add_rms_norm_ref(x, residual, weight, eps, formula=formula)
+    check_rows(x, weight=weight)
+    check_like(x, residual=residual)
     return RMSNormFunction.apply(x, residual, weight, eps, formula)

@@ -19,10 +19,11 @@ gradient is the transposed map rather than the rotation by the negative angle (t
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
+from liger_kernels.ops._arguments import AT_LEAST_1, checked, checked_op, one_of
 from liger_kernels.ops._runtime import backward_once, launch, tl, triton, use_triton
 from liger_kernels.ops._tiling import cdiv, choice, next_power_of_2, tile
 
@@ -45,23 +46,26 @@ _PAIRINGS = {
     )
 }
 PAIRINGS = tuple(_PAIRINGS)
+PairingName = Annotated[str, one_of(PAIRINGS)]
+RotaryDim = Annotated[int, AT_LEAST_1]
 
 
+@checked
 def rope_ref(
     q: torch.Tensor,
     k: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
-    pairing: str = "half",
-    rotary_dim: int | None = None,
+    pairing: PairingName = "half",
+    rotary_dim: RotaryDim | None = None,
     inverse: bool = False,
     keep_dtype: bool = False,
     trailing: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """:func:`rope` in plain torch: the definition of correct, for any floating-point dtype."""
     places = _PAIRINGS[pairing]
-    rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
+    rotary_dim = _checked_rotary_dim(q, k, cos, sin, pairing, rotary_dim)
     cos, sin = cos.unsqueeze(1), (-sin if inverse else sin).unsqueeze(1)  # one for all heads
 
     def pair(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -354,14 +358,15 @@ class RopeFunction(torch.autograd.Function):
         return dq, dk, None, None, None
 
 
+@checked_op
 def rope(
     q: torch.Tensor,
     k: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
-    pairing: str = "half",
-    rotary_dim: int | None = None,
+    pairing: PairingName = "half",
+    rotary_dim: RotaryDim | None = None,
     inverse: bool = False,
     keep_dtype: bool = False,
     trailing: bool = False,
@@ -388,10 +393,10 @@ def rope(
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
     """
-    if pairing not in PAIRINGS:
-        raise ValueError(f"pairing is {pairing!r}; allowed are {', '.join(map(repr, PAIRINGS))}")
-    rotary_dim = cos.shape[-1] if rotary_dim is None else rotary_dim
-    _check(q, k, cos, sin, pairing, rotary_dim)
+    options: dict[str, Any] = {"inverse": inverse, "keep_dtype": keep_dtype, "trailing": trailing}
+    if not use_triton(q):
+        return rope_ref(q, k, cos, sin, pairing=pairing, rotary_dim=rotary_dim, **options)
+    rotary_dim = _checked_rotary_dim(q, k, cos, sin, pairing, rotary_dim)
     if torch.compiler.is_compiling():
         # A program is for these numbers alone. torch 2.11 loses a symbol that becomes one inside of an
         # autograd.Function.
@@ -400,19 +405,23 @@ def rope(
             if x is not None:
                 operator.index(x.shape[1]), operator.index(x.shape[3])
     if (
-        not use_triton(q)
-        or q.shape[0] * q.shape[2] > 2**31 - 2**16  # the kernel counts tokens in 32 bits
+        q.shape[0] * q.shape[2] > 2**31 - 2**16  # the kernel counts tokens in 32 bits
         or torch.float64 in (q.dtype if k is None else k.dtype, cos.dtype, sin.dtype)
         or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
     ):
-        options: dict[str, Any] = {"pairing": pairing, "rotary_dim": rotary_dim, "inverse": inverse}
-        return rope_ref(q, k, cos, sin, **options, keep_dtype=keep_dtype, trailing=trailing)
+        return rope_ref(q, k, cos, sin, pairing=pairing, rotary_dim=rotary_dim, **options)
     return RopeFunction.apply(q, k, cos, sin, (pairing, rotary_dim, inverse, keep_dtype, trailing))
 
 
-def _check(
-    q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, pairing: str, rotary_dim: int
-) -> None:
+def _checked_rotary_dim(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pairing: str,
+    rotary_dim: int | None,
+) -> int:
+    """How many elements of a head are rotated, where all arguments fit."""
     for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         if x is None:
             continue
@@ -432,6 +441,7 @@ def _check(
             f"[1 or {batch}, {seq_len}, rotary_dim]"
         )
     columns = cos.shape[-1]
+    rotary_dim = columns if rotary_dim is None else rotary_dim
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(f"rotary_dim is {rotary_dim}; it must be even and 2 to {head_dim} (head_dim)")
     fits = rotary_dim <= 2 * columns if _PAIRINGS[pairing].repeat else rotary_dim == columns
@@ -440,3 +450,4 @@ def _check(
             f"cos and sin have {columns} columns, rotary_dim is {rotary_dim}; {pairing!r} needs "
             + (f"{rotary_dim // 2} columns or more" if _PAIRINGS[pairing].repeat else "as many columns")
         )
+    return rotary_dim

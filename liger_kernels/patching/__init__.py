@@ -9,13 +9,15 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from liger_kernels.environment import warn_of_a_newer_torch
-from liger_kernels.ops.linear_cross_entropy import MEMORY
+from liger_kernels.ops._arguments import checked, describe
+from liger_kernels.ops.linear_cross_entropy import Memory
+from liger_kernels.ops.packing import LossReduction
 from liger_kernels.patching.census import as_of_now
 from liger_kernels.patching.head import LOSSES
 from liger_kernels.patching.loss import patch_loss
 from liger_kernels.patching.model import ModelRecipe
 from liger_kernels.patching.modules import kernel_names, patch_modules, register
-from liger_kernels.patching.packing import check_loss_reduction, packing_denominator
+from liger_kernels.patching.packing import packing_denominator
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.swap import REPORT, Undo, recipe_of, restore
 
@@ -34,13 +36,15 @@ __all__ = [
 ]
 
 KERNELS = kernel_names()  # of this package
+_CALLER = 3  # where a warning of patch() points, past the check of its arguments
 
 
+@checked
 def patch(
     model: nn.Module,
     kernels: Iterable[str] | None = None,
-    loss_reduction: str = "token",
-    memory: str | None = None,
+    loss_reduction: LossReduction = "token",
+    memory: Memory | None = None,
 ) -> PatchReport:
     """Let ``model`` run on this package's kernels, in place; other models of its family stay as they are.
 
@@ -65,12 +69,11 @@ def patch(
             ``fallbacks`` counts it. A head whose loss is not fused has no use for it, and a warning says so.
 
     Raises:
-        TypeError: ``model`` is not an ``nn.Module``, or ``kernels`` is a single string.
+        TypeError: ``model`` is not an ``nn.Module``, ``kernels`` is a single string, or another argument is of a type
+            that makes no sense.
         ValueError: an unknown kernel, loss reduction or schedule, a schedule without ``linear_cross_entropy`` among the
             kernels, a model that is patched already with others, or one without a loss that could be weighted.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"patch() takes a torch.nn.Module, not {type(model).__name__}; load or build the model first")
     warn_of_a_newer_torch()
     wanted = check_options(kernels, loss_reduction, memory)
     known = status(model)
@@ -102,17 +105,18 @@ def patch(
         warnings.warn(
             f"liger_kernels.patch() replaced nothing in this {type(model).__name__} (kernels={list(wanted)}): "
             "it will run exactly as before. print() the report for the reasons.",
-            stacklevel=2,
+            stacklevel=_CALLER,
         )
     elif memory is not None and not report.fuses_head:
         warnings.warn(
             f"memory={memory!r} has no effect in this {type(model).__name__}: its loss is not computed from hidden "
             "states. print() the report for the reasons.",
-            stacklevel=2,
+            stacklevel=_CALLER,
         )
     return report
 
 
+@checked
 def unpatch(model: nn.Module) -> None:
     """Undo :func:`patch`: every object gets its own class back. A model that is not patched stays as it is.
 
@@ -136,12 +140,13 @@ def unpatch(model: nn.Module) -> None:
         module.__dict__.pop(REPORT, None)
 
 
+@checked
 @contextlib.contextmanager
 def patched(
     model: nn.Module,
     kernels: Iterable[str] | None = None,
-    loss_reduction: str = "token",
-    memory: str | None = None,
+    loss_reduction: LossReduction = "token",
+    memory: Memory | None = None,
 ) -> Iterator[PatchReport]:
     """``with patched(model) as report:`` runs the model patched inside the block, and as it was after it.
 
@@ -156,6 +161,7 @@ def patched(
             unpatch(model)
 
 
+@checked
 def status(model: nn.Module) -> PatchReport | None:
     """The report of :func:`patch` for this model, as of now; None when it is not patched.
 
@@ -177,19 +183,20 @@ def _check_same_options(report: PatchReport, kernels: tuple[str, ...], loss_redu
             )
 
 
-def check_options(kernels: Iterable[str] | None, loss_reduction: str, memory: str | None) -> tuple[str, ...]:
+@checked
+def check_options(
+    kernels: Iterable[str] | None, loss_reduction: LossReduction, memory: Memory | None
+) -> tuple[str, ...]:
     """The names of ``kernels``, in order; raises what :func:`patch` does for its options, whatever the model."""
     existing = kernel_names()
-    if isinstance(kernels, str):
-        raise TypeError(f"kernels is a list of names, not the string {kernels!r}: kernels=[{kernels!r}]")
-    names = set(existing if kernels is None else kernels)
-    unknown = sorted(str(name) for name in names - set(existing))
+    names = list(existing if kernels is None else kernels)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"kernels has {describe(name)} in it; it must be a list of names: {list(existing)}")
+    unknown = sorted(set(names) - set(existing))
     if unknown:
         raise ValueError(f"unknown kernels {unknown}; there are {list(existing)}")
     wanted = tuple(name for name in existing if name in names)
-    check_loss_reduction(loss_reduction)
-    if memory is not None and memory not in MEMORY:
-        raise ValueError(f"memory is {memory!r}; it must be one of {', '.join(map(repr, MEMORY))}, or None to choose")
     if memory is not None and "linear_cross_entropy" not in wanted:
         raise ValueError(
             f"memory={memory!r} is a schedule of linear_cross_entropy, which is not among kernels={list(wanted)}; add "

@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from liger_kernels.ops._arguments import checked
 from liger_kernels.patching.experts import EXPERTS
 from liger_kernels.patching.glu import GATED_MLPS
 from liger_kernels.patching.head import LOSSES
@@ -27,6 +28,7 @@ def kernel_names() -> tuple[str, ...]:
     return (*chain.from_iterable(recogniser.kernels for recogniser in _recognisers), *LOSSES)
 
 
+@checked
 def register(recogniser: Recogniser) -> Callable[[], None]:
     """Let :func:`liger_kernels.patch` use the kernels of ``recogniser`` from now on, in this process.
 
@@ -36,6 +38,7 @@ def register(recogniser: Recogniser) -> Callable[[], None]:
         What ends it. Models that are patched stay patched.
 
     Raises:
+        TypeError: ``recogniser`` is no :class:`Recogniser`.
         ValueError: one of its names is taken.
     """
     taken = sorted(set(recogniser.kernels) & set(kernel_names()))

@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from liger_kernels.ops.packing import EXPONENTS, packing_weights, sequence_index
+from liger_kernels.ops._arguments import checked, describe
+from liger_kernels.ops.packing import LossReduction, packing_weights, sequence_index
 
 # Upstream's name of each source, and packing_weights' name.
 SOURCES = {"cu_seq_lens_q": "cu_seqlens", "seq_idx": "seq_idx", "position_ids": "position_ids"}
@@ -54,13 +55,10 @@ class SquareDenominator(Denominator):
 _DENOMINATORS = {cls.loss_reduction: cls for cls in (Denominator, SampleDenominator, SquareDenominator)}
 
 
-def check_loss_reduction(mode: Any) -> None:
-    """Raise ValueError for an unknown mode."""
-    if mode not in EXPONENTS:
-        raise ValueError(f"loss_reduction is {mode!r}; allowed are {', '.join(map(repr, EXPONENTS))}")
-
-
-def packing_denominator(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], loss_reduction: str) -> Denominator:
+@checked
+def packing_denominator(
+    batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], loss_reduction: LossReduction
+) -> Denominator:
     """What the summed loss of all ``batches`` is divided by: pass it as ``num_items_in_batch`` to each of them.
 
     Args:
@@ -75,12 +73,17 @@ def packing_denominator(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]]
     Raises:
         TypeError, ValueError: as the model's forward does for the same batch.
     """
-    check_loss_reduction(loss_reduction)
     batches = [batches] if isinstance(batches, Mapping) else list(batches)
     if not batches:
         raise ValueError("packing_denominator got no batches; it takes the micro-batches of one optimizer step")
     parts = []
     for batch in batches:
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"batches has {describe(batch)} in it; each must be a dict, as the model's forward takes it"
+            )
+        if batch.get("labels") is None and batch.get("shift_labels") is None:
+            raise ValueError("batches has one without labels; each needs labels or shift_labels, as a tensor")
         targets = _targets(batch)
         sources = _sources(batch, loss_reduction)
         parts.append(packing_weights(**targets, **sources, loss_reduction=loss_reduction).denominator)

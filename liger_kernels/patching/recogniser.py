@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from liger_kernels.ops._arguments import checked_fields
 from liger_kernels.patching.swap import Recipe
 
 _SCALARS = (bool, int, float, str, type(None))
@@ -54,6 +55,7 @@ def _value(value: Any) -> Hashable:
 Verdict = Recipe | tuple[str, ...]  # what a module is replaced by, or why it is left
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Recogniser:
     """How the modules that a kernel replaces are found.

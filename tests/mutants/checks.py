@@ -6,6 +6,7 @@ from __future__ import annotations
 from tests.mutants.edit import Edit
 from tests.mutants.mutant import faults
 
+_BITS = "test_ops_bits.py::test_every_argument_and_gradient_is_read_as_its_values"
 _NORM = "liger_kernels.ops.rms_norm"
 _REFERENCE = "test_ops_every.py::test_matches_reference"
 _ADD_DTOTAL = "dx += dtotal.to(tl.float32)"
@@ -14,6 +15,7 @@ _TOTAL = f"{_SUM_OF_TERMS}.to(total_ptr.dtype.element_ty)"
 _norm = faults("ops.rms_norm", "test_ops_rms_norm.py")
 _loss = faults("ops._cross_entropy_kernels", "test_ops_cross_entropy.py")
 _launcher = faults("ops._launcher", "test_ops_runtime.py")
+_arguments = faults("ops._arguments")
 _runtime = faults("ops._runtime", "test_ops_runtime.py")
 _layer = faults("ops.layer_norm", "test_ops_layer_norm.py")
 _gated = faults("ops.gated_rms_norm", "test_ops_gated_rms_norm.py")
@@ -57,6 +59,10 @@ MUTANTS = (
     _launcher("launch_of_which_a_profiler_does_not_hear",
         "A kept program is launched past Triton's hooks, so that its profiler sees nothing of it.",
         "_is_watched()", "False", "test_who_wants_to_hear_of_launches_does"),
+    _arguments("argument_in_a_negated_view", "The memory of a negated view is taken for its values.",
+        "reads_memory=True", "reads_memory=False", f"{_BITS}[rope, half_repeat-imaginary part of a conjugate]"),
+    _runtime("gradient_in_a_negated_view", "The memory of a gradient that is a negated view is taken for its values.",
+        "grad is not None and grad.is_neg()", "False", f"{_BITS}[swiglu-negated]"),
     _runtime("second_derivative_of_zeros", "A kernel's gradient counts as a constant when it is differentiated again.",
         "return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)",
         "return backward(ctx, *grads)", "test_a_second_derivative_of_a_loss_is_refused"),
@@ -354,7 +360,7 @@ MUTANTS = (
         "tl.where(e > 0.0, below + shift, 0.0)", "(below + shift)", "test_classes_that_are_masked"),
     _layer("layer_norm_of_the_reference_keeps_its_dtype",
         "Where no kernel runs, as on very wide rows, a LayerNorm returns its input's dtype.",
-        "dtype or x.dtype", "x.dtype", "test_result_of_another_dtype"),
+        "y.to(dtype)", "y.to(x.dtype)", "test_result_of_another_dtype", within="layer_norm_ref"),
     _product("more_targets_than_labels", "How many labels count is taken for how many of more targets do.",
         "counted is None or counted.of < self.targets.numel()", "counted is None",
         "test_ops_counted_rows.py::test_a_model_with_more_targets_than_labels"),

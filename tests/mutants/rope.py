@@ -44,11 +44,12 @@ MUTANTS = (
             "cos_offset = batch * cos_batch_stride + later * cos_seq_stride\n"
             "sin_offset = batch * sin_batch_stride + later * sin_seq_stride"),
     _forward("rope_ignores_packing", "Positions are counted from the start of the row, whatever position_ids say.",
-        "_check(q, k, cos, sin, pairing, rotary_dim)",
+        "rotary_dim = _checked_rotary_dim(q, k, cos, sin, pairing, rotary_dim)",
         "<old>\nif not torch.equal(cos[:, -1], cos.amin(1)) and q.shape[2] > 1 and cos.shape[0] > 1:\n"
-            "    cos, sin = (x[:1].expand_as(x) for x in (cos, sin))"),
+            "    cos, sin = (x[:1].expand_as(x) for x in (cos, sin))", within="rope"),
     _forward("rope_not_while_decoding", "A single token, as generation feeds them, is not rotated.",
-        "_check(q, k, cos, sin, pairing, rotary_dim)", "<old>\nif q.shape[2] == 1:\n    return q, k"),
+        "rotary_dim = _checked_rotary_dim(q, k, cos, sin, pairing, rotary_dim)",
+        "<old>\nif q.shape[2] == 1:\n    return q, k", within="rope"),
     _forward("rope_angles_of_half_precision", "cos and sin are rounded to 8 bits of mantissa before use.",
         "return a, b", "return a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32)",
         within="_load_angles", dtypes=("float32",)),
