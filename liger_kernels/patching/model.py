@@ -39,6 +39,7 @@ class ModelRecipe(Recipe):
     would leave them unweighted raises.
     """
 
+    live = None
     loss_reduction: str = "token"
 
     def namespace(self, base: Any) -> dict[str, Any]:
