@@ -219,15 +219,15 @@ CASES: list[tuple[str, str, Callable[[], nn.Module], Callable[[Any], None], bool
     ("NormRecipe", "formula", WithBuffer, setting("shift", functools.partial(torch.ones, HIDDEN, device=DEVICE)), True),
     ("NormRecipe", "weight", Norm, setting("weight", functools.partial(parameter, HIDDEN)), False),
     ("NormRecipe", "weight", Norm, setting("weight", functools.partial(parameter, 7, 1)), False),
-    ("NormRecipe", "weight", Norm, setting("weight", None), False),
+    ("NormRecipe", "weight", Norm, setting("weight", None), True),
     ("NormRecipe", "weight", Norm, lambda m: delattr(m, "weight"), False),
     ("NormRecipe", "mixed", CastsToItsWeight, lambda m: m.bfloat16(), False),
     ("LayerNormRecipe", "eps", lambda: nn.LayerNorm(HIDDEN), setting("eps", 0.3), True),
-    ("LayerNormRecipe", "weight", lambda: nn.LayerNorm(HIDDEN), setting("weight", None), False),
+    ("LayerNormRecipe", "weight", lambda: nn.LayerNorm(HIDDEN), setting("weight", None), True),
     ("LayerNormRecipe", "weight", lambda: nn.LayerNorm(HIDDEN), setting("normalized_shape", (7, HIDDEN)), True),
     ("LayerNormRecipe", "weight", Centred, setting("weight", functools.partial(parameter, HIDDEN)), False),
     ("LayerNormRecipe", "bias", lambda: nn.LayerNorm(HIDDEN, bias=False), setting("bias", parameter(HIDDEN)), True),
-    ("LayerNormRecipe", "bias", lambda: nn.LayerNorm(HIDDEN), setting("bias", None), False),
+    ("LayerNormRecipe", "bias", lambda: nn.LayerNorm(HIDDEN), setting("bias", None), True),
     ("LayerNormRecipe", "zero_centered", Centred, setting("offset", 0), True),
     ("LayerNormRecipe", "bare", lambda: nn.LayerNorm(HIDDEN), of_class("forward", other_forward), True),
     ("LayerNormRecipe", "mixed", lambda: nn.LayerNorm(HIDDEN), lambda m: m.double(), False),
@@ -421,6 +421,19 @@ def test_a_change_of_a_model_counts_as_unpatched(case, monkeypatch):
     assert any(reason in found for found in since) if reason else not since, since
     liger_kernels.patch(patched)
     torch.testing.assert_close(train(patched), expected)
+
+
+def test_another_way_to_multiply_experts_is_said():
+    plain = built("mixtral", "MixtralForCausalLM")
+    patched = copy.deepcopy(plain)
+    liger_kernels.patch(patched)
+    inputs = {name: t.to(DEVICE) for name, t in zoo.tiny_batch(plain).items()}
+    for name, left in (("batched_mm", True), ("grouped_mm", False)):
+        for model in (plain, patched):
+            model.set_experts_implementation(name)
+        torch.testing.assert_close(patched(**inputs).loss, plain(**inputs).loss)
+        reasons = [item.reason for item in liger_kernels.status(patched).left]
+        assert any("experts_implementation='batched_mm'" in reason for reason in reasons) is left
 
 
 # Real modules, and whatever they hold.

@@ -89,6 +89,12 @@ class ExpertsRecipe(Recipe):
     def detail(self) -> str:
         return str(self.gate) if self.whole is None else f"sum of weight * down({self.gate})"
 
+    def changed(self, module: nn.Module) -> str | None:
+        implementation = _implementation(module)
+        if self.whole is not None and implementation not in _REPLACED:
+            return f"its configuration asks for experts_implementation={implementation!r}, which runs"
+        return super().changed(module)
+
     def namespace(self, base: Any) -> dict[str, Any]:
         recipe = self
 

@@ -15,7 +15,7 @@ SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch
 ABSENT: Any = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _KINDS = ("_parameters", "_buffers", "_modules")
-_PARAMETER = "a parameter"
+_THERE = "there"
 _DEPTH = 4  # of objects inside of objects
 
 # From a module to a value in it: whether each step is an item, and its name or key.
@@ -84,6 +84,9 @@ class Look:
             for kind in _KINDS:
                 self._compare(state, kind, state[kind])
             self.sizes += [(container, len(container)) for container in (state, parameters, buffers, modules)]
+        for name in live:  # The recipe's forward looks at them. FSDP1 takes them away between two forwards.
+            is_none = any(name in holder and holder.get(name) is None for holder in (state, parameters, modules))
+            self.found[path + name] = None if is_none else _THERE
         public = (name for name in state if reads.all and not name.startswith("_"))
         for name in sorted(names.union(public) - live - _OF_EVERY_MODULE):
             at = path + name
@@ -91,7 +94,7 @@ class Look:
                 self._value(at, state[name], names, state, name)
             elif name in parameters:
                 parameter = parameters.get(name)  # without ZeRO's own look-up, which gathers it
-                self.found[at] = None if parameter is None else _PARAMETER
+                self.found[at] = None if parameter is None else _THERE
                 if parameter is None:
                     self._compare(parameters, name, None)
             elif name in buffers:
