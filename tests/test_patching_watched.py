@@ -428,12 +428,15 @@ def test_another_way_to_multiply_experts_is_said():
     patched = copy.deepcopy(plain)
     liger_kernels.patch(patched)
     inputs = {name: t.to(DEVICE) for name, t in zoo.tiny_batch(plain).items()}
-    for name, left in (("batched_mm", True), ("grouped_mm", False)):
+    for name, left in (("batched_mm", True), ("grouped_mm", False), ("eager", False)):
         for model in (plain, patched):
             model.set_experts_implementation(name)
         torch.testing.assert_close(patched(**inputs).loss, plain(**inputs).loss)
         reasons = [item.reason for item in liger_kernels.status(patched).left]
         assert any("experts_implementation='batched_mm'" in reason for reason in reasons) is left
+        if not left:  # whichever way it is, the whole sum is recognised
+            again = copy.deepcopy(plain)
+            assert any("sum of weight" in item.formula for item in liger_kernels.patch(again).replaced)
 
 
 # Real modules, and whatever they hold.

@@ -33,9 +33,9 @@ _GATE = "_apply_gate"
 _IMPLEMENTATION = "_experts_implementation"
 # Ways to multiply that the kernels stand for: any other is somebody's choice.
 _REPLACED = (None, "eager", "grouped_mm")
-# What the sizes of the probe are. Grouped products take rows of 16 bytes.
-_HIDDEN, _INNER = 8, 12
-# Grouped products know no float64. Sums of 24 products in float32, over the largest result.
+# What the sizes of the probe are. Grouped products take rows of 16 bytes, in 16 bits, too.
+_HIDDEN, _INNER = 8, 16
+# Grouped products know no float64. Sums of 32 products in float32, over the largest result.
 _SAME_IN_FLOAT32 = 2e-5
 
 

@@ -62,7 +62,7 @@ class GatedNormRecipe(Recipe):
             if len(given) != 2:  # some are called without a gate
                 return base.forward(self, *args, **kwargs)
             x, gate = given
-            weight = getattr(self, weight_name)
+            weight = probe.parameter_of(self, weight_name)
             if (
                 type(x) not in PLAIN
                 or type(gate) not in PLAIN

@@ -103,8 +103,9 @@ class GluRecipe(Recipe):
             # A plan that keeps DTensors, or one that is broadcast.
             if type(gate) not in PLAIN or type(up) not in PLAIN or gate.shape != up.shape:
                 return down(activate(gate) * up)
-            if _is_just_linear(down) and _takes(down, gate, up):
-                return fused_linear(gate, up, down.weight, down.bias)
+            linear = _just_linear(down, gate, up)
+            if linear is not None:
+                return fused_linear(gate, up, *linear)
             return down(fused(gate, up))
 
         return {"forward": forward}
@@ -125,36 +126,36 @@ def _mixes_dtypes(mlp: nn.Module, projections: tuple[str, ...], x: torch.Tensor)
 
     No kernel takes float64, either.
     """
-    if x.dtype not in PROBED:
+    dtype, modules = x.dtype, mlp._modules
+    if dtype not in PROBED:
         return True
     for name in projections:
-        projection: Any = mlp._modules.get(name)
+        projection: Any = modules.get(name)
         if projection is None:
             return True
         weight = projection._parameters.get("weight")
         if weight is None:  # an adapter tells that of what it wraps
             weight = getattr(projection, "weight", None)
-        if type(weight) in PLAIN and weight.dtype != x.dtype and weight.dtype in (*PROBED, torch.float64):
+        if type(weight) in PLAIN and weight.dtype != dtype and weight.dtype in (*PROBED, torch.float64):
             return not torch.is_autocast_enabled(x.device.type) or weight.dtype == torch.float64
     return False
 
 
-def _takes(down: Any, gate: torch.Tensor, up: torch.Tensor) -> bool:
-    """Whether the projection behind the product has its dtype; else ``down`` itself says what is wrong."""
-    dtype = down.weight.dtype
-    if down.bias is not None and down.bias.dtype != dtype:
-        return False
-    return (gate.dtype == dtype and up.dtype == dtype) or torch.is_autocast_enabled(gate.device.type)
+def _just_linear(module: Any, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight and bias of the projection behind the product, where calling it is ``F.linear`` of these in one dtype.
 
-
-def _is_just_linear(module: nn.Module) -> bool:
-    """Whether calling ``module`` is ``F.linear`` of its weight and bias, and nobody watches or changes that."""
-    return (
-        type(module) is nn.Linear
-        and type(module.weight) in PLAIN  # not sharded, not quantized
-        and not probe.has_hooks(module)
-        and not probe.has_global_hooks()
-    )
+    None where somebody watches or changes that, and where the dtypes differ: then ``module`` itself casts or raises.
+    """
+    if type(module) is not nn.Linear or probe.has_hooks(module) or probe.has_global_hooks():
+        return None
+    weight, bias = module.weight, module.bias
+    if type(weight) not in PLAIN:  # sharded, quantized
+        return None
+    dtype = weight.dtype
+    if bias is not None and bias.dtype != dtype:
+        return None
+    one = gate.dtype == dtype and up.dtype == dtype
+    return (weight, bias) if one or torch.is_autocast_enabled(gate.device.type) else None
 
 
 def is_glu_candidate(module: nn.Module) -> bool:

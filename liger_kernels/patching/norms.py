@@ -69,7 +69,7 @@ class NormRecipe(Recipe):
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
             if left_to_inductor("rms_norm", x) or not unchanged(self):
                 return base.forward(self, *args, **kwargs)
-            weight = getattr(self, weight_name) if weight_name is not None else None
+            weight = probe.parameter_of(self, weight_name) if weight_name is not None else None
             if (
                 type(x) not in PLAIN
                 or x.dtype not in PROBED
@@ -125,8 +125,8 @@ class LayerNormRecipe(Recipe):
             (x,) = (*args, *kwargs.values())
             if left_to_inductor("layer_norm", x) or not unchanged(self):
                 return base.forward(self, *args, **kwargs)
-            weight = getattr(self, weight_name) if weight_name is not None else None
-            bias = getattr(self, bias_name) if bias_name is not None else None
+            weight = probe.parameter_of(self, weight_name) if weight_name is not None else None
+            bias = probe.parameter_of(self, bias_name) if bias_name is not None else None
             autocast = torch.is_autocast_enabled(x.device.type)
             dtype = _autocast_dtype(x.device, x.dtype) if autocast else None
             mixes = (autocast and (dtype != x.dtype or _are_float32(weight, bias))) if bare else mixed

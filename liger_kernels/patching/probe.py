@@ -196,6 +196,12 @@ def true_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
     return {name: true_shape(parameter) for name, parameter in module._parameters.items() if parameter is not None}
 
 
+def parameter_of(module: nn.Module, name: str) -> Any:
+    """``getattr(module, name)``, which takes half a microsecond for a parameter."""
+    found = module._parameters.get(name)
+    return getattr(module, name) if found is None else found  # sharded by FSDP1, or computed by a parametrisation
+
+
 def fits(vector: Any, x: torch.Tensor, mixed: bool) -> bool:
     """Whether a parameter is one plain vector for the rows of ``x``: where it is sharded, something has gathered it.
 
