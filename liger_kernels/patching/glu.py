@@ -71,7 +71,7 @@ class GluRecipe(Recipe):
         if self.up is None:
             gate, up = gate.chunk(2, dim=-1)
         down = getattr(module, self.down)
-        if _is_just_linear(down):
+        if _plain_weights(down) is not None:
             weight, bias = (step.like(p, step.linear) for p in (down.weight, down.bias))
             return partial(fused_linear, gate, up, weight, bias)
         return partial(fused, gate, up)
@@ -142,20 +142,24 @@ def _mixes_dtypes(mlp: nn.Module, projections: tuple[str, ...], x: torch.Tensor)
 
 
 def _just_linear(module: Any, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Weight and bias of the projection behind the product, where calling it is ``F.linear`` of these in one dtype.
-
-    None where somebody watches or changes that, and where the dtypes differ: then ``module`` itself casts or raises.
-    """
-    if type(module) is not nn.Linear or probe.has_hooks(module) or probe.has_global_hooks():
+    """:func:`_plain_weights` of the projection behind the product, in its dtype; else ``module`` casts or raises."""
+    linear = _plain_weights(module)
+    if linear is None:
         return None
-    weight, bias = module.weight, module.bias
-    if type(weight) not in PLAIN:  # sharded, quantized
-        return None
+    weight, bias = linear
     dtype = weight.dtype
     if bias is not None and bias.dtype != dtype:
         return None
     one = gate.dtype == dtype and up.dtype == dtype
-    return (weight, bias) if one or torch.is_autocast_enabled(gate.device.type) else None
+    return linear if one or torch.is_autocast_enabled(gate.device.type) else None
+
+
+def _plain_weights(module: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight and bias of ``module``, where calling it is ``F.linear`` of these, and nobody watches or changes that."""
+    if type(module) is not nn.Linear or probe.has_hooks(module) or probe.has_global_hooks():
+        return None
+    weight = module.weight
+    return (weight, module.bias) if type(weight) in PLAIN else None  # not sharded, not quantized
 
 
 def is_glu_candidate(module: nn.Module) -> bool:
