@@ -190,7 +190,9 @@ def wrong(**methods: Any) -> type:
 def test_a_strangers_experts_are_recognised_and_computed_alike(transposed):
     model = (TransposedExperts() if transposed else Experts()).to(DEVICE)
     recipe = recognise_experts(model)
-    assert recipe == ExpertsRecipe(Gate(limit=2.25), Parameters("gate_up_proj", "down_proj", transposed))
+    # Of weights of another dtype its result has another dtype, too.
+    parameters = Parameters("gate_up_proj", "down_proj", transposed)
+    assert recipe == ExpertsRecipe(Gate(limit=2.25), parameters, mixed=False)
     ids = torch.tensor([[0, 1], [1, 1], [5, 2]], device=DEVICE)
     inputs = (3 * torch.randn(3, 16, device=DEVICE), ids, torch.rand(3, 2, device=DEVICE))
 
@@ -234,7 +236,9 @@ NO_SUM = "packed experts: their forward is no sum of weight * down(act(gate) * u
 
 
 @pytest.mark.parametrize(
-    ("limit", "verdict"), [(None, ExpertsRecipe(Gate(), WHOLE)), (50.0, (NO_SUM,))], ids=["no clamp", "clamp"]
+    ("limit", "verdict"),
+    [(None, ExpertsRecipe(Gate(), WHOLE, mixed=False)), (50.0, (NO_SUM,))],
+    ids=["no clamp", "clamp"],
 )
 def test_experts_without_a_method_for_their_gate(limit, verdict):
     """As those of transformers 5.0, whose forward is a loop; usual numbers do not reach the clamp."""

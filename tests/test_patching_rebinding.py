@@ -53,9 +53,13 @@ def test_functions_are_asked_for_in_the_order_of_the_code(module: types.ModuleTy
     assert asked == names
 
 
-def test_all_other_names_are_those_of_the_module_at_the_moment_of_the_call(module: types.ModuleType) -> None:
-    forward, x = rebound(module), torch.ones(1)
-    vars(module).update(TABLE={"factor": 3.0}, turn=None)  # of which turn is of no concern to the copy
+def test_names_are_those_of_the_module_at_the_moment_of_the_call(module: types.ModuleType) -> None:
+    forward, x, turn = rebound(module), torch.ones(1), module.turn
+    vars(module).update(TABLE={"factor": 3.0})
+    assert forward(x).tolist() == [303.0]
+    vars(module).update(turn=lambda x: -2 * x)  # what the copy calls in its place stands for another function
+    assert forward(x).tolist() == module.forward(x).tolist() == [3.0]
+    vars(module).update(turn=turn)
     assert forward(x).tolist() == [303.0]
     scope = forward.__globals__
     vars(module)["later"] = 1

@@ -189,7 +189,7 @@ LAYER_NORMS = [
     (nn.LayerNorm(24, bias=False), LayerNormRecipe(1e-5, "weight", None, bare=True)),
     (nn.LayerNorm(24, elementwise_affine=False), LayerNormRecipe(1e-5, None, None, bare=True)),
     (InFloat32(24, eps=1e-6, bias=False), LayerNormRecipe(1e-6, "weight", None)),
-    (ZeroCentred(24), LayerNormRecipe(1e-5, "weight", "bias", zero_centered=True)),
+    (ZeroCentred(24), LayerNormRecipe(1e-5, "weight", "bias", zero_centered=True, mixed=False)),
     (Swapped(), LayerNormRecipe(1e-12, "scale", "weight", bare=True)),
 ]
 

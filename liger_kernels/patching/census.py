@@ -45,9 +45,11 @@ def _changed(module: Any, recipe: Any) -> str | None:
     base = cls._liger_kernels_base
     if cls._liger_kernels_base_forward is not base.forward:
         return (
-            f"{package_of(base.forward)} replaced the forward of its class after patch(), and this package's runs "
-            "instead: unpatch(model) to run the other"
+            f"{package_of(base.forward)} replaced the forward of its class after patch(), and that one runs: call "
+            "patch(model) to look at it anew"
         )
+    if (why := recipe.changed(module)) is not None:
+        return why
     if isinstance(recipe, ModelRecipe) and not patched_heads(module.get_output_embeddings()):
         return "its LM head was replaced after patch(), and computes logits: call patch(model) again"
     return None

@@ -21,17 +21,21 @@ from liger_kernels.ops import Gate, experts, experts_ref, packed_glu, packed_glu
 from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.patching import probe
 from liger_kernels.patching.glu import skips_watched
-from liger_kernels.patching.probe import PLAIN, true_shapes
+from liger_kernels.patching.probe import PLAIN, PROBED, true_shapes
+from liger_kernels.patching.reads import reads_of
 from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import Recipe, mark_run
+from liger_kernels.patching.watch import unchanged
 
 # Of transformers (since 5.0), private: what experts compute between their two products.
 _GATE = "_apply_gate"
+# Where a configuration says how experts are multiplied; looked at in each call.
+_IMPLEMENTATION = "_experts_implementation"
 # Ways to multiply that the kernels stand for: any other is somebody's choice.
 _REPLACED = (None, "eager", "grouped_mm")
-# What the sizes of the probe are. Grouped products take rows of 16 bytes.
-_HIDDEN, _INNER = 8, 12
-# Grouped products know no float64. Sums of 24 products in float32, over the largest result.
+# What the sizes of the probe are. Grouped products take rows of 16 bytes, in 16 bits, too.
+_HIDDEN, _INNER = 8, 16
+# Grouped products know no float64. Sums of 32 products in float32, over the largest result.
 _SAME_IN_FLOAT32 = 2e-5
 
 
@@ -44,6 +48,10 @@ class Parameters:
     transposed: bool = False
     gate_up_bias: str | None = None
     down_bias: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.gate_up, self.down, self.gate_up_bias, self.down_bias)))
 
     def of(self, module: Any) -> dict[str, Any]:
         """As the op takes them."""
@@ -61,10 +69,17 @@ class ExpertsRecipe(Recipe):
     Attributes:
         gate: the unit between the two products.
         whole: where the parameters are; None: only ``_apply_gate`` is replaced.
+        mixed: also where the router's weights are float32, and all else has 16 bits.
     """
 
     gate: Gate
     whole: Parameters | None = None
+    mixed: bool = True
+
+    @property
+    def live(self) -> tuple[str, ...]:  # type: ignore[override]
+        names = () if self.whole is None else self.whole.names
+        return (*names, _IMPLEMENTATION, f"{_IMPLEMENTATION}_internal")
 
     @property
     def kernel(self) -> str:
@@ -74,12 +89,23 @@ class ExpertsRecipe(Recipe):
     def detail(self) -> str:
         return str(self.gate) if self.whole is None else f"sum of weight * down({self.gate})"
 
+    def changed(self, module: nn.Module) -> str | None:
+        implementation = _implementation(module)
+        if self.whole is not None and implementation not in _REPLACED:
+            return f"its configuration asks for experts_implementation={implementation!r}, which runs"
+        return super().changed(module)
+
     def namespace(self, base: Any) -> dict[str, Any]:
         recipe = self
 
         def apply_gate(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = (*args, *kwargs.values())
-            if left_to_inductor("experts", x) or type(x) not in PLAIN or skips_watched(self, set()):
+            if (
+                left_to_inductor("experts", x)
+                or type(x) not in PLAIN
+                or not unchanged(self)
+                or skips_watched(self, set())
+            ):
                 return getattr(base, _GATE)(self, *args, **kwargs)
             mark_run(self)
             return packed_glu(x, recipe.gate)
@@ -88,7 +114,7 @@ class ExpertsRecipe(Recipe):
             given = (*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
             if len(given) == len(args) + len(kwargs) == 3 and recipe.whole is not None:
                 parameters = recipe.whole.of(self)
-                if _takes(self, *given, *parameters.values()):
+                if _takes(self, recipe.mixed, *given, *parameters.values()):
                     mark_run(self)
                     return experts(*given, gate=recipe.gate, **parameters)
             return base.forward(self, *args, **kwargs)
@@ -98,26 +124,29 @@ class ExpertsRecipe(Recipe):
         return gate if self.whole is None else {**gate, "forward": forward}
 
 
-def _takes(module: nn.Module, hidden: Any, ids: Any, weights: Any, *parameters: Any) -> bool:
+def _takes(module: nn.Module, mixed: bool, hidden: Any, ids: Any, weights: Any, *parameters: Any) -> bool:
     """Whether the kernels compute this call as the probe did, and nobody watches what they skip."""
     tensors = (hidden, ids, weights, *parameters)
     return (
         all(type(t) in PLAIN for t in tensors)
         and not left_to_inductor("experts", hidden)
+        and hidden.dtype in PROBED
         and hidden.dim() == ids.dim() == 2
         and ids.shape == weights.shape
         and all(t.dtype == hidden.dtype for t in parameters)
+        and (weights.dtype == hidden.dtype or (mixed and weights.dtype == torch.float32))
         and all(t.device == hidden.device for t in tensors)
         # The loop casts under autocast, the grouped products do not.
         and not torch.is_autocast_enabled(hidden.device.type)
         and _implementation(module) in _REPLACED
+        and unchanged(module)
         and not skips_watched(module, set())
     )
 
 
 def _implementation(module: nn.Module) -> str | None:
     """How the configuration of transformers says that experts are multiplied."""
-    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return getattr(getattr(module, "config", None), _IMPLEMENTATION, None)
 
 
 def _cubes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
@@ -148,10 +177,11 @@ def _fit(up: tuple[int, ...], down: tuple[int, ...]) -> bool:
 def recognise_experts(module: nn.Module) -> Verdict:
     """The recipe for ``module``, or why its experts stay as they are."""
     has_gate = getattr(type(module), _GATE, None) is not None
+    further = [name for name, _ in module.named_parameters() if "." in name]
     try:
         with probe.probing():
-            gate = find_gate(module) if has_gate else None
-            whole = _find_whole(module, _UNITS if gate is None else (gate,))
+            gate = find_gate(module) if has_gate and not _trains_its_gate(module) else None
+            whole = None if further else _find_whole(module, _UNITS if gate is None else (gate,))
             if whole is not None:
                 return whole
             called = has_gate and _calls_gate(module)
@@ -163,6 +193,12 @@ def recognise_experts(module: nn.Module) -> Verdict:
     return (f"packed experts: their forward is no sum of weight * down(act(gate) * up){call}",)
 
 
+def _trains_its_gate(module: nn.Module) -> bool:
+    """Whether a parameter decides what ``_apply_gate`` computes."""
+    names = reads_of([getattr(type(module), _GATE)], type(module)).names
+    return any(name.partition(".")[0] in names for name, _ in module.named_parameters())
+
+
 def find_gate(module: nn.Module) -> Gate | None:
     """What the ``_apply_gate`` of ``module`` computes; None where it is no :class:`Gate`."""
     clone = probe.bare_copy(module)
@@ -171,7 +207,8 @@ def find_gate(module: nn.Module) -> Gate | None:
         for gate in _solve(lambda x: apply(clone, x), interleaved, gate_first):
             scales = (2.0, gate.limit or 1.0, 1e3)
             if all(_same(lambda x: apply(clone, x), gate, scale) for scale in scales):
-                return gate
+                dtypes = {apply(clone, probe.randn(2, 2 * _INNER).to(dtype)).dtype: dtype for dtype in PROBED}
+                return gate if all(got == dtype for got, dtype in dtypes.items()) else None
     return None
 
 
@@ -246,9 +283,24 @@ def _find_whole(module: nn.Module, gates: tuple[Gate, ...]) -> ExpertsRecipe | N
                 expected = [_run(small, scale, gate) for scale in (1.0, 1e3)]
                 pairs = zip(itertools.chain(*results), itertools.chain(*expected), strict=True)
                 if all(probe.relative_difference(a, b) < bound for a, b in pairs):
-                    return ExpertsRecipe(gate, small.parameters)
+                    if not _same_in_16_bits(small, gate, torch.bfloat16):
+                        return None
+                    return ExpertsRecipe(gate, small.parameters, _same_in_16_bits(small, gate, torch.float32))
             break
     return None
+
+
+@torch.no_grad()
+def _same_in_16_bits(small: _Small, gate: Gate, dtype: torch.dtype) -> bool:
+    """Whether the result is bfloat16, and differs by a few roundings, where the router's weights have ``dtype``."""
+    small.module.to(torch.bfloat16)
+    hidden, ids, weights = _tokens(small)
+    try:
+        y = type(small.module).forward(small.module, hidden, ids, weights.to(dtype))
+    except Exception:  # whatever upstream raises, it is to raise
+        return False
+    expected = experts_ref(hidden, ids, weights.to(dtype), gate=gate, **small.parameters.of(small.module))
+    return y.dtype == hidden.dtype and probe.relative_difference(y, expected) < 8 * torch.finfo(y.dtype).eps
 
 
 def _run(small: _Small, scale: float, gate: Gate | None = None) -> list[torch.Tensor]:

@@ -14,8 +14,9 @@ from liger_kernels.ops import gated_rms_norm, gated_rms_norm_ref
 from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.ops.gated_rms_norm import ACTIVATIONS, FORMULAS
 from liger_kernels.patching import probe
-from liger_kernels.patching.probe import PLAIN
+from liger_kernels.patching.probe import PLAIN, PROBED
 from liger_kernels.patching.swap import RAN, Recipe
+from liger_kernels.patching.watch import unchanged
 
 GATE = ""  # the gate's name among the vectors that a probe gives to a norm; no parameter is called so
 OPEN = (1.2784645427610738, 40.0)  # where silu is 1, and where a sigmoid is
@@ -32,12 +33,17 @@ class GatedNormRecipe(Recipe):
     activation: str
     gate_first: bool
     groups: int
+    mixed: bool = True  # also where x, gate and weight have several dtypes
+
+    @property
+    def live(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.weight,)
 
     @property
     def detail(self) -> str:
         order = f"norm of x {self.activation}(gate)" if self.gate_first else f"norm, then {self.activation}(gate)"
         groups = f", {self.groups} groups" if self.groups > 1 else ""
-        return f"{order}, {self.formula}{groups}, eps={self.eps:g}"
+        return f"{order}, {self.formula}{groups}, eps={self.eps:g}{one_dtype(self.mixed)}"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -49,26 +55,35 @@ class GatedNormRecipe(Recipe):
 
     def namespace(self, base: Any) -> dict[str, Any]:
         names = probe.parameter_names(base.forward)
-        eps, weight_name, options = self.eps, self.weight, self.options
+        eps, weight_name, mixed, options = self.eps, self.weight, self.mixed, self.options
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             given = (*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
             if len(given) != 2:  # some are called without a gate
                 return base.forward(self, *args, **kwargs)
             x, gate = given
-            weight = getattr(self, weight_name)
+            weight = probe.parameter_of(self, weight_name)
             if (
                 type(x) not in PLAIN
                 or type(gate) not in PLAIN
                 or gate.shape != x.shape
                 or left_to_inductor("gated_rms_norm", x)
-                or not probe.fits(weight, x)
+                or not unchanged(self)
+                or x.dtype not in PROBED
+                or gate.dtype not in PROBED
+                or not (mixed or gate.dtype == x.dtype)
+                or not probe.fits(weight, x, mixed)
             ):
                 return base.forward(self, *args, **kwargs)
             self.__dict__[RAN] = True
             return gated_rms_norm(x, gate, weight, eps, **options)
 
         return {"forward": forward}
+
+
+def one_dtype(mixed: bool) -> str:
+    """What the formula of a norm ends with, for the report."""
+    return "" if mixed else ", where all has one dtype"
 
 
 def gate_of(x: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:

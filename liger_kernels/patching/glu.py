@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch import nn
 from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
 from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.patching import probe
-from liger_kernels.patching.probe import PLAIN, takes_one_tensor, true_shape
+from liger_kernels.patching.probe import PLAIN, PROBED, takes_one_tensor, true_shape
 from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import Recipe, mark_run
+from liger_kernels.patching.watch import unchanged
 
 _Unit = tuple[Callable[..., torch.Tensor], ...]
 
@@ -47,6 +48,11 @@ class GluRecipe(Recipe):
     up: str | None
     down: str
     gate_first: bool = True
+    autocast: bool = True  # also under autocast, where a cast of its own may show
+
+    @property
+    def live(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(filter(None, (self.gate, self.up, self.down)))
 
     @property
     def kernel(self) -> str:
@@ -65,7 +71,7 @@ class GluRecipe(Recipe):
         if self.up is None:
             gate, up = gate.chunk(2, dim=-1)
         down = getattr(module, self.down)
-        if _is_just_linear(down):
+        if _plain_weights(down) is not None:
             weight, bias = (step.like(p, step.linear) for p in (down.weight, down.bias))
             return partial(fused_linear, gate, up, weight, bias)
         return partial(fused, gate, up)
@@ -74,10 +80,17 @@ class GluRecipe(Recipe):
         recipe = self
         activate, fused, fused_linear = _UNITS[self.activation]
         called = {self.gate, self.up, self.down}
+        projections, under_autocast = self.live, self.autocast
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
-            if left_to_inductor(recipe.kernel, x) or skips_watched(self, called):
+            if (
+                left_to_inductor(recipe.kernel, x)
+                or not unchanged(self)
+                or skips_watched(self, called)
+                or _mixes_dtypes(self, projections, x)
+                or (not under_autocast and torch.is_autocast_enabled(x.device.type))
+            ):
                 return base.forward(self, *args, **kwargs)
             mark_run(self)
             gate = getattr(self, recipe.gate)(x)
@@ -87,10 +100,12 @@ class GluRecipe(Recipe):
                 first, second = gate.chunk(2, dim=-1)
                 gate, up = (first, second) if recipe.gate_first else (second, first)
             down = getattr(self, recipe.down)
-            if type(gate) not in PLAIN or type(up) not in PLAIN:  # a plan that keeps DTensors
+            # A plan that keeps DTensors, or one that is broadcast.
+            if type(gate) not in PLAIN or type(up) not in PLAIN or gate.shape != up.shape:
                 return down(activate(gate) * up)
-            if _is_just_linear(down):
-                return fused_linear(gate, up, down.weight, down.bias)
+            linear = _just_linear(down, gate, up)
+            if linear is not None:
+                return fused_linear(gate, up, *linear)
             return down(fused(gate, up))
 
         return {"forward": forward}
@@ -106,14 +121,45 @@ def skips_watched(mlp: nn.Module, called: set[str | None]) -> bool:
     return False
 
 
-def _is_just_linear(module: nn.Module) -> bool:
-    """Whether calling ``module`` is ``F.linear`` of its weight and bias, and nobody watches or changes that."""
-    return (
-        type(module) is nn.Linear
-        and type(module.weight) in PLAIN  # not sharded, not quantized
-        and not probe.has_hooks(module)
-        and not probe.has_global_hooks()
-    )
+def _mixes_dtypes(mlp: nn.Module, projections: tuple[str, ...], x: torch.Tensor) -> bool:
+    """Whether a projection has another dtype than ``x``: upstream may cast, or raise. Autocast casts what comes in.
+
+    No kernel takes float64, either.
+    """
+    dtype, modules = x.dtype, mlp._modules
+    if dtype not in PROBED:
+        return True
+    for name in projections:
+        projection: Any = modules.get(name)
+        if projection is None:
+            return True
+        weight = projection._parameters.get("weight")
+        if weight is None:  # an adapter tells that of what it wraps
+            weight = getattr(projection, "weight", None)
+        if type(weight) in PLAIN and weight.dtype != dtype and weight.dtype in (*PROBED, torch.float64):
+            return not torch.is_autocast_enabled(x.device.type) or weight.dtype == torch.float64
+    return False
+
+
+def _just_linear(module: Any, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """:func:`_plain_weights` of the projection behind the product, in its dtype; else ``module`` casts or raises."""
+    linear = _plain_weights(module)
+    if linear is None:
+        return None
+    weight, bias = linear
+    dtype = weight.dtype
+    if bias is not None and bias.dtype != dtype:
+        return None
+    one = gate.dtype == dtype and up.dtype == dtype
+    return linear if one or torch.is_autocast_enabled(gate.device.type) else None
+
+
+def _plain_weights(module: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight and bias of ``module``, where calling it is ``F.linear`` of these, and nobody watches or changes that."""
+    if type(module) is not nn.Linear or probe.has_hooks(module) or probe.has_global_hooks():
+        return None
+    weight = module.weight
+    return (weight, module.bias) if type(weight) in PLAIN else None  # not sharded, not quantized
 
 
 def is_glu_candidate(module: nn.Module) -> bool:
@@ -126,8 +172,12 @@ def recognise_glu(module: nn.Module) -> GluRecipe | str:
 
     A copy with small random projections runs in float64.
     """
+    sizes = _linear_sizes(module)
     try:
         with probe.probing(), torch.no_grad():
+            further = [name for name, _ in module.named_parameters() if name.partition(".")[0] not in sizes]
+            if further:
+                return f"it has further parameters: {', '.join(further)}"
             for gate, up, down in _roles(module):
                 recipe = _match(module, gate, up, down)
                 if recipe is not None:
@@ -140,7 +190,7 @@ def recognise_glu(module: nn.Module) -> GluRecipe | str:
 def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe | None:
     hidden, inner = 6, 10
     shapes = {gate: (hidden, 2 * inner if up is None else inner), down: (inner, hidden), up: (hidden, inner)}
-    small = {name: probe.random_linear(*shape) for name, shape in shapes.items() if name is not None}
+    small: dict[str, Any] = {name: probe.random_linear(*shape) for name, shape in shapes.items() if name is not None}
     clone = probe.bare_copy(module, **small)
     # Usual numbers, and large ones, which show a clamp.
     samples = [scale * probe.randn(2, 3, hidden, dtype=torch.float64) for scale in (2.0, 1e3)]
@@ -151,8 +201,30 @@ def _match(module: nn.Module, gate: str, up: str | None, down: str) -> GluRecipe
         products = (act(first) * second if gate_first else act(second) * first for first, second in halves)
         pairs = zip(outputs, map(small[down], products), strict=True)
         if all(probe.relative_difference(y, expected) < probe.SAME_FORMULA for y, expected in pairs):
-            return GluRecipe(activation, gate, up, down, gate_first)
+            recipe = GluRecipe(activation, gate, up, down, gate_first)
+            if not all(_same_in(dtype, recipe, module, small, samples[0]) for dtype in PROBED):
+                return None
+            with torch.autocast("cpu", torch.bfloat16):
+                return replace(recipe, autocast=_same_in(torch.float32, recipe, module, small, samples[0]))
     return None
+
+
+def _same_in(
+    dtype: torch.dtype, recipe: GluRecipe, module: nn.Module, small: dict[str, nn.Linear], x: torch.Tensor
+) -> bool:
+    """Whether the result has ``dtype`` where all that goes in has it, and differs by a few roundings at most.
+
+    Under autocast it has the dtype that autocast makes.
+    """
+    weights = {name: nn.Parameter(linear.weight.to(dtype)) for name, linear in small.items()}
+    cast: dict[str, Any] = {name: probe.bare_copy(small[name], weight=weight) for name, weight in weights.items()}
+    y = type(module).forward(probe.bare_copy(module, **cast), x.to(dtype))
+    gate = cast[recipe.gate](x.to(dtype))
+    gate, up = (gate, cast[recipe.up](x.to(dtype))) if recipe.up is not None else gate.chunk(2, dim=-1)
+    gate, up = (gate, up) if recipe.gate_first else (up, gate)
+    expected = cast[recipe.down](_UNITS[recipe.activation][0](gate) * up)
+    same = y.dtype == (expected.dtype if torch.is_autocast_cpu_enabled() else dtype)
+    return same and probe.relative_difference(y, expected) <= 4 * torch.finfo(y.dtype).eps
 
 
 _TWO_PROJECTIONS = "two projections instead of gate, up and down: no kernel for it"

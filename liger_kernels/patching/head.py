@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 
 from liger_kernels.ops import linear_cross_entropy
 from liger_kernels.patching.deferred import DeferredLogits
-from liger_kernels.patching.probe import INFRASTRUCTURE, any_user_hook
+from liger_kernels.patching.probe import INFRASTRUCTURE, PLAIN, any_user_hook, package_of
 from liger_kernels.patching.product import Product, Request, count
 from liger_kernels.patching.running import running
 from liger_kernels.patching.split_head import SplitHead, has_plan, split_head
@@ -31,6 +31,7 @@ class HeadRecipe(Recipe):
     schedule of the fused loss, as in :func:`liger_kernels.ops.linear_cross_entropy`.
     """
 
+    live = None
     fused: bool
     memory: str | None = None
 
@@ -83,12 +84,26 @@ class HeadRecipe(Recipe):
             if request is None:
                 return base.forward(self, *args, **kwargs)
             weight, bias = self.weight, self.bias  # once: a parametrisation computes them at each read
-            if type(weight) not in (nn.Parameter, torch.Tensor):
+            if not _is_product(args[0], weight, bias):
                 return base.forward(self, *args, **kwargs)
             mark_run(self)
             return request.answer(args[0], weight, bias)
 
         return {"__call__": call, "forward": forward}
+
+
+def _is_product(hidden: torch.Tensor, weight: Any, bias: Any) -> bool:
+    """Whether ``F.linear`` takes these; where it raises, the head itself is to raise."""
+    return (
+        type(weight) in PLAIN
+        and weight.dim() == 2
+        and weight.shape[1] == hidden.shape[-1]
+        and (bias is None or bias.shape == weight.shape[:1])
+        and (
+            (weight.dtype == hidden.dtype and (bias is None or bias.dtype == hidden.dtype))
+            or torch.is_autocast_enabled(hidden.device.type)
+        )
+    )
 
 
 def _entrance(outer: nn.Module, head: Any) -> nn.Module:
@@ -130,9 +145,14 @@ def obstacle(head: Any, outer: nn.Module, split: SplitHead | str | None = None) 
             return "a forward hook on the head expects logits"
     if any_user_hook(_GLOBAL_HOOKS):
         return "a hook of all modules expects logits"
+    base = getattr(type(head), "_liger_kernels_base", None)
+    if base is not None and base.forward is not type(head)._liger_kernels_base_forward:
+        return f"{package_of(base.forward)} replaced the forward of the head's class after patch()"
     if split is not None:
         return None
     weight = head._parameters.get("weight")
+    if type(weight) in PLAIN and weight.dim() == 2 and weight.shape[0] != head.out_features:
+        return "the head's weight has another size than its out_features"
     if weight is None or type(weight) in (nn.Parameter, torch.Tensor) or is_fsdp2(type(head)):
         return None
     return f"the head's weight is a {type(weight).__name__} in its own call"

@@ -39,6 +39,7 @@ class ModelRecipe(Recipe):
     would leave them unweighted raises.
     """
 
+    live = None
     loss_reduction: str = "token"
 
     def namespace(self, base: Any) -> dict[str, Any]:
@@ -55,6 +56,12 @@ def _like(base: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _position_of_labels(forward: Callable[..., Any]) -> int | None:
+    """Among the arguments without self."""
+    names = list(inspect.signature(forward).parameters)
+    return names.index("labels") - 1 if "labels" in names else None
+
+
 def _plain(base: Any) -> Callable[..., Any]:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -62,8 +69,8 @@ def _plain(base: Any) -> Callable[..., Any]:
         return base.forward(self, *args, **kwargs)
 
     released = torch.compiler.disable(_released)  # a compiled forward ends where its output changes class
-    names = list(inspect.signature(base.forward).parameters)
-    position = names.index("labels") - 1 if "labels" in names else None  # without self
+    original = base.forward
+    known_position = _position_of_labels(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         skip_logits = kwargs.pop("skip_logits", False)
@@ -81,6 +88,7 @@ def _plain(base: Any) -> Callable[..., Any]:
                 ids = args[0] if args else kwargs.get("input_ids")
                 rehearse(self, kwargs.get("inputs_embeds") if ids is None else ids)
         labels = kwargs.get("labels")
+        position = known_position if base.forward is original else _position_of_labels(base.forward)
         if labels is None and position is not None and len(args) > position:
             labels = args[position]
         before = running.forward

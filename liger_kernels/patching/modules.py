@@ -9,15 +9,17 @@ import torch
 from torch import nn
 
 from liger_kernels.ops._arguments import checked
+from liger_kernels.patching import probe
 from liger_kernels.patching.experts import EXPERTS
 from liger_kernels.patching.glu import GATED_MLPS
 from liger_kernels.patching.head import LOSSES
 from liger_kernels.patching.norms import NORMS
 from liger_kernels.patching.probe import describe, module_of, package_of
+from liger_kernels.patching.reads import reads_training
 from liger_kernels.patching.recogniser import Recogniser, Verdict
 from liger_kernels.patching.report import Left, PatchReport
 from liger_kernels.patching.rotary import ROTATIONS
-from liger_kernels.patching.swap import Recipe, Undo, recipe_of, replace, runs_inside_hook
+from liger_kernels.patching.swap import Recipe, Undo, recipe_of, replace, restore, runs_inside_hook
 
 # The last is asked first, and the first recipe wins: a recogniser may take what an earlier one would leave.
 _recognisers: list[Recogniser] = [NORMS, ROTATIONS, GATED_MLPS, EXPERTS]
@@ -51,11 +53,15 @@ def register(recogniser: Recogniser) -> Callable[[], None]:
 def patch_modules(model: nn.Module, report: PatchReport, undo: Undo) -> None:
     """Replace or leave every module for itself. Each distinct one is probed once.
 
-    What cannot be looked at, for whatever reason, is left.
+    What cannot be looked at, for whatever reason, is left. What was replaced before and has changed since is looked at
+    anew.
     """
     verdicts: dict[Hashable, Verdict] = {}
     for path, module in list(model.named_modules()):
         name = type(module).__name__
+        before = recipe_of(module)
+        if before is not None and before.changed(module) is not None:
+            restore([(module, type(module)._liger_kernels_base)])
         try:
             recipe, reasons = _verdict(module, set(report.kernels), verdicts)
             if recipe is not None and has_own_forward(module):
@@ -84,12 +90,22 @@ def _verdict(
             continue
         key = (recogniser, recogniser.key(module))
         if key not in verdicts:
-            verdicts[key] = recogniser.recognise(module)
+            verdicts[key] = _recognised(recogniser, module)
         verdict = verdicts[key]
         if isinstance(verdict, Recipe):
             return verdict if verdict.kernel in wanted else None, (*reasons, *verdict.left)
         reasons += verdict
     return None, reasons
+
+
+def _recognised(recogniser: Recogniser, module: nn.Module) -> Verdict:
+    """The verdict of training, if it is that of evaluation, too, where the module asks for its mode."""
+    verdict = recogniser.recognise(module)
+    if isinstance(verdict, Recipe) and verdict.live is not None and reads_training(module):
+        with probe.evaluating():
+            if recogniser.recognise(module) != verdict:
+                return ("in evaluation it computes something else than in training",)
+    return verdict
 
 
 def _scripted(module: nn.Module) -> tuple[str, ...]:

@@ -19,10 +19,11 @@ from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.ops._norm_rows import MAX_HIDDEN
 from liger_kernels.ops.rms_norm import FORMULAS
 from liger_kernels.patching import probe
-from liger_kernels.patching.gated_norms import GATE, OPEN, GatedNormRecipe, gate_of, gated_candidates
-from liger_kernels.patching.probe import PLAIN, randn, relative_difference
+from liger_kernels.patching.gated_norms import GATE, OPEN, GatedNormRecipe, gate_of, gated_candidates, one_dtype
+from liger_kernels.patching.probe import PLAIN, PROBED, randn, relative_difference
 from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import RAN, Recipe
+from liger_kernels.patching.watch import unchanged
 
 # In 16 bits, two evaluations of one formula agree in every element but those where a last-bit difference in float32
 # tips a rounding: about 2^-8 of them for each unit in the last place (float32 has 2^13 to 2^16 steps in one of theirs,
@@ -41,11 +42,15 @@ class NormRecipe(Recipe):
     formula: str
     eps: float
     weight: str | None  # the name of the weight parameter
-    mixed: bool = True  # also where x and weight have two dtypes, in which T5's does something else
+    mixed: bool = True  # also where x and weight have two dtypes, with which T5's does something else
+
+    @property
+    def live(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(filter(None, (self.weight,)))
 
     @property
     def detail(self) -> str:
-        return f"{self.formula}, eps={self.eps:g}{'' if self.mixed else ', where x and weight have one dtype'}"
+        return f"{self.formula}, eps={self.eps:g}{one_dtype(self.mixed)}"
 
     def reference(self, x: torch.Tensor, vectors: dict[str, torch.Tensor]) -> torch.Tensor:
         return rms_norm_ref(x, _named(vectors, self.weight), self.eps, formula=self.formula)
@@ -62,12 +67,14 @@ class NormRecipe(Recipe):
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
-            if left_to_inductor("rms_norm", x):
+            if left_to_inductor("rms_norm", x) or not unchanged(self):
                 return base.forward(self, *args, **kwargs)
-            weight = getattr(self, weight_name) if weight_name is not None else None
-            if type(x) not in PLAIN or not probe.fits(weight, x):
-                return base.forward(self, *args, **kwargs)
-            if not mixed and weight is not None and weight.dtype != x.dtype:
+            weight = probe.parameter_of(self, weight_name) if weight_name is not None else None
+            if (
+                type(x) not in PLAIN
+                or x.dtype not in PROBED
+                or not (weight_name is None or probe.fits(weight, x, mixed))
+            ):
                 return base.forward(self, *args, **kwargs)
             self.__dict__[RAN] = True
             return rms_norm(x, weight, eps, formula=formula)
@@ -85,12 +92,18 @@ class LayerNormRecipe(Recipe):
     bias: str | None
     zero_centered: bool = False
     bare: bool = False  # it is F.layer_norm and nothing else: then autocast's rule for that is all that autocast does
+    mixed: bool = True  # also where x and the parameters have two dtypes
+
+    @property
+    def live(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(filter(None, (self.weight, self.bias)))
 
     @property
     def detail(self) -> str:
         vectors = ("1 + weight" if self.zero_centered else "weight") if self.weight is not None else ""
         bias = "bias" if self.bias is not None else ""
-        return f"{' and '.join(filter(None, (vectors, bias))) or 'no weight'}, eps={self.eps:g}"
+        names = " and ".join(filter(None, (vectors, bias))) or "no weight"
+        return f"{names}, eps={self.eps:g}{one_dtype(self.mixed)}"
 
     def reference(self, x: torch.Tensor, vectors: dict[str, torch.Tensor]) -> torch.Tensor:
         weight, bias = _named(vectors, self.weight), _named(vectors, self.bias)
@@ -105,20 +118,27 @@ class LayerNormRecipe(Recipe):
         return functools.partial(layer_norm, x, weight, bias, self.eps, zero_centered=self.zero_centered)
 
     def namespace(self, base: Any) -> dict[str, Any]:
-        eps, zero_centered, bare = self.eps, self.zero_centered, self.bare
+        eps, zero_centered, bare, mixed = self.eps, self.zero_centered, self.bare, self.mixed
         weight_name, bias_name = self.weight, self.bias
 
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = (*args, *kwargs.values())
-            if left_to_inductor("layer_norm", x):
+            if left_to_inductor("layer_norm", x) or not unchanged(self):
                 return base.forward(self, *args, **kwargs)
-            weight = getattr(self, weight_name) if weight_name is not None else None
-            bias = getattr(self, bias_name) if bias_name is not None else None
+            weight = probe.parameter_of(self, weight_name) if weight_name is not None else None
+            bias = probe.parameter_of(self, bias_name) if bias_name is not None else None
             autocast = torch.is_autocast_enabled(x.device.type)
-            if type(x) not in PLAIN or not probe.fits(weight, x) or not probe.fits(bias, x) or (autocast and not bare):
+            dtype = _autocast_dtype(x.device, x.dtype) if autocast else None
+            mixes = (autocast and (dtype != x.dtype or _are_float32(weight, bias))) if bare else mixed
+            if (
+                type(x) not in PLAIN
+                or x.dtype not in PROBED
+                or not (weight_name is None or probe.fits(weight, x, mixes))
+                or not (bias_name is None or probe.fits(bias, x, mixes))
+                or (autocast and not bare)
+            ):
                 return base.forward(self, *args, **kwargs)
             self.__dict__[RAN] = True
-            dtype = _autocast_dtype(x.device, x.dtype) if autocast else None
             return layer_norm(x, weight, bias, eps, zero_centered=zero_centered, dtype=dtype)
 
         return {"forward": forward}
@@ -129,6 +149,12 @@ AnyNormRecipe = NormRecipe | LayerNormRecipe | GatedNormRecipe
 
 def _named(vectors: dict[str, torch.Tensor], name: str | None) -> torch.Tensor | None:
     return None if name is None else vectors[name]
+
+
+def _are_float32(*vectors: Any) -> bool:
+    """Whether ``F.layer_norm`` takes these for x of any dtype, on a CPU. On a GPU it does so only where autocast casts
+    them."""
+    return all(vector is None or vector.dtype == torch.float32 for vector in vectors)
 
 
 @functools.cache
@@ -274,52 +300,63 @@ def _match(module: nn.Module, weights: dict[str, torch.Tensor], size: int, eps: 
         parts = (_both(module, part, weights, recipe) for part in (x[1:3], x[-5:]))
         if all(relative_difference(*both) <= probe.SAME_FORMULA for both in parts):
             departure = _departure(module, x, weights, recipe)
+            optional = (3,) if isinstance(recipe, GatedNormRecipe) else (2, 3)
+            if departure is not None and departure[0] in optional:
+                alone = replace(recipe, mixed=False)
+                if _departure(module, x, weights, alone) is None:
+                    recipe, departure = alone, None
             if departure is None and isinstance(recipe, LayerNormRecipe):
-                return replace(recipe, bare=_is_bare(module, x, weights))
+                return _with_torchs_own(recipe, module, x, weights)
             if departure is None:
                 return recipe
-            if (
-                isinstance(recipe, NormRecipe)
-                and departure[0] == len(_OF_ONE_DTYPE)
-                and _departure(module, x, weights, recipe, mixed=False) is None
-            ):
-                return replace(recipe, mixed=False)
             departures.append(departure)
     # The formula that it follows furthest says most about why it is refused.
     return max(departures)[1] if departures else _NO_NORM
 
 
 class _Called(TorchFunctionMode):
-    """Every function of torch that is called inside."""
+    """Every function of torch that is called inside, and whether a ``layer_norm`` was given tensors of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.functions: list[Any] = []
+        self.mixed = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.functions.append(function)
+        given = (*args, *(kwargs or {}).values())
+        if function in _TORCHS_OWN:
+            self.mixed = self.mixed or len({t.dtype for t in given if isinstance(t, torch.Tensor)}) > 1
         return function(*args, **(kwargs or {}))
 
 
-def _is_bare(module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> bool:
-    """Whether ``F.layer_norm`` of ``x`` is all that the module calls."""
-    with _Called() as called:
+_TORCHS_OWN = (F.layer_norm, torch.layer_norm)
+
+
+def _with_torchs_own(
+    recipe: LayerNormRecipe, module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor]
+) -> LayerNormRecipe:
+    """``recipe``, where ``F.layer_norm`` is all that the module calls, or raises on a GPU in two dtypes."""
+    with torch.no_grad(), _Called() as called:
         _run(module, x, weights)
-    return called.functions in ([F.layer_norm], [torch.layer_norm])
+    bare = called.functions in [[function] for function in _TORCHS_OWN]
+    if recipe.mixed and not bare:
+        with called:
+            _run(module, x.bfloat16(), weights)
+    return replace(recipe, bare=bare, mixed=bare or (recipe.mixed and not called.mixed))
 
 
 _OF_ONE_DTYPE = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
 
 
 def _departure(
-    module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor], recipe: AnyNormRecipe, mixed: bool = True
+    module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor], recipe: AnyNormRecipe
 ) -> tuple[int, str] | None:
     """How far a module whose float32 values match follows the formula, and where it departs; None if nowhere.
 
-    With ``mixed``, x and weights of two dtypes are tried, too, after those of one.
+    Where the recipe is ``mixed``, x and weights of several dtypes are tried, too, after those of one.
     """
-    combinations = (*_OF_ONE_DTYPE, *[(torch.bfloat16, torch.float32)] * mixed)
-    for stage, (dtype, weight_dtype) in enumerate(combinations):
+    for stage, (dtype, weight_dtype) in enumerate((*_OF_ONE_DTYPE, *[(torch.bfloat16, torch.float32)] * recipe.mixed)):
         cast = {name: weight.to(weight_dtype) for name, weight in weights.items()}
         with torch.no_grad():
             got, expected = _both(module, x.clamp(-6e4, 6e4).to(dtype), cast, recipe)
@@ -327,6 +364,8 @@ def _departure(
             return stage, f"for {dtype} inputs and {weight_dtype} weights it returns {got.dtype}, not {expected.dtype}"
         if float((got == expected).double().mean()) < AGREEING_FRACTION:
             return stage, f"in {dtype} it rounds at other places than our formulas do"
+    if recipe.mixed and (reason := _departure_of_dtypes(module, x[3:5], weights, recipe)) is not None:
+        return 3, reason
     leaf = x[3:].clone().requires_grad_()
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     gradients = [
@@ -336,7 +375,28 @@ def _departure(
     for got, expected in zip(*gradients, strict=True):
         # ten times the forward's bound: the gradient sums over rows and over columns
         if relative_difference(got, expected) > 10 * probe.SAME_FORMULA:
-            return len(combinations), "its gradient is not that of its formula"
+            return 4, "its gradient is not that of its formula"
+    return None
+
+
+def _departure_of_dtypes(
+    module: nn.Module, x: torch.Tensor, weights: dict[str, torch.Tensor], recipe: AnyNormRecipe
+) -> str | None:
+    """For which dtypes of x and of each weight the module raises, or returns another dtype or something else."""
+    for dtype, *others in itertools.product(PROBED, repeat=1 + len(weights)):
+        if {dtype} == {*others} or not others:
+            continue
+        cast = {name: weight.to(other) for (name, weight), other in zip(weights.items(), others, strict=True)}
+        given = f"{dtype} inputs and weights of {', '.join(map(str, others))}"
+        try:
+            with torch.no_grad():
+                got, expected = _both(module, x.to(dtype), cast, recipe)
+        except Exception as error:  # whatever upstream raises, it is to raise
+            return f"for {given} it raises ({probe.describe(error)})"
+        if got.dtype != expected.dtype:
+            return f"for {given} it returns {got.dtype}, not {expected.dtype}"
+        if relative_difference(got, expected) > 4 * torch.finfo(torch.bfloat16).eps:
+            return f"for {given} it computes something else"
     return None
 
 

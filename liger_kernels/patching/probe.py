@@ -18,6 +18,8 @@ from torch import nn
 SAME_FORMULA = 1e-6
 # What our kernels take. A subclass (DTensor, FakeTensor, a quantized weight) computes by its own rules.
 PLAIN = (torch.Tensor, nn.Parameter)
+# The dtypes in which a norm is probed. Where one of its tensors has another, it runs itself.
+PROBED = (torch.float32, torch.bfloat16, torch.float16)
 # Probes make their tensors from this one: `deepspeed.zero.Init` exchanges `torch.randn`, `torch.full` and their like.
 _ANCHOR = torch.zeros(0, dtype=torch.float64, device="cpu")
 
@@ -87,7 +89,8 @@ def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
     """A shallow copy of ``module`` without hooks, in which the parameters and submodules named are replaced.
 
     The copy shares nothing that probing could change: its containers of parameters, submodules and hooks are its own,
-    and so are its buffers and submodules. All of it is in training mode, so that dropout shows.
+    and so are its buffers and submodules. All of it is in training mode, so that dropout shows, but in
+    :func:`evaluating`.
     """
     clone: Any = object.__new__(type(module))
     state = clone.__dict__
@@ -98,7 +101,7 @@ def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
             state[name] = OrderedDict()
         else:
             state[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
-    state["training"] = True
+    state["training"] = not _evaluation[0]
     for name, buffer in module._buffers.items():
         state["_buffers"][name] = None if buffer is None else buffer.clone()
     children = state["_modules"]
@@ -108,6 +111,19 @@ def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
     for name, value in members.items():
         state["_parameters" if isinstance(value, nn.Parameter) else "_modules"][name] = value
     return _unhooked(clone)
+
+
+_evaluation = [False]
+
+
+@contextlib.contextmanager
+def evaluating() -> Iterator[None]:
+    """Inside, copies that a probe makes are in evaluation mode."""
+    before, _evaluation[0] = _evaluation[0], True
+    try:
+        yield
+    finally:
+        _evaluation[0] = before
 
 
 def _unhooked(module: Any) -> Any:
@@ -180,9 +196,23 @@ def true_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
     return {name: true_shape(parameter) for name, parameter in module._parameters.items() if parameter is not None}
 
 
-def fits(vector: torch.Tensor | None, x: torch.Tensor) -> bool:
-    """Whether a parameter, if there is one, is one plain tensor: where it is sharded, something has gathered it."""
-    return vector is None or (type(vector) in PLAIN and vector.numel() == x.shape[-1])
+def parameter_of(module: nn.Module, name: str) -> Any:
+    """``getattr(module, name)``, which takes half a microsecond for a parameter."""
+    found = module._parameters.get(name)
+    return getattr(module, name) if found is None else found  # sharded by FSDP1, or computed by a parametrisation
+
+
+def fits(vector: Any, x: torch.Tensor, mixed: bool) -> bool:
+    """Whether a parameter is one plain vector for the rows of ``x``: where it is sharded, something has gathered it.
+
+    Unless ``mixed``, it has the dtype of ``x``.
+    """
+    return (
+        type(vector) in PLAIN
+        and vector.dim() == 1
+        and vector.numel() == x.shape[-1]
+        and (vector.dtype == x.dtype or (mixed and vector.dtype in PROBED))
+    )
 
 
 def takes_one_tensor(function: Callable[..., Any]) -> bool:

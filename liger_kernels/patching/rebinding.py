@@ -8,15 +8,18 @@ moment of the call.
 
 from __future__ import annotations
 
-import dis
-import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from liger_kernels.patching.reads import Outside, global_names, outside_of
+
 
 class _Overlay(dict):
     """Globals of a function: a few names of its own, every other one looked up in the live globals of a module.
+
+    A name of its own stands for a function of the module, and holds as long as that one, and all that it calls, is what
+    it was. After that the module's counts.
 
     The others are stored, too, as they are now: where the function is a frame of its own, as after a graph break inside
     it, Dynamo's guards read what is stored. So a program that was compiled does not see them change.
@@ -26,9 +29,17 @@ class _Overlay(dict):
         # The interpreter looks __builtins__ up without asking __getitem__.
         super().__init__({"__builtins__": __builtins__, **live, **own})
         self.live, self.shared = live, live.keys() - own.keys()
+        self.standing_for = {name: replaced_by(live, name) for name in own}
 
     def __getitem__(self, name: str) -> Any:
-        return self.live[name] if name in self.shared else super().__getitem__(name)
+        if name in self.shared:
+            return self.live[name]
+        outside = self.standing_for.get(name)
+        if outside is not None:
+            for holder, key, value in outside:
+                if (holder.get(key) if type(holder) is dict else getattr(holder, key)) is not value:
+                    return self.live[name]
+        return super().__getitem__(name)
 
     def __missing__(self, name: str) -> Any:
         return self.live[name]
@@ -38,6 +49,11 @@ class _Overlay(dict):
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default  # noqa: SIM401  (this is what get means here)
+
+
+def replaced_by(live: dict[str, Any], name: str) -> Outside:
+    """The global function ``name``, and the functions and numbers outside of it that it uses."""
+    return ((live, name, live[name]), *outside_of(live[name]))
 
 
 def rebind(
@@ -51,7 +67,7 @@ def rebind(
     if not isinstance(function, types.FunctionType) or function in outer:
         return function
     own: dict[str, Any] = {}
-    for name in _global_names(function.__code__):
+    for name in global_names(function.__code__):
         value = function.__globals__.get(name)
         if isinstance(value, types.FunctionType) and (new := replace(name, value)) is not None:
             own[name] = new
@@ -72,16 +88,6 @@ def rebind(
     copy.__annotations__ = function.__annotations__
     copy.__doc__, copy.__module__, copy.__qualname__ = function.__doc__, function.__module__, function.__qualname__
     return copy
-
-
-@functools.cache
-def _global_names(code: types.CodeType) -> list[str]:
-    """In the order of the code: that of a set would be another one in every process."""
-    names = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names += _global_names(constant)
-    return list(dict.fromkeys(names))
 
 
 def methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:

@@ -22,10 +22,14 @@ from liger_kernels.ops import rope, rope_ref
 from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.ops.rope import PAIRINGS
 from liger_kernels.patching import probe
-from liger_kernels.patching.probe import PLAIN, randn, signature_of
-from liger_kernels.patching.rebinding import methods, rebind
+from liger_kernels.patching.probe import PLAIN, PROBED, randn, signature_of
+from liger_kernels.patching.reads import Outside, reads_of
+from liger_kernels.patching.rebinding import methods, rebind, replaced_by
 from liger_kernels.patching.recogniser import Recogniser, Verdict
 from liger_kernels.patching.swap import RAN, Recipe
+
+# Where a patched class has what its methods were copied from.
+_OUTSIDE = "_liger_kernels_outside"
 
 
 class Layout(NamedTuple):
@@ -52,6 +56,7 @@ class Rotation:
         trailing: it is the last.
         casts_back: the result has the dtype of what is rotated, also where the table's is wider.
         layouts: those in which all of this was found.
+        mixed: the result has that dtype whatever two dtypes the tensors and the table have. Otherwise they have one.
     """
 
     name: str
@@ -62,6 +67,7 @@ class Rotation:
     trailing: bool
     casts_back: bool
     layouts: tuple[Layout, ...]
+    mixed: bool = True
 
     def __str__(self) -> str:
         facts = ("inverse" * self.inverse, self.pairing, "or partial" * self.partial, "(last)" * self.trailing)
@@ -73,6 +79,7 @@ class RopeRecipe(Recipe):
     """An attention whose forward finds our rotation under the names of upstream's."""
 
     kernel = "rope"
+    live = None
     rotations: tuple[Rotation, ...]
     left: tuple[str, ...] = ()  # why its other rotary functions are
 
@@ -102,18 +109,53 @@ class RopeRecipe(Recipe):
             for attribute, function in methods(base)
             if (new := rebind(function, replace)) is not function
         }
-        inner = rebound.get("forward", base.forward)
+        before = {attribute: getattr(base, attribute) for attribute in rebound}
+        outside = [(base, attribute, function) for attribute, function in before.items()]
+        original = base.forward
+        inner = rebound.get("forward", original)
+
+        def live(attribute: str, new: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(new)
+            def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+                own = getattr(base, attribute)
+                return (new if own is before[attribute] else own)(self, *args, **kwargs)
+
+            return method
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if base.forward is not original:
+                return base.forward(self, *args, **kwargs)
             if torch.compiler.is_compiling() or RAN in self.__dict__:
                 return inner(self, *args, **kwargs)
-            before = runs[0]
+            ran = runs[0]
             output = inner(self, *args, **kwargs)
-            if runs[0] != before:  # not every instance rotates
+            if runs[0] != ran:  # not every instance rotates
                 self.__dict__[RAN] = True
             return output
 
-        return {**rebound, "forward": forward}
+        methods_of_both = {attribute: live(attribute, new) for attribute, new in rebound.items()}
+        return {**methods_of_both, "forward": forward, _OUTSIDE: (*outside, *self._functions(base))}
+
+    def _functions(self, base: Any) -> Outside:
+        """The rotary functions as the methods of ``base`` find them, and what they use."""
+        names = {rotation.name for rotation in self.rotations}
+        found = reads_of([function for _, function in methods(base)], base).values
+        return tuple(
+            part for scope, name in found if name in names and type(scope) is dict for part in replaced_by(scope, name)
+        )
+
+    def made_of(self, base: Any) -> tuple[Any, ...]:
+        functions = (*(function for _, function in methods(base)), *(value for *_, value in self._functions(base)))
+        return tuple(function for function in functions if isinstance(function, types.FunctionType))
+
+    def changed(self, module: nn.Module) -> str | None:
+        for holder, name, value in getattr(type(module), _OUTSIDE):
+            if (holder.get(name) if type(holder) is dict else getattr(holder, name)) is not value:
+                where = holder["__name__"] if type(holder) is dict else "its class"
+                return (
+                    f"the {name} of {where} was replaced after patch(), and runs: call patch(model) to look at it anew"
+                )
+        return None
 
 
 class Roles(NamedTuple):
@@ -194,15 +236,8 @@ class _Trial(NamedTuple):
 
     def rotation(self, name: str, facts: Facts) -> Rotation | str:
         """All that is to be known of the function, which is the rotation ``facts`` in this layout."""
-        tensors, cos, sin = self.sample()
-        tensors = [x.detach().to(torch.bfloat16) for x in tensors]
-
-        def result_dtype(dtype: torch.dtype) -> torch.dtype:
-            result: torch.Tensor = self.call(tensors, cos.to(dtype), sin.to(dtype))[0]
-            return result.dtype
-
-        casts_back = result_dtype(torch.float32) == torch.bfloat16
-        if not casts_back and (dtype := result_dtype(torch.bfloat16)) != torch.bfloat16:
+        casts_back = self._result_dtype(torch.bfloat16, torch.float32) == torch.bfloat16
+        if not casts_back and (dtype := self._result_dtype(torch.bfloat16, torch.bfloat16)) != torch.bfloat16:
             return f"it returns {dtype} for tensors and angles in torch.bfloat16"
 
         def is_it(layout: Layout, rotary_dim: int, trailing: bool = False) -> bool:
@@ -214,7 +249,22 @@ class _Trial(NamedTuple):
 
         others = [other for other in LAYOUTS if is_it(other, 8)]
         first, last = (is_it(self.layout, 4, trailing) for trailing in (False, True))
-        return Rotation(name, *facts, self.halved, first or last, last, casts_back, tuple(others))
+        kinds = probe.PROBED if len(self.roles.tables) == 2 else (torch.float32,)  # complex numbers have no 16 bits
+        mixed = all(
+            self._result_dtype(dtype, table) == (dtype if casts_back else torch.promote_types(dtype, table))
+            for dtype, table in itertools.product(probe.PROBED, kinds)
+        )
+        return Rotation(name, *facts, self.halved, first or last, last, casts_back, tuple(others), mixed)
+
+    def _result_dtype(self, dtype: torch.dtype, table: torch.dtype) -> torch.dtype | None:
+        """Of tensors of one dtype and angles of another; None where the function raises."""
+        tensors, cos, sin = self.sample()
+        try:
+            results = self.call([x.detach().to(dtype) for x in tensors], cos.to(table), sin.to(table))
+        except Exception:  # whatever a stranger's function raises
+            return None
+        found = {y.dtype for y in results}
+        return found.pop() if len(found) == 1 else None
 
     def matching(self, rotary_dim: int = 8, trailing: bool = False, among: Sequence[Facts] = _FACTS) -> Facts | None:
         """The first rotation of our op ``among`` these that has the values and the gradients of the function."""
@@ -315,6 +365,7 @@ def rotary_function(
         "__builtins__": __builtins__,
         "torch": torch,
         "PLAIN": PLAIN,
+        "PROBED": PROBED,
         "runs": [0] if runs is None else runs,
         "upstream": upstream,
         "names": tuple(parameters),
@@ -325,6 +376,7 @@ def rotary_function(
         "layouts": tuple(map(tuple, rotation.layouts)),
         "halved": rotation.halved,
         "partial": rotation.partial,
+        "mixed_dtypes": rotation.mixed,
         "options": {
             "pairing": rotation.pairing,
             "inverse": rotation.inverse,
@@ -343,7 +395,7 @@ default: Any = "fixed"
 sections_name: Any = None
 tensor_names: list[str] = []
 table_names: list[str] = []
-halved, partial = False, False
+halved, partial, mixed_dtypes = False, False, False
 options: dict[str, Any] = {}
 runs = [0]
 
@@ -368,7 +420,7 @@ def _apply_rotary(*args: Any, **named: Any) -> Any:
         cos, sin = mixed(cos, sections), mixed(sin, sections)
     heads = place(tensors[0].dim(), cos.dim(), given.get("unsqueeze_dim", default), layouts)
     columns = cos.shape[-1] * 2 if halved else cos.shape[-1]
-    if heads is None or not fits(tensors, cos, sin, heads, columns, partial):
+    if heads is None or not fits(tensors, cos, sin, heads, columns, partial, mixed_dtypes):
         return upstream(*args, **named)
     if not torch.compiler.is_compiling():
         runs[0] += 1
@@ -408,7 +460,13 @@ def place(dims: int, table_dims: int, unsqueeze_dim: Any, layouts: tuple[tuple[i
 
 
 def fits(
-    tensors: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, heads: int, columns: int, partial: bool
+    tensors: list[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: int,
+    columns: int,
+    partial: bool,
+    mixed_dtypes: bool,
 ) -> bool:
     """Whether our op takes tensors like these. Upstream may broadcast others, move them, or raise an error of its own.
 
@@ -422,8 +480,10 @@ def fits(
         if x.dim() == 4 and x.shape[0] != batch:
             return False
     for x in (*tensors, cos, sin):
-        if x.device != first.device or not x.is_floating_point():
+        if x.device != first.device or x.dtype not in PROBED:
             return False
+    if cos.dtype != sin.dtype or tensors[-1].dtype != first.dtype or not (mixed_dtypes or cos.dtype == first.dtype):
+        return False
     return (
         (columns <= first.shape[-1] if partial else columns == first.shape[-1])
         and columns % 2 == 0

@@ -22,6 +22,7 @@ from torch import nn
 
 from liger_kernels.patching.probe import describe
 from liger_kernels.patching.report import Left, PatchReport
+from liger_kernels.patching.watch import WATCH, Watch, changed
 
 # Where a patched module keeps the report of its patch. Copies and pickles of the module keep it, too.
 REPORT = "_liger_kernels"
@@ -42,9 +43,13 @@ class Recipe:
 
     Attributes:
         left: why some of what was found there is left, one line of the report each.
+        live: the parameters and submodules that the patched forward uses as upstream's does, whatever they are at the
+            call. Everything else that upstream's forward may read is watched (``watch.py``). None: nothing is,
+            because the patched forward calls upstream's own.
     """
 
     left: tuple[str, ...] = ()
+    live: tuple[str, ...] | None = ()
 
     @property
     def kernel(self) -> str:
@@ -55,6 +60,14 @@ class Recipe:
     def detail(self) -> str:
         """What was recognised, for the report."""
         raise NotImplementedError
+
+    def made_of(self, base: Any) -> tuple[Any, ...]:
+        """What :meth:`namespace` copies; where it is replaced, another class is made."""
+        return ()
+
+    def changed(self, module: nn.Module) -> str | None:
+        """What of ``module`` is not as it was recognised, for the report; None where nothing is."""
+        return changed(module)
 
     def namespace(self, base: Any) -> dict[str, Any]:
         """The attributes that the subclass of ``base`` overrides."""
@@ -67,9 +80,13 @@ class Recipe:
         return None
 
 
-@functools.cache
 def patched_class(base: Any, recipe: Any) -> Any:
     """The subclass of ``base`` that follows ``recipe``: always the same class for the same two."""
+    return _patched_class(base, recipe, recipe.made_of(base))
+
+
+@functools.cache
+def _patched_class(base: Any, recipe: Any, made_of: tuple[Any, ...]) -> Any:
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
         reduced = super(cls, self).__reduce_ex__(protocol)
@@ -106,6 +123,8 @@ def replace(path: str, module: nn.Module, recipe: Recipe, report: PatchReport, u
     _rebind_inside_hook(module, base, cls)
     undo.append((module, base))
     module.__dict__[REPORT] = report
+    if recipe.live is not None:
+        module.__dict__[WATCH] = Watch.of(module)
     return True
 
 
@@ -114,7 +133,7 @@ def restore(undo: Undo) -> None:
     for module, base in reversed(undo):
         _rebind_inside_hook(module, type(module), base)
         module.__class__ = base
-        for name in (REPORT, RAN):
+        for name in (REPORT, RAN, WATCH):
             module.__dict__.pop(name, None)
 
 

@@ -52,7 +52,7 @@ MUTANTS = (
     _patch("gate_probed_without_gradients", "Only what a gate returns is compared.",
         "probe.relative_difference(*slopes) < probe.SAME_FORMULA", "True", _OTHERS),
     _patch("gate_of_a_training_module", "A gate is probed in the mode of the model, so that no dropout shows.",
-        'state["training"] = True', 'state["training"] = False', _OTHERS, module="patching.probe"),
+        'state["training"] = not _evaluation[0]', 'state["training"] = False', _OTHERS, module="patching.probe"),
     _patch("experts_without_a_call_replaced", "Experts are replaced whose forward never comes to the gate.",
         "return bool(calls)", "return True", "test_experts_that_call_no_gate_are_left"),
     _patch("expert_activation_past_its_hooks", "The gate is computed although somebody has hooks on the activation.",

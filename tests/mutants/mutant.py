@@ -248,4 +248,4 @@ def _fresh_classes() -> contextlib.AbstractContextManager[Any]:
     """Inside, patched classes are made anew: those that exist hold functions of the source before."""
     from liger_kernels.patching import swap
 
-    return mock.patch.object(swap, "patched_class", functools.cache(swap.patched_class.__wrapped__))
+    return mock.patch.object(swap, "_patched_class", functools.cache(swap._patched_class.__wrapped__))

@@ -75,7 +75,7 @@ MUTANTS = (
         "mixed(cos, sections), mixed(sin, sections)", "cos[0], sin[0]", f"{_LAYOUTS}[torch.float32-with_sections]",
         source="R2"),
     _rotary("rope_of_any_sizes", "Calls whose sizes our op does not take are not left to upstream.",
-        "heads is None or not fits(tensors, cos, sin, heads, columns, partial)", "heads is None",
+        "heads is None or not fits(tensors, cos, sin, heads, columns, partial, mixed_dtypes)", "heads is None",
         f"{_CALLS}[one angle for every token]"),
     _rope("rope_sines_where_cosines_lie", "The strides of cos are taken for those of sin.",
         "[(x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2)) for x in (cos, sin)]",
@@ -98,5 +98,5 @@ MUTANTS = (
         "same(got, expected) and same(mine, gradients(expected))", "same(got, expected)",
         f"{_FAULT}[half-no gradient of the keys]"),
     _rotary("probe_of_one_result_dtype", "A rotary function that widens bfloat16 is replaced by one that does not.",
-        "result_dtype(torch.bfloat16)", "torch.bfloat16", f"{_FAULT}[half-float32 of bfloat16]"),
+        "self._result_dtype(torch.bfloat16, torch.bfloat16)", "torch.bfloat16", f"{_FAULT}[half-float32 of bfloat16]"),
 )
