@@ -116,7 +116,9 @@ def patch(
 def unpatch(model: nn.Module) -> None:
     """Undo :func:`patch`: every object gets its own class back. A model that is not patched stays as it is.
 
-    It does not matter whether ``model`` is what was patched, what wraps it, or what is inside.
+    It does not matter whether ``model`` is what was patched, what wraps it, or what is inside. A method that somebody
+    kept of a patched module does from now on what the module's own class does. A forward with activation checkpointing
+    is recomputed as the model is then, so its backward belongs before this.
 
     Raises:
         RuntimeError: something gave a patched module yet another class since (``fully_shard``, say); nothing is undone.

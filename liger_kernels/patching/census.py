@@ -12,7 +12,7 @@ from liger_kernels.patching.modules import has_own_forward
 from liger_kernels.patching.probe import package_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.split_head import has_plan, why_unfused
-from liger_kernels.patching.swap import RAN, recipe_of
+from liger_kernels.patching.swap import RAN, recipe_of, who_replaced
 
 
 def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
@@ -38,15 +38,19 @@ def _changed(module: Any, recipe: Any) -> str | None:
     fused_head = isinstance(recipe, HeadRecipe) and recipe.fused
     if fused_head and has_plan(module):
         return why_unfused(module)
-    if has_own_forward(module):
-        who = package_of(module.__dict__["forward"])
-        return f"{who or 'somebody'} replaced its forward on the instance after patch(), and this package's is hidden"
+    if has_own_forward(module) and not _has_compiled_forward(module):
+        who = f"{who_replaced(module)} replaced its forward on the instance after patch()"
+        if not isinstance(recipe, HeadRecipe):
+            return f"{who}, and this package's has not been seen to run inside it"
+        if recipe.fused:  # another head computes its logits by whatever forward it has
+            return f"{who}: it computes its logits, and the loss over them is fused"
     cls: Any = next(c for c in type(module).__mro__ if "_liger_kernels_base" in vars(c))  # FSDP2 puts one before it
-    base = cls._liger_kernels_base
-    if cls._liger_kernels_base_forward is not base.forward:
+    now, before = cls._liger_kernels_base.forward, cls._liger_kernels_base_forward
+    if before is not now:
+        who = package_of(now, until=lambda function: function is before) or "somebody"
         return (
-            f"{package_of(base.forward)} replaced the forward of its class after patch(), and this package's runs "
-            "instead: unpatch(model) to run the other"
+            f"{who} replaced the forward of its class after patch(), and this package's runs instead: unpatch(model) "
+            "to run the other"
         )
     if isinstance(recipe, ModelRecipe) and not patched_heads(module.get_output_embeddings()):
         return "its LM head was replaced after patch(), and computes logits: call patch(model) again"
@@ -70,9 +74,12 @@ def never_ran(model: nn.Module, report: PatchReport) -> list[Replacement]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    own = module.__dict__
     return (
-        own.get("_compiled_call_impl") is not None
+        module.__dict__.get("_compiled_call_impl") is not None
         or type(module).__module__.startswith("torch._dynamo")
-        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+        or _has_compiled_forward(module)
     )
+
+
+def _has_compiled_forward(module: nn.Module) -> bool:
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
@@ -45,14 +44,6 @@ class ModelRecipe(Recipe):
         plain = _plain(base)
         found = {"forward": plain} if self.loss_reduction == "token" else _weighted(base, plain, self.loss_reduction)
         return {**found, "set_output_embeddings": _set_output_embeddings(base)}
-
-
-def _like(base: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` under the name, the signature and the docstring of ``base.forward``: a Trainer reads the signature to
-    choose columns. Not as a wrapper of it: accelerate, to remove its own wrappers, removes all."""
-    functools.update_wrapper(forward, base.forward)
-    del forward.__wrapped__  # type: ignore[attr-defined]
-    return forward
 
 
 def _plain(base: Any) -> Callable[..., Any]:
@@ -115,7 +106,7 @@ def _plain(base: Any) -> Callable[..., Any]:
             return output
         return released(output, labels, kwargs.get("shift_labels")) if accuracy else released(output)
 
-    return _like(base, forward)
+    return forward
 
 
 def _counted(labels: Any, kwargs: dict[str, Any]) -> CountedTargets | None:
@@ -182,7 +173,7 @@ def _weighted(base: Any, plain: Callable[..., Any], mode: str) -> dict[str, Any]
             )
         return output
 
-    return {"forward": _like(base, forward), "__call__": call}
+    return {"forward": forward, "__call__": call}
 
 
 def _set_output_embeddings(base: Any) -> Callable[..., Any]:

@@ -7,26 +7,33 @@ bound to the module it was made from.
 
 What a subclass does is described by a :class:`Recipe`, a small value that can be compared and pickled, so that a
 patched model can be pickled: the subclass is made again from class and recipe when it is loaded.
+
+Others keep methods that they found on a patched module: a compiled program, or what accelerate wraps around a forward.
+Such a method asks for the module's class at every call, so it does what the module does then, patched or not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import inspect
 import types
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
-from liger_kernels.patching.probe import describe
+from liger_kernels.patching.probe import describe, package_of
 from liger_kernels.patching.report import Left, PatchReport
 
 # Where a patched module keeps the report of its patch. Copies and pickles of the module keep it, too.
 REPORT = "_liger_kernels"
 # What a replaced module has in its ``__dict__`` once its kernel has run.
 RAN = "_liger_kernels_ran"
+# What marks a method that does what the class of its module has now.
+_FOLLOWS = "_liger_kernels_follows"
 # Every module whose class was changed, and its class before.
 Undo = list[tuple[nn.Module, type]]
 
@@ -77,21 +84,75 @@ def patched_class(base: Any, recipe: Any) -> Any:
             return reduced  # the class has its own way to be pickled
         return (_new_patched, (base, recipe), *reduced[2:])
 
+    def while_patched(name: str, method: Any) -> Any:
+        """``method`` for instances of the subclass; for one that was unpatched, what its class has now."""
+        if not isinstance(method, types.FunctionType):
+            return method
+
+        def follow(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_forward and "forward" in self.__dict__ and not torch.compiler.is_compiling():
+                _note_inner_run(self)
+            if isinstance(self, cls):
+                return method(self, *args, **kwargs)
+            return getattr(type(self), name)(self, *args, **kwargs)
+
+        is_forward = name == "forward"
+        upstream = getattr(base, name, method)
+        # Whoever asks is told the name and the signature of upstream's: a Trainer chooses columns by the signature.
+        functools.update_wrapper(follow, upstream, updated=())
+        del follow.__wrapped__  # type: ignore[attr-defined]  # accelerate, to remove its own wrappers, removes all
+        follow.__signature__ = inspect.signature(upstream)  # type: ignore[attr-defined]
+        setattr(follow, _FOLLOWS, True)
+        return follow
+
+    members = {"__reduce_ex__": reduce_ex, **recipe.namespace(base)}
     namespace = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
-        "__reduce_ex__": reduce_ex,
         "_liger_kernels_recipe": recipe,
         "_liger_kernels_base": base,
-        **recipe.namespace(base),
+        **{name: while_patched(name, member) for name, member in members.items()},
     }
-    forward = namespace.get("forward")
-    if forward is not None and not hasattr(forward, "__wrapped__"):
-        forward.__signature__ = inspect.signature(base.forward)  # whoever asks what it takes is told what base takes
     # The name stays: save_pretrained writes it into the configuration, and weight initialisation looks for "RMSNorm".
     cls = type(base)(base.__name__, (base,), namespace)
     return cls
+
+
+def follows_class(method: Any, module: nn.Module) -> bool:
+    """Whether ``method`` is a bound method that does what the class of ``module`` does, now and later."""
+    function = getattr(method, "__func__", None)
+    return (function is type(module).forward or hasattr(function, _FOLLOWS)) and method.__self__ is module
+
+
+def who_replaced(module: nn.Module) -> str:
+    """The package whose code the forward on the instance of ``module`` is, or "somebody"."""
+    own = [vars(cls).get("forward") for cls in type(module).__mro__]
+
+    def is_of_the_class(function: Any) -> bool:
+        return any(function is method for method in own) or hasattr(function, _FOLLOWS)
+
+    return package_of(module.__dict__["forward"], is_of_the_class) or "somebody"
+
+
+# The forward that an instance carries, where that of a patched class has run inside it.
+_around: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def _note_inner_run(module: nn.Module) -> None:
+    own = module.__dict__["forward"]
+    if not runs_inside(module):
+        with contextlib.suppress(TypeError):  # an object that cannot be referred to
+            _around[module] = weakref.ref(own)
+
+
+def runs_inside(module: nn.Module) -> bool:
+    """Whether the forward of a patched class has run inside the one that the instance of ``module`` carries now.
+
+    Compiled programs leave no note.
+    """
+    noted = _around.get(module)
+    return noted is not None and noted() is module.__dict__.get("forward")
 
 
 def replace(path: str, module: nn.Module, recipe: Recipe, report: PatchReport, undo: Undo) -> bool:
