@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_kernels.ops import CountedTargets
+from liger_kernels.patching.blocks import hold_as
 from liger_kernels.patching.deferred import DeferredLogits
 from liger_kernels.patching.head import HeadRecipe, in_transform, is_plain_linear, patched_heads
 from liger_kernels.patching.lazy import LazyTensor, lazy_output
@@ -179,13 +180,14 @@ def _weighted(base: Any, plain: Callable[..., Any], mode: str) -> dict[str, Any]
 def _set_output_embeddings(base: Any) -> Callable[..., Any]:
     def set_output_embeddings(self: Any, new_embeddings: Any) -> Any:
         """Upstream's own (``resize_token_embeddings`` calls it). The new head computes the loss as the old one did."""
-        recipes = [recipe_of(head) for head in patched_heads(self.get_output_embeddings())]
+        before = patched_heads(self.get_output_embeddings())
         result = base.set_output_embeddings(self, new_embeddings)
         head = self.get_output_embeddings()
-        if recipes and isinstance(head, nn.Module) and recipe_of(head) is None:
-            recipe = recipes[0]
+        if before and isinstance(head, nn.Module) and recipe_of(head) is None:
+            recipe = recipe_of(before[0])
             if isinstance(recipe, HeadRecipe) and (is_plain_linear(head) or not recipe.fused):
                 replace_class("", head, recipe, self.__dict__[REPORT], [])
+                hold_as(before[0], head)
         return result
 
     return set_output_embeddings

@@ -30,6 +30,8 @@ from liger_kernels.patching.report import Left, PatchReport
 
 # Where a patched module keeps the report of its patch. Copies and pickles of the module keep it, too.
 REPORT = "_liger_kernels"
+# And which open ``patched()`` blocks hold it.
+BLOCKS = "_liger_kernels_blocks"
 # What a replaced module has in its ``__dict__`` once its kernel has run.
 RAN = "_liger_kernels_ran"
 # What marks a method that does what the class of its module has now.
@@ -175,8 +177,13 @@ def restore(undo: Undo) -> None:
     for module, base in reversed(undo):
         _rebind_inside_hook(module, type(module), base)
         module.__class__ = base
-        for name in (REPORT, RAN):
-            module.__dict__.pop(name, None)
+        forget(module)
+
+
+def forget(module: nn.Module) -> None:
+    """Remove what a patch has written into the ``__dict__`` of ``module``."""
+    for name in (REPORT, RAN, BLOCKS):
+        module.__dict__.pop(name, None)
 
 
 # Where accelerate keeps what its hook runs around: the bound method that the module had.
