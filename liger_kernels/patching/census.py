@@ -8,7 +8,7 @@ from torch import nn
 
 from liger_kernels.patching.head import HeadRecipe, patched_heads
 from liger_kernels.patching.model import ModelRecipe
-from liger_kernels.patching.modules import has_own_forward
+from liger_kernels.patching.modules import carries_forward, has_own_forward
 from liger_kernels.patching.probe import package_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.split_head import has_plan, why_unfused
@@ -38,12 +38,15 @@ def _changed(module: Any, recipe: Any) -> str | None:
     fused_head = isinstance(recipe, HeadRecipe) and recipe.fused
     if fused_head and has_plan(module):
         return why_unfused(module)
-    if has_own_forward(module) and not _has_compiled_forward(module):
-        who = f"{who_replaced(module)} replaced its forward on the instance after patch()"
-        if not isinstance(recipe, HeadRecipe):
-            return f"{who}, and this package's has not been seen to run inside it"
-        if recipe.fused:  # another head computes its logits by whatever forward it has
-            return f"{who}: it computes its logits, and the loss over them is fused"
+    if fused_head and carries_forward(module):
+        who = who_replaced(module)
+        return f"{who} replaced its forward on the instance after patch(): it computes its logits, whose loss is fused"
+    own = not isinstance(recipe, HeadRecipe) and has_own_forward(module)
+    if own and not _has_compiled_forward(module):
+        return (
+            f"{who_replaced(module)} replaced its forward on the instance after patch(), and this package's has not "
+            "been seen to run inside it"
+        )
     cls: Any = next(c for c in type(module).__mro__ if "_liger_kernels_base" in vars(c))  # FSDP2 puts one before it
     now, before = cls._liger_kernels_base.forward, cls._liger_kernels_base_forward
     if before is not now:

@@ -17,7 +17,14 @@ from liger_kernels.patching.probe import INFRASTRUCTURE, any_user_hook
 from liger_kernels.patching.product import Product, Request, count
 from liger_kernels.patching.running import running
 from liger_kernels.patching.split_head import SplitHead, has_plan, split_head
-from liger_kernels.patching.swap import Recipe, mark_run, recipe_of, runs_inside_hook, who_replaced
+from liger_kernels.patching.swap import (
+    Recipe,
+    follows_class,
+    mark_run,
+    recipe_of,
+    runs_inside_hook,
+    who_replaced,
+)
 
 LOSSES = ("cross_entropy", "linear_cross_entropy")
 
@@ -122,7 +129,7 @@ def obstacle(head: Any, outer: nn.Module, split: SplitHead | str | None = None) 
         hooks = getattr(head._hf_hook, "hooks", (head._hf_hook,))
         if not all(type(hook).__name__ == "AlignDevicesHook" and not hook.offload for hook in hooks):
             return "accelerate loads the head's weight for its forward only (offload)"
-    elif "forward" in head.__dict__ and split is None:
+    elif split is None and "forward" in head.__dict__ and not follows_class(head.forward, head):
         return f"the head's forward was replaced on the instance by {who_replaced(head)}"
     for module in (head,) if outer is head else outer.modules():
         if module._backward_hooks or module._backward_pre_hooks or any_user_hook([module._forward_hooks]):

@@ -104,17 +104,21 @@ def _scripted(module: nn.Module) -> tuple[str, ...]:
     return ("it is a TorchScript module, whose forward cannot be replaced",) if is_norm else ()
 
 
-def has_own_forward(module: nn.Module) -> bool:
-    """Whether the instance carries a forward that hides the one of its class.
+def carries_forward(module: nn.Module) -> bool:
+    """Whether the instance carries a forward of somebody's.
 
     transformers, when it has captured hidden states, leaves the class's own method behind on the instance; that hides
-    nothing and goes. accelerate's hooks run around the class's own, which they keep, and so does whatever was seen to
-    run a patched one inside.
+    nothing and goes. accelerate's hooks run around the class's own, which they keep.
     """
     own = module.__dict__.get("forward")
     if own is not None and follows_class(own, module):
         del module.__dict__["forward"]
-    return "forward" in module.__dict__ and not runs_inside_hook(module) and not runs_inside(module)
+    return "forward" in module.__dict__ and not runs_inside_hook(module)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the instance carries a forward that was not seen to run that of its class."""
+    return carries_forward(module) and not runs_inside(module)
 
 
 def own_forward(module: nn.Module) -> str:

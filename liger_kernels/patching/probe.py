@@ -163,7 +163,7 @@ def _defining_module(function: Any) -> str:
     own: Any = getattr(function, "__module__", None)  # of a class or a function in C nothing else says it
     if hasattr(function, "__globals__"):
         own = function.__globals__.get("__name__") if hasattr(function, "__wrapped__") else own
-    elif type(function).__module__ != "builtins":  # an object that can be called
+    elif not isinstance(function, type) and type(function).__module__ != "builtins":  # an object that can be called
         own = type(function).__module__
     return own or ""
 

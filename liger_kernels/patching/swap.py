@@ -34,8 +34,8 @@ REPORT = "_liger_kernels"
 BLOCKS = "_liger_kernels_blocks"
 # What a replaced module has in its ``__dict__`` once its kernel has run.
 RAN = "_liger_kernels_ran"
-# What marks a method that does what the class of its module has now.
-_FOLLOWS = "_liger_kernels_follows"
+# Functions that do what the class of their module has now. Not a mark on them: `functools.wraps` would copy it.
+_following: weakref.WeakSet[Any] = weakref.WeakSet()
 # Every module whose class was changed, and its class before.
 Undo = list[tuple[nn.Module, type]]
 
@@ -104,7 +104,7 @@ def patched_class(base: Any, recipe: Any) -> Any:
         functools.update_wrapper(follow, upstream, updated=())
         del follow.__wrapped__  # type: ignore[attr-defined]  # accelerate, to remove its own wrappers, removes all
         follow.__signature__ = inspect.signature(upstream)  # type: ignore[attr-defined]
-        setattr(follow, _FOLLOWS, True)
+        _following.add(follow)
         return follow
 
     members = {"__reduce_ex__": reduce_ex, **recipe.namespace(base)}
@@ -121,18 +121,21 @@ def patched_class(base: Any, recipe: Any) -> Any:
     return cls
 
 
+def _follows(function: Any) -> bool:
+    return isinstance(function, types.FunctionType) and function in _following
+
+
 def follows_class(method: Any, module: nn.Module) -> bool:
     """Whether ``method`` is a bound method that does what the class of ``module`` does, now and later."""
     function = getattr(method, "__func__", None)
-    return (function is type(module).forward or hasattr(function, _FOLLOWS)) and method.__self__ is module
+    return (function is type(module).forward or _follows(function)) and method.__self__ is module
 
 
 def who_replaced(module: nn.Module) -> str:
     """The package whose code the forward on the instance of ``module`` is, or "somebody"."""
-    own = [vars(cls).get("forward") for cls in type(module).__mro__]
 
     def is_of_the_class(function: Any) -> bool:
-        return any(function is method for method in own) or hasattr(function, _FOLLOWS)
+        return _follows(function) or any(vars(cls).get("forward") is function for cls in type(module).__mro__)
 
     return package_of(module.__dict__["forward"], is_of_the_class) or "somebody"
 
