@@ -94,7 +94,8 @@ def test_each_method_alone_is_upstreams(name):
             theirs = getattr(type(part).__mro__[1], method)
             assert inspect.signature(methods[method]) == inspect.signature(theirs)
             assert methods[method].__name__ == theirs.__name__
-            assert not hasattr(methods[method], "__wrapped__")
+            # Of a model, accelerate removes every wrapper: it is none.
+            assert hasattr(methods[method], "__wrapped__") == (part is not model)
     liger_kernels.unpatch(model)
     assert all(recipe_of(part) is None for part, _ in kept)
     for part, methods in kept:

@@ -13,17 +13,16 @@ from torch.nn.modules import module as torch_module
 
 from liger_kernels.ops import linear_cross_entropy
 from liger_kernels.patching.deferred import DeferredLogits
+from liger_kernels.patching.following import follows_class, who_replaced
 from liger_kernels.patching.probe import INFRASTRUCTURE, any_user_hook
 from liger_kernels.patching.product import Product, Request, count
 from liger_kernels.patching.running import running
 from liger_kernels.patching.split_head import SplitHead, has_plan, split_head
 from liger_kernels.patching.swap import (
     Recipe,
-    follows_class,
     mark_run,
     recipe_of,
     runs_inside_hook,
-    who_replaced,
 )
 
 LOSSES = ("cross_entropy", "linear_cross_entropy")
@@ -150,11 +149,6 @@ _GLOBAL_HOOKS = (
     torch_module._global_backward_hooks,
     torch_module._global_backward_pre_hooks,
 )
-
-
-def in_transform() -> bool:
-    """Whether a transform of ``torch.func`` runs, which wants operations of torch."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_fsdp2(cls: type) -> bool:

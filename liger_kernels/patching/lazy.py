@@ -405,7 +405,8 @@ def lazy_output(base: Any, names: tuple[str, ...], accuracy: bool = False) -> ty
         return key, read(self, key, value, 2)
 
     def reduce(self: Any) -> Any:
-        values = tuple(self.__dict__.get(field.name) for field in fields(self))
+        own = self.__dict__  # without computing; a field that was deleted has its default, or raises
+        values = tuple([own[f.name] if f.name in own else getattr(self, f.name) for f in fields(self)])
         return _load_output, (base, names, accuracy, values), *OrderedDict.__reduce__(self)[2:]
 
     namespace = {

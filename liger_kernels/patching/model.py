@@ -6,7 +6,7 @@ import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,8 @@ from torch import nn
 from liger_kernels.ops import CountedTargets
 from liger_kernels.patching.blocks import hold_as
 from liger_kernels.patching.deferred import DeferredLogits
-from liger_kernels.patching.head import HeadRecipe, in_transform, is_plain_linear, patched_heads
+from liger_kernels.patching.following import mode_check
+from liger_kernels.patching.head import HeadRecipe, is_plain_linear, patched_heads
 from liger_kernels.patching.lazy import LazyTensor, lazy_output
 from liger_kernels.patching.packing import captured, plain_count
 from liger_kernels.patching.product import count
@@ -40,6 +41,7 @@ class ModelRecipe(Recipe):
     """
 
     loss_reduction: str = "token"
+    gives_way: ClassVar[bool] = False
 
     def namespace(self, base: Any) -> dict[str, Any]:
         plain = _plain(base)
@@ -53,6 +55,7 @@ def _plain(base: Any) -> Callable[..., Any]:
     def upstream(self: Any, *args: Any, **kwargs: Any) -> Any:  # looked up late: another patch may replace it
         return base.forward(self, *args, **kwargs)
 
+    wants_upstream = mode_check()
     released = torch.compiler.disable(_released)  # a compiled forward ends where its output changes class
     names = list(inspect.signature(base.forward).parameters)
     position = names.index("labels") - 1 if "labels" in names else None  # without self
@@ -69,15 +72,17 @@ def _plain(base: Any) -> Callable[..., Any]:
         report = self._liger_kernels
         if not torch.compiler.is_compiling():
             report.forwards += 1
-            if report.forwards == 1:
+            if report.forwards == 1 and not wants_upstream():  # which launches nothing
                 ids = args[0] if args else kwargs.get("input_ids")
                 rehearse(self, kwargs.get("inputs_embeds") if ids is None else ids)
+        elif torch.compiler.is_exporting():  # a program for others to run
+            return upstream(self, *args, **kwargs)
         labels = kwargs.get("labels")
         if labels is None and position is not None and len(args) > position:
             labels = args[position]
         before = running.forward
         state = None
-        if labels is not None and not in_transform():
+        if labels is not None and not wants_upstream():
             # In evaluation, whoever reads the logits wants them; it is no fallback.
             fallbacks = report.fallbacks if self.training or skip_logits else Counter()
             if self.loss_function is not ForCausalLMLoss:  # a user's own, or one of another kind: it gets real logits
@@ -125,12 +130,18 @@ def _shares_a_head(model: Any, forward: Forward) -> bool:
 def _weighted(base: Any, plain: Callable[..., Any], mode: str) -> dict[str, Any]:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
+    wants_upstream = mode_check()
     names = list(inspect.signature(base.forward).parameters)[1:]  # without self
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if arguments.get("labels") is None:
             return plain(self, *args, **kwargs)
+        if wants_upstream() or (torch.compiler.is_compiling() and torch.compiler.is_exporting()):
+            raise RuntimeError(
+                f"loss_reduction={mode!r}: torch.jit.trace, torch.export and transforms of torch.func get upstream's "
+                "loss, which weighs no rows: unpatch the model, or patch it with loss_reduction='token'"
+            )
         if self.loss_function is not ForCausalLMLoss:
             name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
             raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from liger_kernels.patching.experts import EXPERTS
+from liger_kernels.patching.following import follows_class, runs_inside, who_replaced
 from liger_kernels.patching.glu import GATED_MLPS
 from liger_kernels.patching.head import LOSSES
 from liger_kernels.patching.norms import NORMS
@@ -19,12 +20,9 @@ from liger_kernels.patching.rotary import ROTATIONS
 from liger_kernels.patching.swap import (
     Recipe,
     Undo,
-    follows_class,
     recipe_of,
     replace,
-    runs_inside,
     runs_inside_hook,
-    who_replaced,
 )
 
 # The last is asked first, and the first recipe wins: a recogniser may take what an earlier one would leave.

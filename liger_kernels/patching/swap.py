@@ -8,24 +8,21 @@ bound to the module it was made from.
 What a subclass does is described by a :class:`Recipe`, a small value that can be compared and pickled, so that a
 patched model can be pickled: the subclass is made again from class and recipe when it is loaded.
 
-Others keep methods that they found on a patched module: a compiled program, or what accelerate wraps around a forward.
-Such a method asks for the module's class at every call, so it does what the module does then, patched or not.
+Whoever kept a method of a patched module gets from it what the module does at the moment of the call: following.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import functools
-import inspect
 import types
-import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from liger_kernels.patching.probe import describe, package_of
+from liger_kernels.patching.following import following
+from liger_kernels.patching.probe import describe
 from liger_kernels.patching.report import Left, PatchReport
 
 # Where a patched module keeps the report of its patch. Copies and pickles of the module keep it, too.
@@ -34,8 +31,6 @@ REPORT = "_liger_kernels"
 BLOCKS = "_liger_kernels_blocks"
 # What a replaced module has in its ``__dict__`` once its kernel has run.
 RAN = "_liger_kernels_ran"
-# Functions that do what the class of their module has now. Not a mark on them: `functools.wraps` would copy it.
-_following: weakref.WeakSet[Any] = weakref.WeakSet()
 # Every module whose class was changed, and its class before.
 Undo = list[tuple[nn.Module, type]]
 
@@ -51,9 +46,12 @@ class Recipe:
 
     Attributes:
         left: why some of what was found there is left, one line of the report each.
+        gives_way: whether upstream's own methods run while :func:`mode_check` says so. A class that says no sees to it
+            itself.
     """
 
     left: tuple[str, ...] = ()
+    gives_way: ClassVar[bool] = True
 
     @property
     def kernel(self) -> str:
@@ -86,78 +84,21 @@ def patched_class(base: Any, recipe: Any) -> Any:
             return reduced  # the class has its own way to be pickled
         return (_new_patched, (base, recipe), *reduced[2:])
 
-    def while_patched(name: str, method: Any) -> Any:
-        """``method`` for instances of the subclass; for one that was unpatched, what its class has now."""
-        if not isinstance(method, types.FunctionType):
-            return method
-
-        def follow(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_forward and "forward" in self.__dict__ and not torch.compiler.is_compiling():
-                _note_inner_run(self)
-            if isinstance(self, cls):
-                return method(self, *args, **kwargs)
-            return getattr(type(self), name)(self, *args, **kwargs)
-
-        is_forward = name == "forward"
-        upstream = getattr(base, name, method)
-        # Whoever asks is told the name and the signature of upstream's: a Trainer chooses columns by the signature.
-        functools.update_wrapper(follow, upstream, updated=())
-        del follow.__wrapped__  # type: ignore[attr-defined]  # accelerate, to remove its own wrappers, removes all
-        follow.__signature__ = inspect.signature(upstream)  # type: ignore[attr-defined]
-        _following.add(follow)
-        return follow
-
-    members = {"__reduce_ex__": reduce_ex, **recipe.namespace(base)}
+    members = recipe.namespace(base)
     namespace = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
+        "__reduce_ex__": reduce_ex,
         "_liger_kernels_recipe": recipe,
         "_liger_kernels_base": base,
-        **{name: while_patched(name, member) for name, member in members.items()},
+        **members,
     }
     # The name stays: save_pretrained writes it into the configuration, and weight initialisation looks for "RMSNorm".
     cls = type(base)(base.__name__, (base,), namespace)
+    for name, member in members.items():
+        setattr(cls, name, following(cls, base, name, member, recipe.gives_way))
     return cls
-
-
-def _follows(function: Any) -> bool:
-    return isinstance(function, types.FunctionType) and function in _following
-
-
-def follows_class(method: Any, module: nn.Module) -> bool:
-    """Whether ``method`` is a bound method that does what the class of ``module`` does, now and later."""
-    function = getattr(method, "__func__", None)
-    return (function is type(module).forward or _follows(function)) and method.__self__ is module
-
-
-def who_replaced(module: nn.Module) -> str:
-    """The package whose code the forward on the instance of ``module`` is, or "somebody"."""
-
-    def is_of_the_class(function: Any) -> bool:
-        return _follows(function) or any(vars(cls).get("forward") is function for cls in type(module).__mro__)
-
-    return package_of(module.__dict__["forward"], is_of_the_class) or "somebody"
-
-
-# The forward that an instance carries, where that of a patched class has run inside it.
-_around: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-
-
-def _note_inner_run(module: nn.Module) -> None:
-    own = module.__dict__["forward"]
-    if not runs_inside(module):
-        with contextlib.suppress(TypeError):  # an object that cannot be referred to
-            _around[module] = weakref.ref(own)
-
-
-def runs_inside(module: nn.Module) -> bool:
-    """Whether the forward of a patched class has run inside the one that the instance of ``module`` carries now.
-
-    Compiled programs leave no note.
-    """
-    noted = _around.get(module)
-    return noted is not None and noted() is module.__dict__.get("forward")
 
 
 def replace(path: str, module: nn.Module, recipe: Recipe, report: PatchReport, undo: Undo) -> bool:
