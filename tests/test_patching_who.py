@@ -196,7 +196,6 @@ class Callable:
         (object(), ""),
         (None, ""),
     ],
-    ids=str,
 )
 def test_whatever_can_be_called(function, package):
     assert package_of(function) == package
