@@ -47,11 +47,13 @@ class Replacement:
         self.difference: str | None = None
         self.ours = self.theirs = 0
         self.reason = ""
+        self._ended = False
 
         # Dynamo traces trl's forward where it can. Where it cannot, it would go on to trace this, probe and all.
         @torch.compiler.disable
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if cls is not function:  # a subclass has a forward of its own
+            # A subclass has a forward of its own, and somebody may have kept this function for longer than it is asked
+            if cls is not function or self._ended:
                 return self.own.__func__(cls, *args, **kwargs)
             return self(*args, **kwargs)
 
@@ -60,7 +62,8 @@ class Replacement:
         function.apply = self._apply
 
     def undo(self) -> None:
-        """Give the class its own ``apply`` back, unless somebody else has replaced it since."""
+        """Give the class its own ``apply`` back, unless somebody else has replaced it since. Kept, ours runs it."""
+        self._ended = True
         if vars(self.function).get("apply") is not self._apply:
             return
         if self._before is None:

@@ -352,6 +352,14 @@ def test_uninstall_gives_the_very_same_function_back() -> None:
     assert kept(*Case("cpu").tensors, torch.arange(TOKENS), 1.0, 16, None, 1.0, OUTPUTS)[0].shape == (TOKENS,)
 
 
+def test_who_kept_the_function_gets_trls_after_uninstall(head, device) -> None:
+    kept = FUNCTION.apply
+    for _ in range(2):  # the second time after uninstall
+        Case(device).run(kept)
+        trl_head.uninstall()
+    assert (head.ours, head.theirs) == (1, 0)
+
+
 def test_what_somebody_else_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = classmethod(lambda cls, *args: "theirs")
     monkeypatch.setattr(FUNCTION, "apply", theirs)

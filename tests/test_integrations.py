@@ -80,6 +80,21 @@ def test_without_a_model_every_later_one_is_patched_as_it_is_built(tmp_path):
     assert liger_kernels.status(built).fuses_head
 
 
+def test_a_constructor_that_somebody_kept_patches_as_long_as_it_was_asked_to():
+    """``deepspeed.zero.Init`` puts back the constructors that it found when it began."""
+    from transformers import LlamaForCausalLM
+
+    original = LlamaForCausalLM.__init__
+    liger_kernels.apply_liger_kernel_to_llama(rope=False)
+    kept = LlamaForCausalLM.__init__
+    liger_kernels.revert_liger_kernel()
+    try:
+        LlamaForCausalLM.__init__ = kept
+        assert liger_kernels.status(tiny("llama")) is None
+    finally:
+        LlamaForCausalLM.__init__ = original
+
+
 @pytest.mark.parametrize(("family", "activation"), [("llama", "silu"), ("gemma", "gelu_tanh")])
 def test_a_model_that_is_built_without_initialisation(family, activation, monkeypatch):
     """``from_pretrained`` switches torch's initialisation off while it builds a model, and memory holds what it held.

@@ -190,7 +190,9 @@ def test_what_others_replace_after_the_patch_is_said(monkeypatch):
     model.model.norm.forward = types.MethodType(lambda self, x: x, model.model.norm)
     report = liger_kernels.status(model)
     assert [left.path for left in report.left] == ["model.norm"]
-    assert "is hidden" in report.left[0].reason
+    assert "replaced its forward on the instance after patch(), and this package's has not been seen to run" in (
+        report.left[0].reason
+    )
     assert report.counts()["rms_norm"] == 4
 
 

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from inspect import Parameter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -99,12 +99,21 @@ class _Building(threading.local):
 
 
 _building = _Building()
-_originals: dict[type, Callable[..., None]] = {}
+
+
+class _Applied(NamedTuple):
+    original: Callable[..., None]  # the constructor
+    kernels: list[str]
+    memory: str | None
+
+
+_applied: dict[type, _Applied] = {}
 
 
 def _patch_when_built(cls: type, kernels: list[str], memory: str | None) -> None:
     """Let the constructor of ``cls`` patch what it has built. Called again, the last options count."""
-    original = _originals.setdefault(cls, cls.__init__)  # type: ignore[misc]
+    original = _applied[cls].original if cls in _applied else cls.__init__  # type: ignore[misc]
+    _applied[cls] = _Applied(original, kernels, memory)
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -113,17 +122,18 @@ def _patch_when_built(cls: type, kernels: list[str], memory: str | None) -> None
             original(self, *args, **kwargs)
         finally:
             _building.depth -= 1
-        if _building.depth == 0:  # the outermost model patches all of its parts
-            patch(self, kernels, memory=memory)
+        now = _applied.get(cls)  # None for whoever kept this constructor: deepspeed.zero.Init puts back what it found
+        if _building.depth == 0 and now is not None:  # the outermost model patches all of its parts
+            patch(self, now.kernels, memory=now.memory)
 
     cls.__init__ = init  # type: ignore[misc]
 
 
 def revert_liger_kernel() -> None:
     """End what ``apply_liger_kernel_to_<family>()`` without a model began. Models that were built stay patched."""
-    while _originals:
-        cls, original = _originals.popitem()
-        cls.__init__ = original  # type: ignore[misc]
+    while _applied:
+        cls, applied = _applied.popitem()
+        cls.__init__ = applied.original  # type: ignore[misc]
 
 
 @checked

@@ -28,9 +28,12 @@ INDUCTOR_UP_TO: dict[str, float] = {
 def left_to_inductor(kernel: str, x: torch.Tensor) -> bool:
     """Whether this is a compiled program in which ``kernel`` over ``x`` is faster as torch's own operations.
 
-    Where the size of ``x`` is a symbol, it may be any, and the answer is no: a guard would be a program more."""
+    Where the size of ``x`` is a symbol, it may be any, and the answer is no: a guard would be a program more. What
+    torch.export makes is for others to run, who may have no kernel."""
     if not torch.compiler.is_compiling():
         return False
+    if torch.compiler.is_exporting():
+        return True
     most = INDUCTOR_UP_TO[kernel]
     # By its full name: who compiles has imported it, and for everybody else that would take seconds.
     return most == math.inf or torch.fx.experimental.symbolic_shapes.statically_known_true(x.numel() <= most)

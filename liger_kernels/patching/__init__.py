@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 
@@ -12,6 +13,7 @@ from liger_kernels.environment import warn_of_a_newer_torch
 from liger_kernels.ops._arguments import checked, describe
 from liger_kernels.ops.linear_cross_entropy import Memory
 from liger_kernels.ops.packing import LossReduction
+from liger_kernels.patching.blocks import held, hold, hold_as, let_go, patched_for_good
 from liger_kernels.patching.census import as_of_now
 from liger_kernels.patching.head import LOSSES
 from liger_kernels.patching.loss import patch_loss
@@ -19,7 +21,7 @@ from liger_kernels.patching.model import ModelRecipe
 from liger_kernels.patching.modules import kernel_names, patch_modules, register
 from liger_kernels.patching.packing import packing_denominator
 from liger_kernels.patching.report import Left, PatchReport, Replacement
-from liger_kernels.patching.swap import REPORT, Undo, recipe_of, restore
+from liger_kernels.patching.swap import REPORT, Undo, forget, recipe_of, restore
 
 __all__ = [
     "KERNELS",
@@ -37,6 +39,8 @@ __all__ = [
 
 KERNELS = kernel_names()  # of this package
 _CALLER = 3  # where a warning of patch() points, past the check of its arguments
+# Two threads that patch one model would give it two subclasses, one of the other.
+_one_at_a_time = threading.RLock()
 
 
 @checked
@@ -76,32 +80,9 @@ def patch(
     """
     warn_of_a_newer_torch()
     wanted = check_options(kernels, loss_reduction, memory)
-    known = status(model)
-    if known is not None:
-        _check_same_options(known, wanted, loss_reduction, memory)
-    report = PatchReport(wanted, loss_reduction=loss_reduction, memory=memory)
-    undo: Undo = []
-    try:
-        patch_modules(model, report, undo)
-        if set(LOSSES) & set(wanted):
-            for path, owner in list(model.named_modules()):
-                patch_loss(model, path, owner, report, undo)
-        if loss_reduction != "token" and not any(isinstance(recipe_of(m), ModelRecipe) for m in model.modules()):
-            raise ValueError(
-                f"loss_reduction={loss_reduction!r}: this {type(model).__name__} has no loss whose rows could be "
-                "weighted; it takes a causal language model of transformers and, among the kernels, "
-                f"linear_cross_entropy or cross_entropy\n{as_of_now(report, model)}"
-            )
-    except BaseException:  # Ctrl-C, too, leaves the model as it was
-        restore(undo)
-        raise
-    if known is not None:  # the rest of the model has a report already
-        known.left, report = report.left, known
-        for module, _ in undo:
-            module.__dict__[REPORT] = report
-    as_of_now(report, model)
+    with _one_at_a_time:
+        report = _patch(model, PatchReport(wanted, loss_reduction=loss_reduction, memory=memory))
     if not report.replaced:
-        model.__dict__[REPORT] = report
         warnings.warn(
             f"liger_kernels.patch() replaced nothing in this {type(model).__name__} (kernels={list(wanted)}): "
             "it will run exactly as before. print() the report for the reasons.",
@@ -116,17 +97,58 @@ def patch(
     return report
 
 
+def _patch(model: nn.Module, report: PatchReport) -> PatchReport:
+    """Patch what is not patched yet. Returns ``report``, or the one that the model had."""
+    known = status(model)
+    if known is not None:
+        _check_same_options(known, report)
+    undo: Undo = []
+    try:
+        patch_modules(model, report, undo)
+        if set(LOSSES) & set(report.kernels):
+            for path, owner in list(model.named_modules()):
+                patch_loss(model, path, owner, report, undo)
+        if report.loss_reduction != "token" and not any(
+            isinstance(recipe_of(module), ModelRecipe) for module in model.modules()
+        ):
+            raise ValueError(
+                f"loss_reduction={report.loss_reduction!r}: this {type(model).__name__} has no loss whose rows could "
+                "be weighted; it takes a causal language model of transformers and, among the kernels, "
+                f"linear_cross_entropy or cross_entropy\n{as_of_now(report, model)}"
+            )
+    except BaseException:  # Ctrl-C, too, leaves the model as it was
+        restore(undo)
+        raise
+    if known is not None:  # the rest of the model has a report already
+        known.left, report = report.left, known
+        rest = next((module for module in model.modules() if module.__dict__.get(REPORT) is report), model)
+        for module, _ in undo:
+            module.__dict__[REPORT] = report
+            hold_as(rest, module)
+    as_of_now(report, model)
+    if not report.replaced:
+        model.__dict__[REPORT] = report
+    return report
+
+
 @checked
 def unpatch(model: nn.Module) -> None:
     """Undo :func:`patch`: every object gets its own class back. A model that is not patched stays as it is.
 
-    It does not matter whether ``model`` is what was patched, what wraps it, or what is inside.
+    It does not matter whether ``model`` is what was patched, what wraps it, or what is inside. A method that somebody
+    kept of a patched module does from now on what the module's own class does. A forward with activation checkpointing
+    is recomputed as the model is then, so its backward belongs before this.
 
     Raises:
         RuntimeError: something gave a patched module yet another class since (``fully_shard``, say); nothing is undone.
     """
+    with _one_at_a_time:
+        _unpatch(list(model.modules()))
+
+
+def _unpatch(modules: list[nn.Module]) -> None:
     undo: Undo = []
-    for module in model.modules():
+    for module in modules:
         if recipe_of(module) is not None:
             base = vars(type(module)).get("_liger_kernels_base")
             if base is None:
@@ -136,8 +158,8 @@ def unpatch(model: nn.Module) -> None:
                 )
             undo.append((module, base))
     restore(undo)
-    for module in model.modules():
-        module.__dict__.pop(REPORT, None)
+    for module in modules:
+        forget(module)
 
 
 @checked
@@ -150,15 +172,24 @@ def patched(
 ) -> Iterator[PatchReport]:
     """``with patched(model) as report:`` runs the model patched inside the block, and as it was after it.
 
-    A model that was patched before stays patched after the block.
+    What was patched before stays patched after the block. Blocks may overlap, in several threads, too: whatever the
+    order in which they end, a module stays patched until the last block that holds it ends. An explicit
+    :func:`unpatch` inside ends all of them at once. What :func:`patch` adds to a model inside a block ends with the
+    block; what it patches after such an ``unpatch`` stays.
+
+    Raises:
+        TypeError, ValueError: as :func:`patch`, for other options than those of an open block, too.
+        RuntimeError: as :func:`unpatch`, at the end of the block.
     """
-    before = status(model)
-    report = patch(model, kernels, loss_reduction, memory)
+    with _one_at_a_time:
+        for_good, before = patched_for_good(model), held(model)
+        report = patch(model, kernels, loss_reduction, memory)
+        block = hold((m for m in model.modules() if REPORT in m.__dict__ and m not in for_good), before)
     try:
         yield report
     finally:
-        if before is None:
-            unpatch(model)
+        with _one_at_a_time:
+            _unpatch(let_go(model, block))
 
 
 @checked
@@ -173,10 +204,9 @@ def status(model: nn.Module) -> PatchReport | None:
     return model.__dict__.get(REPORT)
 
 
-def _check_same_options(report: PatchReport, kernels: tuple[str, ...], loss_reduction: str, memory: str | None) -> None:
-    given = {"kernels": kernels, "loss_reduction": loss_reduction, "memory": memory}
-    for name, value in given.items():
-        before = getattr(report, name)
+def _check_same_options(known: PatchReport, asked: PatchReport) -> None:
+    for name in ("kernels", "loss_reduction", "memory"):
+        before, value = getattr(known, name), getattr(asked, name)
         if before != value:
             raise ValueError(
                 f"this model is already patched with {name}={before!r}, not {value!r}; call unpatch(model) first"

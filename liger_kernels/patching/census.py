@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from liger_kernels.patching.following import who_replaced
 from liger_kernels.patching.head import HeadRecipe, patched_heads
 from liger_kernels.patching.model import ModelRecipe
-from liger_kernels.patching.modules import has_own_forward
+from liger_kernels.patching.modules import carries_forward, has_own_forward
 from liger_kernels.patching.probe import package_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.split_head import has_plan, why_unfused
@@ -38,15 +39,22 @@ def _changed(module: Any, recipe: Any) -> str | None:
     fused_head = isinstance(recipe, HeadRecipe) and recipe.fused
     if fused_head and has_plan(module):
         return why_unfused(module)
-    if has_own_forward(module):
-        who = package_of(module.__dict__["forward"])
-        return f"{who or 'somebody'} replaced its forward on the instance after patch(), and this package's is hidden"
-    cls: Any = next(c for c in type(module).__mro__ if "_liger_kernels_base" in vars(c))  # FSDP2 puts one before it
-    base = cls._liger_kernels_base
-    if cls._liger_kernels_base_forward is not base.forward:
+    if fused_head and carries_forward(module):
+        who = who_replaced(module)
+        return f"{who} replaced its forward on the instance after patch(): it computes its logits, whose loss is fused"
+    own = not isinstance(recipe, HeadRecipe) and has_own_forward(module)
+    if own and not _has_compiled_forward(module):
         return (
-            f"{package_of(base.forward)} replaced the forward of its class after patch(), and that one runs: call "
-            "patch(model) to look at it anew"
+            f"{who_replaced(module)} replaced its forward on the instance after patch(), and this package's has not "
+            "been seen to run inside it"
+        )
+    cls: Any = next(c for c in type(module).__mro__ if "_liger_kernels_base" in vars(c))  # FSDP2 puts one before it
+    now, before = cls._liger_kernels_base.forward, cls._liger_kernels_base_forward
+    if before is not now:
+        who = package_of(now, until=lambda function: function is before) or "somebody"
+        return (
+            f"{who} replaced the forward of its class after patch(), and that one runs: call patch(model) to look at "
+            "it anew"
         )
     if (why := recipe.changed(module)) is not None:
         return why
@@ -72,9 +80,12 @@ def never_ran(model: nn.Module, report: PatchReport) -> list[Replacement]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    own = module.__dict__
     return (
-        own.get("_compiled_call_impl") is not None
+        module.__dict__.get("_compiled_call_impl") is not None
         or type(module).__module__.startswith("torch._dynamo")
-        or hasattr(own.get("forward"), "_torchdynamo_orig_callable")
+        or _has_compiled_forward(module)
     )
+
+
+def _has_compiled_forward(module: nn.Module) -> bool:
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")

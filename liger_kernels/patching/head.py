@@ -13,11 +13,17 @@ from torch.nn.modules import module as torch_module
 
 from liger_kernels.ops import linear_cross_entropy
 from liger_kernels.patching.deferred import DeferredLogits
+from liger_kernels.patching.following import follows_class, who_replaced
 from liger_kernels.patching.probe import INFRASTRUCTURE, PLAIN, any_user_hook, package_of
 from liger_kernels.patching.product import Product, Request, count
 from liger_kernels.patching.running import running
 from liger_kernels.patching.split_head import SplitHead, has_plan, split_head
-from liger_kernels.patching.swap import Recipe, mark_run, recipe_of, runs_inside_hook
+from liger_kernels.patching.swap import (
+    Recipe,
+    mark_run,
+    recipe_of,
+    runs_inside_hook,
+)
 
 LOSSES = ("cross_entropy", "linear_cross_entropy")
 
@@ -137,9 +143,8 @@ def obstacle(head: Any, outer: nn.Module, split: SplitHead | str | None = None) 
         hooks = getattr(head._hf_hook, "hooks", (head._hf_hook,))
         if not all(type(hook).__name__ == "AlignDevicesHook" and not hook.offload for hook in hooks):
             return "accelerate loads the head's weight for its forward only (offload)"
-    elif "forward" in head.__dict__ and split is None:
-        owner = getattr(head.forward, "__module__", None)
-        return f"the head's forward was replaced on the instance by {owner or 'somebody'}"
+    elif split is None and "forward" in head.__dict__ and not follows_class(head.forward, head):
+        return f"the head's forward was replaced on the instance by {who_replaced(head)}"
     for module in (head,) if outer is head else outer.modules():
         if module._backward_hooks or module._backward_pre_hooks or any_user_hook([module._forward_hooks]):
             return "a forward hook on the head expects logits"
@@ -164,11 +169,6 @@ _GLOBAL_HOOKS = (
     torch_module._global_backward_hooks,
     torch_module._global_backward_pre_hooks,
 )
-
-
-def in_transform() -> bool:
-    """Whether a transform of ``torch.func`` runs, which wants operations of torch."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_fsdp2(cls: type) -> bool:

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, make_dataclass
+from dataclasses import MISSING, dataclass, fields, make_dataclass
 from inspect import isgetsetdescriptor
 from typing import Any
 
@@ -348,21 +348,39 @@ def lazy_output(base: Any, names: tuple[str, ...], accuracy: bool = False) -> ty
     entry ``token_accuracy`` where ``accuracy`` says so.
 
     A user who reads such an entry by attribute, key or position gets an ordinary tensor, computed at that moment:
-    an optimizer step afterwards does not change it.
+    an optimizer step afterwards does not change it. Everything else is as ``base`` has it, which keeps an entry twice:
+    as an attribute and as an item.
     """
 
-    def read(self: Any, name: str, depth: int) -> Any:
-        value = self.__dict__.get(name)
-        if type(value) is LazyTensor and not self.__dict__.get("_liger_kernels_filling") and not _is_walker(depth):
-            value = value.computed()
-            self[name] = value
-        return value
+    def read(self: Any, name: str, value: Any, depth: int) -> Any:
+        """``value``, which is the entry ``name``; for a user computed, and the attribute and the item with it."""
+        own = self.__dict__
+        if type(value) is not LazyTensor or "_liger_kernels_filling" in own or _is_walker(depth):
+            return value
+        computed = value.computed()
+        if own.get(name) is value:
+            own[name] = computed
+        if OrderedDict.get(self, name) is value:
+            OrderedDict.__setitem__(self, name, computed)
+        return computed
 
     def lazy_field(name: str) -> property:
+        default = base.__dataclass_fields__[name].default
+
+        def get(self: Any) -> Any:
+            if name not in self.__dict__ and default is MISSING:
+                raise AttributeError(f"{base.__name__!r} object has no attribute {name!r}")
+            return read(self, name, self.__dict__.get(name, default), 2)
+
         def write(self: Any, value: Any) -> None:
             self.__dict__[name] = value
 
-        return property(lambda self: read(self, name, 2), write)
+        def delete(self: Any) -> None:
+            if name not in self.__dict__:
+                raise AttributeError(f"{base.__name__!r} object has no attribute {name!r}")
+            del self.__dict__[name]
+
+        return property(get, write, delete)
 
     parent: Any = make_dataclass(base.__name__, [("token_accuracy", Any, None)], bases=(base,)) if accuracy else base
 
@@ -375,15 +393,21 @@ def lazy_output(base: Any, names: tuple[str, ...], accuracy: bool = False) -> ty
 
     def getitem(self: Any, key: Any) -> Any:
         if isinstance(key, str):
-            return read(self, key, 2) if key in names else base.__getitem__(self, key)
+            return read(self, key, base.__getitem__(self, key), 2)
         keys = tuple(self.keys())[key]
         return self[keys] if isinstance(keys, str) else tuple(self[k] for k in keys)
 
-    def get(self: Any, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401  (this is what get means here)
+    def get_item(self: Any, key: Any, default: Any = None) -> Any:
+        return read(self, key, OrderedDict.get(self, key, default), 2)
+
+    def popitem(self: Any, last: bool = True) -> Any:
+        key, value = OrderedDict.popitem(self, last)
+        return key, read(self, key, value, 2)
 
     def reduce(self: Any) -> Any:
-        return _load_output, (base, names, accuracy, dict(OrderedDict.items(self)))
+        own = self.__dict__  # without computing; a field that was deleted has its default, or raises
+        values = tuple([own[f.name] if f.name in own else getattr(self, f.name) for f in fields(self)])
+        return _load_output, (base, names, accuracy, values), *OrderedDict.__reduce__(self)[2:]
 
     namespace = {
         "__module__": base.__module__,
@@ -391,12 +415,13 @@ def lazy_output(base: Any, names: tuple[str, ...], accuracy: bool = False) -> ty
         "__doc__": base.__doc__,
         "__init__": init,
         "__getitem__": getitem,
-        "get": get,
+        "get": get_item,
+        "popitem": popitem,
         "__reduce__": reduce,
         **{name: lazy_field(name) for name in names},
     }
     return type(base.__name__, (parent,), namespace)
 
 
-def _load_output(base: type, names: tuple[str, ...], accuracy: bool, items: dict[str, Any]) -> Any:
-    return lazy_output(base, names, accuracy)(**items)
+def _load_output(base: type, names: tuple[str, ...], accuracy: bool, values: tuple[Any, ...]) -> Any:
+    return lazy_output(base, names, accuracy)(*values)

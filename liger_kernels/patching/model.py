@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from liger_kernels.ops import CountedTargets
+from liger_kernels.patching.blocks import hold_as
 from liger_kernels.patching.deferred import DeferredLogits
-from liger_kernels.patching.head import HeadRecipe, in_transform, is_plain_linear, patched_heads
+from liger_kernels.patching.following import mode_check
+from liger_kernels.patching.head import HeadRecipe, is_plain_linear, patched_heads
 from liger_kernels.patching.lazy import LazyTensor, lazy_output
 from liger_kernels.patching.packing import captured, plain_count
 from liger_kernels.patching.product import count
@@ -41,19 +42,12 @@ class ModelRecipe(Recipe):
 
     live = None
     loss_reduction: str = "token"
+    gives_way: ClassVar[bool] = False
 
     def namespace(self, base: Any) -> dict[str, Any]:
         plain = _plain(base)
         found = {"forward": plain} if self.loss_reduction == "token" else _weighted(base, plain, self.loss_reduction)
         return {**found, "set_output_embeddings": _set_output_embeddings(base)}
-
-
-def _like(base: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` under the name, the signature and the docstring of ``base.forward``: a Trainer reads the signature to
-    choose columns. Not as a wrapper of it: accelerate, to remove its own wrappers, removes all."""
-    functools.update_wrapper(forward, base.forward)
-    del forward.__wrapped__  # type: ignore[attr-defined]
-    return forward
 
 
 def _position_of_labels(forward: Callable[..., Any]) -> int | None:
@@ -68,6 +62,7 @@ def _plain(base: Any) -> Callable[..., Any]:
     def upstream(self: Any, *args: Any, **kwargs: Any) -> Any:  # looked up late: another patch may replace it
         return base.forward(self, *args, **kwargs)
 
+    wants_upstream = mode_check()
     released = torch.compiler.disable(_released)  # a compiled forward ends where its output changes class
     original = base.forward
     known_position = _position_of_labels(original)
@@ -84,16 +79,18 @@ def _plain(base: Any) -> Callable[..., Any]:
         report = self._liger_kernels
         if not torch.compiler.is_compiling():
             report.forwards += 1
-            if report.forwards == 1:
+            if report.forwards == 1 and not wants_upstream():  # which launches nothing
                 ids = args[0] if args else kwargs.get("input_ids")
                 rehearse(self, kwargs.get("inputs_embeds") if ids is None else ids)
+        elif torch.compiler.is_exporting():  # a program for others to run
+            return upstream(self, *args, **kwargs)
         labels = kwargs.get("labels")
         position = known_position if base.forward is original else _position_of_labels(base.forward)
         if labels is None and position is not None and len(args) > position:
             labels = args[position]
         before = running.forward
         state = None
-        if labels is not None and not in_transform():
+        if labels is not None and not wants_upstream():
             # In evaluation, whoever reads the logits wants them; it is no fallback.
             fallbacks = report.fallbacks if self.training or skip_logits else Counter()
             if self.loss_function is not ForCausalLMLoss:  # a user's own, or one of another kind: it gets real logits
@@ -123,7 +120,7 @@ def _plain(base: Any) -> Callable[..., Any]:
             return output
         return released(output, labels, kwargs.get("shift_labels")) if accuracy else released(output)
 
-    return _like(base, forward)
+    return forward
 
 
 def _counted(labels: Any, kwargs: dict[str, Any]) -> CountedTargets | None:
@@ -141,12 +138,18 @@ def _shares_a_head(model: Any, forward: Forward) -> bool:
 def _weighted(base: Any, plain: Callable[..., Any], mode: str) -> dict[str, Any]:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
+    wants_upstream = mode_check()
     names = list(inspect.signature(base.forward).parameters)[1:]  # without self
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if arguments.get("labels") is None:
             return plain(self, *args, **kwargs)
+        if wants_upstream() or (torch.compiler.is_compiling() and torch.compiler.is_exporting()):
+            raise RuntimeError(
+                f"loss_reduction={mode!r}: torch.jit.trace, torch.export and transforms of torch.func get upstream's "
+                "loss, which weighs no rows: unpatch the model, or patch it with loss_reduction='token'"
+            )
         if self.loss_function is not ForCausalLMLoss:
             name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
             raise ValueError(
@@ -190,19 +193,20 @@ def _weighted(base: Any, plain: Callable[..., Any], mode: str) -> dict[str, Any]
             )
         return output
 
-    return {"forward": _like(base, forward), "__call__": call}
+    return {"forward": forward, "__call__": call}
 
 
 def _set_output_embeddings(base: Any) -> Callable[..., Any]:
     def set_output_embeddings(self: Any, new_embeddings: Any) -> Any:
         """Upstream's own (``resize_token_embeddings`` calls it). The new head computes the loss as the old one did."""
-        recipes = [recipe_of(head) for head in patched_heads(self.get_output_embeddings())]
+        before = patched_heads(self.get_output_embeddings())
         result = base.set_output_embeddings(self, new_embeddings)
         head = self.get_output_embeddings()
-        if recipes and isinstance(head, nn.Module) and recipe_of(head) is None:
-            recipe = recipes[0]
+        if before and isinstance(head, nn.Module) and recipe_of(head) is None:
+            recipe = recipe_of(before[0])
             if isinstance(recipe, HeadRecipe) and (is_plain_linear(head) or not recipe.fused):
                 replace_class("", head, recipe, self.__dict__[REPORT], [])
+                hold_as(before[0], head)
         return result
 
     return set_output_embeddings

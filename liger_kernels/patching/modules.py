@@ -11,10 +11,11 @@ from torch import nn
 from liger_kernels.ops._arguments import checked
 from liger_kernels.patching import probe
 from liger_kernels.patching.experts import EXPERTS
+from liger_kernels.patching.following import follows_class, runs_inside, who_replaced
 from liger_kernels.patching.glu import GATED_MLPS
 from liger_kernels.patching.head import LOSSES
 from liger_kernels.patching.norms import NORMS
-from liger_kernels.patching.probe import describe, module_of, package_of
+from liger_kernels.patching.probe import describe, module_of
 from liger_kernels.patching.reads import reads_training
 from liger_kernels.patching.recogniser import Recogniser, Verdict
 from liger_kernels.patching.report import Left, PatchReport
@@ -114,29 +115,34 @@ def _scripted(module: nn.Module) -> tuple[str, ...]:
     return ("it is a TorchScript module, whose forward cannot be replaced",) if is_norm else ()
 
 
-def has_own_forward(module: nn.Module) -> bool:
-    """Whether the instance carries a forward that hides the one of its class.
+def carries_forward(module: nn.Module) -> bool:
+    """Whether the instance carries a forward of somebody's.
 
     transformers, when it has captured hidden states, leaves the class's own method behind on the instance; that hides
     nothing and goes. accelerate's hooks run around the class's own, which they keep.
     """
     own = module.__dict__.get("forward")
-    if own is not None and getattr(own, "__func__", None) is type(module).forward and own.__self__ is module:
+    if own is not None and follows_class(own, module):
         del module.__dict__["forward"]
     return "forward" in module.__dict__ and not runs_inside_hook(module)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the instance carries a forward that was not seen to run that of its class."""
+    return carries_forward(module) and not runs_inside(module)
 
 
 def own_forward(module: nn.Module) -> str:
     """Who replaced the forward of an instance, and what to do about it where something can be done."""
     own = module.__dict__["forward"]
-    origin, package = module_of(own), package_of(own)
+    origin, who = module_of(own), who_replaced(module)
     if origin.startswith("transformers.") and "parallel" in origin:
         return "the tensor parallel plan that transformers loaded it with (tp_plan, ep_plan) runs its forward"
-    if hasattr(type(module), "kernel_layer_name") or package == "kernels":
+    if hasattr(type(module), "kernel_layer_name") or who == "kernels":
         return (
-            f"a kernel of the Hub ({package}) replaced its forward (use_kernels=True or kernelize()): load the "
+            f"a kernel of the Hub ({who}) replaced its forward (use_kernels=True or kernelize()): load the "
             "model with use_kernels=False"
         )
     if hasattr(own, "_torchdynamo_orig_callable"):
         return "its forward was compiled on the instance: patch the model before torch.compile"
-    return f"{package or 'somebody'} replaced its forward on the instance: patch the model before that"
+    return f"{who} replaced its forward on the instance: patch the model before that"

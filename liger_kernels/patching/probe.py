@@ -151,20 +151,42 @@ def any_user_hook(kinds: Iterable[dict[int, Any]]) -> bool:
     return any(not module_of(hook).startswith(INFRASTRUCTURE) for hooks in kinds for hook in hooks.values())
 
 
-def module_of(function: Any) -> str:
-    """The name of the module in which a function was written, whatever it is wrapped in."""
-    for _ in range(9):  # partials, bound methods, decorators
-        wrapped = (getattr(function, name, None) for name in ("func", "__func__", "__wrapped__"))
-        inner = next((w for w in wrapped if w is not None), None)
+# Decorators of these packages add a mode or a check: what they decorate is what somebody wrote.
+_DECORATORS = ("torch.", "functools", "contextlib", "transformers.utils.")
+
+
+def module_of(function: Any, until: Callable[[Any], bool] = lambda function: False) -> str:
+    """The name of the module in which the code of ``function`` was written; empty where nothing tells.
+
+    What ``functools.wraps`` copied from another function does not count. Partials, bound methods and the usual
+    decorators are followed to what they hold, unless ``until`` says that this is what they were put around.
+    """
+    module = ""
+    for _ in range(9):
+        inner = next((w for name in ("func", "__func__") if (w := getattr(function, name, None)) is not None), None)
         if inner is None:
+            module = _defining_module(function)
+            if not module.startswith(_DECORATORS) or module.startswith("torch.distributed."):
+                break
+            inner = getattr(function, "__wrapped__", None) or getattr(function, "_torchdynamo_orig_callable", None)
+        if inner is None or until(getattr(inner, "__func__", inner)):
             break
         function = inner
-    return getattr(function, "__module__", None) or ""
+    return module
 
 
-def package_of(function: Any) -> str:
-    """The package that ``function`` comes from."""
-    return module_of(function).partition(".")[0]
+def _defining_module(function: Any) -> str:
+    own: Any = getattr(function, "__module__", None)  # of a class or a function in C nothing else says it
+    if hasattr(function, "__globals__"):
+        own = function.__globals__.get("__name__") if hasattr(function, "__wrapped__") else own
+    elif not isinstance(function, type) and type(function).__module__ != "builtins":  # an object that can be called
+        own = type(function).__module__
+    return own or ""
+
+
+def package_of(function: Any, until: Callable[[Any], bool] = lambda function: False) -> str:
+    """The package that ``function`` comes from, as :func:`module_of` finds it."""
+    return module_of(function, until).partition(".")[0]
 
 
 def with_origin(reason: str, cls: type) -> str:

@@ -68,6 +68,7 @@ class PatchReport:
                 ("kernel", "replaces", "formula", "times", "first at"),
                 [((r.kernel, r.was, r.formula), r.path) for r in self.replaced],
             )
+            lines.append("Tools that ask for the exact class of a module come before patch(), or after unpatch().")
         else:
             lines.append("NOTHING WAS REPLACED: this model runs exactly as it did.")
         if self.left:

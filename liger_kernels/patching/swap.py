@@ -7,25 +7,29 @@ bound to the module it was made from.
 
 What a subclass does is described by a :class:`Recipe`, a small value that can be compared and pickled, so that a
 patched model can be pickled: the subclass is made again from class and recipe when it is loaded.
+
+Whoever kept a method of a patched module gets from it what the module does at the moment of the call: following.py.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
-import inspect
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from liger_kernels.patching.following import following
 from liger_kernels.patching.probe import describe
 from liger_kernels.patching.report import Left, PatchReport
 from liger_kernels.patching.watch import WATCH, Watch, changed
 
 # Where a patched module keeps the report of its patch. Copies and pickles of the module keep it, too.
 REPORT = "_liger_kernels"
+# And which open ``patched()`` blocks hold it.
+BLOCKS = "_liger_kernels_blocks"
 # What a replaced module has in its ``__dict__`` once its kernel has run.
 RAN = "_liger_kernels_ran"
 # Every module whose class was changed, and its class before.
@@ -46,10 +50,13 @@ class Recipe:
         live: the parameters and submodules that the patched forward uses as upstream's does, whatever they are at the
             call. Everything else that upstream's forward may read is watched (``watch.py``). None: nothing is,
             because the patched forward calls upstream's own.
+        gives_way: whether upstream's own methods run while :func:`mode_check` says so. A class that says no sees to it
+            itself.
     """
 
     left: tuple[str, ...] = ()
     live: tuple[str, ...] | None = ()
+    gives_way: ClassVar[bool] = True
 
     @property
     def kernel(self) -> str:
@@ -94,6 +101,7 @@ def _patched_class(base: Any, recipe: Any, made_of: tuple[Any, ...]) -> Any:
             return reduced  # the class has its own way to be pickled
         return (_new_patched, (base, recipe), *reduced[2:])
 
+    members = recipe.namespace(base)
     namespace = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -101,13 +109,12 @@ def _patched_class(base: Any, recipe: Any, made_of: tuple[Any, ...]) -> Any:
         "__reduce_ex__": reduce_ex,
         "_liger_kernels_recipe": recipe,
         "_liger_kernels_base": base,
-        **recipe.namespace(base),
+        **members,
     }
-    forward = namespace.get("forward")
-    if forward is not None and not hasattr(forward, "__wrapped__"):
-        forward.__signature__ = inspect.signature(base.forward)  # whoever asks what it takes is told what base takes
     # The name stays: save_pretrained writes it into the configuration, and weight initialisation looks for "RMSNorm".
     cls = type(base)(base.__name__, (base,), namespace)
+    for name, member in members.items():
+        setattr(cls, name, following(cls, base, name, member, recipe.gives_way))
     return cls
 
 
@@ -133,8 +140,13 @@ def restore(undo: Undo) -> None:
     for module, base in reversed(undo):
         _rebind_inside_hook(module, type(module), base)
         module.__class__ = base
-        for name in (REPORT, RAN, WATCH):
-            module.__dict__.pop(name, None)
+        forget(module)
+
+
+def forget(module: nn.Module) -> None:
+    """Remove what a patch has written into the ``__dict__`` of ``module``."""
+    for name in (REPORT, RAN, BLOCKS, WATCH):
+        module.__dict__.pop(name, None)
 
 
 # Where accelerate keeps what its hook runs around: the bound method that the module had.

@@ -148,6 +148,37 @@ def a_transform_is_known() -> bool:
     return inside[0] is not None and look() is None
 
 
+def a_trace_is_known() -> bool:
+    inside: list[Any] = []
+    look = torch._C._get_tracing_state
+
+    def looks(x: torch.Tensor) -> torch.Tensor:
+        inside.append(look())
+        return x + 1
+
+    torch.jit.trace(looks, (torch.ones(2),), check_trace=False)
+    return inside[0] is not None and look() is None
+
+
+def a_graph_of_operations_is_known() -> bool:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    inside: list[Any] = []
+    modes, mode, proxies = (
+        torch._C._len_torch_dispatch_stack,
+        torch._C._get_dispatch_mode,
+        torch._C._TorchDispatchModeKey.PROXY,
+    )
+
+    def looks(x: torch.Tensor) -> torch.Tensor:
+        inside.append((modes(), mode(proxies)))
+        return x + 1
+
+    make_fx(looks)(torch.ones(2))
+    (count, found), *_ = inside
+    return count > 0 and found is not None and modes() == 0 and mode(proxies) is None
+
+
 def a_write_counts() -> bool:
     x = torch.zeros(1)
     before = x._version
@@ -261,6 +292,18 @@ NAMES = (
         "torch:_C._functorch.peek_interpreter_stack",
         "a transform of torch.func reaches a fused loss that it cannot differentiate",
         a_transform_is_known,
+    ),
+    Private(
+        ("_get_tracing_state",),
+        "torch:_C._get_tracing_state",
+        "a program of torch.jit.trace has kernels, which nobody else can run",
+        a_trace_is_known,
+    ),
+    Private(
+        ("_len_torch_dispatch_stack", "_get_dispatch_mode", "_TorchDispatchModeKey"),
+        "torch:_C._get_dispatch_mode",
+        "a graph of make_fx lacks what a kernel writes",
+        a_graph_of_operations_is_known,
     ),
     Private(("_version",), None, "logits that are stale are computed with new weights", a_write_counts),
     Private(("_post_accumulate_grad_hooks",), None, "a patch that hooks parameters goes unseen", hooks_of_a_parameter),

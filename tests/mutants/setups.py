@@ -54,7 +54,7 @@ MUTANTS = (
         "result = outer(hidden)\nrunning.forward, running.request = before\nreturn result",
         "test_an_exception_in_a_forward_leaves_nothing_behind[lm_head]"),
     _model("new_head_not_healed", "A head that is set on a patched model stays as it came.",
-        "recipes and isinstance(head, nn.Module) and recipe_of(head) is None", "False",
+        "before and isinstance(head, nn.Module) and recipe_of(head) is None", "False",
         "test_setups_wrapped.py::test_resized_embeddings_stay_fused[False]"),
     faults("patching")("patch_is_not_atomic", "A patch that is interrupted leaves the modules that it has replaced.",
         "restore(undo)\nraise", "raise", "test_setups_wrapped.py::test_an_interruption_undoes_everything"),
