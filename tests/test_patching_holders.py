@@ -56,7 +56,7 @@ def check_runs_as(model: nn.Module, expected: dict[str, torch.Tensor], patched: 
 def patched_parts(model: nn.Module) -> list[tuple[nn.Module, list[str]]]:
     """Every patched module, and the names of the methods that its class has of its recipe."""
     return [
-        (part, [*recipe_of(part).namespace(type(part).__mro__[1])])
+        (part, [n for n, m in recipe_of(part).namespace(type(part).__mro__[1]).items() if callable(m)])
         for part in model.modules()
         if recipe_of(part) is not None
     ]

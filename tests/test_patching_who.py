@@ -129,7 +129,7 @@ def test_a_forward_of_the_class(model, way, monkeypatch):
     monkeypatch.setattr(cls, "forward", PACKAGE[way](doubled))
     found = set(reasons(liger_kernels.status(model)).values())
     assert len(found) == 1
-    assert found.pop().startswith("their_package replaced the forward of its class after patch(), and this package's")
+    assert found.pop().startswith("their_package replaced the forward of its class after patch(), and that one runs")
 
 
 def test_a_head_whose_forward_somebody_replaced(model):

@@ -13,9 +13,10 @@ _split_head = faults("patching.split_head", "test_setups_sharded.py")
 # fmt: off
 MUTANTS = (
     _lazy("lazy_gradient_dropped", "A loss of the logits that the caller reads gives the model no gradient.",
-        "return grad", "return None", "test_a_loss_of_logits_and_the_models_own[llama]"),
+        "return grad", "return None", "test_a_loss_of_logits_and_the_models_own[llama]", within="_Reserved.backward"),
     _lazy("lazy_gradient_doubled", "A loss of the logits that the caller reads gives the model twice its gradient.",
-        "return grad", "return 2 * grad", "test_a_loss_of_logits_and_the_models_own[llama]"),
+        "return grad", "return grad if grad is None else 2 * grad",
+        "test_a_loss_of_logits_and_the_models_own[llama]", within="_Reserved.backward"),
     faults("patching.running")("forward_of_another_thread",
         "The state of a forward is one for all threads, so that one thread's forward is taken for another's.",
         "threading.local", "object", "test_setups_hooks.py::test_a_training_and_a_serving_thread"),
