@@ -84,6 +84,11 @@ def follows_class(method: Any, module: nn.Module) -> bool:
     return (function is type(module).forward or _follows(function)) and method.__self__ is module
 
 
+def is_kept(value: Any, module: nn.Module) -> bool:
+    """Whether ``value``, on the instance, is a method of the patched class of ``module`` that somebody kept there."""
+    return isinstance(value, types.MethodType) and value.__self__ is module and _follows(value.__func__)
+
+
 def who_replaced(module: nn.Module) -> str:
     """The package whose code the forward on the instance of ``module`` is, or "somebody"."""
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from liger_kernels.patching.following import is_kept
 from liger_kernels.patching.reads import ALL_CHILDREN, Reads, reads_of, table_of
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -90,7 +91,10 @@ class Look:
         public = (name for name in state if reads.all and not name.startswith("_"))
         for name in sorted(names.union(public) - live - _OF_EVERY_MODULE):
             at = path + name
-            if name in state and (name != "forward" or state is not self.state):
+            if name in state and is_kept(state[name], module):
+                self._compare(state, name, state[name])
+                self._of_class(cls, name, at)
+            elif name in state and (name != "forward" or state is not self.state):
                 self._value(at, state[name], names, state, name)
             elif name in parameters:
                 parameter = parameters.get(name)  # without ZeRO's own look-up, which gathers it
