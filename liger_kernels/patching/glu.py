@@ -85,7 +85,8 @@ class GluRecipe(Recipe):
         def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             (x,) = (*args, *kwargs.values())  # one tensor, by position or by whatever name upstream gave it
             if (
-                left_to_inductor(recipe.kernel, x)
+                type(x) not in PLAIN
+                or left_to_inductor(recipe.kernel, x)
                 or not unchanged(self)
                 or skips_watched(self, called)
                 or _mixes_dtypes(self, projections, x)

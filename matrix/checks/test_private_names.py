@@ -361,6 +361,9 @@ NAMES = (
 OTHERS = {
     *("_asdict", "_replace", "_fields", "_exit"),  # Python's own
     *("_global", "_hooks", "_optin", "_ref", "_linear_ref", "_repeat", "_MAPPING_NAMES"),  # parts of names
+    *("_files", "_internal"),  # parts of names in a checkpoint, and of a module of Python
+    # Names in the checks that are written from annotations.
+    *("_Mapping", "_Module", "_Tensor", "_as_values", "_default_", "_dtype", "_function", "_is_traced", "_refuse_type"),
     *("_LangPatchScope", "_MISSING"),  # only newer Tritons have these, which put back what a launch replaced
 }
 
