@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+import liger_kernels
 from convergence.tolerance import three_way
 from liger_kernels import trl_head
 from liger_kernels.ops import _runtime, launches, linear_log_probs_ref, reset_launches
+from tests.patching_checks import tiny
 from tests.test_compat import python
+from tests.test_patching_holders import check_runs_as, step
 
 kernels = pytest.importorskip("trl.kernels.chunked_logprob", reason="trl has a fused head from 1.15")
 FUNCTION: Any = kernels.ChunkedLogProbFunction
@@ -441,3 +445,15 @@ assert trl_head.state() == "off, trl.kernels.chunked_logprob has no ChunkedLogPr
 """,
         PYTHONPATH=f"{tmp_path}:.",
     )
+
+
+def test_a_head_that_trl_fuses_while_the_model_is_patched() -> None:
+    """trl keeps the model's forward, which runs as unpatched afterwards."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    if not hasattr(utils, "add_fused_lm_head"):
+        pytest.skip("this trl gives a model no fused head")
+    model = tiny("llama")
+    expected = step(copy.deepcopy(model))
+    with liger_kernels.patched(model):
+        utils.add_fused_lm_head(model)
+    check_runs_as(model, expected)

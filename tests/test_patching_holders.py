@@ -135,13 +135,6 @@ def compiled_call(model: Any) -> None:
     model.compile(backend="eager")
 
 
-def fused_by_trl(model: Any) -> None:
-    utils = pytest.importorskip("trl.trainer.utils")
-    if not hasattr(utils, "add_fused_lm_head"):
-        pytest.skip("this trl has no fused head")
-    utils.add_fused_lm_head(model)
-
-
 HOLDERS = (in_float32, wrapped, partial, compiled, compiled_call)
 
 
@@ -232,14 +225,6 @@ def test_a_trainer_in_the_block_and_the_model_after_it(precision, tmp_path):
     reset_launches()
     torch.testing.assert_close(model(**ids).loss.float(), plain(**ids).loss, rtol=0, atol=0)
     assert launches() == {}
-
-
-def test_a_head_that_trl_fused_in_the_block():
-    model = tiny("llama")
-    expected = step(copy.deepcopy(model))
-    with liger_kernels.patched(model):
-        fused_by_trl(model)
-    check_runs_as(model, expected)
 
 
 def test_a_pickle_of_a_kept_method():
