@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from liger_kernels import trl_head
 from liger_kernels.ops import _runtime, launches, linear_log_probs_ref, reset_launches
 from tests.patching_checks import tiny
 from tests.test_compat import python
+from tests.test_lifetime import left_by
 from tests.test_patching_holders import check_runs_as, step
 
 kernels = pytest.importorskip("trl.kernels.chunked_logprob", reason="trl has a fused head from 1.15")
@@ -449,11 +451,21 @@ assert trl_head.state() == "off, trl.kernels.chunked_logprob has no ChunkedLogPr
 
 def test_a_head_that_trl_fuses_while_the_model_is_patched() -> None:
     """trl keeps the model's forward, which runs as unpatched afterwards."""
-    utils = pytest.importorskip("trl.trainer.utils")
-    if not hasattr(utils, "add_fused_lm_head"):
-        pytest.skip("this trl gives a model no fused head")
+    from trl.trainer.utils import add_fused_lm_head
+
     model = tiny("llama")
     expected = step(copy.deepcopy(model))
     with liger_kernels.patched(model):
-        utils.add_fused_lm_head(model)
+        add_fused_lm_head(model)
     check_runs_as(model, expected)
+
+
+def test_nothing_of_a_call_is_left(head, device: torch.device) -> None:
+    case = Case(device)
+    gc.collect()
+    gc.disable()
+    try:
+        assert not left_by(lambda: case.run(FUNCTION.apply), *case.tensors)
+    finally:
+        gc.enable()
+    assert head.ours == 2

@@ -14,7 +14,7 @@ import liger_kernels
 from convergence.tolerance import three_way
 from liger_kernels.patching.linked import COUNTED
 from tests.packing_checks import packed, samples
-from tests.patching_checks import UNFUSED, VOCAB, batch, built, fallbacks, tiny, with_loss
+from tests.patching_checks import DEVICE, UNFUSED, VOCAB, batch, built, fallbacks, tiny, with_loss
 
 Found = dict[str, torch.Tensor]
 
@@ -205,12 +205,15 @@ def test_weighted_rows() -> None:
 
 
 def test_autocast() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model, candidate = tiny("llama"), tiny("llama")
-        liger_kernels.patch(candidate)
+    model, candidate = tiny("llama"), tiny("llama")
+    liger_kernels.patch(candidate)
+    truth = by_hook(tiny("llama").double(), batch())
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         own, ours = by_hook(model, batch()), by_hook(candidate, batch())
-    assert ours["logits"].dtype == own["logits"].dtype
-    torch.testing.assert_close(ours["logits"], own["logits"], rtol=0.05, atol=1e-3)
+    leaves = sum(1 for module in model.modules() if not module._modules)
+    for name, value in truth.items():
+        assert ours[name].dtype == own[name].dtype
+        three_way(ours[name], own[name], value, torch.bfloat16, name, leaves)
 
 
 def test_who_only_reads_changes_nothing() -> None:

@@ -50,7 +50,7 @@ def note(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], kwargs: dict
 
 def wait_for(kernel: Any) -> None:
     """Until the programs of ``kernel`` that are being compiled are there."""
-    if (pending := _compiling.pop(kernel, None)) is not None:
+    if (pending := _compiling.get(kernel)) is not None:
         pending.result()
 
 
@@ -76,12 +76,14 @@ def compile_ahead(calls: Iterable[Callable[[], Any]], device: torch.device) -> N
     triton.runtime.driver.active.get_current_target()  # made once, and not by several threads
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "liger_kernels")
     for kernel, launches in foreseen.items():  # one thread a kernel: two would write to the same table
-        _compiling[kernel] = pool.submit(_compile, kernel, launches, device)
+        _compiling[kernel] = pool.submit(_compile, kernel, launches, device, _compiling.get(kernel))
     pool.shutdown(wait=False)
 
 
-def _compile(kernel: Any, launches: list[_Launch], device: torch.device) -> None:
-    with torch.cuda.device(device), contextlib.suppress(Exception):  # the launch itself will raise it
+def _compile(kernel: Any, launches: list[_Launch], device: torch.device, before: Future[None] | None) -> None:
+    if before is not None:  # that of another model, of an earlier pool: its threads began before these
+        before.result()
+    with contextlib.suppress(Exception), torch.cuda.device(device):  # the launch itself will raise it
         for grid, args, kwargs in launches:
             like = [a.dtype if isinstance(a, torch.Tensor) else a for a in args]
             program = kernel.warmup(*like, grid=grid, **kwargs)

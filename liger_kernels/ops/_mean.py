@@ -16,7 +16,7 @@ from liger_kernels.ops._runtime import launch, tl, triton
 from liger_kernels.ops._tiling import choice, tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["targets_ptr"])
 def _denominator_kernel(
     targets_ptr, class_weight_ptr, row_weight_ptr, denominator_ptr, n_rows, vocab, ignore_index, BLOCK: tl.constexpr
 ):

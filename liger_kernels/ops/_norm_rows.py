@@ -81,10 +81,7 @@ def check_rows(x: torch.Tensor, **vectors: torch.Tensor | None) -> None:
             raise ValueError(
                 f"{name} has shape {tuple(vector.shape)}; for x of shape {tuple(x.shape)} it must be [{x.shape[-1]}]"
             )
-        if not vector.is_floating_point():
-            raise TypeError(f"{name} is {vector.dtype}; it must be floating point")
-        if vector.device != x.device:
-            raise ValueError(f"{name} is on {vector.device}, x on {x.device}; move it there")
+        _check_kind(x, name, vector)
 
 
 def check_like(x: torch.Tensor, **others: torch.Tensor) -> None:
@@ -94,10 +91,14 @@ def check_like(x: torch.Tensor, **others: torch.Tensor) -> None:
             raise ValueError(
                 f"{name} has shape {tuple(other.shape)}, x {tuple(x.shape)}; they must be equal, nothing is broadcast"
             )
-        if not other.is_floating_point():
-            raise TypeError(f"{name} is {other.dtype}; it must be floating point")
-        if other.device != x.device:
-            raise ValueError(f"{name} is on {other.device}, x on {x.device}; move it there")
+        _check_kind(x, name, other)
+
+
+def _check_kind(x: torch.Tensor, name: str, t: torch.Tensor) -> None:
+    if not t.is_floating_point():
+        raise TypeError(f"{name} is {t.dtype}; it must be floating point")
+    if t.device != x.device:
+        raise ValueError(f"{name} is on {t.device}, x on {x.device}; move it there")
 
 
 def runs_kernel(x: torch.Tensor, *others: torch.Tensor | None) -> bool:

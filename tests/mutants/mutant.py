@@ -233,10 +233,11 @@ def _functions(module: types.ModuleType) -> Iterator[tuple[str, types.FunctionTy
 
 
 def _kernels(tree: ast.Module, filename: str, module: types.ModuleType) -> dict[str, Any]:
-    """New objects for everything that ``tree`` decorates with ``triton.jit``."""
+    """New objects for everything that ``tree`` decorates with ``triton.jit``, with options or without."""
 
     def is_kernel(node: ast.stmt) -> bool:
-        return isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list)
+        decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+        return "triton.jit" in (ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in decorators)
 
     kernels = [node for node in tree.body if is_kernel(node)]
     scope = dict(vars(module))
