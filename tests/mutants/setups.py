@@ -10,8 +10,34 @@ _model = faults("patching.model", "test_setups_evaluation.py")
 _product = faults("patching.product", "test_setups_hooks.py")
 _split_head = faults("patching.split_head", "test_setups_sharded.py")
 
+_lifetime = "test_lifetime.py"
+
 # fmt: off
 MUTANTS = (
+    _product("graph_in_a_reference_cycle", "What computes logits later holds the product, which holds them.",
+        "call_head(outer, hidden)", "call_head(product.outer, hidden)",
+        f"{_lifetime}::test_nothing_of_a_step_is_left[llama]"),
+    _lazy("hidden_states_kept_by_the_loss", "The loss holds the hidden states for logits that nobody has read.",
+        "ctx.kept, computation.node = None, weakref.ref(ctx)",
+        "ctx.kept, computation.node = computation, weakref.ref(ctx)",
+        f"{_lifetime}::test_a_loss_keeps_no_hidden_states"),
+    faults("patching.probe")("probe_that_holds_itself", "What a probe's graph saves is the result of the same node.",
+        "torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t)",
+        "torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)",
+        f"{_lifetime}::test_patching_ten_times_leaves_as_much_as_once[gemma2-Gemma2ForCausalLM]"),
+    faults("patching.linked")("gradient_by_the_logits_and_by_the_loss",
+        "Where the gradient of the logits is asked for, the hidden states get theirs twice.",
+        "torch.zeros_like(grad) if closed else None", "None",
+        "test_patching_logits_gradient.py::test_who_asks_gets_it[llama-by_hook]"),
+    faults("patching.linked")("logits_without_a_gradient", "Whoever asks for the gradient of the logits gets none.",
+        "link.gradient(grad) if asked else None", "None",
+        "test_patching_logits_gradient.py::test_who_asks_gets_it[llama-retained]"),
+    faults("patching.watch")("change_that_does_not_count", "What changed since a module was recognised goes unnoticed.",
+        "not _same(was, has)", "False", "test_patching_watched.py::test_what_is_changed_back_runs_its_kernel_again"),
+    faults("patching.following")("kept_method_of_another_class",
+        "A method that somebody kept runs the kernel after unpatch, too.",
+        "if not isinstance(self, cls):\n    return getattr(type(self), name)(self, *args, **kwargs)", "",
+        "test_patching_holders.py::test_a_model_whose_forward_somebody_kept[wrapped]"),
     _lazy("lazy_gradient_dropped", "A loss of the logits that the caller reads gives the model no gradient.",
         "return grad", "return None", "test_a_loss_of_logits_and_the_models_own[llama]", within="_Reserved.backward"),
     _lazy("lazy_gradient_doubled", "A loss of the logits that the caller reads gives the model twice its gradient.",
