@@ -10,6 +10,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "nemotron": lambda: NemotronLayerNorm1P(HIDDEN),
     "in float32": lambda: InFloat32(HIDDEN),
     "input as weight": lambda: InputAsWeight(HIDDEN),
-    "bamba": lambda: BambaRMSNormGated(HIDDEN, group_size=HIDDEN),
+    "bamba": lambda: BambaRMSNormGated(HIDDEN, *[HIDDEN] * ("group_size" in signature(BambaRMSNormGated).parameters)),
     "gated in float32": GatedFloat,
     "gated, another dtype": GatedOfTheGate,
     "llama mlp": lambda: LlamaMLP(config(transformers.LlamaConfig)),

@@ -25,6 +25,11 @@ INDUCTOR_UP_TO: dict[str, float] = {
 }
 
 
+def is_exporting() -> bool:
+    """Whether torch.export runs. ``torch.compiler.is_exporting()`` says so in every traced program of torch 2.11."""
+    return torch.compiler._is_exporting_flag
+
+
 def left_to_inductor(kernel: str, x: torch.Tensor) -> bool:
     """Whether this is a compiled program in which ``kernel`` over ``x`` is faster as torch's own operations.
 
@@ -32,7 +37,7 @@ def left_to_inductor(kernel: str, x: torch.Tensor) -> bool:
     torch.export makes is for others to run, who may have no kernel."""
     if not torch.compiler.is_compiling():
         return False
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return True
     most = INDUCTOR_UP_TO[kernel]
     # By its full name: who compiles has imported it, and for everybody else that would take seconds.

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_kernels.ops import CountedTargets
+from liger_kernels.ops._compiling import is_exporting
 from liger_kernels.patching.blocks import hold_as
 from liger_kernels.patching.deferred import DeferredLogits
 from liger_kernels.patching.following import mode_check
@@ -82,7 +83,7 @@ def _plain(base: Any) -> Callable[..., Any]:
             if report.forwards == 1 and not wants_upstream():  # which launches nothing
                 ids = args[0] if args else kwargs.get("input_ids")
                 rehearse(self, kwargs.get("inputs_embeds") if ids is None else ids)
-        elif torch.compiler.is_exporting():  # a program for others to run
+        elif is_exporting():  # a program for others to run
             return upstream(self, *args, **kwargs)
         labels = kwargs.get("labels")
         position = known_position if base.forward is original else _position_of_labels(base.forward)
@@ -145,7 +146,7 @@ def _weighted(base: Any, plain: Callable[..., Any], mode: str) -> dict[str, Any]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if arguments.get("labels") is None:
             return plain(self, *args, **kwargs)
-        if wants_upstream() or (torch.compiler.is_compiling() and torch.compiler.is_exporting()):
+        if wants_upstream() or (torch.compiler.is_compiling() and is_exporting()):
             raise RuntimeError(
                 f"loss_reduction={mode!r}: torch.jit.trace, torch.export and transforms of torch.func get upstream's "
                 "loss, which weighs no rows: unpatch the model, or patch it with loss_reduction='token'"

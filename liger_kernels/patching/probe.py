@@ -103,7 +103,8 @@ def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
             state[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
     state["training"] = not _evaluation[0]
     for name, buffer in module._buffers.items():
-        state["_buffers"][name] = None if buffer is None else buffer.clone()
+        # A probe computes on the CPU. What has no memory stays so.
+        state["_buffers"][name] = buffer if buffer is None or buffer.is_meta else buffer.detach().to("cpu", copy=True)
     children = state["_modules"]
     for name, child in children.items():
         if name not in members and child is not None and not isinstance(child, torch.jit.ScriptModule):

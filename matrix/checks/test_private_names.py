@@ -136,6 +136,20 @@ def a_place_gets_its_value() -> bool:
     return x.grad_fn is not None and float(x[1]) == 3.0 and before and during and not x._backward_hooks
 
 
+def an_export_is_known() -> bool:
+    """In it, and in no other program that is traced."""
+    seen: list[bool] = []
+
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if torch.compiler._is_exporting_flag else x + 2
+
+    x = torch.zeros(2)
+    seen.append(float(torch.export.export(Looks(), (x,), strict=True).module()(x)[0]) == 1.0)
+    seen.append(float(torch.compile(Looks(), backend="eager")(x)[0]) == 2.0)
+    return all(seen)
+
+
 def a_transform_is_known() -> bool:
     inside: list[Any] = []
     look = torch._C._functorch.peek_interpreter_stack
@@ -286,6 +300,12 @@ NAMES = (
         "torch:Tensor._make_wrapper_subclass",
         "a hook on outputs.logits is not called",
         a_place_gets_its_value,
+    ),
+    Private(
+        ("_is_exporting_flag",),
+        "torch:compiler._is_exporting_flag",
+        "a compiled model runs without kernels, or an exported one has some",
+        an_export_is_known,
     ),
     Private(
         ("_functorch",),
