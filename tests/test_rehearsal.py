@@ -99,3 +99,22 @@ def test_on_a_gpu_the_first_step_is_the_one_that_others_are() -> None:
         loss.backward()
     assert torch.equal(*losses)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+def test_who_foresees_reads_no_computed_weight() -> None:
+    """A parametrisation computes at each read; a spectral norm changes its vectors, too."""
+    model = tiny("llama")
+    liger_kernels.patch(model)
+    parts = [model.lm_head, model.model.norm, model.model.layers[0].mlp.down_proj]
+    reads = []
+
+    class Counts(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            reads.append(weight.shape)
+            return weight
+
+    for part in parts:
+        torch.nn.utils.parametrize.register_parametrization(part, "weight", Counts())
+    reads.clear()
+    assert foreseen_programs(model, Step(2, 16, FLOAT32, FLOAT32))
+    assert reads == []

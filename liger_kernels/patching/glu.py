@@ -72,7 +72,7 @@ class GluRecipe(Recipe):
             gate, up = gate.chunk(2, dim=-1)
         down = getattr(module, self.down)
         if _plain_weights(down) is not None:
-            weight, bias = (step.like(p, step.linear) for p in (down.weight, down.bias))
+            weight, bias = (step.like(down, name, step.linear) for name in ("weight", "bias"))
             return partial(fused_linear, gate, up, weight, bias)
         return partial(fused, gate, up)
 

@@ -50,7 +50,7 @@ class HeadRecipe(Recipe):
         return "loss of hidden states and weight, no logits" if self.fused else "loss of the head's own logits"
 
     def foreseen(self, module: Any, step: Any) -> Any:
-        weight, bias = (step.like(getattr(module, name), step.linear) for name in ("weight", "bias"))
+        weight, bias = (step.like(module, name, step.linear) for name in ("weight", "bias"))
         hidden = step.tensor(step.tokens, weight.shape[1])
         targets = step.tensor(step.tokens, dtype=torch.int64, grad=False)
         return functools.partial(linear_cross_entropy, hidden, weight, targets, bias, memory=self.memory)

@@ -58,7 +58,7 @@ class NormRecipe(Recipe):
     def foreseen(self, module: Any, step: Any) -> functools.partial[Any] | None:
         if self.weight is None:
             return None
-        weight = step.like(getattr(module, self.weight))
+        weight = step.like(module, self.weight)
         x = step.tensor(step.tokens, *weight.shape, dtype=step.stream)
         return functools.partial(rms_norm, x, weight, self.eps, formula=self.formula)
 
@@ -112,8 +112,8 @@ class LayerNormRecipe(Recipe):
     def foreseen(self, module: Any, step: Any) -> functools.partial[Any] | None:
         if self.weight is None:
             return None
-        weight = step.like(getattr(module, self.weight))
-        bias = None if self.bias is None else step.like(getattr(module, self.bias))
+        weight = step.like(module, self.weight)
+        bias = None if self.bias is None else step.like(module, self.bias)
         x = step.tensor(step.tokens, *weight.shape, dtype=step.stream)
         return functools.partial(layer_norm, x, weight, bias, self.eps, zero_centered=self.zero_centered)
 

@@ -43,8 +43,12 @@ class Step:
         dtype = self.linear if dtype is None else dtype
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
 
-    def like(self, parameter: torch.Tensor | None, dtype: torch.dtype | None = None) -> Any:
-        """A parameter without memory, in its own dtype or another; None for None."""
+    def like(self, module: torch.nn.Module, name: str, dtype: torch.dtype | None = None) -> Any:
+        """A parameter of ``module`` without memory, in its own dtype or another; None where it is None.
+
+        Raises:
+            KeyError: it is none that the module holds. A parametrisation computes at each read, and may change."""
+        parameter = module._parameters[name]
         if parameter is None:
             return None
         wanted = parameter.dtype if dtype is None else dtype
