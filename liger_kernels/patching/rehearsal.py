@@ -67,7 +67,10 @@ def rehearse(model: Any, inputs: Any) -> None:
         return
     if not keeps_programs() or not torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing():
         return
-    stream = model.get_input_embeddings().weight.dtype
+    weight = model.get_input_embeddings()._parameters.get("weight")
+    if weight is None:  # computed at each read
+        return
+    stream = weight.dtype
     linear = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else stream
     batch, length = inputs.shape[:2]
     with probing():
