@@ -24,7 +24,8 @@ def ran(model, **inputs):
         for kind in (TokenChunks, VocabularySlabs):
 
             def forward(self, call, forward=kind.forward):
-                schedules.append(self)
+                if call.hidden.device.type != "meta":  # which foresees a step and computes nothing
+                    schedules.append(self)
                 return forward(self, call)
 
             patch.setattr(kind, "forward", forward)
