@@ -36,7 +36,7 @@ MUTANTS = (
         'state["training"] = not _evaluation[0]', "pass", "test_other_mlps_are_refused[dropout in a module]"),
     _probe("probe_moves_running_statistics",
         "A probe shares the buffers of the module, and moves the statistics of a batch norm.",
-        "None if buffer is None else buffer.clone()", "buffer", "test_a_probe_changes_no_running_statistics"),
+        'buffer.detach().to("cpu", copy=True)', "buffer", "test_a_probe_changes_no_running_statistics"),
     _recogniser("verdict_shared_past_a_buffer",
         "An MLP is replaced as another one was whose activation has other buffers.",
         "(module._parameters, module._buffers)", "(module._parameters,)",
