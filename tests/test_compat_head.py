@@ -17,9 +17,9 @@ import liger_kernels
 from convergence.tolerance import three_way
 from liger_kernels import trl_head
 from liger_kernels.ops import _runtime, launches, linear_log_probs_ref, reset_launches
+from tests.lifetime_checks import left_by
 from tests.patching_checks import tiny
 from tests.test_compat import python
-from tests.test_lifetime import left_by
 from tests.test_patching_holders import check_runs_as, step
 
 kernels = pytest.importorskip("trl.kernels.chunked_logprob", reason="trl has a fused head from 1.15")

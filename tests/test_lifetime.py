@@ -6,44 +6,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 import liger_kernels
 from liger_kernels import ops
+from tests.lifetime_checks import Made, left_by
 from tests.packing_checks import packed, samples
 from tests.patching_checks import DEVICE, UNFUSED, batch, built, tiny
 from tests.test_ops_every import OPS
 
 Step = Callable[[Any, Any], Any]
-
-
-class Made(TorchDispatchMode):
-    """Inside, the memory of every tensor that is made there: what made it, and of which shape it was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[tuple[StorageWeakRef, str]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if type(t) is torch.Tensor}
-        for t in tree_iter(out):
-            if type(t) is torch.Tensor and t.untyped_storage()._cdata not in given:
-                self.made.append((StorageWeakRef(t.untyped_storage()), f"{function} {tuple(t.shape)}"))
-        return out
-
-    def alive(self, *known: torch.Tensor | None) -> list[str]:
-        """What is still there, and belongs to none of these."""
-        theirs = {t.untyped_storage()._cdata for t in known if t is not None}
-        return [what for ref, what in self.made if not ref.expired() and ref.cdata not in theirs]
 
 
 @pytest.fixture(autouse=True)
@@ -52,20 +29,6 @@ def collector_off() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-def left_by(step: Callable[[], Any], *known: torch.Tensor | None) -> list[str]:
-    """What is left of the second of two steps: the first may find out what is asked once in a process."""
-    step()
-    with Made() as made:
-        step()
-    left = made.alive(*known)
-    for _ in range(100):  # on a GPU, the engine's own thread lets go of a pass a moment after it
-        if not left:
-            break
-        time.sleep(0.01)
-        left = made.alive(*known)
-    return left
 
 
 # What a user does with a step.

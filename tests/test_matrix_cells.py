@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import json
 import re
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -93,6 +96,49 @@ def test_what_a_stage_runs_exists() -> None:
     for stages in STAGES.values():
         for stage in stages:
             assert (ROOT / stage.arguments[0]).exists()
+
+
+DISTRIBUTIONS = metadata.packages_distributions()
+
+
+def needed_by(path: Path, seen: set[Path]) -> set[str]:
+    """The distributions that a file needs as it is imported: it, and the files of this project that it imports."""
+    if path in seen:
+        return set()
+    seen.add(path)
+    needed: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            top = name.partition(".")[0]
+            if (ROOT / top).is_dir():
+                base = ROOT.joinpath(*name.split("."))
+                for found in (base.with_suffix(".py"), base / "__init__.py"):
+                    needed |= needed_by(found, seen) if found.is_file() else set()
+            elif top not in sys.stdlib_module_names:
+                needed |= {d.lower() for d in DISTRIBUTIONS.get(top, [top])}
+    return needed
+
+
+def test_a_cell_installs_what_its_stages_import() -> None:
+    for cell in cells.load_all().values():
+        text = (cells.FOLDER / f"{cell.name}.txt").read_text(encoding="utf-8")
+        installs = {name.lower() for name in re.findall(r"^[\w.-]+", text, flags=re.MULTILINE)} | {"torch", "triton"}
+        seen: set[Path] = set()
+        needed = {
+            name: stage.name
+            for stage in STAGES[cell.kind]
+            for argument in stage.arguments
+            if argument.endswith(".py")
+            for name in needed_by(ROOT / argument, seen)
+        }
+        assert {*needed} <= installs, (cell.name, {name: needed[name] for name in needed if name not in installs})
+        assert "pytest" in needed
 
 
 def test_what_needs_trl_runs_where_it_is_installed() -> None:
