@@ -31,6 +31,7 @@ class _Foreseen(threading.local):
 
 _foreseen = _Foreseen()
 _compiling: dict[Any, Future[None]] = {}  # by kernel
+_waking: Future[None] | None = None  # what every compilation needs, begun once in a process
 
 
 def real_device(device: torch.device) -> torch.device:
@@ -49,9 +50,30 @@ def note(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], kwargs: dict
 
 
 def wait_for(kernel: Any) -> None:
-    """Until the programs of ``kernel`` that are being compiled are there."""
-    if (pending := _compiling.get(kernel)) is not None:
+    """Until the programs of ``kernel`` that are being compiled are there, and Triton is ready."""
+    if (pending := _compiling.get(kernel, _waking)) is not None:
         pending.result()
+
+
+def wake(device: torch.device) -> None:
+    """Begin what Triton does once in a process before it compiles, in a thread, and return at once: it makes its driver
+    and hashes its own files, which takes 0.7 s on a machine with an H100."""
+    global _waking
+    if _waking is None:
+        pool = ThreadPoolExecutor(1, "liger_kernels")
+        _waking = pool.submit(_wake, device)
+        pool.shutdown(wait=False)
+
+
+def _wake(device: torch.device) -> None:
+    import triton
+
+    @triton.jit
+    def nothing():
+        pass
+
+    with contextlib.suppress(Exception), torch.cuda.device(device):  # the first launch will raise it
+        nothing.warmup(grid=(1,)).run  # noqa: B018  (Triton makes the launcher when it is asked for)
 
 
 def compile_ahead(calls: Iterable[Callable[[], Any]], device: torch.device) -> None:
@@ -71,9 +93,7 @@ def compile_ahead(calls: Iterable[Callable[[], Any]], device: torch.device) -> N
         _foreseen.device, _foreseen.launches = None, {}
     if not foreseen:
         return
-    import triton
-
-    triton.runtime.driver.active.get_current_target()  # made once, and not by several threads
+    wake(device)  # once, and not by several threads
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "liger_kernels")
     for kernel, launches in foreseen.items():  # one thread a kernel: two would write to the same table
         _compiling[kernel] = pool.submit(_compile, kernel, launches, device, _compiling.get(kernel))
@@ -81,8 +101,9 @@ def compile_ahead(calls: Iterable[Callable[[], Any]], device: torch.device) -> N
 
 
 def _compile(kernel: Any, launches: list[_Launch], device: torch.device, before: Future[None] | None) -> None:
-    if before is not None:  # that of another model, of an earlier pool: its threads began before these
-        before.result()
+    for earlier in (before, _waking):  # that of another model, of an earlier pool: its threads began before these
+        if earlier is not None:
+            earlier.result()
     with contextlib.suppress(Exception), torch.cuda.device(device):  # the launch itself will raise it
         for grid, args, kwargs in launches:
             like = [a.dtype if isinstance(a, torch.Tensor) else a for a in args]

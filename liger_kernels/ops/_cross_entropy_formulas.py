@@ -49,6 +49,16 @@ def log1p(x):
 
 
 @triton.jit
+def quotient(x, y, PRECISE: tl.constexpr):
+    """x / y. PRECISE rounds it to nearest; Triton's own division of float32 may be off by 2 ulp."""
+    if PRECISE:
+        y = tl.div_rn(x, y)
+    else:
+        y = x / y
+    return y
+
+
+@triton.jit
 def tanh(x, PRECISE: tl.constexpr):
     """tanh to 2 ulp (Cephes tanhf): near zero an odd polynomial, because there the exponential form cancels."""
     a = tl.abs(x)
@@ -58,7 +68,7 @@ def tanh(x, PRECISE: tl.constexpr):
     p = tl.fma(p, s, 1.33314422036e-1)
     p = tl.fma(p, s, -3.33332819422e-1)
     e = exp(-2.0 * a, PRECISE)
-    far = (1.0 - e) / (1.0 + e)
+    far = quotient(1.0 - e, 1.0 + e, PRECISE)
     return tl.where(a < 0.625, tl.fma(p * s, x, x), tl.where(x < 0.0, -far, far))
 
 
@@ -68,7 +78,7 @@ def scaled_logits(x, scaling, PRECISE: tl.constexpr):
     logit_scale, softcap, inverse_temperature = scaling
     if softcap is not None:
         softcap = as_float32(softcap)
-        z = softcap * tanh(x * as_float32(logit_scale) / softcap, PRECISE)
+        z = softcap * tanh(quotient(x * as_float32(logit_scale), softcap, PRECISE), PRECISE)
         if inverse_temperature is not None:
             z *= as_float32(inverse_temperature)
     elif logit_scale is not None:
@@ -83,7 +93,7 @@ def softcap_slope(x, scaling, PRECISE: tl.constexpr):
     """dz/dx under a cap: logit_scale times 1 - tanh^2, in a form that does not cancel where the cap saturates."""
     logit_scale, softcap, inverse_temperature = scaling
     logit_scale = as_float32(logit_scale)
-    e = exp(-2.0 * tl.abs(x * logit_scale / as_float32(softcap)), PRECISE)
+    e = exp(-2.0 * tl.abs(quotient(x * logit_scale, as_float32(softcap), PRECISE)), PRECISE)
     if inverse_temperature is not None:
         logit_scale *= as_float32(inverse_temperature)
     return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))

@@ -20,6 +20,7 @@ from liger_kernels.patching.loss import patch_loss
 from liger_kernels.patching.model import ModelRecipe
 from liger_kernels.patching.modules import kernel_names, patch_modules, register
 from liger_kernels.patching.packing import packing_denominator
+from liger_kernels.patching.rehearsal import wake_compiler
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.swap import REPORT, Undo, forget, recipe_of, restore
 
@@ -80,6 +81,7 @@ def patch(
     """
     warn_of_a_newer_torch()
     wanted = check_options(kernels, loss_reduction, memory)
+    wake_compiler(model)
     with _one_at_a_time:
         report = _patch(model, PatchReport(wanted, loss_reduction=loss_reduction, memory=memory))
     if not report.replaced:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from liger_kernels.ops._ahead import compile_ahead
+from liger_kernels.ops._ahead import compile_ahead, wake
 from liger_kernels.ops._runtime import keeps_programs
 from liger_kernels.patching.probe import probing
 from liger_kernels.patching.swap import recipe_of
@@ -53,6 +53,13 @@ class Step:
             return None
         wanted = parameter.dtype if dtype is None else dtype
         return self.tensor(*parameter.shape, dtype=wanted, grad=parameter.requires_grad)
+
+
+def wake_compiler(model: torch.nn.Module) -> None:
+    """Begin what the first compilation waits for, where ``model`` is on a GPU; returns at once."""
+    first = next(model.parameters(), None)
+    if first is not None and first.device.type == "cuda" and keeps_programs():
+        wake(first.device)
 
 
 def rehearse(model: Any, inputs: Any) -> None:
