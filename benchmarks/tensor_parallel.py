@@ -25,7 +25,7 @@ from benchmarks.timing import FEWEST, Gpu
 from convergence import files, tables
 from convergence.tolerance import three_way
 from liger_kernels import ops
-from liger_kernels.ops._vocab_parallel import VocabShard, logits_of_all
+from liger_kernels.ops.loss.vocab_parallel import VocabShard, logits_of_all
 
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 262144))
 

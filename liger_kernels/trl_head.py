@@ -111,7 +111,7 @@ def _as_trl_calls_it(op: Any, *arguments: Any) -> tuple[Any, ...]:
 
 def _why_not(hidden: Any, weight: Any, bias: Any, targets: Any) -> str:
     """Why our kernels do not take these tensors; empty if they do, unless :func:`linear_log_probs` refuses them."""
-    from liger_kernels.ops._runtime import use_triton
+    from liger_kernels.ops.runtime.dispatch import use_triton
     from liger_kernels.patching.probe import PLAIN
 
     for t in (hidden, weight, bias, targets):

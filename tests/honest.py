@@ -71,7 +71,7 @@ def eager_attention(patch: Callable[[Any], Any], model: Any) -> None:
 @contextlib.contextmanager
 def head_tiled(**choices: Callable[..., Any]) -> Iterator[None]:
     """The fused head takes its rows as ``choices`` say, where the proof would have them in chunks."""
-    from liger_kernels.ops._tiling import tiled
+    from liger_kernels.ops.runtime.tiling import tiled
 
     as_chosen = mock.patch.object(ours, "head_in_chunks", return_value=contextlib.nullcontext())
     with as_chosen, tiled(**choices):
@@ -108,7 +108,7 @@ def small_tiles() -> Iterator[None]:
     same way, and no launch shape adds up so many: that is another algorithm, whose gradients are too large by parts in
     ten million, and not another order. The proof sees that.
     """
-    from liger_kernels.ops._tiling import next_power_of_2, tiled
+    from liger_kernels.ops.runtime.tiling import next_power_of_2, tiled
 
     def halved(rows: str = "ROWS", **changes: int) -> Callable[..., dict[str, int]]:
         def shape(choose: Callable[..., dict[str, int]], *args: Any, **kwargs: Any) -> dict[str, int]:

@@ -66,7 +66,7 @@ def layer_norm_cases() -> None:
 
 def gated_rms_norm_cases() -> None:
     from liger_kernels.ops import gated_rms_norm
-    from liger_kernels.ops.gated_rms_norm import ACTIVATIONS, FORMULAS
+    from liger_kernels.ops._gated_rms_norm import ACTIVATIONS, FORMULAS
 
     for (i, activation), (j, formula) in itertools.product(enumerate(ACTIVATIONS), enumerate(FORMULAS)):
         # Every pair of options: no program has a branch on all three.
@@ -85,7 +85,7 @@ def gated_rms_norm_cases() -> None:
 
 def rope_cases() -> None:
     from liger_kernels.ops import rope
-    from liger_kernels.ops.rope import PAIRINGS
+    from liger_kernels.ops._rope import PAIRINGS
 
     def angles(batch: int, rotary_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
         return [new(batch, 16, rotary_dim, dtype=dtype, grad=False) for _ in range(2)]
@@ -143,7 +143,7 @@ def experts_cases() -> None:
 
 def cross_entropy_cases() -> None:
     from liger_kernels.ops import cross_entropy
-    from liger_kernels.ops.cross_entropy import EXTRAS
+    from liger_kernels.ops.loss.cross_entropy import EXTRAS
 
     targets = torch.zeros(64, dtype=torch.int64)
     for vocab in (384, 128256):
@@ -158,8 +158,8 @@ def cross_entropy_cases() -> None:
 
 def linear_cross_entropy_cases() -> None:
     from liger_kernels.ops import linear_cross_entropy, linear_log_probs
-    from liger_kernels.ops._counted_rows import CountedRows
-    from liger_kernels.ops.linear_log_probs import OUTPUTS
+    from liger_kernels.ops.loss.counted_rows import CountedRows
+    from liger_kernels.ops.loss.linear_log_probs import OUTPUTS
 
     targets = torch.zeros(64, dtype=torch.int64)
     for reduction in ("mean", "none"):
@@ -195,7 +195,7 @@ def run(op: Callable[..., Any], *args: torch.Tensor, **options: Any) -> None:
 def op_modules() -> list[Any]:
     from liger_kernels import ops
 
-    return [importlib.import_module(f"{ops.__name__}.{m.name}") for m in pkgutil.iter_modules(ops.__path__)]
+    return [importlib.import_module(m.name) for m in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")]
 
 
 def in_subprocess(cache: Path, module: str, *calls: tuple[Any, ...]) -> list[Any]:

@@ -16,7 +16,8 @@ from torch import nn
 import liger_kernels
 from convergence.tolerance import three_way
 from liger_kernels import trl_head
-from liger_kernels.ops import _runtime, launches, linear_log_probs_ref, reset_launches
+from liger_kernels.ops import launches, linear_log_probs_ref, reset_launches
+from liger_kernels.ops.runtime import dispatch
 from tests.lifetime_checks import left_by
 from tests.patching_checks import tiny
 from tests.test_compat import python
@@ -191,7 +192,7 @@ def test_options_that_only_trl_takes(head, device, arguments, reason) -> None:
 
 
 def test_without_our_kernels_trl_computes_in_chunks(head, device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_runtime, "HAS_TRITON", False)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     Case(device).run(FUNCTION.apply)
     assert (head.ours, head.theirs) == (0, 1)
     assert head.reason == f"no kernel takes torch.float32 on {device.type}"

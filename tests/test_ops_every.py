@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernels import ops
+from liger_kernels.ops._gated_rms_norm import ACTIVATIONS
+from liger_kernels.ops._gated_rms_norm import FORMULAS as GATED_FORMULAS
 from liger_kernels.ops._norm_rows import MAX_HIDDEN
-from liger_kernels.ops.gated_rms_norm import ACTIVATIONS
-from liger_kernels.ops.gated_rms_norm import FORMULAS as GATED_FORMULAS
-from liger_kernels.ops.rms_norm import FORMULAS
-from liger_kernels.ops.rope import PAIRINGS
+from liger_kernels.ops._rms_norm import FORMULAS
+from liger_kernels.ops._rope import PAIRINGS
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, eps_for, randn, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

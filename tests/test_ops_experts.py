@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liger_kernels.ops import Gate, experts, experts_ref, launches, reset_launches
-from liger_kernels.ops._runtime import launch
+from liger_kernels.ops.runtime.dispatch import launch
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

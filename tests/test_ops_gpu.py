@@ -15,7 +15,7 @@ from convergence.float64 import InFloat64
 from convergence.models import MODELS
 from convergence.tolerance import three_way
 from liger_kernels import ops
-from liger_kernels.ops._compiling import INDUCTOR_UP_TO
+from liger_kernels.ops.runtime.compiling import INDUCTOR_UP_TO
 from tests.linear_cross_entropy_checks import slabs_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from convergence.tolerance import three_way
 from liger_kernels.ops import Gate, geglu, packed_glu, packed_glu_ref, swiglu
-from liger_kernels.ops.packed_glu import gradients, product
+from liger_kernels.ops._packed_glu import gradients, product
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liger_kernels.ops import launches, reset_launches, rope, rope_ref
-from liger_kernels.ops.rope import PAIRINGS
+from liger_kernels.ops._rope import PAIRINGS
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

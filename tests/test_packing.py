@@ -462,7 +462,7 @@ def test_two_ranks(tmp_path):
 
 
 def test_modes_are_those_of_the_ops():
-    from liger_kernels.ops.packing import EXPONENTS
+    from liger_kernels.ops.loss.packing import EXPONENTS
     from tests.packing_checks import EXPONENT
 
     assert EXPONENTS == EXPONENT

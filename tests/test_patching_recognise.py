@@ -20,7 +20,7 @@ from convergence.float64 import InFloat64
 from convergence.tolerance import three_way
 from liger_kernels.ops import launches, reset_launches
 from liger_kernels.ops._norm_rows import MAX_HIDDEN
-from liger_kernels.ops._runtime import INTERPRET
+from liger_kernels.ops.runtime.dispatch import INTERPRET
 from liger_kernels.patching import modules, norms
 from liger_kernels.patching.glu import GluRecipe, is_glu_candidate, recognise_glu
 from liger_kernels.patching.norms import LayerNormRecipe, NormRecipe, is_norm_candidate, recognise_norm

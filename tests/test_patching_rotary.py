@@ -15,8 +15,8 @@ import transformers
 import liger_kernels
 from convergence.float64 import InFloat64
 from liger_kernels.ops import launches, reset_launches
-from liger_kernels.ops._compiling import INDUCTOR_UP_TO
-from liger_kernels.ops._runtime import INTERPRET
+from liger_kernels.ops.runtime.compiling import INDUCTOR_UP_TO
+from liger_kernels.ops.runtime.dispatch import INTERPRET
 from liger_kernels.patching.census import never_ran
 from liger_kernels.patching.rotary import (
     LAYOUTS,

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import liger_kernels
-from liger_kernels.ops import _ahead, _runtime, launches, reset_launches
-from liger_kernels.ops._launcher import _program_key
+from liger_kernels.ops import launches, reset_launches
+from liger_kernels.ops.runtime import ahead, dispatch
+from liger_kernels.ops.runtime.launcher import _program_key
 from liger_kernels.patching.rehearsal import Step, foreseen
 from tests.patching_checks import DEVICE, batch, tiny
 
@@ -36,18 +37,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
         return noting
 
     for name in ("_start", "start_kept"):
-        monkeypatch.setattr(_runtime, name, noted(getattr(_runtime, name)))
+        monkeypatch.setattr(dispatch, name, noted(getattr(dispatch, name)))
     return found
 
 
 def foreseen_programs(model: Any, step: Step) -> set[Any]:
-    _ahead._foreseen.device, _ahead._foreseen.launches = DEVICE, {}
+    ahead._foreseen.device, ahead._foreseen.launches = DEVICE, {}
     try:
         for call in foreseen(model, step):
             call()
-        noted = _ahead._foreseen.launches
+        noted = ahead._foreseen.launches
     finally:
-        _ahead._foreseen.device, _ahead._foreseen.launches = None, {}
+        ahead._foreseen.device, ahead._foreseen.launches = None, {}
     return {program(kernel, args, kwargs) for kernel, many in noted.items() for _, args, kwargs in many}
 
 

@@ -18,10 +18,10 @@ from benchmarks.cases import Place
 from benchmarks.tensor_parallel import even, measure
 from benchmarks.timing import Measured
 from liger_kernels.ops import CountedTargets, linear_cross_entropy, linear_log_probs
-from liger_kernels.ops._linear import observe_logits_grad
-from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes, VocabularySlabs
-from liger_kernels.ops._tiling import tiled
-from liger_kernels.ops._vocab_parallel import VocabShard
+from liger_kernels.ops.loss.schedule import observe_logits_grad
+from liger_kernels.ops.loss.vocab_parallel import VocabShard
+from liger_kernels.ops.loss.vocabulary_slabs import SlabSizes, VocabularySlabs
+from liger_kernels.ops.runtime.tiling import tiled
 from tests import linear_cross_entropy_checks
 from tests.linear_cross_entropy_checks import ALL, ALONE, HIDDEN, REDUCTIONS, TOKENS, VOCAB
 

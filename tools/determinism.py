@@ -23,8 +23,8 @@ from convergence.interpreter import prepare
 from convergence.records import versions
 from convergence.tables import markdown, markdown_row
 from liger_kernels import ops
-from liger_kernels.ops._runtime import INTERPRET
-from liger_kernels.ops.linear_log_probs import OUTPUTS
+from liger_kernels.ops.loss.linear_log_probs import OUTPUTS
+from liger_kernels.ops.runtime.dispatch import INTERPRET
 
 Tensors = dict[str, torch.Tensor]
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from liger_kernels.environment import warn_of_a_newer_torch
-from liger_kernels.ops._arguments import checked, describe
-from liger_kernels.ops.linear_cross_entropy import Memory
-from liger_kernels.ops.packing import LossReduction
+from liger_kernels.ops.loss.linear_cross_entropy import Memory
+from liger_kernels.ops.loss.packing import LossReduction
+from liger_kernels.ops.runtime.arguments import checked, describe
 from liger_kernels.patching.blocks import held, hold, hold_as, let_go, patched_for_good
 from liger_kernels.patching.census import as_of_now
 from liger_kernels.patching.head import LOSSES

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from liger_kernels.ops.linear_cross_entropy import balanced_because, unsharded_because
+from liger_kernels.ops.loss.linear_cross_entropy import balanced_because, unsharded_because
 from liger_kernels.patching.lazy import Computation, defer
 from liger_kernels.patching.linked import FusedLoss, Step, linked, replayed
 from liger_kernels.patching.probe import PLAIN

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from liger_kernels.ops import Gate, experts, experts_ref, packed_glu, packed_glu_ref
-from liger_kernels.ops._compiling import left_to_inductor
+from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.patching import probe
 from liger_kernels.patching.glu import skips_watched
 from liger_kernels.patching.probe import PLAIN, PROBED, true_shapes

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from liger_kernels.ops import gated_rms_norm, gated_rms_norm_ref
-from liger_kernels.ops._compiling import left_to_inductor
-from liger_kernels.ops.gated_rms_norm import ACTIVATIONS, FORMULAS
+from liger_kernels.ops._gated_rms_norm import ACTIVATIONS, FORMULAS
+from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.patching import probe
 from liger_kernels.patching.probe import PLAIN, PROBED
 from liger_kernels.patching.swap import RAN, Recipe

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
-from liger_kernels.ops._compiling import left_to_inductor
+from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.patching import probe
 from liger_kernels.patching.probe import PLAIN, PROBED, takes_one_tensor, true_shape
 from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_kernels.ops import CountedTargets
-from liger_kernels.ops._compiling import is_exporting
+from liger_kernels.ops.runtime.compiling import is_exporting
 from liger_kernels.patching.blocks import hold_as
 from liger_kernels.patching.deferred import DeferredLogits
 from liger_kernels.patching.following import mode_check

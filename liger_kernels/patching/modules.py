@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from liger_kernels.ops._arguments import checked
+from liger_kernels.ops.runtime.arguments import checked
 from liger_kernels.patching import probe
 from liger_kernels.patching.experts import EXPERTS
 from liger_kernels.patching.following import follows_class, runs_inside, who_replaced

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from liger_kernels.ops._arguments import checked, describe
-from liger_kernels.ops.packing import LossReduction, packing_weights, sequence_index
+from liger_kernels.ops.loss.packing import LossReduction, packing_weights, sequence_index
+from liger_kernels.ops.runtime.arguments import checked, describe
 
 # Upstream's name of each source, and packing_weights' name.
 SOURCES = {"cu_seq_lens_q": "cu_seqlens", "seq_idx": "seq_idx", "position_ids": "position_ids"}

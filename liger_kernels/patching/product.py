@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from liger_kernels.ops import CountedTargets, cross_entropy, linear_cross_entropy
-from liger_kernels.ops._vocab_parallel import logits_of_all
+from liger_kernels.ops.loss.vocab_parallel import logits_of_all
 from liger_kernels.patching.lazy import Computation, Unchanged, defer
 from liger_kernels.patching.linked import FusedLoss
 from liger_kernels.patching.running import Forward, call_head

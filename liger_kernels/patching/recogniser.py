@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_kernels.ops._arguments import checked_fields
+from liger_kernels.ops.runtime.arguments import checked_fields
 from liger_kernels.patching.swap import Recipe
 
 _SCALARS = (bool, int, float, str, type(None))

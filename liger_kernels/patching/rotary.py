@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from liger_kernels.ops import rope, rope_ref
-from liger_kernels.ops._compiling import left_to_inductor
-from liger_kernels.ops.rope import PAIRINGS
+from liger_kernels.ops._rope import PAIRINGS
+from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.patching import probe
 from liger_kernels.patching.probe import PLAIN, PROBED, randn, signature_of
 from liger_kernels.patching.reads import Outside, reads_of

@@ -2,7 +2,8 @@
 
 Such a plan lies around the head's own call: it takes the hidden states to what its layout wants, and gathers the
 logits. What it does is not read from it, but tried: where it makes of hidden states that every rank has the logits of
-all classes, on every rank, the loss is that of :mod:`liger_kernels.ops._vocab_parallel` over the parts of the weight.
+all classes, on every rank, the loss is that of :mod:`liger_kernels.ops.loss.vocab_parallel` over the parts of the
+weight.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from liger_kernels.ops._vocab_parallel import VocabShard, logits_of_all
+from liger_kernels.ops.loss.vocab_parallel import VocabShard, logits_of_all
 from liger_kernels.patching.probe import describe, module_of
 from liger_kernels.patching.running import call_head
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import both_phases, faults
 
-_gate = faults("ops.packed_glu", "test_ops_packed_glu.py")
+_gate = faults("ops._packed_glu", "test_ops_packed_glu.py")
 _patch = faults("patching.experts", "test_patching_experts.py")
-_experts = faults("ops.experts", "test_ops_experts.py")
-_forward, _backward = both_phases("ops.experts", kernel="experts", model="mixtral")
+_experts = faults("ops._experts", "test_ops_experts.py")
+_forward, _backward = both_phases("ops._experts", kernel="experts", model="mixtral")
 _REFERENCE = "test_ops_every.py::test_matches_reference[packed_glu, gpt-oss-torch.float32]"
 _SUM = "test_ops_experts.py::test_matches_reference"
 _NO_EXPERT = "test_a_choice_that_is_no_expert_counts_as_nothing"

@@ -11,9 +11,9 @@ import math
 
 import torch
 
-from liger_kernels.ops._compiling import left_to_inductor
-from liger_kernels.ops._runtime import launch, tl, triton
-from liger_kernels.ops._tiling import choice, tile
+from liger_kernels.ops.runtime.compiling import left_to_inductor
+from liger_kernels.ops.runtime.dispatch import launch, tl, triton
+from liger_kernels.ops.runtime.tiling import choice, tile
 
 
 @triton.jit(do_not_specialize_on_alignment=["targets_ptr"])

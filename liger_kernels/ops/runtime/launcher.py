@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from liger_kernels.ops._ahead import wait_for
+from liger_kernels.ops.runtime.ahead import wait_for
 
 try:
     import triton

@@ -24,8 +24,8 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 
-from liger_kernels.ops._arguments import checked, checked_op, one_of
-from liger_kernels.ops._runtime import (
+from liger_kernels.ops.runtime.arguments import checked, checked_op, one_of
+from liger_kernels.ops.runtime.dispatch import (
     INTERPRET,
     as_autocast,
     autocast_dtype,
@@ -36,7 +36,7 @@ from liger_kernels.ops._runtime import (
     triton,
     use_triton,
 )
-from liger_kernels.ops._tiling import as_rows, cdiv, choice, next_power_of_2, tile
+from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, next_power_of_2, tile
 
 Approximate = Annotated[str, one_of(("tanh", "none"))]
 

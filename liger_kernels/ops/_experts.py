@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from liger_kernels.ops._arguments import checked, checked_op
-from liger_kernels.ops._compiling import left_to_inductor
 from liger_kernels.ops._grouped import grouped_outer_product, grouped_product
-from liger_kernels.ops._runtime import backward_once, launch, tl, triton, use_triton
-from liger_kernels.ops._tiling import as_rows, cdiv, choice, next_power_of_2, tile
-from liger_kernels.ops.packed_glu import SWIGLU, Gate, GroupBias, gradients, packed_glu_ref, product
+from liger_kernels.ops._packed_glu import SWIGLU, Gate, GroupBias, gradients, packed_glu_ref, product
+from liger_kernels.ops.runtime.arguments import checked, checked_op
+from liger_kernels.ops.runtime.compiling import left_to_inductor
+from liger_kernels.ops.runtime.dispatch import backward_once, launch, tl, triton, use_triton
+from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, next_power_of_2, tile
 
 
 @checked

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 
-from liger_kernels.ops._arguments import AT_LEAST_1, checked, checked_op, one_of
+from liger_kernels.ops._glu import _activate, _sigmoid
 from liger_kernels.ops._norm_rows import (
     Eps,
     backward_programs,
@@ -38,9 +38,9 @@ from liger_kernels.ops._norm_rows import (
     stages,
     sum_parts,
 )
-from liger_kernels.ops._runtime import backward_once, launch, tl, triton
-from liger_kernels.ops._tiling import as_rows, cdiv
-from liger_kernels.ops.glu import _activate, _sigmoid
+from liger_kernels.ops.runtime.arguments import AT_LEAST_1, checked, checked_op, one_of
+from liger_kernels.ops.runtime.dispatch import backward_once, launch, tl, triton
+from liger_kernels.ops.runtime.tiling import as_rows, cdiv
 
 FORMULAS = ("cast_then_scale", "scale_then_cast")
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}

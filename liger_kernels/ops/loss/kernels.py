@@ -10,13 +10,13 @@ of the target and the last one, which need masks, are separate, and the target's
 Shifted targets of one row begin in the middle of a tensor, at an address that is no multiple of 16. One program serves
 any address: each row reads one target.
 
-Tuples of options and None are as in ``_cross_entropy_formulas.py``.
+Tuples of options and None are as in ``formulas.py``.
 """
 
 from __future__ import annotations
 
-from liger_kernels.ops._cross_entropy_formulas import as_float32, exp, finished_grad, log1p, read_target, scaled_logits
-from liger_kernels.ops._runtime import tl, triton
+from liger_kernels.ops.loss.formulas import as_float32, exp, finished_grad, log1p, read_target, scaled_logits
+from liger_kernels.ops.runtime.dispatch import tl, triton
 
 
 # The formatter would put every argument on a line of its own.

@@ -27,7 +27,6 @@ from typing import Annotated, Any
 
 import torch
 
-from liger_kernels.ops._arguments import checked, checked_op, one_of
 from liger_kernels.ops._norm_rows import (
     Eps,
     backward_programs,
@@ -38,8 +37,9 @@ from liger_kernels.ops._norm_rows import (
     stages,
     sum_parts,
 )
-from liger_kernels.ops._runtime import backward_once, launch, tl, triton
-from liger_kernels.ops._tiling import as_rows, cdiv
+from liger_kernels.ops.runtime.arguments import checked, checked_op, one_of
+from liger_kernels.ops.runtime.dispatch import backward_once, launch, tl, triton
+from liger_kernels.ops.runtime.tiling import as_rows, cdiv
 
 FORMULAS = ("cast_then_scale", "scale_then_cast", "offset_scale_then_cast")
 Formula = Annotated[str, one_of(FORMULAS)]

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from liger_kernels.ops._arguments import checked, checked_op
 from liger_kernels.ops._norm_rows import (
     Eps,
     backward_programs,
@@ -31,8 +30,9 @@ from liger_kernels.ops._norm_rows import (
     stages,
     sum_parts,
 )
-from liger_kernels.ops._runtime import backward_once, launch, tl, triton
-from liger_kernels.ops._tiling import as_rows, cdiv
+from liger_kernels.ops.runtime.arguments import checked, checked_op
+from liger_kernels.ops.runtime.dispatch import backward_once, launch, tl, triton
+from liger_kernels.ops.runtime.tiling import as_rows, cdiv
 
 
 @checked

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from liger_kernels.ops._runtime import INTERPRET
+from liger_kernels.ops.runtime.dispatch import INTERPRET
 
 _Choice = TypeVar("_Choice", bound=Callable[..., Any])
 

@@ -17,8 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernels.ops._cross_entropy_rows import Rows, backward_rows, forward_rows
-from liger_kernels.ops._linear import (
+from liger_kernels.ops._split_sum import SplitSum, rounded
+from liger_kernels.ops.loss.mean import mean
+from liger_kernels.ops.loss.options import LossOptions
+from liger_kernels.ops.loss.rows import Rows, backward_rows, forward_rows
+from liger_kernels.ops.loss.schedule import (
     Call,
     Gradients,
     Needs,
@@ -29,9 +32,6 @@ from liger_kernels.ops._linear import (
     logits_of,
     new_gradients,
 )
-from liger_kernels.ops._loss_options import LossOptions
-from liger_kernels.ops._mean import mean
-from liger_kernels.ops._split_sum import SplitSum, rounded
 
 
 class _GradientSums(NamedTuple):

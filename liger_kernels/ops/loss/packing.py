@@ -22,7 +22,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernels.ops._arguments import checked, one_of, refuse_type
+from liger_kernels.ops.runtime.arguments import checked, one_of, refuse_type
 
 EXPONENTS = {"token": 0.0, "square": 0.5, "sample": 1.0}
 LossReduction = Annotated[str, one_of(EXPONENTS)]

@@ -23,9 +23,9 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from liger_kernels.ops._arguments import AT_LEAST_1, checked, checked_op, one_of
-from liger_kernels.ops._runtime import backward_once, launch, tl, triton, use_triton
-from liger_kernels.ops._tiling import cdiv, choice, next_power_of_2, tile
+from liger_kernels.ops.runtime.arguments import AT_LEAST_1, checked, checked_op, one_of
+from liger_kernels.ops.runtime.dispatch import backward_once, launch, tl, triton, use_triton
+from liger_kernels.ops.runtime.tiling import cdiv, choice, next_power_of_2, tile
 
 
 class Pairing(NamedTuple):

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from liger_kernels.ops import _cross_entropy_kernels as kernels
-from liger_kernels.ops._loss_options import WRITTEN, LossOptions
-from liger_kernels.ops._runtime import INTERPRET, launch
-from liger_kernels.ops._tiling import cdiv, choice, next_power_of_2, tile
+from liger_kernels.ops.loss import kernels as kernels
+from liger_kernels.ops.loss.options import WRITTEN, LossOptions
+from liger_kernels.ops.runtime.dispatch import INTERPRET, launch
+from liger_kernels.ops.runtime.tiling import cdiv, choice, next_power_of_2, tile
 
 
 class Rows(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 
-from liger_kernels.ops._arguments import FINITE, NOT_NEGATIVE, POSITIVE, SHARE, checked, one_of
+from liger_kernels.ops.runtime.arguments import FINITE, NOT_NEGATIVE, POSITIVE, SHARE, checked, one_of
 
 REDUCTIONS = ("mean", "sum", "none")
 EXTRAS = (

@@ -25,11 +25,11 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from liger_kernels.ops._arguments import FINITE, Limit, checked, checked_fields, checked_op, one_of
-from liger_kernels.ops._compiling import left_to_inductor
-from liger_kernels.ops._runtime import backward_once, launch, tl, triton, use_triton
-from liger_kernels.ops._tiling import as_rows, cdiv, choice, next_power_of_2, tile
-from liger_kernels.ops.glu import ACTIVATIONS, _activate
+from liger_kernels.ops._glu import ACTIVATIONS, _activate
+from liger_kernels.ops.runtime.arguments import FINITE, Limit, checked, checked_fields, checked_op, one_of
+from liger_kernels.ops.runtime.compiling import left_to_inductor
+from liger_kernels.ops.runtime.dispatch import backward_once, launch, tl, triton, use_triton
+from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, next_power_of_2, tile
 
 
 @checked_fields

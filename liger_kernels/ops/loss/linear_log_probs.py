@@ -19,13 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernels.ops._arguments import checked, checked_op
-from liger_kernels.ops._counted_rows import CountedTargets
-from liger_kernels.ops._linear import Call
-from liger_kernels.ops._loss_options import Finite, LossOptions, Positive, check_names
-from liger_kernels.ops._runtime import use_triton
-from liger_kernels.ops._vocab_parallel import VocabShard, classes_of, logits_of_all
-from liger_kernels.ops.linear_cross_entropy import (
+from liger_kernels.ops.loss.counted_rows import CountedTargets
+from liger_kernels.ops.loss.linear_cross_entropy import (
     Memory,
     checked_head,
     choose_schedule,
@@ -34,6 +29,11 @@ from liger_kernels.ops.linear_cross_entropy import (
     run_schedule,
     uncompiled,
 )
+from liger_kernels.ops.loss.options import Finite, LossOptions, Positive, check_names
+from liger_kernels.ops.loss.schedule import Call
+from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of, logits_of_all
+from liger_kernels.ops.runtime.arguments import checked, checked_op
+from liger_kernels.ops.runtime.dispatch import use_triton
 
 
 class LogProbsOutput(NamedTuple):

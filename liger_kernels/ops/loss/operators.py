@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernels.ops._linear import TENSORS, Call, Needs, Output, Schedule, Upstream
-from liger_kernels.ops._linear_token_chunks import TokenChunks
-from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs
-from liger_kernels.ops._loss_options import WRITTEN, LossOptions
+from liger_kernels.ops.loss.options import WRITTEN, LossOptions
+from liger_kernels.ops.loss.schedule import TENSORS, Call, Needs, Output, Schedule, Upstream
+from liger_kernels.ops.loss.token_chunks import TokenChunks
+from liger_kernels.ops.loss.vocabulary_slabs import VocabularySlabs
 
 # A float or an int of a call is no tensor, and so none of the traced program's.
 _ARGUMENTS = (

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from liger_kernels.ops._runtime import INTERPRET, as_values
+from liger_kernels.ops.runtime.dispatch import INTERPRET, as_values
 
 _Checked = TypeVar("_Checked", bound=Callable[..., Any])
 _Class = TypeVar("_Class")

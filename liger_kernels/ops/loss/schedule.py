@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from liger_kernels.ops._arguments import checked
-from liger_kernels.ops._counted_rows import CountedRows
-from liger_kernels.ops._cross_entropy_rows import Rows
-from liger_kernels.ops._loss_options import LossOptions
-from liger_kernels.ops._mean import mean_denominator
-from liger_kernels.ops._vocab_parallel import VocabShard, classes_of
+from liger_kernels.ops.loss.counted_rows import CountedRows
+from liger_kernels.ops.loss.mean import mean_denominator
+from liger_kernels.ops.loss.options import LossOptions
+from liger_kernels.ops.loss.rows import Rows
+from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of
+from liger_kernels.ops.runtime.arguments import checked
 
 Observer = Callable[[int, Tensor], None]
 

@@ -8,7 +8,7 @@ has the temperature in it and with one is a number; ``smoothing`` is (label_smoo
 
 from __future__ import annotations
 
-from liger_kernels.ops._runtime import INTERPRET, libdevice, tl, triton
+from liger_kernels.ops.runtime.dispatch import INTERPRET, libdevice, tl, triton
 
 # A GPU has an instruction for 2^y. On the way from exp(x) to 2^(x * log2(e)) the product is rounded: x = -20 loses 20
 # units of float32's roundoff. That is nothing beside the rounding of 16-bit logits, where putting it back would cost a

@@ -30,8 +30,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernels.ops._cross_entropy_rows import Rows, Slab, backward_rows, forward_rows
-from liger_kernels.ops._linear import (
+from liger_kernels.ops._split_sum import SplitSum, add_product, rounded
+from liger_kernels.ops.loss.mean import mean
+from liger_kernels.ops.loss.options import LossOptions
+from liger_kernels.ops.loss.rows import Rows, Slab, backward_rows, forward_rows
+from liger_kernels.ops.loss.schedule import (
     Call,
     Gradients,
     Output,
@@ -42,10 +45,7 @@ from liger_kernels.ops._linear import (
     new_gradients,
     padded,
 )
-from liger_kernels.ops._loss_options import LossOptions
-from liger_kernels.ops._mean import mean
-from liger_kernels.ops._split_sum import SplitSum, add_product, rounded
-from liger_kernels.ops._tiling import choice
+from liger_kernels.ops.runtime.tiling import choice
 
 # 8192 x 2048 x 262144 on an H200, with 1, 2, 4, 8: 58.4, 54.8, 54.9, 54.5 ms.
 WIDER = 8  # how many times as many classes a slab has at most where its logits need no memory of their own

@@ -28,11 +28,11 @@ of the GEMMs and the peak of memory beyond the inputs, both gradients included, 
   and between forward and backward those of the first K classes, which are not computed again. It is never chosen by
   default.
 
-Token chunks are in ``_linear_token_chunks.py``, slabs are in ``_linear_vocabulary_slabs.py``.
+Token chunks are in ``token_chunks.py``, slabs are in ``vocabulary_slabs.py``.
 
 Without gradients only the loss is computed; what needs no gradient costs no buffer and no GEMM.
 
-Where the classes are split over the ranks of a process group (``_vocab_parallel.py``), every schedule goes in slabs of
+Where the classes are split over the ranks of a process group (``vocab_parallel.py``), every schedule goes in slabs of
 those of a rank, each rank's V above.
 
 float16 always goes in token chunks, also where one covers all tokens: the other schedules have the upstream gradient
@@ -49,17 +49,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernels.ops._arguments import Limit, checked, checked_op, one_of
-from liger_kernels.ops._counted_rows import CountedRows, CountedTargets, checked_count, rows_to_take
-from liger_kernels.ops._linear import TENSORS, Call, Needs, Schedule, Upstream, current_observer, padded
-from liger_kernels.ops._linear_operators import linear_cross_entropy_op
-from liger_kernels.ops._linear_token_chunks import TokenChunks
-from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs
-from liger_kernels.ops._loss_options import LossOptions, takes_options
-from liger_kernels.ops._runtime import as_autocast, backward_once, use_triton
-from liger_kernels.ops._tiling import choice
-from liger_kernels.ops._vocab_parallel import VocabShard, classes_of, logits_of_all
-from liger_kernels.ops.cross_entropy import (
+from liger_kernels.ops.loss.counted_rows import CountedRows, CountedTargets, checked_count, rows_to_take
+from liger_kernels.ops.loss.cross_entropy import (
     CrossEntropyOutput,
     as_kernel_weight,
     check_targets,
@@ -68,6 +59,15 @@ from liger_kernels.ops.cross_entropy import (
     reference,
     with_extras,
 )
+from liger_kernels.ops.loss.operators import linear_cross_entropy_op
+from liger_kernels.ops.loss.options import LossOptions, takes_options
+from liger_kernels.ops.loss.schedule import TENSORS, Call, Needs, Schedule, Upstream, current_observer, padded
+from liger_kernels.ops.loss.token_chunks import TokenChunks
+from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of, logits_of_all
+from liger_kernels.ops.loss.vocabulary_slabs import VocabularySlabs
+from liger_kernels.ops.runtime.arguments import Limit, checked, checked_op, one_of
+from liger_kernels.ops.runtime.dispatch import as_autocast, backward_once, use_triton
+from liger_kernels.ops.runtime.tiling import choice
 
 MEMORY = ("fast", "balanced", "small")
 Memory = Annotated[str, one_of(MEMORY)]

@@ -20,9 +20,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 
-from liger_kernels.ops import _ahead, _launcher
-from liger_kernels.ops._device import most_warps, obstacle
-from liger_kernels.ops._launcher import start_kept
+from liger_kernels.ops.runtime import ahead, launcher
+from liger_kernels.ops.runtime.device import most_warps, obstacle
+from liger_kernels.ops.runtime.launcher import start_kept
 
 try:
     import triton
@@ -50,7 +50,7 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ACCELERATORS = {"cuda": torch.cuda, "xpu": torch.xpu}
 _launches: Counter[str] = Counter()
 
-_KEEP_PROGRAMS = _launcher.state(INTERPRET) == "on"
+_KEEP_PROGRAMS = launcher.state(INTERPRET) == "on"
 # Launch shapes have up to 32 warps, of 32 threads each. AMD's data center GPUs have warps of 64.
 _MOST_WARPS = most_warps(32 if torch.version.hip is None else 64)
 
@@ -67,7 +67,7 @@ def use_triton(x: torch.Tensor, *, opaque: bool = False) -> bool:
     if device.type == "cpu":
         return opaque or not torch.compiler.is_compiling()
     if device.type == "meta":
-        return _ahead.foresees()
+        return ahead.foresees()
     return device.type in _ACCELERATORS and not obstacle(device)
 
 
@@ -89,7 +89,7 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
         kernel[grid](*args, **kwargs)
         return
     if device.type == "meta":
-        _ahead.note(kernel, grid, args, kwargs)
+        ahead.note(kernel, grid, args, kwargs)
         return
     _launches[kernel.__name__] += 1
     start = start_kept if _KEEP_PROGRAMS and device.type == "cuda" else _start
@@ -134,7 +134,7 @@ def backward_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What ``F.linear`` casts to on ``device``; None where autocast is off."""
-    kind = _ahead.real_device(device).type
+    kind = ahead.real_device(device).type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
@@ -147,7 +147,7 @@ def as_autocast(t: Any, device: torch.device) -> Any:
 
 def launcher_state() -> str:
     """Whether compiled programs are kept for the next launch: "on", or "off" and why."""
-    return _launcher.state(INTERPRET)
+    return launcher.state(INTERPRET)
 
 
 def launches() -> dict[str, int]:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernels.ops._arguments import checked
-from liger_kernels.ops._runtime import backward_once, launch, tl, triton
-from liger_kernels.ops._tiling import choice, tile
+from liger_kernels.ops.runtime.arguments import checked
+from liger_kernels.ops.runtime.dispatch import backward_once, launch, tl, triton
+from liger_kernels.ops.runtime.tiling import choice, tile
 
 # Rows are taken in multiples of it: the allocator sees fewer sizes.
 MULTIPLE = 32

@@ -12,7 +12,7 @@ sum of row weight times w_y over the rows that are not ignored, as ``torch.nn.fu
 label smoothing and class weights these are; the soft cap is Gemma 2's (arXiv:2408.00118), the z-loss PaLM's
 (arXiv:2204.02311).
 
-The kernels are in ``_cross_entropy_rows.py``.
+The kernels are in ``rows.py``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from liger_kernels.ops._arguments import checked, checked_op
-from liger_kernels.ops._cross_entropy_rows import Rows, backward_rows, forward_rows
-from liger_kernels.ops._loss_options import EXTRAS, LossOptions, takes_options
-from liger_kernels.ops._mean import mean, mean_denominator, mean_denominator_ref
-from liger_kernels.ops._runtime import backward_once, use_triton
+from liger_kernels.ops.loss.mean import mean, mean_denominator, mean_denominator_ref
+from liger_kernels.ops.loss.options import EXTRAS, LossOptions, takes_options
+from liger_kernels.ops.loss.rows import Rows, backward_rows, forward_rows
+from liger_kernels.ops.runtime.arguments import checked, checked_op
+from liger_kernels.ops.runtime.dispatch import backward_once, use_triton
 
 __all__ = ["EXTRAS", "CrossEntropyOutput", "cross_entropy", "cross_entropy_ref"]
 
