@@ -48,7 +48,7 @@ def kernel_of(module: nn.Module) -> str | None:
     loss; None where the package has changed nothing."""
     if not INSTALLED:
         return None
-    from liger_kernels.patching.model import ModelRecipe
+    from liger_kernels.patching.logits.model import ModelRecipe
     from liger_kernels.patching.swap import recipe_of
 
     recipe = recipe_of(module)

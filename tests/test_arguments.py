@@ -21,7 +21,7 @@ from torch import nn
 import liger_kernels
 import liger_kernels.compat
 from liger_kernels import integrations, ops, patching
-from liger_kernels.patching.recogniser import Recogniser
+from liger_kernels.patching.recipes.recogniser import Recogniser
 
 WRONG: dict[str, Any] = {
     "None": None,

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import liger_kernels
 from convergence.float64 import InFloat64
-from liger_kernels.patching.packing import Denominator, SampleDenominator
-from liger_kernels.patching.running import running
+from liger_kernels.patching.logits.packing import Denominator, SampleDenominator
+from liger_kernels.patching.logits.running import running
 from tests.packing_checks import MODES, boundaries, exact, isolated, packed, patched_copy, samples, truth, weighted
 from tests.patching_checks import DEVICE, VOCAB, batch, gradients
 from tests.ranks import RANKS, on_ranks

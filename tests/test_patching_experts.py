@@ -13,7 +13,7 @@ from torch import nn
 
 import liger_kernels
 from liger_kernels.ops import Gate, launches, packed_glu_ref, reset_launches
-from liger_kernels.patching.experts import ExpertsRecipe, Parameters, recognise_experts
+from liger_kernels.patching.recipes.experts import ExpertsRecipe, Parameters, recognise_experts
 from tests import zoo
 from tests.ops_checks import check_op, randn
 from tests.patching_checks import DEVICE, built, check_same, compare, gradients, variant

@@ -18,7 +18,7 @@ from liger_kernels.ops import launches, reset_launches
 from liger_kernels.ops.runtime.compiling import INDUCTOR_UP_TO
 from liger_kernels.ops.runtime.dispatch import INTERPRET
 from liger_kernels.patching.census import never_ran
-from liger_kernels.patching.rotary import (
+from liger_kernels.patching.recipes.rotary import (
     LAYOUTS,
     Rotation,
     recognise_rotation,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from liger_kernels.patching.packing import Denominator, loss_reduction_of, packing_denominator
+from liger_kernels.patching.logits.packing import Denominator, loss_reduction_of, packing_denominator
 
 
 class PackingLossMixin:

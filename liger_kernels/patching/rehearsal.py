@@ -15,7 +15,7 @@ import torch
 
 from liger_kernels.ops.runtime.ahead import compile_ahead, wake
 from liger_kernels.ops.runtime.dispatch import keeps_programs
-from liger_kernels.patching.probe import probing
+from liger_kernels.patching.recipes.probe import probing
 from liger_kernels.patching.swap import recipe_of
 
 

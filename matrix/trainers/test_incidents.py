@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import liger_kernels
-import liger_kernels.patching.product
+import liger_kernels.patching.logits.product
 from convergence import tolerance
 from convergence.compare import compare
 from convergence.data import Batch, Step
@@ -180,7 +180,7 @@ def test_collator_arguments_reach_the_loss_and_no_kernel(
         passed.append(set(kwargs))
         return linear_cross_entropy(*args, **kwargs)
 
-    monkeypatch.setattr(liger_kernels.patching.product, "linear_cross_entropy", watched)
+    monkeypatch.setattr(liger_kernels.patching.logits.product, "linear_cross_entropy", watched)
     inputs = to_device(collated())
     own, ours = (load(folders[family]).to(DEVICE).train() for load in (plain, by_instance))
     for extra in ({}, {"num_items_in_batch": 7}):

@@ -19,17 +19,17 @@ _arguments = faults("ops.runtime.arguments")
 _runtime = faults("ops.runtime.dispatch", "test_ops_runtime.py")
 _layer = faults("ops._layer_norm", "test_ops_layer_norm.py")
 _gated = faults("ops._gated_rms_norm", "test_ops_gated_rms_norm.py")
-_gated_patch = faults("patching.gated_norms", "test_patching_gated_norms.py")
+_gated_patch = faults("patching.recipes.gated_norms", "test_patching_gated_norms.py")
 _glu = faults("ops._glu", "test_ops_glu.py")
 _chunks = faults("ops.loss.token_chunks", "test_ops_linear_cross_entropy.py")
 _head = faults("ops.loss.linear_cross_entropy", "test_ops_linear_cross_entropy.py")
 _slabs = faults("ops.loss.vocabulary_slabs", "test_ops_linear_cross_entropy_slabs.py")
-_norm_patch = faults("patching.norms", "test_patching_recognise.py")
+_norm_patch = faults("patching.recipes.norms", "test_patching_recognise.py")
 _compiling = faults("ops.runtime.compiling", "test_patching_adapters.py")
 _rows = faults("ops.loss.rows")
-_product = faults("patching.product", "test_patching.py")
-_mlp = faults("patching.glu", "test_patching.py")
-_model = faults("patching.model", "test_patching.py")
+_product = faults("patching.logits.product", "test_patching.py")
+_mlp = faults("patching.recipes.glu", "test_patching.py")
+_model = faults("patching.logits.model", "test_patching.py")
 _compare = faults("convergence.compare", "test_convergence_compare.py")
 _formulas = faults("ops.loss.formulas", "test_ops_linear_log_probs.py")
 _counted = faults("ops.loss.counted_rows", "test_ops_counted_rows.py")
@@ -210,7 +210,7 @@ MUTANTS = (
     _norm_patch("norm_of_one_dtype_runs_in_two",
         "A norm that differs under weights of another dtype is replaced there, too.",
         "vector.dtype == x.dtype or (mixed and vector.dtype in PROBED)", "True",
-        "test_a_norm_that_differs_in_two_dtypes_only_is_replaced_where_they_are_one", module="patching.probe"),
+        "test_a_norm_that_differs_in_two_dtypes_only_is_replaced_where_they_are_one", module="patching.recipes.probe"),
     _norm_patch("layer_norm_under_autocast_keeps_its_dtype", "Under autocast a LayerNorm returns its input's dtype.",
         "_autocast_dtype(x.device, x.dtype)", "x.dtype", "test_a_layer_norm_under_autocast_returns_what_torch_does"),
     _norm_patch("any_layer_norm_runs_under_autocast",
@@ -364,7 +364,7 @@ MUTANTS = (
     _product("more_targets_than_labels", "How many labels count is taken for how many of more targets do.",
         "counted is None or counted.of < self.targets.numel()", "counted is None",
         "test_ops_counted_rows.py::test_a_model_with_more_targets_than_labels"),
-    faults("patching.deferred")("loss_always_in_float32",
+    faults("patching.logits.deferred")("loss_always_in_float32",
         "A loss of bfloat16 logits, which torch has in their dtype, is float32.",
         "loss.to(self.dtype)", "loss", "test_patching_outputs.py::test_the_loss_has_the_dtype_of_its_logits", times=2),
     _vocab_parallel("classes_of_another_group",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import both_phases, faults
 
 _gate = faults("ops._packed_glu", "test_ops_packed_glu.py")
-_patch = faults("patching.experts", "test_patching_experts.py")
+_patch = faults("patching.recipes.experts", "test_patching_experts.py")
 _experts = faults("ops._experts", "test_ops_experts.py")
 _forward, _backward = both_phases("ops._experts", kernel="experts", model="mixtral")
 _REFERENCE = "test_ops_every.py::test_matches_reference[packed_glu, gpt-oss-torch.float32]"
@@ -52,7 +52,8 @@ MUTANTS = (
     _patch("gate_probed_without_gradients", "Only what a gate returns is compared.",
         "probe.relative_difference(*slopes) < probe.SAME_FORMULA", "True", _OTHERS),
     _patch("gate_of_a_training_module", "A gate is probed in the mode of the model, so that no dropout shows.",
-        'state["training"] = not _evaluation[0]', 'state["training"] = False', _OTHERS, module="patching.probe"),
+        'state["training"] = not _evaluation[0]', 'state["training"] = False', _OTHERS,
+        module="patching.recipes.probe"),
     _patch("experts_without_a_call_replaced", "Experts are replaced whose forward never comes to the gate.",
         "return bool(calls)", "return True", "test_experts_that_call_no_gate_are_left"),
     _patch("expert_activation_past_its_hooks", "The gate is computed although somebody has hooks on the activation.",

@@ -7,7 +7,7 @@ from tests.mutants.mutant import both_phases, faults
 
 _forward, _backward = both_phases("ops._rope", kernel="rope")
 _rope = faults("ops._rope", "test_ops_rope.py")
-_rotary = faults("patching.rotary", "test_patching_rotary.py")
+_rotary = faults("patching.recipes.rotary", "test_patching_rotary.py")
 _LAYOUTS = "test_every_recognised_layout_runs_the_kernel_and_computes_what_upstream_does"
 _CALLS = "test_every_call_of_a_rotary_function_gives_upstreams_result"
 _FAULT = "test_a_fault_is_seen"

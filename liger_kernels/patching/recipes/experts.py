@@ -19,11 +19,11 @@ from torch import nn
 
 from liger_kernels.ops import Gate, experts, experts_ref, packed_glu, packed_glu_ref
 from liger_kernels.ops.runtime.compiling import left_to_inductor
-from liger_kernels.patching import probe
-from liger_kernels.patching.glu import skips_watched
-from liger_kernels.patching.probe import PLAIN, PROBED, true_shapes
 from liger_kernels.patching.reads import reads_of
-from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint
+from liger_kernels.patching.recipes import probe
+from liger_kernels.patching.recipes.glu import skips_watched
+from liger_kernels.patching.recipes.probe import PLAIN, PROBED, true_shapes
+from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import Recipe, mark_run
 from liger_kernels.patching.watch import unchanged
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from liger_kernels.ops import CountedTargets
-from liger_kernels.patching.packing import Packing
+from liger_kernels.patching.logits.packing import Packing
 
 
 @dataclass

@@ -19,9 +19,9 @@ from torch import nn
 
 from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
 from liger_kernels.ops.runtime.compiling import left_to_inductor
-from liger_kernels.patching import probe
-from liger_kernels.patching.probe import PLAIN, PROBED, takes_one_tensor, true_shape
-from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint
+from liger_kernels.patching.recipes import probe
+from liger_kernels.patching.recipes.probe import PLAIN, PROBED, takes_one_tensor, true_shape
+from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import Recipe, mark_run
 from liger_kernels.patching.watch import unchanged
 

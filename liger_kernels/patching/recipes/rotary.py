@@ -21,11 +21,11 @@ from torch import nn
 from liger_kernels.ops import rope, rope_ref
 from liger_kernels.ops._rope import PAIRINGS
 from liger_kernels.ops.runtime.compiling import left_to_inductor
-from liger_kernels.patching import probe
-from liger_kernels.patching.probe import PLAIN, PROBED, randn, signature_of
 from liger_kernels.patching.reads import Outside, reads_of
-from liger_kernels.patching.rebinding import methods, rebind, replaced_by
-from liger_kernels.patching.recogniser import Recogniser, Verdict
+from liger_kernels.patching.recipes import probe
+from liger_kernels.patching.recipes.probe import PLAIN, PROBED, randn, signature_of
+from liger_kernels.patching.recipes.rebinding import methods, rebind, replaced_by
+from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict
 from liger_kernels.patching.swap import RAN, Recipe
 
 # Where a patched class has what its methods were copied from.

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 from liger_kernels.ops.loss.linear_cross_entropy import balanced_because, unsharded_because
-from liger_kernels.patching.lazy import Computation, defer
-from liger_kernels.patching.linked import FusedLoss, Step, linked, replayed
-from liger_kernels.patching.probe import PLAIN
-from liger_kernels.patching.product import Product, Request, count, rows
+from liger_kernels.patching.logits.lazy import Computation, defer
+from liger_kernels.patching.logits.linked import FusedLoss, Step, linked, replayed
+from liger_kernels.patching.logits.product import Product, Request, count, rows
+from liger_kernels.patching.recipes.probe import PLAIN
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 

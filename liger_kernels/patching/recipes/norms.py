@@ -18,10 +18,10 @@ from liger_kernels.ops import layer_norm, layer_norm_ref, rms_norm, rms_norm_ref
 from liger_kernels.ops._norm_rows import MAX_HIDDEN
 from liger_kernels.ops._rms_norm import FORMULAS
 from liger_kernels.ops.runtime.compiling import left_to_inductor
-from liger_kernels.patching import probe
-from liger_kernels.patching.gated_norms import GATE, OPEN, GatedNormRecipe, gate_of, gated_candidates, one_dtype
-from liger_kernels.patching.probe import PLAIN, PROBED, randn, relative_difference
-from liger_kernels.patching.recogniser import Recogniser, Verdict, fingerprint
+from liger_kernels.patching.recipes import probe
+from liger_kernels.patching.recipes.gated_norms import GATE, OPEN, GatedNormRecipe, gate_of, gated_candidates, one_dtype
+from liger_kernels.patching.recipes.probe import PLAIN, PROBED, randn, relative_difference
+from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import RAN, Recipe
 from liger_kernels.patching.watch import unchanged
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from liger_kernels.ops import linear_cross_entropy
-from liger_kernels.patching.deferred import DeferredLogits
 from liger_kernels.patching.following import follows_class, who_replaced
-from liger_kernels.patching.probe import INFRASTRUCTURE, PLAIN, any_user_hook, package_of
-from liger_kernels.patching.product import Product, Request, count
-from liger_kernels.patching.running import running
-from liger_kernels.patching.split_head import SplitHead, has_plan, split_head
+from liger_kernels.patching.logits.deferred import DeferredLogits
+from liger_kernels.patching.logits.product import Product, Request, count
+from liger_kernels.patching.logits.running import running
+from liger_kernels.patching.logits.split_head import SplitHead, has_plan, split_head
+from liger_kernels.patching.recipes.probe import INFRASTRUCTURE, PLAIN, any_user_hook, package_of
 from liger_kernels.patching.swap import (
     Recipe,
     mark_run,

@@ -15,14 +15,14 @@ from torch import nn
 from liger_kernels.ops import CountedTargets
 from liger_kernels.ops.runtime.compiling import is_exporting
 from liger_kernels.patching.blocks import hold_as
-from liger_kernels.patching.deferred import DeferredLogits
 from liger_kernels.patching.following import mode_check
-from liger_kernels.patching.head import HeadRecipe, is_plain_linear, patched_heads
-from liger_kernels.patching.lazy import LazyTensor, lazy_output
-from liger_kernels.patching.packing import captured, plain_count
-from liger_kernels.patching.product import count
+from liger_kernels.patching.logits.deferred import DeferredLogits
+from liger_kernels.patching.logits.head import HeadRecipe, is_plain_linear, patched_heads
+from liger_kernels.patching.logits.lazy import LazyTensor, lazy_output
+from liger_kernels.patching.logits.packing import captured, plain_count
+from liger_kernels.patching.logits.product import count
+from liger_kernels.patching.logits.running import Forward, running
 from liger_kernels.patching.rehearsal import rehearse
-from liger_kernels.patching.running import Forward, running
 from liger_kernels.patching.swap import REPORT, Recipe, recipe_of
 from liger_kernels.patching.swap import replace as replace_class
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from liger_kernels.ops import cross_entropy
-from liger_kernels.patching.lazy import LazyTensor, Place
+from liger_kernels.patching.logits.lazy import LazyTensor, Place
 
 Step = tuple[str, tuple[Any, ...]]  # a method of a tensor, and its arguments
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from liger_kernels.patching.head import HeadRecipe, linears_to_choose_from, patched_heads
-from liger_kernels.patching.model import ModelRecipe
+from liger_kernels.patching.logits.head import HeadRecipe, linears_to_choose_from, patched_heads
+from liger_kernels.patching.logits.model import ModelRecipe
 from liger_kernels.patching.modules import has_own_forward, own_forward
-from liger_kernels.patching.probe import describe
+from liger_kernels.patching.recipes.probe import describe
 from liger_kernels.patching.report import Left, PatchReport
 from liger_kernels.patching.swap import Undo, recipe_of, replace
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, logits_of_all
-from liger_kernels.patching.probe import describe, module_of
-from liger_kernels.patching.running import call_head
+from liger_kernels.patching.logits.running import call_head
+from liger_kernels.patching.recipes.probe import describe, module_of
 
 _PLANS = (
     "torch.distributed.tensor.",

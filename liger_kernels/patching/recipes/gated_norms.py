@@ -1,4 +1,5 @@
-"""RMS norms with a gate: the recipe, and what one may compute. :mod:`liger_kernels.patching.norms` finds out which."""
+"""RMS norms with a gate: the recipe, and what one may compute. :mod:`~liger_kernels.patching.recipes.norms` finds out
+which."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from torch import nn
 from liger_kernels.ops import gated_rms_norm, gated_rms_norm_ref
 from liger_kernels.ops._gated_rms_norm import ACTIVATIONS, FORMULAS
 from liger_kernels.ops.runtime.compiling import left_to_inductor
-from liger_kernels.patching import probe
-from liger_kernels.patching.probe import PLAIN, PROBED
+from liger_kernels.patching.recipes import probe
+from liger_kernels.patching.recipes.probe import PLAIN, PROBED
 from liger_kernels.patching.swap import RAN, Recipe
 from liger_kernels.patching.watch import unchanged
 

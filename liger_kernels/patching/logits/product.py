@@ -15,10 +15,10 @@ from torch import nn
 
 from liger_kernels.ops import CountedTargets, cross_entropy, linear_cross_entropy
 from liger_kernels.ops.loss.vocab_parallel import logits_of_all
-from liger_kernels.patching.lazy import Computation, Unchanged, defer
-from liger_kernels.patching.linked import FusedLoss
-from liger_kernels.patching.running import Forward, call_head
-from liger_kernels.patching.split_head import SplitHead, narrowed
+from liger_kernels.patching.logits.lazy import Computation, Unchanged, defer
+from liger_kernels.patching.logits.linked import FusedLoss
+from liger_kernels.patching.logits.running import Forward, call_head
+from liger_kernels.patching.logits.split_head import SplitHead, narrowed
 from liger_kernels.patching.swap import mark_run
 
 
