@@ -148,7 +148,7 @@ def test_a_choice_that_is_no_expert_counts_as_nothing(device, none) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_autograd_keeps_the_gradients_of_parameters_where_they_are(device, transposed, monkeypatch) -> None:
     """One that is laid out in another way than its parameter is copied, and experts are most of a model."""
-    module, made = importlib.import_module("liger_kernels.ops.experts"), []
+    module, made = importlib.import_module("liger_kernels.ops._experts"), []
     products = module.grouped_outer_product
     monkeypatch.setattr(
         module, "grouped_outer_product", lambda *args: (made.append((y := products(*args)).data_ptr()), y)[1]
@@ -180,7 +180,7 @@ def test_frozen_parts_cost_nothing(device, monkeypatch, frozen, gathered, summed
         products.extend([kwargs["PRODUCT"]] if "PRODUCT" in kwargs else [])
         launch(kernel, grid, device, *args, **kwargs)
 
-    monkeypatch.setattr(importlib.import_module("liger_kernels.ops.packed_glu"), "launch", record)
+    monkeypatch.setattr(importlib.import_module("liger_kernels.ops._packed_glu"), "launch", record)
     reset_launches()
     run(calls(routed())[0], [t.detach().requires_grad_(i not in frozen) for i, t in enumerate(leaves(device))])
     found = launches()

@@ -173,7 +173,7 @@ def test_memory_order_is_kept(device) -> None:
 
 def test_a_view_is_not_copied(device, monkeypatch) -> None:
     launched = []
-    module = importlib.import_module("liger_kernels.ops.rope")
+    module = importlib.import_module("liger_kernels.ops._rope")
     monkeypatch.setattr(module, "launch", lambda kernel, grid, device, *args, **kwargs: launched.extend(args))
     q, k = (randn(2, 5, 4, 16, dtype=torch.bfloat16, device=device).transpose(1, 2) for _ in range(2))
     rope(q, k, *angles(1, 5, 16, torch.bfloat16, device))

@@ -7,7 +7,7 @@ from tests.mutants.edit import Edit
 from tests.mutants.mutant import faults
 
 _BITS = "test_ops_bits.py::test_every_argument_and_gradient_is_read_as_its_values"
-_NORM = "liger_kernels.ops.rms_norm"
+_NORM = "liger_kernels.ops._rms_norm"
 _REFERENCE = "test_ops_every.py::test_matches_reference"
 _ADD_DTOTAL = "dx += dtotal.to(tl.float32)"
 _SUM_OF_TERMS = "(x.to(tl.float32) + residual.to(tl.float32))"

@@ -16,7 +16,7 @@ _FAULT = "test_a_fault_is_seen"
 MUTANTS = (
     _forward("r1_angles_of_the_first_row", "Every row of the batch is rotated by the angles of the first one.",
         "batch * cos_batch_stride", "0 * cos_batch_stride",
-        also=Edit("liger_kernels.ops.rope", "batch * sin_batch_stride", "0 * sin_batch_stride"),
+        also=Edit("liger_kernels.ops._rope", "batch * sin_batch_stride", "0 * sin_batch_stride"),
         source="R1", sample=True),
     _forward("r5_rotates_in_place", "q and k are overwritten, though the caller still holds them.",
         "torch.empty_like(x, dtype=x.dtype if keep_dtype else torch.promote_types(x.dtype, angle_dtype))", "x",
