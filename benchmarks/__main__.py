@@ -26,7 +26,7 @@ from benchmarks.peers import DISTRIBUTIONS, PEERS, Table
 from benchmarks.report import Peer, Row
 from benchmarks.timing import Gpu
 from convergence.files import versions, write_json
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WRONG_FROM = 0.1  # a relative error that no rounding explains: the peer computes something else

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from benchmarks.cases import CHECKED_ROWS, Place
 from benchmarks.timing import FEWEST, Gpu
 from convergence import files, tables
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels import ops
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, logits_of_all
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypedDict
 from xml.etree import ElementTree
 
+from convergence.arms.quantities import Statistic
+from convergence.arms.quantities import share as share_of_bound
 from convergence.checked import checked, cut, shown
 from convergence.files import Unusable, plain, read_json, reason, write_json
-from convergence.observed import Statistic
-from convergence.observed import share as share_of_bound
 from matrix.cells import checked_name
 
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.

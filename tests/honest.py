@@ -17,13 +17,13 @@ from unittest import mock
 import torch
 
 from convergence import ours
+from convergence.arms.train import train
 from convergence.case import DTYPES, References, references
-from convergence.compare import Verdict, compare
-from convergence.models import MODELS, find
+from convergence.judge.compare import Verdict, compare
+from convergence.judge.tolerance import REPLICAS
+from convergence.models.models import MODELS, find
+from convergence.models.scale import PROFILE, Shape
 from convergence.patches import fused_cross_entropy, fused_linear, fused_linear_small
-from convergence.scale import PROFILE, Shape
-from convergence.tolerance import REPLICAS
-from convergence.train import train
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 

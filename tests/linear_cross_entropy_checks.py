@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels.ops import linear_log_probs, linear_log_probs_ref
 from liger_kernels.ops.loss.cross_entropy import EXTRAS, CrossEntropyOutput
 from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import liger_kernels
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels import trl_head
 from liger_kernels.ops import launches, linear_log_probs_ref, reset_launches
 from liger_kernels.ops.runtime import dispatch
@@ -391,8 +391,8 @@ from trl.trainer.utils import add_fused_lm_head
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 module = sys.modules["trl.kernels.chunked_logprob"]
 assert type(module.__loader__).__module__ == type(module.__spec__.loader).__module__ != "liger_kernels.trl_head"
-from convergence.float64 import InFloat64
-from convergence.tolerance import three_way
+from convergence.arms.float64 import InFloat64
+from convergence.judge.tolerance import three_way
 from liger_kernels import trl_head
 from liger_kernels.ops import launches
 from tests.patching_checks import batch, tiny

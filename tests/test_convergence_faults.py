@@ -9,7 +9,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from convergence.case import remember_upstream
-from convergence.records import load_folder
+from convergence.report.records import load_folder
 from tests.convergence_faults import SCALED, rms_norm
 from tests.suite import suite
 

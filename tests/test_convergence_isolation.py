@@ -10,10 +10,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from convergence import bitwise, isolate
+from convergence.arms import isolate
 from convergence.case import Case, prove, remember_upstream, train_case
+from convergence.judge import bitwise
 from convergence.patches import BUILT_IN
-from convergence.report import failure
+from convergence.report.report import failure
 from tests.suite import suite
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-SHARED = {"convergence.checked", "convergence.files", "convergence.observed", "convergence.tables"}
+SHARED = {"convergence.arms.quantities", "convergence.checked", "convergence.files", "convergence.tables"}
 # What each part may import of this project, beside itself.
 ALLOWED: dict[str, set[str]] = {
     "liger_kernels.ops": set(),
@@ -141,7 +141,7 @@ def test_imports_go_one_way() -> None:
     ("module", "source", "wrong"),
     [
         ("liger_kernels.ops.x", "from liger_kernels.patching import patch", {"liger_kernels.patching"}),
-        ("liger_kernels.ops.x", "def f():\n    import convergence.tolerance", {"convergence"}),
+        ("liger_kernels.ops.x", "def f():\n    import convergence.judge.tolerance", {"convergence"}),
         ("liger_kernels.ops.x", "from ..patching import norms", {"liger_kernels.patching"}),
         ("liger_kernels.ops.x", "from .rope import rope", set()),
         ("liger_kernels.patching.x", "from liger_kernels import integrations", {"liger_kernels.integrations"}),

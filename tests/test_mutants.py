@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from convergence.case import remember_upstream
-from convergence.models import MODELS
-from convergence.records import load_folder
+from convergence.models.models import MODELS
+from convergence.report.records import load_folder
 from tests.mutants import ABSENT, MUTANTS, restore
 from tests.mutants.__main__ import overview
 from tests.mutants.edit import Edit, StaleMutant

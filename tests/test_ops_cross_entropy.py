@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from convergence.tolerance import three_way, unit_roundoff
+from convergence.judge.tolerance import three_way, unit_roundoff
 from liger_kernels.ops.loss import formulas
 from liger_kernels.ops.loss.cross_entropy import EXTRAS, CrossEntropyOutput, cross_entropy, cross_entropy_ref
 from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy

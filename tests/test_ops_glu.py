@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from convergence.tolerance import FLOOR_ROUNDOFFS, three_way, unit_roundoff
+from convergence.judge.tolerance import FLOOR_ROUNDOFFS, three_way, unit_roundoff
 from liger_kernels.ops import (
     geglu,
     geglu_linear,

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import liger_kernels
-from convergence.float64 import InFloat64
-from convergence.models import MODELS
-from convergence.tolerance import three_way
+from convergence.arms.float64 import InFloat64
+from convergence.judge.tolerance import three_way
+from convergence.models.models import MODELS
 from liger_kernels import ops
 from liger_kernels.ops.runtime.compiling import INDUCTOR_UP_TO
 from tests.linear_cross_entropy_checks import slabs_of

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels.ops import observe_logits_grad
 from liger_kernels.ops.loss.cross_entropy import EXTRAS, cross_entropy_ref
 from liger_kernels.ops.loss.linear_cross_entropy import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from convergence.tolerance import unit_roundoff
+from convergence.judge.tolerance import unit_roundoff
 from liger_kernels.ops.loss import token_chunks, vocabulary_slabs
 from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_kernels.ops.loss.token_chunks import TokenChunks

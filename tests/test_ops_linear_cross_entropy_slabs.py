@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from convergence.tolerance import unit_roundoff
+from convergence.judge.tolerance import unit_roundoff
 from liger_kernels.ops import observe_logits_grad
 from liger_kernels.ops._split_sum import SplitSum
 from liger_kernels.ops.loss import vocabulary_slabs

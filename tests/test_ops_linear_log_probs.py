@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels.ops import linear_log_probs, linear_log_probs_ref
 from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
 from liger_kernels.ops.loss.linear_log_probs import OUTPUTS

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels.ops import Gate, geglu, packed_glu, packed_glu_ref, swiglu
 from liger_kernels.ops._packed_glu import gradients, product
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run

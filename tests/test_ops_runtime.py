@@ -313,7 +313,7 @@ def test_the_interpreter_describes_a_shape_once() -> None:
 def prepares_where_kernels_are_compiled() -> bool:
     """In the subprocess: whether the proof's preparations reach the compiler, which shares functions with the
     interpreter, when the CPU is chosen after Triton was imported for a GPU."""
-    from convergence.interpreter import prepare
+    from convergence.arms.interpreter import prepare
 
     os.environ["TRITON_INTERPRET"] = "1"
     before = tl.core.tensor.__init__

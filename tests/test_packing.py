@@ -14,7 +14,7 @@ import transformers
 from torch.nn.parallel import DistributedDataParallel
 
 import liger_kernels
-from convergence.float64 import InFloat64
+from convergence.arms.float64 import InFloat64
 from liger_kernels.patching.logits.packing import Denominator, SampleDenominator
 from liger_kernels.patching.logits.running import running
 from tests.packing_checks import MODES, boundaries, exact, isolated, packed, patched_copy, samples, truth, weighted

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import liger_kernels
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels.patching.logits.linked import COUNTED
 from tests.packing_checks import packed, samples
 from tests.patching_checks import DEVICE, UNFUSED, VOCAB, batch, built, fallbacks, tiny, with_loss

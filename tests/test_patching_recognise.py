@@ -16,8 +16,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import liger_kernels
-from convergence.float64 import InFloat64
-from convergence.tolerance import three_way
+from convergence.arms.float64 import InFloat64
+from convergence.judge.tolerance import three_way
 from liger_kernels.ops import launches, reset_launches
 from liger_kernels.ops._norm_rows import MAX_HIDDEN
 from liger_kernels.ops.runtime.dispatch import INTERPRET

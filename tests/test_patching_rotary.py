@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import liger_kernels
-from convergence.float64 import InFloat64
+from convergence.arms.float64 import InFloat64
 from liger_kernels.ops import launches, reset_launches
 from liger_kernels.ops.runtime.compiling import INDUCTOR_UP_TO
 from liger_kernels.ops.runtime.dispatch import INTERPRET

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from convergence.interpreter import prepare
-from convergence.records import versions
+from convergence.arms.interpreter import prepare
+from convergence.report.records import versions
 from convergence.tables import markdown, markdown_row
 from liger_kernels import ops
 from liger_kernels.ops.loss.linear_log_probs import OUTPUTS

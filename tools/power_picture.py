@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from convergence import tolerance
+from convergence.arms.quantities import STATISTICS, share
 from convergence.files import write
-from convergence.observed import STATISTICS, share
-from convergence.records import Record, load_folder
+from convergence.judge import tolerance
+from convergence.report.records import Record, load_folder
 from convergence.tables import markdown
 from tools import power_scale
 from tools.power_scale import places
@@ -87,7 +87,7 @@ of a mutant, the newest record counts.
 
 ## Where the bounds come from
 
-`convergence/tolerance.py` computes every bound from the unit roundoff of the dtype, a count, or
+`convergence/judge/tolerance.py` computes every bound from the unit roundoff of the dtype, a count, or
 noise that was measured in the very case: {replicas} replicas of the unpatched baseline, each with a
 truth of its own, whose weights were moved by one unit in the last place. Nothing there is told
 which model or patch it bounds, so nothing is tuned per model.
@@ -206,7 +206,7 @@ def read_mutants(folder: Path) -> list[Run]:
     """The newest record of each mutant and dtype in ``folder``; records of other patches are left out.
 
     Raises:
-        ValueError: as :func:`convergence.records.load_all`, or no record is of a mutant.
+        ValueError: as :func:`convergence.report.records.load_all`, or no record is of a mutant.
     """
     newest: dict[tuple[str, str], Record] = {}
     for record in sorted(load_folder(folder), key=lambda record: record.at):
@@ -465,7 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _measured(honest: Path, records: Path, out: Path) -> str:
     """The page without the section about real sizes; writes the picture."""
-    from convergence.models import MODELS
+    from convergence.models.models import MODELS
     from tests.honest import candidates
     from tests.mutants import MUTANTS
 

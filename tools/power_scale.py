@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from convergence import tolerance
+from convergence.judge import tolerance
 from convergence.tables import markdown
 
 if TYPE_CHECKING:

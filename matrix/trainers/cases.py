@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from convergence.observed import LOGGED, LOSS, Quantity
+from convergence.arms.quantities import LOGGED, LOSS, Quantity
 from matrix.trainers import material
 
 STEPS = 3

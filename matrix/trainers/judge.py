@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import liger_kernels
-from convergence import files, tolerance
-from convergence.compare import Verdict, compare
-from convergence.observed import GRADIENT_NORM, LOGGED, Quantity
-from convergence.records import STATISTICS, Statistic
-from convergence.trajectory import Trajectory
+from convergence import files
+from convergence.arms.quantities import GRADIENT_NORM, LOGGED, Quantity
+from convergence.arms.trajectory import Trajectory
+from convergence.judge import tolerance
+from convergence.judge.compare import Verdict, compare
+from convergence.report.records import STATISTICS, Statistic
 from liger_kernels import trl_head
 from matrix.trainers.cases import CASES
 from matrix.trainers.observe import Arm, Seen, run

@@ -16,14 +16,14 @@ from torch import nn
 
 import liger_kernels
 import liger_kernels.patching.logits.product
-from convergence import tolerance
-from convergence.compare import compare
-from convergence.data import Batch, Step
-from convergence.float64 import InFloat64
-from convergence.observed import LOGGED, LOGITS, LOSS
-from convergence.tolerance import rms, three_way
-from convergence.train import train
-from convergence.trajectory import Run
+from convergence.arms.float64 import InFloat64
+from convergence.arms.quantities import LOGGED, LOGITS, LOSS
+from convergence.arms.train import train
+from convergence.arms.trajectory import Run
+from convergence.judge import tolerance
+from convergence.judge.compare import compare
+from convergence.judge.tolerance import rms, three_way
+from convergence.models.data import Batch, Step
 from liger_kernels.ops import linear_cross_entropy
 from matrix.trainers import material
 from matrix.trainers.cases import CASES, COMMON, DEVICE, find, takes

@@ -30,7 +30,7 @@ _rows = faults("ops.loss.rows")
 _product = faults("patching.logits.product", "test_patching.py")
 _mlp = faults("patching.recipes.glu", "test_patching.py")
 _model = faults("patching.logits.model", "test_patching.py")
-_compare = faults("convergence.compare", "test_convergence_compare.py")
+_compare = faults("convergence.judge.compare", "test_convergence_compare.py")
 _formulas = faults("ops.loss.formulas", "test_ops_linear_log_probs.py")
 _counted = faults("ops.loss.counted_rows", "test_ops_counted_rows.py")
 _vocab_parallel = faults("ops.loss.vocab_parallel", "test_ops_vocab_parallel.py")
@@ -298,7 +298,7 @@ MUTANTS = (
     _compare("c26_nan_passes", "The proof counts a NaN as no difference.",
         "not bool(torch.isfinite(got[step]).all())", "bool(torch.isinf(got[step]).any())",
         "test_a_gradient_that_cannot_be_judged_fails[NaN]", source="C26", sample=True),
-    faults("convergence.observed")("h1_threshold_inverted", "The proof passes what is above the bound.",
+    faults("convergence.arms.quantities")("h1_threshold_inverted", "The proof passes what is above the bound.",
         "return self.value <= self.bound  # a NaN fails", "return self.value >= self.bound",
         "test_convergence_compare.py::test_honest_noise_passes", source="H1"),
     _compare("n17_candidate_against_itself", "The proof compares the candidate with itself.",

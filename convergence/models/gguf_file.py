@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from convergence import gguf_walk
 from convergence.files import Unusable
-from convergence.folder import guarded
+from convergence.models import gguf_walk
+from convergence.models.folder import guarded
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

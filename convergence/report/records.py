@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from convergence import files
+from convergence.arms.quantities import STATISTICS, Statistic, worst
 from convergence.checked import checked, cut, shown
 from convergence.files import Unusable
-from convergence.observed import STATISTICS, Statistic, worst
 from convergence.peers import PEERS
 
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.
@@ -49,7 +49,7 @@ class Digests(TypedDict):
 class Case:
     """One row of the proof: a model, a dtype, a patch (``module:function``), on inputs and a device.
 
-    ``model`` is a row's name (:func:`convergence.models.find`); a checkpoint's says all that it was made with.
+    ``model`` is a row's name (:func:`convergence.models.models.find`); a checkpoint's says all that it was made with.
     ``scope`` is what the patch may change: the "instance" it is called with, or any "class", before the candidate is.
     ``setup`` is what baseline and candidate train in, ``order`` whether the patch comes "before" the model is wrapped.
     """

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convergence.observed import Moment
-from convergence.records import STATISTICS, Record, Statistic
-from convergence.report import ARMS, failures_by_tensor, passed
+from convergence.arms.quantities import Moment
+from convergence.report.records import STATISTICS, Record, Statistic
+from convergence.report.report import ARMS, failures_by_tensor, passed
 from convergence.tables import visible
 
 TEMPLATE = "report.html.jinja"

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 
-from convergence import long_run, ours
-from convergence.data import Batch, Step
-from convergence.large import is_large, nudged
-from convergence.observe import differ, kept_activations, observed_arm, observed_head
-from convergence.observed import (
+from convergence import ours
+from convergence.arms.hooks import differ, kept_activations, observed_arm, observed_head
+from convergence.arms.large import is_large, nudged
+from convergence.arms.quantities import (
     ADAMW,
     DECODING,
     EVALUATION,
@@ -37,7 +36,9 @@ from convergence.observed import (
     Moment,
     Remark,
 )
-from convergence.trajectory import Run, Trajectory, apply, build
+from convergence.arms.trajectory import Run, Trajectory, apply, build
+from convergence.judge import long_run
+from convergence.models.data import Batch, Step
 
 # Small enough that the loss falls: a step that overshoots turns rounding noise into chaos, which hides faults.
 SGD_LEARNING_RATE = 0.02

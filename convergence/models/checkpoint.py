@@ -19,12 +19,13 @@ from urllib.parse import parse_qsl, urlencode
 import torch
 from torch import nn
 
-from convergence import data, gguf_file, long_run, memory
-from convergence.data import Batch
+from convergence.arms.quantities import SGD
 from convergence.files import Unusable
-from convergence.folder import guarded
-from convergence.models import DTYPES, Row
-from convergence.observed import SGD
+from convergence.judge import long_run
+from convergence.models import data, gguf_file, memory
+from convergence.models.data import Batch
+from convergence.models.folder import guarded
+from convergence.models.models import DTYPES, Row
 
 # Steps that are observed in full before a long run.
 _FEW = 4
@@ -202,7 +203,7 @@ class Checkpoint(Row):
         Raises:
             Unusable: it cannot; the message says why, and what would do.
         """
-        from convergence.checkpoint_check import check  # it checks a row of this module
+        from convergence.models.checkpoint_check import check  # it checks a row of this module
 
         check(self, dtypes, device)
 

@@ -19,16 +19,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from convergence import isolate, tolerance
-from convergence.candidate import Candidate, load_patch, train_candidate
-from convergence.data import Batch, Step, evaluation_batch, steps
-from convergence.large import nudged
-from convergence.observe import observed_arm
-from convergence.observed import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Moment
-from convergence.records import Case
-from convergence.setups import RANKS, SETUPS, Setup
-from convergence.train import SGD_LEARNING_RATE
-from convergence.trajectory import Run, Trajectory, apply, build
+from convergence.arms import isolate
+from convergence.arms.candidate import Candidate, load_patch, train_candidate
+from convergence.arms.hooks import observed_arm
+from convergence.arms.large import nudged
+from convergence.arms.quantities import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Moment
+from convergence.arms.setups import RANKS, SETUPS, Setup
+from convergence.arms.train import SGD_LEARNING_RATE
+from convergence.arms.trajectory import Run, Trajectory, apply, build
+from convergence.judge import tolerance
+from convergence.models.data import Batch, Step, evaluation_batch, steps
+from convergence.report.records import Case
 
 # What takes part: enough for every way through a loss, few enough for a dozen set-ups.
 STEPS = ("masked", "packed", "accumulated", "label smoothing", "logits read", "padded", "plain 0", "plain 1", "plain 2")
@@ -64,7 +65,7 @@ def train_in_setup(case: Case, timeout: float) -> Arms:
 def train_rank(case: Case, rank: int, folder: str) -> Arms:
     """All arms of ``case`` on ``rank``. The patch is imported after baseline and replicas have trained."""
     from convergence.case import DTYPES, construct, remember_upstream
-    from convergence.models import MODELS
+    from convergence.models.models import MODELS
 
     setup = SETUPS[case.setup]
     os.environ |= setup.environment(folder)

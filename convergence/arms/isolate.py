@@ -30,7 +30,7 @@ from convergence import ours
 
 # A case of the largest mini model takes half a minute in the interpreter; a machine may be slow and shared.
 TIMEOUT = 1800.0
-_OURS = ("convergence.case", "convergence.interpreter", *ours.MODULES)
+_OURS = ("convergence.case", "convergence.arms.interpreter", *ours.MODULES)
 
 
 class ProcessDied(RuntimeError):
@@ -85,7 +85,7 @@ def _context() -> BaseContext:
     """How processes are started; the server's imports are chosen before the first one is."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
-    from convergence.models import select
+    from convergence.models.models import select
 
     context = multiprocessing.get_context("forkserver")
     # Modules of other models may import packages that wake the driver at once, as Qwen3-Next's does with fla.
@@ -154,7 +154,8 @@ def _run(folder: Path) -> Any:
     torch.utils.deterministic.fill_uninitialized_memory = settings["fill"]  # type: ignore[attr-defined]
     if settings["device"] is not None:
         torch.cuda.set_device(settings["device"])
-    from convergence.interpreter import prepare  # and so Triton, which the process that starts this one may not need
+    # It imports Triton, which the process that starts this one may not need.
+    from convergence.arms.interpreter import prepare
 
     prepare()
     return function(*args)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from convergence.compare import Pair, Verdict, compare
-from convergence.observed import ADAMW, END, EVALUATION, FORWARD, GRADIENT, HEAD, INITIAL, SGD, Moment, Quantity
-from convergence.trajectory import Trajectory
+from convergence.arms.quantities import ADAMW, END, EVALUATION, FORWARD, GRADIENT, HEAD, INITIAL, SGD, Moment, Quantity
+from convergence.arms.trajectory import Trajectory
+from convergence.judge.compare import Pair, Verdict, compare
 
 RELATIVE = "gain against the others"  # also fails for a tensor that is right, when most others are not
 

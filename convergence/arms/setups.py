@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from convergence.data import IGNORE, Batch, Step
+from convergence.models.data import IGNORE, Batch, Step
 
 RANKS = 2
 BOTH = ("float32", "bfloat16")
@@ -304,7 +304,7 @@ class Zero3(Setup):
     def wrap(self, model: Any, device: torch.device) -> Any:
         import deepspeed
 
-        from convergence.train import SGD_LEARNING_RATE
+        from convergence.arms.train import SGD_LEARNING_RATE
 
         config = {
             "train_micro_batch_size_per_gpu": 1,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from convergence import float64
+from convergence.arms import float64
 
 GIB = 2**30
 

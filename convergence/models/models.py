@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from convergence import data
-from convergence.data import Batch
-from convergence.observed import ADAMW, SGD
+from convergence.arms.quantities import ADAMW, SGD
+from convergence.models import data
+from convergence.models.data import Batch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _COMMON: dict[str, Any] = {
@@ -284,8 +284,8 @@ CORE = ("llama", "gemma", "gemma2", "gemma3")
 
 def find(name: str) -> Row:
     """The row of that name, of whichever kind."""
-    from convergence import scale
-    from convergence.checkpoint import Checkpoint
+    from convergence.models import scale
+    from convergence.models.checkpoint import Checkpoint
 
     return MODELS.get(name) or scale.find(name) or Checkpoint.parse(name)
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from convergence import tolerance
-from convergence.observed import LOSS, Moment
+from convergence.arms.quantities import LOSS, Moment
+from convergence.judge import tolerance
 
 if TYPE_CHECKING:
-    from convergence.compare import Verdict
-    from convergence.data import Batch
+    from convergence.judge.compare import Verdict
+    from convergence.models.data import Batch
 
 PHASE, STATISTIC = "long run", "distance from the band"
 LONG = 100  # from so many steps on, a checkpoint's run is a long one

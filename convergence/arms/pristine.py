@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from convergence.data import Batch
+from convergence.models.data import Batch
 
 _REGISTRIES = (
     ("transformers.loss.loss_utils", "LOSS_MAPPING"),

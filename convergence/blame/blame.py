@@ -19,14 +19,14 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from convergence import ours
-from convergence.candidate import load_patch
-from convergence.changes import Changes, Part
-from convergence.compare import Pair
-from convergence.failing import Failure, Key, Shown
-from convergence.observed import DECODING, INITIAL
-from convergence.records import Blame
-from convergence.rerun import Only, Reruns
-from convergence.trajectory import Run, Trajectory, build
+from convergence.arms.candidate import load_patch
+from convergence.arms.quantities import DECODING, INITIAL
+from convergence.arms.trajectory import Run, Trajectory, build
+from convergence.blame.changes import Changes, Part
+from convergence.blame.failing import Failure, Key, Shown
+from convergence.blame.rerun import Only, Reruns
+from convergence.judge.compare import Pair
+from convergence.report.records import Blame
 
 # A step that shows the failure by this factor is enough for every re-run. What shows by less might be hidden by the
 # noise of a re-run, because another choice of kernels rounds differently; then more steps are trained again.

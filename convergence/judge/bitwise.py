@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from convergence.observed import END, GENERATED, LOSS, SCORES, SGD, Moment
-from convergence.records import BIT_FOR_BIT, Digests, Record
-from convergence.trajectory import Trajectory
+from convergence.arms.quantities import END, GENERATED, LOSS, SCORES, SGD, Moment
+from convergence.arms.trajectory import Trajectory
+from convergence.report.records import BIT_FOR_BIT, Digests, Record
 
 # 48 bits: two different tensors share a word once in 3e14 comparisons.
 _WORD = 12

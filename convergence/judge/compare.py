@@ -29,8 +29,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from convergence import long_run, tolerance
-from convergence.observed import (
+from convergence.arms.quantities import (
     BY_ELEMENT,
     CALLERS_LOGITS,
     END,
@@ -49,8 +48,9 @@ from convergence.observed import (
     Moment,
     Quantity,
 )
-from convergence.records import Statistic
-from convergence.trajectory import Trajectory
+from convergence.arms.trajectory import Trajectory
+from convergence.judge import long_run, tolerance
+from convergence.report.records import Statistic
 
 # What a patch of somebody else need not have.
 _NOT_OBSERVABLE = (LOGITS, BY_ELEMENT, TARGET_LOGIT, HIDDEN, TRAINING_LOGITS)

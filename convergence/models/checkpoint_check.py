@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from convergence import data, gguf_file, memory
 from convergence.checked import shown
-from convergence.checkpoint import Checkpoint, causal_lm, quietly, saved_config, tokens_of
-from convergence.config_file import check_sense, check_values
 from convergence.files import Unusable, read_text
-from convergence.folder import CONFIG, TAKES, TRAINS, Tensor, check_around, guarded, read_config, read_tensors
+from convergence.models import data, gguf_file, memory
+from convergence.models.checkpoint import Checkpoint, causal_lm, quietly, saved_config, tokens_of
+from convergence.models.config_file import check_sense, check_values
+from convergence.models.folder import CONFIG, TAKES, TRAINS, Tensor, check_around, guarded, read_config, read_tensors
 
 
 def check(row: Checkpoint, dtypes: list[str], device: str) -> None:

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from convergence import ours
-from convergence.data import IGNORE, Batch, Step
-from convergence.float64 import InFloat64
-from convergence.large import is_large, sample
-from convergence.observed import BY_ELEMENT, HIDDEN, INITIAL, LOGITS, TARGET_LOGIT, Moment, Remark
-from convergence.trajectory import Run, Trajectory
+from convergence.arms.float64 import InFloat64
+from convergence.arms.large import is_large, sample
+from convergence.arms.quantities import BY_ELEMENT, HIDDEN, INITIAL, LOGITS, TARGET_LOGIT, Moment, Remark
+from convergence.arms.trajectory import Run, Trajectory
+from convergence.models.data import IGNORE, Batch, Step
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from convergence import data, memory, tolerance
-from convergence.models import DTYPES, MiniModel, initialise
+from convergence.judge import tolerance
+from convergence.models import data, memory
+from convergence.models.models import DTYPES, MiniModel, initialise
 
 PROFILE = "scale"
 _DIVIDED = (

@@ -17,9 +17,9 @@ from typing import Any
 from torch import nn
 
 from convergence import ours
-from convergence.isolate import ProcessDied
-from convergence.train import train
-from convergence.trajectory import CannotApply, Run, Trajectory
+from convergence.arms.isolate import ProcessDied
+from convergence.arms.train import train
+from convergence.arms.trajectory import CannotApply, Run, Trajectory
 
 
 class PatchError(ValueError):

@@ -9,7 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from convergence import tables
-from convergence.records import BIT_FOR_BIT, STATISTICS, Record
+from convergence.report.records import BIT_FOR_BIT, STATISTICS, Record
 
 ARMS = ("truth", "baseline", "candidate")
 _MOST_ROWS = 20

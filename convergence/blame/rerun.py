@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from convergence import tolerance
-from convergence.changes import Changes, Part
-from convergence.failing import Failure, Shown
-from convergence.float64 import InFloat64
-from convergence.observed import INITIAL, Moment
-from convergence.train import train
-from convergence.trajectory import Run, Trajectory
+from convergence.arms.float64 import InFloat64
+from convergence.arms.quantities import INITIAL, Moment
+from convergence.arms.train import train
+from convergence.arms.trajectory import Run, Trajectory
+from convergence.blame.changes import Changes, Part
+from convergence.blame.failing import Failure, Shown
+from convergence.judge import tolerance
 
 Only = frozenset[str] | None  # the names of the steps that are trained again, at the initial weights; None: everything
 

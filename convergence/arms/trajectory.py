@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from convergence.data import Batch, Step
-from convergence.large import is_large, nudged, project
-from convergence.observed import (
+from convergence.arms.large import is_large, nudged, project
+from convergence.arms.quantities import (
     ADAMW,
     DISPLACEMENT,
     END,
@@ -24,6 +23,7 @@ from convergence.observed import (
     Quantity,
     Remark,
 )
+from convergence.models.data import Batch, Step
 
 Form = tuple[torch.Size, torch.dtype]
 Values = dict[Quantity, dict[Moment, torch.Tensor]]
