@@ -185,7 +185,7 @@ def glu(place: Place, name: str, rows: int, inner: int) -> Case:
     )
 
 
-def packed_glu(place: Place, rows: int, features: int, gate: ops.Gate) -> Case:
+def packed_glu(place: Place, rows: int, features: int, gate: ops.GluFormula) -> Case:
     """Gate and up in one tensor, as the experts of a mixture have them."""
     return Case(
         f"packed_glu ({gate})",
@@ -401,8 +401,8 @@ def cases(place: Place) -> list[Case]:
         glu(place, "swiglu", 8192, 11008),
         glu(place, "geglu", 8192, 14336),
         experts(place, 8192, 2048, 768, 128, 8),
-        packed_glu(place, 65536, 768, ops.Gate()),
-        packed_glu(place, 32768, 2880, ops.Gate(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)),
+        packed_glu(place, 65536, 768, ops.GluFormula()),
+        packed_glu(place, 32768, 2880, ops.GluFormula(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)),
         glu_linear(place, "swiglu", 8192, 8192, 2048),
         *(loss(place, 8192, vocab) for vocab in (32768, 128256, 262144)),
         loss(place, 8192, 128256, weights=True),

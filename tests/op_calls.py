@@ -116,19 +116,24 @@ def glu_cases() -> None:
 
 
 def packed_glu_cases() -> None:
-    from liger_kernels.ops import Gate, packed_glu
+    from liger_kernels.ops import GluFormula, packed_glu
 
     for dtype in (BF16, FP32):
         for inner in (768, 2880):
             run(packed_glu, new(64, 2 * inner, dtype=dtype))
     gates = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
-    for gate in (Gate(limit=10.0), Gate(**gates, interleaved=True), Gate(**gates, gate_first=False), Gate("gelu_tanh")):
+    for gate in (
+        GluFormula(limit=10.0),
+        GluFormula(**gates, interleaved=True),
+        GluFormula(**gates, gate_first=False),
+        GluFormula("gelu_tanh"),
+    ):
         run(packed_glu, new(64, 1536), gate=gate)
-    run(packed_glu, new(64, 2 * 40, dtype=FP16), gate=Gate("gelu", interleaved=True, gate_first=False))
+    run(packed_glu, new(64, 2 * 40, dtype=FP16), gate=GluFormula("gelu", interleaved=True, gate_first=False))
 
 
 def experts_cases() -> None:
-    from liger_kernels.ops import Gate, experts
+    from liger_kernels.ops import GluFormula, experts
 
     # Sorted by keys of eight bits, and of 32, which the kernels load as integers whatever the dtype is.
     for n_experts, dtype, hidden in ((4, BF16, 2048), (4, FP32, 2880), (4, FP16, 40), (300, BF16, 2048)):
@@ -137,7 +142,7 @@ def experts_cases() -> None:
         gate_up, down, *biases = (new(*shape, dtype=dtype) for shape in shapes)
         if n_experts == 4:
             run(experts, new(8, hidden, dtype=dtype), ids, weights, gate_up, down)
-        gate = Gate(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)
+        gate = GluFormula(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)
         run(experts, new(8, hidden, dtype=dtype), ids, weights.float(), gate_up, down, gate, *biases)
 
 

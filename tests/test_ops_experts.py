@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liger_kernels.ops import Gate, experts, experts_ref, launches, reset_launches
+from liger_kernels.ops import GluFormula, experts, experts_ref, launches, reset_launches
 from liger_kernels.ops.runtime.dispatch import launch
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN, INNER, EXPERTS = 24, 16, 6
-GPT_OSS = Gate(alpha=1.702, limit=1.5, offset=1.0, interleaved=True)
+GPT_OSS = GluFormula(alpha=1.702, limit=1.5, offset=1.0, interleaved=True)
 
 
 def leaves(
@@ -50,7 +50,7 @@ def routed(tokens: int = 9, choices: int = 2, n_experts: int = EXPERTS) -> torch
     return ids.to(DEVICE)
 
 
-def calls(ids: torch.Tensor, gate: Gate | None = None, transposed: bool = False) -> list[Any]:
+def calls(ids: torch.Tensor, gate: GluFormula | None = None, transposed: bool = False) -> list[Any]:
     def call(op, hidden, weights, gate_up, down, *biases):
         views = (t.transpose(1, 2) if transposed else t for t in (gate_up, down))
         return op(hidden, ids, weights, *views, gate, *biases)
@@ -61,7 +61,7 @@ def calls(ids: torch.Tensor, gate: Gate | None = None, transposed: bool = False)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("gate", "transposed", "biases"),
-    [(Gate(), True, False), (Gate(limit=1.5), True, True), (GPT_OSS, False, True)],
+    [(GluFormula(), True, False), (GluFormula(limit=1.5), True, True), (GPT_OSS, False, True)],
     ids=["silu", "clamped", "gpt-oss"],
 )
 def test_matches_reference(device, dtype, gate, transposed, biases) -> None:

@@ -70,7 +70,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "swiglu": lambda: ops.swiglu(new(96, 256), new(96, 256)),
     "geglu": lambda: ops.geglu(new(96, 256), new(96, 256)),
     "experts": routed,
-    "packed_glu": lambda: ops.packed_glu(new(96, 256), ops.Gate(limit=7.0, offset=1.0, interleaved=True)),
+    "packed_glu": lambda: ops.packed_glu(new(96, 256), ops.GluFormula(limit=7.0, offset=1.0, interleaved=True)),
     "swiglu_linear": lambda: ops.swiglu_linear(new(96, 256), new(96, 256), new(64, 256), new(64)),
     "geglu_linear": lambda: ops.geglu_linear(new(96, 256), new(96, 256), new(64, 256)),
     "cross_entropy": loss,

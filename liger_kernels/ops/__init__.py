@@ -17,7 +17,7 @@ from liger_kernels.ops._glu import (
     swiglu_ref,
 )
 from liger_kernels.ops._layer_norm import layer_norm, layer_norm_ref
-from liger_kernels.ops._packed_glu import Gate, packed_glu, packed_glu_ref
+from liger_kernels.ops._packed_glu import GluFormula, packed_glu, packed_glu_ref
 from liger_kernels.ops._rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from liger_kernels.ops._rope import rope, rope_ref
 from liger_kernels.ops.loss.counted_rows import CountedTargets
@@ -32,7 +32,7 @@ from liger_kernels.ops.runtime.dispatch import launches, reset_launches
 __all__ = [
     "CountedTargets",
     "CrossEntropyOutput",
-    "Gate",
+    "GluFormula",
     "LogProbsOutput",
     "LossOptions",
     "PackedTargets",

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernels.ops._grouped import grouped_outer_product, grouped_product
-from liger_kernels.ops._packed_glu import SWIGLU, Gate, GroupBias, gradients, packed_glu_ref, product
+from liger_kernels.ops._packed_glu import SWIGLU, GluFormula, GroupBias, gradients, packed_glu_ref, product
 from liger_kernels.ops.runtime.arguments import checked, checked_op
 from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.ops.runtime.dispatch import backward_once, launch, tl, triton, use_triton
@@ -36,7 +36,7 @@ def experts_ref(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    gate: Gate | None = None,
+    gate: GluFormula | None = None,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -191,7 +191,7 @@ class ExpertsFunction(torch.autograd.Function):
         down: torch.Tensor,
         gate_up_bias: torch.Tensor | None,
         down_bias: torch.Tensor | None,
-        gate: Gate,
+        gate: GluFormula,
     ) -> torch.Tensor:
         routing = _Routing(ids, len(gate_up))
         weights = weights.contiguous()
@@ -288,7 +288,7 @@ def experts(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    gate: Gate | None = None,
+    gate: GluFormula | None = None,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """Gated linear units of one tensor that holds gate and up, as the experts of a mixture have them.
 
-    packed_glu(x, Gate()) = act(gate) * (up + offset)        gate, up = the halves of x, or its even and odd columns
+    packed_glu(x, GluFormula()) = act(gate) * (up + offset)    gate, up = the halves of x, or its even and odd columns
 
-A :class:`Gate` says where gate and up lie, which activation there is (``silu`` with a factor: x * sigmoid(alpha * x)),
-and whether both are clamped first: gate to at most ``limit``, up to at most ``limit`` in magnitude (gpt-oss,
-arXiv:2508.10925). Without limit, factor and offset this is swiglu or geglu, and rounds where those do. The backward
-recomputes the activation from x, which is all that is saved, and writes one gradient for both:
+A :class:`GluFormula` says where gate and up lie, which activation there is (``silu`` with a factor:
+x * sigmoid(alpha * x)), and whether both are clamped first: gate to at most ``limit``, up to at most ``limit`` in
+magnitude (gpt-oss, arXiv:2508.10925). Without limit, factor and offset this is swiglu or geglu, and rounds where those
+do. The backward recomputes the activation from x, which is all that is saved, and writes one gradient for both:
 
     dL/dup = dL/dy * act(gate)        dL/dgate = dL/dy * (up + offset) * act'(gate)        0 beyond the limit
 
@@ -34,7 +34,7 @@ from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, next_power_o
 
 @checked_fields
 @dataclass(frozen=True)
-class Gate:
+class GluFormula:
     """What a packed unit computes; the formula stands at the top of this file.
 
     Attributes:
@@ -70,11 +70,11 @@ class Gate:
         return f"{act}({gate}) * {up}{limit}, {layout}"
 
 
-SWIGLU = Gate()
+SWIGLU = GluFormula()
 
 
 @checked
-def packed_glu_ref(x: torch.Tensor, gate: Gate | None = None) -> torch.Tensor:
+def packed_glu_ref(x: torch.Tensor, gate: GluFormula | None = None) -> torch.Tensor:
     """:func:`packed_glu` in plain torch: the definition of correct, for any floating-point dtype."""
     formula = SWIGLU if gate is None else gate
     _check(x)
@@ -241,7 +241,7 @@ def _edge(limit: float) -> float:
     return float(x.detach() if passes else torch.nextafter(x.detach(), torch.zeros(())))
 
 
-def _constants(gate: Gate) -> dict[str, Any]:
+def _constants(gate: GluFormula) -> dict[str, Any]:
     return {
         "ACTIVATION": gate.activation,
         "ALPHA": gate.alpha,
@@ -266,7 +266,7 @@ class GroupBias(NamedTuple):
 _NO_BIAS = GroupBias()
 
 
-def product(x: torch.Tensor, gate: Gate, bias: GroupBias = _NO_BIAS) -> torch.Tensor:
+def product(x: torch.Tensor, gate: GluFormula, bias: GroupBias = _NO_BIAS) -> torch.Tensor:
     """The unit of ``x`` [..., 2 features]."""
     n_cols = x.shape[-1] // 2
     y = x.new_empty((*x.shape[:-1], n_cols))
@@ -280,7 +280,7 @@ def product(x: torch.Tensor, gate: Gate, bias: GroupBias = _NO_BIAS) -> torch.Te
 def gradients(
     dy: torch.Tensor,
     x: torch.Tensor,
-    gate: Gate,
+    gate: GluFormula,
     bias: GroupBias = _NO_BIAS,
     scale: torch.Tensor | None = None,
     needs: tuple[bool, bool] = (True, False),
@@ -308,7 +308,7 @@ class PackedGLUFunction(torch.autograd.Function):
     """Saves the caller's x, nothing else; its gradient is one new tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gate: Gate) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, gate: GluFormula) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.gate = gate
         return product(x, gate)
@@ -328,7 +328,7 @@ def _check(x: torch.Tensor) -> None:
 
 
 @checked_op
-def packed_glu(x: torch.Tensor, gate: Gate | None = None) -> torch.Tensor:
+def packed_glu(x: torch.Tensor, gate: GluFormula | None = None) -> torch.Tensor:
     """act(gate) * (up + offset) of the two in ``x``; the formula stands at the top of this file.
 
     Args:

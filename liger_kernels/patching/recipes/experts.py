@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from liger_kernels.ops import Gate, experts, experts_ref, packed_glu, packed_glu_ref
+from liger_kernels.ops import GluFormula, experts, experts_ref, packed_glu, packed_glu_ref
 from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.patching.reads import reads_of
 from liger_kernels.patching.recipes import probe
@@ -72,7 +72,7 @@ class ExpertsRecipe(Recipe):
         mixed: also where the router's weights are float32, and all else has 16 bits.
     """
 
-    gate: Gate
+    gate: GluFormula
     whole: Parameters | None = None
     mixed: bool = True
 
@@ -199,8 +199,8 @@ def _trains_its_gate(module: nn.Module) -> bool:
     return any(name.partition(".")[0] in names for name, _ in module.named_parameters())
 
 
-def find_gate(module: nn.Module) -> Gate | None:
-    """What the ``_apply_gate`` of ``module`` computes; None where it is no :class:`Gate`."""
+def find_gate(module: nn.Module) -> GluFormula | None:
+    """What the ``_apply_gate`` of ``module`` computes; None where it is no :class:`GluFormula`."""
     clone = probe.bare_copy(module)
     apply = getattr(type(module), _GATE)
     for interleaved, gate_first in itertools.product((False, True), (True, False)):
@@ -212,7 +212,7 @@ def find_gate(module: nn.Module) -> Gate | None:
     return None
 
 
-def _same(function: Any, gate: Gate, scale: float) -> bool:
+def _same(function: Any, gate: GluFormula, scale: float) -> bool:
     """Whether values and gradients are those of ``gate`` on numbers of this size."""
     x = (scale * probe.randn(16, 2 * _INNER, dtype=torch.float64)).requires_grad_()
     upstream = probe.randn(16, _INNER, dtype=torch.float64)
@@ -223,7 +223,7 @@ def _same(function: Any, gate: Gate, scale: float) -> bool:
     return probe.relative_difference(*slopes) < probe.SAME_FORMULA
 
 
-def _solve(function: Any, interleaved: bool, gate_first: bool) -> list[Gate]:
+def _solve(function: Any, interleaved: bool, gate_first: bool) -> list[GluFormula]:
     """The gates that a function in this layout can be at most: their limit, offset and factor solved from its values.
 
     Up is a factor, (up + offset), as far as it is not clamped: two points make a line."""
@@ -242,9 +242,9 @@ def _solve(function: Any, interleaved: bool, gate_first: bool) -> list[Gate]:
     top = _rounded(far / act - offset)
     limit = top if 0 < top < 1e5 else None
     known: dict[str, Any] = {"limit": limit, "offset": offset, "interleaved": interleaved, "gate_first": gate_first}
-    gates = [Gate(activation, **known) for activation in ("gelu", "gelu_tanh")]
+    gates = [GluFormula(activation, **known) for activation in ("gelu", "gelu_tanh")]
     if 0 < 2 * act < 1:  # act is 0.5 * sigmoid(0.5 * alpha)
-        gates.append(Gate("silu", alpha=_rounded(2 * math.log(2 * act / (1 - 2 * act))), **known))
+        gates.append(GluFormula("silu", alpha=_rounded(2 * math.log(2 * act / (1 - 2 * act))), **known))
     return gates
 
 
@@ -266,7 +266,7 @@ class _Small(NamedTuple):
         return known[0].numel() == 2 * known[1].numel() and len(known) == len(self.module._parameters)
 
 
-def _find_whole(module: nn.Module, gates: tuple[Gate, ...]) -> ExpertsRecipe | None:
+def _find_whole(module: nn.Module, gates: tuple[GluFormula, ...]) -> ExpertsRecipe | None:
     """The recipe for the whole ``module``; None where its forward computes something else, or has more parameters."""
     if len(probe.parameter_names(type(module).forward)) != 3:
         return None
@@ -291,7 +291,7 @@ def _find_whole(module: nn.Module, gates: tuple[Gate, ...]) -> ExpertsRecipe | N
 
 
 @torch.no_grad()
-def _same_in_16_bits(small: _Small, gate: Gate, dtype: torch.dtype) -> bool:
+def _same_in_16_bits(small: _Small, gate: GluFormula, dtype: torch.dtype) -> bool:
     """Whether the result is bfloat16, and differs by a few roundings, where the router's weights have ``dtype``."""
     small.module.to(torch.bfloat16)
     hidden, ids, weights = _tokens(small)
@@ -303,7 +303,7 @@ def _same_in_16_bits(small: _Small, gate: Gate, dtype: torch.dtype) -> bool:
     return y.dtype == hidden.dtype and probe.relative_difference(y, expected) < 8 * torch.finfo(y.dtype).eps
 
 
-def _run(small: _Small, scale: float, gate: Gate | None = None) -> list[torch.Tensor]:
+def _run(small: _Small, scale: float, gate: GluFormula | None = None) -> list[torch.Tensor]:
     """What the module, or the reference with ``gate``, makes of random tokens, and every gradient."""
     torch.default_generator.manual_seed(1)
     hidden, ids, weights = _tokens(small)
@@ -381,7 +381,7 @@ def _small_copy(module: nn.Module, sizes: dict[int, int]) -> Any:
 
 # What a unit can be that is no method of its own.
 _UNITS = tuple(
-    Gate(activation, gate_first=first) for activation in ("silu", "gelu_tanh", "gelu") for first in (True, False)
+    GluFormula(activation, gate_first=first) for activation in ("silu", "gelu_tanh", "gelu") for first in (True, False)
 )
 EXPERTS = Recogniser(
     ("experts",),
