@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Replacement", "current", "install", "state", "uninstall"]
+__all__ = ["HeadReplacement", "current", "install", "state", "uninstall"]
 
 _MODULE = "trl.kernels.chunked_logprob"
 _CLASS = "ChunkedLogProbFunction"
@@ -30,7 +30,7 @@ _RESULTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"
 _SAME = 1e-5
 
 
-class Replacement:
+class HeadReplacement:
     """Stands in for the ``apply`` of trl's function.
 
     Attributes:
@@ -210,7 +210,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 _finder = _Finder()
-_replacement: Replacement | None = None
+_replacement: HeadReplacement | None = None
 
 
 def install() -> None:
@@ -233,7 +233,7 @@ def uninstall() -> None:
     _replacement = None
 
 
-def current() -> Replacement | None:
+def current() -> HeadReplacement | None:
     """What is in place: None before trl's module is imported."""
     return _replacement
 
@@ -253,4 +253,4 @@ def _replace(module: types.ModuleType) -> None:
     global _replacement
     function = getattr(module, _CLASS, None)
     if function is not None:
-        _replacement = Replacement(function)
+        _replacement = HeadReplacement(function)

@@ -204,7 +204,7 @@ def _first_lines(message: str, length: int = 600) -> str:
     return message if len(message) <= length else message[: length - 3] + "..."
 
 
-class Left(TypedDict):
+class LeftModule(TypedDict):
     """What a record that a stage left may say besides its verdict and name."""
 
     setup: str
@@ -217,7 +217,7 @@ class Left(TypedDict):
     shares: dict[str, float]
 
 
-_NOTHING = Left(
+_NOTHING = LeftModule(
     setup="plain", order="before", reason="", statistics=[], census={}, launches={}, fallbacks={}, shares={}
 )
 
@@ -240,7 +240,7 @@ def read_findings(folder: Path) -> dict[str, Finding]:
         keys = next((keys for keys in NAMED_BY if all(isinstance(data.get(key), str) for key in keys)), None)
         if keys is None:
             raise Unusable(f"{path}: is no record: it has no name; allowed are {NAMED_BY}")
-        left: Left = checked({**_NOTHING, **data}, Left, f"{path}: record", more=True)
+        left: LeftModule = checked({**_NOTHING, **data}, LeftModule, f"{path}: record", more=True)
         if left["setup"] != "plain":
             keys = ("model", "setup", "order", *keys[1:])
         name = "/".join(data[key].rpartition(":")[2] for key in keys)

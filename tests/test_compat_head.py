@@ -37,7 +37,7 @@ OPTIONS: dict[str, tuple[float, float | None, float]] = {  # temperature, softca
 
 
 @pytest.fixture
-def head() -> Iterator[trl_head.Replacement]:
+def head() -> Iterator[trl_head.HeadReplacement]:
     """It is installed, and trl's module is there."""
     trl_head.install()
     found = trl_head.current()

@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,26 @@ def test_imports_go_one_way() -> None:
         wrong[module] = wrong_imports(path.read_text(), module, package)
     assert len(wrong) > 100
     assert not any(wrong.values()), {module: parts for module, parts in wrong.items() if parts}
+
+
+PRODUCT = ("liger_kernels", "convergence", "matrix", "benchmarks", "tools")
+
+
+def test_a_folder_of_the_product_has_at_most_16_files() -> None:
+    folders = Counter(path.parent for top in PRODUCT for path in (ROOT / top).rglob("*.py"))
+    assert len(folders) > 10
+    assert {str(folder): n for folder, n in folders.items() if n > 16} == {}
+
+
+def test_no_class_name_is_in_two_packages() -> None:
+    where: dict[str, set[str]] = defaultdict(set)
+    for top in PRODUCT:
+        for path in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    where[node.name].add(top)
+    assert len(where) > 150
+    assert {name: tops for name, tops in where.items() if len(tops) > 1} == {}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from liger_kernels import ops
-from tools.determinism import BATCH, CASES, DTYPES, RUNS, Case, Fact, broken, facts
+from tools.determinism import BATCH, CASES, DTYPES, RUNS, DeterminismCase, Fact, broken, facts
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_what_depends_on_the_run_or_on_the_batch_is_found(device: torch.device) 
         larger.view(torch.int32)[-1, -1] ^= 1 if len(x) == 50 else 0
         return {"x": x, "odd run": odd, "size": larger}, {"sum": x.sum(), "odd sum": odd.view(torch.int32).sum()}
 
-    found = facts(Case(inputs, compute), torch.float32, device)
+    found = facts(DeterminismCase(inputs, compute), torch.float32, device)
     assert found == [
         Fact("x", True, True),
         Fact("odd run", False, False),

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.cases import Place
+from benchmarks.cases import Site
 from benchmarks.tensor_parallel import even, measure
 from benchmarks.timing import Measured
 from liger_kernels.ops import CountedTargets, linear_cross_entropy, linear_log_probs
@@ -153,7 +153,7 @@ def check_ties(split: Any) -> None:
 def check_benchmark(split: Any) -> None:
     """Every arm of it is right, and measured."""
     gpu = SimpleNamespace(measure=lambda *_: Measured(1.0 + dist.get_rank(), 0.0, 3.0, 0.0), release=lambda: None)
-    rows = measure(Place("cpu", torch.float32), gpu, even, (TOKENS, HIDDEN, VOCAB))
+    rows = measure(Site("cpu", torch.float32), gpu, even, (TOKENS, HIDDEN, VOCAB))
     assert [row[1:] for row in rows] == [(f"{TOKENS}x{HIDDEN}x{VOCAB}", dist.get_world_size(), 3.0)] * 4
 
 

@@ -106,7 +106,7 @@ the rule for a single draw, one honest run of 2,400 was beyond its bound, by a f
 
 
 @dataclass(frozen=True)
-class Run:
+class Simulation:
     """One honest candidate or one mutant, in one dtype.
 
     Attributes:
@@ -152,8 +152,8 @@ class Run:
 class Evidence:
     """What was measured, and what has no result: candidates by model, dtype and seed, mutants by dtype."""
 
-    honest: list[Run]
-    mutants: list[Run]
+    honest: list[Simulation]
+    mutants: list[Simulation]
     no_line: dict[str, list[str]] = field(default_factory=dict)
     no_record: dict[str, list[str]] = field(default_factory=dict)
 
@@ -170,28 +170,28 @@ def _ordered(found: Collection[str], known: Sequence[str]) -> list[str]:
     return [*(name for name in known if name in found), *sorted(set(found) - set(known))]
 
 
-def read_honest(*paths: Path) -> list[Run]:
+def read_honest(*paths: Path) -> list[Simulation]:
     """The honest candidates in all ``paths``, one JSON object a line. One that ran more than once counts once, as its
     worst.
 
     Raises:
         ValueError: a line is no result of an honest candidate, or a file has none.
     """
-    runs: dict[tuple[str, str, int, str], Run] = {}
+    runs: dict[tuple[str, str, int, str], Simulation] = {}
     for run in (run for path in paths for run in _lines(path)):
         key = run.model, run.dtype, run.seed, run.name
         runs[key] = max(runs.get(key, run), run, key=lambda run: (run.failed, run.largest))
     return list(runs.values())
 
 
-def _lines(path: Path) -> list[Run]:
+def _lines(path: Path) -> list[Simulation]:
     runs = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
             shares = {name: max(share(x, 1.0) for x in found) for name, found in row["shares of the bound"].items()}
             place = environment(row.get("versions", {}), row["device"], row.get("at", ""))
-            run = Run(row["candidate"], row["model"], row["dtype"], shares, row["failures"], place, row["seed"])
+            run = Simulation(row["candidate"], row["model"], row["dtype"], shares, row["failures"], place, row["seed"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path}, line {number}: {error!r}; allowed is what pytest tests/test_honest.py --honest-results wrote"
@@ -202,7 +202,7 @@ def _lines(path: Path) -> list[Run]:
     return runs
 
 
-def read_mutants(folder: Path) -> list[Run]:
+def read_mutants(folder: Path) -> list[Simulation]:
     """The newest record of each mutant and dtype in ``folder``; records of other patches are left out.
 
     Raises:
@@ -223,7 +223,7 @@ def read_mutants(folder: Path) -> list[Run]:
             shares[kind] = max(shares.get(kind, 0.0), statistic.share)
         place = environment(record.versions, record.device, record.at)
         failures: list[Sequence[Any]] = list(record.failures)
-        runs.append(Run(name, record.model, dtype, shares, failures, place, record.seed, record.verdict))
+        runs.append(Simulation(name, record.model, dtype, shares, failures, place, record.seed, record.verdict))
     return runs
 
 
@@ -232,7 +232,7 @@ def environment(versions: dict[str, str], device: str, at: str) -> str:
     return ", ".join((versions.get("device", device), *(names or ["versions not written down"]), at[:10] or "undated"))
 
 
-def without_line(honest: Sequence[Run], candidates: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+def without_line(honest: Sequence[Simulation], candidates: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
     """Which of the ``candidates`` of each model have no line with a dtype and seed that were run: they raised, or the
     run was stopped."""
     seen = {(run.model, run.dtype, run.seed, run.name) for run in honest}
@@ -245,7 +245,7 @@ def without_line(honest: Sequence[Run], candidates: Mapping[str, Iterable[str]])
     return missing
 
 
-def without_record(mutants: Sequence[Run], expected: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+def without_record(mutants: Sequence[Simulation], expected: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """Which of the ``expected`` (name, dtype) were not measured, by dtype."""
     seen = {(run.name, run.dtype) for run in mutants}
     missing: dict[str, list[str]] = {}
@@ -378,7 +378,7 @@ def draw(evidence: Evidence, path: Path) -> None:
     inside = (edges[0] * 1.001, edges[-1] * 0.999)
     groups = [TOGETHER, *evidence.statistics]
 
-    def counts(runs: Sequence[Run], statistic: str) -> tuple[Any, list[float]]:
+    def counts(runs: Sequence[Simulation], statistic: str) -> tuple[Any, list[float]]:
         if statistic == TOGETHER:
             shares = [run.largest for run in runs if run.shares]
         else:

@@ -25,7 +25,7 @@ _ELSEWHERE = {
 }
 
 
-class _Kind(NamedTuple):
+class _FieldKind(NamedTuple):
     """What a field may hold: ``allowed`` in words, and whether a value ``fits``."""
 
     allowed: str
@@ -71,23 +71,25 @@ _EXPERTS = r"(num|n)_(\w+_)?experts|moe_num_\w*experts"
 _COUNTS = r"(num|n)_(\w+_)?(heads?|kv_heads|groups|labels)|multi_query_group_num|pretraining_tp"
 _SIZES = r"(?!\w*(window|mscale))(\w+_)?(size|dim|rank)|n_(embd|inner|positions|ctx)"
 _ACTIVATIONS = "hidden_act|hidden_activation|activation_function"
-_WHOLE = _Kind("whole numbers from 0 on", _or_list(_is_whole))
-_POSITIVE = _Kind("a number that is not negative", _or_list(lambda v: _is_number(v, 0)))
+_WHOLE = _FieldKind("whole numbers from 0 on", _or_list(_is_whole))
+_POSITIVE = _FieldKind("a number that is not negative", _or_list(lambda v: _is_number(v, 0)))
 # By what a field is called.
 _RULES = {
     f"{_LAYERS}|{_EXPERTS}|{_COUNTS}|{_SIZES}": _WHOLE,
-    r"sliding_window|\w*window_size": _Kind("whole numbers", _or_list(lambda v: _is_whole(v, -1))),
-    "max_position_embeddings": _Kind("a whole number above 0", lambda v: v is None or _is_whole(v, 1)),
-    r"(\w+_)?(eps|epsilon)": _Kind("a number from 0 to 1", lambda v: _is_number(v, 0, 1)),
-    r"(\w+_)?(dropout|pdrop|dropout_prob)": _Kind("a number from 0 to 1", _or_list(lambda v: _is_number(v, 0, 1))),
+    r"sliding_window|\w*window_size": _FieldKind("whole numbers", _or_list(lambda v: _is_whole(v, -1))),
+    "max_position_embeddings": _FieldKind("a whole number above 0", lambda v: v is None or _is_whole(v, 1)),
+    r"(\w+_)?(eps|epsilon)": _FieldKind("a number from 0 to 1", lambda v: _is_number(v, 0, 1)),
+    r"(\w+_)?(dropout|pdrop|dropout_prob)": _FieldKind("a number from 0 to 1", _or_list(lambda v: _is_number(v, 0, 1))),
     r"\w+_range|\w+_std|rope_theta|rotary_emb_base|rope_local_base_freq": _POSITIVE,
-    r"\w+_token_id": _Kind("the number of a token, or several", _or_list(lambda v: _is_whole(v, -(2**31), 2**31))),
-    _ACTIVATIONS: _Kind("an activation of transformers", _or_list(_is_activation)),
-    "(torch_)?dtype": _Kind(", ".join(DTYPES), lambda v: v is None or _is_dtype(v)),
-    "rope_scaling|rope_parameters": _Kind("an object, or null", lambda v: v is None or isinstance(v, dict)),
-    "architectures": _Kind("a list of names", lambda v: v is None or (isinstance(v, list) and all(map(_is_text, v)))),
-    "model_type|transformers_version": _Kind("text", lambda v: v is None or _is_text(v)),
-    r"_?(attn|experts)_implementation\w*": _Kind("the name of one of transformers' own", _is_here),
+    r"\w+_token_id": _FieldKind("the number of a token, or several", _or_list(lambda v: _is_whole(v, -(2**31), 2**31))),
+    _ACTIVATIONS: _FieldKind("an activation of transformers", _or_list(_is_activation)),
+    "(torch_)?dtype": _FieldKind(", ".join(DTYPES), lambda v: v is None or _is_dtype(v)),
+    "rope_scaling|rope_parameters": _FieldKind("an object, or null", lambda v: v is None or isinstance(v, dict)),
+    "architectures": _FieldKind(
+        "a list of names", lambda v: v is None or (isinstance(v, list) and all(map(_is_text, v)))
+    ),
+    "model_type|transformers_version": _FieldKind("text", lambda v: v is None or _is_text(v)),
+    r"_?(attn|experts)_implementation\w*": _FieldKind("the name of one of transformers' own", _is_here),
 }
 # What a model of text cannot be without, by the names that every configuration of transformers answers to.
 _AT_LEAST_ONE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")

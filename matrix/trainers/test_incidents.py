@@ -27,7 +27,7 @@ from convergence.models.data import Batch, Step
 from liger_kernels.ops import linear_cross_entropy
 from matrix.trainers import material
 from matrix.trainers.cases import CASES, COMMON, DEVICE, find, takes
-from matrix.trainers.judge import Record, honest, versions, without
+from matrix.trainers.judge import TrainerRecord, honest, versions, without
 from matrix.trainers.observe import Arm, plain, run
 from matrix.trainers.test_flags import flagged_sft
 from matrix.trainers.test_trainers import WAYS, by_instance
@@ -308,7 +308,7 @@ def test_packed_rows_give_the_gradients_of_rows_of_their_own(
         three_way(ours["packed"], own["rows"], truth["rows"], torch.float32, f"{family}, packed against rows", chain)
     reason = "" if isolates else f"upstream does not keep packed documents apart here: off by {apart:.2g} of the size"
     verdict = "same" if isolates else "upstream leaks"
-    Record("packing", family, "instance", verdict, reason).write(records)
+    TrainerRecord("packing", family, "instance", verdict, reason).write(records)
     assert isolates == (_release("transformers") >= (4, 53)), reason
 
 
