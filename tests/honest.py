@@ -19,9 +19,11 @@ import torch
 from convergence import ours
 from convergence.arms.train import train
 from convergence.case import DTYPES, References, references
-from convergence.judge.compare import Verdict, compare
+from convergence.judge.compare import compare
 from convergence.judge.tolerance import REPLICAS
-from convergence.models.models import MODELS, find
+from convergence.judge.verdict import Verdict
+from convergence.models.models import MODELS
+from convergence.models.rows import find
 from convergence.models.scale import PROFILE, Shape
 from convergence.patches import fused_cross_entropy, fused_linear, fused_linear_small
 

@@ -15,7 +15,7 @@ from convergence.__main__ import main
 from convergence.arms.large import LARGE, is_large, nudged, project
 from convergence.models import memory
 from convergence.models.checkpoint import Checkpoint
-from convergence.models.models import find
+from convergence.models.rows import find
 from convergence.report import progress
 from convergence.report.records import Record, dumps, from_dict, load_folder
 from matrix.trainers.material import save

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from convergence.arms import isolate
-from convergence.case import Case, prove, remember_upstream, train_case
+from convergence.arms.pristine import remember_upstream
+from convergence.case import Case, prove, train_case
 from convergence.judge import bitwise
 from convergence.patches import BUILT_IN
 from convergence.report.report import failure

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from convergence.arms import float64, large
-from convergence.models.models import find
+from convergence.models.rows import find
 from convergence.models.scale import SHAPES, select
 from convergence.report.records import load_folder
 from tests.suite import suite

@@ -22,7 +22,8 @@ from convergence.arms.train import train
 from convergence.judge import bitwise
 from convergence.judge.tolerance import FLOOR_ROUNDOFFS, unit_roundoff
 from convergence.models import scale
-from convergence.models.models import find, select
+from convergence.models.models import select
+from convergence.models.rows import find
 from convergence.report.records import versions
 from liger_kernels.ops import cross_entropy
 from tests.honest import candidates, judge, small_tiles

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from convergence.judge import long_run
-from convergence.judge.compare import Verdict
+from convergence.judge.verdict import Verdict
 from convergence.report import html
 from convergence.report.records import Record, load_folder
 from matrix.trainers.material import save

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from convergence.case import remember_upstream
+from convergence.arms.pristine import remember_upstream
 from convergence.models.models import MODELS
 from convergence.report.records import load_folder
 from tests.mutants import ABSENT, MUTANTS, restore

@@ -23,12 +23,15 @@ from convergence.arms import isolate
 from convergence.arms.candidate import Candidate, load_patch, train_candidate
 from convergence.arms.hooks import observed_arm
 from convergence.arms.large import nudged
+from convergence.arms.pristine import remember_upstream
 from convergence.arms.quantities import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Moment
 from convergence.arms.setups import RANKS, SETUPS, Setup
 from convergence.arms.train import SGD_LEARNING_RATE
 from convergence.arms.trajectory import Run, Trajectory, apply, build
 from convergence.judge import tolerance
 from convergence.models.data import Batch, Step, evaluation_batch, steps
+from convergence.models.models import DTYPES, MODELS
+from convergence.models.rows import construct
 from convergence.report.records import Case
 
 # What takes part: enough for every way through a loss, few enough for a dozen set-ups.
@@ -64,9 +67,6 @@ def train_in_setup(case: Case, timeout: float) -> Arms:
 
 def train_rank(case: Case, rank: int, folder: str) -> Arms:
     """All arms of ``case`` on ``rank``. The patch is imported after baseline and replicas have trained."""
-    from convergence.case import DTYPES, construct, remember_upstream
-    from convergence.models.models import MODELS
-
     setup = SETUPS[case.setup]
     os.environ |= setup.environment(folder)
     device = torch.device(case.device)

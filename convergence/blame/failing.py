@@ -10,7 +10,8 @@ import torch
 
 from convergence.arms.quantities import ADAMW, END, EVALUATION, FORWARD, GRADIENT, HEAD, INITIAL, SGD, Moment, Quantity
 from convergence.arms.trajectory import Trajectory
-from convergence.judge.compare import Pair, Verdict, compare
+from convergence.judge.compare import Pair, compare
+from convergence.judge.verdict import Verdict
 
 RELATIVE = "gain against the others"  # also fails for a tensor that is right, when most others are not
 

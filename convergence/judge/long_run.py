@@ -20,9 +20,9 @@ import torch
 
 from convergence.arms.quantities import LOSS, Moment
 from convergence.judge import tolerance
+from convergence.judge.verdict import Verdict
 
 if TYPE_CHECKING:
-    from convergence.judge.compare import Verdict
     from convergence.models.data import Batch
 
 PHASE, STATISTIC = "long run", "distance from the band"

@@ -16,7 +16,8 @@ from convergence import files
 from convergence.arms.quantities import GRADIENT_NORM, LOGGED, Quantity
 from convergence.arms.trajectory import Trajectory
 from convergence.judge import tolerance
-from convergence.judge.compare import Verdict, compare
+from convergence.judge.compare import compare
+from convergence.judge.verdict import Verdict
 from convergence.report.records import STATISTICS, Statistic
 from liger_kernels import trl_head
 from matrix.trainers.cases import CASES
