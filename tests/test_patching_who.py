@@ -225,4 +225,4 @@ def test_a_forward_that_ran_inside_theirs_is_patched_again_below_it(model):
     assert report.left == []
     torch.testing.assert_close(model(**batch()).loss, expected)
     assert report.forwards == 1
-    assert expected.device == DEVICE
+    assert expected.device.type == DEVICE.type

@@ -21,8 +21,8 @@ from liger_kernels.patching.logits.packing import packing_denominator
 from liger_kernels.patching.modules import kernel_names, patch_modules, register
 from liger_kernels.patching.recipes.recogniser import Recogniser
 from liger_kernels.patching.rehearsal import wake_compiler
-from liger_kernels.patching.report import Left, PatchReport, Replacement
-from liger_kernels.patching.swap import REPORT, Recipe, Undo, forget, recipe_of, restore
+from liger_kernels.patching.report import REPORT, Left, PatchReport, Replacement
+from liger_kernels.patching.swap import Recipe, Undo, forget, recipe_of, restore
 from liger_kernels.tested_torch import warn_of_a_newer_torch
 
 __all__ = [

@@ -23,7 +23,8 @@ from liger_kernels.patching.logits.packing import captured, plain_count
 from liger_kernels.patching.logits.product import count
 from liger_kernels.patching.logits.running import Forward, running
 from liger_kernels.patching.rehearsal import rehearse
-from liger_kernels.patching.swap import REPORT, Recipe, recipe_of
+from liger_kernels.patching.report import REPORT
+from liger_kernels.patching.swap import Recipe, recipe_of
 from liger_kernels.patching.swap import replace as replace_class
 
 IGNORE = -100  # upstream's own, which its loss function does not ask the model for
