@@ -196,16 +196,6 @@ class Checkpoint(Row):
             f"rows of {self.length} tokens in {dtype}: {'; '.join([str(self.plan(dtype, device)), *self.notes()])}"
         )
 
-    def check(self, dtypes: list[str], device: str) -> None:
-        """See, before anything is loaded, that it can be trained here.
-
-        Raises:
-            Unusable: it cannot; the message says why, and what would do.
-        """
-        from convergence.checkpoint_check import check  # it checks a row of this module
-
-        check(self, dtypes, device)
-
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:

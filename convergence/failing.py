@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from convergence.compare import Pair, Verdict, compare
+from convergence.compare import Pair, compare
 from convergence.observed import ADAMW, END, EVALUATION, FORWARD, GRADIENT, HEAD, INITIAL, SGD, Moment, Quantity
 from convergence.trajectory import Trajectory
+from convergence.verdict import Verdict
 
 RELATIVE = "gain against the others"  # also fails for a tensor that is right, when most others are not
 

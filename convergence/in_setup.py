@@ -23,9 +23,12 @@ from convergence import isolate, tolerance
 from convergence.candidate import Candidate, load_patch, train_candidate
 from convergence.data import Batch, Step, evaluation_batch, steps
 from convergence.large import nudged
+from convergence.models import DTYPES, MODELS
 from convergence.observe import observed_arm
 from convergence.observed import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Moment
+from convergence.pristine import remember_upstream
 from convergence.records import Case
+from convergence.rows import construct
 from convergence.setups import RANKS, SETUPS, Setup
 from convergence.train import SGD_LEARNING_RATE
 from convergence.trajectory import Run, Trajectory, apply, build
@@ -63,9 +66,6 @@ def train_in_setup(case: Case, timeout: float) -> Arms:
 
 def train_rank(case: Case, rank: int, folder: str) -> Arms:
     """All arms of ``case`` on ``rank``. The patch is imported after baseline and replicas have trained."""
-    from convergence.case import DTYPES, construct, remember_upstream
-    from convergence.models import MODELS
-
     setup = SETUPS[case.setup]
     os.environ |= setup.environment(folder)
     device = torch.device(case.device)

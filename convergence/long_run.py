@@ -20,9 +20,9 @@ import torch
 
 from convergence import tolerance
 from convergence.observed import LOSS, Moment
+from convergence.verdict import Verdict
 
 if TYPE_CHECKING:
-    from convergence.compare import Verdict
     from convergence.data import Batch
 
 PHASE, STATISTIC = "long run", "distance from the band"

@@ -50,7 +50,7 @@ class Row:
     """What a case trains: a mini model, or a model of real size.
 
     Attributes:
-        name: what finds it again (:func:`find`).
+        name: what finds it again (:func:`convergence.rows.find`).
         kernels: those it must be given; empty for what the patch itself says.
         dtypes: those that it is proven in where none is asked for.
         phases: the optimizers that train it, after the observation at the initial weights.
@@ -280,14 +280,6 @@ _ROWS = (
 )
 MODELS = {row.name: row for row in _ROWS}
 CORE = ("llama", "gemma", "gemma2", "gemma3")
-
-
-def find(name: str) -> Row:
-    """The row of that name, of whichever kind."""
-    from convergence import scale
-    from convergence.checkpoint import Checkpoint
-
-    return MODELS.get(name) or scale.find(name) or Checkpoint.parse(name)
 
 
 def select(names: str) -> list[MiniModel]:

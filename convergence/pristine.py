@@ -9,6 +9,7 @@ nobody patches: whatever else a patch of another model changed, it shows here.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from convergence.data import Batch
+from convergence.models import MODELS, Row
 
 _REGISTRIES = (
     ("transformers.loss.loss_utils", "LOSS_MAPPING"),
@@ -56,6 +58,16 @@ class Fingerprint:
                 if old is not new or old_code is not new_code:
                     found.append(f"{label}.{name}")
         return sorted(found)
+
+
+def remember_upstream(models: Iterable[Row] = MODELS.values()) -> Fingerprint:
+    """The fingerprint of everything unpatched; it is taken once per process, before any patch is imported."""
+    return _fingerprint(frozenset(model.model_class() for model in models if model.is_available()))
+
+
+@functools.cache
+def _fingerprint(classes: frozenset[type]) -> Fingerprint:
+    return Fingerprint(sorted(classes, key=lambda cls: cls.__qualname__))
 
 
 class Bystander:

@@ -49,7 +49,7 @@ class Digests(TypedDict):
 class Case:
     """One row of the proof: a model, a dtype, a patch (``module:function``), on inputs and a device.
 
-    ``model`` is a row's name (:func:`convergence.models.find`); a checkpoint's says all that it was made with.
+    ``model`` is a row's name (:func:`convergence.rows.find`); a checkpoint's says all that it was made with.
     ``scope`` is what the patch may change: the "instance" it is called with, or any "class", before the candidate is.
     ``setup`` is what baseline and candidate train in, ``order`` whether the patch comes "before" the model is wrapped.
     """

@@ -18,12 +18,14 @@ import torch
 
 from convergence import ours
 from convergence.case import DTYPES, References, references
-from convergence.compare import Verdict, compare
-from convergence.models import MODELS, find
+from convergence.compare import compare
+from convergence.models import MODELS
 from convergence.patches import fused_cross_entropy, fused_linear, fused_linear_small
+from convergence.rows import find
 from convergence.scale import PROFILE, Shape
 from convergence.tolerance import REPLICAS
 from convergence.train import train
+from convergence.verdict import Verdict
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 

@@ -15,8 +15,8 @@ from convergence import memory, progress
 from convergence.__main__ import main
 from convergence.checkpoint import Checkpoint
 from convergence.large import LARGE, is_large, nudged, project
-from convergence.models import find
 from convergence.records import Record, dumps, from_dict, load_folder
+from convergence.rows import find
 from matrix.trainers.material import save
 from tests.mutants import restore
 from tests.suite import assert_refused, suite

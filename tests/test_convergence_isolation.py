@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from convergence import bitwise, isolate
-from convergence.case import Case, prove, remember_upstream, train_case
+from convergence.case import Case, prove, train_case
 from convergence.patches import BUILT_IN
+from convergence.pristine import remember_upstream
 from convergence.report import failure
 from tests.suite import suite
 

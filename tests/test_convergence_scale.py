@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from convergence import float64, large
-from convergence.models import find
 from convergence.records import load_folder
+from convergence.rows import find
 from convergence.scale import SHAPES, select
 from tests.suite import suite
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import liger_kernels
-from liger_kernels import environment
+from liger_kernels import tested_torch
 from liger_kernels.ops import _device, _launcher
 from liger_kernels.ops._runtime import INTERPRET, use_triton
 
@@ -81,7 +81,7 @@ def test_what_is_loaded_ahead_fits(gpus: list[SimpleNamespace]) -> None:
 
 def test_a_newer_torch_is_said_once_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    environment.warn_of_a_newer_torch.cache_clear()
+    tested_torch.warn_of_a_newer_torch.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"torch 2\.99\.0 is newer than 2\.15, .* `pytest convergence`"):
             liger_kernels.patch(torch.nn.Sequential(torch.nn.Linear(2, 2)))
@@ -90,14 +90,14 @@ def test_a_newer_torch_is_said_once_and_runs(monkeypatch: pytest.MonkeyPatch) ->
             warnings.filterwarnings("ignore", message=".*replaced nothing")
             liger_kernels.patch(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     finally:
-        environment.warn_of_a_newer_torch.cache_clear()
+        tested_torch.warn_of_a_newer_torch.cache_clear()
     assert liger_kernels.report().switches["torch"].startswith("2.99.0 is newer than 2.15")
 
 
 def test_a_torch_that_was_tested_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("2.8.0", "2.15.1+cu130"):
         monkeypatch.setattr(torch, "__version__", version)
-        assert environment.newer_torch() == ""
+        assert tested_torch.newer_torch() == ""
 
 
 def test_the_command_prints_it() -> None:
@@ -113,6 +113,6 @@ def test_the_bounds_are_those_of_the_matrix() -> None:
     from matrix import cells
 
     pins = [cell.pins for cell in cells.load_all().values() if cell.kind == "torch"]
-    for package, (oldest, newest) in {"torch": environment.TESTED_TORCH, "triton": _launcher.TESTED}.items():
+    for package, (oldest, newest) in {"torch": tested_torch.TESTED_TORCH, "triton": _launcher.TESTED}.items():
         found = sorted(tuple(int(part) for part in pin[package].split(".")[:2]) for pin in pins)
         assert (found[0], found[-1]) == (oldest, newest)

@@ -18,8 +18,9 @@ import torch
 import transformers
 
 from convergence import bitwise, case, scale
-from convergence.models import find, select
+from convergence.models import select
 from convergence.records import versions
+from convergence.rows import find
 from convergence.tolerance import FLOOR_ROUNDOFFS, unit_roundoff
 from convergence.train import train
 from liger_kernels.ops import cross_entropy

@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,8 @@ SHARED = {"convergence.checked", "convergence.files", "convergence.observed", "c
 # What each part may import of this project, beside itself.
 ALLOWED: dict[str, set[str]] = {
     "liger_kernels.ops": set(),
-    "liger_kernels.losses": {"liger_kernels.ops"},
-    "liger_kernels.patching": {"liger_kernels.ops", "liger_kernels.losses"},
-    "liger_kernels.integrations": {"liger_kernels.ops", "liger_kernels.losses", "liger_kernels.patching"},
+    "liger_kernels.patching": {"liger_kernels.ops"},
+    "liger_kernels.integrations": {"liger_kernels.ops", "liger_kernels.patching"},
     "liger_kernels": {"liger_kernels.ops", "liger_kernels.patching", "liger_kernels.integrations"},
     "convergence": SHARED
     | {"liger_kernels", "liger_kernels.ops", "liger_kernels.patching", "liger_kernels.integrations"},
@@ -103,6 +103,12 @@ def part_of(module: str) -> str | None:
     return next((p for p in sorted(ALLOWED, key=len, reverse=True) if module == p or module.startswith(p + ".")), None)
 
 
+def absolute(node: ast.ImportFrom, package: str) -> str:
+    """The module that ``node``, in a module of ``package``, imports from."""
+    above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
 def imported(tree: ast.AST, package: str) -> set[str]:
     """The modules that ``tree`` imports, anywhere in it; ``from a import b`` is ``a`` and ``a.b``."""
     names: set[str] = set()
@@ -110,10 +116,7 @@ def imported(tree: ast.AST, package: str) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, *([base] if base else [])])
+            base = absolute(node, package)
             names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
     return names
 
@@ -152,3 +155,84 @@ def test_imports_go_one_way() -> None:
 )
 def test_a_wrong_import_is_found(module: str, source: str, wrong: set[str]) -> None:
     assert wrong_imports(source, module, module.rpartition(".")[0]) == wrong
+
+
+PROJECT = ("liger_kernels", "convergence", "matrix", "benchmarks", "tools")
+
+
+class Runtime(ast.NodeTransformer):
+    """A tree without what only type checkers run."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        name = node.test.attr if isinstance(node.test, ast.Attribute) else getattr(node.test, "id", "")
+        return node.orelse if name == "TYPE_CHECKING" else node
+
+
+def sources() -> dict[str, tuple[str, str]]:
+    """By module, its package and its text."""
+    found = {}
+    for path in (path for top in PROJECT for path in (ROOT / top).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        package = ".".join(parts[:-1])
+        found[package if parts[-1] == "__init__" else ".".join(parts)] = package, path.read_text()
+    return found
+
+
+def files_imported(tree: ast.AST, package: str, modules: Iterable[str]) -> set[str]:
+    """Those of ``modules`` whose files ``tree`` imports by name. ``from a import b`` is ``a.b`` where that is a module,
+    and else ``a``; that Python also runs ``a`` on the way to ``a.b`` does not count."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute(node, package)
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else base for name in names}
+    return found & set(modules)
+
+
+def circles(files: dict[str, tuple[str, str]]) -> list[list[str]]:
+    """The sets of files each of which imports, by way of others, itself and all others of its set."""
+    edges = {
+        module: files_imported(Runtime().visit(ast.parse(text)), package, files.keys()) - {module}
+        for module, (package, text) in files.items()
+    }
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        open_ends = [start]
+        while open_ends:
+            new = edges[open_ends.pop()] - seen
+            seen |= new
+            open_ends += new
+        return seen
+
+    reach = {module: reached(module) for module in edges}
+    on_one = {
+        tuple(sorted(m for m in reach[module] if module in reach[m])) for module in reach if module in reach[module]
+    }
+    return [list(circle) for circle in sorted(on_one)]
+
+
+def test_no_circle_between_any_two_files() -> None:
+    files = sources()
+    assert len(files) > 150
+    assert circles(files) == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "found"),
+    [
+        ({"p.a": "from p.b import x", "p.b": "def f():\n    import p.a"}, [["p.a", "p.b"]]),
+        ({"p.a": "from p import b", "p.b": "from . import c", "p.c": "from .a import x"}, [["p.a", "p.b", "p.c"]]),
+        ({"p": "from p.a import x", "p.a": "from p import b", "p.b": ""}, []),
+        ({"p": "from p.a import x", "p.a": "from p import x"}, [["p", "p.a"]]),
+        ({"p.a": "if TYPE_CHECKING:\n    import p.b", "p.b": "import p.a"}, []),
+        ({"p.a": "if typing.TYPE_CHECKING:\n    pass\nelse:\n    import p.b", "p.b": "import p.a"}, [["p.a", "p.b"]]),
+        ({"p.a": "import p.b", "p.b": "import p.c", "p.c": ""}, []),
+    ],
+)
+def test_a_circle_is_found(texts: dict[str, str], found: list[list[str]]) -> None:
+    assert circles({module: ("p", text) for module, text in {"p": "", **texts}.items()}) == found

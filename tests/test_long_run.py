@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from convergence import html, long_run
-from convergence.compare import Verdict
 from convergence.records import Record, load_folder
+from convergence.verdict import Verdict
 from matrix.trainers.material import save
 from tests.suite import suite
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from convergence.case import remember_upstream
 from convergence.models import MODELS
+from convergence.pristine import remember_upstream
 from convergence.records import load_folder
 from tests.mutants import ABSENT, MUTANTS, restore
 from tests.mutants.__main__ import overview

@@ -23,6 +23,7 @@ from convergence.observed import STATISTICS, share
 from convergence.records import Record, load_folder
 from convergence.tables import markdown
 from tools import power_scale
+from tools.power_runs import Run
 from tools.power_scale import places
 
 DTYPES = ("float32", "tf32", "bfloat16")
@@ -103,49 +104,6 @@ Chosen, not derived, are the factor {factor:g} of the customary three-way compar
 standard deviations and the number of replicas: three constants for all models and dtypes. Without
 the rule for a single draw, one honest run of 2,400 was beyond its bound, by a factor of 1.08.
 """
-
-
-@dataclass(frozen=True)
-class Run:
-    """One honest candidate or one mutant, in one dtype.
-
-    Attributes:
-        shares: by statistic, the largest value / bound of any quantity; above 1 it failed.
-        failures: everything that the proof held against it: quantity, step, statistic, value, bound.
-    """
-
-    name: str
-    model: str
-    dtype: str
-    shares: dict[str, float]
-    failures: list[Sequence[Any]]
-    environment: str
-    seed: int = 0
-    verdict: str = "different"
-
-    @property
-    def largest(self) -> float:
-        return max(self.shares.values(), default=0.0)
-
-    @property
-    def statistic(self) -> str:
-        """The one that is nearest to its bound, or farthest beyond."""
-        return max(self.shares, key=lambda name: self.shares[name], default="")
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.failures) or self.largest > 1
-
-    @property
-    def dies(self) -> str:
-        """What becomes of a mutant: it dies "by a number", "otherwise", or "not"."""
-        if self.largest > 1:
-            return "by a number"
-        return "otherwise" if self.verdict == "different" else "not"
-
-    @property
-    def findings(self) -> set[str]:
-        return {str(failure[2]) for failure in self.failures}
 
 
 @dataclass

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from convergence import tolerance
 from convergence.tables import markdown
-
-if TYPE_CHECKING:
-    from tools.power_picture import Run
+from tools.power_runs import Run
 
 HEADING, NEXT = "## At real sizes\n", "## Where the bounds come from\n"
 _SECTION = """\

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from liger_kernels.environment import warn_of_a_newer_torch
 from liger_kernels.ops._arguments import checked, describe
 from liger_kernels.ops.linear_cross_entropy import Memory
 from liger_kernels.ops.packing import LossReduction
@@ -23,6 +22,7 @@ from liger_kernels.patching.packing import packing_denominator
 from liger_kernels.patching.rehearsal import wake_compiler
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.swap import REPORT, Undo, forget, recipe_of, restore
+from liger_kernels.tested_torch import warn_of_a_newer_torch
 
 __all__ = [
     "KERNELS",

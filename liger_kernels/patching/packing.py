@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from liger_kernels.ops._arguments import checked, describe
 from liger_kernels.ops.packing import LossReduction, packing_weights, sequence_index
@@ -200,11 +199,3 @@ def captured(arguments: Mapping[str, Any], mode: str) -> Packing:
     shifted = "shift_labels" in targets
     index, broken = sequence_index(labels, **sources, shifted=shifted)
     return Packing(mode, index, broken, shifted)
-
-
-def loss_reduction_of(model: nn.Module) -> str:
-    """The mode of the patched model that ``model`` is or has inside; "token" where nothing is patched."""
-    from liger_kernels.patching import status
-
-    report = status(model)
-    return report.loss_reduction if report is not None else "token"

@@ -13,10 +13,11 @@ import torch
 
 import liger_kernels
 from convergence import files, tolerance
-from convergence.compare import Verdict, compare
+from convergence.compare import compare
 from convergence.observed import GRADIENT_NORM, LOGGED, Quantity
 from convergence.records import STATISTICS, Statistic
 from convergence.trajectory import Trajectory
+from convergence.verdict import Verdict
 from liger_kernels import trl_head
 from matrix.trainers.cases import CASES
 from matrix.trainers.observe import Arm, Seen, run
