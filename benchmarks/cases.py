@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernels import ops
-from liger_kernels.ops.linear_cross_entropy import balanced_because
+from liger_kernels.ops.loss.linear_cross_entropy import balanced_because
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -28,7 +28,7 @@ CHECKED_ROWS = 384
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """Where inputs are made, and in which dtype."""
 
     device: str = "cuda"
@@ -50,7 +50,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     """One op at one shape.
 
     ``inputs(rows)`` makes leaf tensors; ``ours``, ``eager`` and ``truth`` take them and return a tensor or several.
@@ -90,8 +90,8 @@ def of_counted(op: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *inputs, **options: op(*inputs, counted=counted(inputs[2]), **options)
 
 
-def norm(place: Place, rows: int, hidden: int, formula: str) -> Case:
-    return Case(
+def norm(place: Site, rows: int, hidden: int, formula: str) -> BenchmarkCase:
+    return BenchmarkCase(
         f"rms_norm ({formula})",
         f"{rows}x{hidden}",
         rows,
@@ -103,9 +103,9 @@ def norm(place: Place, rows: int, hidden: int, formula: str) -> Case:
     )
 
 
-def add_norm(place: Place, rows: int, hidden: int) -> Case:
+def add_norm(place: Site, rows: int, hidden: int) -> BenchmarkCase:
     """Both results are used, as in a model: the sum is the next block's residual."""
-    return Case(
+    return BenchmarkCase(
         "add_rms_norm",
         f"{rows}x{hidden}",
         rows,
@@ -117,8 +117,8 @@ def add_norm(place: Place, rows: int, hidden: int) -> Case:
     )
 
 
-def layer_norm(place: Place, rows: int, hidden: int) -> Case:
-    return Case(
+def layer_norm(place: Site, rows: int, hidden: int) -> BenchmarkCase:
+    return BenchmarkCase(
         "layer_norm",
         f"{rows}x{hidden}",
         rows,
@@ -131,10 +131,10 @@ def layer_norm(place: Place, rows: int, hidden: int) -> Case:
     )
 
 
-def gated_norm(place: Place, rows: int, hidden: int, groups: int = 1, **options: Any) -> Case:
+def gated_norm(place: Site, rows: int, hidden: int, groups: int = 1, **options: Any) -> BenchmarkCase:
     """As in a linear attention, whose rows are heads, or gated first in groups, as in a state-space model."""
     order = f" (gate first{f', {groups} groups' * (groups > 1)})" if options.get("gate_first") else ""
-    return Case(
+    return BenchmarkCase(
         f"gated_rms_norm{order}",
         f"{rows}x{hidden}",
         rows,
@@ -147,8 +147,8 @@ def gated_norm(place: Place, rows: int, hidden: int, groups: int = 1, **options:
 
 
 def rope(
-    place: Place, batch: int, seq: int, heads: int, kv_heads: int, dim: int, kind: str = "", **options: Any
-) -> Case:
+    place: Site, batch: int, seq: int, heads: int, kv_heads: int, dim: int, kind: str = "", **options: Any
+) -> BenchmarkCase:
     """One of another kind than Llama's (``options``) has tables in float32."""
 
     def inputs(rows: int) -> Tensors:
@@ -160,7 +160,7 @@ def rope(
         return q.requires_grad_(), k.requires_grad_(), cos, sin
 
     elements = batch * seq * (heads + kv_heads) * dim
-    return Case(
+    return BenchmarkCase(
         f"rope{kind}",
         f"{batch}x{seq}, {heads}/{kv_heads} heads x {dim}",
         seq,
@@ -172,8 +172,8 @@ def rope(
     )
 
 
-def glu(place: Place, name: str, rows: int, inner: int) -> Case:
-    return Case(
+def glu(place: Site, name: str, rows: int, inner: int) -> BenchmarkCase:
+    return BenchmarkCase(
         name,
         f"{rows}x{inner}",
         rows,
@@ -185,9 +185,9 @@ def glu(place: Place, name: str, rows: int, inner: int) -> Case:
     )
 
 
-def packed_glu(place: Place, rows: int, features: int, gate: ops.Gate) -> Case:
+def packed_glu(place: Site, rows: int, features: int, gate: ops.GluFormula) -> BenchmarkCase:
     """Gate and up in one tensor, as the experts of a mixture have them."""
-    return Case(
+    return BenchmarkCase(
         f"packed_glu ({gate})",
         f"{rows}x{features}",
         rows,
@@ -199,7 +199,7 @@ def packed_glu(place: Place, rows: int, features: int, gate: ops.Gate) -> Case:
     )
 
 
-def experts(place: Place, tokens: int, hidden: int, features: int, n_experts: int, choices: int) -> Case:
+def experts(place: Site, tokens: int, hidden: int, features: int, n_experts: int, choices: int) -> BenchmarkCase:
     """Tokens at random experts. Nearly all of the operations are those of two grouped products and their gradients."""
 
     def inputs(n: int) -> Tensors:
@@ -219,7 +219,7 @@ def experts(place: Place, tokens: int, hidden: int, features: int, n_experts: in
         return grouped_mm_experts_forward(module, hidden, ids, weights)
 
     parameters = 3 * n_experts * features * hidden
-    return Case(
+    return BenchmarkCase(
         "experts",
         f"{tokens} tokens, {choices} of {n_experts} x {features} x {hidden}",
         tokens,
@@ -233,9 +233,9 @@ def experts(place: Place, tokens: int, hidden: int, features: int, n_experts: in
     )
 
 
-def glu_linear(place: Place, name: str, rows: int, inner: int, hidden: int) -> Case:
+def glu_linear(place: Site, name: str, rows: int, inner: int, hidden: int) -> BenchmarkCase:
     """The unit with the linear layer behind it, whose three products are nearly all of its operations."""
-    return Case(
+    return BenchmarkCase(
         f"{name}_linear",
         f"{rows}x{inner}x{hidden}",
         rows,
@@ -264,12 +264,12 @@ def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *inputs: loss(*inputs[:-2], row_weight=inputs[-2], denominator=inputs[-1])
 
 
-def loss(place: Place, rows: int, vocab: int, weights: bool = False) -> Case:
+def loss(place: Site, rows: int, vocab: int, weights: bool = False) -> BenchmarkCase:
     def inputs(n: int) -> Tensors:
         drawn = place.randn(n, vocab, scale=3), place.targets(n, vocab)
         return (*drawn, *place.row_weights(n)) if weights else drawn
 
-    return Case(
+    return BenchmarkCase(
         "cross_entropy (row_weight)" if weights else "cross_entropy",
         f"{rows}x{vocab}",
         rows,
@@ -289,7 +289,7 @@ def computed_again(rows: int, hidden: int, vocab: int) -> int:
 
 
 def head(
-    place: Place,
+    place: Site,
     formula: str,
     shape: tuple[int, int, int],
     ours: Callable[..., Any],
@@ -298,7 +298,7 @@ def head(
     memory: str | None,
     masked: bool,
     weights: bool = False,
-) -> Case:
+) -> BenchmarkCase:
     """An op that computes its logits itself, of ``shape`` tokens x hidden size x classes."""
     rows, hidden, vocab = shape
 
@@ -310,7 +310,7 @@ def head(
     ours = of_counted(ours) if masked else ours
     multiplied = round(rows * SHARE) if masked else rows
     again = memory == "small" and balanced_because(place.dtype, 0.0, memory) is None
-    return Case(
+    return BenchmarkCase(
         f"{formula}{' (row_weight)' if weights else ''}{MASKED if masked else ''}",
         "x".join(map(str, shape)),
         rows,
@@ -326,14 +326,14 @@ def head(
 
 
 def linear_loss(
-    place: Place,
+    place: Site,
     rows: int,
     hidden: int,
     vocab: int,
     weights: bool = False,
     memory: str | None = None,
     masked: bool = False,
-) -> Case:
+) -> BenchmarkCase:
     ours, truth = partial(ops.linear_cross_entropy, memory=memory), ops.linear_cross_entropy_ref
     shape = rows, hidden, vocab
     return head(place, "linear_cross_entropy", shape, ours, linear_float_loss, truth, memory, masked, weights)
@@ -348,8 +348,8 @@ def float_log_probs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
 
 
 def linear_log_probs(
-    place: Place, rows: int, hidden: int, vocab: int, memory: str | None = None, masked: bool = False
-) -> Case:
+    place: Site, rows: int, hidden: int, vocab: int, memory: str | None = None, masked: bool = False
+) -> BenchmarkCase:
     """Log-probabilities and entropy, both with gradient."""
 
     def both(op: Callable[..., Any]) -> Callable[..., Tensors]:
@@ -359,7 +359,7 @@ def linear_log_probs(
     return head(place, "linear_log_probs", (rows, hidden, vocab), ours, float_log_probs, truth, memory, masked)
 
 
-def packing(place: Place, rows: int, longest: int) -> Case:
+def packing(place: Site, rows: int, longest: int) -> BenchmarkCase:
     """Targets, row weights and denominator of one packed row; forward only."""
 
     def inputs(n: int) -> Tensors:
@@ -381,10 +381,10 @@ def packing(place: Place, rows: int, longest: int) -> Case:
         weight = torch.where(counted, counts.clamp(min=1).rsqrt(), 0.0)
         return weight.float(), weight.sum().float()
 
-    return Case("packing_weights", f"{rows} tokens", rows, inputs, ours, eager, rows * 32, rows * 4)
+    return BenchmarkCase("packing_weights", f"{rows} tokens", rows, inputs, ours, eager, rows * 32, rows * 4)
 
 
-def cases(place: Place) -> list[Case]:
+def cases(place: Site) -> list[BenchmarkCase]:
     """All of them. Nothing is allocated before a case's ``inputs`` are called."""
     heads = ((8192, 4096, 128256), (8192, 2048, 262144), (32768, 4096, 128256))
     return [
@@ -401,8 +401,8 @@ def cases(place: Place) -> list[Case]:
         glu(place, "swiglu", 8192, 11008),
         glu(place, "geglu", 8192, 14336),
         experts(place, 8192, 2048, 768, 128, 8),
-        packed_glu(place, 65536, 768, ops.Gate()),
-        packed_glu(place, 32768, 2880, ops.Gate(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)),
+        packed_glu(place, 65536, 768, ops.GluFormula()),
+        packed_glu(place, 32768, 2880, ops.GluFormula(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)),
         glu_linear(place, "swiglu", 8192, 8192, 2048),
         *(loss(place, 8192, vocab) for vocab in (32768, 128256, 262144)),
         loss(place, 8192, 128256, weights=True),

@@ -22,18 +22,22 @@ import pytest
 import torch
 
 # None of these imports Triton, nor this package's kernels: the device is to be chosen before.
-from convergence import bitwise, files, html, isolate, models, ours, progress, scale, setups
-from convergence.candidate import check_patch
-from convergence.checkpoint import PROFILE, Checkpoint
-from convergence.checkpoint_check import check
+from convergence import files, ours
+from convergence.arms import isolate, setups
+from convergence.arms.candidate import check_patch
+from convergence.judge import bitwise
+from convergence.judge.tolerance import REPLICAS
 from convergence.kept import keep_in
+from convergence.models import models, scale
+from convergence.models.checkpoint import PROFILE, Checkpoint
+from convergence.models.checkpoint_check import check
+from convergence.models.rows import find
 from convergence.patches import BUILT_IN
-from convergence.records import Case, Record, load, load_all
-from convergence.report import progress as line_of
-from convergence.report import summary_table
-from convergence.rows import find
+from convergence.report import html, progress
+from convergence.report.records import Case, Record, load, load_all
+from convergence.report.report import progress as line_of
+from convergence.report.report import summary_table
 from convergence.tables import visible
-from convergence.tolerance import REPLICAS
 
 _PROPERTY = "convergence"
 UNUSABLE = "convergence: a file that the user named cannot be used"
@@ -106,7 +110,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if device == "cuda":
         _use_own_gpu(worker.get("workerid", "gw0"))
     elif worker or not config.getoption("numprocesses", None):  # not who only hands out work
-        from convergence.interpreter import prepare
+        from convergence.arms.interpreter import prepare
 
         prepare()
     profile = config.getoption("--profile")

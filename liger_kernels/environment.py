@@ -74,8 +74,8 @@ def report() -> EnvironmentReport:
     Raises:
         ValueError: an environment variable of this package has a value that means nothing.
     """
-    from liger_kernels.ops._device import obstacle, shared_memory
-    from liger_kernels.ops._runtime import HAS_TRITON, INTERPRET, launcher_state
+    from liger_kernels.ops.runtime.device import obstacle, shared_memory
+    from liger_kernels.ops.runtime.dispatch import HAS_TRITON, INTERPRET, launcher_state
     from liger_kernels.patching import KERNELS
     from liger_kernels.trl_head import state
 

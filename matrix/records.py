@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypedDict
 from xml.etree import ElementTree
 
+from convergence.arms.quantities import Statistic
+from convergence.arms.quantities import share as share_of_bound
 from convergence.checked import checked, cut, shown
 from convergence.files import Unusable, plain, read_json, reason, write_json
-from convergence.observed import Statistic
-from convergence.observed import share as share_of_bound
 from matrix.cells import checked_name
 
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.
@@ -219,7 +219,7 @@ def _first_lines(message: str, length: int = 600) -> str:
     return message if len(message) <= length else message[: length - 3] + "..."
 
 
-class Left(TypedDict):
+class LeftModule(TypedDict):
     """What a record that a stage left may say besides its verdict and name."""
 
     setup: str
@@ -232,7 +232,7 @@ class Left(TypedDict):
     shares: dict[str, float]
 
 
-_NOTHING = Left(
+_NOTHING = LeftModule(
     setup="plain", order="before", reason="", statistics=[], census={}, launches={}, fallbacks={}, shares={}
 )
 
@@ -255,7 +255,7 @@ def read_findings(folder: Path) -> dict[str, Finding]:
         keys = next((keys for keys in NAMED_BY if all(isinstance(data.get(key), str) for key in keys)), None)
         if keys is None:
             raise Unusable(f"{path}: is no record: it has no name; allowed are {NAMED_BY}")
-        left: Left = checked({**_NOTHING, **data}, Left, f"{path}: record", more=True)
+        left: LeftModule = checked({**_NOTHING, **data}, LeftModule, f"{path}: record", more=True)
         if left["setup"] != "plain":
             keys = ("model", "setup", "order", *keys[1:])
         name = "/".join(data[key].rpartition(":")[2] for key in keys)

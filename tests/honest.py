@@ -17,15 +17,15 @@ from unittest import mock
 import torch
 
 from convergence import ours
+from convergence.arms.train import train
 from convergence.case import DTYPES, References, references
-from convergence.compare import compare
-from convergence.models import MODELS
+from convergence.judge.compare import compare
+from convergence.judge.tolerance import REPLICAS
+from convergence.judge.verdict import Verdict
+from convergence.models.models import MODELS
+from convergence.models.rows import find
+from convergence.models.scale import PROFILE, Shape
 from convergence.patches import fused_cross_entropy, fused_linear, fused_linear_small
-from convergence.rows import find
-from convergence.scale import PROFILE, Shape
-from convergence.tolerance import REPLICAS
-from convergence.train import train
-from convergence.verdict import Verdict
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -73,7 +73,7 @@ def eager_attention(patch: Callable[[Any], Any], model: Any) -> None:
 @contextlib.contextmanager
 def head_tiled(**choices: Callable[..., Any]) -> Iterator[None]:
     """The fused head takes its rows as ``choices`` say, where the proof would have them in chunks."""
-    from liger_kernels.ops._tiling import tiled
+    from liger_kernels.ops.runtime.tiling import tiled
 
     as_chosen = mock.patch.object(ours, "head_in_chunks", return_value=contextlib.nullcontext())
     with as_chosen, tiled(**choices):
@@ -110,7 +110,7 @@ def small_tiles() -> Iterator[None]:
     same way, and no launch shape adds up so many: that is another algorithm, whose gradients are too large by parts in
     ten million, and not another order. The proof sees that.
     """
-    from liger_kernels.ops._tiling import next_power_of_2, tiled
+    from liger_kernels.ops.runtime.tiling import next_power_of_2, tiled
 
     def halved(rows: str = "ROWS", **changes: int) -> Callable[..., dict[str, int]]:
         def shape(choose: Callable[..., dict[str, int]], *args: Any, **kwargs: Any) -> dict[str, int]:

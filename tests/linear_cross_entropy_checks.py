@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels.ops import linear_log_probs, linear_log_probs_ref
-from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes
-from liger_kernels.ops._tiling import tiled
-from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput
-from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
-from liger_kernels.ops.linear_log_probs import OUTPUTS
+from liger_kernels.ops.loss.cross_entropy import EXTRAS, CrossEntropyOutput
+from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from liger_kernels.ops.loss.linear_log_probs import OUTPUTS
+from liger_kernels.ops.loss.vocabulary_slabs import SlabSizes
+from liger_kernels.ops.runtime.tiling import tiled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "none")

@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 import liger_kernels
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 
 VOCAB = 67
 # Kernels run on the GPU, or in the interpreter; on a CPU beside a GPU only references do.

@@ -15,14 +15,26 @@ import torch
 import liger_kernels
 from benchmarks import models
 from benchmarks.__main__ import benchmark, main, parse
-from benchmarks.cases import Case, Place, add_norm, cases, glu, glu_linear, linear_loss, loss, norm, packing, rope
+from benchmarks.cases import (
+    BenchmarkCase,
+    Site,
+    add_norm,
+    cases,
+    glu,
+    glu_linear,
+    linear_loss,
+    loss,
+    norm,
+    packing,
+    rope,
+)
 from benchmarks.peers import Arms, Table
 from benchmarks.timing import FEWEST, Gpu, Measured
 from liger_kernels import ops
 from tools.roofline_picture import main as draw
 from tools.roofline_picture import points
 
-CPU = Place("cpu", torch.float32)
+CPU = Site("cpu", torch.float32)
 NORM = norm(CPU, 6, 8, "cast_then_scale")
 SWIGLU = glu(CPU, "swiglu", 4, 8)
 
@@ -54,7 +66,7 @@ def bench(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """``bench(cases, peers, packages, *options)``: what --json wrote in a run that ends with exit code ``code``."""
 
     def go(
-        known: list[Case], peers: str = "eager", packages: Any = None, *options: str, code: int = 0
+        known: list[BenchmarkCase], peers: str = "eager", packages: Any = None, *options: str, code: int = 0
     ) -> dict[str, Any]:
         file = tmp_path / "result.json"
         parsed = parse(["--dtype", "float32", "--peers", peers, "--json", str(file), *options])
@@ -243,7 +255,7 @@ def test_arms_of_one_peer_stand_side_by_side_and_a_note_stands_once(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) -> None:
-    place = Place("cpu", dtype)
+    place = Site("cpu", dtype)
     found = bench(
         [
             norm(place, 8, 32, "offset_scale_then_cast"),

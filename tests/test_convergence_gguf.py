@@ -13,12 +13,12 @@ import pytest
 import torch
 import transformers
 
-from convergence import gguf_file
-from convergence.checkpoint import Checkpoint
-from convergence.checkpoint_check import check
-from convergence.data import default_text
-from convergence.models import MODELS
-from convergence.records import load_folder
+from convergence.models import gguf_file
+from convergence.models.checkpoint import Checkpoint
+from convergence.models.checkpoint_check import check
+from convergence.models.data import default_text
+from convergence.models.models import MODELS
+from convergence.report.records import load_folder
 from matrix.trainers.material import VOCABULARY, tokenizer
 from tests.suite import assert_refused, suite
 

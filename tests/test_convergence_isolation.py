@@ -10,11 +10,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from convergence import bitwise, isolate
+from convergence.arms import isolate
+from convergence.arms.pristine import remember_upstream
 from convergence.case import Case, prove, train_case
+from convergence.judge import bitwise
 from convergence.patches import BUILT_IN
-from convergence.pristine import remember_upstream
-from convergence.report import failure
+from convergence.report.report import failure
 from tests.suite import suite
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

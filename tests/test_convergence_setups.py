@@ -7,12 +7,12 @@ import importlib.util
 import pytest
 import torch
 
-from convergence import report
 from convergence.__main__ import main
+from convergence.arms.quantities import Moment
+from convergence.arms.setups import SETUPS, select
 from convergence.case import Case, absent, prove
-from convergence.observed import Moment
-from convergence.records import Record, write
-from convergence.setups import SETUPS, select
+from convergence.report import report
+from convergence.report.records import Record, write
 from tests import setup_faults
 from tests.suite import collect
 

@@ -17,12 +17,14 @@ import pytest
 import torch
 import transformers
 
-from convergence import bitwise, case, scale
-from convergence.models import select
-from convergence.records import versions
-from convergence.rows import find
-from convergence.tolerance import FLOOR_ROUNDOFFS, unit_roundoff
-from convergence.train import train
+from convergence import case
+from convergence.arms.train import train
+from convergence.judge import bitwise
+from convergence.judge.tolerance import FLOOR_ROUNDOFFS, unit_roundoff
+from convergence.models import scale
+from convergence.models.models import select
+from convergence.models.rows import find
+from convergence.report.records import versions
 from liger_kernels.ops import cross_entropy
 from tests.honest import candidates, judge, small_tiles
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from convergence.models import MODELS
-from convergence.pristine import remember_upstream
-from convergence.records import load_folder
+from convergence.arms.pristine import remember_upstream
+from convergence.models.models import MODELS
+from convergence.report.records import load_folder
 from tests.mutants import ABSENT, MUTANTS, restore
 from tests.mutants.__main__ import overview
 from tests.mutants.edit import Edit, StaleMutant
@@ -129,7 +129,7 @@ def test_the_documentation_has_every_mutant_and_every_row() -> None:
 @pytest.mark.parametrize("old", ["f(a, b)", "no_such_name", "if a:\n    pass", "c=1", "a, c"])
 def test_an_edit_without_its_place_is_refused(old: str) -> None:
     with pytest.raises(StaleMutant, match="0 times"):
-        Mutant("gone", "", (Edit("liger_kernels.ops.glu", old, old),)).inject()
+        Mutant("gone", "", (Edit("liger_kernels.ops._glu", old, old),)).inject()
 
 
 @pytest.mark.parametrize(

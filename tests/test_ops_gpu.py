@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import liger_kernels
-from convergence.float64 import InFloat64
-from convergence.models import MODELS
-from convergence.tolerance import three_way
+from convergence.arms.float64 import InFloat64
+from convergence.judge.tolerance import three_way
+from convergence.models.models import MODELS
 from liger_kernels import ops
-from liger_kernels.ops._compiling import INDUCTOR_UP_TO
+from liger_kernels.ops.runtime.compiling import INDUCTOR_UP_TO
 from tests.linear_cross_entropy_checks import slabs_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -70,7 +70,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "swiglu": lambda: ops.swiglu(new(96, 256), new(96, 256)),
     "geglu": lambda: ops.geglu(new(96, 256), new(96, 256)),
     "experts": routed,
-    "packed_glu": lambda: ops.packed_glu(new(96, 256), ops.Gate(limit=7.0, offset=1.0, interleaved=True)),
+    "packed_glu": lambda: ops.packed_glu(new(96, 256), ops.GluFormula(limit=7.0, offset=1.0, interleaved=True)),
     "swiglu_linear": lambda: ops.swiglu_linear(new(96, 256), new(96, 256), new(64, 256), new(64)),
     "geglu_linear": lambda: ops.geglu_linear(new(96, 256), new(96, 256), new(64, 256)),
     "cross_entropy": loss,

@@ -16,15 +16,16 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import liger_kernels
-from convergence.float64 import InFloat64
-from convergence.tolerance import three_way
+from convergence.arms.float64 import InFloat64
+from convergence.judge.tolerance import three_way
 from liger_kernels.ops import launches, reset_launches
 from liger_kernels.ops._norm_rows import MAX_HIDDEN
-from liger_kernels.ops._runtime import INTERPRET
-from liger_kernels.patching import modules, norms
-from liger_kernels.patching.glu import GluRecipe, is_glu_candidate, recognise_glu
-from liger_kernels.patching.norms import LayerNormRecipe, NormRecipe, is_norm_candidate, recognise_norm
-from liger_kernels.patching.recogniser import fingerprint
+from liger_kernels.ops.runtime.dispatch import INTERPRET
+from liger_kernels.patching import modules
+from liger_kernels.patching.recipes import norms
+from liger_kernels.patching.recipes.glu import GluRecipe, is_glu_candidate, recognise_glu
+from liger_kernels.patching.recipes.norms import LayerNormRecipe, NormRecipe, is_norm_candidate, recognise_norm
+from liger_kernels.patching.recipes.recogniser import fingerprint
 from tests.patching_checks import EVERYTHING, tiny, variant
 
 

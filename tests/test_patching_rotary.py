@@ -13,12 +13,12 @@ import torch
 import transformers
 
 import liger_kernels
-from convergence.float64 import InFloat64
+from convergence.arms.float64 import InFloat64
 from liger_kernels.ops import launches, reset_launches
-from liger_kernels.ops._compiling import INDUCTOR_UP_TO
-from liger_kernels.ops._runtime import INTERPRET
+from liger_kernels.ops.runtime.compiling import INDUCTOR_UP_TO
+from liger_kernels.ops.runtime.dispatch import INTERPRET
 from liger_kernels.patching.census import never_ran
-from liger_kernels.patching.rotary import (
+from liger_kernels.patching.recipes.rotary import (
     LAYOUTS,
     Rotation,
     recognise_rotation,

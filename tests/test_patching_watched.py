@@ -665,7 +665,7 @@ def test_a_watch_keeps_no_module_alive():
 
 def test_a_compiled_program_sees_a_change(monkeypatch):
     """A kernel that runs in a program: everything it was compiled for is a guard."""
-    from liger_kernels.ops._compiling import INDUCTOR_UP_TO
+    from liger_kernels.ops.runtime.compiling import INDUCTOR_UP_TO
 
     monkeypatch.setitem(INDUCTOR_UP_TO, "swiglu", -1)
     torch._dynamo.reset()

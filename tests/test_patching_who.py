@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import liger_kernels
-from liger_kernels.patching.probe import any_user_hook, package_of
+from liger_kernels.patching.recipes.probe import any_user_hook, package_of
 from liger_kernels.patching.swap import recipe_of
 from tests.patching_checks import DEVICE, batch, tiny
 

@@ -19,8 +19,8 @@ import torch
 import transformers
 
 import liger_kernels
-from convergence.float64 import InFloat64
-from convergence.tolerance import FLOOR_ROUNDOFFS, REPLICAS, rms, three_way, unit_roundoff
+from convergence.arms.float64 import InFloat64
+from convergence.judge.tolerance import FLOOR_ROUNDOFFS, REPLICAS, rms, three_way, unit_roundoff
 from liger_kernels.ops import launches
 from tests import zoo
 from tests.patching_checks import DEVICE, unlisted

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from convergence.records import Record, Statistic, write
+from convergence.report.records import Record, Statistic, write
 from tools import power_scale
 from tools.power_picture import Evidence, main, page, read_honest, read_mutants, without_line, without_record
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Run:
+class Simulation:
     """One honest candidate or one mutant, in one dtype.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from liger_kernels.patching import status
-from liger_kernels.patching.packing import Denominator, packing_denominator
+from liger_kernels.patching.logits.packing import Denominator, packing_denominator
 
 
 class PackingLossMixin:

@@ -9,16 +9,16 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from liger_kernels.ops._arguments import checked, describe
-from liger_kernels.ops.linear_cross_entropy import Memory
-from liger_kernels.ops.packing import LossReduction
+from liger_kernels.ops.loss.linear_cross_entropy import Memory
+from liger_kernels.ops.loss.packing import LossReduction
+from liger_kernels.ops.runtime.arguments import checked, describe
 from liger_kernels.patching.blocks import held, hold, hold_as, let_go, patched_for_good
 from liger_kernels.patching.census import as_of_now
-from liger_kernels.patching.head import LOSSES
-from liger_kernels.patching.loss import patch_loss
-from liger_kernels.patching.model import ModelRecipe
+from liger_kernels.patching.logits.head import LOSSES
+from liger_kernels.patching.logits.loss import patch_loss
+from liger_kernels.patching.logits.model import ModelRecipe
+from liger_kernels.patching.logits.packing import packing_denominator
 from liger_kernels.patching.modules import drop_kept_method, kernel_names, patch_modules, register
-from liger_kernels.patching.packing import packing_denominator
 from liger_kernels.patching.rehearsal import wake_compiler
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.swap import REPORT, Undo, forget, recipe_of, restore

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_kernels.patching.probe import package_of
+from liger_kernels.patching.recipes.probe import package_of
 
 # The functions that were made here. Not a mark on them: `functools.wraps` would copy it.
 _following: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -8,18 +8,18 @@ from itertools import chain
 import torch
 from torch import nn
 
-from liger_kernels.ops._arguments import checked
-from liger_kernels.patching import probe
-from liger_kernels.patching.experts import EXPERTS
+from liger_kernels.ops.runtime.arguments import checked
 from liger_kernels.patching.following import follows_class, runs_inside, who_replaced
-from liger_kernels.patching.glu import GATED_MLPS
-from liger_kernels.patching.head import LOSSES
-from liger_kernels.patching.norms import NORMS
-from liger_kernels.patching.probe import describe, module_of
+from liger_kernels.patching.logits.head import LOSSES
 from liger_kernels.patching.reads import reads_training
-from liger_kernels.patching.recogniser import Recogniser, Verdict
+from liger_kernels.patching.recipes import probe
+from liger_kernels.patching.recipes.experts import EXPERTS
+from liger_kernels.patching.recipes.glu import GATED_MLPS
+from liger_kernels.patching.recipes.norms import NORMS
+from liger_kernels.patching.recipes.probe import describe, module_of
+from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict
+from liger_kernels.patching.recipes.rotary import ROTATIONS
 from liger_kernels.patching.report import Left, PatchReport
-from liger_kernels.patching.rotary import ROTATIONS
 from liger_kernels.patching.swap import Recipe, Undo, recipe_of, replace, restore, runs_inside_hook
 
 # The last is asked first, and the first recipe wins: a recogniser may take what an earlier one would leave.

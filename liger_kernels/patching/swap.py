@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from liger_kernels.patching.following import following
-from liger_kernels.patching.probe import describe
+from liger_kernels.patching.recipes.probe import describe
 from liger_kernels.patching.report import Left, PatchReport
 from liger_kernels.patching.watch import WATCH, Watch, changed
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import faults
 
-_probe = faults("patching.probe", "test_patching_recognise.py")
-_glu = faults("patching.glu", "test_patching_recognise.py")
-_rotary = faults("patching.rotary", "test_patching_rotary.py")
-_recogniser = faults("patching.recogniser", "test_patching_recognise.py")
+_probe = faults("patching.recipes.probe", "test_patching_recognise.py")
+_glu = faults("patching.recipes.glu", "test_patching_recognise.py")
+_rotary = faults("patching.recipes.rotary", "test_patching_rotary.py")
+_recogniser = faults("patching.recipes.recogniser", "test_patching_recognise.py")
 
 # fmt: off
 MUTANTS = (

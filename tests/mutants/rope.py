@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutants.edit import Edit
 from tests.mutants.mutant import both_phases, faults
 
-_forward, _backward = both_phases("ops.rope", kernel="rope")
-_rope = faults("ops.rope", "test_ops_rope.py")
-_rotary = faults("patching.rotary", "test_patching_rotary.py")
+_forward, _backward = both_phases("ops._rope", kernel="rope")
+_rope = faults("ops._rope", "test_ops_rope.py")
+_rotary = faults("patching.recipes.rotary", "test_patching_rotary.py")
 _LAYOUTS = "test_every_recognised_layout_runs_the_kernel_and_computes_what_upstream_does"
 _CALLS = "test_every_call_of_a_rotary_function_gives_upstreams_result"
 _FAULT = "test_a_fault_is_seen"
@@ -16,7 +16,7 @@ _FAULT = "test_a_fault_is_seen"
 MUTANTS = (
     _forward("r1_angles_of_the_first_row", "Every row of the batch is rotated by the angles of the first one.",
         "batch * cos_batch_stride", "0 * cos_batch_stride",
-        also=Edit("liger_kernels.ops.rope", "batch * sin_batch_stride", "0 * sin_batch_stride"),
+        also=Edit("liger_kernels.ops._rope", "batch * sin_batch_stride", "0 * sin_batch_stride"),
         source="R1", sample=True),
     _forward("r5_rotates_in_place", "q and k are overwritten, though the caller still holds them.",
         "torch.empty_like(x, dtype=x.dtype if keep_dtype else torch.promote_types(x.dtype, angle_dtype))", "x",
