@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PRODUCT = ("liger_kernels", "convergence", "matrix", "benchmarks", "tools")
 
 SHARED = {"convergence.arms.quantities", "convergence.checked", "convergence.files", "convergence.tables"}
+_PACKAGE = {"liger_kernels", "liger_kernels.ops", "liger_kernels.patching", "liger_kernels.integrations"}
 # What each part may import of this project, beside itself.
 ALLOWED: dict[str, set[str]] = {
     "liger_kernels.ops": set(),
@@ -37,6 +39,9 @@ ALLOWED: dict[str, set[str]] = {
         "liger_kernels.patching",
         "liger_kernels.integrations",
     },
+    "benchmarks": SHARED | {"convergence", *_PACKAGE, "matrix.trainers"},
+    "tools": SHARED | {"convergence", *_PACKAGE},
+    "tests": set(),  # which nothing of these imports
 }
 
 
@@ -132,16 +137,13 @@ def wrong_imports(source: str, module: str, package: str) -> set[str]:
 
 def test_imports_go_one_way() -> None:
     wrong = {}
-    for path in (path for top in ("liger_kernels", "convergence", "matrix") for path in (ROOT / top).rglob("*.py")):
+    for path in (path for top in PRODUCT for path in (ROOT / top).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         package = ".".join(parts[:-1])
         module = package if parts[-1] == "__init__" else ".".join(parts)
         wrong[module] = wrong_imports(path.read_text(), module, package)
     assert len(wrong) > 100
     assert not any(wrong.values()), {module: parts for module, parts in wrong.items() if parts}
-
-
-PRODUCT = ("liger_kernels", "convergence", "matrix", "benchmarks", "tools")
 
 
 def test_a_folder_of_the_product_has_at_most_16_files() -> None:
@@ -172,13 +174,12 @@ def test_no_class_name_is_in_two_packages() -> None:
         ("liger_kernels.integrations.x", "from liger_kernels.patching import patch", set()),
         ("matrix.run", "import liger_kernels.ops, convergence", {"liger_kernels.ops", "convergence"}),
         ("convergence.case", "from liger_kernels.ops import launches", set()),
+        ("tools.x", "def f():\n    from tests.mutants import MUTANTS", {"tests"}),
+        ("matrix.checks.x", "from tests import zoo", {"tests"}),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str, wrong: set[str]) -> None:
     assert wrong_imports(source, module, module.rpartition(".")[0]) == wrong
-
-
-PROJECT = ("liger_kernels", "convergence", "matrix", "benchmarks", "tools")
 
 
 class Runtime(ast.NodeTransformer):
@@ -193,7 +194,7 @@ class Runtime(ast.NodeTransformer):
 def sources() -> dict[str, tuple[str, str]]:
     """By module, its package and its text."""
     found = {}
-    for path in (path for top in PROJECT for path in (ROOT / top).rglob("*.py")):
+    for path in (path for top in PRODUCT for path in (ROOT / top).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         package = ".".join(parts[:-1])
         found[package if parts[-1] == "__init__" else ".".join(parts)] = package, path.read_text()
