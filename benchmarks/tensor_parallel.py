@@ -45,10 +45,10 @@ def arms(shard: VocabShard | None) -> dict[str, Callable[..., Any]]:
     }
 
 
-def inputs(place: Site, rows: int, hidden: int, vocab: int) -> tuple[Any, ...]:
+def inputs(site: Site, rows: int, hidden: int, vocab: int) -> tuple[Any, ...]:
     """The same on every rank, the whole weight."""
     torch.manual_seed(1)
-    return place.randn(rows, hidden), place.randn(vocab, hidden, scale=hidden**-0.5), place.targets(rows, vocab)
+    return site.randn(rows, hidden), site.randn(vocab, hidden, scale=hidden**-0.5), site.targets(rows, vocab)
 
 
 def part(weight: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
@@ -80,19 +80,19 @@ def check(function: Callable[..., Any], whole: tuple[Any, ...], shard: VocabShar
         three_way(mine, theirs, true, hidden.dtype, name, chain=3)
 
 
-def measure(place: Site, gpu: Any, shard_of: Callable[[int], VocabShard | None], shape: tuple[int, int, int]) -> Any:
+def measure(site: Site, gpu: Any, shard_of: Callable[[int], VocabShard | None], shape: tuple[int, int, int]) -> Any:
     """A row of each arm at ``shape``: its name, its shape, milliseconds, and MiB beyond the inputs of a rank."""
     rows, hidden, vocab = shape
     shard = shard_of(vocab)
     found = []
     for name, function in arms(shard).items():
-        check(function, inputs(place, min(rows, CHECKED_ROWS), hidden, vocab), shard)
-        states, weight, targets = inputs(place, *shape)
+        check(function, inputs(site, min(rows, CHECKED_ROWS), hidden, vocab), shard)
+        states, weight, targets = inputs(site, *shape)
         weight = part(weight, shard)
         gpu.release()
         # A number of repetitions that the ranks agree on: each waits for the others.
         measured = gpu.measure(function, (states, weight, targets), FEWEST)
-        numbers = torch.tensor([measured.ms, measured.mib], device=place.device)
+        numbers = torch.tensor([measured.ms, measured.mib], device=site.device)
         if shard is not None:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=shard.group)
         found.append((name, "x".join(map(str, shape)), *numbers.tolist()))

@@ -8,12 +8,10 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PRODUCT = ("liger_kernels", "convergence", "matrix", "benchmarks", "tools")
+from tests.import_checks import ROOT, imports, sources
 
 SHARED = {"convergence.arms.quantities", "convergence.checked", "convergence.files", "convergence.tables"}
 _PACKAGE = {"liger_kernels", "liger_kernels.ops", "liger_kernels.patching", "liger_kernels.integrations"}
@@ -109,22 +107,10 @@ def part_of(module: str) -> str | None:
     return next((p for p in sorted(ALLOWED, key=len, reverse=True) if module == p or module.startswith(p + ".")), None)
 
 
-def absolute(node: ast.ImportFrom, package: str) -> str:
-    """The module that ``node``, in a module of ``package``, imports from."""
-    above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-    return ".".join([*above, *([node.module] if node.module else [])])
-
-
 def imported(tree: ast.AST, package: str) -> set[str]:
     """The modules that ``tree`` imports, anywhere in it; ``from a import b`` is ``a`` and ``a.b``."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = absolute(node, package)
-            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
-    return names
+    found = set(imports(ast.walk(tree), package))
+    return {base for base, _ in found} | {f"{base}.{name}" for base, name in found if name}
 
 
 def wrong_imports(source: str, module: str, package: str) -> set[str]:
@@ -136,31 +122,34 @@ def wrong_imports(source: str, module: str, package: str) -> set[str]:
 
 
 def test_imports_go_one_way() -> None:
-    wrong = {}
-    for path in (path for top in PRODUCT for path in (ROOT / top).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        package = ".".join(parts[:-1])
-        module = package if parts[-1] == "__init__" else ".".join(parts)
-        wrong[module] = wrong_imports(path.read_text(), module, package)
+    files = sources()
+    wrong = {module: wrong_imports(text, module, package) for module, (package, text) in files.items()}
     assert len(wrong) > 100
     assert not any(wrong.values()), {module: parts for module, parts in wrong.items() if parts}
 
 
 def test_a_folder_of_the_product_has_at_most_16_files() -> None:
-    folders = Counter(path.parent for top in PRODUCT for path in (ROOT / top).rglob("*.py"))
+    folders = Counter(package for package, _ in sources().values())
     assert len(folders) > 10
-    assert {str(folder): n for folder, n in folders.items() if n > 16} == {}
+    assert {folder: n for folder, n in folders.items() if n > 16} == {}
+
+
+def in_two_packages(files: dict[str, tuple[str, str]]) -> dict[str, set[str]]:
+    """The names of classes that several top-level packages have."""
+    where: dict[str, set[str]] = defaultdict(set)
+    for package, text in files.values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                where[node.name].add(package.partition(".")[0])
+    assert where
+    return {name: tops for name, tops in where.items() if len(tops) > 1}
 
 
 def test_no_class_name_is_in_two_packages() -> None:
-    where: dict[str, set[str]] = defaultdict(set)
-    for top in PRODUCT:
-        for path in (ROOT / top).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef):
-                    where[node.name].add(top)
-    assert len(where) > 150
-    assert {name: tops for name, tops in where.items() if len(tops) > 1} == {}
+    assert in_two_packages(sources()) == {}
+    files = {"p.a": ("p", "class A: ..."), "p.b": ("p", "class A: ..."), "q.c": ("q", "def f():\n    class B: ...")}
+    assert in_two_packages(files) == {}
+    assert in_two_packages({**files, "q.d": ("q.r", "class A: ...")}) == {"A": {"p", "q"}}
 
 
 @pytest.mark.parametrize(
@@ -191,27 +180,12 @@ class Runtime(ast.NodeTransformer):
         return node.orelse if name == "TYPE_CHECKING" else node
 
 
-def sources() -> dict[str, tuple[str, str]]:
-    """By module, its package and its text."""
-    found = {}
-    for path in (path for top in PRODUCT for path in (ROOT / top).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        package = ".".join(parts[:-1])
-        found[package if parts[-1] == "__init__" else ".".join(parts)] = package, path.read_text()
-    return found
-
-
 def files_imported(tree: ast.AST, package: str, modules: Iterable[str]) -> set[str]:
     """Those of ``modules`` whose files ``tree`` imports by name. ``from a import b`` is ``a.b`` where that is a module,
     and else ``a``; that Python also runs ``a`` on the way to ``a.b`` does not count."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = absolute(node, package)
-            names = {f"{base}.{alias.name}" for alias in node.names}
-            found |= {name if name in modules else base for name in names}
+    found = {
+        f"{base}.{name}" if f"{base}.{name}" in modules else base for base, name in imports(ast.walk(tree), package)
+    }
     return found & set(modules)
 
 

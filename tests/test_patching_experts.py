@@ -114,6 +114,20 @@ def test_whatever_is_set_around_it_the_model_is_the_same(name):
     compare(model, ours, own, truth)
 
 
+def test_under_autocast_experts_run_themselves():
+    """Everything that they are given is in float32 here, so that autocast is the only reason."""
+    model = nn.ModuleList([Experts()]).to(DEVICE)
+    inputs = torch.randn(3, 16, device=DEVICE), torch.tensor([[0, 1], [1, 1], [5, 2]], device=DEVICE)
+    weights = torch.rand(3, 2, device=DEVICE)
+    plain = copy.deepcopy(model)
+    liger_kernels.patch(model)
+    for enabled in (True, False):
+        reset_launches()
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=enabled):
+            assert model[0](*inputs, weights).dtype == plain[0](*inputs, weights).dtype
+        assert bool(launches().get("_experts_sum_kernel")) != enabled
+
+
 def test_adapters_on_the_parameters_of_experts():
     """peft gives the module another class while it runs, in which a parameter is computed."""
     peft = pytest.importorskip("peft")

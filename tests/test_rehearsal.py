@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -102,6 +104,18 @@ def test_on_a_gpu_the_first_step_is_the_one_that_others_are() -> None:
         loss.backward()
     assert torch.equal(*losses)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+def test_a_first_launch_waits_until_triton_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads would make its driver twice."""
+    ready: Future[None] = Future()
+    monkeypatch.setattr(ahead, "_waking", ready)
+    launching = threading.Thread(target=ahead.wait_for, args=(object(),))
+    launching.start()
+    launching.join(0.2)
+    assert launching.is_alive()
+    ready.set_result(None)
+    launching.join()
 
 
 def test_who_foresees_reads_no_computed_weight() -> None:

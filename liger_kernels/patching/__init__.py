@@ -19,15 +19,18 @@ from liger_kernels.patching.logits.loss import patch_loss
 from liger_kernels.patching.logits.model import ModelRecipe
 from liger_kernels.patching.logits.packing import packing_denominator
 from liger_kernels.patching.modules import drop_kept_method, kernel_names, patch_modules, register
+from liger_kernels.patching.recipes.recogniser import Recogniser
 from liger_kernels.patching.rehearsal import wake_compiler
 from liger_kernels.patching.report import Left, PatchReport, Replacement
-from liger_kernels.patching.swap import REPORT, Undo, forget, recipe_of, restore
+from liger_kernels.patching.swap import REPORT, Recipe, Undo, forget, recipe_of, restore
 from liger_kernels.tested_torch import warn_of_a_newer_torch
 
 __all__ = [
     "KERNELS",
     "Left",
     "PatchReport",
+    "Recipe",
+    "Recogniser",
     "Replacement",
     "check_options",
     "packing_denominator",
@@ -81,8 +84,8 @@ def patch(
     """
     warn_of_a_newer_torch()
     wanted = check_options(kernels, loss_reduction, memory)
-    wake_compiler(model)
     with _one_at_a_time:
+        wake_compiler(model)
         report = _patch(model, PatchReport(wanted, loss_reduction=loss_reduction, memory=memory))
     if not report.replaced:
         warnings.warn(

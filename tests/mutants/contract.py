@@ -30,11 +30,12 @@ def _llama_norm_in_one_place(model: Any) -> None:
 
 
 def _patches_the_class(model: Any) -> None:
-    """Every other Llama of the process gets the forward of this model's norm."""
-    patched = type(model.model.norm)
-    cls = patched.__mro__[1]
-    original = cls.forward  # type: ignore[attr-defined]
-    cls.forward = patched.forward  # type: ignore[attr-defined]
+    """Every other Llama of the process gets the kernel of this model's norm."""
+    from liger_kernels.ops import rms_norm
+
+    cls: Any = type(model.model.norm).__mro__[1]
+    original = cls.forward
+    cls.forward = lambda self, x: rms_norm(x, self.weight, self.variance_epsilon)
     until_restored(lambda: setattr(cls, "forward", original))
 
 
@@ -81,9 +82,8 @@ MUTANTS = (
         source="P1", after=_instantiate_anew),
     Mutant("p2_patch_does_nothing", "The patch returns as if it had patched.",
         source="P2", after=_unpatches, dies="not patched", sample=True),
-    faults("patching.swap")("p2_report_without_a_patch", "Every subclass is made and no module is given its own.",
-        "module.__class__ = cls = patched_class(base, recipe)", "cls = patched_class(base, recipe)",
-        source="P2", dies="not patched"),
+    faults("patching.swap")("p2_report_without_a_patch", "Every subclass is made and no module keeps its own.",
+        "return True", "module.__class__ = base\nreturn True", within="replace", source="P2", dies="not patched"),
     Mutant("p3_torchs_loss_stays_replaced",
         "torch.nn.functional.cross_entropy is another function for the whole process.",
         source="P3", after=_replaces_torchs_loss, dies="patched too"),

@@ -52,10 +52,10 @@ def log1p(x):
 def quotient(x, y, PRECISE: tl.constexpr):
     """x / y. PRECISE rounds it to nearest; Triton's own division of float32 may be off by 2 ulp."""
     if PRECISE:
-        y = tl.div_rn(x, y)
+        q = tl.div_rn(x, y)
     else:
-        y = x / y
-    return y
+        q = x / y
+    return q
 
 
 @triton.jit
