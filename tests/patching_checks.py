@@ -71,7 +71,7 @@ def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
 
 @functools.cache
 def _built(family: str, name: str) -> Any:
-    from tests import zoo
+    from matrix.checks import zoo
 
     try:
         cls = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)

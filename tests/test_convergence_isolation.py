@@ -70,8 +70,8 @@ def test_logits_that_a_patch_of_classes_does_not_return_are_noted():
 @pytest.mark.parametrize(
     ("patch", "scope"),
     [
-        ("tests.honest:unpatched", "instance"),
-        ("tests.honest:unpatched", "class"),
+        ("tools.honest:unpatched", "instance"),
+        ("tools.honest:unpatched", "class"),
         ("tests.isolation_patches:another_family", "class"),
         ("tests.convergence_faults:honest", "class"),  # of one model, which is not the one that is built after it
     ],

@@ -70,7 +70,7 @@ def test_our_patch_is_equal_and_fused():
 
 
 def test_a_patch_that_does_nothing_is_not_patched():
-    record = prove(Case("llama-tied", "float32", "tests.honest:unpatched", setup="bf16-autocast"))
+    record = prove(Case("llama-tied", "float32", "tools.honest:unpatched", setup="bf16-autocast"))
     assert [row[2] for row in record.failures] == ["not patched"]
 
 

@@ -26,7 +26,7 @@ from convergence.models.models import select
 from convergence.models.rows import find
 from convergence.report.records import versions
 from liger_kernels.ops import cross_entropy
-from tests.honest import candidates, judge, small_tiles
+from tools.honest import candidates, judge, small_tiles
 
 SMALL_SHAPE = "llama3-8b-odd?divided=64"
 # By model and seed; the first has references that other tests train, too.

@@ -80,8 +80,8 @@ def test_the_proof_kills(mutant: Mutant, dtype: str, request: pytest.FixtureRequ
 
 def test_its_own_check_kills(checked: Mutant, tmp_path: Path) -> None:
     """In a copy of the sources with the fault in it, the test that is there for it fails."""
-    for folder in ("benchmarks", "liger_kernels", "convergence", "tests", "tools"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("benchmarks", "liger_kernels", "convergence", "matrix", "tests", "tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.json"))
     for file in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / file, tmp_path)
     for module in {edit.module for edit in checked.edits}:

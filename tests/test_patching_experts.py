@@ -14,7 +14,7 @@ from torch import nn
 import liger_kernels
 from liger_kernels.ops import GluFormula, launches, packed_glu_ref, reset_launches
 from liger_kernels.patching.recipes.experts import ExpertsRecipe, Parameters, recognise_experts
-from tests import zoo
+from matrix.checks import zoo
 from tests.ops_checks import check_op, randn
 from tests.patching_checks import DEVICE, built, check_same, compare, gradients, variant
 

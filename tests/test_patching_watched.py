@@ -22,7 +22,7 @@ from transformers.activations import SiLUActivation
 
 import liger_kernels
 from liger_kernels.patching.swap import RAN, Recipe, recipe_of
-from tests import zoo
+from matrix.checks import zoo
 from tests.patching_checks import DEVICE, batch, built, tiny, train
 from tests.watched_checks import (
     HIDDEN,

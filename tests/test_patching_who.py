@@ -115,6 +115,21 @@ def test_a_forward_on_the_instance(model, way, path):
     assert reasons(liger_kernels.status(model)).keys() == {path}  # what is there now was not seen to run it
 
 
+@pytest.mark.parametrize("path", ["", "lm_head", "model.norm", "model.layers.0.mlp", "model.layers.0.self_attn"])
+def test_status_changes_nothing_on_the_model(model, path):
+    """A method that somebody kept on the instance hides nothing: ``status`` leaves it there, ``patch`` removes it."""
+    report = liger_kernels.patch(model)
+    part = model.get_submodule(path)
+    part.forward = part.forward
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    assert liger_kernels.status(model).left == report.left == []
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+    model(**batch()).loss.backward()
+    assert liger_kernels.status(model).left == liger_kernels.status(model).never_ran == []
+    assert liger_kernels.patch(model).fallbacks == {}
+    assert "forward" not in vars(part)
+
+
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("method", "method_of_an_object", "by_the_class")])
 def test_a_forward_of_the_class(model, way, monkeypatch):
     """A class that cannot be told to be a norm any more is left with their name; after patch(), ours is said to run."""

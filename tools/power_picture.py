@@ -26,6 +26,7 @@ from tools import power_scale
 from tools.power_runs import Simulation
 from tools.power_scale import places
 
+PAGES = Path(__file__).parent.parent / "docs" / "evidence"
 DTYPES = ("float32", "tf32", "bfloat16")
 TOGETHER = "all statistics together"
 HONEST, MUTANT = "#0072b2", "#d55e00"  # blue and vermilion of Okabe and Ito: told apart by every kind of eye
@@ -36,7 +37,7 @@ _PAGE = """\
 # How far apart honest runs and mutants are
 
 A proof is useful when every honest candidate passes and every fault fails. Both were measured; this
-page counts them. Honest candidates (`tests/honest.py`) are models, patched or not, that differ in
+page counts them. Honest candidates (`tools/honest.py`) are models, patched or not, that differ in
 seed, in the last bits of the weights, in the order of rows, in the attention implementation, or in
 tiles and chunks. [Mutants](mutants.md) are faults. Each statistic of [the
 proof](../explanation/how-the-proof-judges.md) is a value with a bound. The *share* is value /
@@ -188,6 +189,22 @@ def read_mutants(folder: Path) -> list[Simulation]:
 def environment(versions: dict[str, str], device: str, at: str) -> str:
     names = [f"{package} {versions[package]}" for package in ("torch", "triton", "transformers") if package in versions]
     return ", ".join((versions.get("device", device), *(names or ["versions not written down"]), at[:10] or "undated"))
+
+
+def trained_mutants(folder: Path = PAGES) -> list[tuple[str, str]]:
+    """The name of every mutant that is trained, with each dtype in which it is a fault: what their pages list."""
+    found = []
+    for path in sorted(folder.glob("mutants-*.md")):
+        _, _, table = path.read_text(encoding="utf-8").partition("## Killed by training\n")
+        rows = [line.strip("| ").split(" | ") for line in table.partition("\n## ")[0].splitlines() if line[:1] == "|"]
+        if not rows:
+            continue
+        header, _, *mutants = rows
+        dtypes = header[header.index("model") + 1 :]
+        for row in mutants:
+            cells = zip(dtypes, row[-len(dtypes) :], strict=True)
+            found += [(row[0].strip("`"), dtype) for dtype, cell in cells if cell.strip() != "-"]
+    return found
 
 
 def without_line(honest: Sequence[Simulation], candidates: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
@@ -424,14 +441,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _measured(honest: Path, records: Path, out: Path) -> str:
     """The page without the section about real sizes; writes the picture."""
     from convergence.models.models import MODELS
-    from tests.honest import candidates
-    from tests.mutants import MUTANTS
+    from tools.honest import candidates
 
     evidence = Evidence(read_honest(honest), read_mutants(records))
     expected = {model: [honest.name for honest in candidates(model)] for model in MODELS}
     evidence.no_line = without_line(evidence.honest, expected)
-    trained = [(mutant.name, dtype) for mutant in MUTANTS.values() if mutant.check is None for dtype in mutant.dtypes]
-    evidence.no_record = without_record(evidence.mutants, trained)
+    evidence.no_record = without_record(evidence.mutants, trained_mutants())
     draw(evidence, out / "power.svg")
     return page(evidence)
 

@@ -14,7 +14,7 @@ _SECTION = """\
 {heading}
 [`--profile scale`](../how-to/prove-a-checkpoint.md#without-a-checkpoint-real-widths) observes one
 step of models of real widths.
-Honest candidates there (`tests/honest.py`) differ in seed, in the last bits of the weights, in the
+Honest candidates there (`tools/honest.py`) differ in seed, in the last bits of the weights, in the
 schedule of the fused head, in chunks, slabs and tiles, and in the order of rows. One step is all
 there is, so gains and lone numbers are judged by {sigmas:g} standard deviations of the replicas.
 

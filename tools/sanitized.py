@@ -20,7 +20,7 @@ from liger_kernels.ops.loss.options import LossOptions
 from liger_kernels.ops.loss.rows import Rows, Slab, backward_rows, forward_rows
 from liger_kernels.ops.runtime.dispatch import tl, triton
 from liger_kernels.ops.runtime.tiling import tiled
-from tests.test_ops_gpu import CALLS, EXTRAS, targets
+from tools.gpu_calls import CALLS, EXTRAS, targets
 
 
 def slabs(dtype: torch.dtype, device: str = "cuda", rows: int = 40, vocab: int = 3000, columns: int = 1024) -> None:

@@ -18,7 +18,7 @@ from liger_kernels.patching.logits.head import LOSSES
 from liger_kernels.patching.logits.loss import patch_loss
 from liger_kernels.patching.logits.model import ModelRecipe
 from liger_kernels.patching.logits.packing import packing_denominator
-from liger_kernels.patching.modules import kernel_names, patch_modules, register
+from liger_kernels.patching.modules import drop_kept_method, kernel_names, patch_modules, register
 from liger_kernels.patching.recipes.recogniser import Recogniser
 from liger_kernels.patching.rehearsal import wake_compiler
 from liger_kernels.patching.report import REPORT, Left, PatchReport, Replacement
@@ -130,6 +130,9 @@ def _patch(model: nn.Module, report: PatchReport) -> PatchReport:
         for module, _ in undo:
             module.__dict__[REPORT] = report
             hold_as(rest, module)
+    for module in model.modules():
+        if recipe_of(module) is not None:
+            drop_kept_method(module)
     as_of_now(report, model)
     if not report.replaced:
         model.__dict__[REPORT] = report

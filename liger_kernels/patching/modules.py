@@ -65,8 +65,10 @@ def patch_modules(model: nn.Module, report: PatchReport, undo: Undo) -> None:
             restore([(module, type(module)._liger_kernels_base)])
         try:
             recipe, reasons = _verdict(module, set(report.kernels), verdicts)
-            if recipe is not None and has_own_forward(module):
-                recipe, reasons = None, (own_forward(module),)
+            if recipe is not None:
+                drop_kept_method(module)
+                if has_own_forward(module):
+                    recipe, reasons = None, (own_forward(module),)
         except Exception as error:  # an attribute that raises, a signature that lies: one odd module is no obstacle
             recipe, reasons = None, (f"it cannot be examined ({describe(error)})",)
         if recipe is not None:
@@ -118,13 +120,22 @@ def _scripted(module: nn.Module) -> tuple[str, ...]:
 def carries_forward(module: nn.Module) -> bool:
     """Whether the instance carries a forward of somebody's.
 
-    transformers, when it has captured hidden states, leaves the class's own method behind on the instance; that hides
-    nothing and goes. accelerate's hooks run around the class's own, which they keep.
+    The class's own method, kept there, hides nothing. accelerate's hooks run around the class's own, which they keep.
     """
-    own = module.__dict__.get("forward")
-    if own is not None and follows_class(own, module):
+    if "forward" not in module.__dict__ or _keeps_own_method(module):
+        return False
+    return not runs_inside_hook(module)
+
+
+def drop_kept_method(module: nn.Module) -> None:
+    """Remove the class's own forward from the instance: transformers, when it has captured hidden states, leaves it
+    there."""
+    if "forward" in module.__dict__ and _keeps_own_method(module):
         del module.__dict__["forward"]
-    return "forward" in module.__dict__ and not runs_inside_hook(module)
+
+
+def _keeps_own_method(module: nn.Module) -> bool:
+    return follows_class(module.__dict__["forward"], module)
 
 
 def has_own_forward(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from liger_kernels.patching.logits.head import HeadRecipe, linears_to_choose_from, patched_heads
 from liger_kernels.patching.logits.model import ModelRecipe
-from liger_kernels.patching.modules import has_own_forward, own_forward
+from liger_kernels.patching.modules import drop_kept_method, has_own_forward, own_forward
 from liger_kernels.patching.recipes.probe import describe
 from liger_kernels.patching.report import Left, PatchReport
 from liger_kernels.patching.swap import Undo, recipe_of, replace
@@ -40,9 +40,11 @@ def patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchRepor
     if isinstance(head, nn.Embedding) or head is inputs:
         leave(head_path, head, "it is the input embedding, too: no linear head")
         return
-    if recipe_of(owner) is None and has_own_forward(owner):
-        leave(path, owner, own_forward(owner))
-        return
+    if recipe_of(owner) is None:
+        drop_kept_method(owner)
+        if has_own_forward(owner):
+            leave(path, owner, own_forward(owner))
+            return
     if not patched_heads(head):
         of_hidden, of_logits = ("linear_cross_entropy" in report.kernels), ("cross_entropy" in report.kernels)
         linears = linears_to_choose_from(head) if of_hidden else []

@@ -4,7 +4,7 @@ No model family is named here. A class belongs to the zoo when transformers list
 when it is a language model whose own source calls ``self.loss_function``. Its configuration is shrunk by what the
 attributes are *called* (hidden size, heads, experts, ranks, periods ...) and by one rule for lists: one entry per
 layer, such that every kind of layer of the full-size model occurs. What cannot be built or trained that way raises
-:class:`CannotShrink` with the reason. ``python -m tests.zoo`` prints a census.
+:class:`CannotShrink` with the reason. ``python -m matrix.checks.zoo`` prints a census.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def _train_once(model: PreTrainedModel) -> None:
 def _census() -> None:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    classes = causal_lm_classes()
+    classes: list[Any] = list(causal_lm_classes())
     built = 0
     slowest = []
     for cls in classes:

@@ -153,7 +153,7 @@ def candidates(model: str, dtype: str = "float32") -> list[Honest]:
         ]
         if MODELS[model].attention == "sdpa":  # the other way would lose Gemma 2's cap, which sdpa does not know
             rows.append(Honest(f"{patch.__name__}, eager attention", functools.partial(eager_attention, patch)))
-    rows += [Honest(f"fused_linear, {n} chunks", fused_linear, around=lambda n=n: chunks(n)) for n in (1, 2, 11)]
+    rows += [Honest(f"fused_linear, {n} chunks", fused_linear, around=functools.partial(chunks, n)) for n in (1, 2, 11)]
     reversed_only = functools.partial(permuted, unpatched)
     rows += [Honest(f"unpatched, rows reversed, replica {r}", reversed_only, r) for r in range(REPLICAS + 1)]
     return rows
