@@ -146,6 +146,22 @@ def experts_cases() -> None:
         run(experts, new(8, hidden, dtype=dtype), ids, weights.float(), gate_up, down, gate, *biases)
 
 
+def lora_linear_cases() -> None:
+    import torch.nn.functional as F
+
+    from liger_kernels.ops import LoraAdapter, lora_linear
+
+    def call(x: torch.Tensor, weight: torch.Tensor, *adapters: LoraAdapter) -> torch.Tensor:
+        return lora_linear(x, lambda x: F.linear(x, weight), adapters)
+
+    for dtype, of_adapter, ranks in ((BF16, FP32, 16), (BF16, BF16, 4), (FP16, FP32, 64), (FP32, FP32, 16)):
+        a, b = new(ranks, 1024, dtype=of_adapter), new(2048, ranks, dtype=of_adapter)
+        run(call, new(64, 1024, dtype=dtype), new(2048, 1024, dtype=dtype), LoraAdapter(a, b, 2.0))
+    a, b, bias = new(256, 64, dtype=FP32), new(32, 256, dtype=FP32), new(32, dtype=FP32)
+    run(call, new(4096, 64), new(32, 64), LoraAdapter(a, b, 2.0, bias, dropped=new(4096, 64, dtype=FP32)))
+    run(call, new(16384, 64), new(32, 64), LoraAdapter(new(64, 64), new(32, 64)))
+
+
 def cross_entropy_cases() -> None:
     from liger_kernels.ops import cross_entropy
     from liger_kernels.ops.loss.cross_entropy import EXTRAS
@@ -187,6 +203,7 @@ CASES: dict[str, Callable[[], None]] = {  # what takes longest first, and what s
     "rope": rope_cases,
     "experts": experts_cases,
     "glu": glu_cases,
+    "lora_linear": lora_linear_cases,
 }
 
 

@@ -40,7 +40,7 @@ NUMBER, SWITCH, INT, OPTIONAL = {"an int", "a float"}, {"a bool"}, {"an int"}, {
 # Which of them are values that a parameter takes, whatever comes of them; by its name, where it is not in every
 # function the same by "function.name".
 MEANT: dict[str, set[str]] = {
-    **dict.fromkeys(("eps", "logit_scale", "z_loss", "temperature", "alpha", "offset"), NUMBER),
+    **dict.fromkeys(("eps", "logit_scale", "z_loss", "temperature", "alpha", "offset", "scale"), NUMBER),
     **dict.fromkeys(("softcap", "limit"), NUMBER | OPTIONAL),
     **dict.fromkeys(("ignore_index", "groups"), INT),
     **dict.fromkeys(("rotary_dim", "chunk_size", "counted"), INT | OPTIONAL),
@@ -57,6 +57,9 @@ MEANT: dict[str, set[str]] = {
     "kernels": OPTIONAL | {"an empty list"},
     "Recogniser.kernels": {"an empty list"},
     "extras": {"an empty list"},
+    "adapters": {"an empty list"},
+    "base": {"a class"},  # which can be called
+    "dropped": OPTIONAL,
     "observer": {"a class"},  # which can be called
     **{name: {"a class"} for name in ("candidate", "recognise", "key")},
     "pretrained_model_name_or_path": {"a string"},
@@ -81,6 +84,7 @@ def valid() -> dict[str, dict[str, Any]]:
     experts = {"gate_up": torch.randn(3, 12, 8), "down": torch.randn(3, 8, 6)}
     biases = {"gate_up_bias": torch.randn(3, 12), "down_bias": torch.randn(3, 8)}
     linear = {"gate": x, "up": x, "weight": torch.randn(6, 8), "bias": torch.randn(6)}
+    adapter = {"a": torch.randn(3, 8), "b": torch.randn(6, 3), "bias": torch.randn(6), "dropped": x}
     by_op = {
         "rms_norm": {"x": x, "weight": row},
         "add_rms_norm": {"x": x, "residual": x, "weight": row},
@@ -92,6 +96,7 @@ def valid() -> dict[str, dict[str, Any]]:
         "swiglu_linear": linear,
         "geglu_linear": linear,
         "packed_glu": {"x": x},
+        "lora_linear": {"x": x, "base": nn.Linear(8, 6), "adapters": [ops.LoraAdapter(**adapter)]},
         "experts": {"hidden": x, "ids": ids, "weights": torch.rand(4, 2), **experts, **biases},
         "cross_entropy": {"logits": torch.randn(4, 5), "targets": targets, **weights},
         "linear_cross_entropy": {**head, **weights},
@@ -104,6 +109,7 @@ def valid() -> dict[str, dict[str, Any]]:
         "packing_weights": {"labels": targets, "seq_idx": torch.tensor([0, 0, 1, 1])},
         "CountedTargets": {"targets": targets},
         "GluFormula": {},
+        "LoraAdapter": adapter,
         "observe_logits_grad": {"observer": print},
         "patch": {"model": model},
         "patched": {"model": model},
@@ -228,6 +234,8 @@ def test_another_device_is_named(name: str) -> None:
     def wrong() -> Iterator[tuple[str, str]]:
         given = valid()[name]
         for parameter, t in given.items():
+            if not isinstance(t, torch.Tensor):
+                continue
             arguments = {**given, parameter: t.to("meta")}
             yield parameter, complaint(FUNCTIONS[name], arguments, tuple(given))
 
@@ -246,6 +254,8 @@ def test_a_shape_that_does_not_fit_is_named(name: str) -> None:
         given = valid()[name]
         tensors = tuple(given)
         for parameter, t in given.items():
+            if not isinstance(t, torch.Tensor):
+                continue
             arguments = {**given, parameter: t[..., :-1]}
             yield f"{parameter} of {list(t.shape)} cut", complaint(FUNCTIONS[name], arguments, (*tensors, "rotary_dim"))
 
@@ -262,7 +272,7 @@ def test_what_a_patch_warns_of_points_at_the_caller() -> None:
 NO_NUMBERS = {
     **dict.fromkeys(("eps", "z_loss"), (math.nan, math.inf, -math.inf, -1e-6)),
     **dict.fromkeys(("temperature", "softcap"), (math.nan, math.inf, -math.inf, -1.0, 0.0)),
-    **dict.fromkeys(("logit_scale", "alpha", "offset"), (math.nan, math.inf, -math.inf)),
+    **dict.fromkeys(("logit_scale", "alpha", "offset", "scale"), (math.nan, math.inf, -math.inf)),
     "label_smoothing": (math.nan, math.inf, -0.1, 1.1),
     "limit": (math.nan, -math.inf, -1.0, 0.0),
     "groups": (-1, 0, 3),

@@ -142,6 +142,17 @@ def _glu_linear(op: Callable[..., torch.Tensor]) -> DeterminismCase:
     return DeterminismCase(inputs, compute, (RUNS,))
 
 
+def _adapted(x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return ops.lora_linear(x, lambda x: torch.nn.functional.linear(x, weight), [ops.LoraAdapter(a, b, 2.0)])
+
+
+def _lora_linear_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    rows = {"x": torch.randn(sizes.rows, sizes.hidden, dtype=dtype), "dy": torch.randn(sizes.rows, 64, dtype=dtype)}
+    return rows, {"weight": torch.randn(64, sizes.hidden, dtype=dtype), "a": torch.randn(16, sizes.hidden)} | {
+        "b": torch.randn(64, 16)
+    }
+
+
 def _targets(sizes: Sizes) -> Tensors:
     targets = torch.randint(sizes.vocab, (sizes.loss_rows,))
     targets[::7] = -100
@@ -227,6 +238,9 @@ CASES = {
     ),
     "swiglu_linear": _glu_linear(ops.swiglu_linear),
     "geglu_linear": _glu_linear(ops.geglu_linear),
+    "lora_linear": DeterminismCase(
+        _lora_linear_inputs, partial(_differentiated, _adapted, shared=("weight", "a", "b")), (RUNS,)
+    ),
     **{f"cross_entropy, {r}": _loss(ops.cross_entropy, "logits", r) for r in ("none", "mean")},
     **{f"linear_cross_entropy, {r}": _loss(ops.linear_cross_entropy, "hidden", r) for r in ("none", "mean")},
     "linear_log_probs": DeterminismCase(_head, _log_probs, (RUNS,)),

@@ -34,6 +34,12 @@ def routed() -> torch.Tensor:
     return ops.experts(new(96, 64), ids, new(96, 2), new(6, 64, 64), new(6, 64, 32))
 
 
+def adapted() -> torch.Tensor:
+    adapter = ops.LoraAdapter(new(8, 256, dtype=torch.float32), new(64, 8, dtype=torch.float32))
+    weight = new(64, 256)
+    return ops.lora_linear(new(96, 256), lambda x: torch.nn.functional.linear(x, weight), [adapter])
+
+
 def targets(rows: int = 96, vocab: int = 1000, device: str = "cuda") -> torch.Tensor:
     return torch.randint(vocab, (rows,), device=device).masked_fill_(torch.rand(rows, device=device) < 0.3, -100)
 
@@ -76,6 +82,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "packed_glu": lambda: ops.packed_glu(new(96, 256), ops.GluFormula(limit=7.0, offset=1.0, interleaved=True)),
     "swiglu_linear": lambda: ops.swiglu_linear(new(96, 256), new(96, 256), new(64, 256), new(64)),
     "geglu_linear": lambda: ops.geglu_linear(new(96, 256), new(96, 256), new(64, 256)),
+    "lora_linear": adapted,
     "cross_entropy": loss,
     "cross_entropy none, everything": lambda: loss(
         reduction="none", label_smoothing=0.1, softcap=30.0, z_loss=1e-4, extras=EXTRAS

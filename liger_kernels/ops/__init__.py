@@ -17,6 +17,7 @@ from liger_kernels.ops._glu import (
     swiglu_ref,
 )
 from liger_kernels.ops._layer_norm import layer_norm, layer_norm_ref
+from liger_kernels.ops._lora_linear import LoraAdapter, lora_linear, lora_linear_ref
 from liger_kernels.ops._packed_glu import GluFormula, packed_glu, packed_glu_ref
 from liger_kernels.ops._rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from liger_kernels.ops._rope import rope, rope_ref
@@ -34,6 +35,7 @@ __all__ = [
     "CrossEntropyOutput",
     "GluFormula",
     "LogProbsOutput",
+    "LoraAdapter",
     "LossOptions",
     "PackedTargets",
     "add_rms_norm",
@@ -55,6 +57,8 @@ __all__ = [
     "linear_cross_entropy_ref",
     "linear_log_probs",
     "linear_log_probs_ref",
+    "lora_linear",
+    "lora_linear_ref",
     "observe_logits_grad",
     "packed_glu",
     "packed_glu_ref",

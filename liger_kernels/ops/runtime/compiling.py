@@ -19,6 +19,7 @@ INDUCTOR_UP_TO: dict[str, float] = {
     "gated_rms_norm": math.inf,
     "mean": math.inf,
     "experts": math.inf,
+    "lora_linear": math.inf,
     "rope": 2**20,
     "swiglu": 2**20,
     "geglu": 2**20,

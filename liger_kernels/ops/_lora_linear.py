@@ -1,0 +1,304 @@
+"""A linear layer with low-rank adapters, of which only the adapters cost memory traffic here (Hu, arXiv:2106.09685).
+
+    z_a = x_a A_a^T        y = base(x) + sum over a of s_a (z_a B_a^T + beta_a)
+
+x_a is x, or what the adapter's dropout made of it. With the upstream gradient dY:
+
+    g_a = s_a dY B_a        dB_a = s_a dY^T z_a        dA_a = g_a^T x_a        dbeta_a = s_a * sum of dY's rows
+
+and x gets g_a A_a in addition to what it gets through the base. Everything accumulates in float32, and y, dA, dB and
+the gradient of x are rounded once. A product of 16-bit numbers with float32 ones takes the latter as a sum of two
+bfloat16 numbers, hi + lo, whose error is 2^-17; these products are bound by memory, so that is free.
+
+The op is two nodes of autograd. The *anchor* makes z and saves whatever is saved; the *add* comes behind the base, and
+saves nothing. So a recomputation of activations, which ends at the last tensor that was saved, ends before the base's
+product where that is the last of a block. x goes to the base through the anchor, whose backward adds g A to what comes
+back in one pass. The add's backward reads the anchor's tensors, once, and hands them over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernels.ops._lora_products import MOST_RANKS, add_product, columns_product, rows_product
+from liger_kernels.ops.runtime.arguments import FINITE, checked, checked_fields, checked_op, describe
+from liger_kernels.ops.runtime.compiling import left_to_inductor
+from liger_kernels.ops.runtime.dispatch import as_autocast, as_values, backward_once, use_triton
+
+
+@checked_fields
+@dataclass(frozen=True)
+class LoraAdapter:
+    """One low-rank adapter of a linear layer.
+
+    Attributes:
+        a: [rank, in features], any floating dtype.
+        b: [out features, rank], any floating dtype.
+        scale: the factor of its result.
+        bias: [out features], or None; ``scale`` multiplies it, too.
+        dropped: [..., in features], what it multiplies instead of the layer's x where its dropout is active; else None.
+
+    Raises:
+        TypeError, ValueError: for an attribute of a wrong type, dtype, shape or device.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: Annotated[float, FINITE] = 1.0
+    bias: Tensor | None = None
+    dropped: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        a, b, bias, dropped = self.a, self.b, self.bias, self.dropped
+        for name, t in (("a", a), ("b", b), ("bias", bias), ("dropped", dropped)):
+            if t is None:
+                continue
+            if not t.is_floating_point():
+                raise TypeError(f"{name} is {t.dtype}; it must be floating point")
+            if t.device != a.device:
+                raise ValueError(f"{name} is on {t.device}, a on {a.device}; move one to the other")
+        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+            raise ValueError(
+                f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}; they must be [rank, in features] and [out "
+                "features, rank]"
+            )
+        if bias is not None and bias.shape != b.shape[:1]:
+            raise ValueError(f"bias has shape {tuple(bias.shape)}; with this b it must be ({len(b)},)")
+        if dropped is not None and (not dropped.dim() or dropped.shape[-1] != a.shape[1]):
+            raise ValueError(f"dropped has shape {tuple(dropped.shape)}; with this a it must be [..., {a.shape[1]}]")
+
+
+@checked
+def lora_linear_ref(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[LoraAdapter]) -> Tensor:
+    """:func:`lora_linear` in plain torch: the definition of correct, for any floating-point dtype."""
+    known = _checked(x, adapters)
+    x = cast_as_base(x)
+    return _reference(base(x), x, known)
+
+
+def cast_as_base(x: Tensor) -> Tensor:
+    """x as a linear layer would cast it under autocast, so that base and adapters share what comes of it."""
+    return x if x.is_meta else as_autocast(x, x.device)
+
+
+def _reference(y0: Tensor, x: Tensor, adapters: Sequence[LoraAdapter]) -> Tensor:
+    _check_base(x, y0, adapters)
+    dtype = torch.promote_types(y0.dtype, torch.float32)
+    for t in [t for adapter in adapters for t in (adapter.a, adapter.b)]:
+        dtype = torch.promote_types(dtype, t.dtype)
+    with contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+        y = y0.to(dtype)
+        for adapter in adapters:
+            z = F.linear((x if adapter.dropped is None else adapter.dropped).to(dtype), adapter.a.to(dtype))
+            delta = F.linear(z, adapter.b.to(dtype), None if adapter.bias is None else adapter.bias.to(dtype))
+            y = y + adapter.scale * delta
+        return y.to(y0.dtype)
+
+
+def _stacked_b(b: Sequence[Tensor], scales: Sequence[float]) -> Tensor:
+    return torch.cat([scale * one.float() for one, scale in zip(b, scales, strict=True)], dim=1)
+
+
+class AnchorFunction(torch.autograd.Function):
+    """x and z = x A^T, float32 [tokens, ranks]. Saves x, z and the parameters themselves, which a sharding package may
+    free and fill again. Without ``passes``, x does not come back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passes: bool, *parameters: Tensor) -> Any:
+        half = len(parameters) // 2
+        a = parameters[0] if half == 1 else torch.cat(parameters[:half])
+        z = rows_product(x, a, 1.0)
+        ctx.save_for_backward(x, z, *parameters)
+        ctx.passes, ctx.read = passes, None
+        ctx.set_materialize_grads(False)
+        return (x, z) if passes else z
+
+    @staticmethod
+    @backward_once
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dx, g = grads if ctx.passes else (None, *grads)
+        parameters_and_x, ctx.read = ctx.read, None
+        needs_x, _, *needs = ctx.needs_input_grad
+        half = len(needs) // 2
+        found: list[Tensor | None] = [None] * len(needs)
+        if g is None:  # nobody asked for it, or only what lies between anchor and add was differentiated
+            return dx, None, *found
+        x, *a = parameters_and_x
+        if half == 1:
+            found[0] = columns_product(x, g, a[0].shape, a[0].dtype, 1.0, by_rank=True) if needs[0] else None
+        elif any(needs[:half]):
+            ranks = [len(one) for one in a]
+            every = columns_product(x, g, (sum(ranks), x.shape[-1]), torch.float32, 1.0, by_rank=True)
+            parts = zip(every.split(ranks), a, needs, strict=False)
+            found[:half] = [part.to(one.dtype) if needed else None for part, one, needed in parts]
+        if needs_x:
+            dx = add_product(dx, g, (a[0] if half == 1 else torch.cat(a)).t(), None, 1.0, x.shape, x.dtype)
+        return dx, None, *found
+
+
+class AddFunction(torch.autograd.Function):
+    """y = y0 + scale * (z B^T + bias), a new tensor in y0's dtype. Saves nothing: its backward reads what the anchors
+    have saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y0: Tensor, groups: tuple[tuple[Any, int], ...], scales: tuple[float, ...], *tensors: Tensor | None
+    ) -> Tensor:
+        """``groups``: of each anchor its node (None where nothing of it is differentiated), and how many adapters it
+        has. ``tensors``: the z of each anchor, then B of each adapter, then its bias or None."""
+        z, b, biases = _parted(tensors, len(groups), len(scales))
+        ctx.groups, ctx.scales, ctx.bias_dtypes = groups, scales, [None if t is None else t.dtype for t in biases]
+        if len(scales) == 1:
+            return add_product(y0, z[0], b[0], biases[0], scales[0], y0.shape, y0.dtype)
+        bias = None
+        for one, scale in zip(biases, scales, strict=True):
+            if one is not None:
+                bias = scale * one.float() if bias is None else bias + scale * one.float()
+        every = z[0] if len(z) == 1 else torch.cat([*z], dim=1)
+        return add_product(y0, every, _stacked_b(b, scales), bias, 1.0, y0.shape, y0.dtype)
+
+    @staticmethod
+    @backward_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        groups, scales = ctx.groups, ctx.scales
+        _, _, _, *needs = ctx.needs_input_grad
+        _, needs_b, needs_bias = _parted(needs, len(groups), len(scales))
+        dz: list[Tensor | None] = [None] * len(groups)
+        db: list[Tensor | None] = [None] * len(scales)
+        first = 0
+        for i, (anchor, count) in enumerate(groups):
+            mine, first = slice(first, first + count), first + count
+            if anchor is None:
+                continue
+            x, z, *parameters = anchor.saved_tensors  # the only time in this pass: a recomputation gives them once
+            a, b = parameters[:count], parameters[count:]
+            needs_x, _, *needs_a = anchor.needs_input_grad
+            if needs_x or any(needs_a[:count]):
+                anchor.read = (x, *a)
+                stacked = b[0] if count == 1 else _stacked_b(b, scales[mine])
+                dz[i] = rows_product(dy, stacked.t(), scales[mine][0] if count == 1 else 1.0)
+            if count == 1:
+                (needed,), (scale,) = needs_b[mine], scales[mine]
+                db[mine] = [columns_product(dy, z, b[0].shape, b[0].dtype, scale) if needed else None]
+            elif any(needs_b[mine]):
+                ranks = [one.shape[1] for one in b]
+                every = columns_product(dy, z, (dy.shape[-1], sum(ranks)), torch.float32, 1.0)
+                parts = zip(every.split(ranks, dim=1), b, scales[mine], needs_b[mine], strict=True)
+                db[mine] = [(s * part).to(one.dtype) if needed else None for part, one, s, needed in parts]
+        dbias: list[Tensor | None] = [None] * len(scales)
+        if any(needs_bias):
+            total = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32)
+            kinds = zip(scales, ctx.bias_dtypes, needs_bias, strict=True)
+            dbias = [(scale * total).to(dtype) if needed else None for scale, dtype, needed in kinds]
+        return dy, None, None, *dz, *db, *dbias
+
+
+def _parted(items: Sequence[Any], groups: int, adapters: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    return items[:groups], items[groups : groups + adapters], items[groups + adapters :]
+
+
+def _checked(x: Tensor, adapters: Sequence[LoraAdapter]) -> list[LoraAdapter]:
+    """``adapters``, each of which fits to x."""
+    if not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype}; it must be floating point")
+    known = [*adapters]
+    for one in known:
+        if not isinstance(one, LoraAdapter):
+            raise TypeError(f"adapters has {describe(one)} in it; it must be a list of LoraAdapters")
+        if one.a.device != x.device:
+            raise ValueError(f"one of adapters is on {one.a.device}, x on {x.device}; move one to the other")
+        if not x.dim() or one.a.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"one of adapters has a of shape {tuple(one.a.shape)}, x has shape {tuple(x.shape)}; they must be "
+                "[rank, in features] and [..., in features]"
+            )
+        if one.dropped is not None and one.dropped.shape != x.shape:
+            raise ValueError(
+                f"one of adapters has dropped of shape {tuple(one.dropped.shape)}; it must have that of x, "
+                f"{tuple(x.shape)}"
+            )
+    return known
+
+
+def _check_base(x: Tensor, y0: Any, adapters: Sequence[LoraAdapter]) -> None:
+    if not isinstance(y0, Tensor) or not y0.is_floating_point():
+        raise TypeError(f"base returned {describe(y0)}; it must return a floating-point tensor")
+    for one in adapters:
+        if y0.shape != (*x.shape[:-1], len(one.b)):
+            raise ValueError(
+                f"base returned shape {tuple(y0.shape)} for x of shape {tuple(x.shape)}; with b of shape "
+                f"{tuple(one.b.shape)} in adapters it must be {(*x.shape[:-1], len(one.b))}"
+            )
+
+
+def _runs_kernel(x: Tensor, adapters: Sequence[LoraAdapter]) -> bool:
+    if not use_triton(x) or left_to_inductor("lora_linear", x):
+        return False
+    ranks = 0
+    for one in adapters:
+        ranks += len(one.a)
+        if not all(t is None or t.dtype is not torch.float64 for t in (one.a, one.b, one.bias, one.dropped)):
+            return False
+    return 0 < ranks <= MOST_RANKS
+
+
+@checked_op
+def lora_linear(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[LoraAdapter]) -> Tensor:
+    """The result of ``base`` plus those of low-rank ``adapters``; the formula stands at the top of this file.
+
+    Under autocast, x is cast as ``F.linear`` casts it, and base gets it so. The adapters keep their own dtype.
+
+    Args:
+        x: [..., in features]: float16, bfloat16, float32, or float64 (which runs the reference). Never overwritten.
+        base: the layer that is adapted, called once, with x or an alias of it. Its result stays as it is.
+        adapters: :class:`LoraAdapter` of this layer. More than 256 ranks together run the reference.
+
+    Returns:
+        A new tensor [..., out features] of the dtype that base returns. Without adapters, what base returns.
+
+    Raises:
+        TypeError, ValueError: for an argument of a wrong type, dtype, shape or device.
+    """
+    known = _checked(x, adapters)
+    x = cast_as_base(x)
+    if not known:
+        return base(x)
+    return lora_linear_of_checked(x, base, known)
+
+
+def lora_linear_of_checked(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[LoraAdapter]) -> Tensor:
+    """:func:`lora_linear` of at least one adapter, and arguments that are known to fit. x has been cast."""
+    if not _runs_kernel(x, adapters):
+        return _reference(base(x), x, adapters)
+    shared = [one for one in adapters if one.dropped is None]
+    zs, groups = [], []
+    if shared:
+        passes = x.requires_grad and torch.is_grad_enabled()
+        parameters = as_values(*[one.a for one in shared], *[one.b for one in shared])
+        if passes:
+            x, z = AnchorFunction.apply(x, True, *parameters)
+        else:
+            z = AnchorFunction.apply(x, False, *parameters)
+        zs.append(z)
+        groups.append((z.grad_fn, len(shared)))
+    ordered = shared
+    for one in adapters:
+        if one.dropped is not None:
+            z = AnchorFunction.apply(*as_values(one.dropped), False, *as_values(one.a, one.b))
+            zs.append(z)
+            groups.append((z.grad_fn, 1))
+            ordered = [*ordered, one]
+    y0 = base(x)
+    _check_base(x, y0, ordered)
+    if y0.dtype is torch.float64:
+        return _reference(y0, x, ordered)
+    b, biases = [one.b for one in ordered], [one.bias for one in ordered]
+    scales = tuple([one.scale for one in ordered])
+    return AddFunction.apply(*as_values(y0), tuple(groups), scales, *zs, *as_values(*b, *biases))

@@ -1,0 +1,269 @@
+"""The thin products of low-rank adapters: a long matrix and one of few columns, bound by the memory of the long one.
+
+Sums are float32. A float32 number is the sum of two bfloat16 numbers where it meets bfloat16 (error 2^-17), and of
+three where it meets float32 or float16 (error 2^-24), so that tensor cores multiply it; float16 has too little range to
+be split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from liger_kernels.ops.runtime.device import room_for_loads
+from liger_kernels.ops.runtime.dispatch import INTERPRET, launch, tl, triton
+from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, next_power_of_2, tile
+
+MOST_RANKS = 256  # of a program, which holds them all
+_PROGRAMS = 264  # two for each multiprocessor of an H100
+_SCRATCH = 24 * 1024  # bytes of shared memory for what is not loaded ahead
+_COMPILED = tl.constexpr(not INTERPRET)
+
+
+@triton.jit
+def _split(x):
+    """The bfloat16 nearest to float32 ``x``, and what is left of it."""
+    near = x.to(tl.bfloat16)
+    return near, x - near.to(tl.float32)
+
+
+@triton.jit
+def _dot(a, b, total, EXACT: tl.constexpr):
+    """total + a @ b in float32. ``EXACT``: both may need all 24 bits; else one of them at least is bfloat16, or 16 bits
+    are enough."""
+    if not _COMPILED:
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    elif EXACT:
+        a_1, a_rest = _split(a.to(tl.float32))
+        a_2, a_rest = _split(a_rest)
+        a_3 = a_rest.to(tl.bfloat16)
+        b_1, b_rest = _split(b.to(tl.float32))
+        b_2, b_rest = _split(b_rest)
+        b_3 = b_rest.to(tl.bfloat16)
+        total = tl.dot(a_3, b_1, total)
+        total = tl.dot(a_1, b_3, total)
+        total = tl.dot(a_2, b_2, total)
+        total = tl.dot(a_2, b_1, total)
+        total = tl.dot(a_1, b_2, total)
+        total = tl.dot(a_1, b_1, total)
+    elif a.dtype == tl.bfloat16:
+        if b.dtype == tl.bfloat16:
+            total = tl.dot(a, b, total)
+        else:
+            b_1, b_rest = _split(b.to(tl.float32))
+            total = tl.dot(a, b_rest.to(tl.bfloat16), total)
+            total = tl.dot(a, b_1, total)
+    else:
+        a_1, a_rest = _split(a.to(tl.float32))
+        if b.dtype == tl.bfloat16:
+            total = tl.dot(a_rest.to(tl.bfloat16), b, total)
+            total = tl.dot(a_1, b, total)
+        else:
+            b_1, b_rest = _split(b.to(tl.float32))
+            total = tl.dot(a_rest.to(tl.bfloat16), b_1, total)
+            total = tl.dot(a_1, b_rest.to(tl.bfloat16), total)
+            total = tl.dot(a_1, b_1, total)
+    return total
+
+
+# fmt: off
+@triton.jit
+def _lora_linear_rows_kernel(
+    x_ptr, x_stride, w_ptr, w_rank_stride, w_col_stride,    # [rows, columns], [ranks, columns]
+    z_ptr,                                                  # [rows, ranks] float32
+    n_rows, n_cols, n_ranks, scale,
+    EXACT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """z = scale * x w^T."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    rank = tl.arange(0, RANKS)[None, :]
+    z = tl.zeros((ROWS, RANKS), tl.float32)
+    for start in range(0, n_cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_stride + col[None, :], mask=(row < n_rows) & (col[None, :] < n_cols), other=0.0)
+        at = w_ptr + rank.to(tl.int64) * w_rank_stride + col[:, None].to(tl.int64) * w_col_stride
+        w = tl.load(at, mask=(rank < n_ranks) & (col[:, None] < n_cols), other=0.0)
+        z = _dot(x, w, z, EXACT)
+    scale = tl.full((), scale, tl.float32)
+    tl.store(z_ptr + row * n_ranks + rank, z * scale, mask=(row < n_rows) & (rank < n_ranks))
+
+
+@triton.jit
+def _lora_linear_add_kernel(
+    y0_ptr, y0_stride, z_ptr, z_stride,                     # [rows, columns] or None, [rows, ranks]
+    w_ptr, w_col_stride, w_rank_stride, bias_ptr,           # [columns, ranks], [columns] or None
+    y_ptr,                                                  # [rows, columns]
+    n_rows, n_cols, n_ranks, col_blocks, scale,
+    EXACT: tl.constexpr, RANKS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """y = y0 + scale * (z w^T + bias)."""
+    program = tl.program_id(0)
+    row = (program // col_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = (program % col_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = (row < n_rows) & (col < n_cols)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in tl.static_range(0, RANKS, PART):
+        rank = first + tl.arange(0, PART)
+        z = tl.load(z_ptr + row * z_stride + rank[None, :], mask=(row < n_rows) & (rank[None, :] < n_ranks), other=0.0)
+        at = w_ptr + rank[:, None].to(tl.int64) * w_rank_stride + col.to(tl.int64) * w_col_stride
+        w = tl.load(at, mask=(rank[:, None] < n_ranks) & (col < n_cols), other=0.0)
+        total = _dot(z, w, total, EXACT)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
+    total *= tl.full((), scale, tl.float32)
+    if y0_ptr is not None:
+        total += tl.load(y0_ptr + row * y0_stride + col, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * n_cols + col, total.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _lora_linear_columns_kernel(
+    x_ptr, x_stride, z_ptr, z_stride,                       # [rows, columns], [rows, ranks] float32
+    w_ptr, w_part_stride, w_col_stride, w_rank_stride,      # [parts, columns, ranks]
+    n_rows, n_cols, n_ranks, rows_of_part, scale,
+    EXACT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """w = scale * x^T z over the rows of each part."""
+    part = tl.program_id(1)
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.arange(0, RANKS)[None, :]
+    w = tl.zeros((BLOCK, RANKS), tl.float32)
+    first = part.to(tl.int64) * rows_of_part
+    end = tl.minimum(first + rows_of_part, n_rows)
+    for start in range(0, rows_of_part, ROWS):
+        row = first + start + tl.arange(0, ROWS)[:, None]
+        x = tl.load(x_ptr + row * x_stride + col[None, :], mask=(row < end) & (col[None, :] < n_cols), other=0.0)
+        z = tl.load(z_ptr + row * z_stride + rank, mask=(row < end) & (rank < n_ranks), other=0.0)
+        w = _dot(tl.trans(x), z, w, EXACT)
+    w *= tl.full((), scale, tl.float32)
+    at = w_ptr + part.to(tl.int64) * w_part_stride + col[:, None].to(tl.int64) * w_col_stride
+    mask = (col[:, None] < n_cols) & (rank < n_ranks)
+    tl.store(at + rank.to(tl.int64) * w_rank_stride, w.to(w_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _lora_linear_sum_kernel(
+    parts_ptr, w_ptr,    # [parts, n] float32, [n]
+    n, n_parts, BLOCK: tl.constexpr,
+):
+    """The sum of the parts, in their order."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    at = parts_ptr + i
+    for _ in range(0, n_parts):
+        total += tl.load(at, mask=i < n, other=0.0)
+        at += n
+    tl.store(w_ptr + i, total.to(w_ptr.dtype.element_ty), mask=i < n)
+# fmt: on
+
+
+def _ranks(n: int) -> int:
+    """A tensor core multiplies 16 ranks at least."""
+    return max(16, next_power_of_2(n))
+
+
+def _stages(device: torch.device, bytes_: int) -> int:
+    """How many loads of ``bytes_`` a program has under way."""
+    return max(2, min(4, (room_for_loads(device) - _SCRATCH) // bytes_))
+
+
+@choice("lora_rows")
+def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> dict[str, int]:
+    """Rows of a program: as many as leave two programs for each multiprocessor, so that w is read from the cache as
+    rarely as possible."""
+    rows = next((rows for rows in (64, 32) if n_rows >= rows * (_PROGRAMS * 3 // 4)), 16)
+    rows, block = tile(n_rows, n_cols, min(rows, 128 // size), max(16, min(256 // size, 4096 // ranks)))
+    stages = _stages(device, block * (rows * size + ranks * 4))
+    return {"ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": stages}
+
+
+@choice("lora_add")
+def _add_shape(n_rows: int, n_cols: int, ranks: int) -> dict[str, int]:
+    rows, block = tile(n_rows, n_cols, 64, 128)
+    return {"PART": min(ranks, 32), "ROWS": rows, "BLOCK": block, "num_warps": 4}
+
+
+@choice("lora_columns")
+def _columns_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> tuple[int, dict[str, int]]:
+    """In how many parts the rows are summed, and launch choices."""
+    rows, block = tile(n_rows, n_cols, 64 if ranks * size <= 128 else 32, 64)
+    parts = max(1, min(_PROGRAMS // cdiv(n_cols, block), cdiv(n_rows, 4 * rows)))
+    stages = _stages(device, rows * (block * size + ranks * 4))
+    return parts, {"ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": stages}
+
+
+def rows_product(x: Tensor, w: Tensor, scale: float) -> Tensor:
+    """scale * x w^T, float32 [tokens, ranks], of ``x`` [..., columns] and ``w`` [ranks, columns] of any strides."""
+    x_rows, x_stride = as_rows(x)
+    n_ranks, n_cols = w.shape
+    n_rows = x.numel() // max(1, n_cols)
+    z = torch.empty((n_rows, n_ranks), dtype=torch.float32, device=x.device)
+    ranks = _ranks(n_ranks)
+    shape = _rows_shape(n_rows, n_cols, ranks, x.element_size(), x.device)
+    grid, exact = (cdiv(n_rows, shape["ROWS"]),), x.dtype is not torch.bfloat16
+    tensors, sizes = (x_rows, x_stride, w, *w.stride(), z), (n_rows, n_cols, n_ranks, float(scale))
+    launch(_lora_linear_rows_kernel, grid, x.device, *tensors, *sizes, EXACT=exact, RANKS=ranks, **shape)
+    return z
+
+
+def add_product(
+    y0: Tensor | None,
+    z: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """y0 + scale * (z w^T + bias), a new tensor of ``shape`` [..., columns] and ``dtype``. ``y0`` of None counts as
+    zero. ``z`` is float32 [tokens, ranks], ``w`` [columns, ranks] of any strides."""
+    y = torch.empty(shape, dtype=dtype, device=z.device)
+    n_rows, n_ranks = z.shape
+    n_cols = len(w)
+    y0_rows = (None, 0) if y0 is None else as_rows(y0)
+    ranks = _ranks(n_ranks)
+    bias = None if bias is None else bias.contiguous()
+    options = _add_shape(n_rows, n_cols, ranks)
+    col_blocks = cdiv(n_cols, options["BLOCK"])
+    grid, exact = (cdiv(n_rows, options["ROWS"]) * col_blocks,), dtype is not torch.bfloat16
+    tensors = (*y0_rows, z, z.stride(0), w, *w.stride(), bias, y)
+    sizes = n_rows, n_cols, n_ranks, col_blocks, float(scale)
+    launch(_lora_linear_add_kernel, grid, z.device, *tensors, *sizes, EXACT=exact, RANKS=ranks, **options)
+    return y
+
+
+def columns_product(
+    x: Tensor, z: Tensor, shape: Sequence[int], dtype: torch.dtype, scale: float, by_rank: bool = False
+) -> Tensor:
+    """scale * x^T z, a new tensor of ``shape`` [columns, ranks] and ``dtype``; with ``by_rank`` transposed, [ranks,
+    columns]. ``x`` is [..., columns], ``z`` float32 [tokens, ranks]."""
+    w = torch.empty(shape, dtype=dtype, device=x.device)
+    x_rows, x_stride = as_rows(x)
+    n_rows, n_ranks = z.shape
+    n_cols = x.shape[-1]
+    ranks = _ranks(n_ranks)
+    parts, options = _columns_shape(n_rows, n_cols, ranks, x.element_size(), x.device)
+    rows_of_part = cdiv(cdiv(n_rows, parts), options["ROWS"]) * options["ROWS"]
+    to = w if parts == 1 else torch.empty((parts, *shape), dtype=torch.float32, device=x.device)
+    strides = (w.numel(), 1, n_cols) if by_rank else (w.numel(), n_ranks, 1)
+    grid, exact = (cdiv(n_cols, options["BLOCK"]), parts), x.dtype is not torch.bfloat16
+    tensors, sizes = (x_rows, x_stride, z, z.stride(0), to, *strides), (n_rows, n_cols, n_ranks, rows_of_part)
+    launch(
+        _lora_linear_columns_kernel, grid, x.device, *tensors, *sizes, float(scale), EXACT=exact, RANKS=ranks, **options
+    )
+    if parts > 1:
+        _, block = tile(1, w.numel(), 1, 256)
+        launch(
+            _lora_linear_sum_kernel,
+            (cdiv(w.numel(), block),),
+            x.device,
+            to,
+            w,
+            w.numel(),
+            parts,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return w
