@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
+import peft
 import pytest
 import torch
 
@@ -68,6 +69,17 @@ def test_a_step_launches_what_was_foreseen(family: str, dtype: torch.dtype, laun
     unknown = {"_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel", "_rope_kernel"}
     of_attention = {"_rope_kernel"} if DEVICE.type == "cuda" else set()  # so does that of a GPU, in float32
     assert missing <= (unknown if family == "gemma2" else of_attention)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_what_adapters_launch_is_foreseen(dtype: torch.dtype, launched: set[Any]) -> None:
+    adapter = peft.LoraConfig(r=4, target_modules="all-linear", lora_bias=True)
+    model = peft.get_peft_model(tiny("llama").to(dtype), adapter)
+    liger_kernels.patch(model)
+    expected = foreseen_programs(model.get_base_model(), ForeseenStep(2, 16, dtype, dtype))
+    model(**batch(rows=2, length=16), use_cache=False).loss.backward()
+    assert not {name for name, _ in launched - expected if "lora" in name}
+    assert any("lora" in name for name, _ in launched)
 
 
 def test_who_foresees_changes_nothing() -> None:

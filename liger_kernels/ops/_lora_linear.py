@@ -273,7 +273,7 @@ def lora_linear(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[
     return lora_linear_of_checked(x, base, known)
 
 
-def lora_linear_of_checked(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[LoraAdapter]) -> Tensor:
+def lora_linear_of_checked(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[Any]) -> Tensor:
     """:func:`lora_linear` of at least one adapter, and arguments that are known to fit. x has been cast."""
     if not _runs_kernel(x, adapters):
         return _reference(base(x), x, adapters)

@@ -7,11 +7,13 @@ be split.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from liger_kernels.ops.runtime.ahead import real_device
 from liger_kernels.ops.runtime.device import room_for_loads
 from liger_kernels.ops.runtime.dispatch import INTERPRET, launch, tl, triton
 from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, next_power_of_2, tile
@@ -20,6 +22,7 @@ MOST_RANKS = 256  # of a program, which holds them all
 _PROGRAMS = 264  # two for each multiprocessor of an H100
 _SCRATCH = 24 * 1024  # bytes of shared memory for what is not loaded ahead
 _COMPILED = tl.constexpr(not INTERPRET)
+_remembered = functools.lru_cache(maxsize=1024)  # what is chosen costs the host as much as a launch
 
 
 @triton.jit
@@ -166,10 +169,11 @@ def _ranks(n: int) -> int:
 
 def _stages(device: torch.device, bytes_: int) -> int:
     """How many loads of ``bytes_`` a program has under way."""
-    return max(2, min(4, (room_for_loads(device) - _SCRATCH) // bytes_))
+    return max(2, min(4, (room_for_loads(real_device(device)) - _SCRATCH) // bytes_))
 
 
 @choice("lora_rows")
+@_remembered
 def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> dict[str, int]:
     """Rows of a program: as many as leave two programs for each multiprocessor, so that w is read from the cache as
     rarely as possible."""
@@ -180,12 +184,14 @@ def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.d
 
 
 @choice("lora_add")
+@_remembered
 def _add_shape(n_rows: int, n_cols: int, ranks: int) -> dict[str, int]:
     rows, block = tile(n_rows, n_cols, 64, 128)
     return {"PART": min(ranks, 32), "ROWS": rows, "BLOCK": block, "num_warps": 4}
 
 
 @choice("lora_columns")
+@_remembered
 def _columns_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> tuple[int, dict[str, int]]:
     """In how many parts the rows are summed, and launch choices."""
     rows, block = tile(n_rows, n_cols, 64 if ranks * size <= 128 else 32, 64)

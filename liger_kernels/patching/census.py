@@ -11,17 +11,24 @@ from liger_kernels.patching.logits.head import HeadRecipe, patched_heads
 from liger_kernels.patching.logits.model import ModelRecipe
 from liger_kernels.patching.logits.split_head import has_plan, why_unfused
 from liger_kernels.patching.modules import carries_forward, has_own_forward
+from liger_kernels.patching.recipes.lora import LORA, is_lora_layer
 from liger_kernels.patching.recipes.probe import package_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.swap import RAN, recipe_of
+
+_ADAPTED_SINCE = "it got its adapter after patch(), and PEFT computes that: call patch(model) again"
 
 
 def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
     """``report``, with what is replaced in ``model`` now and what has changed since :func:`liger_kernels.patch`."""
     replaced, since = [], []
+    before = [left for left in report.left if not left.since]
+    adapts = not set(LORA.kernels).isdisjoint(report.kernels)
     for path, module in model.named_modules():
         recipe = recipe_of(module)
         if recipe is None:
+            if adapts and is_lora_layer(module) and not any(path.endswith(left.path) for left in before):
+                since.append(Left(path, type(module).__name__, _ADAPTED_SINCE, since=True))
             continue
         reason = _changed(module, recipe)
         if reason is not None:
@@ -29,7 +36,7 @@ def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
         elif not isinstance(recipe, ModelRecipe):
             replaced.append(Replacement(path, recipe.kernel, type(module).__name__, recipe.detail))
     report.replaced = replaced
-    report.left = [left for left in report.left if not left.since] + since
+    report.left = before + since
     report.never_ran = never_ran(model, report)
     return report
 

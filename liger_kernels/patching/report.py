@@ -37,8 +37,8 @@ class PatchReport:
         kernels: the kernels that were asked for.
         replaced: what was replaced.
         left: what was left alone, with the reason.
-        fallbacks: how often real logits had to be computed in a training forward, or another schedule than ``memory``
-            had to run, by reason; it goes on counting.
+        fallbacks: how often real logits had to be computed in a training forward, another schedule than ``memory`` had
+            to run, or PEFT's own forward ran in place of ``lora_linear``, by reason; it goes on counting.
         loss_reduction: what the loss averages over: "token", "square" or "sample".
         memory: the schedule of the fused loss that was chosen: "fast", "balanced" or "small"; None where it follows
             shape and dtype.
@@ -92,7 +92,7 @@ class PatchReport:
             )
             lines += ["", f"memory={self.memory!r}: {effect}"]
         if self.fallbacks:
-            lines += ["", "real logits were computed in training, or another schedule ran, because:"]
+            lines += ["", "real logits were computed in training, or another schedule or forward ran, because:"]
             lines += [f"  {count} x {reason}" for reason, count in self.fallbacks.most_common()]
         return "\n".join(lines)
 

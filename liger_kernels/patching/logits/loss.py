@@ -16,7 +16,7 @@ from liger_kernels.patching.logits.model import ModelRecipe
 from liger_kernels.patching.modules import drop_kept_method, has_own_forward, own_forward
 from liger_kernels.patching.recipes.probe import describe
 from liger_kernels.patching.report import Left, PatchReport
-from liger_kernels.patching.swap import Undo, recipe_of, replace
+from liger_kernels.patching.swap import Undo, recipe_of, replace, restore
 
 
 def patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchReport, undo: Undo) -> None:
@@ -55,6 +55,8 @@ def patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchRepor
             return
         recipe = HeadRecipe(fused=True, memory=report.memory) if linears else HeadRecipe(fused=False)
         for linear in linears or [head]:
+            if recipe_of(linear) is not None:  # an adapter of a head: here the loss over its logits counts
+                restore([(linear, vars(type(linear))["_liger_kernels_base"])])
             replace(head_path, linear, recipe, report, undo)
     if recipe_of(owner) is None:
         replace(path, owner, ModelRecipe(report.loss_reduction), report, undo)
