@@ -27,7 +27,7 @@ def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
     for path, module in model.named_modules():
         recipe = recipe_of(module)
         if recipe is None:
-            if adapts and is_lora_layer(module) and not any(path.endswith(left.path) for left in before):
+            if adapts and is_lora_layer(module) and not any(_is_of(left, path) for left in before):
                 since.append(Left(path, type(module).__name__, _ADAPTED_SINCE, since=True))
             continue
         reason = _changed(module, recipe)
@@ -39,6 +39,11 @@ def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
     report.left = before + since
     report.never_ran = never_ran(model, report)
     return report
+
+
+def _is_of(left: Left, path: str) -> bool:
+    """Whether ``left`` was found at ``path``, or there before something was wrapped around the model."""
+    return left.path != "" and f".{path}".endswith(f".{left.path}")
 
 
 def _changed(module: Any, recipe: Any) -> str | None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import checks, contract, experts, glu, loss, norms, packing, recognise, rope, scale, setups
+from tests.mutants import checks, contract, experts, glu, lora, loss, norms, packing, recognise, rope, scale, setups
 from tests.mutants.checks import ABSENT
 from tests.mutants.mutant import Mutant, restore
 
@@ -17,6 +17,7 @@ GROUPS: dict[str, tuple[str, tuple[Mutant, ...]]] = {
     "rope": ("rotary embeddings", rope.MUTANTS),
     "glu": ("gated MLPs", glu.MUTANTS),
     "experts": ("experts", experts.MUTANTS),
+    "lora": ("LoRA layers", lora.MUTANTS),
     "loss": ("cross entropy", loss.MUTANTS),
     "packing": ("packed samples", packing.MUTANTS),
     "contract": ("the patch", contract.MUTANTS),

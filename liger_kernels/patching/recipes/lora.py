@@ -69,7 +69,7 @@ class LoraRecipe(Recipe):
         return partial(lora_linear, x, partial(F.linear, weight=weight), tuple(adapters))
 
     def namespace(self, base: Any) -> dict[str, Any]:
-        self_kernel = self.kernel
+        kernel = self.kernel
 
         def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             state = self.__dict__
@@ -86,7 +86,7 @@ class LoraRecipe(Recipe):
             ):
                 return base.forward(self, x, *args, **kwargs)
             inner = getattr(type(layer), "_liger_kernels_recipe", None)
-            if inner is not None and inner.kernel != self_kernel:
+            if inner is not None and inner.kernel != kernel:
                 return _own(base, self, "its base is a head that was patched before", x, *args, **kwargs)
             if args or kwargs:
                 return _own(base, self, "the call has more arguments than x", x, *args, **kwargs)

@@ -1,0 +1,88 @@
+"""Faults of LoRA layers: of the op, and of how PEFT's layers are recognised and read."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import faults
+
+_op = faults("ops._lora_linear", "test_ops_lora_linear.py")
+_products = faults("ops._lora_products", "test_ops_lora_linear.py")
+_layer = faults("patching.recipes.lora", "test_patching_lora.py")
+_EVERY_DTYPE = "test_adapters_of_every_dtype_on_a_base_of_every_dtype[{}]"
+_SEVERAL = "test_several_adapters_some_of_which_drop[torch.float32-dropping0]"
+_NUMBERS = "test_the_same_numbers[{}]"
+_STATE = "test_state_that_changes_between_steps_is_read_at_each_call"
+_ODD = "test_peft_computes_what_was_not_probed_and_the_report_counts_why[{}]"
+_ADD = "add_product(dx, g, (a[0] if half == 1 else torch.cat(a)).t(), None, 1.0, x.shape, x.dtype)"
+_DA = "columns_product(x, g, a[0].shape, a[0].dtype, 1.0, by_rank=True)"
+_DB = "columns_product(dy, z, b[0].shape, b[0].dtype, scale)"
+
+# fmt: off
+MUTANTS = (
+    _op("lora_input_gradient_without_the_mask", "What dropout dropped of x gets the adapter's gradient.",
+        "as_values(one.dropped)", "as_values(one.dropped.detach() + x - x.detach())",
+        f"test_patching_lora.py::{_NUMBERS.format('dropout')}"),
+    _layer("lora_dropout_not_called", "No adapter drops anything in training.",
+        "idle and not probe.has_hooks(dropout)", "True", _NUMBERS.format("dropout")),
+    _layer("lora_mask_shared", "Every projection draws the same mask.",
+        "one.dropped(x if x.dtype == one.a.dtype else x.to(one.a.dtype))",
+        "(torch.manual_seed(0), <old>)[1]", "test_dropout_draws_the_numbers_that_peft_draws"),
+    _layer("lora_first_adapter_alone", "Of several active adapters, the first is computed.",
+        "_active(self)", "_active(self)[:1]", _NUMBERS.format("two active adapters of other ranks")),
+    _layer("lora_scaling_of_the_first_call", "An adapter keeps the scale that it had at the first call.",
+        'state["scaling"].get(name)', 'state.setdefault("_scale", dict(state["scaling"])).get(name)', _STATE),
+    _op("lora_bias_lost", "The bias of B is not added.",
+        "add_product(y0, z[0], b[0], biases[0], scales[0], y0.shape, y0.dtype)",
+        "add_product(y0, z[0], b[0], None, scales[0], y0.shape, y0.dtype)",
+        _EVERY_DTYPE.format("torch.float32-torch.float32")),
+    _op("lora_bias_not_scaled", "Of several adapters, the biases are added as they are.",
+        "bias + scale * one.float()", "bias + one.float()", _SEVERAL),
+    _op("lora_bias_gradient_not_scaled", "The bias of B has a gradient without the scale.",
+        "(scale * total).to(dtype)", "total.to(dtype)", _EVERY_DTYPE.format("torch.float32-torch.float32")),
+    _op("lora_gradient_of_a_in_the_models_dtype", "The gradient of a float32 A is rounded to the dtype of x.",
+        _DA, "<old>.to(x.dtype).to(a[0].dtype)",
+        "test_float32_adapters_of_a_16_bit_model_lose_next_to_nothing"),
+    _op("lora_gradient_of_b_in_the_models_dtype", "The gradient of a float32 B is rounded to the dtype of y.",
+        _DB, "<old>.to(dy.dtype).to(b[0].dtype)",
+        "test_float32_adapters_of_a_16_bit_model_lose_next_to_nothing"),
+    _op("lora_scale_once_in_the_gradient_of_several", "Of several adapters, B has a gradient without the scale.",
+        "(s * part).to(one.dtype)", "part.to(one.dtype)", _SEVERAL),
+    _layer("lora_not_disabled", "An adapter is added inside of disable_adapter, in DPO's reference.",
+        'state.get("_disable_adapters")', "False", "test_disable_adapter_as_dpo_uses_it"),
+    _layer("lora_added_to_merged_weights", "An adapter is added to weights that have it already.",
+        'state.get("merged_adapters")', "False", _NUMBERS.format("merged")),
+    _op("lora_x_overwritten", "The gradient of x is written over x.",
+        _ADD, "x.data.copy_(<old>)", _EVERY_DTYPE.format("torch.float32-torch.float32")),
+    _products("lora_base_overwritten", "The result of the base becomes that of the layer.",
+        "torch.empty(shape, dtype=dtype, device=z.device)", "<old> if y0 is None else y0.detach()",
+        "test_the_base_is_called_once_and_its_result_stays"),
+    _op("lora_anchor_of_another_call", "A backward reads the tensors of the first call's anchor.",
+        "(z.grad_fn, len(shared))",
+        '(vars(AnchorFunction).get("first") or setattr(AnchorFunction, "first", z.grad_fn) or <old>[0], len(shared))',
+        "test_two_forwards_then_two_backwards_each_twice[dropping0]"),
+    _op("lora_saved_by_the_add", "The second node saves z, and a recomputation must come to it.",
+        "ctx.groups, ctx.scales, ctx.bias_dtypes = groups, scales, [None if t is None else t.dtype for t in biases]",
+        "<old>\nctx.save_for_backward(z[0])", "test_a_checkpoint_does_not_repeat_the_last_base[dropping0-False]"),
+    _op("lora_saved_casts", "Saved are copies of the parameters, which a sharding package cannot free.",
+        "ctx.save_for_backward(x, z, *parameters)", "ctx.save_for_backward(x, z, *[p + 0 for p in parameters])",
+        "test_what_is_saved"),
+    _op("lora_base_gradient_lost", "x gets the adapters' gradient alone.",
+        _ADD, _ADD.replace("dx, g", "None, g"), _EVERY_DTYPE.format("torch.float32-torch.float32")),
+    _products("lora_last_rows_left_out", "Rows behind the last whole part count for no gradient.",
+        "cdiv(cdiv(n_rows, parts), options['ROWS']) * options['ROWS']", "n_rows // parts",
+        "test_ops_every.py::test_programs_walk_over_many_tiles[lora_linear-torch.float32]"),
+    _layer("lora_variant_taken", "A variant among the active adapters is computed as if it were none.",
+        "_is_variant(module, name)", "False", _ODD.format("variant"), within="_adapters"),
+    _layer("lora_hooks_ignored", "An adapter is computed although somebody watches its layers.",
+        "probe.has_hooks(first) or probe.has_hooks(second)", "False", _ODD.format("hooks")),
+    _layer("lora_any_forward_recognised", "A layer is taken for LoRA by its class.",
+        "_same_in_float64(module, names, masks)", "True",
+        "test_a_forward_that_computes_something_else_is_left[scaled twice]"),
+    _layer("lora_gradients_not_compared", "A layer is taken for LoRA by its values.",
+        "all(probe.relative_difference(ours, theirs) < probe.SAME_FORMULA for ours, theirs in pairs)", "True",
+        "test_a_forward_that_computes_something_else_is_left[another gradient]"),
+    _layer("lora_fallbacks_not_counted", "Where PEFT's own forward runs, nobody is told.",
+        'report.fallbacks[f"PEFT computed an adapter: {reason}"] += 1', "pass", _ODD.format("hooks")),
+    faults("patching.census")("lora_later_adapters_not_listed", "Adapters that came after patch() are in no list.",
+        "is_lora_layer(module)", "False", "test_patching_lora.py::test_an_adapter_that_comes_after_patch"),
+)
+# fmt: on
