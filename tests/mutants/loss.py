@@ -145,7 +145,7 @@ MUTANTS = (
         "begin = padded(stop * hidden_size)", "begin = padded((stop - size) * hidden_size)", memory="small"),
     _slabs_backward("slabs_write_over_the_logits_that_are_kept",
         "The forward's later slabs lie where the first one's logits wait for the backward.",
-        "grad_weight.view(-1)[: kept * hidden_size]", "grad_weight.view(-1)[kept * hidden_size :]", memory="small"),
+        "grad_weight.view(-1)", "grad_weight.view(-1)[-tokens * stride :]", within="_memory", memory="small"),
     _fused_forward("counted_rows_with_anothers_target", "A row that is taken gets the target of the row before it.",
         "target = tl.where((n_counted > n_kept) & (place == 0), out_of_range, target)",
         "target = tl.load(targets_ptr + tl.maximum(row - 1, 0), mask=row < n_rows, other=ignore_index)",
