@@ -21,12 +21,12 @@ import torch
 import triton
 
 from benchmarks import report, timing
-from benchmarks.cases import Case, Place, Tensors, cases
+from benchmarks.cases import BenchmarkCase, Site, Tensors, cases
 from benchmarks.peers import DISTRIBUTIONS, PEERS, Table
-from benchmarks.report import Peer, Row
+from benchmarks.report import BenchmarkRow, PeerResult
 from benchmarks.timing import Gpu
 from convergence.files import versions, write_json
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WRONG_FROM = 0.1  # a relative error that no rounding explains: the peer computes something else
@@ -57,7 +57,7 @@ def error(found: Results, truth: Results) -> float:
     return worst
 
 
-def compare(case: Case, dtype: torch.dtype) -> tuple[float, Tensors, Results]:
+def compare(case: BenchmarkCase, dtype: torch.dtype) -> tuple[float, Tensors, Results]:
     """Holds ours to the three-way rule against eager and float64. Returns its error, the inputs and the truth.
 
     Raises:
@@ -74,31 +74,33 @@ def compare(case: Case, dtype: torch.dtype) -> tuple[float, Tensors, Results]:
     return error(ours, truth), inputs, truth
 
 
-def try_peer(function: Callable[..., Any], checked: Tensors, truth: Results, inputs: Tensors, gpu: Gpu, n: int) -> Peer:
+def try_peer(
+    function: Callable[..., Any], checked: Tensors, truth: Results, inputs: Tensors, gpu: Gpu, n: int
+) -> PeerResult:
     """Its error on the inputs ``checked`` and its times on ``inputs``, or why there are none."""
     try:
         found = error(results(function, checked, checked[0].dtype), truth)
         if not found <= WRONG_FROM:
-            return Peer(None, found, f"WRONG: its relative error is {found:.1e}")
-        return Peer(gpu.measure(function, inputs, n), found)
+            return PeerResult(None, found, f"WRONG: its relative error is {found:.1e}")
+        return PeerResult(gpu.measure(function, inputs, n), found)
     except Exception as problem:  # whatever a peer does, the others are measured
         first_line = (str(problem).splitlines() or [""])[0]
-        return Peer(None, None, f"failed: {type(problem).__name__}: {first_line}")
+        return PeerResult(None, None, f"failed: {type(problem).__name__}: {first_line}")
 
 
 def run(
-    chosen: Sequence[Case],
+    chosen: Sequence[BenchmarkCase],
     peers: Table,
     dtype: torch.dtype,
     repeats: int,
     ceilings: Mapping[str, float],
     gpu: Gpu,
-    keep: Callable[[list[Row]], None],
-) -> tuple[list[Row], bool]:
+    keep: Callable[[list[BenchmarkRow]], None],
+) -> tuple[list[BenchmarkRow], bool]:
     """The rows of ``chosen``, and whether ours was right in all. Arms of one formula and shape are measured once.
     ``keep`` gets the rows so far after each case: what was measured outlives a run that is cut off."""
-    rows: list[Row] = []
-    tried: dict[tuple[str, str], dict[str, Peer]] = {}
+    rows: list[BenchmarkRow] = []
+    tried: dict[tuple[str, str], dict[str, PeerResult]] = {}
     right = True
     for case in chosen:
         try:
@@ -123,13 +125,13 @@ def run(
         gb_per_s, tflop_per_s = case.bytes / ours.ms / 1e6, case.flops / ours.ms / 1e9
         of_copy, of_matmul = gb_per_s / ceilings["copy_gb_per_s"], tflop_per_s / ceilings["matmul_tflop_per_s"]
         of_own_copy = gb_per_s / gpu.copy_gb_per_s(case.bytes)
-        rows.append(Row(case, ours, found, of_copy, of_own_copy, of_matmul, arms))
+        rows.append(BenchmarkRow(case, ours, found, of_copy, of_own_copy, of_matmul, arms))
         keep(rows)
     return rows, right
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    names = sorted({case.name for case in cases(Place("cpu"))})
+    names = sorted({case.name for case in cases(Site("cpu"))})
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", metavar="op", help=f"which ops, of {', '.join(names)}; all by default")
     parser.add_argument("--peers", default="eager", help=f"of {','.join(PEERS)}, or all (default: %(default)s)")
@@ -154,7 +156,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def benchmark(options: argparse.Namespace, known: Sequence[Case], peers: Table, gpu: Gpu) -> int:
+def benchmark(options: argparse.Namespace, known: Sequence[BenchmarkCase], peers: Table, gpu: Gpu) -> int:
     """Measures what the ``options`` name of the cases ``known``, prints and writes it. Returns the exit code."""
     for peer, why in peers.skipped.items():
         print(f"{peer}: {why}", flush=True)
@@ -173,7 +175,7 @@ def benchmark(options: argparse.Namespace, known: Sequence[Case], peers: Table, 
         **ceilings,
     }
 
-    def keep(rows: list[Row]) -> None:
+    def keep(rows: list[BenchmarkRow]) -> None:
         if options.json:
             write_json(report.as_json(where, rows, peers.skipped), options.json)
 
@@ -189,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("benchmarks need a GPU; torch.cuda.is_available() is False", file=sys.stderr)
         return 2
     gpu = Gpu()
-    return benchmark(options, cases(Place(gpu.device, DTYPES[options.dtype])), Table(options.peers), gpu)
+    return benchmark(options, cases(Site(gpu.device, DTYPES[options.dtype])), Table(options.peers), gpu)
 
 
 if __name__ == "__main__":

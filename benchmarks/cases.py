@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernels import ops
-from liger_kernels.ops.linear_cross_entropy import balanced_because
+from liger_kernels.ops.loss.linear_cross_entropy import balanced_because
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -28,7 +28,7 @@ CHECKED_ROWS = 384
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """Where inputs are made, and in which dtype."""
 
     device: str = "cuda"
@@ -50,7 +50,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     """One op at one shape.
 
     ``inputs(rows)`` makes leaf tensors; ``ours``, ``eager`` and ``truth`` take them and return a tensor or several.
@@ -90,123 +90,123 @@ def of_counted(op: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *inputs, **options: op(*inputs, counted=counted(inputs[2]), **options)
 
 
-def norm(place: Place, rows: int, hidden: int, formula: str) -> Case:
-    return Case(
+def norm(site: Site, rows: int, hidden: int, formula: str) -> BenchmarkCase:
+    return BenchmarkCase(
         f"rms_norm ({formula})",
         f"{rows}x{hidden}",
         rows,
-        lambda n: (place.randn(n, hidden), place.randn(hidden)),
+        lambda n: (site.randn(n, hidden), site.randn(hidden)),
         partial(ops.rms_norm, eps=EPS, formula=formula),
         partial(ops.rms_norm_ref, eps=EPS, formula=formula),
-        5 * rows * hidden * place.dtype.itemsize,
+        5 * rows * hidden * site.dtype.itemsize,
         12 * rows * hidden,
     )
 
 
-def add_norm(place: Place, rows: int, hidden: int) -> Case:
+def add_norm(site: Site, rows: int, hidden: int) -> BenchmarkCase:
     """Both results are used, as in a model: the sum is the next block's residual."""
-    return Case(
+    return BenchmarkCase(
         "add_rms_norm",
         f"{rows}x{hidden}",
         rows,
-        lambda n: (place.randn(n, hidden), place.randn(n, hidden), place.randn(hidden)),
+        lambda n: (site.randn(n, hidden), site.randn(n, hidden), site.randn(hidden)),
         ops.add_rms_norm,
         ops.add_rms_norm_ref,
-        8 * rows * hidden * place.dtype.itemsize,
+        8 * rows * hidden * site.dtype.itemsize,
         14 * rows * hidden,
     )
 
 
-def layer_norm(place: Place, rows: int, hidden: int) -> Case:
-    return Case(
+def layer_norm(site: Site, rows: int, hidden: int) -> BenchmarkCase:
+    return BenchmarkCase(
         "layer_norm",
         f"{rows}x{hidden}",
         rows,
-        lambda n: (place.randn(n, hidden), place.randn(hidden), place.randn(hidden)),
+        lambda n: (site.randn(n, hidden), site.randn(hidden), site.randn(hidden)),
         partial(ops.layer_norm, eps=EPS),
         lambda x, weight, bias: F.layer_norm(x, (hidden,), weight, bias, EPS),
-        5 * rows * hidden * place.dtype.itemsize,
+        5 * rows * hidden * site.dtype.itemsize,
         16 * rows * hidden,
         partial(ops.layer_norm_ref, eps=EPS),
     )
 
 
-def gated_norm(place: Place, rows: int, hidden: int, groups: int = 1, **options: Any) -> Case:
+def gated_norm(site: Site, rows: int, hidden: int, groups: int = 1, **options: Any) -> BenchmarkCase:
     """As in a linear attention, whose rows are heads, or gated first in groups, as in a state-space model."""
     order = f" (gate first{f', {groups} groups' * (groups > 1)})" if options.get("gate_first") else ""
-    return Case(
+    return BenchmarkCase(
         f"gated_rms_norm{order}",
         f"{rows}x{hidden}",
         rows,
-        lambda n: (place.randn(n, hidden), place.randn(n, hidden), place.randn(hidden)),
+        lambda n: (site.randn(n, hidden), site.randn(n, hidden), site.randn(hidden)),
         partial(ops.gated_rms_norm, eps=EPS, groups=groups, **options),
         partial(ops.gated_rms_norm_ref, eps=EPS, groups=groups, **options),
-        8 * rows * hidden * place.dtype.itemsize,
+        8 * rows * hidden * site.dtype.itemsize,
         30 * rows * hidden,
     )
 
 
 def rope(
-    place: Place, batch: int, seq: int, heads: int, kv_heads: int, dim: int, kind: str = "", **options: Any
-) -> Case:
+    site: Site, batch: int, seq: int, heads: int, kv_heads: int, dim: int, kind: str = "", **options: Any
+) -> BenchmarkCase:
     """One of another kind than Llama's (``options``) has tables in float32."""
 
     def inputs(rows: int) -> Tensors:
-        angles = torch.rand(1, rows, dim // 2, device=place.device) * 6.3
-        dtype = torch.float32 if options else place.dtype
+        angles = torch.rand(1, rows, dim // 2, device=site.device) * 6.3
+        dtype = torch.float32 if options else site.dtype
         cos, sin = (f(angles).repeat(1, 1, 2).to(dtype) for f in (torch.cos, torch.sin))
         # attention projects to [batch, seq, heads * dim] and rotates a transposed view of that
-        q, k = (place.randn(batch, rows, h, dim).transpose(1, 2).detach() for h in (heads, kv_heads))
+        q, k = (site.randn(batch, rows, h, dim).transpose(1, 2).detach() for h in (heads, kv_heads))
         return q.requires_grad_(), k.requires_grad_(), cos, sin
 
     elements = batch * seq * (heads + kv_heads) * dim
-    return Case(
+    return BenchmarkCase(
         f"rope{kind}",
         f"{batch}x{seq}, {heads}/{kv_heads} heads x {dim}",
         seq,
         inputs,
         partial(ops.rope, **options),
         partial(ops.rope_ref, **options),
-        4 * elements * place.dtype.itemsize,
+        4 * elements * site.dtype.itemsize,
         6 * elements,
     )
 
 
-def glu(place: Place, name: str, rows: int, inner: int) -> Case:
-    return Case(
+def glu(site: Site, name: str, rows: int, inner: int) -> BenchmarkCase:
+    return BenchmarkCase(
         name,
         f"{rows}x{inner}",
         rows,
-        lambda n: (place.randn(n, inner), place.randn(n, inner)),
+        lambda n: (site.randn(n, inner), site.randn(n, inner)),
         getattr(ops, name),
         getattr(ops, f"{name}_ref"),
-        8 * rows * inner * place.dtype.itemsize,
+        8 * rows * inner * site.dtype.itemsize,
         20 * rows * inner,
     )
 
 
-def packed_glu(place: Place, rows: int, features: int, gate: ops.Gate) -> Case:
+def packed_glu(site: Site, rows: int, features: int, gate: ops.GluFormula) -> BenchmarkCase:
     """Gate and up in one tensor, as the experts of a mixture have them."""
-    return Case(
+    return BenchmarkCase(
         f"packed_glu ({gate})",
         f"{rows}x{features}",
         rows,
-        lambda n: (place.randn(n, 2 * features),),
+        lambda n: (site.randn(n, 2 * features),),
         partial(ops.packed_glu, gate=gate),
         partial(ops.packed_glu_ref, gate=gate),
-        8 * rows * features * place.dtype.itemsize,
+        8 * rows * features * site.dtype.itemsize,
         30 * rows * features,
     )
 
 
-def experts(place: Place, tokens: int, hidden: int, features: int, n_experts: int, choices: int) -> Case:
+def experts(site: Site, tokens: int, hidden: int, features: int, n_experts: int, choices: int) -> BenchmarkCase:
     """Tokens at random experts. Nearly all of the operations are those of two grouped products and their gradients."""
 
     def inputs(n: int) -> Tensors:
-        ids = torch.rand(n, n_experts, device=place.device).topk(choices).indices
+        ids = torch.rand(n, n_experts, device=site.device).topk(choices).indices
         shapes = (n_experts, 2 * features, hidden), (n_experts, hidden, features)
-        gate_up, down = (place.randn(*shape, scale=shape[2] ** -0.5) for shape in shapes)
-        return place.randn(n, hidden), ids, place.randn(n, choices, scale=choices**-0.5), gate_up, down
+        gate_up, down = (site.randn(*shape, scale=shape[2] ** -0.5) for shape in shapes)
+        return site.randn(n, hidden), ids, site.randn(n, choices, scale=choices**-0.5), gate_up, down
 
     def transformers(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *parameters: torch.Tensor) -> Any:
         from transformers.integrations.moe import grouped_mm_experts_forward
@@ -219,30 +219,30 @@ def experts(place: Place, tokens: int, hidden: int, features: int, n_experts: in
         return grouped_mm_experts_forward(module, hidden, ids, weights)
 
     parameters = 3 * n_experts * features * hidden
-    return Case(
+    return BenchmarkCase(
         "experts",
         f"{tokens} tokens, {choices} of {n_experts} x {features} x {hidden}",
         tokens,
         inputs,
         ops.experts,
         transformers,
-        (3 * parameters + 4 * tokens * hidden) * place.dtype.itemsize,
+        (3 * parameters + 4 * tokens * hidden) * site.dtype.itemsize,
         18 * tokens * choices * features * hidden,
         ops.experts_ref,
         checked_rows=CHECKED_ROWS,
     )
 
 
-def glu_linear(place: Place, name: str, rows: int, inner: int, hidden: int) -> Case:
+def glu_linear(site: Site, name: str, rows: int, inner: int, hidden: int) -> BenchmarkCase:
     """The unit with the linear layer behind it, whose three products are nearly all of its operations."""
-    return Case(
+    return BenchmarkCase(
         f"{name}_linear",
         f"{rows}x{inner}x{hidden}",
         rows,
-        lambda n: (place.randn(n, inner), place.randn(n, inner), place.randn(hidden, inner, scale=inner**-0.5)),
+        lambda n: (site.randn(n, inner), site.randn(n, inner), site.randn(hidden, inner, scale=inner**-0.5)),
         getattr(ops, f"{name}_linear"),
         getattr(ops, f"{name}_linear_ref"),
-        (6 * rows * inner + 2 * rows * hidden + 2 * hidden * inner) * place.dtype.itemsize,
+        (6 * rows * inner + 2 * rows * hidden + 2 * hidden * inner) * site.dtype.itemsize,
         6 * rows * inner * hidden + 20 * rows * inner,
     )
 
@@ -264,19 +264,19 @@ def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *inputs: loss(*inputs[:-2], row_weight=inputs[-2], denominator=inputs[-1])
 
 
-def loss(place: Place, rows: int, vocab: int, weights: bool = False) -> Case:
+def loss(site: Site, rows: int, vocab: int, weights: bool = False) -> BenchmarkCase:
     def inputs(n: int) -> Tensors:
-        drawn = place.randn(n, vocab, scale=3), place.targets(n, vocab)
-        return (*drawn, *place.row_weights(n)) if weights else drawn
+        drawn = site.randn(n, vocab, scale=3), site.targets(n, vocab)
+        return (*drawn, *site.row_weights(n)) if weights else drawn
 
-    return Case(
+    return BenchmarkCase(
         "cross_entropy (row_weight)" if weights else "cross_entropy",
         f"{rows}x{vocab}",
         rows,
         inputs,
         weighted(ops.cross_entropy) if weights else ops.cross_entropy,
         float_loss,
-        2 * rows * vocab * place.dtype.itemsize,
+        2 * rows * vocab * site.dtype.itemsize,
         8 * rows * vocab,
         weighted(ops.cross_entropy_ref) if weights else ops.cross_entropy_ref,
         checked_rows=CHECKED_ROWS,
@@ -289,7 +289,7 @@ def computed_again(rows: int, hidden: int, vocab: int) -> int:
 
 
 def head(
-    place: Place,
+    site: Site,
     formula: str,
     shape: tuple[int, int, int],
     ours: Callable[..., Any],
@@ -298,26 +298,26 @@ def head(
     memory: str | None,
     masked: bool,
     weights: bool = False,
-) -> Case:
+) -> BenchmarkCase:
     """An op that computes its logits itself, of ``shape`` tokens x hidden size x classes."""
     rows, hidden, vocab = shape
 
     def inputs(n: int) -> Tensors:
-        targets = place.targets(n, vocab, masked)
-        leaves = place.randn(n, hidden), place.randn(vocab, hidden, scale=hidden**-0.5), targets
-        return (*leaves, *place.row_weights(n)) if weights else leaves
+        targets = site.targets(n, vocab, masked)
+        leaves = site.randn(n, hidden), site.randn(vocab, hidden, scale=hidden**-0.5), targets
+        return (*leaves, *site.row_weights(n)) if weights else leaves
 
     ours = of_counted(ours) if masked else ours
     multiplied = round(rows * SHARE) if masked else rows
-    again = memory == "small" and balanced_because(place.dtype, 0.0, memory) is None
-    return Case(
+    again = memory == "small" and balanced_because(site.dtype, 0.0, memory) is None
+    return BenchmarkCase(
         f"{formula}{' (row_weight)' if weights else ''}{MASKED if masked else ''}",
         "x".join(map(str, shape)),
         rows,
         inputs,
         weighted(ours) if weights else ours,
         eager,
-        2 * (rows + vocab) * hidden * place.dtype.itemsize,
+        2 * (rows + vocab) * hidden * site.dtype.itemsize,
         2 * multiplied * hidden * (3 * vocab + (computed_again(multiplied, hidden, vocab) if again else 0)),
         weighted(truth) if weights else truth,
         memory,
@@ -326,17 +326,17 @@ def head(
 
 
 def linear_loss(
-    place: Place,
+    site: Site,
     rows: int,
     hidden: int,
     vocab: int,
     weights: bool = False,
     memory: str | None = None,
     masked: bool = False,
-) -> Case:
+) -> BenchmarkCase:
     ours, truth = partial(ops.linear_cross_entropy, memory=memory), ops.linear_cross_entropy_ref
     shape = rows, hidden, vocab
-    return head(place, "linear_cross_entropy", shape, ours, linear_float_loss, truth, memory, masked, weights)
+    return head(site, "linear_cross_entropy", shape, ours, linear_float_loss, truth, memory, masked, weights)
 
 
 def float_log_probs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Tensors:
@@ -348,18 +348,18 @@ def float_log_probs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
 
 
 def linear_log_probs(
-    place: Place, rows: int, hidden: int, vocab: int, memory: str | None = None, masked: bool = False
-) -> Case:
+    site: Site, rows: int, hidden: int, vocab: int, memory: str | None = None, masked: bool = False
+) -> BenchmarkCase:
     """Log-probabilities and entropy, both with gradient."""
 
     def both(op: Callable[..., Any]) -> Callable[..., Tensors]:
         return lambda *tensors, **options: op(*tensors, outputs=("log_probs", "entropy"), **options)[:2]
 
     ours, truth = both(partial(ops.linear_log_probs, memory=memory)), both(ops.linear_log_probs_ref)
-    return head(place, "linear_log_probs", (rows, hidden, vocab), ours, float_log_probs, truth, memory, masked)
+    return head(site, "linear_log_probs", (rows, hidden, vocab), ours, float_log_probs, truth, memory, masked)
 
 
-def packing(place: Place, rows: int, longest: int) -> Case:
+def packing(site: Site, rows: int, longest: int) -> BenchmarkCase:
     """Targets, row weights and denominator of one packed row; forward only."""
 
     def inputs(n: int) -> Tensors:
@@ -367,7 +367,7 @@ def packing(place: Place, rows: int, longest: int) -> Case:
         lengths = torch.randint(1, most + 1, (8 * n // most,))  # four times as many tokens as are taken
         positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[:n]
         labels = torch.randint(100, (1, n)).masked_fill(torch.rand(1, n) < 0.3, -100)
-        return labels.to(place.device), positions[None].to(place.device)
+        return labels.to(site.device), positions[None].to(site.device)
 
     def ours(labels: torch.Tensor, positions: torch.Tensor) -> Tensors:
         found = ops.packing_weights(labels, position_ids=positions, loss_reduction="square")
@@ -381,43 +381,43 @@ def packing(place: Place, rows: int, longest: int) -> Case:
         weight = torch.where(counted, counts.clamp(min=1).rsqrt(), 0.0)
         return weight.float(), weight.sum().float()
 
-    return Case("packing_weights", f"{rows} tokens", rows, inputs, ours, eager, rows * 32, rows * 4)
+    return BenchmarkCase("packing_weights", f"{rows} tokens", rows, inputs, ours, eager, rows * 32, rows * 4)
 
 
-def cases(place: Place) -> list[Case]:
+def cases(site: Site) -> list[BenchmarkCase]:
     """All of them. Nothing is allocated before a case's ``inputs`` are called."""
     heads = ((8192, 4096, 128256), (8192, 2048, 262144), (32768, 4096, 128256))
     return [
-        *(norm(place, *shape, "cast_then_scale") for shape in ((2048, 4096), (8192, 2048), (8192, 4096))),
-        norm(place, 8192, 4096, "offset_scale_then_cast"),
-        *(norm(place, *shape, "cast_then_scale") for shape in ((8192, 8192), (32768, 4096))),
-        *(add_norm(place, *shape) for shape in ((2048, 4096), (8192, 4096), (32768, 4096))),
-        *(layer_norm(place, *shape) for shape in ((2048, 4096), (8192, 1152), (8192, 4096), (32768, 4096))),
-        gated_norm(place, 262144, 128),
-        *(gated_norm(place, 8192, 8192, groups, gate_first=True) for groups in (1, 8)),
-        rope(place, 4, 8192, 32, 8, 128),
-        rope(place, 2, 4096, 128, 1, 64, " (DeepSeek)", pairing="interleaved_to_half_repeat", keep_dtype=True),
-        rope(place, 1, 16384, 16, 16, 80, " (vision)", keep_dtype=True),
-        glu(place, "swiglu", 8192, 11008),
-        glu(place, "geglu", 8192, 14336),
-        experts(place, 8192, 2048, 768, 128, 8),
-        packed_glu(place, 65536, 768, ops.Gate()),
-        packed_glu(place, 32768, 2880, ops.Gate(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)),
-        glu_linear(place, "swiglu", 8192, 8192, 2048),
-        *(loss(place, 8192, vocab) for vocab in (32768, 128256, 262144)),
-        loss(place, 8192, 128256, weights=True),
+        *(norm(site, *shape, "cast_then_scale") for shape in ((2048, 4096), (8192, 2048), (8192, 4096))),
+        norm(site, 8192, 4096, "offset_scale_then_cast"),
+        *(norm(site, *shape, "cast_then_scale") for shape in ((8192, 8192), (32768, 4096))),
+        *(add_norm(site, *shape) for shape in ((2048, 4096), (8192, 4096), (32768, 4096))),
+        *(layer_norm(site, *shape) for shape in ((2048, 4096), (8192, 1152), (8192, 4096), (32768, 4096))),
+        gated_norm(site, 262144, 128),
+        *(gated_norm(site, 8192, 8192, groups, gate_first=True) for groups in (1, 8)),
+        rope(site, 4, 8192, 32, 8, 128),
+        rope(site, 2, 4096, 128, 1, 64, " (DeepSeek)", pairing="interleaved_to_half_repeat", keep_dtype=True),
+        rope(site, 1, 16384, 16, 16, 80, " (vision)", keep_dtype=True),
+        glu(site, "swiglu", 8192, 11008),
+        glu(site, "geglu", 8192, 14336),
+        experts(site, 8192, 2048, 768, 128, 8),
+        packed_glu(site, 65536, 768, ops.GluFormula()),
+        packed_glu(site, 32768, 2880, ops.GluFormula(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)),
+        glu_linear(site, "swiglu", 8192, 8192, 2048),
+        *(loss(site, 8192, vocab) for vocab in (32768, 128256, 262144)),
+        loss(site, 8192, 128256, weights=True),
         *[
-            linear_loss(place, *shape, memory=memory)
+            linear_loss(site, *shape, memory=memory)
             for shape in heads
             for memory in (None, "fast", "balanced", "small")
         ],
-        linear_loss(place, *heads[0], weights=True),
-        *[linear_loss(place, *shape, masked=True) for shape in heads[:2]],
+        linear_loss(site, *heads[0], weights=True),
+        *[linear_loss(site, *shape, masked=True) for shape in heads[:2]],
         *[
-            linear_log_probs(place, *shape, memory=memory)
+            linear_log_probs(site, *shape, memory=memory)
             for shape in (*heads[:2], (8192, 2048, 128256))
             for memory in ("fast", "balanced", "small")
         ],
-        *[linear_log_probs(place, *shape, masked=True) for shape in heads[:2]],
-        packing(place, 1 << 20, 4096),
+        *[linear_log_probs(site, *shape, masked=True) for shape in heads[:2]],
+        packing(site, 1 << 20, 4096),
     ]

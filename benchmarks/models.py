@@ -163,7 +163,7 @@ Outcome = tuple[float, dict[str, torch.Tensor]]  # the loss, and the gradient of
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelRow:
     """One line of the table: milliseconds, GiB, and the seconds of the first step."""
 
     model: str
@@ -339,7 +339,7 @@ def measure(models: dict[str, Any], batch: Batch, repeats: int) -> dict[str, tup
 
 def race(
     name: str, group: list[str], batches: list[Batch], expected: Outcome, layers: int | None, repeats: int
-) -> list[Row]:
+) -> list[ModelRow]:
     """The rows of arms that take turns, each of them printed: one for each batch and each arm that is right."""
     rows = []
     built = ((arm, attempt(f"{name} {arm}", partial(patched, name, arm, layers))) for arm in group)
@@ -360,7 +360,7 @@ def race(
             model.zero_grad(set_to_none=True)
         for arm, (times, gib) in measure(running, batch, repeats).items():
             ms, deep = statistics.median(times), running[arm].config.get_text_config().num_hidden_layers
-            rows.append(Row(name, shape, arm, ms, spread(times), min(times), gib, first_s[arm], deep))
+            rows.append(ModelRow(name, shape, arm, ms, spread(times), min(times), gib, first_s[arm], deep))
             shown = f"{ms:.2f} ms ({min(times):.2f}), {gib:.2f} GiB, first step {first_s[arm]:.1f} s"
             print(f"{name} {shape} {arm}: {shown}", flush=True)
     return rows
@@ -399,7 +399,7 @@ def main() -> int:
         batches = {name: [batch_of(name, shape) for shape in shapes] for name in models}
     except ValueError as error:
         parser.error(str(error))
-    rows: list[Row] = []
+    rows: list[ModelRow] = []
     for name in models:
         expected = outcome(build(name, arguments.layers), batches[name][0], "eager")
         for group in groups(arms):
@@ -414,7 +414,7 @@ def main() -> int:
     return int(not rows or len(rows) < len(models) * len(arms) * len(shapes))
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[ModelRow]) -> str:
     import transformers
 
     lines = [

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import EPS, MASKED, Case
+from benchmarks.cases import EPS, MASKED, BenchmarkCase
 
 Arms = dict[str, Callable[..., Any]]
 LLAMA, GEMMA = "rms_norm (cast_then_scale)", "rms_norm (offset_scale_then_cast)"
@@ -225,7 +225,7 @@ class Table:
         """The peers whose package could be imported."""
         return list(self._tables)
 
-    def arms(self, case: Case) -> Arms:
+    def arms(self, case: BenchmarkCase) -> Arms:
         """Arm -> callable, for the peers that have such an op."""
         found: Arms = {}
         for peer in self.peers:

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.cases import Case
+from benchmarks.cases import BenchmarkCase
 from benchmarks.timing import Measured
 from convergence import tables
 
 
 @dataclass(frozen=True)
-class Peer:
+class PeerResult:
     """What one arm of a peer reached; ``note`` says why there is no time."""
 
     measured: Measured | None = None
@@ -26,20 +26,20 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchmarkRow:
     """Ours at one shape, and every arm of its formula that was tried there.
 
     ``error`` is the norm of the difference from float64 over the truth's, the worst over outputs and gradients.
     ``of_copy`` and ``of_matmul`` are shares of what the ceilings allow, ``of_own_copy`` of a copy of the case's bytes.
     """
 
-    case: Case
+    case: BenchmarkCase
     ours: Measured
     error: float
     of_copy: float
     of_own_copy: float
     of_matmul: float
-    peers: dict[str, Peer]
+    peers: dict[str, PeerResult]
 
     @property
     def ceiling(self) -> str:
@@ -49,11 +49,11 @@ class Row:
         return f"{self.of_matmul:.0%} of matmul"
 
 
-def as_json(where: Mapping[str, Any], rows: Sequence[Row], skipped: Mapping[str, str]) -> dict[str, Any]:
+def as_json(where: Mapping[str, Any], rows: Sequence[BenchmarkRow], skipped: Mapping[str, str]) -> dict[str, Any]:
     return {**where, "skipped": dict(skipped), "rows": [_flat(row) for row in rows]}
 
 
-def _flat(row: Row) -> dict[str, Any]:
+def _flat(row: BenchmarkRow) -> dict[str, Any]:
     peers = {}
     for arm, peer in row.peers.items():
         numbers = asdict(peer.measured) if peer.measured else {}
@@ -78,7 +78,7 @@ def _flat(row: Row) -> dict[str, Any]:
     }
 
 
-def table(where: Mapping[str, Any], rows: Sequence[Row], skipped: Mapping[str, str]) -> str:
+def table(where: Mapping[str, Any], rows: Sequence[BenchmarkRow], skipped: Mapping[str, str]) -> str:
     """One line for each case; a peer's cell is its ms (its time over ours), MiB and error."""
     seen = list(dict.fromkeys(arm for row in rows for arm in row.peers))
     peers = list(dict.fromkeys(arm.partition("-")[0] for arm in seen))
@@ -103,7 +103,7 @@ def table(where: Mapping[str, Any], rows: Sequence[Row], skipped: Mapping[str, s
     return "\n".join([*lines, *([""] if notes else []), *dict.fromkeys(notes)])
 
 
-def _cell(peer: Peer | None, ours_ms: float) -> str:
+def _cell(peer: PeerResult | None, ours_ms: float) -> str:
     if peer is None:
         return ""
     if peer.measured is None:

@@ -34,7 +34,7 @@ KINDS = {"communication": ("nccl",), "attention": ("flash", "fmha"), "products":
 
 
 @dataclass(frozen=True)
-class Row:
+class ShardedRow:
     """One line of the table: milliseconds, GiB, and what the step computed."""
 
     arm: str
@@ -96,7 +96,7 @@ def step(model: Any, ids: torch.Tensor, clock: Clock) -> torch.Tensor:
     return loss.detach()
 
 
-def measure(arm: str, layers: int, tokens: tuple[int, int]) -> Row:
+def measure(arm: str, layers: int, tokens: tuple[int, int]) -> ShardedRow:
     model = shard(ARMS[arm](build(layers)))
     release()
     clock = Clock()
@@ -123,7 +123,7 @@ def measure(arm: str, layers: int, tokens: tuple[int, int]) -> Row:
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     dist.all_reduce(loss, op=dist.ReduceOp.AVG)
     ms, head_ms, gib = numbers.tolist()
-    return Row(arm, ms, head_ms, gib, float(loss), float(norm.full_tensor()), kernels(profile))
+    return ShardedRow(arm, ms, head_ms, gib, float(loss), float(norm.full_tensor()), kernels(profile))
 
 
 def kernels(profile: Any) -> dict[str, float]:
@@ -145,7 +145,7 @@ def worker(rank: int, ranks: int, arm: str, layers: int, tokens: tuple[int, int]
     dist.destroy_process_group()
 
 
-def differs(row: Row, expected: Row) -> str:
+def differs(row: ShardedRow, expected: ShardedRow) -> str:
     """Why an arm is not the eager model; empty when it is."""
     for name in ("loss", "gradient_norm"):
         mine, eagers = getattr(row, name), getattr(expected, name)
@@ -154,7 +154,7 @@ def differs(row: Row, expected: Row) -> str:
     return ""
 
 
-def table(rows: list[Row], ranks: int, layers: int, tokens: tuple[int, int]) -> str:
+def table(rows: list[ShardedRow], ranks: int, layers: int, tokens: tuple[int, int]) -> str:
     packages = files.versions(["torch", "triton", "transformers", "liger-kernel"])
     heading = (
         f"{ranks} x {torch.cuda.get_device_name()}, "
@@ -188,13 +188,13 @@ def main() -> int:
         parser.error(f"--ranks {arguments.ranks} needs as many GPUs; there are {torch.cuda.device_count()}")
     count, _, length = arguments.tokens.partition("x")
     shape = (arguments.layers, (int(count), int(length)))
-    rows: list[Row] = []
+    rows: list[ShardedRow] = []
     failed = False
     for arm in arms:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 torch.multiprocessing.spawn(worker, (arguments.ranks, arm, *shape, folder), nprocs=arguments.ranks)
-                row = Row(**files.read_json(Path(folder) / f"{arm}.json"))
+                row = ShardedRow(**files.read_json(Path(folder) / f"{arm}.json"))
             except Exception as error:  # an arm that needs too much memory is a result, too
                 failed = True
                 print(f"{arm}: failed: {str(error)[-600:]}", flush=True)

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.cases import CHECKED_ROWS, Place
+from benchmarks.cases import CHECKED_ROWS, Site
 from benchmarks.timing import FEWEST, Gpu
 from convergence import files, tables
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels import ops
-from liger_kernels.ops._vocab_parallel import VocabShard, logits_of_all
+from liger_kernels.ops.loss.vocab_parallel import VocabShard, logits_of_all
 
 SHAPES = ((8192, 4096, 128256), (8192, 2048, 262144))
 
@@ -45,10 +45,10 @@ def arms(shard: VocabShard | None) -> dict[str, Callable[..., Any]]:
     }
 
 
-def inputs(place: Place, rows: int, hidden: int, vocab: int) -> tuple[Any, ...]:
+def inputs(site: Site, rows: int, hidden: int, vocab: int) -> tuple[Any, ...]:
     """The same on every rank, the whole weight."""
     torch.manual_seed(1)
-    return place.randn(rows, hidden), place.randn(vocab, hidden, scale=hidden**-0.5), place.targets(rows, vocab)
+    return site.randn(rows, hidden), site.randn(vocab, hidden, scale=hidden**-0.5), site.targets(rows, vocab)
 
 
 def part(weight: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
@@ -80,19 +80,19 @@ def check(function: Callable[..., Any], whole: tuple[Any, ...], shard: VocabShar
         three_way(mine, theirs, true, hidden.dtype, name, chain=3)
 
 
-def measure(place: Place, gpu: Any, shard_of: Callable[[int], VocabShard | None], shape: tuple[int, int, int]) -> Any:
+def measure(site: Site, gpu: Any, shard_of: Callable[[int], VocabShard | None], shape: tuple[int, int, int]) -> Any:
     """A row of each arm at ``shape``: its name, its shape, milliseconds, and MiB beyond the inputs of a rank."""
     rows, hidden, vocab = shape
     shard = shard_of(vocab)
     found = []
     for name, function in arms(shard).items():
-        check(function, inputs(place, min(rows, CHECKED_ROWS), hidden, vocab), shard)
-        states, weight, targets = inputs(place, *shape)
+        check(function, inputs(site, min(rows, CHECKED_ROWS), hidden, vocab), shard)
+        states, weight, targets = inputs(site, *shape)
         weight = part(weight, shard)
         gpu.release()
         # A number of repetitions that the ranks agree on: each waits for the others.
         measured = gpu.measure(function, (states, weight, targets), FEWEST)
-        numbers = torch.tensor([measured.ms, measured.mib], device=place.device)
+        numbers = torch.tensor([measured.ms, measured.mib], device=site.device)
         if shard is not None:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=shard.group)
         found.append((name, "x".join(map(str, shape)), *numbers.tolist()))
@@ -111,7 +111,7 @@ def worker(rank: int, ranks: int, shapes: list[tuple[int, int, int]], json: Path
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", 29533, ranks, is_master=rank == 0)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks)
-    rows = [row for shape in shapes for row in measure(Place(f"cuda:{rank}"), Gpu(), even, shape)]
+    rows = [row for shape in shapes for row in measure(Site(f"cuda:{rank}"), Gpu(), even, shape)]
     if rank == 0:
         packages = ", ".join(f"{name} {version}" for name, version in files.versions(["torch", "triton"]).items())
         print(f"{ranks} x {torch.cuda.get_device_name()}, {packages}, bfloat16, {datetime.date.today()}\n")

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from convergence import files, html, report
+from convergence import files
 from convergence.peers import PEERS
-from convergence.records import load_all, newest
+from convergence.report import html, report
+from convergence.report.records import load_all, newest
 from convergence.tables import visible
 
 

@@ -5,43 +5,38 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from convergence import bitwise, isolate, long_run, memory, ours, progress, tolerance
-from convergence.blame import blame, searched
-from convergence.candidate import Candidate, PatchError, load_patch, train_candidate
-from convergence.compare import Pair, Verdict, compare
-from convergence.data import IGNORE, Batch, Step
-from convergence.failing import Key
-from convergence.in_setup import Arms, train_in_setup
+from convergence import ours
+from convergence.arms import isolate
+from convergence.arms.candidate import Candidate, PatchError, load_patch, train_candidate
+from convergence.arms.in_setup import Arms, train_in_setup
+from convergence.arms.pristine import Bystander, Fingerprint, remember_upstream
+from convergence.arms.quantities import LOSS
+from convergence.arms.setups import SETUPS
+from convergence.arms.train import train
+from convergence.arms.trajectory import Run, Trajectory
+from convergence.blame.blame import blame, searched
+from convergence.blame.failing import Key
+from convergence.judge import bitwise, long_run, tolerance
+from convergence.judge.compare import Pair, compare
+from convergence.judge.verdict import Verdict
 from convergence.kept import Kept, kept
-from convergence.models import DTYPES, MODELS, Row, find
-from convergence.observed import LOSS
+from convergence.models import memory
+from convergence.models.data import IGNORE, Batch, Step
+from convergence.models.models import DTYPES, MODELS, Row
+from convergence.models.rows import construct, find
 from convergence.patches import BUILT_IN
-from convergence.pristine import Bystander, Fingerprint
-from convergence.records import Blame, Case, Record, environment
-from convergence.setups import SETUPS
-from convergence.train import train
-from convergence.trajectory import Run, Trajectory
+from convergence.report import progress
+from convergence.report.records import Blame, Case, Record, environment
 
 # Between these probabilities a prediction counts as confident, and the hard profile asks for it. Nearer to 1, p - 1
 # would have too few digits left in the truth itself: float64 keeps ten of them here.
 CONFIDENT = (0.99, 1 - 1e-6)
-
-
-def remember_upstream(models: Iterable[Row] = MODELS.values()) -> Fingerprint:
-    """The fingerprint of everything unpatched; it is taken once per process, before any patch is imported."""
-    return _fingerprint(frozenset(model.model_class() for model in models if model.is_available()))
-
-
-@functools.cache
-def _fingerprint(classes: frozenset[type]) -> Fingerprint:
-    return Fingerprint(sorted(classes, key=lambda cls: cls.__qualname__))
 
 
 def _upstream(case: Case) -> Fingerprint:
@@ -207,10 +202,6 @@ def _blame(case: Case, record: Record, verdict: Verdict, trajectory: Trajectory 
 def _who(case: Case, reference: References, failed: set[Key], trajectory: Trajectory | None) -> list[Blame]:
     run = reference.run(DTYPES[case.dtype], torch.device(case.device), construct=construct(case), curve=())
     return blame(case.patch, run, reference.pairs, failed, trajectory)
-
-
-def construct(case: Case) -> Callable[[], nn.Module] | None:
-    return functools.partial(find(case.model).build, case.seed) if case.scope == "class" else None
 
 
 def _train(case: Case, upstream: Fingerprint, timeout: float, verdict: Verdict) -> Arms:

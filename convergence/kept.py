@@ -70,6 +70,6 @@ def _load(file: Path) -> Any:
 @functools.cache
 def _sources() -> str:
     found = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         found.update(path.read_bytes())
     return found.hexdigest()

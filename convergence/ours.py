@@ -48,7 +48,7 @@ def kernel_of(module: nn.Module) -> str | None:
     loss; None where the package has changed nothing."""
     if not INSTALLED:
         return None
-    from liger_kernels.patching.model import ModelRecipe
+    from liger_kernels.patching.logits.model import ModelRecipe
     from liger_kernels.patching.swap import recipe_of
 
     recipe = recipe_of(module)
@@ -65,8 +65,8 @@ def head_in_chunks(model: Any, tokens: int) -> Iterator[None]:
     if not fuses_head(model):
         yield
         return
-    from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes
-    from liger_kernels.ops._tiling import tiled
+    from liger_kernels.ops.loss.vocabulary_slabs import SlabSizes
+    from liger_kernels.ops.runtime.tiling import tiled
 
     chunk, slab = tokens // 5 + 1, model.get_output_embeddings().weight.shape[0] // 5 + 1
     with tiled(

@@ -22,16 +22,22 @@ import pytest
 import torch
 
 # None of these imports Triton, nor this package's kernels: the device is to be chosen before.
-from convergence import bitwise, files, html, isolate, models, ours, progress, scale, setups
-from convergence.candidate import check_patch
-from convergence.checkpoint import PROFILE, Checkpoint
+from convergence import files, ours
+from convergence.arms import isolate, setups
+from convergence.arms.candidate import check_patch
+from convergence.judge import bitwise
+from convergence.judge.tolerance import REPLICAS
 from convergence.kept import keep_in
+from convergence.models import models, scale
+from convergence.models.checkpoint import PROFILE, Checkpoint
+from convergence.models.checkpoint_check import check
+from convergence.models.rows import find
 from convergence.patches import BUILT_IN
-from convergence.records import Case, Record, load, load_all
-from convergence.report import progress as line_of
-from convergence.report import summary_table
+from convergence.report import html, progress
+from convergence.report.records import Case, Record, load, load_all
+from convergence.report.report import progress as line_of
+from convergence.report.report import summary_table
 from convergence.tables import visible
-from convergence.tolerance import REPLICAS
 
 _PROPERTY = "convergence"
 UNUSABLE = "convergence: a file that the user named cannot be used"
@@ -104,7 +110,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if device == "cuda":
         _use_own_gpu(worker.get("workerid", "gw0"))
     elif worker or not config.getoption("numprocesses", None):  # not who only hands out work
-        from convergence.interpreter import prepare
+        from convergence.arms.interpreter import prepare
 
         prepare()
     profile = config.getoption("--profile")
@@ -203,10 +209,10 @@ def _check_checkpoint(config: pytest.Config) -> None:
     if config.getoption("--setups") != "plain":
         raise pytest.UsageError("--checkpoint trains in no set-up yet; leave --setups out")
     with _usage_error("--checkpoint: "):
-        row.check(_names(config, "--dtypes"), config.getoption("--device"))
+        check(row, _names(config, "--dtypes"), config.getoption("--device"))
         if not _names(config, "--dtypes"):
             config.option.dtypes = row.default_dtype()
-            row.check([config.option.dtypes], config.getoption("--device"))
+            check(row, [config.option.dtypes], config.getoption("--device"))
 
 
 def checkpoint(config: pytest.Config) -> Checkpoint | None:
@@ -270,7 +276,7 @@ def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
         records = [record for record in load_all([Path(where)]) if record.run != config.stash[RUN]]
     found, refused = {}, []
     for case in cases(config):
-        if models.find(case.model).is_available():
+        if find(case.model).is_available():
             try:
                 found[case] = bitwise.earlier(records, Record.of(case))
             except ValueError as error:
@@ -316,7 +322,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def shown(config: pytest.Config, case: Case) -> Iterator[None]:
     """Inside, what trains is shown on the terminal, where ``case`` takes long."""
     capture = config.pluginmanager.get_plugin("capturemanager")
-    if not models.find(case.model).is_long or capture is None or _worker(config):
+    if not find(case.model).is_long or capture is None or _worker(config):
         yield
         return
     with capture.global_and_fixture_disabled(), progress.bar(2 * (1 + REPLICAS) + 1):

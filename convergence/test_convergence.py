@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from convergence import bitwise, report
 from convergence.case import absent, prove
 from convergence.files import Unusable
+from convergence.judge import bitwise
 from convergence.plugin import EARLIER, RECORDS, RUN, UNUSABLE, cases, shown
-from convergence.records import Case, Record, write
+from convergence.report import report
+from convergence.report.records import Case, Record, write
 from convergence.tables import visible
 
 

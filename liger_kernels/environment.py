@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import platform
-import re
-import warnings
 from dataclasses import dataclass, field
 
 import torch
 
 import liger_kernels
+from liger_kernels.tested_torch import newer_torch
 
-TESTED_TORCH = ((2, 8), (2, 15))  # the oldest and the newest of the matrix
 PACKAGES = ("torch", "triton", "transformers", "trl", "accelerate", "peft", "deepspeed")
 
 
@@ -77,8 +74,8 @@ def report() -> EnvironmentReport:
     Raises:
         ValueError: an environment variable of this package has a value that means nothing.
     """
-    from liger_kernels.ops._device import obstacle, shared_memory
-    from liger_kernels.ops._runtime import HAS_TRITON, INTERPRET, launcher_state
+    from liger_kernels.ops.runtime.device import obstacle, shared_memory
+    from liger_kernels.ops.runtime.dispatch import HAS_TRITON, INTERPRET, launcher_state
     from liger_kernels.patching import KERNELS
     from liger_kernels.trl_head import state
 
@@ -115,23 +112,3 @@ def report() -> EnvironmentReport:
         switches["torch"] = told
     kernels = dict.fromkeys(KERNELS, tuple(where))
     return EnvironmentReport(versions, platform.platform(), tuple(gpus), kernels, switches)
-
-
-def newer_torch() -> str:
-    """That this torch is newer than the newest that was tested; empty where it is not."""
-    version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
-    newest = ".".join(map(str, TESTED_TORCH[1]))
-    return (
-        f"{torch.__version__} is newer than {newest}, the newest that was tested" if version > TESTED_TORCH[1] else ""
-    )
-
-
-@functools.cache
-def warn_of_a_newer_torch() -> None:
-    """Once in a process, where this torch is newer than what was tested. It runs all the same."""
-    if told := newer_torch():
-        warnings.warn(
-            f"torch {told} with liger-kernels {liger_kernels.__version__}. It runs; `pytest convergence` shows whether "
-            "it is still the same mathematics.",
-            stacklevel=4,  # the caller of patch(), past the check of its arguments
-        )

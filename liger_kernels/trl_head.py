@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Replacement", "current", "install", "state", "uninstall"]
+__all__ = ["HeadReplacement", "current", "install", "state", "uninstall"]
 
 _MODULE = "trl.kernels.chunked_logprob"
 _CLASS = "ChunkedLogProbFunction"
@@ -30,7 +30,7 @@ _RESULTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"
 _SAME = 1e-5
 
 
-class Replacement:
+class HeadReplacement:
     """Stands in for the ``apply`` of trl's function.
 
     Attributes:
@@ -111,8 +111,8 @@ def _as_trl_calls_it(op: Any, *arguments: Any) -> tuple[Any, ...]:
 
 def _why_not(hidden: Any, weight: Any, bias: Any, targets: Any) -> str:
     """Why our kernels do not take these tensors; empty if they do, unless :func:`linear_log_probs` refuses them."""
-    from liger_kernels.ops._runtime import use_triton
-    from liger_kernels.patching.probe import PLAIN
+    from liger_kernels.ops.runtime.dispatch import use_triton
+    from liger_kernels.patching.recipes.probe import PLAIN
 
     for t in (hidden, weight, bias, targets):
         if t is not None and type(t) not in PLAIN:
@@ -126,7 +126,7 @@ def _why_not(hidden: Any, weight: Any, bias: Any, targets: Any) -> str:
 
 def _difference(function: Any, apply: Any) -> str:
     """How trl's function differs from :func:`linear_log_probs_ref`; empty if it does not."""
-    from liger_kernels.patching.probe import describe, probing
+    from liger_kernels.patching.recipes.probe import describe, probing
 
     try:
         takes = len(inspect.signature(function.forward).parameters) - 1  # without ctx
@@ -140,7 +140,7 @@ def _difference(function: Any, apply: Any) -> str:
 
 def _differences(apply: Any) -> Iterator[str]:
     from liger_kernels.ops import linear_log_probs_ref
-    from liger_kernels.patching.probe import randn
+    from liger_kernels.patching.recipes.probe import randn
 
     hidden, weight, bias = (randn(*shape, dtype=torch.float64) for shape in ((6, 4), (7, 4), (7,)))
     hidden[:2] = 0.0  # all logits of these rows are equal without a bias, and the first class is the top one
@@ -210,7 +210,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 _finder = _Finder()
-_replacement: Replacement | None = None
+_replacement: HeadReplacement | None = None
 
 
 def install() -> None:
@@ -233,7 +233,7 @@ def uninstall() -> None:
     _replacement = None
 
 
-def current() -> Replacement | None:
+def current() -> HeadReplacement | None:
     """What is in place: None before trl's module is imported."""
     return _replacement
 
@@ -253,4 +253,4 @@ def _replace(module: types.ModuleType) -> None:
     global _replacement
     function = getattr(module, _CLASS, None)
     if function is not None:
-        _replacement = Replacement(function)
+        _replacement = HeadReplacement(function)

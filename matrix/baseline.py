@@ -75,15 +75,18 @@ class Difference:
         return f"{self.where}: {self.kind}: {self.name}{detail}"
 
 
-def broken(required: Mapping[str, str], found: Mapping[str, CellRecord], code: str) -> Iterator[Difference]:
-    """What is wrong with the records by themselves: ``required`` has the digest of each cell's file, by name."""
+def broken(
+    required: Mapping[str, str], found: Mapping[str, CellRecord], stale: Mapping[str, Sequence[str]]
+) -> Iterator[Difference]:
+    """What is wrong with the records by themselves: ``required`` has the digest of each cell's file, by name, and
+    ``stale`` the stages of each record that ran other code than there is now."""
     for name, digest in required.items():
         record = found.get(name)
         if record is None:
             yield Difference(name, "missing record", name, "it has not run; python -m matrix run makes it")
             continue
-        if record.code != code or record.digest != digest:
-            what = "of other code" if record.code != code else "of another cell file"
+        if stale[name] or record.digest != digest:
+            what = f"of other code in {', '.join(stale[name])}" if stale[name] else "of another cell file"
             yield Difference(name, "stale record", name, f"it is {what}; run the cell again")
         if not record.complete:
             ran = ", ".join(stage.name for stage in record.stages) or "none"

@@ -23,6 +23,7 @@ from convergence.files import Unusable, read_json
 from convergence.tables import first_line, visible
 from matrix import baseline, records, runner
 from matrix.cells import ROOT, Cell
+from matrix.code import Code
 from matrix.records import GPU, CellRecord
 
 TRIES = 3  # of a cell whose node dies
@@ -89,13 +90,15 @@ def run(
     Raises:
         ValueError: Ray is not installed, the cluster cannot be reached, or is of another Python or Ray.
     """
-    code = runner.code_digest()
+    code, sources = runner.code_digest(), Code()
     states = [_State(cell) for cell in chosen]
     waiting: collections.deque[_State] = collections.deque()
     for state in states:
         name = f"{state.cell.name}{GPU if gpus else ''}"
         kept = None if fresh else records.earlier(folder, name)
-        if kept is not None and kept.passed and (kept.code, kept.digest) == (code, state.cell.digest):
+        if kept is not None and kept.digest != state.cell.digest:
+            kept = None
+        if kept is not None and kept.passed and not sources.stale(kept, state.cell.kind, code):
             state.record, state.done = kept, True
             say(f"{state.cell.name}: kept, it passed with this code")
         else:  # what an earlier run left is not what this one did

@@ -16,6 +16,7 @@ from convergence.tables import markdown as markdown_table
 from matrix import baseline, cells, records, report, runner
 from matrix.baseline import Baseline, Difference, Kernels
 from matrix.cells import HERE, PROJECT, TWO_GPUS, Cell
+from matrix.code import Code
 from matrix.records import GPU, CellRecord
 from matrix.stages import STAGES
 
@@ -43,9 +44,11 @@ def main(arguments: argparse.Namespace) -> int:
         of_them = {name: record for name, record in before.cells.items() if record.cell in arguments.cells}
         asked = dataclasses.replace(before, cells=of_them, kernels=before.kernels if kernels else None)
     required = required_records(chosen, found, everything=not arguments.cells)
-    code = runner.code_digest()
-    alone = list(baseline.broken(required, found, code))
+    code, sources = runner.code_digest(), Code()
     there = {name: found[name] for name in required if name in found}
+    kinds = {cell.name: cell.kind for cell in (*chosen, TWO_GPUS)}
+    stale = {name: sources.stale(record, kinds[name.removesuffix(GPU)], code) for name, record in there.items()}
+    alone = list(baseline.broken(required, found, stale))
     compared = compare(asked, there, kernels, arguments.without_gpu)
     differences = [*alone, *compared]
     if arguments.accept is not None:

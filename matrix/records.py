@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any, TypedDict
 from xml.etree import ElementTree
 
+from convergence.arms.quantities import Statistic
+from convergence.arms.quantities import share as share_of_bound
 from convergence.checked import checked, cut, shown
 from convergence.files import Unusable, plain, read_json, reason, write_json
-from convergence.observed import Statistic
-from convergence.observed import share as share_of_bound
 from matrix.cells import checked_name
 
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.
-SCHEMA = 1
+SCHEMA = 2
+# What a stage's result of an earlier schema did not hold yet. What it ran is then all that its record's code says.
+_NOT_YET: dict[int, dict[str, Any]] = {1: {"code": ""}}
 # What a case of the proof, a model class and a trainer say when all is well; the last is a fact about upstream.
 GOOD = ("equal", "patched", "same", "upstream leaks")
 STATUSES = ("passed", "failed", "nothing ran")
@@ -67,6 +69,7 @@ class StageResult:
     Attributes:
         status: "passed", "failed" or "nothing ran". A stage all of whose cases were skipped ran nothing.
         cpu_seconds: of all its processes; says more than ``seconds`` on a machine that does other things, too.
+        code: a digest of the source that it runs (``code.py``).
     """
 
     name: str
@@ -79,6 +82,7 @@ class StageResult:
     failed: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     findings: dict[str, Finding] = field(default_factory=dict)
+    code: str = ""
 
 
 @dataclass
@@ -86,7 +90,8 @@ class CellRecord:
     """One cell's run.
 
     Attributes:
-        digest: of the cell's file; ``code``: of the source that ran. Either decides whether a record is of today.
+        digest: of the cell's file. It decides whether a record is of today, as the ``code`` of each stage does.
+        code: of all source from which a stage may run something.
         environment: every installed distribution with its version.
         deviations: pins of the cell that the environment does not have. With a GPU comes its own torch and Triton,
             so there only transformers and trl count.
@@ -146,9 +151,10 @@ def from_dict(data: Any, source: str) -> CellRecord:
         Unusable: as :func:`load`.
     """
     schema = data.get("schema") if isinstance(data, dict) else None
-    if type(schema) is not int or schema != SCHEMA:
-        raise Unusable(f"{source}: schema {cut(repr(schema))}; allowed is {SCHEMA}; run the cell again")
-    record: CellRecord = checked(data, CellRecord, f"{source}: record")
+    if type(schema) is not int or schema not in (SCHEMA, *_NOT_YET):
+        allowed = ", ".join(map(str, (*_NOT_YET, SCHEMA)))
+        raise Unusable(f"{source}: schema {cut(repr(schema))}; allowed are {allowed}; run the cell again")
+    record: CellRecord = checked(_of_today(data, schema), CellRecord, f"{source}: record")
     checked_name(record.cell, f"{source}: record['cell']")
     if "gpu" not in record.machine:
         raise Unusable(f"{source}: record['machine'] has no 'gpu'; allowed is its name, or 'none'")
@@ -157,6 +163,15 @@ def from_dict(data: Any, source: str) -> CellRecord:
             where = f"{source}: record['stages'][{i}]['status']"
             raise Unusable(f"{where} is {shown(stage.status)}; allowed are {', '.join(STATUSES)}")
     return record
+
+
+def _of_today(data: dict[str, Any], schema: int) -> dict[str, Any]:
+    """What a record of an earlier ``schema`` holds, as one of today. What is no result of a stage stays as it is."""
+    stages = data.get("stages")
+    if schema == SCHEMA or type(stages) is not list:
+        return data
+    made = [{**_NOT_YET[schema], **stage} if type(stage) is dict else stage for stage in stages]
+    return {**data, "schema": SCHEMA, "stages": made}
 
 
 def earlier(folder: Path, name: str) -> CellRecord | None:
@@ -204,7 +219,7 @@ def _first_lines(message: str, length: int = 600) -> str:
     return message if len(message) <= length else message[: length - 3] + "..."
 
 
-class Left(TypedDict):
+class LeftModule(TypedDict):
     """What a record that a stage left may say besides its verdict and name."""
 
     setup: str
@@ -217,7 +232,7 @@ class Left(TypedDict):
     shares: dict[str, float]
 
 
-_NOTHING = Left(
+_NOTHING = LeftModule(
     setup="plain", order="before", reason="", statistics=[], census={}, launches={}, fallbacks={}, shares={}
 )
 
@@ -240,7 +255,7 @@ def read_findings(folder: Path) -> dict[str, Finding]:
         keys = next((keys for keys in NAMED_BY if all(isinstance(data.get(key), str) for key in keys)), None)
         if keys is None:
             raise Unusable(f"{path}: is no record: it has no name; allowed are {NAMED_BY}")
-        left: Left = checked({**_NOTHING, **data}, Left, f"{path}: record", more=True)
+        left: LeftModule = checked({**_NOTHING, **data}, LeftModule, f"{path}: record", more=True)
         if left["setup"] != "plain":
             keys = ("model", "setup", "order", *keys[1:])
         name = "/".join(data[key].rpartition(":")[2] for key in keys)

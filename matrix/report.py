@@ -12,6 +12,7 @@ from convergence.tables import markdown as markdown_table
 from matrix import cells, records, runner
 from matrix.baseline import Difference, failing
 from matrix.cells import Cell
+from matrix.code import Code
 from matrix.records import CellRecord
 
 _MOST_ROWS = 60
@@ -48,13 +49,13 @@ def print_jobs() -> int:
 def show(folder: Path, known: Collection[Cell], markdown: bool = False) -> int:
     """Print what the records of these cells say; 1 unless every one is of this code and passed."""
     found = records.load_folder(folder)
-    code = runner.code_digest()
+    code, sources = runner.code_digest(), Code()
     on_gpu = {f"{cell.name}{records.GPU}": cell for cell in known}
     wanted = {cell.name: cell for cell in known} | {name: on_gpu[name] for name in on_gpu if name in found}
     rows, good = [], True
     for name, cell in wanted.items():
         record = found.get(name)
-        fresh = record is not None and record.code == code and record.digest == cell.digest
+        fresh = record is not None and record.digest == cell.digest and not sources.stale(record, cell.kind, code)
         good = good and fresh and record is not None and record.passed
         rows.append(_row(name, record, fresh))
     columns = ("cell", "result", "stages: passed/failed/skipped in seconds", "seconds", "CPU seconds", "why not")

@@ -20,6 +20,7 @@ from convergence.files import Unusable
 from convergence.tables import visible
 from matrix import records
 from matrix.cells import ROOT, Cell
+from matrix.code import PRODUCT, SUFFIXES, Code
 from matrix.records import CellRecord, StageResult
 from matrix.stages import STAGES, Stage
 
@@ -28,18 +29,17 @@ TIMEOUT = 3600.0
 # What runs in a cell, or decides how. What only reads records afterwards is not among it.
 _RUNS = ("checks", "trainers", "conftest.py", "records.py", "runner.py", "stages.py")
 _SOURCE = (
-    *("liger_kernels", "convergence", "tests", "tools", "examples", "conftest.py", "pyproject.toml", "tox.ini"),
+    *(*PRODUCT, "tests", "tools", "examples", "conftest.py", "pyproject.toml", "tox.ini"),
     *(f"matrix/{name}" for name in _RUNS),
 )
-_SUFFIXES = (".py", ".toml", ".ini", ".txt", ".jinja")
 
 
 def code_digest(root: Path = ROOT) -> str:
-    """A digest of every source file that a cell's result depends on, as it is on the disk now."""
+    """A digest of every source file that the result of any stage depends on, as it is on the disk now."""
     tops = [root / name for name in _SOURCE]
     files = [path for top in tops for path in (top.rglob("*") if top.is_dir() else [top])]
     digest = hashlib.sha256()
-    for path in sorted(file for file in files if file.suffix in _SUFFIXES and file.is_file()):
+    for path in sorted(file for file in files if file.suffix in SUFFIXES and file.is_file()):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -102,8 +102,8 @@ def run_stages(
 ) -> CellRecord:
     """Run ``stages`` in this process's environment; returns the record, which is in ``folder``, too.
 
-    A stage that passed in an earlier, perhaps killed, run of the same code, cell file and environment is kept, unless
-    ``fresh``.
+    A stage that passed in an earlier, perhaps killed, run of the same cell file and environment is kept, unless
+    ``fresh``, where the code that it runs (:class:`Code`) is the same.
     """
     here, this = environment(), machine()
     deviations = [
@@ -112,12 +112,15 @@ def run_stages(
         if here.get(canonical(package)) != version and (this["gpu"] == "none" or package in ("transformers", "trl"))
     ]
     record = CellRecord(cell.name, cell.digest, code_digest(), commit(), here, this, now(), deviations)
-    kept = {} if fresh else _kept(record, folder)
+    sources = Code(ROOT)
+    codes = {stage.name: sources.digest(stage, on_gpu=this["gpu"] != "none") for stage in stages}
+    kept = {} if fresh else _kept(record, codes, folder)
     for stage in stages:
         result = kept.get(stage.name)
         if result is None:
             say(f"{cell.name}: {stage.name} ...")
             result = run_stage(stage, folder / record.name / stage.name, workers, this["gpu"])
+            result.code = codes[stage.name]
         again = " (kept from an earlier run)" if stage.name in kept else ""
         say(f"{cell.name}: {describe(result)}{again}")
         record.stages.append(result)
@@ -132,12 +135,17 @@ def describe(result: StageResult) -> str:
     return f"{result.name} {result.status}, {counts}, {result.seconds:.0f} s{reason}"
 
 
-def _kept(record: CellRecord, folder: Path) -> dict[str, StageResult]:
+def _kept(record: CellRecord, codes: dict[str, str], folder: Path) -> dict[str, StageResult]:
+    """The stages that passed earlier where all was as it is for ``record``; ``codes`` are the stages' own."""
     earlier = records.earlier(folder, record.name)
-    same = ("digest", "code", "environment", "machine")
+    same = ("digest", "environment", "machine")
     if earlier is None or any(getattr(earlier, name) != getattr(record, name) for name in same):
         return {}
-    return {stage.name: stage for stage in earlier.stages if stage.status == "passed"}
+    return {
+        stage.name: stage
+        for stage in earlier.stages
+        if stage.status == "passed" and stage.code == codes.get(stage.name)
+    }
 
 
 def run_stage(stage: Stage, folder: Path, workers: int, gpu: str = "none", timeout: float = TIMEOUT) -> StageResult:

@@ -55,14 +55,14 @@ def one_norm_forward(model: Any) -> None:
 
 
 def norm_weight_gradient(model: Any) -> None:
-    from liger_kernels.patching import norms
+    from liger_kernels.patching.recipes import norms
 
     norms.rms_norm = _argument(norms.rms_norm, 1)
     _ours(model)
 
 
 def cross_entropy_gradient(model: Any) -> None:
-    from liger_kernels.patching import product
+    from liger_kernels.patching.logits import product
 
     product.cross_entropy = _argument(product.cross_entropy, 0)
     _ours(model, logits=True)

@@ -118,8 +118,8 @@ def untouched_memory(device: torch.device, poisoned_empty: None) -> Callable[[in
 @pytest.fixture
 def small_slabs() -> Iterator[None]:
     """Slabs of the vocabulary as small as the shapes that the fused head is tested with."""
-    from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes
-    from liger_kernels.ops._tiling import tiled
+    from liger_kernels.ops.loss.vocabulary_slabs import SlabSizes
+    from liger_kernels.ops.runtime.tiling import tiled
     from tests.linear_cross_entropy_checks import SLAB
 
     with tiled(slabs=lambda choose, tokens, hidden: SlabSizes(SLAB, SLAB)):

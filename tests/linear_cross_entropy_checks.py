@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels.ops import linear_log_probs, linear_log_probs_ref
-from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes
-from liger_kernels.ops._tiling import tiled
-from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput
-from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
-from liger_kernels.ops.linear_log_probs import OUTPUTS
+from liger_kernels.ops.loss.cross_entropy import EXTRAS, CrossEntropyOutput
+from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from liger_kernels.ops.loss.linear_log_probs import OUTPUTS
+from liger_kernels.ops.runtime.tiling import tiled
+from tools.gpu_calls import slabs_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "none")
@@ -28,15 +28,6 @@ TWO: dict[str, Any] = {"hidden": 64}
 def chunks_of(tokens):
     """Inside, the fused head goes in chunks of ``tokens`` where the call says nothing else."""
     return tiled(schedule=lambda choose, n, *_: ("fast" if n <= tokens else "balanced", tokens))
-
-
-def slabs_of(classes, chunk=1024):
-    """Inside, slabs whose logits need memory of their own have ``classes``; a first slab of more is worth it."""
-
-    def sizes(choose, tokens, hidden_size):
-        return SlabSizes(classes, classes, worth=2 * tokens * classes + min(tokens, 1), chunk=chunk)
-
-    return tiled(slabs=sizes)
 
 
 def in_two_slabs(*args, **options):

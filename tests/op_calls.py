@@ -66,7 +66,7 @@ def layer_norm_cases() -> None:
 
 def gated_rms_norm_cases() -> None:
     from liger_kernels.ops import gated_rms_norm
-    from liger_kernels.ops.gated_rms_norm import ACTIVATIONS, FORMULAS
+    from liger_kernels.ops._gated_rms_norm import ACTIVATIONS, FORMULAS
 
     for (i, activation), (j, formula) in itertools.product(enumerate(ACTIVATIONS), enumerate(FORMULAS)):
         # Every pair of options: no program has a branch on all three.
@@ -85,7 +85,7 @@ def gated_rms_norm_cases() -> None:
 
 def rope_cases() -> None:
     from liger_kernels.ops import rope
-    from liger_kernels.ops.rope import PAIRINGS
+    from liger_kernels.ops._rope import PAIRINGS
 
     def angles(batch: int, rotary_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
         return [new(batch, 16, rotary_dim, dtype=dtype, grad=False) for _ in range(2)]
@@ -116,19 +116,24 @@ def glu_cases() -> None:
 
 
 def packed_glu_cases() -> None:
-    from liger_kernels.ops import Gate, packed_glu
+    from liger_kernels.ops import GluFormula, packed_glu
 
     for dtype in (BF16, FP32):
         for inner in (768, 2880):
             run(packed_glu, new(64, 2 * inner, dtype=dtype))
     gates = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
-    for gate in (Gate(limit=10.0), Gate(**gates, interleaved=True), Gate(**gates, gate_first=False), Gate("gelu_tanh")):
+    for gate in (
+        GluFormula(limit=10.0),
+        GluFormula(**gates, interleaved=True),
+        GluFormula(**gates, gate_first=False),
+        GluFormula("gelu_tanh"),
+    ):
         run(packed_glu, new(64, 1536), gate=gate)
-    run(packed_glu, new(64, 2 * 40, dtype=FP16), gate=Gate("gelu", interleaved=True, gate_first=False))
+    run(packed_glu, new(64, 2 * 40, dtype=FP16), gate=GluFormula("gelu", interleaved=True, gate_first=False))
 
 
 def experts_cases() -> None:
-    from liger_kernels.ops import Gate, experts
+    from liger_kernels.ops import GluFormula, experts
 
     # Sorted by keys of eight bits, and of 32, which the kernels load as integers whatever the dtype is.
     for n_experts, dtype, hidden in ((4, BF16, 2048), (4, FP32, 2880), (4, FP16, 40), (300, BF16, 2048)):
@@ -137,13 +142,13 @@ def experts_cases() -> None:
         gate_up, down, *biases = (new(*shape, dtype=dtype) for shape in shapes)
         if n_experts == 4:
             run(experts, new(8, hidden, dtype=dtype), ids, weights, gate_up, down)
-        gate = Gate(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)
+        gate = GluFormula(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)
         run(experts, new(8, hidden, dtype=dtype), ids, weights.float(), gate_up, down, gate, *biases)
 
 
 def cross_entropy_cases() -> None:
     from liger_kernels.ops import cross_entropy
-    from liger_kernels.ops.cross_entropy import EXTRAS
+    from liger_kernels.ops.loss.cross_entropy import EXTRAS
 
     targets = torch.zeros(64, dtype=torch.int64)
     for vocab in (384, 128256):
@@ -158,8 +163,8 @@ def cross_entropy_cases() -> None:
 
 def linear_cross_entropy_cases() -> None:
     from liger_kernels.ops import linear_cross_entropy, linear_log_probs
-    from liger_kernels.ops._counted_rows import CountedRows
-    from liger_kernels.ops.linear_log_probs import OUTPUTS
+    from liger_kernels.ops.loss.counted_rows import CountedRows
+    from liger_kernels.ops.loss.linear_log_probs import OUTPUTS
 
     targets = torch.zeros(64, dtype=torch.int64)
     for reduction in ("mean", "none"):
@@ -195,7 +200,7 @@ def run(op: Callable[..., Any], *args: torch.Tensor, **options: Any) -> None:
 def op_modules() -> list[Any]:
     from liger_kernels import ops
 
-    return [importlib.import_module(f"{ops.__name__}.{m.name}") for m in pkgutil.iter_modules(ops.__path__)]
+    return [importlib.import_module(m.name) for m in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")]
 
 
 def in_subprocess(cache: Path, module: str, *calls: tuple[Any, ...]) -> list[Any]:

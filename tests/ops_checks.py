@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import Phase, settings
 
-from convergence.tolerance import three_way, unit_roundoff
+from convergence.judge.tolerance import three_way, unit_roundoff
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 import liger_kernels
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 
 VOCAB = 67
 # Kernels run on the GPU, or in the interpreter; on a CPU beside a GPU only references do.
@@ -71,7 +71,7 @@ def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
 
 @functools.cache
 def _built(family: str, name: str) -> Any:
-    from tests import zoo
+    from matrix.checks import zoo
 
     try:
         cls = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from convergence import isolate
+from convergence.arms import isolate
 
 RANKS = 2
 TIMEOUT = 560.0

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import liger_kernels
-from convergence.float64 import InFloat64
+from convergence.arms.float64 import InFloat64
 from tests.patching_checks import VOCAB, batch, compare, tiny
 from tests.ranks import RANKS
 

@@ -21,7 +21,7 @@ from torch import nn
 import liger_kernels
 import liger_kernels.compat
 from liger_kernels import integrations, ops, patching
-from liger_kernels.patching.recogniser import Recogniser
+from liger_kernels.patching.recipes.recogniser import Recogniser
 
 WRONG: dict[str, Any] = {
     "None": None,
@@ -103,7 +103,7 @@ def valid() -> dict[str, dict[str, Any]]:
         **{f"{name}{end}": given for name, given in by_op.items() for end in ("", "_ref")},
         "packing_weights": {"labels": targets, "seq_idx": torch.tensor([0, 0, 1, 1])},
         "CountedTargets": {"targets": targets},
-        "Gate": {},
+        "GluFormula": {},
         "observe_logits_grad": {"observer": print},
         "patch": {"model": model},
         "patched": {"model": model},

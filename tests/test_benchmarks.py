@@ -15,14 +15,26 @@ import torch
 import liger_kernels
 from benchmarks import models
 from benchmarks.__main__ import benchmark, main, parse
-from benchmarks.cases import Case, Place, add_norm, cases, glu, glu_linear, linear_loss, loss, norm, packing, rope
+from benchmarks.cases import (
+    BenchmarkCase,
+    Site,
+    add_norm,
+    cases,
+    glu,
+    glu_linear,
+    linear_loss,
+    loss,
+    norm,
+    packing,
+    rope,
+)
 from benchmarks.peers import Arms, Table
 from benchmarks.timing import FEWEST, Gpu, Measured
 from liger_kernels import ops
 from tools.roofline_picture import main as draw
 from tools.roofline_picture import points
 
-CPU = Place("cpu", torch.float32)
+CPU = Site("cpu", torch.float32)
 NORM = norm(CPU, 6, 8, "cast_then_scale")
 SWIGLU = glu(CPU, "swiglu", 4, 8)
 
@@ -54,7 +66,7 @@ def bench(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """``bench(cases, peers, packages, *options)``: what --json wrote in a run that ends with exit code ``code``."""
 
     def go(
-        known: list[Case], peers: str = "eager", packages: Any = None, *options: str, code: int = 0
+        known: list[BenchmarkCase], peers: str = "eager", packages: Any = None, *options: str, code: int = 0
     ) -> dict[str, Any]:
         file = tmp_path / "result.json"
         parsed = parse(["--dtype", "float32", "--peers", peers, "--json", str(file), *options])
@@ -243,20 +255,20 @@ def test_arms_of_one_peer_stand_side_by_side_and_a_note_stands_once(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) -> None:
-    place = Place("cpu", dtype)
+    site = Site("cpu", dtype)
     found = bench(
         [
-            norm(place, 8, 32, "offset_scale_then_cast"),
-            add_norm(place, 8, 32),
-            rope(place, 2, 8, 4, 2, 16),
-            rope(place, 2, 8, 4, 1, 16, " (DeepSeek)", pairing="interleaved_to_half_repeat", keep_dtype=True),
-            glu(place, "geglu", 4, 16),
-            glu_linear(place, "swiglu", 4, 16, 8),
-            loss(place, 16, 64),
-            loss(place, 16, 64, weights=True),
-            linear_loss(place, 16, 32, 64),
-            linear_loss(place, 16, 32, 64, weights=True),
-            packing(place, 256, 32),
+            norm(site, 8, 32, "offset_scale_then_cast"),
+            add_norm(site, 8, 32),
+            rope(site, 2, 8, 4, 2, 16),
+            rope(site, 2, 8, 4, 1, 16, " (DeepSeek)", pairing="interleaved_to_half_repeat", keep_dtype=True),
+            glu(site, "geglu", 4, 16),
+            glu_linear(site, "swiglu", 4, 16, 8),
+            loss(site, 16, 64),
+            loss(site, 16, 64, weights=True),
+            linear_loss(site, 16, 32, 64),
+            linear_loss(site, 16, 32, 64, weights=True),
+            packing(site, 256, 32),
         ],
         "eager",
         None,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from convergence import isolate
+from convergence.arms import isolate
 
 ROOT = Path(__file__).parent.parent
 

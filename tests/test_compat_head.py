@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import liger_kernels
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels import trl_head
-from liger_kernels.ops import _runtime, launches, linear_log_probs_ref, reset_launches
+from liger_kernels.ops import launches, linear_log_probs_ref, reset_launches
+from liger_kernels.ops.runtime import dispatch
 from tests.lifetime_checks import left_by
 from tests.patching_checks import tiny
 from tests.test_compat import python
@@ -36,7 +37,7 @@ OPTIONS: dict[str, tuple[float, float | None, float]] = {  # temperature, softca
 
 
 @pytest.fixture
-def head() -> Iterator[trl_head.Replacement]:
+def head() -> Iterator[trl_head.HeadReplacement]:
     """It is installed, and trl's module is there."""
     trl_head.install()
     found = trl_head.current()
@@ -191,7 +192,7 @@ def test_options_that_only_trl_takes(head, device, arguments, reason) -> None:
 
 
 def test_without_our_kernels_trl_computes_in_chunks(head, device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_runtime, "HAS_TRITON", False)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     Case(device).run(FUNCTION.apply)
     assert (head.ours, head.theirs) == (0, 1)
     assert head.reason == f"no kernel takes torch.float32 on {device.type}"
@@ -390,8 +391,8 @@ from trl.trainer.utils import add_fused_lm_head
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 module = sys.modules["trl.kernels.chunked_logprob"]
 assert type(module.__loader__).__module__ == type(module.__spec__.loader).__module__ != "liger_kernels.trl_head"
-from convergence.float64 import InFloat64
-from convergence.tolerance import three_way
+from convergence.arms.float64 import InFloat64
+from convergence.judge.tolerance import three_way
 from liger_kernels import trl_head
 from liger_kernels.ops import launches
 from tests.patching_checks import batch, tiny

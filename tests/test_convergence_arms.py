@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from convergence.data import IGNORE, steps
-from convergence.float64 import InFloat64
-from convergence.models import MODELS
-from convergence.pristine import Fingerprint
+from convergence.arms.float64 import InFloat64
+from convergence.arms.pristine import Fingerprint
+from convergence.models.data import IGNORE, steps
+from convergence.models.models import MODELS
 
 
 def test_the_truth_is_not_rounded_to_float32():

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from convergence import isolate
-from convergence.records import Digests, Record, load_folder, versions, write
+from convergence.arms import isolate
+from convergence.report.records import Digests, Record, load_folder, versions, write
 from tests.suite import assert_refused, collect, suite
 
 PATCH = "patch_of_this_test:patch"

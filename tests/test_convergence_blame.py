@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import liger_kernels
-from convergence import report
+from convergence.blame.changes import Changes
 from convergence.case import Case, prove
-from convergence.changes import Changes
-from convergence.models import MODELS
+from convergence.models.models import MODELS
+from convergence.report import report
 from tests import blame_faults
 from tests.mutants import MUTANTS
 from tests.mutants.mutant import Mutant

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from convergence import memory, progress
 from convergence.__main__ import main
-from convergence.checkpoint import Checkpoint
-from convergence.large import LARGE, is_large, nudged, project
-from convergence.models import find
-from convergence.records import Record, dumps, from_dict, load_folder
+from convergence.arms.large import LARGE, is_large, nudged, project
+from convergence.models import memory
+from convergence.models.checkpoint import Checkpoint
+from convergence.models.rows import find
+from convergence.report import progress
+from convergence.report.records import Record, dumps, from_dict, load_folder
 from matrix.trainers.material import save
 from tests.mutants import restore
 from tests.suite import assert_refused, suite

@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from convergence.compare import compare
-from convergence.observed import (
+from convergence.arms.quantities import (
     EVALUATION,
     EVALUATION_LOGITS,
     GRADIENT,
@@ -21,7 +20,8 @@ from convergence.observed import (
     Moment,
     Quantity,
 )
-from convergence.trajectory import Trajectory
+from convergence.arms.trajectory import Trajectory
+from convergence.judge.compare import compare
 
 STEPS = [Moment(INITIAL, f"step {i}") for i in range(12)]
 A, B, C, D = (Quantity(GRADIENT, name) for name in "abcd")

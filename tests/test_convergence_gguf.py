@@ -13,11 +13,12 @@ import pytest
 import torch
 import transformers
 
-from convergence import gguf_file
-from convergence.checkpoint import Checkpoint
-from convergence.data import default_text
-from convergence.models import MODELS
-from convergence.records import load_folder
+from convergence.models import gguf_file
+from convergence.models.checkpoint import Checkpoint
+from convergence.models.checkpoint_check import check
+from convergence.models.data import default_text
+from convergence.models.models import MODELS
+from convergence.report.records import load_folder
 from matrix.trainers.material import VOCABULARY, tokenizer
 from tests.suite import assert_refused, suite
 
@@ -96,7 +97,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 )
 def test_it_loads_the_weights_that_were_written(files, kind, dtype, default, step):
     row = Checkpoint(str(files[kind]))
-    row.check(["float32", "bfloat16"], "cpu")
+    check(row, ["float32", "bfloat16"], "cpu")
     assert (row.saved_in(), row.default_dtype()) == (dtype, default)
     assert bool(row.notes()) == kind.startswith("Q")
     got = row.build(0).state_dict()

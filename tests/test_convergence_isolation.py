@@ -10,10 +10,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from convergence import bitwise, isolate
-from convergence.case import Case, prove, remember_upstream, train_case
+from convergence.arms import isolate
+from convergence.arms.pristine import remember_upstream
+from convergence.case import Case, prove, train_case
+from convergence.judge import bitwise
 from convergence.patches import BUILT_IN
-from convergence.report import failure
+from convergence.report.report import failure
 from tests.suite import suite
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,8 +70,8 @@ def test_logits_that_a_patch_of_classes_does_not_return_are_noted():
 @pytest.mark.parametrize(
     ("patch", "scope"),
     [
-        ("tests.honest:unpatched", "instance"),
-        ("tests.honest:unpatched", "class"),
+        ("tools.honest:unpatched", "instance"),
+        ("tools.honest:unpatched", "class"),
         ("tests.isolation_patches:another_family", "class"),
         ("tests.convergence_faults:honest", "class"),  # of one model, which is not the one that is built after it
     ],

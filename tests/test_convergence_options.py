@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from convergence.models import MODELS, select
+from convergence.models.models import MODELS, select
 from tests.suite import assert_refused, collect
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -30,7 +30,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
         (("--patch", "no.such.module:patch"), ("cannot be imported", "No module named 'no'")),
         (("--patch", "tests.no_such:patch"), ("cannot be imported", "No module named 'tests.no_such'")),
         (("--patch", "convergence.patches:no_such"), ("cannot be imported", "no_such")),
-        (("--patch", "convergence.records:SCHEMA"), ("takes a function",)),
+        (("--patch", "convergence.report.records:SCHEMA"), ("takes a function",)),
         (("--patch-timeout", "0"), ("--patch-timeout", "above 0")),
         (("--patch-timeout", "inf"), ("--patch-timeout", "above 0")),
         (("--layers", "2", "--device", "cpu"), ("--checkpoint PATH",)),

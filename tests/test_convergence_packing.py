@@ -2,7 +2,8 @@
 
 Truth, baseline and its replicas are the unpatched model over samples alone, in float64 and float32: no boundary, no
 weight of a row and no denominator is computed there, only the mean, or the weighted sum, of each sample's own loss. The
-candidate is the patched model over packed rows. The statistics and bounds are those of :mod:`convergence.compare`.
+candidate is the patched model over packed rows. The statistics and bounds are those of
+:mod:`convergence.judge.compare`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import torch
 import torch.nn.functional as F
 
 import liger_kernels
-from convergence import tolerance
-from convergence.compare import Pair, compare
-from convergence.data import IGNORE, text
-from convergence.float64 import InFloat64
-from convergence.models import MODELS
-from convergence.observed import GRADIENT, INITIAL, LOSS, Moment, Quantity
-from convergence.records import worst as worst_of
-from convergence.trajectory import Run, Trajectory, build
+from convergence.arms.float64 import InFloat64
+from convergence.arms.quantities import GRADIENT, INITIAL, LOSS, Moment, Quantity
+from convergence.arms.trajectory import Run, Trajectory, build
+from convergence.judge import tolerance
+from convergence.judge.compare import Pair, compare
+from convergence.models.data import IGNORE, text
+from convergence.models.models import MODELS
+from convergence.report.records import worst as worst_of
 from tests.packing_checks import EXPONENT, MODES, Sample, isolated, packed
 from tests.patching_checks import DEVICE
 

@@ -6,10 +6,10 @@ import copy
 
 import torch
 
+from convergence.arms.quantities import GRADIENT
+from convergence.arms.train import train
 from convergence.case import load_patch, references
-from convergence.compare import compare
-from convergence.observed import GRADIENT
-from convergence.train import train
+from convergence.judge.compare import compare
 
 
 def test_one_percent_of_any_gradient_is_seen_in_bfloat16():

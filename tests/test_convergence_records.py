@@ -13,10 +13,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from convergence import bitwise
-from convergence.observed import Moment, Quantity
-from convergence.records import SCHEMA, Record, Statistic, dumps, from_dict, load, load_all, load_folder, newest, write
-from convergence.trajectory import Trajectory
+from convergence.arms.quantities import Moment, Quantity
+from convergence.arms.trajectory import Trajectory
+from convergence.judge import bitwise
+from convergence.report.records import (
+    SCHEMA,
+    Record,
+    Statistic,
+    dumps,
+    from_dict,
+    load,
+    load_all,
+    load_folder,
+    newest,
+    write,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,7 +83,7 @@ def test_the_same_case_in_two_environments_is_two_results():
 WRITER = """
 import sys
 from pathlib import Path
-from convergence.records import Record, write
+from convergence.report.records import Record, write
 notes = [str(i) * 1000 for i in range(10_000)]
 print("ready", flush=True)
 write(Record("m", "float32", "p:f", "hard", "cpu", 0, notes=notes, versions={}), Path(sys.argv[1]))

@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from convergence import html, report
 from convergence.__main__ import main
-from convergence.models import MODELS
-from convergence.records import Record, Statistic, write
+from convergence.models.models import MODELS
+from convergence.report import html, report
+from convergence.report.records import Record, Statistic, write
 from tests import browser
 from tests.suite import assert_refused, collect
 

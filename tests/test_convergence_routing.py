@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from convergence.models import MODELS
-from liger_kernels.patching.experts import is_packed_experts
+from convergence.models.models import MODELS
+from liger_kernels.patching.recipes.experts import is_packed_experts
 
 MIXTURES = [name for name, row in MODELS.items() if "experts" in row.kernels]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from convergence import float64, large
-from convergence.models import find
-from convergence.records import load_folder
-from convergence.scale import SHAPES, select
+from convergence.arms import float64, large
+from convergence.models.rows import find
+from convergence.models.scale import SHAPES, select
+from convergence.report.records import load_folder
 from tests.suite import suite
 
 

@@ -7,12 +7,12 @@ import importlib.util
 import pytest
 import torch
 
-from convergence import report
 from convergence.__main__ import main
+from convergence.arms.quantities import Moment
+from convergence.arms.setups import SETUPS, select
 from convergence.case import Case, absent, prove
-from convergence.observed import Moment
-from convergence.records import Record, write
-from convergence.setups import SETUPS, select
+from convergence.report import report
+from convergence.report.records import Record, write
 from tests import setup_faults
 from tests.suite import collect
 
@@ -70,7 +70,7 @@ def test_our_patch_is_equal_and_fused():
 
 
 def test_a_patch_that_does_nothing_is_not_patched():
-    record = prove(Case("llama-tied", "float32", "tests.honest:unpatched", setup="bf16-autocast"))
+    record = prove(Case("llama-tied", "float32", "tools.honest:unpatched", setup="bf16-autocast"))
     assert [row[2] for row in record.failures] == ["not patched"]
 
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from convergence import checkpoint, plugin
-from convergence.checkpoint import Checkpoint
+from convergence import plugin
+from convergence.models import checkpoint
+from convergence.models.checkpoint import Checkpoint
 from matrix.trainers.material import save
 from tests import damaged
 from tests.damaged import HOSTILE, RAW, controls, put

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from convergence import html, report
 from convergence.__main__ import main as convergence
 from convergence.checked import checked
 from convergence.files import Unusable, plain, read_json
-from convergence.records import Record, dumps, from_dict
+from convergence.report import html, report
+from convergence.report.records import Record, dumps, from_dict
 from convergence.tables import literal, visible
 from matrix import __main__ as matrix
 from matrix import baseline, cells, census, new, records, runner

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import liger_kernels
-from liger_kernels import environment
-from liger_kernels.ops import _device, _launcher
-from liger_kernels.ops._runtime import INTERPRET, use_triton
+from liger_kernels import tested_torch
+from liger_kernels.ops.runtime import device, launcher
+from liger_kernels.ops.runtime.dispatch import INTERPRET, use_triton
 
 
 def gpu(name: str = "A GPU", major: int = 9, minor: int = 0, shared: int = 227 * 1024) -> SimpleNamespace:
@@ -31,8 +31,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen[getattr(device, "index", device) or 0])
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(_device, "_obstacles", {})
-    monkeypatch.setattr(_device, "_rooms", {})
+    monkeypatch.setattr(device, "_obstacles", {})
+    monkeypatch.setattr(device, "_rooms", {})
     return seen
 
 
@@ -44,7 +44,7 @@ def test_what_a_machine_without_a_gpu_says(gpus: list[SimpleNamespace]) -> None:
     assert {"Python", "torch"} <= report.versions.keys()
     assert report.kernels["rms_norm"] == (("cpu (interpreter)",) if INTERPRET else ())
     assert report.switches["interpreter"].startswith("on" if INTERPRET else "off, ")
-    assert report.switches["kept programs"] == _launcher.state(INTERPRET)
+    assert report.switches["kept programs"] == launcher.state(INTERPRET)
     lines = str(report).splitlines()
     assert any(line.split() == ["GPU", "none"] for line in lines)
     assert len({len(line) - len(re.split(r"  +", line, maxsplit=1)[1]) for line in lines}) == 1  # aligned
@@ -75,13 +75,13 @@ def test_an_op_steps_back_on_a_gpu_without_kernels(gpus, capability: tuple[int, 
 
 def test_what_is_loaded_ahead_fits(gpus: list[SimpleNamespace]) -> None:
     gpus += [gpu("H200"), gpu("4090", 8, 9, 99 * 1024)]
-    rooms = [_device.room_for_loads(torch.device("cuda", index)) for index in (0, 1)]
+    rooms = [device.room_for_loads(torch.device("cuda", index)) for index in (0, 1)]
     assert rooms == [128 * 1024, 97 * 1024]
 
 
 def test_a_newer_torch_is_said_once_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    environment.warn_of_a_newer_torch.cache_clear()
+    tested_torch.warn_of_a_newer_torch.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"torch 2\.99\.0 is newer than 2\.15, .* `pytest convergence`"):
             liger_kernels.patch(torch.nn.Sequential(torch.nn.Linear(2, 2)))
@@ -90,14 +90,14 @@ def test_a_newer_torch_is_said_once_and_runs(monkeypatch: pytest.MonkeyPatch) ->
             warnings.filterwarnings("ignore", message=".*replaced nothing")
             liger_kernels.patch(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     finally:
-        environment.warn_of_a_newer_torch.cache_clear()
+        tested_torch.warn_of_a_newer_torch.cache_clear()
     assert liger_kernels.report().switches["torch"].startswith("2.99.0 is newer than 2.15")
 
 
 def test_a_torch_that_was_tested_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("2.8.0", "2.15.1+cu130"):
         monkeypatch.setattr(torch, "__version__", version)
-        assert environment.newer_torch() == ""
+        assert tested_torch.newer_torch() == ""
 
 
 def test_the_command_prints_it() -> None:
@@ -113,6 +113,6 @@ def test_the_bounds_are_those_of_the_matrix() -> None:
     from matrix import cells
 
     pins = [cell.pins for cell in cells.load_all().values() if cell.kind == "torch"]
-    for package, (oldest, newest) in {"torch": environment.TESTED_TORCH, "triton": _launcher.TESTED}.items():
+    for package, (oldest, newest) in {"torch": tested_torch.TESTED_TORCH, "triton": launcher.TESTED}.items():
         found = sorted(tuple(int(part) for part in pin[package].split(".")[:2]) for pin in pins)
         assert (found[0], found[-1]) == (oldest, newest)

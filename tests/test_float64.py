@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from convergence import float64
+from convergence.arms import float64
 
 # A number here is at most three sums of 41 terms one after another (scores, softmax, values). Each term rounds once.
 # Their order is all that blocks change, in the forward and in the backward.

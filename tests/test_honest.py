@@ -17,13 +17,16 @@ import pytest
 import torch
 import transformers
 
-from convergence import bitwise, case, scale
-from convergence.models import find, select
-from convergence.records import versions
-from convergence.tolerance import FLOOR_ROUNDOFFS, unit_roundoff
-from convergence.train import train
+from convergence import case
+from convergence.arms.train import train
+from convergence.judge import bitwise
+from convergence.judge.tolerance import FLOOR_ROUNDOFFS, unit_roundoff
+from convergence.models import scale
+from convergence.models.models import select
+from convergence.models.rows import find
+from convergence.report.records import versions
 from liger_kernels.ops import cross_entropy
-from tests.honest import candidates, judge, small_tiles
+from tools.honest import candidates, judge, small_tiles
 
 SMALL_SHAPE = "llama3-8b-odd?divided=64"
 # By model and seed; the first has references that other tests train, too.

@@ -6,19 +6,20 @@ import ast
 import os
 import subprocess
 import sys
-from pathlib import Path
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.import_checks import ROOT, imports, sources
 
-SHARED = {"convergence.checked", "convergence.files", "convergence.observed", "convergence.tables"}
+SHARED = {"convergence.arms.quantities", "convergence.checked", "convergence.files", "convergence.tables"}
+_PACKAGE = {"liger_kernels", "liger_kernels.ops", "liger_kernels.patching", "liger_kernels.integrations"}
 # What each part may import of this project, beside itself.
 ALLOWED: dict[str, set[str]] = {
     "liger_kernels.ops": set(),
-    "liger_kernels.losses": {"liger_kernels.ops"},
-    "liger_kernels.patching": {"liger_kernels.ops", "liger_kernels.losses"},
-    "liger_kernels.integrations": {"liger_kernels.ops", "liger_kernels.losses", "liger_kernels.patching"},
+    "liger_kernels.patching": {"liger_kernels.ops"},
+    "liger_kernels.integrations": {"liger_kernels.ops", "liger_kernels.patching"},
     "liger_kernels": {"liger_kernels.ops", "liger_kernels.patching", "liger_kernels.integrations"},
     "convergence": SHARED
     | {"liger_kernels", "liger_kernels.ops", "liger_kernels.patching", "liger_kernels.integrations"},
@@ -36,6 +37,9 @@ ALLOWED: dict[str, set[str]] = {
         "liger_kernels.patching",
         "liger_kernels.integrations",
     },
+    "benchmarks": SHARED | {"convergence", *_PACKAGE, "matrix.trainers"},
+    "tools": SHARED | {"convergence", *_PACKAGE},
+    "tests": set(),  # which nothing of these imports
 }
 
 
@@ -105,17 +109,8 @@ def part_of(module: str) -> str | None:
 
 def imported(tree: ast.AST, package: str) -> set[str]:
     """The modules that ``tree`` imports, anywhere in it; ``from a import b`` is ``a`` and ``a.b``."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, *([base] if base else [])])
-            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
-    return names
+    found = set(imports(ast.walk(tree), package))
+    return {base for base, _ in found} | {f"{base}.{name}" for base, name in found if name}
 
 
 def wrong_imports(source: str, module: str, package: str) -> set[str]:
@@ -127,28 +122,113 @@ def wrong_imports(source: str, module: str, package: str) -> set[str]:
 
 
 def test_imports_go_one_way() -> None:
-    wrong = {}
-    for path in (path for top in ("liger_kernels", "convergence", "matrix") for path in (ROOT / top).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        package = ".".join(parts[:-1])
-        module = package if parts[-1] == "__init__" else ".".join(parts)
-        wrong[module] = wrong_imports(path.read_text(), module, package)
+    files = sources()
+    wrong = {module: wrong_imports(text, module, package) for module, (package, text) in files.items()}
     assert len(wrong) > 100
     assert not any(wrong.values()), {module: parts for module, parts in wrong.items() if parts}
+
+
+def test_a_folder_of_the_product_has_at_most_16_files() -> None:
+    folders = Counter(package for package, _ in sources().values())
+    assert len(folders) > 10
+    assert {folder: n for folder, n in folders.items() if n > 16} == {}
+
+
+def in_two_packages(files: dict[str, tuple[str, str]]) -> dict[str, set[str]]:
+    """The names of classes that several top-level packages have."""
+    where: dict[str, set[str]] = defaultdict(set)
+    for package, text in files.values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                where[node.name].add(package.partition(".")[0])
+    assert where
+    return {name: tops for name, tops in where.items() if len(tops) > 1}
+
+
+def test_no_class_name_is_in_two_packages() -> None:
+    assert in_two_packages(sources()) == {}
+    files = {"p.a": ("p", "class A: ..."), "p.b": ("p", "class A: ..."), "q.c": ("q", "def f():\n    class B: ...")}
+    assert in_two_packages(files) == {}
+    assert in_two_packages({**files, "q.d": ("q.r", "class A: ...")}) == {"A": {"p", "q"}}
 
 
 @pytest.mark.parametrize(
     ("module", "source", "wrong"),
     [
         ("liger_kernels.ops.x", "from liger_kernels.patching import patch", {"liger_kernels.patching"}),
-        ("liger_kernels.ops.x", "def f():\n    import convergence.tolerance", {"convergence"}),
+        ("liger_kernels.ops.x", "def f():\n    import convergence.judge.tolerance", {"convergence"}),
         ("liger_kernels.ops.x", "from ..patching import norms", {"liger_kernels.patching"}),
         ("liger_kernels.ops.x", "from .rope import rope", set()),
         ("liger_kernels.patching.x", "from liger_kernels import integrations", {"liger_kernels.integrations"}),
         ("liger_kernels.integrations.x", "from liger_kernels.patching import patch", set()),
         ("matrix.run", "import liger_kernels.ops, convergence", {"liger_kernels.ops", "convergence"}),
         ("convergence.case", "from liger_kernels.ops import launches", set()),
+        ("tools.x", "def f():\n    from tests.mutants import MUTANTS", {"tests"}),
+        ("matrix.checks.x", "from tests import zoo", {"tests"}),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str, wrong: set[str]) -> None:
     assert wrong_imports(source, module, module.rpartition(".")[0]) == wrong
+
+
+class Runtime(ast.NodeTransformer):
+    """A tree without what only type checkers run."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        name = node.test.attr if isinstance(node.test, ast.Attribute) else getattr(node.test, "id", "")
+        return node.orelse if name == "TYPE_CHECKING" else node
+
+
+def files_imported(tree: ast.AST, package: str, modules: Iterable[str]) -> set[str]:
+    """Those of ``modules`` whose files ``tree`` imports by name. ``from a import b`` is ``a.b`` where that is a module,
+    and else ``a``; that Python also runs ``a`` on the way to ``a.b`` does not count."""
+    found = {
+        f"{base}.{name}" if f"{base}.{name}" in modules else base for base, name in imports(ast.walk(tree), package)
+    }
+    return found & set(modules)
+
+
+def circles(files: dict[str, tuple[str, str]]) -> list[list[str]]:
+    """The sets of files each of which imports, by way of others, itself and all others of its set."""
+    edges = {
+        module: files_imported(Runtime().visit(ast.parse(text)), package, files.keys()) - {module}
+        for module, (package, text) in files.items()
+    }
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        open_ends = [start]
+        while open_ends:
+            new = edges[open_ends.pop()] - seen
+            seen |= new
+            open_ends += new
+        return seen
+
+    reach = {module: reached(module) for module in edges}
+    on_one = {
+        tuple(sorted(m for m in reach[module] if module in reach[m])) for module in reach if module in reach[module]
+    }
+    return [list(circle) for circle in sorted(on_one)]
+
+
+def test_no_circle_between_any_two_files() -> None:
+    files = sources()
+    assert len(files) > 150
+    assert circles(files) == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "found"),
+    [
+        ({"p.a": "from p.b import x", "p.b": "def f():\n    import p.a"}, [["p.a", "p.b"]]),
+        ({"p.a": "from p import b", "p.b": "from . import c", "p.c": "from .a import x"}, [["p.a", "p.b", "p.c"]]),
+        ({"p": "from p.a import x", "p.a": "from p import b", "p.b": ""}, []),
+        ({"p": "from p.a import x", "p.a": "from p import x"}, [["p", "p.a"]]),
+        ({"p.a": "if TYPE_CHECKING:\n    import p.b", "p.b": "import p.a"}, []),
+        ({"p.a": "if typing.TYPE_CHECKING:\n    pass\nelse:\n    import p.b", "p.b": "import p.a"}, [["p.a", "p.b"]]),
+        ({"p.a": "import p.b", "p.b": "import p.c", "p.c": ""}, []),
+    ],
+)
+def test_a_circle_is_found(texts: dict[str, str], found: list[list[str]]) -> None:
+    assert circles({module: ("p", text) for module, text in {"p": "", **texts}.items()}) == found

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from convergence import html, long_run
-from convergence.compare import Verdict
-from convergence.records import Record, load_folder
+from convergence.judge import long_run
+from convergence.judge.verdict import Verdict
+from convergence.report import html
+from convergence.report.records import Record, load_folder
 from matrix.trainers.material import save
 from tests.suite import suite
 

@@ -15,7 +15,8 @@ import pytest
 from matrix import __main__ as command
 from matrix import cells, new
 from matrix.cells import ROOT
-from matrix.stages import STAGES
+from matrix.stages import STAGES, Stage
+from tests.import_checks import imports
 
 
 def tox_ini() -> configparser.RawConfigParser:
@@ -107,22 +108,27 @@ def needed_by(path: Path, seen: set[Path]) -> set[str]:
         return set()
     seen.add(path)
     needed: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        for name in names:
-            top = name.partition(".")[0]
-            if (ROOT / top).is_dir():
-                base = ROOT.joinpath(*name.split("."))
-                for found in (base.with_suffix(".py"), base / "__init__.py"):
-                    needed |= needed_by(found, seen) if found.is_file() else set()
-            elif top not in sys.stdlib_module_names:
-                needed |= {d.lower() for d in DISTRIBUTIONS.get(top, [top])}
+    package = ".".join(path.relative_to(ROOT).parts[:-1])
+    for base, imported in imports(ast.parse(path.read_text(encoding="utf-8")).body, package):
+        top = base.partition(".")[0]
+        if (ROOT / top).is_dir():
+            module = ROOT.joinpath(*base.split("."))
+            for found in (module.with_suffix(".py"), module / "__init__.py", module / f"{imported}.py"):
+                needed |= needed_by(found, seen) if found.is_file() else set()
+        elif top not in sys.stdlib_module_names:
+            needed |= {d.lower() for d in DISTRIBUTIONS.get(top, [top])}
     return needed
+
+
+def files_of(stage: Stage) -> list[Path]:
+    """Those that the stage's process loads: the files that it names, and all of a folder of which it ignores none."""
+    named = [ROOT / argument for argument in stage.arguments if not argument.startswith("-")]
+    whole = not any(argument.startswith("--ignore") for argument in stage.arguments)
+    folders = [path for path in named if path.is_dir() and whole]
+    return [
+        *(path for path in named if path.is_file()),
+        *(p for f in folders for pattern in ("test_*.py", "conftest.py") for p in f.rglob(pattern)),
+    ]
 
 
 def test_a_cell_installs_what_its_stages_import() -> None:
@@ -133,9 +139,8 @@ def test_a_cell_installs_what_its_stages_import() -> None:
         needed = {
             name: stage.name
             for stage in STAGES[cell.kind]
-            for argument in stage.arguments
-            if argument.endswith(".py")
-            for name in needed_by(ROOT / argument, seen)
+            for file in files_of(stage)
+            for name in needed_by(file, seen)
         }
         assert {*needed} <= installs, (cell.name, {name: needed[name] for name in needed if name not in installs})
         assert "pytest" in needed

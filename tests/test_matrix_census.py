@@ -13,8 +13,7 @@ from torch import nn
 
 from convergence.files import read_json
 from matrix import census
-from matrix.checks import count
-from tests import zoo
+from matrix.checks import count, zoo
 from tests.patching_checks import SIZES, VOCAB, tiny
 
 

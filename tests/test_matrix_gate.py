@@ -14,7 +14,9 @@ from matrix import __main__ as command
 from matrix import baseline, cells, gate, records, runner
 from matrix.baseline import Baseline
 from matrix.cells import Cell
+from matrix.code import Code
 from matrix.records import CellRecord, Finding, StageResult
+from matrix.stages import STAGES
 
 CELL = Cell("tf9.9-trl9.9", "for this test", {}, "versions", "0123")
 CODE = "c0de"
@@ -177,6 +179,29 @@ def test_what_is_worse_fails_by_name(
     assert found["verdict"] == "fail"
     assert (kind, name) in failures(found)
     assert f"{kind}: {name}" in (tmp_path / "gate.md").read_text()
+
+
+@pytest.mark.parametrize("change", ["nothing", "code of a stage", "a stage is new"])
+def test_a_record_is_of_today_where_each_stage_runs_what_it_ran(
+    change: str, decide: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else changed: the digest of all source is another one."""
+    sources = Code()
+
+    def of_other_source(record: CellRecord) -> None:
+        record.code = "other"
+        for result in record.stages:
+            result.code = next(sources.digest(s, on_gpu=False) for s in STAGES["versions"] if s.name == result.name)
+        if change == "code of a stage":
+            record.stages[1].code = "other"
+
+    names = ("models", "convergence") if change != "a stage is new" else ("models", "convergence", "packing")
+    monkeypatch.setitem(STAGES, "versions", tuple(stage for stage in STAGES["versions"] if stage.name in names))
+    found = decide(of_other_source)
+    assert failures(found) == ([] if change == "nothing" else [("stale record", CELL.name)])
+    which = {"nothing": [], "code of a stage": ["convergence"], "a stage is new": ["packing"]}[change]
+    details = [f"it is of other code in {name}; run the cell again" for name in which]
+    assert [row["detail"] for row in found["differences"] if row["kind"] == "stale record"] == details
 
 
 @pytest.mark.parametrize(

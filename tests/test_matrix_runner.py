@@ -129,19 +129,32 @@ def test_a_killed_run_resumes_where_it_stopped(stages: Stages, tmp_path: Path) -
     assert "one ..." not in " ".join(said)
 
 
-@pytest.mark.parametrize("changed", ["nothing", "code", "cell", "environment", "option", "failed"])
+@pytest.mark.parametrize(
+    "changed",
+    ["nothing", "another test", "a new stage", "code", "arguments", "cell", "environment", "option", "failed"],
+)
 def test_a_stage_runs_again_unless_it_passed_just_so(
     changed: str, stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = stages(one=ONCE + ("def test_b(): assert False\n" if changed == "failed" else ""))
     run(made, tmp_path)
-    if changed == "code":
+    if changed in ("code", "another test"):
+        name = "test_one.py" if changed == "code" else "test_other.py"
+        with (tmp_path / "project" / name).open("a") as file:
+            file.write("# A comment.\n")
         monkeypatch.setattr(runner, "code_digest", lambda: "other")
+    elif changed == "arguments":
+        made = (dataclasses.replace(made[0], arguments=(*made[0].arguments, "-q")),)
+    elif changed == "a new stage":
+        made = (*made, dataclasses.replace(made[0], name="two", arguments=("test_two.py",)))
+        (tmp_path / "project" / "test_two.py").write_text(GREEN)
     elif changed == "environment":
         monkeypatch.setattr(runner, "environment", lambda: {"torch": "0"})
     cell = dataclasses.replace(CELL, digest="other") if changed == "cell" else CELL
     runner.run_stages(cell, made, tmp_path, fresh=changed == "option", say=lambda line: None)
-    assert (tmp_path / "project" / "ran").read_text() == ("x" if changed == "nothing" else "xx")
+    assert (tmp_path / "project" / "ran").read_text() == (
+        "x" if changed in ("nothing", "another test", "a new stage") else "xx"
+    )
 
 
 def test_an_environment_with_other_versions_is_not_the_cell(stages: Stages, tmp_path: Path) -> None:
@@ -217,7 +230,7 @@ def test_what_is_no_record_of_today_is_refused(tmp_path: Path) -> None:
     file.write_text('{"schema": 0}')
     with pytest.raises(ValueError, match=r"a\.json: is no record: it has no verdict"):
         records.read_findings(tmp_path)
-    with pytest.raises(ValueError, match="schema 0; allowed is 1; run the cell again"):
+    with pytest.raises(ValueError, match="schema 0; allowed are 1, 2; run the cell again"):
         records.load(file)
 
 

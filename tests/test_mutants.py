@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from convergence.case import remember_upstream
-from convergence.models import MODELS
-from convergence.records import load_folder
+from convergence.arms.pristine import remember_upstream
+from convergence.models.models import MODELS
+from convergence.report.records import load_folder
 from tests.mutants import ABSENT, MUTANTS, restore
 from tests.mutants.__main__ import overview
 from tests.mutants.edit import Edit, StaleMutant
@@ -80,8 +80,8 @@ def test_the_proof_kills(mutant: Mutant, dtype: str, request: pytest.FixtureRequ
 
 def test_its_own_check_kills(checked: Mutant, tmp_path: Path) -> None:
     """In a copy of the sources with the fault in it, the test that is there for it fails."""
-    for folder in ("benchmarks", "liger_kernels", "convergence", "tests", "tools"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("benchmarks", "liger_kernels", "convergence", "matrix", "tests", "tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.json"))
     for file in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / file, tmp_path)
     for module in {edit.module for edit in checked.edits}:
@@ -129,7 +129,7 @@ def test_the_documentation_has_every_mutant_and_every_row() -> None:
 @pytest.mark.parametrize("old", ["f(a, b)", "no_such_name", "if a:\n    pass", "c=1", "a, c"])
 def test_an_edit_without_its_place_is_refused(old: str) -> None:
     with pytest.raises(StaleMutant, match="0 times"):
-        Mutant("gone", "", (Edit("liger_kernels.ops.glu", old, old),)).inject()
+        Mutant("gone", "", (Edit("liger_kernels.ops._glu", old, old),)).inject()
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from convergence import compare, tolerance
-from convergence.observed import GRADIENT, LOSS, Moment, Quantity
-from convergence.trajectory import Trajectory
+from convergence.arms.quantities import GRADIENT, LOSS, Moment, Quantity
+from convergence.arms.trajectory import Trajectory
+from convergence.judge import compare, tolerance
 
 STEP, NAMES = Moment("initial", "scale"), "abcdefg"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from liger_kernels import ops
-from liger_kernels.ops.linear_cross_entropy import MEMORY
+from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
 from tests.ops_checks import randn
 from tests.test_ops_every import OPS
 

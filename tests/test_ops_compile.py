@@ -21,7 +21,7 @@ import torch
 from filelock import Timeout
 
 from convergence.files import make_once
-from liger_kernels.ops._device import SHARED_MEMORY, most_warps
+from liger_kernels.ops.runtime.device import SHARED_MEMORY, most_warps
 from tests.op_calls import BF16, CASES, FP32, in_subprocess, new, op_modules, run
 
 # name: (backend, architecture, warp size, shared memory that one program may have in bytes)
@@ -147,10 +147,11 @@ def compile_all(names: list[str], targets: list[str], number: str = "fp32") -> d
 
 def compile_for_little_shared_memory() -> dict[str, int]:
     """In the subprocess: what norms of wide rows take of a GPU that has 99 KiB, by kernel."""
-    from liger_kernels.ops import _device, rms_norm
+    from liger_kernels.ops import rms_norm
+    from liger_kernels.ops.runtime import device
 
     TARGETS["small"] = SMALL
-    _device._rooms["cpu", None] = SMALL[3] - 2048
+    device._rooms["cpu", None] = SMALL[3] - 2048
     CASES["wide rows"] = lambda: [
         run(rms_norm, new(64, hidden, dtype=dtype), new(hidden, dtype=dtype))
         for hidden, dtype in ((8192, FP32), (4096, BF16), (128, FP32))

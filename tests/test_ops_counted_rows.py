@@ -15,8 +15,8 @@ from liger_kernels.ops import (
     observe_logits_grad,
     reset_launches,
 )
-from liger_kernels.ops._tiling import tiled
-from liger_kernels.ops.linear_cross_entropy import MEMORY
+from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
+from liger_kernels.ops.runtime.tiling import tiled
 from tests import patching_checks
 from tests.linear_cross_entropy_checks import MOST, TOKENS, Case, LogProbs, assert_equal
 

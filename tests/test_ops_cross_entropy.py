@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from convergence.tolerance import three_way, unit_roundoff
-from liger_kernels.ops import _cross_entropy_formulas
-from liger_kernels.ops._cross_entropy_rows import Rows, backward_rows, forward_rows
-from liger_kernels.ops._loss_options import LossOptions
-from liger_kernels.ops._runtime import INTERPRET, launches, reset_launches, tl
-from liger_kernels.ops._tiling import tiled
-from liger_kernels.ops.cross_entropy import EXTRAS, CrossEntropyOutput, cross_entropy, cross_entropy_ref
-from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy
+from convergence.judge.tolerance import three_way, unit_roundoff
+from liger_kernels.ops.loss import formulas
+from liger_kernels.ops.loss.cross_entropy import EXTRAS, CrossEntropyOutput, cross_entropy, cross_entropy_ref
+from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy
+from liger_kernels.ops.loss.options import LossOptions
+from liger_kernels.ops.loss.rows import Rows, backward_rows, forward_rows
+from liger_kernels.ops.runtime.dispatch import INTERPRET, launches, reset_launches, tl
+from liger_kernels.ops.runtime.tiling import tiled
 from tests.linear_cross_entropy_checks import ALL, DTYPES, REDUCTIONS, assert_equal, drawn
 
 BLOCK = 8192  # the largest tile of the kernels below 65537 columns: a longer row takes several
@@ -149,8 +149,8 @@ def test_prediction_is_the_first_of_equals_in_whatever_order_blocks_are_read(a_r
 def compiled_exponential(monkeypatch):
     """The exponential of compiled kernels for 16-bit logits, in the interpreter, too. On a GPU they have it anyway."""
     if INTERPRET:
-        monkeypatch.setattr(_cross_entropy_formulas, "_COMPILED", tl.constexpr(True))
-        monkeypatch.setattr(_cross_entropy_formulas, "libdevice", SimpleNamespace(exp2=lambda x: tl.exp2(x)))
+        monkeypatch.setattr(formulas, "_COMPILED", tl.constexpr(True))
+        monkeypatch.setattr(formulas, "libdevice", SimpleNamespace(exp2=lambda x: tl.exp2(x)))
 
 
 @plain_and_all

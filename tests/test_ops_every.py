@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernels import ops
+from liger_kernels.ops._gated_rms_norm import ACTIVATIONS
+from liger_kernels.ops._gated_rms_norm import FORMULAS as GATED_FORMULAS
 from liger_kernels.ops._norm_rows import MAX_HIDDEN
-from liger_kernels.ops.gated_rms_norm import ACTIVATIONS
-from liger_kernels.ops.gated_rms_norm import FORMULAS as GATED_FORMULAS
-from liger_kernels.ops.rms_norm import FORMULAS
-from liger_kernels.ops.rope import PAIRINGS
+from liger_kernels.ops._rms_norm import FORMULAS
+from liger_kernels.ops._rope import PAIRINGS
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, eps_for, randn, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,7 +65,7 @@ def norm(name: str, dims: str, **options: Any) -> Op:
     return both(name, dims, eps=1e-3, **options)
 
 
-GPT_OSS = ops.Gate(alpha=1.702, limit=0.7, offset=1.0)
+GPT_OSS = ops.GluFormula(alpha=1.702, limit=0.7, offset=1.0)
 NORMS = {
     **{f"rms_norm, {formula}": norm("rms_norm", "nk,k", formula=formula) for formula in FORMULAS},
     "rms_norm, no weight": norm("rms_norm", "nk"),
@@ -83,12 +83,14 @@ NORMS = {
 UNITS = {
     "swiglu": both("swiglu", "nk,nk"),
     **{f"geglu, {a}": both("geglu", "nk,nk", approximate=a) for a in ("tanh", "none")},
-    "packed_glu": both("packed_glu", "nw", gate=ops.Gate()),
-    "packed_glu, gelu": both("packed_glu", "nw", gate=ops.Gate("gelu")),
-    "packed_glu, gelu_tanh of the second": both("packed_glu", "nw", gate=ops.Gate("gelu_tanh", gate_first=False)),
+    "packed_glu": both("packed_glu", "nw", gate=ops.GluFormula()),
+    "packed_glu, gelu": both("packed_glu", "nw", gate=ops.GluFormula("gelu")),
+    "packed_glu, gelu_tanh of the second": both("packed_glu", "nw", gate=ops.GluFormula("gelu_tanh", gate_first=False)),
     "packed_glu, gpt-oss": both("packed_glu", "nw", gate=dataclasses.replace(GPT_OSS, interleaved=True)),
     "packed_glu, gpt-oss in halves": both("packed_glu", "nw", gate=GPT_OSS),
-    "packed_glu, up first": both("packed_glu", "nw", gate=ops.Gate(limit=0.7, interleaved=True, gate_first=False)),
+    "packed_glu, up first": both(
+        "packed_glu", "nw", gate=ops.GluFormula(limit=0.7, interleaved=True, gate_first=False)
+    ),
 }
 LINEAR = {
     "swiglu_linear": both("swiglu_linear", "nk,nk,ok,o"),

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liger_kernels.ops import Gate, experts, experts_ref, launches, reset_launches
-from liger_kernels.ops._runtime import launch
+from liger_kernels.ops import GluFormula, experts, experts_ref, launches, reset_launches
+from liger_kernels.ops.runtime.dispatch import launch
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN, INNER, EXPERTS = 24, 16, 6
-GPT_OSS = Gate(alpha=1.702, limit=1.5, offset=1.0, interleaved=True)
+GPT_OSS = GluFormula(alpha=1.702, limit=1.5, offset=1.0, interleaved=True)
 
 
 def leaves(
@@ -50,7 +50,7 @@ def routed(tokens: int = 9, choices: int = 2, n_experts: int = EXPERTS) -> torch
     return ids.to(DEVICE)
 
 
-def calls(ids: torch.Tensor, gate: Gate | None = None, transposed: bool = False) -> list[Any]:
+def calls(ids: torch.Tensor, gate: GluFormula | None = None, transposed: bool = False) -> list[Any]:
     def call(op, hidden, weights, gate_up, down, *biases):
         views = (t.transpose(1, 2) if transposed else t for t in (gate_up, down))
         return op(hidden, ids, weights, *views, gate, *biases)
@@ -61,7 +61,7 @@ def calls(ids: torch.Tensor, gate: Gate | None = None, transposed: bool = False)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("gate", "transposed", "biases"),
-    [(Gate(), True, False), (Gate(limit=1.5), True, True), (GPT_OSS, False, True)],
+    [(GluFormula(), True, False), (GluFormula(limit=1.5), True, True), (GPT_OSS, False, True)],
     ids=["silu", "clamped", "gpt-oss"],
 )
 def test_matches_reference(device, dtype, gate, transposed, biases) -> None:
@@ -148,7 +148,7 @@ def test_a_choice_that_is_no_expert_counts_as_nothing(device, none) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_autograd_keeps_the_gradients_of_parameters_where_they_are(device, transposed, monkeypatch) -> None:
     """One that is laid out in another way than its parameter is copied, and experts are most of a model."""
-    module, made = importlib.import_module("liger_kernels.ops.experts"), []
+    module, made = importlib.import_module("liger_kernels.ops._experts"), []
     products = module.grouped_outer_product
     monkeypatch.setattr(
         module, "grouped_outer_product", lambda *args: (made.append((y := products(*args)).data_ptr()), y)[1]
@@ -180,7 +180,7 @@ def test_frozen_parts_cost_nothing(device, monkeypatch, frozen, gathered, summed
         products.extend([kwargs["PRODUCT"]] if "PRODUCT" in kwargs else [])
         launch(kernel, grid, device, *args, **kwargs)
 
-    monkeypatch.setattr(importlib.import_module("liger_kernels.ops.packed_glu"), "launch", record)
+    monkeypatch.setattr(importlib.import_module("liger_kernels.ops._packed_glu"), "launch", record)
     reset_launches()
     run(calls(routed())[0], [t.detach().requires_grad_(i not in frozen) for i, t in enumerate(leaves(device))])
     found = launches()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liger_kernels.ops import gated_rms_norm, gated_rms_norm_ref
-from liger_kernels.ops.gated_rms_norm import ACTIVATIONS, FORMULAS
+from liger_kernels.ops._gated_rms_norm import ACTIVATIONS, FORMULAS
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, eps_for, randn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

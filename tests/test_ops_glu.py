@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from convergence.tolerance import FLOOR_ROUNDOFFS, three_way, unit_roundoff
+from convergence.judge.tolerance import FLOOR_ROUNDOFFS, three_way, unit_roundoff
 from liger_kernels.ops import (
     geglu,
     geglu_linear,
@@ -21,7 +21,7 @@ from liger_kernels.ops import (
     swiglu_linear_ref,
     swiglu_ref,
 )
-from liger_kernels.ops._runtime import launch
+from liger_kernels.ops.runtime.dispatch import launch
 from tests.ops_checks import DTYPES, randn, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -129,7 +129,7 @@ def test_linear_is_the_unit_and_the_layer_bit_for_bit(device, linear_op, dtype) 
 
 @pytest.mark.parametrize("frozen", [set(), {0}, {2}], ids=str)
 def test_linear_makes_the_product_again_for_its_weight_alone(device, linear_op, monkeypatch, frozen) -> None:
-    module, products = importlib.import_module("liger_kernels.ops.glu"), []
+    module, products = importlib.import_module("liger_kernels.ops._glu"), []
 
     def record(kernel, grid, device, *args, **kwargs):
         products.extend([kwargs["PRODUCT"]] if "PRODUCT" in kwargs else [])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels.ops import layer_norm, layer_norm_ref
 from liger_kernels.ops._norm_rows import MAX_HIDDEN
 from tests.ops_checks import DTYPES, check_op, randn, run

@@ -12,20 +12,20 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels.ops import observe_logits_grad
-from liger_kernels.ops._linear import Call, Needs
-from liger_kernels.ops._linear_operators import _as_arguments, backward_op, forward_op
-from liger_kernels.ops._linear_token_chunks import TokenChunks
-from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs
-from liger_kernels.ops._loss_options import WRITTEN, LossOptions
-from liger_kernels.ops._runtime import launches, reset_launches
-from liger_kernels.ops.cross_entropy import EXTRAS, cross_entropy_ref
-from liger_kernels.ops.linear_cross_entropy import (
+from liger_kernels.ops.loss.cross_entropy import EXTRAS, cross_entropy_ref
+from liger_kernels.ops.loss.linear_cross_entropy import (
     MEMORY,
     linear_cross_entropy,
     linear_cross_entropy_ref,
 )
+from liger_kernels.ops.loss.operators import _as_arguments, backward_op, forward_op
+from liger_kernels.ops.loss.options import WRITTEN, LossOptions
+from liger_kernels.ops.loss.schedule import Call, Needs
+from liger_kernels.ops.loss.token_chunks import TokenChunks
+from liger_kernels.ops.loss.vocabulary_slabs import VocabularySlabs
+from liger_kernels.ops.runtime.dispatch import launches, reset_launches
 from tests.linear_cross_entropy_checks import (
     ALL,
     ALONE,

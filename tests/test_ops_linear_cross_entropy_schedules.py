@@ -11,15 +11,12 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from convergence.tolerance import unit_roundoff
-from liger_kernels.ops import (
-    _linear_token_chunks,
-    _linear_vocabulary_slabs,
-)
-from liger_kernels.ops._linear_token_chunks import TokenChunks
-from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs, kept_by_fast
-from liger_kernels.ops._tiling import tiled
-from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy
+from convergence.judge.tolerance import unit_roundoff
+from liger_kernels.ops.loss import token_chunks, vocabulary_slabs
+from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy
+from liger_kernels.ops.loss.token_chunks import TokenChunks
+from liger_kernels.ops.loss.vocabulary_slabs import VocabularySlabs, kept_by_fast
+from liger_kernels.ops.runtime.tiling import tiled
 from tests.linear_cross_entropy_checks import (
     ALL,
     CHUNK,
@@ -120,8 +117,8 @@ class Kept:
         make = VocabularySlabs.allocate
         monkeypatch.setattr(VocabularySlabs, "allocate", lambda *args: self._seen(make(*args)))
         for name in ("forward_rows", "backward_rows"):  # Triton's interpreter leaves cycles that hold its arguments
-            monkeypatch.setattr(_linear_vocabulary_slabs, name, self._cleared(getattr(_linear_vocabulary_slabs, name)))
-        monkeypatch.setattr(_linear_vocabulary_slabs, "rounded", self._cleared(_linear_vocabulary_slabs.rounded))
+            monkeypatch.setattr(vocabulary_slabs, name, self._cleared(getattr(vocabulary_slabs, name)))
+        monkeypatch.setattr(vocabulary_slabs, "rounded", self._cleared(vocabulary_slabs.rounded))
 
     def _cleared(self, launch):
         def launched(*args, **kwargs):
@@ -184,7 +181,7 @@ def test_without_gradients_only_the_loss_is_computed(schedule, mode, reduction, 
     expected, _ = case.run()
     leaves, seen = case.leaves(), []
     spy = Spy(monkeypatch)
-    for module in (_linear_vocabulary_slabs, _linear_token_chunks):
+    for module in (vocabulary_slabs, token_chunks):
 
         def watched(*args, launch=module.forward_rows, **options):
             before = args[0].clone()

@@ -11,15 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from convergence.tolerance import unit_roundoff
-from liger_kernels.ops import _linear_vocabulary_slabs, observe_logits_grad
-from liger_kernels.ops._linear import Call, Needs
-from liger_kernels.ops._linear_vocabulary_slabs import Part, Place, Plan, VocabularySlabs, _logits_of_parts
-from liger_kernels.ops._loss_options import LossOptions
+from convergence.judge.tolerance import unit_roundoff
+from liger_kernels.ops import observe_logits_grad
 from liger_kernels.ops._split_sum import SplitSum
-from liger_kernels.ops._tiling import tiled
-from liger_kernels.ops.cross_entropy import EXTRAS
-from liger_kernels.ops.linear_cross_entropy import linear_cross_entropy_ref
+from liger_kernels.ops.loss import vocabulary_slabs
+from liger_kernels.ops.loss.cross_entropy import EXTRAS
+from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy_ref
+from liger_kernels.ops.loss.options import LossOptions
+from liger_kernels.ops.loss.schedule import Call, Needs
+from liger_kernels.ops.loss.vocabulary_slabs import Part, Place, Plan, VocabularySlabs, _logits_of_parts
+from liger_kernels.ops.runtime.tiling import tiled
 from tests.linear_cross_entropy_checks import (
     HELD_SLABS,
     REDUCTIONS,
@@ -125,14 +126,14 @@ def test_what_every_plan_holds(make, itemsize, needs):
 @pytest.fixture
 def products(monkeypatch):
     """Of which classes logits were computed: the weight's offset, how many, their strides, and how they are aligned."""
-    found, compute = [], _linear_vocabulary_slabs.logits_of
+    found, compute = [], vocabulary_slabs.logits_of
 
     def recorded(states, weight, bias, buffer):
         logits = compute(states, weight, bias, buffer)
         found.append((weight.storage_offset(), len(weight), logits.stride(), logits.data_ptr() % 16))
         return logits
 
-    monkeypatch.setattr(_linear_vocabulary_slabs, "logits_of", recorded)
+    monkeypatch.setattr(vocabulary_slabs, "logits_of", recorded)
     return found
 
 
@@ -258,7 +259,7 @@ def test_a_slab_is_released_before_the_sum_is_rounded(device, monkeypatch):
     """Rounding copies the front of the sum, which would come on top of the slab's logits."""
     made, alive = [], []
 
-    make, finish = _linear_vocabulary_slabs.logits_buffer, SplitSum.rounded
+    make, finish = vocabulary_slabs.logits_buffer, SplitSum.rounded
 
     def buffer(*args):
         new = make(*args)
@@ -270,7 +271,7 @@ def test_a_slab_is_released_before_the_sum_is_rounded(device, monkeypatch):
         alive.extend(not storage.expired() for storage in made)
         return finish(*args, **how)
 
-    monkeypatch.setattr(_linear_vocabulary_slabs, "logits_buffer", buffer)
+    monkeypatch.setattr(vocabulary_slabs, "logits_buffer", buffer)
     monkeypatch.setattr(SplitSum, "rounded", rounded)
     Case(device, torch.bfloat16).run(memory="small")
     assert alive == [False, False]  # of the forward and of the backward

@@ -9,10 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels.ops import linear_log_probs, linear_log_probs_ref
-from liger_kernels.ops.linear_cross_entropy import MEMORY
-from liger_kernels.ops.linear_log_probs import OUTPUTS
+from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
+from liger_kernels.ops.loss.linear_log_probs import OUTPUTS
 from tests.linear_cross_entropy_checks import (
     ALL,
     DTYPES,

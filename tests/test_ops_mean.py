@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from liger_kernels.ops._mean import mean, mean_denominator, mean_denominator_ref
-from liger_kernels.ops._tiling import tiled
+from liger_kernels.ops.loss.mean import mean, mean_denominator, mean_denominator_ref
+from liger_kernels.ops.runtime.tiling import tiled
 
 VOCAB, IGNORED = 7, -100
 

@@ -9,24 +9,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from convergence.tolerance import three_way
-from liger_kernels.ops import Gate, geglu, packed_glu, packed_glu_ref, swiglu
-from liger_kernels.ops.packed_glu import gradients, product
+from convergence.judge.tolerance import three_way
+from liger_kernels.ops import GluFormula, geglu, packed_glu, packed_glu_ref, swiglu
+from liger_kernels.ops._packed_glu import gradients, product
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITED = {
-    "clamped": Gate(limit=1.5),
-    "gpt-oss": Gate(alpha=1.702, limit=1.5, offset=1.0, interleaved=True),
-    "concatenated gpt-oss": Gate(alpha=1.702, limit=1.5, offset=1.0),
-    "up first": Gate(limit=1.5, interleaved=True, gate_first=False),
+    "clamped": GluFormula(limit=1.5),
+    "gpt-oss": GluFormula(alpha=1.702, limit=1.5, offset=1.0, interleaved=True),
+    "concatenated gpt-oss": GluFormula(alpha=1.702, limit=1.5, offset=1.0),
+    "up first": GluFormula(limit=1.5, interleaved=True, gate_first=False),
 }
 
 
 @EXAMPLES
 @given(
     gate=st.builds(
-        Gate,
+        GluFormula,
         alpha=st.sampled_from([1.0, 1.702]),
         limit=st.sampled_from([None, 0.5, 7.0]),
         offset=st.sampled_from([0.0, 1.0, -0.5]),
@@ -68,9 +68,9 @@ def test_without_options_it_is_swiglu_and_geglu_bit_for_bit(device, dtype) -> No
     x = randn(17, 2 * 130, dtype=dtype, device=device, scale=2.0)
     upstream = [torch.randn(17, 130).to(device, dtype)]
     for gate, unit in (
-        (Gate(), swiglu),
-        (Gate("gelu_tanh"), geglu),
-        (Gate("gelu"), partial(geglu, approximate="none")),
+        (GluFormula(), swiglu),
+        (GluFormula("gelu_tanh"), geglu),
+        (GluFormula("gelu"), partial(geglu, approximate="none")),
     ):
         (ours,), (dx,) = run(partial(packed_glu, gate=gate), [x], upstream)
         (theirs,), (their_dx,) = run(lambda x, unit=unit: unit(*x.chunk(2, dim=-1)), [x], upstream)
@@ -79,7 +79,7 @@ def test_without_options_it_is_swiglu_and_geglu_bit_for_bit(device, dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gate", [Gate(), LIMITED["gpt-oss"]], ids=["silu", "gpt-oss"])
+@pytest.mark.parametrize("gate", [GluFormula(), LIMITED["gpt-oss"]], ids=["silu", "gpt-oss"])
 def test_rows_times_a_number_of_their_own(device, gate, dtype) -> None:
     """The product with its numbers, which the backward makes again, and the numbers' gradient."""
     x, scale = randn(9, 140, dtype=dtype, device=device), randn(9, dtype=dtype, device=device)
@@ -112,9 +112,9 @@ def test_rows_times_a_number_of_their_own(device, gate, dtype) -> None:
         (lambda: packed_glu(torch.ones(2, 4, dtype=torch.int32)), TypeError, "x is torch.int32; it must be floating"),
         (lambda: packed_glu(torch.ones(2, 5)), ValueError, r"x has shape \(2, 5\); it must be \[..., 2 features\]"),
         (lambda: packed_glu(torch.ones(())), ValueError, r"x has shape \(\)"),
-        (lambda: Gate("relu"), ValueError, "activation is 'relu'; it must be one of 'silu', 'gelu_tanh', 'gelu'"),
-        (lambda: Gate("gelu", alpha=2.0), ValueError, "alpha is 2.0, and only silu has one"),
-        (lambda: Gate(limit=-1.0), ValueError, "limit is -1.0; it must be positive, or None"),
+        (lambda: GluFormula("relu"), ValueError, "activation is 'relu'; it must be one of 'silu', 'gelu_tanh', 'gelu'"),
+        (lambda: GluFormula("gelu", alpha=2.0), ValueError, "alpha is 2.0, and only silu has one"),
+        (lambda: GluFormula(limit=-1.0), ValueError, "limit is -1.0; it must be positive, or None"),
     ],
 )
 def test_bad_input(call, error, message) -> None:

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels.ops import (
     PackedTargets,
     cross_entropy,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liger_kernels.ops import add_rms_norm, add_rms_norm_ref, launches, reset_launches, rms_norm, rms_norm_ref
-from liger_kernels.ops.rms_norm import FORMULAS
+from liger_kernels.ops._rms_norm import FORMULAS
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, eps_for, randn, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

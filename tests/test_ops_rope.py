@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liger_kernels.ops import launches, reset_launches, rope, rope_ref
-from liger_kernels.ops.rope import PAIRINGS
+from liger_kernels.ops._rope import PAIRINGS
 from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -173,7 +173,7 @@ def test_memory_order_is_kept(device) -> None:
 
 def test_a_view_is_not_copied(device, monkeypatch) -> None:
     launched = []
-    module = importlib.import_module("liger_kernels.ops.rope")
+    module = importlib.import_module("liger_kernels.ops._rope")
     monkeypatch.setattr(module, "launch", lambda kernel, grid, device, *args, **kwargs: launched.extend(args))
     q, k = (randn(2, 5, 4, 16, dtype=torch.bfloat16, device=device).transpose(1, 2) for _ in range(2))
     rope(q, k, *angles(1, 5, 16, torch.bfloat16, device))

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from liger_kernels import ops
-from liger_kernels.ops import _launcher, _runtime, launches, reset_launches
-from liger_kernels.ops._device import most_warps
-from liger_kernels.ops._runtime import INTERPRET, launch, tl, triton, use_triton
-from liger_kernels.ops._tiling import next_power_of_2
-from liger_kernels.ops.linear_cross_entropy import MEMORY
+from liger_kernels.ops import launches, reset_launches
+from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
+from liger_kernels.ops.runtime import dispatch, launcher
+from liger_kernels.ops.runtime.device import most_warps
+from liger_kernels.ops.runtime.dispatch import INTERPRET, launch, tl, triton, use_triton
+from liger_kernels.ops.runtime.tiling import next_power_of_2
 from tests.op_calls import in_subprocess
 
 
@@ -37,7 +38,7 @@ def test_kernels_run_where_they_can(device, dtype) -> None:
 
 
 def test_without_triton_nothing_runs_it(device, monkeypatch) -> None:
-    monkeypatch.setattr(_runtime, "HAS_TRITON", False)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     assert not use_triton(torch.empty(1, device=device))
 
 
@@ -61,14 +62,14 @@ def test_one_program_is_kept_for_what_triton_would_compile_once() -> None:
     values = [*numbers, *tensors, None, True, False, 0.0, 1.0, 16.5]
     known: dict[object, object] = {}
     for value in values:
-        key, (passed,) = _launcher._program_key(kernel, torch.device("cuda", 0), (value,), {"CONSTANT": 4})
+        key, (passed,) = launcher._program_key(kernel, torch.device("cuda", 0), (value,), {"CONSTANT": 4})
         assert passed is value or passed == value.data_ptr()
         _, specialization, _ = binder(value, CONSTANT=4, debug=False)
         assert known.setdefault(key, specialization) == specialization, value
     assert len(known) > 2 * len(dtypes)
-    other, _ = _launcher._program_key(kernel, torch.device("cuda", 0), (None,), {"CONSTANT": 8})
+    other, _ = launcher._program_key(kernel, torch.device("cuda", 0), (None,), {"CONSTANT": 8})
     assert other not in known
-    assert other != _launcher._program_key(kernel, torch.device("cuda", 1), (None,), {"CONSTANT": 8})[0]
+    assert other != launcher._program_key(kernel, torch.device("cuda", 1), (None,), {"CONSTANT": 8})[0]
 
 
 @pytest.mark.parametrize(
@@ -83,16 +84,16 @@ def test_one_program_is_kept_for_what_triton_would_compile_once() -> None:
     ],
 )
 def test_programs_are_kept_where_that_was_tested(monkeypatch, version, wanted, state) -> None:
-    monkeypatch.setattr(_launcher.triton, "__version__", version)
+    monkeypatch.setattr(launcher.triton, "__version__", version)
     monkeypatch.setenv("LIGER_KERNELS_LAUNCHER", wanted)
-    assert _launcher.state(interpret=False) == state
-    assert _launcher.state(interpret=True).startswith("off, ")
+    assert launcher.state(interpret=False) == state
+    assert launcher.state(interpret=True).startswith("off, ")
 
 
 def test_a_launcher_that_does_not_exist(monkeypatch) -> None:
     monkeypatch.setenv("LIGER_KERNELS_LAUNCHER", "fast")
     with pytest.raises(ValueError, match="LIGER_KERNELS_LAUNCHER is 'fast'; allowed are 'triton', 'kept'"):
-        _launcher.state(interpret=False)
+        launcher.state(interpret=False)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -158,8 +159,8 @@ def kernel(monkeypatch) -> Any:
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
-    monkeypatch.setattr(_runtime, "_KEEP_PROGRAMS", True)
-    monkeypatch.setattr(_launcher, "_programs", {})
+    monkeypatch.setattr(dispatch, "_KEEP_PROGRAMS", True)
+    monkeypatch.setattr(launcher, "_programs", {})
     yield Kernel()
     reset_launches()
 
@@ -181,7 +182,7 @@ def test_launches_under_the_tensors_own_device(monkeypatch, kernel, index, guard
     monkeypatch.setattr(torch.cuda, "device", Guard)
     device = torch.device("cuda", index)
     for keeps in (False, True):
-        monkeypatch.setattr(_runtime, "_KEEP_PROGRAMS", keeps)
+        monkeypatch.setattr(dispatch, "_KEEP_PROGRAMS", keeps)
         again = (2, 1, 1, 70, "function", "metadata", None, None, None, 5, 8)
         launched: list[object] = [(2,), again if keeps else (2,), (2,)]
         for x in (5, 5, 1):  # the same program again, and another one
@@ -194,8 +195,8 @@ def test_launches_under_the_tensors_own_device(monkeypatch, kernel, index, guard
 @pytest.mark.parametrize(("lanes", "given"), [(32, [4, 16, 32]), (64, [4, 16, 16])])
 def test_a_program_has_at_most_1024_threads(monkeypatch, lanes, given) -> None:
     """Also where a warp has 64 lanes, as on AMD's data center GPUs."""
-    monkeypatch.setattr(_runtime, "_KEEP_PROGRAMS", False)
-    monkeypatch.setattr(_runtime, "_MOST_WARPS", most_warps(lanes))
+    monkeypatch.setattr(dispatch, "_KEEP_PROGRAMS", False)
+    monkeypatch.setattr(dispatch, "_MOST_WARPS", most_warps(lanes))
     asked: list[int] = []
 
     class Kernel:
@@ -312,7 +313,7 @@ def test_the_interpreter_describes_a_shape_once() -> None:
 def prepares_where_kernels_are_compiled() -> bool:
     """In the subprocess: whether the proof's preparations reach the compiler, which shares functions with the
     interpreter, when the CPU is chosen after Triton was imported for a GPU."""
-    from convergence.interpreter import prepare
+    from convergence.arms.interpreter import prepare
 
     os.environ["TRITON_INTERPRET"] = "1"
     before = tl.core.tensor.__init__

@@ -32,7 +32,7 @@ def traced_calls() -> list[tuple[str, Callable[..., Any], list[torch.Tensor]]]:
         swiglu,
         swiglu_linear,
     )
-    from liger_kernels.ops.cross_entropy import EXTRAS
+    from liger_kernels.ops.loss.cross_entropy import EXTRAS
 
     for module in op_modules():
         if hasattr(module, "use_triton"):

@@ -14,9 +14,9 @@ import transformers
 from torch.nn.parallel import DistributedDataParallel
 
 import liger_kernels
-from convergence.float64 import InFloat64
-from liger_kernels.patching.packing import Denominator, SampleDenominator
-from liger_kernels.patching.running import running
+from convergence.arms.float64 import InFloat64
+from liger_kernels.patching.logits.packing import Denominator, SampleDenominator
+from liger_kernels.patching.logits.running import running
 from tests.packing_checks import MODES, boundaries, exact, isolated, packed, patched_copy, samples, truth, weighted
 from tests.patching_checks import DEVICE, VOCAB, batch, gradients
 from tests.ranks import RANKS, on_ranks
@@ -462,7 +462,7 @@ def test_two_ranks(tmp_path):
 
 
 def test_modes_are_those_of_the_ops():
-    from liger_kernels.ops.packing import EXPONENTS
+    from liger_kernels.ops.loss.packing import EXPONENTS
     from tests.packing_checks import EXPONENT
 
     assert EXPONENTS == EXPONENT

@@ -12,7 +12,7 @@ import torch
 
 import liger_kernels
 from liger_kernels.ops import _norm_rows, geglu_linear, rope
-from liger_kernels.ops._compiling import INDUCTOR_UP_TO
+from liger_kernels.ops.runtime.compiling import INDUCTOR_UP_TO
 from tests.patching_checks import batch, check_same, fallbacks, gradients, tiny, train
 
 LORA = functools.partial(peft.LoraConfig, r=4, lora_dropout=0.0)

@@ -28,8 +28,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.t5.modeling_t5 import T5DenseGatedActDense, T5LayerNorm
 
 import liger_kernels
-from convergence.tolerance import three_way
-from liger_kernels.patching.rotary import recognise_rotation, rotary_function
+from convergence.judge.tolerance import three_way
+from liger_kernels.patching.recipes.rotary_call import rotary_function
+from liger_kernels.patching.recipes.rotation import recognise_rotation
 from liger_kernels.patching.swap import RAN
 from tests.patching_checks import DEVICE, VOCAB, batch, built, tiny
 

@@ -12,19 +12,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import liger_kernels
-from liger_kernels.ops import Gate, launches, packed_glu_ref, reset_launches
-from liger_kernels.patching.experts import ExpertsRecipe, Parameters, recognise_experts
-from tests import zoo
+from liger_kernels.ops import GluFormula, launches, packed_glu_ref, reset_launches
+from liger_kernels.patching.recipes.experts import ExpertsRecipe, Parameters, recognise_experts
+from matrix.checks import zoo
 from tests.ops_checks import check_op, randn
 from tests.patching_checks import DEVICE, built, check_same, compare, gradients, variant
 
 WHOLE = Parameters("gate_up_proj", "down_proj")
 CLASSES = {
-    ("mixtral", "MixtralForCausalLM"): Gate(),
-    ("qwen3_moe", "Qwen3MoeForCausalLM"): Gate(),
-    ("gpt_oss", "GptOssForCausalLM"): Gate(alpha=1.702, limit=7.0, offset=1.0, interleaved=True),
-    ("deepseek_v4", "DeepseekV4ForCausalLM"): Gate(limit=10.0),
-    ("minimax_m3_vl", "MiniMaxM3VLForCausalLM"): Gate(alpha=1.702, limit=7.0, offset=1.0),
+    ("mixtral", "MixtralForCausalLM"): GluFormula(),
+    ("qwen3_moe", "Qwen3MoeForCausalLM"): GluFormula(),
+    ("gpt_oss", "GptOssForCausalLM"): GluFormula(alpha=1.702, limit=7.0, offset=1.0, interleaved=True),
+    ("deepseek_v4", "DeepseekV4ForCausalLM"): GluFormula(limit=10.0),
+    ("minimax_m3_vl", "MiniMaxM3VLForCausalLM"): GluFormula(alpha=1.702, limit=7.0, offset=1.0),
 }
 
 
@@ -114,6 +114,20 @@ def test_whatever_is_set_around_it_the_model_is_the_same(name):
     compare(model, ours, own, truth)
 
 
+def test_under_autocast_experts_run_themselves():
+    """Everything that they are given is in float32 here, so that autocast is the only reason."""
+    model = nn.ModuleList([Experts()]).to(DEVICE)
+    inputs = torch.randn(3, 16, device=DEVICE), torch.tensor([[0, 1], [1, 1], [5, 2]], device=DEVICE)
+    weights = torch.rand(3, 2, device=DEVICE)
+    plain = copy.deepcopy(model)
+    liger_kernels.patch(model)
+    for enabled in (True, False):
+        reset_launches()
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=enabled):
+            assert model[0](*inputs, weights).dtype == plain[0](*inputs, weights).dtype
+        assert bool(launches().get("_experts_sum_kernel")) != enabled
+
+
 def test_adapters_on_the_parameters_of_experts():
     """peft gives the module another class while it runs, in which a parameter is computed."""
     peft = pytest.importorskip("peft")
@@ -192,7 +206,7 @@ def test_a_strangers_experts_are_recognised_and_computed_alike(transposed):
     recipe = recognise_experts(model)
     # Of weights of another dtype its result has another dtype, too.
     parameters = Parameters("gate_up_proj", "down_proj", transposed)
-    assert recipe == ExpertsRecipe(Gate(limit=2.25), parameters, mixed=False)
+    assert recipe == ExpertsRecipe(GluFormula(limit=2.25), parameters, mixed=False)
     ids = torch.tensor([[0, 1], [1, 1], [5, 2]], device=DEVICE)
     inputs = (3 * torch.randn(3, 16, device=DEVICE), ids, torch.rand(3, 2, device=DEVICE))
 
@@ -229,7 +243,7 @@ class BiasedBehindTheSum(Experts):
     ],
 )
 def test_of_what_is_another_sum_of_experts_only_the_gate_is_replaced(cls):
-    assert recognise_experts(cls()) == ExpertsRecipe(Gate(limit=2.25))
+    assert recognise_experts(cls()) == ExpertsRecipe(GluFormula(limit=2.25))
 
 
 NO_SUM = "packed experts: their forward is no sum of weight * down(act(gate) * up)"
@@ -237,13 +251,13 @@ NO_SUM = "packed experts: their forward is no sum of weight * down(act(gate) * u
 
 @pytest.mark.parametrize(
     ("limit", "verdict"),
-    [(None, ExpertsRecipe(Gate(), WHOLE, mixed=False)), (50.0, (NO_SUM,))],
+    [(None, ExpertsRecipe(GluFormula(), WHOLE, mixed=False)), (50.0, (NO_SUM,))],
     ids=["no clamp", "clamp"],
 )
 def test_experts_without_a_method_for_their_gate(limit, verdict):
     """As those of transformers 5.0, whose forward is a loop; usual numbers do not reach the clamp."""
     assert (
-        recognise_experts(wrong(unit=lambda self, x: packed_glu_ref(x, Gate(limit=limit)), _apply_gate=None)())
+        recognise_experts(wrong(unit=lambda self, x: packed_glu_ref(x, GluFormula(limit=limit)), _apply_gate=None)())
         == verdict
     )
 

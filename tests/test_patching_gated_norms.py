@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import liger_kernels
-from convergence.tolerance import three_way
+from convergence.judge.tolerance import three_way
 from liger_kernels.ops import launches, reset_launches
-from liger_kernels.ops.gated_rms_norm import ACTIVATIONS, FORMULAS
-from liger_kernels.patching.gated_norms import GatedNormRecipe
-from liger_kernels.patching.norms import recognise_norm
+from liger_kernels.ops._gated_rms_norm import ACTIVATIONS, FORMULAS
+from liger_kernels.patching.recipes.gated_norms import GatedNormRecipe
+from liger_kernels.patching.recipes.norms import recognise_norm
 from tests.patching_checks import DEVICE, variant
 
 Tensor = torch.Tensor

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 import liger_kernels
 from liger_kernels.ops import launches, reset_launches
 from liger_kernels.patching.swap import recipe_of
-from tests import zoo
+from matrix.checks import zoo
 from tests.patching_checks import DEVICE, VOCAB, batch, built, gradients, tiny
 
 # Each kind of recipe: norms with and without a gate, rotations, MLPs, experts and their unit alone, heads.

@@ -14,7 +14,7 @@ from torch import nn
 import liger_kernels
 from liger_kernels.patching.census import never_ran
 from liger_kernels.patching.swap import RAN
-from tests import zoo
+from matrix.checks import zoo
 from tests.patching_checks import DEVICE, batch, built, tiny, train, unlisted
 
 # A sample of families and what of each is in no other table: (class, why it is left).

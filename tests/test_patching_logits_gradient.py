@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import liger_kernels
-from convergence.tolerance import three_way
-from liger_kernels.patching.linked import COUNTED
+from convergence.judge.tolerance import three_way
+from liger_kernels.patching.logits.linked import COUNTED
 from tests.packing_checks import packed, samples
 from tests.patching_checks import DEVICE, UNFUSED, VOCAB, batch, built, fallbacks, tiny, with_loss
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import liger_kernels
-from liger_kernels.ops._linear_token_chunks import TokenChunks
-from liger_kernels.ops._linear_vocabulary_slabs import VocabularySlabs
-from liger_kernels.ops.linear_cross_entropy import MEMORY
+from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
+from liger_kernels.ops.loss.token_chunks import TokenChunks
+from liger_kernels.ops.loss.vocabulary_slabs import VocabularySlabs
 from tests.linear_cross_entropy_checks import chunks_of
 from tests.patching_checks import DEVICE, UNFUSED, VOCAB, batch, check_same, fallbacks, tiny, train, with_loss
 

@@ -14,11 +14,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import liger_kernels
 from liger_kernels.ops import launches
-from liger_kernels.patching.lazy import LazyTensor
+from liger_kernels.patching.logits.lazy import LazyTensor
 from liger_kernels.patching.swap import RAN
+from matrix.checks.zoo import VOCABULARY
 from tests.patching_checks import DEVICE, VOCAB, batch, check_same, fallbacks, gradients, tiny, with_loss
 from tests.test_patching_zoo import compare, train
-from tests.zoo import VOCABULARY
 
 
 @pytest.fixture

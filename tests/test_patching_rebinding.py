@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from liger_kernels.patching.rebinding import rebind
+from liger_kernels.patching.recipes.rebinding import rebind
 
 SOURCE = """
 import torch

@@ -13,18 +13,14 @@ import torch
 import transformers
 
 import liger_kernels
-from convergence.float64 import InFloat64
+from convergence.arms.float64 import InFloat64
 from liger_kernels.ops import launches, reset_launches
-from liger_kernels.ops._compiling import INDUCTOR_UP_TO
-from liger_kernels.ops._runtime import INTERPRET
+from liger_kernels.ops.runtime.compiling import INDUCTOR_UP_TO
+from liger_kernels.ops.runtime.dispatch import INTERPRET
 from liger_kernels.patching.census import never_ran
-from liger_kernels.patching.rotary import (
-    LAYOUTS,
-    Rotation,
-    recognise_rotation,
-    rotary_function,
-    rotary_names,
-)
+from liger_kernels.patching.recipes.rotary import rotary_names
+from liger_kernels.patching.recipes.rotary_call import rotary_function
+from liger_kernels.patching.recipes.rotation import LAYOUTS, Rotation, recognise_rotation
 from tests.ops_checks import check_op, randn
 from tests.patching_checks import DEVICE, built
 from tests.test_patching_zoo import train

@@ -1,7 +1,7 @@
 """Every causal language model of the installed transformers: patched and unpatched train alike, on the fused loss.
 
-No model is named here, as none is named in ``liger_kernels.patching``: ``tests/zoo.py`` builds whatever transformers
-has. ``test_count`` keeps the zoo and the fused loss from shrinking unnoticed.
+No model is named here, as none is named in ``liger_kernels.patching``: ``matrix/checks/zoo.py`` builds whatever
+transformers has. ``test_count`` keeps the zoo and the fused loss from shrinking unnoticed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 import transformers
 
 import liger_kernels
-from convergence.float64 import InFloat64
-from convergence.tolerance import FLOOR_ROUNDOFFS, REPLICAS, rms, three_way, unit_roundoff
+from convergence.arms.float64 import InFloat64
+from convergence.judge.tolerance import FLOOR_ROUNDOFFS, REPLICAS, rms, three_way, unit_roundoff
 from liger_kernels.ops import launches
-from tests import zoo
+from matrix.checks import zoo
 from tests.patching_checks import DEVICE, unlisted
 
 # How many classes train on the fused loss, by version of transformers; `pytest -rP -k test_count` prints it. A version

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from convergence import case, kept, peers
 from convergence.__main__ import main
-from convergence.candidate import load_patch
-from convergence.models import MODELS
-from convergence.observed import Statistic
-from convergence.records import Record, load_folder
+from convergence.arms.candidate import load_patch
+from convergence.arms.quantities import Statistic
+from convergence.models.models import MODELS
+from convergence.report.records import Record, load_folder
 from tests.suite import suite
 from tools.peers import page, reasons, verdict
 

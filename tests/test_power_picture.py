@@ -9,9 +9,19 @@ from typing import Any
 
 import pytest
 
-from convergence.records import Record, Statistic, write
+from convergence.report.records import Record, Statistic, write
+from tests.mutants import MUTANTS
 from tools import power_scale
-from tools.power_picture import Evidence, main, page, read_honest, read_mutants, without_line, without_record
+from tools.power_picture import (
+    Evidence,
+    main,
+    page,
+    read_honest,
+    read_mutants,
+    trained_mutants,
+    without_line,
+    without_record,
+)
 
 
 def line(candidate: str = "replica 1", dtype: str = "float32", **fields: Any) -> str:
@@ -85,6 +95,11 @@ def test_what_has_no_result_is_listed(measured):
     assert "\n  - llama-tied/tf32/5: replica 2\n" in text
     assert "\n  - gemma/tf32/5: 4 of them\n" in text
     assert "Mutants without a record: 1.\n  - bfloat16: weak\n" in text
+
+
+def test_the_pages_of_mutants_name_those_that_are_trained():
+    known = {(mutant.name, dtype) for mutant in MUTANTS.values() if not mutant.check for dtype in mutant.dtypes}
+    assert sorted(trained_mutants()) == sorted(known)
 
 
 def test_models_and_environments_are_counted(measured, tmp_path):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 
 import liger_kernels
-from liger_kernels.ops import _ahead, _runtime, launches, reset_launches
-from liger_kernels.ops._launcher import _program_key
-from liger_kernels.patching.rehearsal import Step, foreseen
+from liger_kernels.ops import launches, reset_launches
+from liger_kernels.ops.runtime import ahead, dispatch
+from liger_kernels.ops.runtime.launcher import _program_key
+from liger_kernels.patching.rehearsal import ForeseenStep, foreseen
 from tests.patching_checks import DEVICE, batch, tiny
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -36,18 +39,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
         return noting
 
     for name in ("_start", "start_kept"):
-        monkeypatch.setattr(_runtime, name, noted(getattr(_runtime, name)))
+        monkeypatch.setattr(dispatch, name, noted(getattr(dispatch, name)))
     return found
 
 
-def foreseen_programs(model: Any, step: Step) -> set[Any]:
-    _ahead._foreseen.device, _ahead._foreseen.launches = DEVICE, {}
+def foreseen_programs(model: Any, step: ForeseenStep) -> set[Any]:
+    ahead._foreseen.device, ahead._foreseen.launches = DEVICE, {}
     try:
         for call in foreseen(model, step):
             call()
-        noted = _ahead._foreseen.launches
+        noted = ahead._foreseen.launches
     finally:
-        _ahead._foreseen.device, _ahead._foreseen.launches = None, {}
+        ahead._foreseen.device, ahead._foreseen.launches = None, {}
     return {program(kernel, args, kwargs) for kernel, many in noted.items() for _, args, kwargs in many}
 
 
@@ -57,7 +60,7 @@ def test_a_step_launches_what_was_foreseen(family: str, dtype: torch.dtype, laun
     model = tiny(family).to(dtype)
     liger_kernels.patch(model)
     inputs = batch(rows=2, length=16)
-    expected = foreseen_programs(model, Step(2, 16, dtype, dtype))
+    expected = foreseen_programs(model, ForeseenStep(2, 16, dtype, dtype))
     assert not launched, "who foresees launches nothing"
     model(**inputs, use_cache=False).loss.backward()
     missing = {name for name, _ in launched - expected}
@@ -73,7 +76,7 @@ def test_who_foresees_changes_nothing() -> None:
     liger_kernels.patch(model)
     reset_launches()
     before = torch.random.get_rng_state()
-    assert foreseen_programs(model, Step(2, 16, FLOAT32, FLOAT32))
+    assert foreseen_programs(model, ForeseenStep(2, 16, FLOAT32, FLOAT32))
     assert not launches()
     assert torch.equal(torch.random.get_rng_state(), before)
     x = torch.empty(3, 8, device="meta")
@@ -84,7 +87,9 @@ def test_a_module_that_lacks_what_a_recipe_reads_is_no_obstacle() -> None:
     model = tiny("llama")
     liger_kernels.patch(model)
     del model.config.num_key_value_heads
-    assert {name for name, _ in foreseen_programs(model, Step(2, 16, FLOAT32, FLOAT32))} > {"_rms_norm_fwd_kernel"}
+    assert {name for name, _ in foreseen_programs(model, ForeseenStep(2, 16, FLOAT32, FLOAT32))} > {
+        "_rms_norm_fwd_kernel"
+    }
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="programs are compiled for a GPU")
@@ -99,6 +104,18 @@ def test_on_a_gpu_the_first_step_is_the_one_that_others_are() -> None:
         loss.backward()
     assert torch.equal(*losses)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+def test_a_first_launch_waits_until_triton_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads would make its driver twice."""
+    ready: Future[None] = Future()
+    monkeypatch.setattr(ahead, "_waking", ready)
+    launching = threading.Thread(target=ahead.wait_for, args=(object(),))
+    launching.start()
+    launching.join(0.2)
+    assert launching.is_alive()
+    ready.set_result(None)
+    launching.join()
 
 
 def test_who_foresees_reads_no_computed_weight() -> None:
@@ -116,5 +133,5 @@ def test_who_foresees_reads_no_computed_weight() -> None:
     for part in parts:
         torch.nn.utils.parametrize.register_parametrization(part, "weight", Counts())
     reads.clear()
-    assert foreseen_programs(model, Step(2, 16, FLOAT32, FLOAT32))
+    assert foreseen_programs(model, ForeseenStep(2, 16, FLOAT32, FLOAT32))
     assert reads == []

@@ -10,7 +10,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 import liger_kernels
-from liger_kernels.patching.running import running
+from liger_kernels.patching.logits.running import running
 from tests.patching_checks import VOCAB, batch, check_same, tiny, train
 
 
@@ -119,7 +119,7 @@ def test_an_exception_in_a_forward_leaves_nothing_behind(where, monkeypatch):
     liger_kernels.patch(model)
     with monkeypatch.context() as fault:
         if where == "lm_head":
-            fault.setattr("liger_kernels.patching.product.linear_cross_entropy", lambda *_, **__: 1 / 0)
+            fault.setattr("liger_kernels.patching.logits.product.linear_cross_entropy", lambda *_, **__: 1 / 0)
         else:
             fault.setattr(model.get_submodule(where), "forward", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

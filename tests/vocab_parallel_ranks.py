@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.cases import Place
+from benchmarks.cases import Site
 from benchmarks.tensor_parallel import even, measure
 from benchmarks.timing import Measured
 from liger_kernels.ops import CountedTargets, linear_cross_entropy, linear_log_probs
-from liger_kernels.ops._linear import observe_logits_grad
-from liger_kernels.ops._linear_vocabulary_slabs import SlabSizes, VocabularySlabs
-from liger_kernels.ops._tiling import tiled
-from liger_kernels.ops._vocab_parallel import VocabShard
+from liger_kernels.ops.loss.schedule import observe_logits_grad
+from liger_kernels.ops.loss.vocab_parallel import VocabShard
+from liger_kernels.ops.loss.vocabulary_slabs import SlabSizes, VocabularySlabs
+from liger_kernels.ops.runtime.tiling import tiled
 from tests import linear_cross_entropy_checks
 from tests.linear_cross_entropy_checks import ALL, ALONE, HIDDEN, REDUCTIONS, TOKENS, VOCAB
 
@@ -153,7 +153,7 @@ def check_ties(split: Any) -> None:
 def check_benchmark(split: Any) -> None:
     """Every arm of it is right, and measured."""
     gpu = SimpleNamespace(measure=lambda *_: Measured(1.0 + dist.get_rank(), 0.0, 3.0, 0.0), release=lambda: None)
-    rows = measure(Place("cpu", torch.float32), gpu, even, (TOKENS, HIDDEN, VOCAB))
+    rows = measure(Site("cpu", torch.float32), gpu, even, (TOKENS, HIDDEN, VOCAB))
     assert [row[1:] for row in rows] == [(f"{TOKENS}x{HIDDEN}x{VOCAB}", dist.get_world_size(), 3.0)] * 4
 
 

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from convergence.interpreter import prepare
-from convergence.records import versions
+from convergence.arms.interpreter import prepare
+from convergence.report.records import versions
 from convergence.tables import markdown, markdown_row
 from liger_kernels import ops
-from liger_kernels.ops._runtime import INTERPRET
-from liger_kernels.ops.linear_log_probs import OUTPUTS
+from liger_kernels.ops.loss.linear_log_probs import OUTPUTS
+from liger_kernels.ops.runtime.dispatch import INTERPRET
 
 Tensors = dict[str, torch.Tensor]
 
@@ -56,7 +56,7 @@ ON_CPU = Sizes(rows=300, loss_rows=40, hidden=200, vocab=9000, heads=(4, 2, 16),
 ON_GPU = Sizes(rows=5003, loss_rows=5003, hidden=4096, vocab=32768, heads=(32, 8, 128), chunk_size=None)
 
 
-class Case(NamedTuple):
+class DeterminismCase(NamedTuple):
     """An op with some options.
 
     Attributes:
@@ -94,7 +94,7 @@ def _grads(results: Any, leaves: Tensors, upstream: Any) -> Tensors:
 
 def _case(
     op: Callable[..., Any], rows: Sequence[str], shared: Sequence[str] = (), outputs: Sequence[str] = ("y",)
-) -> Case:
+) -> DeterminismCase:
     """``op`` of inputs [rows, hidden], and of vectors [hidden] that all rows share."""
 
     def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
@@ -102,7 +102,7 @@ def _case(
         by_row = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in names}
         return by_row, {name: torch.randn(sizes.hidden, dtype=dtype) for name in shared}
 
-    return Case(inputs, partial(_differentiated, op, outputs, shared))
+    return DeterminismCase(inputs, partial(_differentiated, op, outputs, shared))
 
 
 def _rope_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
@@ -131,7 +131,7 @@ def _experts_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]
     return rows, {"gate_up": gate_up, "down": down}
 
 
-def _glu_linear(op: Callable[..., torch.Tensor]) -> Case:
+def _glu_linear(op: Callable[..., torch.Tensor]) -> DeterminismCase:
     def inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
         rows = {name: torch.randn(sizes.rows, sizes.hidden, dtype=dtype) for name in ("gate", "up", "grad_out")}
         return rows, {"weight": torch.randn(64, sizes.hidden, dtype=dtype), "bias": torch.randn(64, dtype=dtype)}
@@ -139,7 +139,7 @@ def _glu_linear(op: Callable[..., torch.Tensor]) -> Case:
     def compute(grad_out: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
         return _differentiated(op, ("out",), ("weight", "bias"), **inputs, dout=grad_out[:, :64])
 
-    return Case(inputs, compute, (RUNS,))
+    return DeterminismCase(inputs, compute, (RUNS,))
 
 
 def _targets(sizes: Sizes) -> Tensors:
@@ -158,7 +158,7 @@ def _head(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
     return rows, {"weight": weight.to(dtype), "bias": torch.randn(sizes.vocab, dtype=dtype)}
 
 
-def _loss(op: Callable[..., Any], first: str, reduction: str) -> Case:
+def _loss(op: Callable[..., Any], first: str, reduction: str) -> DeterminismCase:
     """With "mean" the divisor is given: by default it is a sum over the rows."""
 
     def compute(targets: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
@@ -176,7 +176,7 @@ def _loss(op: Callable[..., Any], first: str, reduction: str) -> Case:
         rows = {"log_probs": out.log_probs, "entropy": out.entropy, f"grad_{first}": grads.pop(f"grad_{first}")}
         return ({"loss": out.loss} | rows, grads) if reduction == "none" else (rows, {"loss": out.loss} | grads)
 
-    return Case(_logits, compute) if first == "logits" else Case(_head, compute, (RUNS,))
+    return DeterminismCase(_logits, compute) if first == "logits" else DeterminismCase(_head, compute, (RUNS,))
 
 
 def _log_probs(targets: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
@@ -218,24 +218,24 @@ CASES = {
     "gated_rms_norm, gate first in groups": _case(
         partial(ops.gated_rms_norm, gate_first=True, groups=8), ["x", "gate"], ["weight"]
     ),
-    "rope": Case(_rope_inputs, partial(_differentiated, _rope, ("q", "k"), fixed=("cos", "sin"))),
+    "rope": DeterminismCase(_rope_inputs, partial(_differentiated, _rope, ("q", "k"), fixed=("cos", "sin"))),
     "swiglu": _case(ops.swiglu, ["gate", "up"]),
     "geglu": _case(ops.geglu, ["gate", "up"]),
-    "packed_glu": Case(_packed_glu_inputs, partial(_differentiated, ops.packed_glu)),
-    "experts": Case(
+    "packed_glu": DeterminismCase(_packed_glu_inputs, partial(_differentiated, ops.packed_glu)),
+    "experts": DeterminismCase(
         _experts_inputs, partial(_differentiated, ops.experts, shared=("gate_up", "down"), fixed=("ids",)), (RUNS,)
     ),
     "swiglu_linear": _glu_linear(ops.swiglu_linear),
     "geglu_linear": _glu_linear(ops.geglu_linear),
     **{f"cross_entropy, {r}": _loss(ops.cross_entropy, "logits", r) for r in ("none", "mean")},
     **{f"linear_cross_entropy, {r}": _loss(ops.linear_cross_entropy, "hidden", r) for r in ("none", "mean")},
-    "linear_log_probs": Case(_head, _log_probs, (RUNS,)),
-    "packing_weights": Case(partial(_packed, class_weight=False), _packing),
-    "packing_weights, class_weight": Case(partial(_packed, class_weight=True), _packing, ()),
+    "linear_log_probs": DeterminismCase(_head, _log_probs, (RUNS,)),
+    "packing_weights": DeterminismCase(partial(_packed, class_weight=False), _packing),
+    "packing_weights, class_weight": DeterminismCase(partial(_packed, class_weight=True), _packing, ()),
 }
 
 
-def facts(case: Case, dtype: torch.dtype, device: torch.device) -> list[Fact]:
+def facts(case: DeterminismCase, dtype: torch.dtype, device: torch.device) -> list[Fact]:
     """Compute all rows, then some alone and in smaller batches, then all again, at other addresses each time."""
     torch.manual_seed(0)
     with device:

@@ -16,7 +16,7 @@ CARDS = {"24 GiB": 24, "80 GiB": 80, "one H200 (140 GiB)": 140}
 
 
 @dataclass(frozen=True)
-class Shape:
+class Decoder:
     """A decoder with a gated MLP: layers, hidden and inner size, query and key features, classes; the head untied."""
 
     layers: int
@@ -67,17 +67,17 @@ class Shape:
         return ends + self.layers * self.layer(lora) + self.loss()
 
 
-LLAMA_3_8B = Shape(layers=32, hidden=4096, inner=14336, queries=4096, keys=1024, heads=32, classes=128256)
-BENCHMARKED = Shape(layers=16, hidden=2048, inner=8192, queries=2048, keys=512, heads=32, classes=128256)
+LLAMA_3_8B = Decoder(layers=32, hidden=4096, inner=14336, queries=4096, keys=1024, heads=32, classes=128256)
+BENCHMARKED = Decoder(layers=16, hidden=2048, inner=8192, queries=2048, keys=512, heads=32, classes=128256)
 
 
-def longest(shape: Shape, gib: int, rank: int | None, checkpointing: bool) -> int:
+def longest(shape: Decoder, gib: int, rank: int | None, checkpointing: bool) -> int:
     """Tokens, rounded down to 1024; 0 where not even the weights fit."""
     free = gib * GIB - RESERVE - shape.fixed(rank)
     return max(0, free // shape.per_token(rank is not None, checkpointing) // 1024 * 1024)
 
 
-def table(shape: Shape = LLAMA_3_8B, rank: int = 16) -> list[str]:
+def table(shape: Decoder = LLAMA_3_8B, rank: int = 16) -> list[str]:
     """A row for each way of training, a column for each card."""
     rows = []
     for what, adapters in ((f"LoRA, rank {rank}", rank), ("full, AdamW", None)):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from convergence.peers import PEERS, Peer
-from convergence.records import Record, load_folder
+from convergence.report.records import Record, load_folder
 from convergence.tables import markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "peers.md"

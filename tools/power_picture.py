@@ -17,14 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from convergence import tolerance
+from convergence.arms.quantities import STATISTICS, share
 from convergence.files import write
-from convergence.observed import STATISTICS, share
-from convergence.records import Record, load_folder
+from convergence.judge import tolerance
+from convergence.report.records import Record, load_folder
 from convergence.tables import markdown
 from tools import power_scale
+from tools.power_runs import Simulation
 from tools.power_scale import places
 
+PAGES = Path(__file__).parent.parent / "docs" / "evidence"
 DTYPES = ("float32", "tf32", "bfloat16")
 TOGETHER = "all statistics together"
 HONEST, MUTANT = "#0072b2", "#d55e00"  # blue and vermilion of Okabe and Ito: told apart by every kind of eye
@@ -35,7 +37,7 @@ _PAGE = """\
 # How far apart honest runs and mutants are
 
 A proof is useful when every honest candidate passes and every fault fails. Both were measured; this
-page counts them. Honest candidates (`tests/honest.py`) are models, patched or not, that differ in
+page counts them. Honest candidates (`tools/honest.py`) are models, patched or not, that differ in
 seed, in the last bits of the weights, in the order of rows, in the attention implementation, or in
 tiles and chunks. [Mutants](mutants.md) are faults. Each statistic of [the
 proof](../explanation/how-the-proof-judges.md) is a value with a bound. The *share* is value /
@@ -87,7 +89,7 @@ of a mutant, the newest record counts.
 
 ## Where the bounds come from
 
-`convergence/tolerance.py` computes every bound from the unit roundoff of the dtype, a count, or
+`convergence/judge/tolerance.py` computes every bound from the unit roundoff of the dtype, a count, or
 noise that was measured in the very case: {replicas} replicas of the unpatched baseline, each with a
 truth of its own, whose weights were moved by one unit in the last place. Nothing there is told
 which model or patch it bounds, so nothing is tuned per model.
@@ -105,55 +107,12 @@ the rule for a single draw, one honest run of 2,400 was beyond its bound, by a f
 """
 
 
-@dataclass(frozen=True)
-class Run:
-    """One honest candidate or one mutant, in one dtype.
-
-    Attributes:
-        shares: by statistic, the largest value / bound of any quantity; above 1 it failed.
-        failures: everything that the proof held against it: quantity, step, statistic, value, bound.
-    """
-
-    name: str
-    model: str
-    dtype: str
-    shares: dict[str, float]
-    failures: list[Sequence[Any]]
-    environment: str
-    seed: int = 0
-    verdict: str = "different"
-
-    @property
-    def largest(self) -> float:
-        return max(self.shares.values(), default=0.0)
-
-    @property
-    def statistic(self) -> str:
-        """The one that is nearest to its bound, or farthest beyond."""
-        return max(self.shares, key=lambda name: self.shares[name], default="")
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.failures) or self.largest > 1
-
-    @property
-    def dies(self) -> str:
-        """What becomes of a mutant: it dies "by a number", "otherwise", or "not"."""
-        if self.largest > 1:
-            return "by a number"
-        return "otherwise" if self.verdict == "different" else "not"
-
-    @property
-    def findings(self) -> set[str]:
-        return {str(failure[2]) for failure in self.failures}
-
-
 @dataclass
 class Evidence:
     """What was measured, and what has no result: candidates by model, dtype and seed, mutants by dtype."""
 
-    honest: list[Run]
-    mutants: list[Run]
+    honest: list[Simulation]
+    mutants: list[Simulation]
     no_line: dict[str, list[str]] = field(default_factory=dict)
     no_record: dict[str, list[str]] = field(default_factory=dict)
 
@@ -170,28 +129,28 @@ def _ordered(found: Collection[str], known: Sequence[str]) -> list[str]:
     return [*(name for name in known if name in found), *sorted(set(found) - set(known))]
 
 
-def read_honest(*paths: Path) -> list[Run]:
+def read_honest(*paths: Path) -> list[Simulation]:
     """The honest candidates in all ``paths``, one JSON object a line. One that ran more than once counts once, as its
     worst.
 
     Raises:
         ValueError: a line is no result of an honest candidate, or a file has none.
     """
-    runs: dict[tuple[str, str, int, str], Run] = {}
+    runs: dict[tuple[str, str, int, str], Simulation] = {}
     for run in (run for path in paths for run in _lines(path)):
         key = run.model, run.dtype, run.seed, run.name
         runs[key] = max(runs.get(key, run), run, key=lambda run: (run.failed, run.largest))
     return list(runs.values())
 
 
-def _lines(path: Path) -> list[Run]:
+def _lines(path: Path) -> list[Simulation]:
     runs = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
             shares = {name: max(share(x, 1.0) for x in found) for name, found in row["shares of the bound"].items()}
             place = environment(row.get("versions", {}), row["device"], row.get("at", ""))
-            run = Run(row["candidate"], row["model"], row["dtype"], shares, row["failures"], place, row["seed"])
+            run = Simulation(row["candidate"], row["model"], row["dtype"], shares, row["failures"], place, row["seed"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path}, line {number}: {error!r}; allowed is what pytest tests/test_honest.py --honest-results wrote"
@@ -202,11 +161,11 @@ def _lines(path: Path) -> list[Run]:
     return runs
 
 
-def read_mutants(folder: Path) -> list[Run]:
+def read_mutants(folder: Path) -> list[Simulation]:
     """The newest record of each mutant and dtype in ``folder``; records of other patches are left out.
 
     Raises:
-        ValueError: as :func:`convergence.records.load_all`, or no record is of a mutant.
+        ValueError: as :func:`convergence.report.records.load_all`, or no record is of a mutant.
     """
     newest: dict[tuple[str, str], Record] = {}
     for record in sorted(load_folder(folder), key=lambda record: record.at):
@@ -223,7 +182,7 @@ def read_mutants(folder: Path) -> list[Run]:
             shares[kind] = max(shares.get(kind, 0.0), statistic.share)
         place = environment(record.versions, record.device, record.at)
         failures: list[Sequence[Any]] = list(record.failures)
-        runs.append(Run(name, record.model, dtype, shares, failures, place, record.seed, record.verdict))
+        runs.append(Simulation(name, record.model, dtype, shares, failures, place, record.seed, record.verdict))
     return runs
 
 
@@ -232,7 +191,23 @@ def environment(versions: dict[str, str], device: str, at: str) -> str:
     return ", ".join((versions.get("device", device), *(names or ["versions not written down"]), at[:10] or "undated"))
 
 
-def without_line(honest: Sequence[Run], candidates: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+def trained_mutants(folder: Path = PAGES) -> list[tuple[str, str]]:
+    """The name of every mutant that is trained, with each dtype in which it is a fault: what their pages list."""
+    found = []
+    for path in sorted(folder.glob("mutants-*.md")):
+        _, _, table = path.read_text(encoding="utf-8").partition("## Killed by training\n")
+        rows = [line.strip("| ").split(" | ") for line in table.partition("\n## ")[0].splitlines() if line[:1] == "|"]
+        if not rows:
+            continue
+        header, _, *mutants = rows
+        dtypes = header[header.index("model") + 1 :]
+        for row in mutants:
+            cells = zip(dtypes, row[-len(dtypes) :], strict=True)
+            found += [(row[0].strip("`"), dtype) for dtype, cell in cells if cell.strip() != "-"]
+    return found
+
+
+def without_line(honest: Sequence[Simulation], candidates: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
     """Which of the ``candidates`` of each model have no line with a dtype and seed that were run: they raised, or the
     run was stopped."""
     seen = {(run.model, run.dtype, run.seed, run.name) for run in honest}
@@ -245,7 +220,7 @@ def without_line(honest: Sequence[Run], candidates: Mapping[str, Iterable[str]])
     return missing
 
 
-def without_record(mutants: Sequence[Run], expected: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+def without_record(mutants: Sequence[Simulation], expected: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """Which of the ``expected`` (name, dtype) were not measured, by dtype."""
     seen = {(run.name, run.dtype) for run in mutants}
     missing: dict[str, list[str]] = {}
@@ -378,7 +353,7 @@ def draw(evidence: Evidence, path: Path) -> None:
     inside = (edges[0] * 1.001, edges[-1] * 0.999)
     groups = [TOGETHER, *evidence.statistics]
 
-    def counts(runs: Sequence[Run], statistic: str) -> tuple[Any, list[float]]:
+    def counts(runs: Sequence[Simulation], statistic: str) -> tuple[Any, list[float]]:
         if statistic == TOGETHER:
             shares = [run.largest for run in runs if run.shares]
         else:
@@ -465,15 +440,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _measured(honest: Path, records: Path, out: Path) -> str:
     """The page without the section about real sizes; writes the picture."""
-    from convergence.models import MODELS
-    from tests.honest import candidates
-    from tests.mutants import MUTANTS
+    from convergence.models.models import MODELS
+    from tools.honest import candidates
 
     evidence = Evidence(read_honest(honest), read_mutants(records))
     expected = {model: [honest.name for honest in candidates(model)] for model in MODELS}
     evidence.no_line = without_line(evidence.honest, expected)
-    trained = [(mutant.name, dtype) for mutant in MUTANTS.values() if mutant.check is None for dtype in mutant.dtypes]
-    evidence.no_record = without_record(evidence.mutants, trained)
+    evidence.no_record = without_record(evidence.mutants, trained_mutants())
     draw(evidence, out / "power.svg")
     return page(evidence)
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from convergence import tolerance
+from convergence.judge import tolerance
 from convergence.tables import markdown
-
-if TYPE_CHECKING:
-    from tools.power_picture import Run
+from tools.power_runs import Simulation
 
 HEADING, NEXT = "## At real sizes\n", "## Where the bounds come from\n"
 _SECTION = """\
 {heading}
 [`--profile scale`](../how-to/prove-a-checkpoint.md#without-a-checkpoint-real-widths) observes one
 step of models of real widths.
-Honest candidates there (`tests/honest.py`) differ in seed, in the last bits of the weights, in the
+Honest candidates there (`tools/honest.py`) differ in seed, in the last bits of the weights, in the
 schedule of the fused head, in chunks, slabs and tiles, and in the order of rows. One step is all
 there is, so gains and lone numbers are judged by {sigmas:g} standard deviations of the replicas.
 
@@ -36,7 +33,7 @@ $ python -m tools.power_picture --scale scale.jsonl
 """
 
 
-def table(runs: Sequence[Run]) -> list[str]:
+def table(runs: Sequence[Simulation]) -> list[str]:
     """Of every shape and dtype: how many candidates ran, how many of them fail, and the nearest to a bound."""
     rows: list[tuple[object, ...]] = []
     for model, dtype in sorted({(run.model, run.dtype) for run in runs}):
@@ -50,11 +47,11 @@ def table(runs: Sequence[Run]) -> list[str]:
     return markdown(header, rows)
 
 
-def _nearest(run: Run) -> tuple[str, str]:
+def _nearest(run: Simulation) -> tuple[str, str]:
     return f"{run.largest:.3g}", run.statistic or "-"
 
 
-def alarms(what: str, runs: Sequence[Run]) -> list[str]:
+def alarms(what: str, runs: Sequence[Simulation]) -> list[str]:
     """Every false alarm in full."""
     failed = [run for run in runs if run.failed]
     lines = [f"- {what}: {len(failed)} of {len(runs)}."]
@@ -64,13 +61,13 @@ def alarms(what: str, runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def places(what: str, runs: Sequence[Run]) -> list[str]:
+def places(what: str, runs: Sequence[Simulation]) -> list[str]:
     """How many runs were measured where."""
     counts = Counter(run.environment for run in runs)
     return [f"- {what}: {place} ({count})." for place, count in sorted(counts.items())]
 
 
-def section(runs: Sequence[Run]) -> str:
+def section(runs: Sequence[Simulation]) -> str:
     return _SECTION.format(
         heading=HEADING,
         sigmas=tolerance.SIGMAS_OF_ONE_STEP,

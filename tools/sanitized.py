@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from liger_kernels.ops import launches
-from liger_kernels.ops._cross_entropy_rows import Rows, Slab, backward_rows, forward_rows
-from liger_kernels.ops._loss_options import LossOptions
-from liger_kernels.ops._runtime import tl, triton
+from liger_kernels.ops._glu import ACTIVATIONS, unit_gradients
 from liger_kernels.ops._split_sum import SplitSum
-from liger_kernels.ops._tiling import tiled
-from liger_kernels.ops.glu import ACTIVATIONS, unit_gradients
-from tests.test_ops_gpu import CALLS, EXTRAS, targets
+from liger_kernels.ops.loss.options import LossOptions
+from liger_kernels.ops.loss.rows import Rows, Slab, backward_rows, forward_rows
+from liger_kernels.ops.runtime.dispatch import tl, triton
+from liger_kernels.ops.runtime.tiling import tiled
+from tools.gpu_calls import CALLS, EXTRAS, targets
 
 
 def slabs(dtype: torch.dtype, device: str = "cuda", rows: int = 40, vocab: int = 3000, columns: int = 1024) -> None:

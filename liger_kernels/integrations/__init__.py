@@ -20,9 +20,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from liger_kernels.integrations.packing import PackingLossMixin
-from liger_kernels.ops._arguments import checked
-from liger_kernels.ops.linear_cross_entropy import Memory
-from liger_kernels.ops.packing import LossReduction
+from liger_kernels.ops.loss.linear_cross_entropy import Memory
+from liger_kernels.ops.loss.packing import LossReduction
+from liger_kernels.ops.runtime.arguments import checked
 from liger_kernels.patching import PatchReport, check_options, patch, status
 from liger_kernels.patching.modules import kernel_names
 

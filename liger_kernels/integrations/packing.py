@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from liger_kernels.patching.packing import Denominator, loss_reduction_of, packing_denominator
+from torch import nn
+
+from liger_kernels.patching import status
+from liger_kernels.patching.logits.packing import Denominator, packing_denominator
 
 
 class PackingLossMixin:
@@ -82,3 +85,9 @@ class PackingLossMixin:
         for reason, applies in refused.items():
             if applies:
                 raise ValueError(f"loss_reduction={mode!r} is not possible here: {reason}")
+
+
+def loss_reduction_of(model: nn.Module) -> str:
+    """The mode of the patched model that ``model`` is or has inside; "token" where nothing is patched."""
+    report = status(model)
+    return report.loss_reduction if report is not None else "token"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from liger_kernels.ops._tiling import choice
+from liger_kernels.ops.runtime.tiling import choice
 
 # torch.nn.functional.grouped_mm since torch 2.10; under its private name before.
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", getattr(torch, "_grouped_mm", None))

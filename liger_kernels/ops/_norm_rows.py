@@ -10,11 +10,11 @@ from typing import Annotated
 
 import torch
 
-from liger_kernels.ops._ahead import real_device
-from liger_kernels.ops._arguments import NOT_NEGATIVE
-from liger_kernels.ops._device import room_for_loads
-from liger_kernels.ops._runtime import launch, tl, triton, use_triton
-from liger_kernels.ops._tiling import cdiv, choice, next_power_of_2, tile
+from liger_kernels.ops.runtime.ahead import real_device
+from liger_kernels.ops.runtime.arguments import NOT_NEGATIVE
+from liger_kernels.ops.runtime.device import room_for_loads
+from liger_kernels.ops.runtime.dispatch import launch, tl, triton, use_triton
+from liger_kernels.ops.runtime.tiling import cdiv, choice, next_power_of_2, tile
 
 # Wider rows than this would spill most of their registers; they run the reference.
 MAX_HIDDEN = 65536

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernels.ops._runtime import launch, tl, triton
-from liger_kernels.ops._tiling import cdiv, choice, tile
+from liger_kernels.ops.runtime.dispatch import launch, tl, triton
+from liger_kernels.ops.runtime.tiling import cdiv, choice, tile
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, keep: float) -> None:

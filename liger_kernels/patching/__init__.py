@@ -9,25 +9,28 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from liger_kernels.environment import warn_of_a_newer_torch
-from liger_kernels.ops._arguments import checked, describe
-from liger_kernels.ops.linear_cross_entropy import Memory
-from liger_kernels.ops.packing import LossReduction
+from liger_kernels.ops.loss.linear_cross_entropy import Memory
+from liger_kernels.ops.loss.packing import LossReduction
+from liger_kernels.ops.runtime.arguments import checked, describe
 from liger_kernels.patching.blocks import held, hold, hold_as, let_go, patched_for_good
 from liger_kernels.patching.census import as_of_now
-from liger_kernels.patching.head import LOSSES
-from liger_kernels.patching.loss import patch_loss
-from liger_kernels.patching.model import ModelRecipe
-from liger_kernels.patching.modules import kernel_names, patch_modules, register
-from liger_kernels.patching.packing import packing_denominator
+from liger_kernels.patching.logits.head import LOSSES
+from liger_kernels.patching.logits.loss import patch_loss
+from liger_kernels.patching.logits.model import ModelRecipe
+from liger_kernels.patching.logits.packing import packing_denominator
+from liger_kernels.patching.modules import drop_kept_method, kernel_names, patch_modules, register
+from liger_kernels.patching.recipes.recogniser import Recogniser
 from liger_kernels.patching.rehearsal import wake_compiler
-from liger_kernels.patching.report import Left, PatchReport, Replacement
-from liger_kernels.patching.swap import REPORT, Undo, forget, recipe_of, restore
+from liger_kernels.patching.report import REPORT, Left, PatchReport, Replacement
+from liger_kernels.patching.swap import Recipe, Undo, forget, recipe_of, restore
+from liger_kernels.tested_torch import warn_of_a_newer_torch
 
 __all__ = [
     "KERNELS",
     "Left",
     "PatchReport",
+    "Recipe",
+    "Recogniser",
     "Replacement",
     "check_options",
     "packing_denominator",
@@ -81,8 +84,8 @@ def patch(
     """
     warn_of_a_newer_torch()
     wanted = check_options(kernels, loss_reduction, memory)
-    wake_compiler(model)
     with _one_at_a_time:
+        wake_compiler(model)
         report = _patch(model, PatchReport(wanted, loss_reduction=loss_reduction, memory=memory))
     if not report.replaced:
         warnings.warn(
@@ -127,6 +130,9 @@ def _patch(model: nn.Module, report: PatchReport) -> PatchReport:
         for module, _ in undo:
             module.__dict__[REPORT] = report
             hold_as(rest, module)
+    for module in model.modules():
+        if recipe_of(module) is not None:
+            drop_kept_method(module)
     as_of_now(report, model)
     if not report.replaced:
         model.__dict__[REPORT] = report

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from liger_kernels.patching.swap import BLOCKS, REPORT
+from liger_kernels.patching.report import REPORT
+from liger_kernels.patching.swap import BLOCKS
 
 
 def patched_for_good(model: nn.Module) -> set[nn.Module]:

@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 
 from liger_kernels.patching.following import who_replaced
-from liger_kernels.patching.head import HeadRecipe, patched_heads
-from liger_kernels.patching.model import ModelRecipe
+from liger_kernels.patching.logits.head import HeadRecipe, patched_heads
+from liger_kernels.patching.logits.model import ModelRecipe
+from liger_kernels.patching.logits.split_head import has_plan, why_unfused
 from liger_kernels.patching.modules import carries_forward, has_own_forward
-from liger_kernels.patching.probe import package_of
+from liger_kernels.patching.recipes.probe import package_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
-from liger_kernels.patching.split_head import has_plan, why_unfused
 from liger_kernels.patching.swap import RAN, recipe_of
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_kernels.patching.probe import package_of
+from liger_kernels.patching.recipes.probe import package_of
+from liger_kernels.patching.report import REPORT
 
 # The functions that were made here. Not a mark on them: `functools.wraps` would copy it.
 _following: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -34,13 +35,15 @@ def following(cls: Any, base: Any, name: str, method: Any, gives_way: bool) -> A
     def follow(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_forward and "forward" in self.__dict__ and not is_compiling():
             note(self)
-        if not isinstance(self, cls):
+        # Torch 2.11 with Python 3.12 asks a module of a compiled program for its class again only where an entry of its
+        # ``__dict__`` that the program read has changed: unpatch removes this one.
+        if not isinstance(self, cls) or (is_compiling() and getattr(self, report, None) is None):
             return getattr(type(self), name)(self, *args, **kwargs)
         if gives_way and wants_upstream():
             return getattr(base, name)(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 
-    is_forward, is_compiling = name == "forward", torch.compiler.is_compiling
+    is_forward, is_compiling, report = name == "forward", torch.compiler.is_compiling, REPORT
     note, wants_upstream = _note_inner_run, mode_check()
     upstream = getattr(base, name, method)
     if isinstance(upstream, types.FunctionType):  # torch.jit.script compiles its source, and looks names up here

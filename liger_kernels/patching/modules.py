@@ -8,18 +8,18 @@ from itertools import chain
 import torch
 from torch import nn
 
-from liger_kernels.ops._arguments import checked
-from liger_kernels.patching import probe
-from liger_kernels.patching.experts import EXPERTS
+from liger_kernels.ops.runtime.arguments import checked
 from liger_kernels.patching.following import follows_class, runs_inside, who_replaced
-from liger_kernels.patching.glu import GATED_MLPS
-from liger_kernels.patching.head import LOSSES
-from liger_kernels.patching.norms import NORMS
-from liger_kernels.patching.probe import describe, module_of
+from liger_kernels.patching.logits.head import LOSSES
 from liger_kernels.patching.reads import reads_training
-from liger_kernels.patching.recogniser import Recogniser, Verdict
+from liger_kernels.patching.recipes import probe
+from liger_kernels.patching.recipes.experts import EXPERTS
+from liger_kernels.patching.recipes.glu import GATED_MLPS
+from liger_kernels.patching.recipes.norms import NORMS
+from liger_kernels.patching.recipes.probe import describe, module_of
+from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict
+from liger_kernels.patching.recipes.rotary import ROTATIONS
 from liger_kernels.patching.report import Left, PatchReport
-from liger_kernels.patching.rotary import ROTATIONS
 from liger_kernels.patching.swap import Recipe, Undo, recipe_of, replace, restore, runs_inside_hook
 
 # The last is asked first, and the first recipe wins: a recogniser may take what an earlier one would leave.
@@ -65,8 +65,10 @@ def patch_modules(model: nn.Module, report: PatchReport, undo: Undo) -> None:
             restore([(module, type(module)._liger_kernels_base)])
         try:
             recipe, reasons = _verdict(module, set(report.kernels), verdicts)
-            if recipe is not None and has_own_forward(module):
-                recipe, reasons = None, (own_forward(module),)
+            if recipe is not None:
+                drop_kept_method(module)
+                if has_own_forward(module):
+                    recipe, reasons = None, (own_forward(module),)
         except Exception as error:  # an attribute that raises, a signature that lies: one odd module is no obstacle
             recipe, reasons = None, (f"it cannot be examined ({describe(error)})",)
         if recipe is not None:
@@ -118,13 +120,22 @@ def _scripted(module: nn.Module) -> tuple[str, ...]:
 def carries_forward(module: nn.Module) -> bool:
     """Whether the instance carries a forward of somebody's.
 
-    transformers, when it has captured hidden states, leaves the class's own method behind on the instance; that hides
-    nothing and goes. accelerate's hooks run around the class's own, which they keep.
+    The class's own method, kept there, hides nothing. accelerate's hooks run around the class's own, which they keep.
     """
-    own = module.__dict__.get("forward")
-    if own is not None and follows_class(own, module):
+    if "forward" not in module.__dict__ or _keeps_own_method(module):
+        return False
+    return not runs_inside_hook(module)
+
+
+def drop_kept_method(module: nn.Module) -> None:
+    """Remove the class's own forward from the instance: transformers, when it has captured hidden states, leaves it
+    there."""
+    if "forward" in module.__dict__ and _keeps_own_method(module):
         del module.__dict__["forward"]
-    return "forward" in module.__dict__ and not runs_inside_hook(module)
+
+
+def _keeps_own_method(module: nn.Module) -> bool:
+    return follows_class(module.__dict__["forward"], module)
 
 
 def has_own_forward(module: nn.Module) -> bool:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from liger_kernels.ops._ahead import compile_ahead, wake
-from liger_kernels.ops._runtime import keeps_programs
-from liger_kernels.patching.probe import probing
+from liger_kernels.ops.runtime.ahead import compile_ahead, wake
+from liger_kernels.ops.runtime.dispatch import keeps_programs
+from liger_kernels.patching.recipes.probe import probing
 from liger_kernels.patching.swap import recipe_of
 
 
 @dataclass(frozen=True)
-class Step:
+class ForeseenStep:
     """What is known of a step before it begins.
 
     Attributes:
@@ -81,10 +81,10 @@ def rehearse(model: Any, inputs: Any) -> None:
     linear = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else stream
     batch, length = inputs.shape[:2]
     with probing():
-        compile_ahead(foreseen(model, Step(batch, length, stream, linear)), inputs.device)
+        compile_ahead(foreseen(model, ForeseenStep(batch, length, stream, linear)), inputs.device)
 
 
-def foreseen(model: torch.nn.Module, step: Step) -> list[Callable[[], Any]]:
+def foreseen(model: torch.nn.Module, step: ForeseenStep) -> list[Callable[[], Any]]:
     """The calls of ops in ``step``, forward and backward, on tensors without memory; each different one once."""
     found: dict[Any, Callable[[], Any]] = {}
     for module in model.modules():

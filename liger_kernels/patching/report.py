@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+# Where a patched module keeps the report of its patch. Copies and pickles of the module keep it, too.
+REPORT = "_liger_kernels"
+
 
 @dataclass(frozen=True)
 class Replacement:

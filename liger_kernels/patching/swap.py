@@ -22,13 +22,11 @@ import torch
 from torch import nn
 
 from liger_kernels.patching.following import following
-from liger_kernels.patching.probe import describe
-from liger_kernels.patching.report import Left, PatchReport
+from liger_kernels.patching.recipes.probe import describe
+from liger_kernels.patching.report import REPORT, Left, PatchReport
 from liger_kernels.patching.watch import WATCH, Watch, changed
 
-# Where a patched module keeps the report of its patch. Copies and pickles of the module keep it, too.
-REPORT = "_liger_kernels"
-# And which open ``patched()`` blocks hold it.
+# Where a patched module keeps which open ``patched()`` blocks hold it.
 BLOCKS = "_liger_kernels_blocks"
 # What a replaced module has in its ``__dict__`` once its kernel has run.
 RAN = "_liger_kernels_ran"

@@ -37,7 +37,7 @@ def populations() -> dict[str, list[tuple[str, str]]]:
     """(module, class) of each model: causal LMs, and multimodal or sequence-to-sequence models besides."""
     from transformers.models.auto import modeling_auto
 
-    from tests import zoo
+    from matrix.checks import zoo
 
     causal = zoo.causal_lm_names()
     listed: set[str] = set()
@@ -56,7 +56,7 @@ def build(cls: Any) -> tuple[Any, bool]:
     """
     from transformers import PreTrainedModel
 
-    from tests import zoo
+    from matrix.checks import zoo
 
     errors = []
     for full, config in ((True, cls.config_class), *((False, shrink) for shrink in zoo.shrinkers(cls))):

@@ -1,6 +1,6 @@
 """Every causal LM of the installed transformers: what a patch replaces in it, and that signatures stay upstream's.
 
-No model is named: ``tests/zoo.py`` shrinks whatever transformers has. Nothing is trained here; that patched models
+No model is named: ``zoo.py`` shrinks whatever transformers has. Nothing is trained here; that patched models
 train alike is what the proof and ``tests/test_patching_zoo.py`` show. With ``--records DIR``, a record per class.
 """
 
@@ -20,7 +20,7 @@ import transformers
 import liger_kernels
 from convergence.files import write_json
 from liger_kernels.ops import launches
-from tests import zoo
+from matrix.checks import zoo
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

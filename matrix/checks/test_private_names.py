@@ -362,6 +362,7 @@ NAMES = (
     Private(("torch.utils._pytree",), "torch.utils._pytree:tree_map", "raises at import"),
     Private(("_NormBase",), "torch.nn.modules.batchnorm:_NormBase", "raises while norms are recognised"),
     Private(("_ConvNd",), "torch.nn.modules.conv:_ConvNd", "raises while modules are recognised"),
+    Private(("_DropoutNd",), "torch.nn.modules.dropout:_DropoutNd", "raises while a model of the zoo is built"),
     Private(("_engine_run_backward",), "torch.autograd.graph:_engine_run_backward", "raises in the proof's truth"),
     # Of Triton's interpreter, in the proof. That what is replaced is still what runs, tests/test_ops_runtime.py shows:
     # it compares roundings, and counts what is prepared. There, too: the rule of the kept programs.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from convergence.observed import LOGGED, LOSS, Quantity
+from convergence.arms.quantities import LOGGED, LOSS, Quantity
 from matrix.trainers import material
 
 STEPS = 3
@@ -71,7 +71,7 @@ def chosen(callable_: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainerCase:
     """A trainer with its data and options.
 
     Args:
@@ -191,41 +191,43 @@ _ONLINE = {
     "max_completion_length": 8,
     "beta": 0.0,
 }
-CASES: dict[str, Case] = {
-    "trainer": Case(
+CASES: dict[str, TrainerCase] = {
+    "trainer": TrainerCase(
         "Trainer",
         _tokenized,
         {"gradient_accumulation_steps": 2},
         arguments=_trainer_arguments,
         evaluates=True,
     ),
-    "trainer-flattened": Case("Trainer", _tokenized, arguments=_flattening),
-    "sft": Case("SFTTrainer", material.texts, {**_SFT, "gradient_accumulation_steps": 2}, evaluates=True),
-    "sft-nll": Case("SFTTrainer", material.texts, {**_SFT, "loss_type": "nll"}, needs=("loss_type",), evaluates=True),
-    "sft-checkpointed": Case("SFTTrainer", material.texts, {**_SFT, "gradient_checkpointing": True}),
-    "sft-packing": Case("SFTTrainer", material.texts, {**_SFT, "packing": True}),
-    "sft-padding-free": Case(
+    "trainer-flattened": TrainerCase("Trainer", _tokenized, arguments=_flattening),
+    "sft": TrainerCase("SFTTrainer", material.texts, {**_SFT, "gradient_accumulation_steps": 2}, evaluates=True),
+    "sft-nll": TrainerCase(
+        "SFTTrainer", material.texts, {**_SFT, "loss_type": "nll"}, needs=("loss_type",), evaluates=True
+    ),
+    "sft-checkpointed": TrainerCase("SFTTrainer", material.texts, {**_SFT, "gradient_checkpointing": True}),
+    "sft-packing": TrainerCase("SFTTrainer", material.texts, {**_SFT, "packing": True}),
+    "sft-padding-free": TrainerCase(
         "SFTTrainer",
         material.texts,
         {**_SFT, "max_length|max_seq_length": None, "padding_free": True},
         needs=("padding_free",),
     ),
-    "sft-completion-flag": Case(
+    "sft-completion-flag": TrainerCase(
         "SFTTrainer", material.questions, {**_SFT, "completion_only_loss": True}, needs=("completion_only_loss",)
     ),
-    "sft-completion-collator": Case("SFTTrainer", material.answered, _SFT, arguments=_completion_only),
-    "sft-completion-collator-padding-free": Case(
+    "sft-completion-collator": TrainerCase("SFTTrainer", material.answered, _SFT, arguments=_completion_only),
+    "sft-completion-collator-padding-free": TrainerCase(
         "SFTTrainer", material.answered, _SFT, arguments=functools.partial(_completion_only, padding_free=True)
     ),
-    "dpo": Case("DPOTrainer", material.preferences, _PAIRS),
-    "dpo-padding-free": Case(
+    "dpo": TrainerCase("DPOTrainer", material.preferences, _PAIRS),
+    "dpo-padding-free": TrainerCase(
         "DPOTrainer", material.preferences, {**_PAIRS, "padding_free": True}, needs=("padding_free",)
     ),
-    "kto": Case("KTOTrainer", material.judged, _PAIRS),
-    "orpo": Case("ORPOTrainer", material.preferences, _PAIRS),
+    "kto": TrainerCase("KTOTrainer", material.judged, _PAIRS),
+    "orpo": TrainerCase("ORPOTrainer", material.preferences, _PAIRS),
     # On policy every ratio is 1, and advantages add up to 0.
     **{
-        name: Case(
+        name: TrainerCase(
             trainer,
             lambda: {"prompt": material.questions()["prompt"]},
             {**_ONLINE, **options},

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import liger_kernels
-from convergence import files, tolerance
-from convergence.compare import Verdict, compare
-from convergence.observed import GRADIENT_NORM, LOGGED, Quantity
-from convergence.records import STATISTICS, Statistic
-from convergence.trajectory import Trajectory
+from convergence import files
+from convergence.arms.quantities import GRADIENT_NORM, LOGGED, Quantity
+from convergence.arms.trajectory import Trajectory
+from convergence.judge import tolerance
+from convergence.judge.compare import compare
+from convergence.judge.verdict import Verdict
+from convergence.report.records import STATISTICS, Statistic
 from liger_kernels import trl_head
 from matrix.trainers.cases import CASES
 from matrix.trainers.observe import Arm, Seen, run
@@ -32,7 +34,7 @@ def versions() -> dict[str, str]:
 
 
 @dataclass
-class Record:
+class TrainerRecord:
     """What one trainer did with one way of patching."""
 
     case: str
@@ -65,7 +67,7 @@ class Record:
 def skip_if_missing(case: str, family: str, way: str, folder: str | None) -> None:
     """Skip a case that the installed version does not have, and record that."""
     if missing := CASES[case].missing():
-        Record(case, family, way, "absent", f"this version has {missing}").write(folder)
+        TrainerRecord(case, family, way, "absent", f"this version has {missing}").write(folder)
         pytest.skip(f"this version has {missing}")
 
 
@@ -78,7 +80,7 @@ def honest(case: str, folder: Path, nudge: int | None, reference_is_another: boo
     return truth, baseline
 
 
-def _compare(case: str, folder: Path, seen: Seen, replicas: int, record: Record) -> Verdict:
+def _compare(case: str, folder: Path, seen: Seen, replicas: int, record: TrainerRecord) -> Verdict:
     record.replicas = replicas
     arms = [honest(case, folder, nudge) for nudge in (None, *range(replicas))]
     pairs = [(truth.trajectory, baseline.trajectory) for truth, baseline in arms]
@@ -97,12 +99,12 @@ def _compare(case: str, folder: Path, seen: Seen, replicas: int, record: Record)
     return verdict
 
 
-def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> Record:
+def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> TrainerRecord:
     """Train the case's arms and ``arm``, patched in some ``way``, and say whether it is the same mathematics.
 
     By way of a "flag" the trainer knows that the model is patched, and may choose not to log some metrics.
     """
-    record = Record(case, family, way)
+    record = TrainerRecord(case, family, way)
     _, baseline = honest(case, folder, None)
     seen = run(functools.partial(CASES[case].make, folder, folder / "output"), arm, folder)
     verdict = _compare(case, folder, seen, tolerance.REPLICAS, record)
@@ -125,7 +127,7 @@ def without(arm: Trajectory, *quantities: Iterable[Quantity]) -> Trajectory:
     return replace(arm, values={quantity: steps for quantity, steps in arm.values.items() if quantity not in dropped})
 
 
-def _check_what_ran(verdict: Verdict, baseline: Seen, seen: Seen, record: Record) -> None:
+def _check_what_ran(verdict: Verdict, baseline: Seen, seen: Seen, record: TrainerRecord) -> None:
     """The baseline ran none of our kernels, the patched arm ran every one that its report names, and both trained."""
     record.launches = seen.launches
     if baseline.launches:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from convergence.models import MODELS
+from convergence.models.models import MODELS
 
 FAMILIES = {"llama": "llama-untied", "gemma": "gemma"}
 # A square, so that Gemma's embedding scale is exact; small, because kernels run in an interpreter.

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from convergence.float64 import InFloat64
-from convergence.observe import logged_warnings
-from convergence.observed import GRADIENT, GRADIENT_NORM, LOGGED, LOSS, SGD, Moment, Quantity
-from convergence.trajectory import Trajectory, nudged
+from convergence.arms.float64 import InFloat64
+from convergence.arms.hooks import logged_warnings
+from convergence.arms.quantities import GRADIENT, GRADIENT_NORM, LOGGED, LOSS, SGD, Moment, Quantity
+from convergence.arms.trajectory import Trajectory, nudged
 from liger_kernels import trl_head
 from liger_kernels.ops import launches, reset_launches
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from matrix.trainers.cases import CASES, find, takes
-from matrix.trainers.judge import Record, judge, skip_if_missing
+from matrix.trainers.judge import TrainerRecord, judge, skip_if_missing
 from matrix.trainers.observe import Arm, plain
 
 # What the flag itself makes trl say: that it is deprecated, and that it loads a model that is given as a string.
@@ -62,4 +62,4 @@ def test_preference_trainers(case: str, folders: dict[str, Path], records: str |
     make = functools.partial(CASES[case].make, folders["llama"], tmp_path)
     with pytest.raises(NotImplementedError, match=losses[0]) as raised:
         make(plain(folders["llama"]), {option: True})
-    Record(case, "llama", "flag", "not provided", str(raised.value)).write(records)
+    TrainerRecord(case, "llama", "flag", "not provided", str(raised.value)).write(records)

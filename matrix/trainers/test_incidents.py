@@ -15,19 +15,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import liger_kernels
-import liger_kernels.patching.product
-from convergence import tolerance
-from convergence.compare import compare
-from convergence.data import Batch, Step
-from convergence.float64 import InFloat64
-from convergence.observed import LOGGED, LOGITS, LOSS
-from convergence.tolerance import rms, three_way
-from convergence.train import train
-from convergence.trajectory import Run
+import liger_kernels.patching.logits.product
+from convergence.arms.float64 import InFloat64
+from convergence.arms.quantities import LOGGED, LOGITS, LOSS
+from convergence.arms.train import train
+from convergence.arms.trajectory import Run
+from convergence.judge import tolerance
+from convergence.judge.compare import compare
+from convergence.judge.tolerance import rms, three_way
+from convergence.models.data import Batch, Step
 from liger_kernels.ops import linear_cross_entropy
 from matrix.trainers import material
 from matrix.trainers.cases import CASES, COMMON, DEVICE, find, takes
-from matrix.trainers.judge import Record, honest, versions, without
+from matrix.trainers.judge import TrainerRecord, honest, versions, without
 from matrix.trainers.observe import Arm, plain, run
 from matrix.trainers.test_flags import flagged_sft
 from matrix.trainers.test_trainers import WAYS, by_instance
@@ -180,7 +180,7 @@ def test_collator_arguments_reach_the_loss_and_no_kernel(
         passed.append(set(kwargs))
         return linear_cross_entropy(*args, **kwargs)
 
-    monkeypatch.setattr(liger_kernels.patching.product, "linear_cross_entropy", watched)
+    monkeypatch.setattr(liger_kernels.patching.logits.product, "linear_cross_entropy", watched)
     inputs = to_device(collated())
     own, ours = (load(folders[family]).to(DEVICE).train() for load in (plain, by_instance))
     for extra in ({}, {"num_items_in_batch": 7}):
@@ -308,7 +308,7 @@ def test_packed_rows_give_the_gradients_of_rows_of_their_own(
         three_way(ours["packed"], own["rows"], truth["rows"], torch.float32, f"{family}, packed against rows", chain)
     reason = "" if isolates else f"upstream does not keep packed documents apart here: off by {apart:.2g} of the size"
     verdict = "same" if isolates else "upstream leaks"
-    Record("packing", family, "instance", verdict, reason).write(records)
+    TrainerRecord("packing", family, "instance", verdict, reason).write(records)
     assert isolates == (_release("transformers") >= (4, 53)), reason
 
 

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from convergence.observed import ADAMW, INITIAL, SGD, Moment
-from convergence.records import Record, load_folder
+from convergence.arms.quantities import ADAMW, INITIAL, SGD, Moment
+from convergence.report.records import Record, load_folder
 from convergence.tables import markdown
 from tests.mutants import ABSENT, GROUPS, MUTANTS
 from tests.mutants.mutant import Mutant

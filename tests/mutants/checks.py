@@ -7,33 +7,33 @@ from tests.mutants.edit import Edit
 from tests.mutants.mutant import faults
 
 _BITS = "test_ops_bits.py::test_every_argument_and_gradient_is_read_as_its_values"
-_NORM = "liger_kernels.ops.rms_norm"
+_NORM = "liger_kernels.ops._rms_norm"
 _REFERENCE = "test_ops_every.py::test_matches_reference"
 _ADD_DTOTAL = "dx += dtotal.to(tl.float32)"
 _SUM_OF_TERMS = "(x.to(tl.float32) + residual.to(tl.float32))"
 _TOTAL = f"{_SUM_OF_TERMS}.to(total_ptr.dtype.element_ty)"
-_norm = faults("ops.rms_norm", "test_ops_rms_norm.py")
-_loss = faults("ops._cross_entropy_kernels", "test_ops_cross_entropy.py")
-_launcher = faults("ops._launcher", "test_ops_runtime.py")
-_arguments = faults("ops._arguments")
-_runtime = faults("ops._runtime", "test_ops_runtime.py")
-_layer = faults("ops.layer_norm", "test_ops_layer_norm.py")
-_gated = faults("ops.gated_rms_norm", "test_ops_gated_rms_norm.py")
-_gated_patch = faults("patching.gated_norms", "test_patching_gated_norms.py")
-_glu = faults("ops.glu", "test_ops_glu.py")
-_chunks = faults("ops._linear_token_chunks", "test_ops_linear_cross_entropy.py")
-_head = faults("ops.linear_cross_entropy", "test_ops_linear_cross_entropy.py")
-_slabs = faults("ops._linear_vocabulary_slabs", "test_ops_linear_cross_entropy_slabs.py")
-_norm_patch = faults("patching.norms", "test_patching_recognise.py")
-_compiling = faults("ops._compiling", "test_patching_adapters.py")
-_rows = faults("ops._cross_entropy_rows")
-_product = faults("patching.product", "test_patching.py")
-_mlp = faults("patching.glu", "test_patching.py")
-_model = faults("patching.model", "test_patching.py")
-_compare = faults("convergence.compare", "test_convergence_compare.py")
-_formulas = faults("ops._cross_entropy_formulas", "test_ops_linear_log_probs.py")
-_counted = faults("ops._counted_rows", "test_ops_counted_rows.py")
-_vocab_parallel = faults("ops._vocab_parallel", "test_ops_vocab_parallel.py")
+_norm = faults("ops._rms_norm", "test_ops_rms_norm.py")
+_loss = faults("ops.loss.kernels", "test_ops_cross_entropy.py")
+_launcher = faults("ops.runtime.launcher", "test_ops_runtime.py")
+_arguments = faults("ops.runtime.arguments")
+_runtime = faults("ops.runtime.dispatch", "test_ops_runtime.py")
+_layer = faults("ops._layer_norm", "test_ops_layer_norm.py")
+_gated = faults("ops._gated_rms_norm", "test_ops_gated_rms_norm.py")
+_gated_patch = faults("patching.recipes.gated_norms", "test_patching_gated_norms.py")
+_glu = faults("ops._glu", "test_ops_glu.py")
+_chunks = faults("ops.loss.token_chunks", "test_ops_linear_cross_entropy.py")
+_head = faults("ops.loss.linear_cross_entropy", "test_ops_linear_cross_entropy.py")
+_slabs = faults("ops.loss.vocabulary_slabs", "test_ops_linear_cross_entropy_slabs.py")
+_norm_patch = faults("patching.recipes.norms", "test_patching_recognise.py")
+_compiling = faults("ops.runtime.compiling", "test_patching_adapters.py")
+_rows = faults("ops.loss.rows")
+_product = faults("patching.logits.product", "test_patching.py")
+_mlp = faults("patching.recipes.glu", "test_patching.py")
+_model = faults("patching.logits.model", "test_patching.py")
+_compare = faults("convergence.judge.compare", "test_convergence_compare.py")
+_formulas = faults("ops.loss.formulas", "test_ops_linear_log_probs.py")
+_counted = faults("ops.loss.counted_rows", "test_ops_counted_rows.py")
+_vocab_parallel = faults("ops.loss.vocab_parallel", "test_ops_vocab_parallel.py")
 
 # fmt: off
 MUTANTS = (
@@ -56,6 +56,10 @@ MUTANTS = (
         "A program that was compiled for aligned pointers is launched with others, too.",
         "a = a.data_ptr()\nkey.append(a % 16 == 0)", "a = a.data_ptr()\nkey.append(True)",
         "test_one_program_is_kept_for_what_triton_would_compile_once"),
+    faults("ops.runtime.ahead", "test_rehearsal.py")("launch_before_triton_is_ready",
+        "A first launch does not wait for the thread that makes Triton's driver.",
+        "_compiling.get(kernel, _waking)", "_compiling.get(kernel)",
+        "test_a_first_launch_waits_until_triton_is_ready"),
     _launcher("launch_of_which_a_profiler_does_not_hear",
         "A kept program is launched past Triton's hooks, so that its profiler sees nothing of it.",
         "_is_watched()", "False", "test_who_wants_to_hear_of_launches_does"),
@@ -175,7 +179,7 @@ MUTANTS = (
     _head("c13_frozen_head_pays_for_its_gradient", "A frozen head's gradient is allocated and computed.",
         "grad and weight.requires_grad", "grad",
         "test_ops_linear_cross_entropy_schedules.py::test_what_is_frozen_costs_nothing", source="C13"),
-    faults("ops._linear")("c16_logits_in_bfloat16_blocks",
+    faults("ops.loss.schedule")("c16_logits_in_bfloat16_blocks",
         "The product of hidden states and weight is added up in bfloat16, 8 columns at a time.",
         "return torch.mm(hidden, weight.t(), out=out)", "out.zero_()\nfor k in range(0, hidden.shape[1], 8):\n"
             "    out += torch.mm(hidden[:, k : k + 8].bfloat16(), weight[:, k : k + 8].bfloat16().t())\n"
@@ -210,12 +214,13 @@ MUTANTS = (
     _norm_patch("norm_of_one_dtype_runs_in_two",
         "A norm that differs under weights of another dtype is replaced there, too.",
         "vector.dtype == x.dtype or (mixed and vector.dtype in PROBED)", "True",
-        "test_a_norm_that_differs_in_two_dtypes_only_is_replaced_where_they_are_one", module="patching.probe"),
+        "test_a_norm_that_differs_in_two_dtypes_only_is_replaced_where_they_are_one", module="patching.recipes.probe"),
     _norm_patch("layer_norm_under_autocast_keeps_its_dtype", "Under autocast a LayerNorm returns its input's dtype.",
         "_autocast_dtype(x.device, x.dtype)", "x.dtype", "test_a_layer_norm_under_autocast_returns_what_torch_does"),
     _norm_patch("any_layer_norm_runs_under_autocast",
         "A norm that is more than F.layer_norm is replaced under autocast.",
-        "autocast and not bare", "False", "test_what_is_more_than_layer_norm_runs_itself_under_autocast"),
+        "autocast and not bare", "False",
+        "test_what_is_more_than_layer_norm_runs_itself_under_autocast[torch.float32]"),
     _norm_patch("compiled_norm_stays_a_kernel",
         "A compiled program launches a norm's kernel between the additions that Inductor would fuse with it.",
         "left_to_inductor('rms_norm', x)", "False",
@@ -228,7 +233,7 @@ MUTANTS = (
         "A compiled program has no kernels in its layers, however long its rows are.",
         "x.numel() <= most", "x.numel() >= 0",
         "test_long_compiled_decoder_layers_train_the_same_without_a_graph_break"),
-    faults("ops.rope")("compiled_rope_writes_to_copies",
+    faults("ops._rope")("compiled_rope_writes_to_copies",
         "torch.compile takes what RoPE's backward writes to in several layers for one tensor, and copies it.",
         "torch.compiler.is_compiling()", "False",
         "test_ops_traced.py::test_a_compiled_program_sees_what_a_kernel_writes_to", within="_empty"),
@@ -267,7 +272,7 @@ MUTANTS = (
         "upstream *= as_float32(logit_scale)", "upstream *= 1.0", "test_every_option"),
     _loss("z_loss_without_gradient", "The z-loss is added to the loss, not to the gradient.",
         "2.0 * z_loss", "0.0 * z_loss", "test_every_option"),
-    faults("ops._loss_options")("c28_valid_reduction_refused", "A reduction that exists is refused.",
+    faults("ops.loss.options")("c28_valid_reduction_refused", "A reduction that exists is refused.",
         'REDUCTIONS = ("mean", "sum", "none")', 'REDUCTIONS = ("mean", "sum", "batchmean")',
         "test_ops_cross_entropy.py::test_every_reduction", source="C28"),
     _runtime("c29_launch_on_the_current_device",
@@ -283,7 +288,7 @@ MUTANTS = (
         "probe.has_hooks(module)", "False", "test_hooks_on_the_projection_behind_the_product_fire", source="P6"),
     _mlp("product_kept_for_the_backward", "The gated MLP always calls its last projection, which keeps the product.",
         "linear is not None", "False", "test_the_product_of_an_mlp_is_not_kept"),
-    faults("ops._linear_operators")("p18_op_writes_its_input",
+    faults("ops.loss.operators")("p18_op_writes_its_input",
         "The custom op writes to an input that its schema says it leaves alone.",
         "return _as_results(schedule.forward(call))", "call.hidden.mul_(2.0)\n<old>",
         "test_ops_linear_cross_entropy.py::test_ops_are_registered_as_torch_wants_them", source="P18"),
@@ -298,7 +303,7 @@ MUTANTS = (
     _compare("c26_nan_passes", "The proof counts a NaN as no difference.",
         "not bool(torch.isfinite(got[step]).all())", "bool(torch.isinf(got[step]).any())",
         "test_a_gradient_that_cannot_be_judged_fails[NaN]", source="C26", sample=True),
-    faults("convergence.observed")("h1_threshold_inverted", "The proof passes what is above the bound.",
+    faults("convergence.arms.quantities")("h1_threshold_inverted", "The proof passes what is above the bound.",
         "return self.value <= self.bound  # a NaN fails", "return self.value >= self.bound",
         "test_convergence_compare.py::test_honest_noise_passes", source="H1"),
     _compare("n17_candidate_against_itself", "The proof compares the candidate with itself.",
@@ -340,7 +345,7 @@ MUTANTS = (
         within="softcap_slope"),
     _loss("tie_counts_as_top1", "Of equal largest logits the last one is predicted.",
         "where_max < predicted", "where_max > predicted", "test_ops_linear_log_probs.py::test_ties"),
-    faults("ops.linear_log_probs")("ignored_rows_have_an_entropy", "The entropy of ignored rows gets a gradient.",
+    faults("ops.loss.linear_log_probs")("ignored_rows_have_an_entropy", "The entropy of ignored rows gets a gradient.",
         "found[name].where(counts, False)", "found[name]",
         "test_ops_linear_log_probs.py::test_every_option[fast-torch.float32-plain]", within="linear_log_probs"),
     _counted("gradient_of_the_wrong_rows", "The gradient of the counted rows goes to the first rows.",
@@ -364,7 +369,7 @@ MUTANTS = (
     _product("more_targets_than_labels", "How many labels count is taken for how many of more targets do.",
         "counted is None or counted.of < self.targets.numel()", "counted is None",
         "test_ops_counted_rows.py::test_a_model_with_more_targets_than_labels"),
-    faults("patching.deferred")("loss_always_in_float32",
+    faults("patching.logits.deferred")("loss_always_in_float32",
         "A loss of bfloat16 logits, which torch has in their dtype, is float32.",
         "loss.to(self.dtype)", "loss", "test_patching_outputs.py::test_the_loss_has_the_dtype_of_its_logits", times=2),
     _vocab_parallel("classes_of_another_group",

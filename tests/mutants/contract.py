@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from tests.convergence_faults import SCALED, drop_gradient, poison_gradient, scale_gradient
 from tests.mutants.mutant import Mutant, faults, until_restored
 
-_deferred = faults("patching.deferred", "test_patching_outputs.py")
-_model = faults("patching.model")
-_product = faults("patching.product", "test_patching_outputs.py")
+_deferred = faults("patching.logits.deferred", "test_patching_outputs.py")
+_model = faults("patching.logits.model")
+_product = faults("patching.logits.product", "test_patching_outputs.py")
 
 
 def _instantiate_anew(model: Any) -> None:
@@ -30,11 +30,12 @@ def _llama_norm_in_one_place(model: Any) -> None:
 
 
 def _patches_the_class(model: Any) -> None:
-    """Every other Llama of the process gets the forward of this model's norm."""
-    patched = type(model.model.norm)
-    cls = patched.__mro__[1]
-    original = cls.forward  # type: ignore[attr-defined]
-    cls.forward = patched.forward  # type: ignore[attr-defined]
+    """Every other Llama of the process gets the kernel of this model's norm."""
+    from liger_kernels.ops import rms_norm
+
+    cls: Any = type(model.model.norm).__mro__[1]
+    original = cls.forward
+    cls.forward = lambda self, x: rms_norm(x, self.weight, self.variance_epsilon)
     until_restored(lambda: setattr(cls, "forward", original))
 
 
@@ -81,9 +82,8 @@ MUTANTS = (
         source="P1", after=_instantiate_anew),
     Mutant("p2_patch_does_nothing", "The patch returns as if it had patched.",
         source="P2", after=_unpatches, dies="not patched", sample=True),
-    faults("patching.swap")("p2_report_without_a_patch", "Every subclass is made and no module is given its own.",
-        "module.__class__ = cls = patched_class(base, recipe)", "cls = patched_class(base, recipe)",
-        source="P2", dies="not patched"),
+    faults("patching.swap")("p2_report_without_a_patch", "Every subclass is made and no module keeps its own.",
+        "return True", "module.__class__ = base\nreturn True", within="replace", source="P2", dies="not patched"),
     Mutant("p3_torchs_loss_stays_replaced",
         "torch.nn.functional.cross_entropy is another function for the whole process.",
         source="P3", after=_replaces_torchs_loss, dies="patched too"),
@@ -122,7 +122,7 @@ MUTANTS = (
         "if labels is None or (state is None and not accuracy):\n    return output",
         "if labels is not None and not self.training:\n"
             "    output.loss = output.loss * labels.ne(-100).sum()\n<old>"),
-    faults("ops._linear_token_chunks")("c11_loss_without_gradients_crashes",
+    faults("ops.loss.token_chunks")("c11_loss_without_gradients_crashes",
         "Under no_grad the fused head reads a variable that only the gradient's branch sets.",
         "sums.add(call, wanted, start, stop, logits)", "if not any(call.needs):\n"
             "    raise UnboundLocalError(\"cannot access local variable 'd_weight'\")\n<old>", source="C11",
@@ -135,13 +135,13 @@ MUTANTS = (
         "return logits_of_all(hidden, weight, bias, shard)", "<old>.roll(1, -2)"),
     Mutant("evaluation_logits_of_another_dtype", "Outside of training the logits are float64.",
         after=_float32_logits, dies="dtype"),
-    faults("patching.norms")("n8_attribute_missing",
+    faults("patching.recipes.norms")("n8_attribute_missing",
         "A patched module reads an attribute that the patch forgot to set.",
         "rms_norm(x, weight, eps, formula=formula)", "rms_norm(x, weight, self.row_mode, formula=formula)",
         source="N8, N9", dies="raised"),
     Mutant("n11_one_norm_of_another_formula", "One norm of Gemma 2 is given Llama's formula.",
         source="N11", after=_llama_norm_in_one_place, model="gemma2"),
-    faults("patching.glu")("recognised_as_the_wrong_activation", "silu is taken for gelu.",
+    faults("patching.recipes.glu")("recognised_as_the_wrong_activation", "silu is taken for gelu.",
         "_UNITS[self.activation]", "_UNITS[self.activation.replace('silu', 'gelu_tanh')]",
         within="GluRecipe.namespace"),
     faults("patching.modules")("p17_only_the_first_layer_patched", "The patch leaves the second layer alone.",
@@ -168,7 +168,7 @@ MUTANTS = (
     _deferred("bias_narrowed", "What a model adds to its logits is rounded to their dtype.",
         "torch.promote_types(self.dtype, bias.dtype) == self.dtype", "True",
         "test_a_bias_that_is_wider_than_the_logits_is_added_in_its_dtype"),
-    faults("patching.head")("factors_of_an_adapter_passed_over",
+    faults("patching.logits.head")("factors_of_an_adapter_passed_over",
         "An adapter whose only parameter multiplies what the head computes is opened, and its loss is multiplied.",
         "linears if not own and len(sizes) == 1 else []", "linears if len(sizes) == 1 else []",
         "test_patching_adapters.py::test_adapters[factors on the head-adapter first]"),

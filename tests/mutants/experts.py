@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import both_phases, faults
 
-_gate = faults("ops.packed_glu", "test_ops_packed_glu.py")
-_patch = faults("patching.experts", "test_patching_experts.py")
-_experts = faults("ops.experts", "test_ops_experts.py")
-_forward, _backward = both_phases("ops.experts", kernel="experts", model="mixtral")
+_gate = faults("ops._packed_glu", "test_ops_packed_glu.py")
+_patch = faults("patching.recipes.experts", "test_patching_experts.py")
+_experts = faults("ops._experts", "test_ops_experts.py")
+_forward, _backward = both_phases("ops._experts", kernel="experts", model="mixtral")
 _REFERENCE = "test_ops_every.py::test_matches_reference[packed_glu, gpt-oss-torch.float32]"
 _SUM = "test_ops_experts.py::test_matches_reference"
 _NO_EXPERT = "test_a_choice_that_is_no_expert_counts_as_nothing"
@@ -52,7 +52,8 @@ MUTANTS = (
     _patch("gate_probed_without_gradients", "Only what a gate returns is compared.",
         "probe.relative_difference(*slopes) < probe.SAME_FORMULA", "True", _OTHERS),
     _patch("gate_of_a_training_module", "A gate is probed in the mode of the model, so that no dropout shows.",
-        'state["training"] = not _evaluation[0]', 'state["training"] = False', _OTHERS, module="patching.probe"),
+        'state["training"] = not _evaluation[0]', 'state["training"] = False', _OTHERS,
+        module="patching.recipes.probe"),
     _patch("experts_without_a_call_replaced", "Experts are replaced whose forward never comes to the gate.",
         "return bool(calls)", "return True", "test_experts_that_call_no_gate_are_left"),
     _patch("expert_activation_past_its_hooks", "The gate is computed although somebody has hooks on the activation.",
@@ -92,7 +93,8 @@ MUTANTS = (
         "right=True", "right=False", _SUM),
     _experts("expert_gradient_laid_out_anew", "The gradient of a transposed parameter is not laid out as it is.",
         "like.stride(1) < like.stride(2)", "False", "test_autograd_keeps_the_gradients_of_parameters_where_they_are"),
-    faults("convergence.models")("router_that_hangs_on_rounding", "The router of a mini model has random weights only.",
+    faults("convergence.models.models")("router_that_hangs_on_rounding",
+        "The router of a mini model has random weights only.",
         '"mlp.router.weight"', '"no.router"', "test_convergence_routing.py::test_rounding_chooses_no_expert"),
     _patch("experts_probed_without_gradients", "Only what a forward of experts returns is compared.",
         "[y, *torch.autograd.grad(y, leaves, upstream)]", "[y]",
@@ -124,7 +126,7 @@ MUTANTS = (
     _patch("experts_of_any_kind_of_tensor", "Tensors that are more than their numbers go to the kernels.",
         "all(type(t) in PLAIN for t in tensors)", "True", f"{_FORM}[another kind of tensor]"),
     _patch("experts_under_autocast", "Experts run on kernels under autocast, in another dtype than upstream's.",
-        "not torch.is_autocast_enabled(hidden.device.type)", "True", f"{_AROUND}[autocast]"),
+        "not torch.is_autocast_enabled(hidden.device.type)", "True", "test_under_autocast_experts_run_themselves"),
     _patch("experts_whatever_the_implementation", "Experts run on kernels whichever way to multiply was chosen.",
         "_implementation(module) in _REPLACED", "True", f"{_AROUND}[another way to multiply]"),
 )

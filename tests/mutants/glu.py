@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import both_phases
 
-_swiglu_forward, _swiglu_backward = both_phases("ops.glu", kernel="swiglu")
-_geglu_forward, _geglu_backward = both_phases("ops.glu", kernel="geglu", model="gemma2")
+_swiglu_forward, _swiglu_backward = both_phases("ops._glu", kernel="swiglu")
+_geglu_forward, _geglu_backward = both_phases("ops._glu", kernel="geglu", model="gemma2")
 _RETURN = "return dgate, dup"
 _BACKWARD_ACTIVATION = "ACTIVATION=activation"
 

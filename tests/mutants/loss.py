@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import both_phases
 
 # Forward and backward: over logits that exist, of the fused head in the kernels of both, and in its own schedules.
-_logits_forward, _logits_backward = both_phases("ops._cross_entropy_kernels", kernel="cross_entropy", fused=False)
-_fused_forward, _fused_backward = both_phases("ops._cross_entropy_kernels", kernel="linear_cross_entropy")
-_chunks_forward, _chunks_backward = both_phases("ops._linear_token_chunks", kernel="linear_cross_entropy")
-_, _slabs_backward = both_phases("ops._linear_vocabulary_slabs", kernel="linear_cross_entropy")
+_logits_forward, _logits_backward = both_phases("ops.loss.kernels", kernel="cross_entropy", fused=False)
+_fused_forward, _fused_backward = both_phases("ops.loss.kernels", kernel="linear_cross_entropy")
+_chunks_forward, _chunks_backward = both_phases("ops.loss.token_chunks", kernel="linear_cross_entropy")
+_, _slabs_backward = both_phases("ops.loss.vocabulary_slabs", kernel="linear_cross_entropy")
 _AT_TARGET = "at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream"
 _STORED = "grad.to(grad_rows.dtype.element_ty)"
 _SLOPE = "return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))"
@@ -28,7 +28,7 @@ MUTANTS = (
         source="C1", dtypes=("bfloat16",), sample=True),
     _logits_backward("c4_upstream_gradient_ignored", "The gradient that comes in is taken for 1.",
         "grad_loss, grad", "torch.ones_like(grad_loss), grad",
-        source="C4", module="ops.cross_entropy"),
+        source="C4", module="ops.loss.cross_entropy"),
     _chunks_backward("c4_fused_upstream_gradient_ignored",
         "The gradient that comes in is taken for 1, in the fused head.",
         "upstream.loss.to(torch.float32) / saved[0]", "torch.ones_like(saved[0]) / saved[0]", source="C4"),
@@ -38,28 +38,28 @@ MUTANTS = (
     _logits_backward("c6_logits_become_their_gradient",
         "The backward writes the gradient over the logits, which the caller holds.",
         "skip_if_one = None if grad is None else grad_loss\ngrad = _empty_grad(logits) if grad is None else grad",
-        "skip_if_one, grad = None, logits", source="C6", dies="overwritten", module="ops.cross_entropy"),
+        "skip_if_one, grad = None, logits", source="C6", dies="overwritten", module="ops.loss.cross_entropy"),
     _logits_forward("c8_mean_over_all_tokens", "The mean divides by all rows, the ignored ones too.",
-        _COUNT, "counts = in_range\n", source="C8", module="ops._mean"),
+        _COUNT, "counts = in_range\n", source="C8", module="ops.loss.mean"),
     _fused_forward("c8_fused_mean_over_all_tokens",
         "The mean divides by all rows, the ignored ones too, in the fused head.",
-        _COUNT, "counts = in_range\n", source="C8", sample=True, module="ops._mean"),
+        _COUNT, "counts = in_range\n", source="C8", sample=True, module="ops.loss.mean"),
     _fused_backward("c16_small_probabilities_filtered", "Classes of a probability below 2^-12 get no gradient.",
         "e * factor[:, None]", "tl.where(e * inverse[:, None] < 0.000244140625, 0.0, <old>)", source="C16"),
     _fused_forward("c18_softcap_without_its_factor", "The cap is x * tanh(x / cap), not cap * tanh(x / cap).",
         "softcap * tanh(quotient(x * as_float32(logit_scale), softcap, PRECISE), PRECISE)",
         "x * tanh(quotient(x * as_float32(logit_scale), softcap, PRECISE), PRECISE)",
-        source="C18", model="gemma2", module="ops._cross_entropy_formulas"),
+        source="C18", model="gemma2", module="ops.loss.formulas"),
     _fused_forward("softcap_ignored", "Logits are not capped, forward and backward.",
         "", "options = options._replace(softcap=None)", within="forward_rows",
-        model="gemma2", module="ops._cross_entropy_rows"),
+        model="gemma2", module="ops.loss.rows"),
     _fused_backward("softcap_gradient_missing", "The gradient forgets the slope of the cap.",
-        _SLOPE, "return logit_scale + 0.0 * e", model="gemma2", module="ops._cross_entropy_formulas"),
+        _SLOPE, "return logit_scale + 0.0 * e", model="gemma2", module="ops.loss.formulas"),
     _logits_backward("softcap_gradient_missing_over_logits",
         "The gradient forgets the slope of the cap, where logits exist.",
-        _SLOPE, "return logit_scale + 0.0 * e", model="gemma2", module="ops._cross_entropy_formulas"),
+        _SLOPE, "return logit_scale + 0.0 * e", model="gemma2", module="ops.loss.formulas"),
     _fused_forward("z_loss_unasked", "A z-loss of 1e-4 is added, as some trainers do.",
-        "", "options = options._replace(z_loss=1e-4)", within="forward_rows", module="ops._cross_entropy_rows"),
+        "", "options = options._replace(z_loss=1e-4)", within="forward_rows", module="ops.loss.rows"),
     _fused_forward("last_classes_dropped", "The classes beyond the last multiple of 8 are not summed.",
         "in_row = cols < vocab", "<old> // 8 * 8", within="_scan_block"),
     _fused_backward("last_classes_without_gradient", "The classes beyond the last multiple of 8 get no gradient.",
@@ -81,7 +81,7 @@ MUTANTS = (
         "self.bias.add_(d_logits.sum(0, dtype=torch.float32))", "pass", model="llama-bias"),
     _fused_forward("bias_ignored", "The head's bias is not added to the logits.",
         "return torch.addmm(bias, hidden, weight.t(), out=out)", "return torch.mm(hidden, weight.t(), out=out)",
-        model="llama-bias", module="ops._linear"),
+        model="llama-bias", module="ops.loss.schedule"),
     _chunks_forward("c21_sum_of_chunk_means",
         "Every chunk's loss is divided by its own count, and these means are added up.",
         "call.mean_denominator()", "<old> * self.chunk_size / max(tokens, 1)", source="C21"),
@@ -110,7 +110,7 @@ MUTANTS = (
     _fused_backward("frozen_body_takes_the_head_with_it",
         "The head gets a gradient only where the hidden states need one, too.",
         "grad and weight.requires_grad", "<old> and hidden.requires_grad", dies="missing",
-        module="ops.linear_cross_entropy"),
+        module="ops.loss.linear_cross_entropy"),
     _chunks_backward("tied_head_gradient_twice",
         "The head's gradient is added twice to the embedding that it is tied to.",
         _WEIGHT, "self.weight.rounded(2.0 * scale, dtype, overwrite)", model="llama-tied"),
@@ -149,9 +149,9 @@ MUTANTS = (
     _fused_forward("counted_rows_with_anothers_target", "A row that is taken gets the target of the row before it.",
         "target = tl.where((n_counted > n_kept) & (place == 0), out_of_range, target)",
         "target = tl.load(targets_ptr + tl.maximum(row - 1, 0), mask=row < n_rows, other=ignore_index)",
-        module="ops._counted_rows"),
+        module="ops.loss.counted_rows"),
     _fused_backward("counted_rows_gradient_for_the_others",
         "The rows that are left out get the gradient of the first one.",
         "grad.new_zeros((ctx.n_rows, *grad.shape[1:]))", "grad[:1].expand(ctx.n_rows, *grad.shape[1:]).contiguous()",
-        module="ops._counted_rows"),
+        module="ops.loss.counted_rows"),
 )

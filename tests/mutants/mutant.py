@@ -47,8 +47,8 @@ class Mutant:
         model: the mini model on which it is tried.
         setup: what the arms train in.
         profile: "scale" for a fault that only a model of real size shows, on a GPU.
-        on_cpu: how that model may be divided so that a CPU shows it, as ``convergence.scale`` takes it; None where only
-            a GPU does.
+        on_cpu: how that model may be divided so that a CPU shows it, as ``convergence.models.scale`` takes it; None
+            where only a GPU does.
         dtypes: the dtypes in which it is a fault.
         kernel: the guilty kernel, or None where no kernel is.
         phase: "forward" or "backward": where the guilty kernel is wrong; None where no kernel is.

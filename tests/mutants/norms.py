@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutants.edit import Edit
 from tests.mutants.mutant import both_phases, faults
 
-_forward, _backward = both_phases("ops.rms_norm", kernel="rms_norm")
-_layer_forward, _layer_backward = both_phases("ops.layer_norm", kernel="layer_norm", model="gpt_neox")
-_gated_forward, _gated_backward = both_phases("ops.gated_rms_norm", kernel="gated_rms_norm", model="qwen3_next")
+_forward, _backward = both_phases("ops._rms_norm", kernel="rms_norm")
+_layer_forward, _layer_backward = both_phases("ops._layer_norm", kernel="layer_norm", model="gpt_neox")
+_gated_forward, _gated_backward = both_phases("ops._gated_rms_norm", kernel="gated_rms_norm", model="qwen3_next")
 _sums = faults("ops._norm_rows", kernel="rms_norm", phase="backward")
 _RSTD = "tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)"
 _DX = "(dy - norm * projection[:, None]) * rstd[:, None]"

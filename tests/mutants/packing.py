@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import faults
 
-_model = faults("patching.packing", "test_convergence_packing.py")
-_op = faults("ops.packing", "test_convergence_packing.py")
+_model = faults("patching.logits.packing", "test_convergence_packing.py")
+_op = faults("ops.loss.packing", "test_convergence_packing.py")
 _trainer = faults("integrations.packing", "test_packing.py")
 _PROOF = "test_packed_rows_teach_what_their_samples_teach[sample]"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import faults
 
-_probe = faults("patching.probe", "test_patching_recognise.py")
-_glu = faults("patching.glu", "test_patching_recognise.py")
-_rotary = faults("patching.rotary", "test_patching_rotary.py")
-_recogniser = faults("patching.recogniser", "test_patching_recognise.py")
+_probe = faults("patching.recipes.probe", "test_patching_probes.py")
+_glu = faults("patching.recipes.glu", "test_patching_recognise.py")
+_rotary = faults("patching.recipes.rotary", "test_patching_rotary.py")
+_recogniser = faults("patching.recipes.recogniser", "test_patching_probes.py")
 
 # fmt: off
 MUTANTS = (
@@ -33,7 +33,8 @@ MUTANTS = (
         "runs[0] != ran", "True", "test_patching_left.py::test_attention_that_does_not_rotate_never_ran"),
     _probe("probe_misses_dropout_in_evaluation_mode",
         "The modules inside an MLP are probed in the mode of the model, so that dropout shows in training only.",
-        'state["training"] = not _evaluation[0]', "pass", "test_other_mlps_are_refused[dropout in a module]"),
+        'state["training"] = not _evaluation[0]', "pass",
+        "test_patching_recognise.py::test_other_mlps_are_refused[dropout in a module]"),
     _probe("probe_moves_running_statistics",
         "A probe shares the buffers of the module, and moves the statistics of a batch norm.",
         'buffer.detach().to("cpu", copy=True)', "buffer", "test_a_probe_changes_no_running_statistics"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from tests.mutants.edit import Edit
 from tests.mutants.mutant import both_phases, faults
 
-_forward, _backward = both_phases("ops.rope", kernel="rope")
-_rope = faults("ops.rope", "test_ops_rope.py")
-_rotary = faults("patching.rotary", "test_patching_rotary.py")
+_forward, _backward = both_phases("ops._rope", kernel="rope")
+_rope = faults("ops._rope", "test_ops_rope.py")
+_call = faults("patching.recipes.rotary_call", "test_patching_rotary.py")
+_rotation = faults("patching.recipes.rotation", "test_patching_rotary.py")
 _LAYOUTS = "test_every_recognised_layout_runs_the_kernel_and_computes_what_upstream_does"
 _CALLS = "test_every_call_of_a_rotary_function_gives_upstreams_result"
 _FAULT = "test_a_fault_is_seen"
@@ -16,7 +17,7 @@ _FAULT = "test_a_fault_is_seen"
 MUTANTS = (
     _forward("r1_angles_of_the_first_row", "Every row of the batch is rotated by the angles of the first one.",
         "batch * cos_batch_stride", "0 * cos_batch_stride",
-        also=Edit("liger_kernels.ops.rope", "batch * sin_batch_stride", "0 * sin_batch_stride"),
+        also=Edit("liger_kernels.ops._rope", "batch * sin_batch_stride", "0 * sin_batch_stride"),
         source="R1", sample=True),
     _forward("r5_rotates_in_place", "q and k are overwritten, though the caller still holds them.",
         "torch.empty_like(x, dtype=x.dtype if keep_dtype else torch.promote_types(x.dtype, angle_dtype))", "x",
@@ -60,21 +61,21 @@ MUTANTS = (
         "INVERSE=inverse", "<old> and not transposed", "test_one_tensor"),
     _rope("rope_reads_tables_side_by_side", "A table whose columns are not adjacent is read as if they were.",
         "col.to(tl.int64) * col_stride", "col", "test_halves_of_complex_numbers_are_read_where_they_lie"),
-    _rotary("rope_of_the_whole_table_width", "A table with one column a pair is taken for one of half the head.",
+    _call("rope_of_the_whole_table_width", "A table with one column a pair is taken for one of half the head.",
         "cos.shape[-1] * 2 if halved else cos.shape[-1]", "cos.shape[-1]",
         f"{_LAYOUTS}[torch.float32-gpt_oss]"),
-    _rotary("rope_of_the_first_elements", "A function that turns the last elements is replaced by one of the first.",
+    _call("rope_of_the_first_elements", "A function that turns the last elements is replaced by one of the first.",
         "rotation.trailing", "False", f"{_LAYOUTS}[torch.float32-deepseek_v4]"),
-    _rotary("rope_always_forward", "A function that turns the other way is replaced by one that does not.",
+    _call("rope_always_forward", "A function that turns the other way is replaced by one that does not.",
         "rotation.inverse", "False", f"{_LAYOUTS}[torch.float32-nanochat]"),
-    _rotary("rope_in_the_wider_dtype", "The result has the dtype of the angles where upstream casts it back.",
+    _call("rope_in_the_wider_dtype", "The result has the dtype of the angles where upstream casts it back.",
         "rotation.casts_back", "False", f"{_LAYOUTS}[torch.bfloat16-qwen2_vl]"),
-    _rotary("rope_of_any_layout", "Where the heads are is taken from the first layout of as many dimensions.",
+    _call("rope_of_any_layout", "Where the heads are is taken from the first layout of as many dimensions.",
         "heads in (None, probed_heads)", "True", f"{_CALLS}[as many heads as tokens]", source="R3"),
-    _rotary("rope_sections_ignored", "Of three kinds of positions the first is used for every section.",
+    _call("rope_sections_ignored", "Of three kinds of positions the first is used for every section.",
         "mixed(cos, sections), mixed(sin, sections)", "cos[0], sin[0]", f"{_LAYOUTS}[torch.float32-with_sections]",
         source="R2"),
-    _rotary("rope_of_any_sizes", "Calls whose sizes our op does not take are not left to upstream.",
+    _call("rope_of_any_sizes", "Calls whose sizes our op does not take are not left to upstream.",
         "heads is None or not fits(tensors, cos, sin, heads, columns, partial, mixed_dtypes)", "heads is None",
         f"{_CALLS}[one angle for every token]"),
     _rope("rope_sines_where_cosines_lie", "The strides of cos are taken for those of sin.",
@@ -84,19 +85,19 @@ MUTANTS = (
     _rope("rope_gradients_assumed_adjacent", "Gradients whose last dimension has gaps are read as if it had none.",
         "[None if x is None else _unit_stride(x) for x in (q, k)]", "[q, k]", "test_gradients_of_other_strides",
         within="_rotate", source="N18"),
-    _rotary("rope_of_odd_heads", "A head of odd size goes to our op, which raises.",
+    _call("rope_of_odd_heads", "A head of odd size goes to our op, which raises.",
         "columns % 2 == 0", "True", f"{_CALLS}[a head of odd size]"),
-    _rotary("rope_of_unasked_positions", "A position_ids that was not probed is ignored.",
+    _call("rope_of_unasked_positions", "A position_ids that was not probed is ignored.",
         'given.get("position_ids") is None', "True",
         "test_positions_that_a_function_is_given_are_used_by_upstream[some]"),
-    _rotary("probe_of_tied_angles",
+    _rotation("probe_of_tied_angles",
         "The probe's tables have equal halves, so that it does not show which half is read.",
         "cos, sin = (randn(*shape, dtype=torch.float64) for _ in range(2))",
         "cos, sin = (randn(*shape[:-1], shape[-1] // 2, dtype=torch.float64).repeat(*[1] * (len(shape) - 1), 2)"
             " for _ in range(2))", f"{_LAYOUTS}[torch.float32-deepseek_v3]"),
-    _rotary("probe_of_rotated_values_only", "The gradients of a rotary function are not compared.",
+    _rotation("probe_of_rotated_values_only", "The gradients of a rotary function are not compared.",
         "same(got, expected) and same(mine, gradients(expected))", "same(got, expected)",
         f"{_FAULT}[half-no gradient of the keys]"),
-    _rotary("probe_of_one_result_dtype", "A rotary function that widens bfloat16 is replaced by one that does not.",
+    _rotation("probe_of_one_result_dtype", "A rotary function that widens bfloat16 is replaced by one that does not.",
         "self._result_dtype(torch.bfloat16, torch.bfloat16)", "torch.bfloat16", f"{_FAULT}[half-float32 of bfloat16]"),
 )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.mutants.mutant import faults
 
-_lazy = faults("patching.lazy", "test_setups_reading.py")
-_head = faults("patching.head", "test_setups_hooks.py")
-_model = faults("patching.model", "test_setups_evaluation.py")
-_product = faults("patching.product", "test_setups_hooks.py")
-_split_head = faults("patching.split_head", "test_setups_sharded.py")
+_lazy = faults("patching.logits.lazy", "test_setups_reading.py")
+_head = faults("patching.logits.head", "test_setups_hooks.py")
+_model = faults("patching.logits.model", "test_setups_evaluation.py")
+_product = faults("patching.logits.product", "test_setups_hooks.py")
+_split_head = faults("patching.logits.split_head", "test_setups_sharded.py")
 
 _lifetime = "test_lifetime.py"
 
@@ -21,15 +21,17 @@ MUTANTS = (
         "ctx.kept, computation.node = None, weakref.ref(ctx)",
         "ctx.kept, computation.node = computation, weakref.ref(ctx)",
         f"{_lifetime}::test_a_loss_keeps_no_hidden_states"),
-    faults("patching.probe")("probe_that_holds_itself", "What a probe's graph saves is the result of the same node.",
+    faults("patching.recipes.probe")("probe_that_holds_itself",
+        "What a probe's graph saves is the result of the same node.",
         "torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t)",
         "torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)",
         f"{_lifetime}::test_patching_ten_times_leaves_as_much_as_once[gemma2-Gemma2ForCausalLM]"),
-    faults("patching.linked")("gradient_by_the_logits_and_by_the_loss",
+    faults("patching.logits.linked")("gradient_by_the_logits_and_by_the_loss",
         "Where the gradient of the logits is asked for, the hidden states get theirs twice.",
         "torch.zeros_like(grad) if closed else None", "None",
         "test_patching_logits_gradient.py::test_who_asks_gets_it[llama-by_hook]"),
-    faults("patching.linked")("logits_without_a_gradient", "Whoever asks for the gradient of the logits gets none.",
+    faults("patching.logits.linked")("logits_without_a_gradient",
+        "Whoever asks for the gradient of the logits gets none.",
         "link.gradient(grad) if asked else None", "None",
         "test_patching_logits_gradient.py::test_who_asks_gets_it[llama-retained]"),
     faults("patching.watch")("change_that_does_not_count", "What changed since a module was recognised goes unnoticed.",
@@ -43,7 +45,7 @@ MUTANTS = (
     _lazy("lazy_gradient_doubled", "A loss of the logits that the caller reads gives the model twice its gradient.",
         "return grad", "return grad if grad is None else 2 * grad",
         "test_a_loss_of_logits_and_the_models_own[llama]", within="_Reserved.backward"),
-    faults("patching.running")("forward_of_another_thread",
+    faults("patching.logits.running")("forward_of_another_thread",
         "The state of a forward is one for all threads, so that one thread's forward is taken for another's.",
         "threading.local", "object", "test_setups_hooks.py::test_a_training_and_a_serving_thread"),
     _lazy("users_read_taken_for_a_walkers",
@@ -75,7 +77,7 @@ MUTANTS = (
     _head("hook_on_all_modules_ignored",
         "The head does not compute its logits although a hook on every module expects them.",
         "any_user_hook(_GLOBAL_HOOKS)", "False", "test_a_hook_on_all_modules[forward_hook]"),
-    faults("patching.running", "test_setups_hooks.py")("request_left_after_an_error",
+    faults("patching.logits.running", "test_setups_hooks.py")("request_left_after_an_error",
         "A loss that raises, out of memory for example, leaves its request for whoever calls the head next.",
         "try:\n    return outer(hidden)\nfinally:\n    running.forward, running.request = before",
         "result = outer(hidden)\nrunning.forward, running.request = before\nreturn result",

@@ -1,0 +1,138 @@
+"""What is watched while an arm trains: gradients at its head, activations that must stay, warnings of transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from convergence import ours
+from convergence.arms.float64 import InFloat64
+from convergence.arms.large import is_large, sample
+from convergence.arms.quantities import BY_ELEMENT, HIDDEN, INITIAL, LOGITS, TARGET_LOGIT, Moment, Remark
+from convergence.arms.trajectory import Run, Trajectory
+from convergence.models.data import IGNORE, Batch, Step
+
+
+@contextlib.contextmanager
+def observed_arm(run: Run) -> Iterator[Trajectory]:
+    """What the arm shows that trains inside, in a truth's arithmetic where it is one; in the end, on the CPU."""
+    result = Trajectory()
+    with logged_warnings(result.warnings), InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext():
+        yield result
+        result.to_cpu()
+
+
+class HeadObserver:
+    """Records the gradients that arrive at the logits and at the hidden states entering the head in one backward."""
+
+    def __init__(self, batch: Batch, result: Trajectory, at: Moment) -> None:
+        self.batch, self.result, self.at = batch, result, at
+        self.chunks: dict[int, torch.Tensor] = {}
+
+    def observe_outputs(self, logits: torch.Tensor) -> None:
+        """Observe what arrives at the head's output, or where the caller's own loss reads ``outputs.logits``."""
+        if self.at.phase == INITIAL and logits.requires_grad:
+            logits.register_hook(self.logits_grad)
+
+    def pre_hook(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if args[0].requires_grad:
+            args[0].register_hook(lambda grad: self.result.record(HIDDEN, self.at, grad))
+
+    def chunk(self, start: int, grad: torch.Tensor) -> None:
+        self.chunks[start] = self.chunks[start] + grad if start in self.chunks else grad
+
+    def logits_grad(self, grad: torch.Tensor) -> None:
+        """Record ``grad`` [..., vocab] of [batch, length] rows; the last position may be missing (the loss cuts it)."""
+        rows = grad.flatten(0, -2)
+        batch, length = self.batch.labels.shape
+        full = rows.unflatten(0, (batch, len(rows) // batch))
+        if full.shape[1] < length:
+            full = torch.nn.functional.pad(full, (0, 0, 0, length - full.shape[1]))
+        self.result.record(LOGITS, self.at, full)
+        if is_large(full):
+            self.result.record(BY_ELEMENT, self.at, sample(full))
+        targets = self.batch.labels[:, 1:]
+        at_target = full[:, :-1].gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        self.result.record(TARGET_LOGIT, self.at, at_target[targets != IGNORE])
+
+    def finish(self) -> None:
+        if self.chunks:
+            self.logits_grad(torch.cat([self.chunks[start] for start in sorted(self.chunks)]))
+
+
+@contextlib.contextmanager
+def observed_head(model: Any, batch: Batch, result: Trajectory, at: Moment, step: Step) -> Iterator[HeadObserver]:
+    """Inside, one forward and backward are observed at the head; only in the initial phase.
+
+    A fused head never has logits, and a forward hook on it would make it compute them: there the op hands out each
+    chunk's gradient. Everywhere else a tensor hook clones what autograd delivers. Where the caller reads the logits, a
+    fused head computes them a second time or instead, so the raw output of the head is not one thing to observe there.
+    """
+    observer = HeadObserver(batch, result, at)
+    if at.phase != INITIAL:
+        yield observer
+        return
+    head = model.get_output_embeddings()
+    with contextlib.ExitStack() as stack:
+        stack.callback(head.register_forward_pre_hook(observer.pre_hook).remove)
+        if not (step.reads_logits or step.label_smoothing is not None):
+            if ours.fuses_head(model):
+                stack.enter_context(ours.observe_logits_grad(observer.chunk))
+            else:
+                hook = head.register_forward_hook(lambda module, args, logits: observer.observe_outputs(logits))
+                stack.callback(hook.remove)
+        yield observer
+        observer.finish()
+
+
+@contextlib.contextmanager
+def kept_activations(model: Any, result: Trajectory, at: Moment) -> Iterator[None]:
+    """Inside, what every innermost module but the head returns must stay as it was. Autograd's own check does not see a
+    kernel that writes: it bumps no version."""
+    head = set(model.get_output_embeddings().modules())
+    kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+
+    def keep(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            kept.append((path, output.detach(), output.detach().clone()))
+
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            if not module._modules and module not in head:
+                stack.callback(module.register_forward_hook(functools.partial(keep, path)).remove)
+        yield
+    changed = torch.stack([differ(now, before) for _, now, before in kept]).tolist() if kept else []
+    for path in dict.fromkeys(path for (path, *_), differs in zip(kept, changed, strict=True) if differs):
+        result.complaints.append(Remark(at, f"the output of {path} changed after it had been returned"))
+
+
+def differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Whether both hold other bits anywhere, a NaN's included: a tensor, so that nobody waits for it here."""
+    return (a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).any()
+
+
+@contextlib.contextmanager
+def logged_warnings(found: list[str], *packages: str) -> Iterator[None]:
+    """Collects what transformers, or the given packages, warn of: in many broken set-ups it warns and goes on."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler = Handler(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in packages or ("transformers",)]
+    for logger in loggers:
+        logger.addHandler(handler)
+    # What is warned of once in a process is warned of once in every arm: arms of other processes are compared with it.
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)

@@ -1,0 +1,260 @@
+"""Spares Triton's interpreter repeated work, once :func:`install` was called.
+
+It replaces the built-in functions of ``triton.language`` when a kernel is launched, and again at every call of a device
+function, each time looking for them in everything that the modules hold; it reads a kernel's parameters from its code
+at every launch; it writes a table of NumPy's dtypes each time it looks one up; it describes the shape of every result
+anew, and compares it with others length by length; and it copies arguments to the host that are there, in functions
+that keep them in a reference cycle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.language import semantic
+from triton.runtime import interpreter
+
+
+def install() -> None:
+    """Let the interpreter of this process use the functions of this file."""
+    _Semantic.binary_op_type_checking_impl = check_other_types
+    _Semantic.broadcast_impl_value, _Semantic.cast = broadcast_other_shapes, cast_other_dtypes
+    block_type.__init__, tensor.__init__ = init_block_type, init_tensor
+    interpreter._get_np_dtype = get_np_dtype
+    interpreter._patch_attr = patch_attr
+    interpreter._patch_builtin, interpreter._patch_lang = patch_builtin, patch_once
+    interpreter.GridExecutor._init_args_hst = copied_to_host
+    interpreter.GridExecutor._restore_args_dev = copied_from_host
+    interpreter.GridExecutor.__call__ = run_kernel
+    # Every sum and product of integers is computed again, in 64 bits, to see an overflow; without debug, nobody asks.
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+
+
+# Triton's own, which do what is not repeated.
+_Semantic: Any = semantic.TritonSemantic
+block_type, tensor = tl.core.block_type, tl.core.tensor
+_patch, _run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+_to_host, _from_host = interpreter.GridExecutor._init_args_hst, interpreter.GridExecutor._restore_args_dev
+_look_up = interpreter._get_np_dtype
+_init_type, _init_tensor = block_type.__init__, tensor.__init__
+_broadcast, _check, _cast = _Semantic.broadcast_impl_value, _Semantic.binary_op_type_checking_impl, _Semantic.cast
+
+
+# Launches.
+
+_one_at_a_time = threading.RLock()  # a launch patches Triton's own module, and another thread's would take it back
+_running: list[Any] = []  # the kernel that is launched, if one is
+_replacements: dict[tuple[Any, ...], _Replacements] = {}
+
+
+def run_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replaces ``GridExecutor.__call__``."""
+    with _one_at_a_time:
+        if not hasattr(self.fn, "__signature__"):  # else every launch reads it from the code, twice
+            self.fn.__signature__ = inspect.signature(self.fn)
+        _running.clear()
+        try:
+            return _run(self, *args, **kwargs)
+        finally:
+            _running.clear()
+
+
+def patch_once(fn: Any) -> Any:
+    """Replaces ``_patch_lang``."""
+    languages = _languages_of(fn)
+    if _running:  # a device function: Triton takes nothing back of what is replaced for it
+        if any(tl.core.is_builtin(language.load) for language in languages):
+            _patch(fn)
+        return None
+    _running.append(fn)
+    if languages in _replacements:
+        _replacements[languages].install()
+        return _replacements[languages]
+    scope = _patch(fn)
+    if scope is not None:  # Triton 3.4 takes nothing back, and returns None
+        _replacements[languages] = _Replacements(scope._changes)
+    return scope
+
+
+class _Replacements:
+    """What a launch replaces in Triton's language: (owner, name, what was there), some of it several times. All of it
+    is replaced (``install``) and put back (``restore``) at once."""
+
+    def __init__(self, changes: list[tuple[Any, str, Any]]) -> None:
+        now: dict[Any, dict[str, Any]] = {}
+        before: dict[Any, dict[str, Any]] = {}
+        for owner, name, original in changes:
+            now.setdefault(owner, {})[name] = getattr(owner, name)
+            before.setdefault(owner, {}).setdefault(name, original)
+        self.install, self.restore = functools.partial(_set_all, now), functools.partial(_set_all, before)
+
+
+def _set_all(members_of: dict[Any, dict[str, Any]]) -> None:
+    for owner, members in members_of.items():
+        if inspect.ismodule(owner):  # which has all of them
+            vars(owner).update(members)
+            continue
+        for name, member in members.items():
+            if member is interpreter._MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, member)
+
+
+@functools.lru_cache(maxsize=1024)
+def _languages_of(fn: Any) -> tuple[Any, ...]:
+    return tuple(value for value in fn.__globals__.values() if value is tl or value is tl.core)
+
+
+def patch_builtin(owner: Any, *others: Any) -> None:
+    """Replaces ``_patch_builtin``."""
+    for name in _functions(owner):
+        member = getattr(owner, name)
+        if tl.core.is_builtin(member):
+            interpreter._patch_attr(owner, name, member, *others)
+
+
+@functools.cache
+def _functions(owner: Any) -> list[str]:
+    return [name for name, member in inspect.getmembers(owner) if inspect.isfunction(member)]
+
+
+def patch_attr(owner: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
+    """Replaces ``_patch_attr``."""
+    function = getattr(member, "__wrapped__", member)  # without the check that a builder's semantic is given
+
+    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        return function(*args, _semantic=interpreter.interpreter_semantic, **kwargs)
+
+    scope[0].set_attr(owner, name, call) if scope else setattr(owner, name, call)  # Triton 3.4 takes nothing back
+
+
+# Arguments that are on the host already.
+
+
+def copied_to_host(self: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces ``GridExecutor._init_args_hst``."""
+    if all(map(_on_host, args)) and all(map(_on_host, kwargs.values())):
+        return args, kwargs
+    return _to_host(self, args, kwargs)
+
+
+def copied_from_host(self: Any, args: Any, copies: Any, kwargs: Any, copied_kwargs: Any) -> None:
+    """Replaces ``GridExecutor._restore_args_dev``."""
+    if copies is not args:
+        _from_host(self, args, copies, kwargs, copied_kwargs)
+
+
+def _on_host(arg: Any) -> bool:
+    return arg.is_cpu if isinstance(arg, torch.Tensor) else not hasattr(arg, "base") and not isinstance(arg, tuple)
+
+
+# Every result of every operation is a tensor with a type of its own: a quarter of the time went into their shapes. What
+# is kept here lives as long as this process, so that an ``id`` of it stays its own.
+
+_known: dict[str, Any] = {}
+_types: dict[Any, dict[str, Any]] = {}
+_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+_lengths: dict[int, tuple[int, ...]] = {}  # by the id of a shape
+
+
+def get_np_dtype(dtype: Any) -> Any:
+    """Replaces ``_get_np_dtype``."""
+    name = dtype.scalar.name
+    if name not in _known:
+        _known[name] = _look_up(dtype)
+    return _known[name]
+
+
+def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """Replaces ``block_type.__init__``."""
+    of, place = element_ty, None
+    if type(of) is tl.core.pointer_type:  # whose name does not say all about it
+        of, place = of.element_ty, (of.address_space, of.const)
+    if type(of) is not tl.core.dtype:
+        _init_type(self, element_ty, shape)
+        return
+    key = of.name, place, _lengths.get(id(shape)) or _lengths_of(shape)
+    if key not in _types:
+        _init_type(self, element_ty, shape)
+        _types[key] = dict(vars(self))
+        _lengths[id(self.shape)] = key[-1]
+    vars(self).update(_types[key])
+
+
+def init_tensor(self: Any, handle: Any, type: Any) -> None:
+    """Replaces ``tensor.__init__``."""
+    key = (_lengths.get(id(type.shape)) or _lengths_of(type.shape)) if type.is_block() else ()
+    if key not in _shapes:
+        _init_tensor(self, handle, type)
+        _shapes[key] = self.numel, self.shape
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = _shapes[key]
+
+
+def _lengths_of(shape: Any) -> tuple[int, ...]:
+    return tuple(getattr(length, "value", length) for length in shape)
+
+
+# Operands mostly have one dtype, or are integers, or a pointer and an integer. Those of an operation that NumPy
+# computes are not repeated to one shape before: NumPy does that as it goes.
+
+_common: dict[tuple[int, int], Any] = {}  # by the ids of two shapes: a tensor of the shape that they have together
+
+
+def check_other_types(self: Any, lhs: Any, rhs: Any, *options: Any, **kwargs: Any) -> Any:
+    """Replaces ``binary_op_type_checking_impl``."""
+    # With a fourth option, which says that it divides, float16 becomes float32.
+    if type(lhs) is type(rhs) is tensor and len(options) < 4 and not kwargs:
+        a, b = lhs.dtype, rhs.dtype
+        if a.name == b.name and type(a) is type(b) is tl.core.dtype:
+            return _of_common_type(self, lhs, rhs)
+        integers = (a.name in ("int32", "int64")) + (b.name in ("int32", "int64"))
+        if integers == 2:  # one of each
+            return _of_common_type(self, *(cast_other_dtypes(self, x, tl.int64) for x in (lhs, rhs)))
+        if integers == 1 and options[:2] == (True, True) and tl.pointer_type in (type(a), type(b)):
+            return _of_common_type(self, lhs, rhs)
+    return _check(self, lhs, rhs, *options, **kwargs)
+
+
+def _of_common_type(self: Any, lhs: Any, rhs: Any) -> Any:
+    """Both as of the shape that they have together. NumPy repeats their values when it computes."""
+    if lhs.shape is rhs.shape:
+        return lhs, rhs
+    key = id(lhs.shape), id(rhs.shape)
+    if key not in _common:
+        _common[key] = _broadcast(self, lhs, rhs)[0]
+    like = _common[key]
+    return tuple(
+        x if x.shape is like.shape else tensor(x.handle, like.type.with_element_ty(x.dtype)) for x in (lhs, rhs)
+    )
+
+
+def broadcast_other_shapes(self: Any, lhs: Any, rhs: Any) -> Any:
+    """Replaces ``broadcast_impl_value``."""
+    if lhs.shape is rhs.shape:
+        return lhs, rhs
+    if not rhs.type.is_block():
+        return lhs, _splat(rhs, lhs.type)
+    if not lhs.type.is_block():
+        return _splat(lhs, rhs.type), rhs
+    return _broadcast(self, lhs, rhs)
+
+
+def _splat(x: Any, like: Any) -> Any:
+    data = np.full(like.shape, x.handle.data, get_np_dtype(x.dtype))
+    return tensor(interpreter.TensorHandle(data, x.dtype), like.with_element_ty(x.dtype))
+
+
+def cast_other_dtypes(self: Any, x: Any, dtype: Any, *options: Any, **kwargs: Any) -> Any:
+    """Replaces ``cast``."""
+    same = type(dtype) is tl.core.dtype and dtype.name == x.dtype.name
+    return x if same else _cast(self, x, dtype, *options, **kwargs)

@@ -1,0 +1,216 @@
+"""Trains the arms of a case in a set-up, on one rank or on two, and brings back what was observed.
+
+The phases are those of ``train.py`` without AdamW: the steps of the profile at the initial weights, then SGD, then the
+loss of a batch without gradients. Observed are losses, every parameter's gradient, and every parameter at the end.
+Nothing is hooked: a hook on the head would change what is fused there.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from convergence.arms import isolate
+from convergence.arms.candidate import Candidate, load_patch, train_candidate
+from convergence.arms.hooks import observed_arm
+from convergence.arms.large import nudged
+from convergence.arms.pristine import remember_upstream
+from convergence.arms.quantities import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Moment
+from convergence.arms.setups import RANKS, SETUPS, Setup
+from convergence.arms.train import SGD_LEARNING_RATE
+from convergence.arms.trajectory import Run, Trajectory, apply, build
+from convergence.judge import tolerance
+from convergence.models.data import Batch, Step, evaluation_batch, steps
+from convergence.models.models import DTYPES, MODELS
+from convergence.models.rows import construct
+from convergence.report.records import Case
+
+# What takes part: enough for every way through a loss, few enough for a dozen set-ups.
+STEPS = ("masked", "packed", "accumulated", "label smoothing", "logits read", "padded", "plain 0", "plain 1", "plain 2")
+WAIT = datetime.timedelta(seconds=120)  # for the other rank
+
+
+@dataclass
+class Arms:
+    """What was trained: truth and baseline of the initial weights and of each replica, and the candidate. Of a rank,
+    the truths are those that are its own."""
+
+    pairs: list[tuple[Any, Trajectory]]
+    candidate: Candidate
+    reads: int = 0  # how often the caller read the logits in training
+
+
+def train_in_setup(case: Case, timeout: float) -> Arms:
+    """Train every arm of ``case`` in processes of their own; no arm is left where a rank died or took too long."""
+    ranks = SETUPS[case.setup].ranks
+    with tempfile.TemporaryDirectory(prefix="convergence-ranks-") as folder, ThreadPoolExecutor(ranks) as threads:
+        calls = [threads.submit(isolate.call, train_rank, case, rank, folder, timeout=timeout) for rank in range(ranks)]
+        try:
+            results: list[Arms] = [call.result() for call in calls]
+        except isolate.ProcessDied as death:
+            return Arms([], Candidate.died(death))
+    first, *others = results
+    for other in others:
+        both = zip(first.pairs, other.pairs, strict=True)
+        first.pairs = [(mine or theirs, baseline) for (mine, baseline), (theirs, _) in both]
+    return first
+
+
+def train_rank(case: Case, rank: int, folder: str) -> Arms:
+    """All arms of ``case`` on ``rank``. The patch is imported after baseline and replicas have trained."""
+    setup = SETUPS[case.setup]
+    os.environ |= setup.environment(folder)
+    device = torch.device(case.device)
+    if setup.ranks > 1:
+        _join(rank, folder, device)
+    template = setup.template(MODELS[case.model].build(case.seed))
+    judged = DTYPES[case.dtype]
+    seeds = [case.seed + 100 * other for other in range(1 if setup.same_batch else setup.ranks)]
+    wanted = [name for name in STEPS if name not in setup.without]
+    chosen = [[setup.fitted(s) for s in steps(case.profile, seed, judged) if s.name in wanted] for seed in seeds]
+    evaluation = setup.fitted(Step("evaluation", [evaluation_batch(case.seed)])).batches[0]
+    own = chosen[rank % len(chosen)]
+    run = Run(template, own, evaluation, judged, device)
+    plain = replace(run, dtype=torch.float64, rounded_to=judged)
+    pairs: list[tuple[Any, Trajectory]] = []
+    for number, nudge in enumerate((None, *range(tolerance.REPLICAS))):
+        truth = None
+        if number % setup.ranks == rank:  # each rank trains its share of the truths
+            truth = train(replace(plain, nudge=nudge), Setup(), chosen)
+            truth.model = None
+        baseline = train(replace(run, nudge=nudge), setup, [own])
+        baseline.model = None
+        pairs.append((truth, baseline))
+    upstream = remember_upstream()
+    patched = replace(run, patch=load_patch(case.patch), construct=construct(case))
+    candidate = train_candidate(patched, upstream.changes, lambda run: train(run, setup, [own], case.order))
+    if setup.ranks > 1:
+        torch.distributed.destroy_process_group()
+    return Arms(pairs, candidate, sum(step.reads_logits for step in own))
+
+
+def _join(rank: int, folder: str, device: torch.device) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    if device.type == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    torch.distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"file://{Path(folder) / 'store'}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=WAIT,
+    )
+
+
+def train(run: Run, setup: Setup, batches: list[list[Step]], order: str = "before") -> Trajectory:
+    """Train one arm in ``setup`` on the steps of each rank in ``batches``: its own, or for the truth those of all. The
+    patch comes "before" or "after" the model is wrapped.
+
+    Raises:
+        CannotApply: the patch raised.
+    """
+    with observed_arm(run) as result:
+        _train(run, setup, batches, result, order)
+    return result
+
+
+def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory, order: str) -> None:
+    rounded = run.rounded_to or run.dtype
+    first = build(run)
+    initial = {name: p.detach().cpu().clone() for name, p in first.named_parameters()}
+    patch = run.patch if run.construct is None else None
+    model: Any = None
+    wrapped: Any = None
+
+    def begin(seed: int) -> dict[str, torch.Tensor]:
+        """Let the model, patched and wrapped, have weights near the initial ones, which are returned."""
+        nonlocal model, wrapped
+        generator = torch.Generator().manual_seed(seed)
+        start = {name: nudged(weight, rounded, generator) for name, weight in initial.items()}
+        anew = setup.sharded or model is None
+        if anew:
+            result.model = model = copy.deepcopy(first)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(start[name])
+        if anew:
+            if patch is not None and order == "before":
+                apply(patch, model)
+            wrapped = setup.wrap(model, run.device)
+            if patch is not None and order == "after":
+                apply(patch, wrapped)
+        return start
+
+    ranked = [[step.to(run.device) for step in steps] for steps in batches]
+    for seed, step_of_ranks in enumerate(zip(*ranked, strict=True)):
+        begin(seed)
+        _accumulate(model, wrapped, setup, step_of_ranks, result, INITIAL)
+    start = begin(len(ranked[0]))
+    optimizer = setup.optimizer(wrapped, lambda parameters: torch.optim.SGD(parameters, lr=SGD_LEARNING_RATE))
+    for step_of_ranks in zip(*ranked, strict=True):
+        if step_of_ranks[0].trains:
+            _accumulate(model, wrapped, setup, step_of_ranks, result, SGD)
+            optimizer.step()
+            wrapped.zero_grad()
+    result.record_end(setup.weights(model, wrapped), start, SGD)
+    _evaluate(wrapped, setup, run, result)
+
+
+def _accumulate(
+    model: nn.Module, wrapped: Any, setup: Setup, step_of_ranks: tuple[Step, ...], result: Trajectory, phase: str
+) -> None:
+    """Forward and backward of a step: of this rank's own, or, for the truth, the mean over all ranks'."""
+    wrapped.zero_grad()
+    count, first = len(step_of_ranks), step_of_ranks[0]
+    for i in range(len(first.batches)):
+        losses = []
+        for step in step_of_ranks:
+            with setup.running(step.batches[i].input_ids.device):
+                loss = _loss(wrapped, setup, step, step.batches[i])
+            setup.backward(wrapped, loss * step.scale / count)
+            losses.append(loss.detach())
+        at = Moment(phase, first.name, i + 1 if len(first.batches) > 1 else None)
+        result.record(LOSS, at, _over_ranks(torch.stack(losses).mean(), setup))
+    setup.reduce(model)
+    result.record_gradients(setup.gradients(model, wrapped), Moment(phase, first.name))
+
+
+def _loss(wrapped: Any, setup: Setup, step: Step, batch: Batch) -> torch.Tensor:
+    if step.label_smoothing is not None:
+        return step.smoothed_loss(wrapped(**batch.inputs()).logits, batch)
+    outputs = wrapped(**setup.inputs(step.labelled(batch)))
+    loss = step.loss(outputs)
+    if step.reads_logits:  # and trains on them
+        loss = loss + outputs.logits.float().square().mean()
+    return loss
+
+
+def _over_ranks(loss: torch.Tensor, setup: Setup) -> torch.Tensor:
+    """The sum or the mean of the ranks' losses."""
+    if setup.ranks == 1:
+        return loss
+    loss = loss.clone()
+    torch.distributed.all_reduce(loss)
+    return loss if setup.sums else loss / setup.ranks
+
+
+def _evaluate(wrapped: Any, setup: Setup, run: Run, result: Trajectory) -> None:
+    ids, labels = run.evaluation.input_ids.to(run.device), run.evaluation.labels.to(run.device)
+    wrapped.eval()
+    with torch.no_grad(), setup.running(run.device):
+        outputs = wrapped(**setup.inputs({"input_ids": ids, "labels": labels, "use_cache": False}))
+        loss = _over_ranks(outputs.loss, setup) if setup.sums else outputs.loss  # all ranks have this batch
+        result.record(LOSS, Moment(SGD, EVALUATION), loss)
+        result.record(EVALUATION_LOGITS, Moment(SGD, EVALUATION), setup.logits(outputs.logits))
+    wrapped.train()

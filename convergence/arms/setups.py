@@ -1,0 +1,458 @@
+"""The set-ups that people train in: how a model is wrapped, run and sharded. An axis of the proof.
+
+Baseline, replicas and candidate of a case train in the same set-up. Their truth trains in float64 in one process,
+without the set-up, on the batches of all ranks. A new set-up is a class here and a line in :data:`SETUPS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from convergence.models.data import IGNORE, Batch, Step
+
+RANKS = 2
+BOTH = ("float32", "bfloat16")
+
+
+class Setup:
+    """One process, nothing around the model; the base of all others.
+
+    Attributes:
+        does: one line for the documentation.
+        ranks: how many processes train together.
+        gpus: how many GPUs it needs where it trains on GPUs.
+        needs: a package that must be installed.
+        dtypes: of the parameters, in which it makes sense.
+        orders: whether the patch can come "before" the model is wrapped, "after", or both; the first is the default.
+        same_batch: whether all ranks are given the same rows.
+        sums: whether the loss is the sum over the ranks, and not their mean.
+        without: the steps that it does not know.
+        sharded: whether weights are split, so that other ones need a model that is wrapped anew.
+        head_runs_itself: whether the head computes its logits, so that none of our losses need run.
+    """
+
+    name = "plain"
+    does = "one process, nothing around the model"
+    ranks = 1
+    gpus = 1
+    needs: str | None = None
+    dtypes: tuple[str, ...] = BOTH
+    orders: tuple[str, ...] = ("before",)
+    same_batch = False
+    sums = False
+    without: tuple[str, ...] = ()
+    sharded = False
+    head_runs_itself = False
+
+    def absent(self, model: nn.Module | None, dtype: str, device: str) -> str:
+        """Why it cannot be had here, for this model; empty where it can."""
+        if self.needs is not None and importlib.util.find_spec(self.needs) is None:
+            return f"the set-up {self.name} needs {self.needs}, which is not installed"
+        if dtype not in self.dtypes:
+            return f"the set-up {self.name} is for parameters in {' or '.join(self.dtypes)}"
+        gpus = max(self.ranks, self.gpus)
+        if device == "cuda" and torch.cuda.device_count() < gpus:
+            return f"the set-up {self.name} needs {gpus} GPUs; this machine has {torch.cuda.device_count()}"
+        return ""
+
+    def template(self, model: nn.Module) -> nn.Module:
+        """What every arm is a copy of, the truth included."""
+        return model
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        """What is called in place of ``model``, which has its weights, and on ranks its process group."""
+        return model
+
+    def fitted(self, step: Step) -> Step:
+        """What all arms, the truth included, get in place of ``step``."""
+        return step
+
+    def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What this rank gives its model in place of ``kwargs``."""
+        return kwargs
+
+    def environment(self, folder: str) -> dict[str, str]:
+        """Variables that each of its processes gets, and a folder that only this case uses."""
+        return {}
+
+    def running(self, device: torch.device) -> Any:
+        """The context of a forward."""
+        return contextlib.nullcontext()
+
+    def backward(self, wrapped: Any, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def reduce(self, model: nn.Module) -> None:
+        """Between the last backward of a step and its optimizer: what nothing else does for the gradients."""
+
+    def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of all ranks' rows."""
+        return logits
+
+    def optimizer(self, wrapped: Any, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
+        return make(wrapped.parameters())
+
+    def named(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Every parameter, under the name that it has in ``model``."""
+        return model.named_parameters()
+
+    def gathered(self, model: nn.Module, wrapped: Any) -> Any:
+        """The context in which parameters are whole."""
+        return contextlib.nullcontext()
+
+    def gradients(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter's gradient, whole."""
+        for name, parameter in self.named(model, wrapped):
+            if parameter.grad is not None:
+                yield name, _whole(parameter.grad)
+
+    def weights(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        with self.gathered(model, wrapped):
+            for name, parameter in self.named(model, wrapped):
+                yield name, _whole(parameter)
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+class Autocast(Setup):
+    name = "bf16-autocast"
+    does = "torch.autocast in bfloat16 around the forward"
+    dtypes = ("float32",)
+    computes_in = torch.bfloat16
+
+    def running(self, device: torch.device) -> Any:
+        return torch.autocast(device.type, dtype=self.computes_in)
+
+
+class Fp16Scaler(Autocast):
+    """Gradients are read after the scaler has taken its factor out of them."""
+
+    name = "fp16-scaler"
+    does = "torch.autocast in float16, and a GradScaler"
+    computes_in = torch.float16
+    scale = 1024.0
+
+    def backward(self, wrapped: Any, loss: torch.Tensor) -> None:
+        scaler = torch.amp.GradScaler(loss.device.type, init_scale=self.scale)
+        scaler.scale(loss).backward()
+        # One parameter group is all that unscale_ asks for.
+        trained = [parameter for parameter in wrapped.parameters() if parameter.grad is not None]
+        kept = [parameter.grad for parameter in trained]
+        scaler.unscale_(torch.optim.SGD(trained, lr=0.0))
+        for parameter, grad in zip(trained, kept, strict=True):
+            parameter.grad = grad
+
+
+class Checkpointing(Setup):
+    name = "checkpointing"
+    orders = ("before", "after")
+    does = "activations of the decoder layers are computed again in the backward"
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+
+class Compile(Setup):
+    name = "compile"
+    orders = ("before", "after")
+    does = "torch.compile of every decoder layer (a CPU runs the graphs without Inductor)"
+
+    def environment(self, folder: str) -> dict[str, str]:
+        return {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager" if device.type == "cpu" else "inductor", dynamic=True)
+        return model
+
+
+class Lora(Setup):
+    name = "lora"
+    does = "peft's LoRA on attention and MLP; the rest is frozen"
+    needs = "peft"
+    orders = ("after",)
+    targets: tuple[str, ...] = ("q_proj", "v_proj", "o_proj", "down_proj")
+
+    def absent(self, model: nn.Module | None, dtype: str, device: str) -> str:
+        named = [] if model is None else [name.rpartition(".")[2] for name, _ in model.named_modules()]
+        missing = [target for target in self.targets if named and target not in named]
+        return super().absent(model, dtype, device) or (
+            f"the set-up {self.name} adapts {', '.join(missing)}, which this model does not have" if missing else ""
+        )
+
+    def template(self, model: Any) -> nn.Module:
+        import peft
+
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.0, target_modules=[*self.targets]))
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_B" in name:  # zero at first, so that the adapter would not show
+                    parameter.normal_(std=0.1)
+        return adapted.train()
+
+
+class LoraHead(Lora):
+    name = "lora-head"
+    does = "peft's LoRA on attention, MLP and the LM head, which runs itself"
+    targets = (*Lora.targets, "lm_head")
+    head_runs_itself = True
+
+    def absent(self, model: Any, dtype: str, device: str) -> str:
+        tied = model is not None and model.config.tie_word_embeddings
+        return super().absent(model, dtype, device) or (
+            f"the set-up {self.name} adapts the head, which this model ties to its embedding" if tied else ""
+        )
+
+
+class DeviceMap(Setup):
+    """A head that is tied to its embedding lies with it, on the first device."""
+
+    name = "device-map"
+    does = "accelerate's dispatch_model over two GPUs (a CPU gets its hooks alone)"
+    orders = ("after", "before")
+    gpus = 2
+    needs = "accelerate"
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        from accelerate import dispatch_model
+
+        first, last = ("cpu", "cpu") if device.type == "cpu" else (0, 1)
+        half = len(model.model.layers) // 2
+        where = {f"model.{name}": first for name, _ in model.model.named_children() if name != "layers"}
+        where |= {f"model.layers.{i}": first if i < half else last for i in range(len(model.model.layers))}
+        head = first if model.config.tie_word_embeddings else last
+        return dispatch_model(model, {**where, "model.norm": last, "lm_head": head}, force_hooks=True)
+
+
+class Ddp(Setup):
+    name = "ddp"
+    orders = ("before", "after")
+    does = "DistributedDataParallel"
+    ranks = RANKS
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        return nn.parallel.DistributedDataParallel(model)
+
+
+class Fsdp2(Setup):
+    name = "fsdp2"
+    orders = ("before", "after")
+    sharded = True
+    does = "fully_shard of every decoder layer and of the model"
+    ranks = RANKS
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (RANKS,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+
+class Fsdp1(Setup):
+    name = "fsdp1"
+    orders = ("before", "after")
+    sharded = True
+    does = "FullyShardedDataParallel, FULL_SHARD, use_orig_params, around every decoder layer and the model"
+    ranks = RANKS
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        policy = ModuleWrapPolicy({type(layer) for layer in model.model.layers})
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
+
+    def named(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, parameter in wrapped.named_parameters():
+            yield name.replace("_fsdp_wrapped_module.", ""), parameter
+
+    def gathered(self, model: nn.Module, wrapped: Any) -> Any:
+        return wrapped.summon_full_params(wrapped)
+
+    def gradients(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        with wrapped.summon_full_params(wrapped, with_grads=True):
+            yield from super().gradients(model, wrapped)
+
+
+class Zero3(Setup):
+    """deepspeed brings the optimizer, so the learning rate is given when the engine is made."""
+
+    name = "zero3"
+    orders = ("before", "after")
+    sharded = True
+    does = "deepspeed, ZeRO stage 3"
+    ranks = RANKS
+    needs = "deepspeed"
+    dtypes = ("float32",)
+    without = ("accumulated",)  # its engine wants a step after each backward
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        import deepspeed
+
+        from convergence.arms.train import SGD_LEARNING_RATE
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": SGD_LEARNING_RATE}},
+            # Each arm is wrapped anew for every step, and an engine keeps its bucket: by default 2 GiB of a GPU.
+            "zero_optimization": {"stage": 3, "reduce_bucket_size": 2**20},
+            "zero_allow_untested_optimizer": True,
+        }
+        return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+    def backward(self, wrapped: Any, loss: torch.Tensor) -> None:
+        wrapped.backward(loss)
+
+    def optimizer(self, wrapped: Any, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
+        return wrapped
+
+    def gradients(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        from deepspeed.utils import safe_get_full_grad
+
+        for name, parameter in model.named_parameters():
+            grad = safe_get_full_grad(parameter)
+            if grad is not None:
+                yield name, grad.detach().clone()
+
+    def gathered(self, model: nn.Module, wrapped: Any) -> Any:
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(list(model.parameters()))
+
+
+class TensorParallel(Setup):
+    """A head that is tied to its embedding stays whole."""
+
+    name = "tensor-parallel"
+    orders = ("before", "after")
+    sharded = True
+    does = "parallelize_module: MLPs by columns and rows, an untied LM head by columns"
+    ranks = RANKS
+    same_batch = True
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        plan: dict[str, Any] = {
+            "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+            "model.layers.*.mlp.up_proj": ColwiseParallel(),
+            "model.layers.*.mlp.down_proj": RowwiseParallel(),
+        }
+        if not model.config.tie_word_embeddings:
+            plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+        return parallelize_module(model, init_device_mesh(device.type, (RANKS,)), plan)
+
+    def optimizer(self, wrapped: Any, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
+        """In two groups: on a GPU an optimizer takes the parameters of a group at once, and mixes no DTensors in."""
+        split = [p for p in wrapped.parameters() if hasattr(p, "full_tensor")]
+        whole = [p for p in wrapped.parameters() if not hasattr(p, "full_tensor")]
+        return make([{"params": group} for group in (split, whole) if group])
+
+
+class SequenceParallel(Setup):
+    """Attention gathers the whole sequence. Everything else, the head and the loss included, sees one half of it.
+    Losses and gradients are summed over the ranks, as a loop of one's own would do.
+    """
+
+    name = "sequence-parallel"
+    does = "each rank has half of every sequence; attention gathers it, and shift_labels come with it"
+    ranks = RANKS
+    same_batch = sums = True
+    without = ("packed", "padded", "label smoothing", "logits read")  # no masks; logits are of half a sequence
+
+    def fitted(self, step: Step) -> Step:
+        """``step`` in sequences that can be halved."""
+        lengths = [batch.labels.shape[1] // RANKS * RANKS for batch in step.batches]
+        cut = zip(step.batches, lengths, strict=True)
+        return replace(step, batches=[Batch(batch.input_ids[:, :n], batch.labels[:, :n]) for batch, n in cut])
+
+    def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        ids, labels = kwargs["input_ids"], kwargs["labels"]
+        shifted = nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        rank = torch.distributed.get_rank()
+        own = {"input_ids": ids, "labels": labels, "shift_labels": shifted, "position_ids": positions}
+        halves = {name: tensor.chunk(RANKS, 1)[rank].contiguous() for name, tensor in own.items()}
+        return {"num_items_in_batch": int((shifted != IGNORE).sum()), **kwargs, **halves}
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS.register("sequence_parallel", _attention_over_ranks)
+        model.config._attn_implementation = "sequence_parallel"
+        return model
+
+    def reduce(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                torch.distributed.all_reduce(parameter.grad)
+
+    def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(logits) for _ in range(RANKS)]
+        torch.distributed.all_gather(parts, logits.contiguous())
+        return torch.cat(parts, 1)
+
+
+def _attention_over_ranks(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of this rank's queries [batch, heads, half, features] over the whole sequence."""
+    from torch.distributed.nn.functional import all_gather
+
+    q, k, v = (torch.cat(all_gather(x.contiguous()), 2) for x in (query, key, value))
+    out = nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=options.get("scaling"), enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.chunk(RANKS, 2)[torch.distributed.get_rank()].transpose(1, 2).contiguous(), None
+
+
+SETUPS: dict[str, Setup] = {
+    cls.name: cls()
+    for cls in (
+        Setup,
+        Autocast,
+        Fp16Scaler,
+        Checkpointing,
+        Compile,
+        Lora,
+        LoraHead,
+        DeviceMap,
+        Ddp,
+        Fsdp2,
+        Fsdp1,
+        Zero3,
+        TensorParallel,
+        SequenceParallel,
+    )
+}
+
+
+@functools.cache
+def select(names: str) -> tuple[Setup, ...]:
+    """The set-ups that ``--setups`` names: ``all``, or a comma-separated list.
+
+    Raises:
+        ValueError: for an unknown name, with the allowed ones.
+    """
+    wanted = [part.strip() for part in names.split(",")]
+    for name in wanted:
+        if name != "all" and name not in SETUPS:
+            raise ValueError(f"unknown set-up {name!r}; allowed are {', '.join(['all', *SETUPS])}")
+    return tuple(setup for name, setup in SETUPS.items() if "all" in wanted or name in wanted)

@@ -1,0 +1,228 @@
+"""One arm's training: from a :class:`Run` to its :class:`Trajectory`.
+
+Every arm of a case goes through the same three phases from the same initial weights:
+
+1. *initial*: every step of the profile, one after the other, at the initial weights. This is where power comes from: no
+   noise has accumulated. Each step's weights differ from the initial ones by one unit in the last place, the same in
+   every arm: rounding errors that hang on the weights would otherwise be the same in every step and not average out.
+   Then decoding with a cache.
+2. *SGD* over the steps that train, then evaluation and generation. SGD decides, because it shows a gradient's scale.
+3. *AdamW* over the same steps, because users run it; it hides the scale of a gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from convergence import ours
+from convergence.arms.hooks import differ, kept_activations, observed_arm, observed_head
+from convergence.arms.large import is_large, nudged
+from convergence.arms.quantities import (
+    ADAMW,
+    DECODING,
+    EVALUATION,
+    EVALUATION_LOGITS,
+    INITIAL,
+    LOSS,
+    SGD,
+    TRAINING_LOGITS,
+    WITHOUT_GRADIENTS,
+    Moment,
+    Remark,
+)
+from convergence.arms.trajectory import Run, Trajectory, apply, build
+from convergence.judge import long_run
+from convergence.models.data import Batch, Step
+
+# Small enough that the loss falls: a step that overshoots turns rounding noise into chaos, which hides faults.
+SGD_LEARNING_RATE = 0.02
+ADAMW_LEARNING_RATE = 2e-3
+# With the usual 1e-8, AdamW's first step is the sign of the gradient, and where that is rounding noise an honest
+# candidate takes a full step the other way (measured: errors 50 times PyTorch's own). Gradients are near 1e-2 here.
+ADAMW_EPS = 1e-3
+Weights = Iterable[tuple[str, torch.Tensor]]  # by name, in the model's order
+
+PROMPT_TOKENS = 7
+GENERATED_TOKENS = 4
+
+
+def train(run: Run, model: Any = None) -> Trajectory:
+    """Train one arm through all phases: a new one, or ``model``, which was built (and patched) before.
+
+    Raises:
+        CannotApply: the patch raised. Whatever is raised after that comes as it is.
+    """
+    on_gpu = run.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    with observed_arm(run) as result:
+        result.model = model = build(run) if model is None else model
+        if run.patch is not None and run.construct is None:
+            apply(run.patch, model)
+        _train(run, model, result)
+    steps = len(result.values.get(LOSS, ()))
+    result.costs["step, ms"] = 1e3 * (time.perf_counter() - began) / max(1, steps)
+    if on_gpu:
+        result.costs["peak, GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    return result
+
+
+def _train(run: Run, model: Any, result: Trajectory) -> None:
+    rounded = run.rounded_to or run.dtype
+    steps = [step.to(run.device) for step in run.steps]
+    # Nothing is lost: they were rounded so when the model was built. Who takes but one step needs no copy of them.
+    again = bool(run.phases) or len(steps) > 1
+    initial = {
+        name: p.detach().to(rounded, copy=True).cpu() if again else p.detach() for name, p in model.named_parameters()
+    }
+
+    # Two steps computed alike, bit for bit, would be one sample of noise that counts twice. So no two of them start
+    # from the same weights: each from its own, one unit in the last place away.
+    def near_initial(seed: int) -> Weights:
+        generator = torch.Generator().manual_seed(seed)
+        for name, weight in initial.items():
+            weight = weight.to(run.device if is_large(weight) else "cpu", rounded)
+            yield name, nudged(weight, rounded, generator)
+
+    for seed, step in enumerate(steps):
+        if run.only is not None and step.name not in run.only:
+            continue
+        _set_weights(model, near_initial(seed))
+        _accumulate(model, step, result, INITIAL)
+    if run.phases and (run.only is None or DECODING in run.only):
+        _set_weights(model, initial.items())
+        _decode(model, run.evaluation, result, run.device)
+    if run.only is not None:
+        return
+
+    optimizers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        SGD: lambda: torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE),
+        ADAMW: lambda: torch.optim.AdamW(model.parameters(), lr=ADAMW_LEARNING_RATE, eps=ADAMW_EPS),
+    }
+    for seed, phase in enumerate(run.phases, start=len(steps)):
+        _set_weights(model, near_initial(seed))
+        optimizer = optimizers[phase]()
+        for step in steps:
+            if step.trains:
+                _accumulate(model, step, result, phase)
+                optimizer.step()
+        for parameter, start in zip(model.named_parameters(), near_initial(seed), strict=True):
+            result.record_end([parameter], dict([start]), phase)
+        if phase == SGD:
+            _evaluate(model, run.evaluation, result, run.device)
+    if run.curve and run.rounded_to is None:
+        _set_weights(model, initial.items())
+        result.curve = long_run.train(model, run.curve, optimizers[ADAMW](), run.device)
+
+
+def _set_weights(model: Any, weights: Weights) -> None:
+    with torch.no_grad():
+        for (_, parameter), (_, weight) in zip(model.named_parameters(), weights, strict=True):
+            parameter.copy_(weight)
+
+
+def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
+    """Forward and backward of every micro batch of ``step``; record losses, gradients and, at first, the head's."""
+    model.zero_grad(set_to_none=True)
+    with _frozen(model, step.frozen):
+        for i, batch in enumerate(step.batches):
+            at = Moment(phase, step.name, i + 1 if len(step.batches) > 1 else None)
+            with (
+                contextlib.nullcontext() if step.whole else ours.head_in_chunks(model, batch.labels.numel()),
+                observed_head(model, batch, result, at, step) as head,
+                # Whoever hooks a module may be answered by other code. The optimizers' phases take these steps without.
+                kept_activations(model, result, at) if phase == INITIAL and step.trains else contextlib.nullcontext(),
+            ):
+                logits: Any = None
+                before: torch.Tensor | None = None
+                if step.label_smoothing is not None:
+                    logits = model(**batch.inputs()).logits
+                    head.observe_outputs(logits)
+                    loss = step.smoothed_loss(logits, batch)
+                else:
+                    outputs = model(**step.labelled(batch))
+                    loss = step.loss(outputs)
+                    if step.reads_logits:
+                        logits = outputs.logits
+                        if logits is None:
+                            result.notes.append(Remark(at, "the caller reads outputs.logits and finds None"))
+                if logits is not None:
+                    before = logits.detach().clone()
+                    result.record(TRAINING_LOGITS, at, logits)
+                (loss * step.scale).backward()
+                if before is not None and bool(differ(logits.detach(), before)):
+                    result.complaints.append(Remark(at, "the logits that the caller holds changed during backward"))
+            result.record(LOSS, at, loss)
+        gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+        result.record_gradients(gradients, Moment(phase, step.name))
+
+
+def _decode(model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
+    """One token at a time, with a cache: the text's own tokens, which are the same in every arm."""
+    ids = batch.input_ids.to(device)
+    model.eval()
+    with torch.no_grad():
+        outputs = model(input_ids=ids[:, :PROMPT_TOKENS], past_key_values=_empty_cache(model, ids), use_cache=True)
+        logits = []
+        for token in ids[:, PROMPT_TOKENS : PROMPT_TOKENS + GENERATED_TOKENS].split(1, dim=1):
+            outputs = model(input_ids=token, past_key_values=outputs.past_key_values, use_cache=True)
+            logits.append(outputs.logits)
+    model.train()
+    result.record(EVALUATION_LOGITS, Moment(INITIAL, DECODING), torch.cat(logits, 1))
+
+
+def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
+    ids, labels = batch.input_ids.to(device), batch.labels.to(device)
+    for name in (WITHOUT_GRADIENTS, EVALUATION):
+        model.train(name == WITHOUT_GRADIENTS)
+        with torch.no_grad(), ours.head_in_chunks(model, labels.numel()):
+            outputs = model(input_ids=ids, labels=labels, use_cache=False)
+        result.record(LOSS, Moment(SGD, name), outputs.loss)
+    result.record(EVALUATION_LOGITS, Moment(SGD, EVALUATION), outputs.logits)
+    with torch.no_grad():
+        generated = model.generate(
+            input_ids=ids[:, :PROMPT_TOKENS],
+            attention_mask=torch.ones_like(ids[:, :PROMPT_TOKENS]),
+            max_new_tokens=GENERATED_TOKENS,
+            do_sample=False,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+    model.train()
+    result.generated = generated.sequences[:, PROMPT_TOKENS:].cpu()
+    result.scores = torch.stack(generated.scores).double().cpu()
+
+
+def _empty_cache(model: Any, ids: torch.Tensor) -> Any:
+    """A cache with room for all of ``ids`` [batch, length]: some versions make one that the first input fills."""
+    import transformers
+
+    upstream: Any = transformers
+    if getattr(model.config, "cache_implementation", None) == "hybrid":  # Gemma 2 and 3 up to 4.52 work with no other
+        return upstream.HybridCache(model.config, *ids.shape, device=ids.device, dtype=model.dtype)
+    knows_layers = "config" in inspect.signature(upstream.DynamicCache.__init__).parameters
+    return upstream.DynamicCache(config=model.config) if knows_layers else upstream.DynamicCache()
+
+
+@contextlib.contextmanager
+def _frozen(model: Any, part: str | None) -> Iterator[None]:
+    """Inside, the head's parameters ("head") or all others ("body") do not train."""
+    if part is None:
+        yield
+        return
+    head = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
+    chosen = [p for p in model.parameters() if (id(p) in head) == (part == "head")]
+    for parameter in chosen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in chosen:
+            parameter.requires_grad_(True)

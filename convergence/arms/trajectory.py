@@ -1,0 +1,193 @@
+"""What one arm trains (:class:`Run`), and everything that was observed of it (:class:`Trajectory`)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from convergence.arms.large import is_large, nudged, project
+from convergence.arms.quantities import (
+    ADAMW,
+    DISPLACEMENT,
+    END,
+    GRADIENT,
+    GRADIENT_NORM,
+    PARAMETER,
+    SGD,
+    Moment,
+    Quantity,
+    Remark,
+)
+from convergence.models.data import Batch, Step
+
+Form = tuple[torch.Size, torch.dtype]
+Values = dict[Quantity, dict[Moment, torch.Tensor]]
+Layout = dict[Quantity, dict[Moment, tuple[int, torch.Size]]]
+
+
+@dataclass
+class Run:
+    """What one arm trains.
+
+    Args:
+        template: the unpatched model, on the CPU in float32; a checkpoint is in what it is saved in, a shape of scale
+            where it trains. It is copied, never touched.
+        steps: the steps of the profile.
+        evaluation: the batch that is evaluated after SGD.
+        dtype: of the parameters. float64 is the truth. Buffers stay float32 as ``from_pretrained`` leaves them.
+        device: where it trains.
+        patch: applied before anything runs; None for truth and baseline.
+        construct: None for a patch of one model, which is called with the arm's copy of the template. Otherwise the
+            patch is one of classes: it is called with a copy that is thrown away, and the arm is what ``construct()``
+            returns afterwards, with the template's weights.
+        rounded_to: the dtype whose initial weights the truth shares (default: ``dtype``).
+        nudge: when given, the seed of a perturbation of every initial weight by one unit in the last place.
+        only: when given, the names of the steps that are run, at the initial weights, and nothing after them.
+        phases: the optimizers that train after that. Without any, nothing is decoded either.
+        curve: the batches of a long run with AdamW after that. A truth has none: it takes too long.
+    """
+
+    template: nn.Module
+    steps: list[Step]
+    evaluation: Batch
+    dtype: torch.dtype
+    device: torch.device
+    patch: Callable[[nn.Module], Any] | None = None
+    construct: Callable[[], nn.Module] | None = None
+    rounded_to: torch.dtype | None = None
+    nudge: int | None = None
+    only: frozenset[str] | None = None
+    phases: tuple[str, ...] = (SGD, ADAMW)
+    curve: Sequence[Batch] = ()
+
+
+class CannotApply(RuntimeError):
+    """The patch itself raised, before anything was trained; the cause is what it raised."""
+
+
+@dataclass
+class Trajectory:
+    """What one arm showed.
+
+    Attributes:
+        values: ``values[quantity][moment]`` is a tensor in the dtype it arrived in; once trained, on the CPU. Of one
+            that is large, its projections.
+        forms: shape and dtype of those that are large.
+        generated: the greedily generated tokens [batch, tokens], and ``scores`` [tokens, batch, vocab] they came from.
+        curve: the loss of every step of a long run.
+        complaints: what went wrong while it ran.
+        notes: what the caller was not given.
+        model: the trained model.
+        costs: "step, ms" on average, and on a GPU the "peak, GiB": for trends, nothing is judged by them.
+        measured: of a baseline, what was compared with its values, and the figures that came of it.
+    """
+
+    values: Values = field(default_factory=dict)
+    forms: dict[tuple[Quantity, Moment], Form] = field(default_factory=dict)
+    generated: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    curve: torch.Tensor | None = None
+    complaints: list[Remark] = field(default_factory=list)
+    notes: list[Remark] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    model: Any = None
+    costs: dict[str, float] = field(default_factory=dict)
+    measured: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def record(self, quantity: Quantity, at: Moment, value: torch.Tensor) -> None:
+        kept = value.detach()
+        if is_large(kept):
+            self.forms[quantity, at] = kept.shape, kept.dtype
+        self.values.setdefault(quantity, {})[at] = project(kept) if is_large(kept) else kept.clone()
+
+    def form(self, quantity: Quantity, at: Moment) -> Form:
+        """Shape and dtype of what was observed, whether it was kept or projected."""
+        value = self.values[quantity][at]
+        return self.forms.get((quantity, at), (value.shape, value.dtype))
+
+    def record_gradients(self, gradients: Iterable[tuple[str, torch.Tensor]], at: Moment) -> None:
+        """Every parameter's gradient, and the norm of all of them."""
+        norms = []
+        for name, gradient in gradients:
+            self.record(Quantity(GRADIENT, name), at, gradient)
+            norms.append(gradient.double().norm())
+        if norms:
+            here = norms[0].device  # a device map spreads parameters
+            self.record(GRADIENT_NORM, at, torch.stack([norm.to(here) for norm in norms]).norm())
+
+    def record_end(
+        self, weights: Iterable[tuple[str, torch.Tensor]], start: dict[str, torch.Tensor], phase: str
+    ) -> None:
+        """Every parameter at the end of ``phase``, and how far it is from ``start``."""
+        for name, weight in weights:
+            self.record(Quantity(PARAMETER, name), Moment(phase, END), weight)
+            moved = weight.detach() - start[name].to(weight.device)
+            self.record(Quantity(DISPLACEMENT, name), Moment(phase, END), moved)
+
+    def to_cpu(self) -> None:
+        """Move all values in one copy per dtype: each copy waits for the GPU, which several processes may share."""
+        if any(value.device.type != "cpu" for by_step in self.values.values() for value in by_step.values()):
+            layout, flat = _packed(self.values)
+            self.values = _unpacked(layout, [tensor.cpu() for tensor in flat])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Thousands of small tensors take seconds to be saved, or sent to another process; a few large ones do not."""
+        return {**vars(self), "values": _packed(self.values), "measured": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, values=_unpacked(*state["values"]))
+
+
+def _packed(values: Values) -> tuple[Layout, list[torch.Tensor]]:
+    """All tensors of one dtype and device one behind another in one, and which of these each is in, and its shape."""
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    layout: Layout = {quantity: {} for quantity in values}
+    for quantity, by_step in values.items():
+        for step, value in by_step.items():
+            groups.setdefault(key := (value.dtype, value.device), []).append(value.flatten())
+            layout[quantity][step] = list(groups).index(key), value.shape
+    return layout, [torch.cat(group) for group in groups.values()]
+
+
+def _unpacked(layout: Layout, flat: Sequence[torch.Tensor]) -> Values:
+    places = [place for by_step in layout.values() for place in by_step.values()]
+    sizes = [[shape.numel() for group, shape in places if group == g] for g in range(len(flat))]
+    parts = [iter(tensor.split(size)) for tensor, size in zip(flat, sizes, strict=True)]
+    return {
+        quantity: {step: next(parts[group]).view(shape) for step, (group, shape) in by_step.items()}
+        for quantity, by_step in layout.items()
+    }
+
+
+def build(run: Run) -> Any:
+    """The arm's model with its initial weights, on its device, in its dtype: a copy of the template, unpatched, or what
+    was constructed anew after a patch of classes.
+
+    Raises:
+        CannotApply: the patch of classes raised.
+    """
+    model: Any = copy.deepcopy(run.template)
+    if run.patch is not None and run.construct is not None:
+        apply(run.patch, model)
+        model = run.construct()
+        model.load_state_dict(run.template.state_dict())
+    rounded = run.rounded_to or run.dtype
+    generator = torch.Generator().manual_seed(run.nudge or 0)
+    for parameter in model.parameters():
+        weight = parameter.data.to(run.device if is_large(parameter) else "cpu", rounded)
+        if run.nudge is not None:
+            weight = nudged(weight, rounded, generator)
+        parameter.data = weight.to(run.dtype)
+    return model.to(run.device)
+
+
+def apply(patch: Callable[[nn.Module], Any], model: Any) -> None:
+    try:
+        patch(model)
+    except Exception as error:
+        raise CannotApply(f"{type(error).__name__}: {error}") from error

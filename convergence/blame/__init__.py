@@ -1,0 +1,1 @@
+"""Which step, kernel, module and pass a failed verdict comes from."""

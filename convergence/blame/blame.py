@@ -1,0 +1,202 @@
+"""Who did it: names step, tensor, kernel, module and pass of a failed verdict. It explains a verdict, and changes none.
+
+*First*: the earliest step in which a quantity that failed leaves the noise, and the earliest of these quantities in the
+order in which a step computes them: the loss, the gradient of the logits, that of the hidden states entering the head,
+then the parameters' gradients in the order in which autograd delivers them. A cause comes before what it causes,
+whichever is the larger.
+
+*Who*: the patch is applied once more, and everything that it changed in the model is taken back but for one kernel,
+then but for one module of the guilty one. Only steps in which the failure shows are trained again, against the
+references that the verdict had. A kernel is blamed when it alone shows the failure and all others without it do not.
+
+*Pass*: forward when the loss at the initial weights is off, or the module's output on the baseline's own inputs;
+backward otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from convergence import ours
+from convergence.arms.candidate import load_patch
+from convergence.arms.quantities import DECODING, INITIAL
+from convergence.arms.trajectory import Run, Trajectory, build
+from convergence.blame.changes import Changes, Part
+from convergence.blame.failing import Failure, Key, Shown
+from convergence.blame.rerun import Only, Reruns
+from convergence.judge.compare import Pair
+from convergence.report.records import Blame
+
+# A step that shows the failure by this factor is enough for every re-run. What shows by less might be hidden by the
+# noise of a re-run, because another choice of kernels rounds differently; then more steps are trained again.
+CLEAR = 2.0
+RAISED = ("candidate", "raised")
+_NOT_A_TENSOR = ("baseline", "candidate", "other models", "transformers")
+
+
+def blame(
+    patch: str, run: Run, pairs: Sequence[Pair], failed: Collection[Key], candidate: Trajectory | None
+) -> list[Blame]:
+    """Rows that say who made a verdict fail: one per guilty module, or one with the reason why nobody is named.
+
+    Args:
+        patch: ``module:function``; it is applied once, in this process, to a model of its own.
+        run: the candidate's, without the patch.
+        pairs: what the candidate was judged against.
+        failed: quantity and statistic of every failure.
+        candidate: what was judged; None where it raised.
+    """
+    keys = searched(failed)
+    if not keys:
+        return []
+    model = build(run if run.construct is None else dataclasses.replace(run, patch=load_patch(patch)))
+    changes = Changes(model)
+    if run.construct is None:
+        try:
+            load_patch(patch)(model)
+        except Exception as error:
+            return [_row("before training", "", note=f"the patch itself raised {type(error).__name__}")]
+    changes.find()
+    failure = Failure(keys, pairs, run.dtype, foreign=ours.status(model) is None)
+    reruns = Reruns(dataclasses.replace(run, construct=None), changes, failure)
+    step, tensor = ("", "") if candidate is None else failure.first(candidate, reruns.arrival())
+    names = [*(step.name for step in run.steps), DECODING]
+    if candidate is not None:  # those that show it most clearly come first
+        shares = {name: _share(failure, candidate, [name]) for name in names}
+        names.sort(key=lambda name: -shares[name])
+    everything, only = _choose_steps(reruns, names, candidate)
+    return _Bisection(reruns, only, everything, names, step, tensor).rows()
+
+
+def searched(failed: Collection[Key]) -> frozenset[Key]:
+    """Those of ``failed`` that parts of a patch can be searched for."""
+    return frozenset(key for key in failed if key[0] not in _NOT_A_TENSOR or key == RAISED)
+
+
+def _row(step: str, tensor: str, kernel: str = "", module: str = "", which: str = "", note: str = "") -> Blame:
+    return {"kernel": kernel, "module": module, "pass": which, "step": step, "tensor": tensor, "note": note}
+
+
+def _share(failure: Failure, candidate: Trajectory, names: Collection[str]) -> float:
+    """How clearly ``candidate`` shows the failure in the steps of these names, at the initial weights."""
+    return failure.shown(failure.judge(candidate, lambda at: at.phase == INITIAL and at.step in names)).share
+
+
+def _choose_steps(reruns: Reruns, names: list[str], candidate: Trajectory | None) -> tuple[Shown, Only]:
+    """How the whole patch shows the failure, and the fewest steps that show it clearly, of those called ``names``."""
+    few = 1  # who raises mostly does so at once
+    if candidate is not None:
+        clear = (n for n in range(1, len(names)) if _share(reruns.failure, candidate, names[:n]) >= CLEAR)
+        few = next(clear, len(names))
+    best, chosen = Shown(0.0, "nothing failed"), None
+    scopes: list[Only] = [frozenset(names[:few]), frozenset(names), None]
+    for only in dict.fromkeys(scopes):
+        if only is None and best.fails:
+            break
+        shown = reruns.rerun(reruns.changes.parts, only).shown
+        if shown.share > best.share:
+            best, chosen = shown, only
+        if shown.share >= CLEAR:
+            break
+    return best, chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bisection:
+    """Which kernels, which modules, which pass.
+
+    Attributes:
+        only: the steps that are trained again.
+        everything: how the whole patch shows the failure in them.
+        names: of all steps at the initial weights; the first shows the failure most clearly.
+        step, tensor: what a row says of the first difference.
+    """
+
+    reruns: Reruns
+    only: Only
+    everything: Shown
+    names: list[str]
+    step: str
+    tensor: str
+
+    @property
+    def parts(self) -> list[Part]:
+        return self.reruns.changes.parts
+
+    def rerun(self, kernels: Collection[str]) -> Shown:
+        return self.reruns.rerun([part for part in self.parts if part.kernel in kernels], self.only).shown
+
+    def nobody(self, note: str, kernel: str = "") -> list[Blame]:
+        return [_row(self.step, self.tensor, kernel, note=note)]
+
+    def rows(self) -> list[Blame]:
+        if not self.everything.fails:
+            return self.nobody(f"trained again, the same patch is {self.everything}")
+        if not self.parts:
+            return self.nobody(
+                "the patch changed no module of this model, only what all models share: none can be tried alone"
+            )
+        kernels = list(dict.fromkeys(part.kernel for part in self.parts))
+        nothing = self.rerun([])
+        if nothing.fails:
+            return self.nobody(
+                f"outside of every module that was patched: with all of them as they were, still {nothing}"
+            )
+        alone = {kernel: self.rerun([kernel]) for kernel in kernels}
+        suspects = sorted((k for k in kernels if alone[k].fails), key=lambda k: -alone[k].share)
+        if not suspects:
+            note = f"no kernel alone reproduces it; together they are {self.everything}"
+            return self.nobody(note, " and ".join(self.together(kernels)))
+        rows: list[Blame] = []
+        guilty: list[str] = []
+        for kernel in suspects:
+            guilty.append(kernel)
+            without = self.rerun([other for other in kernels if other not in guilty])
+            note = f"{kernel} alone: {alone[kernel]}; all but {' and '.join(guilty)}: {without}"
+            rows += [_row(self.step, self.tensor, kernel, *found, note) for found in self.modules(kernel)]
+            if not without.fails:
+                break
+        return rows
+
+    def together(self, kernels: list[str]) -> list[str]:
+        """The kernels that are left when one after the other is taken away as long as the failure stays."""
+        needed = list(kernels)
+        for kernel in kernels:
+            fewer = [k for k in needed if k != kernel]
+            if self.rerun(fewer).fails:
+                needed = fewer
+        return needed
+
+    def modules(self, kernel: str) -> list[tuple[str, str]]:
+        """The guilty modules of ``kernel``, each with the pass; one entry that stands for all, where all are guilty."""
+        parts = [part for part in self.parts if part.kernel == kernel]
+        paths = list(dict.fromkeys(part.path for part in parts))
+        if "cross_entropy" in kernel or paths == [""]:  # a head and its model are one; a model's output is its loss
+            return [(next(filter(None, paths), "the model itself"), _pass(self.loss_is_off(parts)))]
+        runs = {path: self.reruns.rerun([part for part in parts if part.path == path], self.only) for path in paths}
+        found = [path for path in paths if runs[path].shown.fails]
+        if not found:
+            together = self.reruns.rerun(parts, self.only)
+            return [(f"no single one of {len(paths)}, only together", _pass(together.forward))]
+        # A module cannot be called again after decoding: its cache has moved on.
+        clearest = next(name for name in self.names if name != DECODING)
+        off = self.reruns.outputs_off([part for part in parts if part.path in found], clearest)
+        forward = {path: runs[path].forward or path in off for path in found}
+        if len(found) == len(paths) > 1:
+            return [(f"all {len(paths)} ({paths[0]}, ...)", _pass(any(forward.values())))]
+        others = self.reruns.rerun([part for part in parts if part.path not in found], self.only).shown
+        if others.fails:
+            return [(f"{', '.join(found)} and others of {len(paths)}", _pass(any(forward.values())))]
+        return [(path, _pass(forward[path])) for path in found]
+
+    def loss_is_off(self, parts: Collection[Part]) -> bool:
+        """Whether ``parts`` make the loss wrong. The steps that show a failure best may show it in gradients only."""
+        all_steps = frozenset(self.names)
+        if self.reruns.rerun(parts, self.only).forward:
+            return True
+        return self.only != all_steps and self.reruns.rerun(parts, all_steps).forward
+
+
+def _pass(forward: bool) -> str:
+    return "forward" if forward else "backward"

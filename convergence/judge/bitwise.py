@@ -1,0 +1,123 @@
+"""The tier for refactorings: was every observed value, bit for bit, what it was in an earlier run?
+
+A record keeps a digest of every tensor of baseline and candidate. Two runs are comparable when everything that decides
+a bit besides our own code is the same: case, device, versions, threads. The baseline runs none of our code, so where
+its digests differ the environment is at fault, whatever it says of itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from convergence.arms.quantities import END, GENERATED, LOSS, SCORES, SGD, Moment
+from convergence.arms.trajectory import Trajectory
+from convergence.report.records import BIT_FOR_BIT, Digests, Record
+
+# 48 bits: two different tensors share a word once in 3e14 comparisons.
+_WORD = 12
+
+
+def digest(trajectory: Trajectory) -> list[Digests]:
+    """Digests of everything that ``trajectory`` observed, grouped by the steps at which it was."""
+    values = dict(trajectory.values)
+    if trajectory.generated is not None and trajectory.scores is not None:
+        values[GENERATED] = {Moment(SGD, END): trajectory.generated}
+        values[SCORES] = {Moment(SGD, END): trajectory.scores}
+    groups: dict[tuple[str, ...], dict[str, str]] = {}
+    for quantity, steps in values.items():
+        groups.setdefault(tuple(map(str, steps)), {})[str(quantity)] = " ".join(map(_word, steps.values()))
+    return [{"steps": list(steps), "quantities": quantities} for steps, quantities in groups.items()]
+
+
+def _word(value: torch.Tensor) -> str:
+    kind = f"{value.dtype} {list(value.shape)}".encode()
+    content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(kind + content.tobytes()).hexdigest()[:_WORD]
+
+
+def earlier(records: Sequence[Record], record: Record) -> Record:
+    """The newest of ``records`` (oldest first) that ``record``'s case, in its environment, can be compared with.
+
+    Raises:
+        ValueError: there is none; the message says what the nearest one has and ``record`` has not.
+    """
+    same = [other for other in records if other.case == record.case]
+    if not same:
+        near = min(
+            (_other(dataclasses.asdict(other.case), dataclasses.asdict(record.case)) for other in records), key=len
+        )
+        raise ValueError(f"{record.name}: not recorded; the nearest record has {', '.join(near)}")
+    for other in reversed(same):
+        if other.environment == record.environment:
+            if not {"baseline", "candidate"} <= other.digests.keys():
+                raise ValueError(f"{other.name}: its candidate was not trained to the end on {other.at[:19]}")
+            return other
+    raise ValueError(
+        f"{record.name}: recorded in another environment: "
+        + ", ".join(_other(same[-1].environment, record.environment))
+    )
+
+
+def _other(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
+    return [
+        f"{name} {there.get(name, 'unknown')} (here {here.get(name, 'unknown')})"
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
+    ]
+
+
+def compare(record: Record, before: Record) -> None:
+    """Fail ``record`` for every observed value that is not bit for bit what it was in ``before``, in order of time."""
+    baseline = list(_differences(record, before, "baseline"))
+    if baseline:
+        quantity, step = baseline[0]
+        value = f"the baseline differs, too, in {len(baseline)} values, and no patch touches it"
+        rows = [(quantity, step, BIT_FOR_BIT, value, "the same environment")]
+        record.notes.append(
+            "The environment, or the proof itself, is another than in the earlier run, or is not deterministic: "
+            "nothing follows for the patch."
+        )
+    else:
+        rows = [
+            (quantity, step, BIT_FOR_BIT, "differs", f"as on {before.at[:19]}")
+            for quantity, step in _differences(record, before, "candidate")
+        ]
+    if rows:
+        record.failures = [*record.failures, *rows]
+        record.verdict = "different"
+        record.reason = record.reason or " ".join(rows[0])
+
+
+def _differences(record: Record, before: Record, arm: str) -> Iterator[tuple[str, str]]:
+    """Quantity and step of what is in only one of the two, or another in each."""
+    now, then = _words(record, arm), _words(before, arm)
+    for key in sorted({**now, **then}, key=_time({**now, **then})):
+        if now.get(key) != then.get(key):
+            yield key
+
+
+def _words(record: Record, arm: str) -> dict[tuple[str, str], str]:
+    return {
+        (quantity, step): word
+        for group in record.digests.get(arm, ())
+        for quantity, words in group["quantities"].items()
+        for step, word in zip(group["steps"], words.split(), strict=True)
+    }
+
+
+def _time(keys: Mapping[tuple[str, str], str]) -> Callable[[tuple[str, str]], tuple[int, ...]]:
+    """A sort key: phases, then their steps, each in the order of the first that was seen; the loss before gradients."""
+    moments = {step: Moment.parse(step) for _, step in keys}
+    phases = list(dict.fromkeys(at.phase for at in moments.values()))
+    steps = list(dict.fromkeys(at.whole() for at in moments.values()))
+    quantities = list(dict.fromkeys(quantity for quantity, _ in keys))
+
+    def key(item: tuple[str, str]) -> tuple[int, ...]:
+        quantity, at = item[0], moments[item[1]]
+        return phases.index(at.phase), steps.index(at.whole()), quantity != str(LOSS), quantities.index(quantity)
+
+    return key

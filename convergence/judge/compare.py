@@ -1,0 +1,321 @@
+"""Decides whether a candidate's trajectory is the baseline's mathematics: ratios of errors and gains, in float64.
+
+For a quantity (a gradient, say) at step k, with the truth t_k, a candidate c_k and a baseline b_k:
+
+    error   e_k(c)  = |c_k - t_k| / |t_k|
+    gain    g_k(c)  = <c_k, t_k> / <t_k, t_k>
+
+*Error ratio*: e_k(c) over the root mean square of e_k over the baseline and its replicas, root mean square over the
+steps of a phase. It sees whatever is larger than PyTorch's own rounding. *Largest error ratio*: the same of the largest
+error of an element; one wrong row among many is nothing in a root mean square.
+
+*Gain*: the mean of g_k over all steps, each weighted by the inverse of its measured variance. Noise averages out of it,
+so it sees a scale that is wrong by parts per thousand, where bfloat16's rounding hides it from the error ratio. What
+does not average out is that a gradient taken at noisy activations is a smoothed one: the baseline's own mean lies up to
+0.001 from 1 in bfloat16. A candidate's may lie anywhere between 1 and the replicas' mean; what is judged is how far
+outside it lies. *Gain against the others*: rounding in the loss moves the gains of all parameters of a step together;
+the difference from the step's median over the parameters sees one parameter more sharply.
+
+The replicas are baselines whose initial weights were moved by one unit in the last place, each with a truth of its own,
+so that their errors are fresh samples of rounding noise and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from convergence.arms.quantities import (
+    BY_ELEMENT,
+    CALLERS_LOGITS,
+    END,
+    EVALUATION,
+    EVALUATION_LOGITS,
+    GENERATED,
+    GRADIENT,
+    GRADIENT_NORM,
+    HIDDEN,
+    INITIAL,
+    LOGITS,
+    LOSS,
+    SGD,
+    TARGET_LOGIT,
+    TRAINING_LOGITS,
+    Moment,
+    Quantity,
+)
+from convergence.arms.trajectory import Trajectory
+from convergence.judge import long_run, tolerance
+from convergence.judge.verdict import Verdict
+
+# What a patch of somebody else need not have.
+_NOT_OBSERVABLE = (LOGITS, BY_ELEMENT, TARGET_LOGIT, HIDDEN, TRAINING_LOGITS)
+
+Pair = tuple[Trajectory, Trajectory]  # the truth, and the arm that is measured against it
+
+
+def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, foreign: bool = False) -> Verdict:
+    """Judge ``candidate`` against ``pairs``: (truth, baseline) first, then each replica's truth and replica.
+
+    Args:
+        dtype: what baseline and candidate trained in.
+        foreign: whether the patch is not ours, so that logits that never exist, and a head that is never called, are
+            its right and only noted.
+    """
+    truth, baseline = pairs[0]
+    verdict = Verdict()
+    comparable = _check_presence(pairs, candidate, verdict, foreign)
+    _judge_statistics(pairs, candidate, comparable, dtype, verdict)
+    _judge_generation(truth, baseline, candidate, verdict)
+    honest = [arm.curve for _, arm in pairs if arm.curve is not None]
+    if honest and candidate.curve is not None:
+        long_run.judge(honest, candidate.curve, verdict)
+    for complaint in candidate.complaints:
+        if complaint not in baseline.complaints:
+            verdict.fail("what the caller holds", "", "overwritten", str(complaint))
+    for note in candidate.notes:
+        if foreign:
+            verdict.notes.append(str(note))
+        else:
+            verdict.fail(CALLERS_LOGITS, "", "missing", str(note))
+    for warning in sorted(set(candidate.warnings) - set(baseline.warnings)):
+        verdict.fail("transformers", "", "warning that the baseline does not give", warning)
+    return verdict
+
+
+def _check_presence(
+    pairs: Sequence[Pair], candidate: Trajectory, verdict: Verdict, foreign: bool
+) -> dict[Quantity, list[Moment]]:
+    """Same names, same shapes, finite, zero where the truth is, and not zero where neither the truth nor any honest arm
+    is (a small step may round away in bfloat16); returns the steps that can be judged."""
+    truth, baseline = pairs[0]
+    judged: dict[Quantity, list[Moment]] = {}
+    for quantity in {**truth.values, **candidate.values}:
+        expected, got = truth.values.get(quantity, {}), candidate.values.get(quantity, {})
+        if foreign and quantity in _NOT_OBSERVABLE and (unseen := expected.keys() - got.keys()):
+            verdict.notes.append(f"{quantity}: not observable in {len(unseen)} of {len(expected)} steps")
+            expected = {step: value for step, value in expected.items() if step in got}
+        elif quantity not in candidate.values:
+            verdict.fail(quantity, "every step", "missing", "the candidate never had it")
+            continue
+        for step in {**expected, **got}:
+            if step not in got:
+                verdict.fail(quantity, step, "missing", "it never arrived")
+            elif step not in expected:
+                verdict.fail(quantity, step, "unexpected", "the baseline has none")
+            elif (shape := candidate.form(quantity, step)[0]) != (wanted := truth.form(quantity, step)[0]):
+                verdict.fail(quantity, step, "shape", str(tuple(shape)), str(tuple(wanted)))
+            elif quantity not in _NOT_OBSERVABLE and (
+                (dtype := candidate.form(quantity, step)[1]) != (own := baseline.form(quantity, step)[1])
+            ):
+                verdict.fail(quantity, step, "dtype", str(dtype), str(own))
+            elif not bool(torch.isfinite(baseline.values[quantity][step]).all()):
+                verdict.fail(quantity, step, "finite", "the baseline itself is not")
+            elif not bool(torch.isfinite(got[step]).all()):
+                bad = int((~torch.isfinite(got[step])).sum())
+                verdict.fail(quantity, step, "finite", f"{bad} of {got[step].numel()} elements are not")
+            elif not bool(expected[step].any()):
+                if bool(got[step].any()):
+                    verdict.fail(quantity, step, "zero", f"{float(got[step].abs().max()):.3g}", "0")
+            elif not bool(got[step].any()) and all(bool(arm.values[quantity][step].any()) for _, arm in pairs):
+                verdict.fail(quantity, step, "non-zero", "all elements are 0")
+            else:
+                judged.setdefault(quantity, []).append(step)
+    return judged
+
+
+@dataclass
+class _Measured:
+    """One quantity: errors, largest errors and gains less 1, [arms, steps]; the candidate is the last arm.
+
+    ``floor`` and ``largest_floor`` [steps] are what one rounding costs.
+    """
+
+    steps: list[Moment]
+    error: torch.Tensor
+    largest: torch.Tensor
+    gain: torch.Tensor
+    floor: torch.Tensor
+    largest_floor: torch.Tensor
+    scalar: bool
+    by_element: bool = False
+
+
+def _measure(
+    pairs: Sequence[Pair],
+    candidate: Trajectory,
+    quantity: Quantity,
+    steps: list[Moment],
+    dtype: torch.dtype,
+    by_element: bool = False,
+) -> _Measured:
+    columns = []
+    for step in steps:
+        honest = [(truth.values[quantity][step], arm.values[quantity][step]) for truth, arm in pairs]
+        own = [(honest[0][0], candidate.values[quantity][step])]
+        # Candidates are compared one after another with the same honest arms.
+        known, key = pairs[0][1].measured, (quantity, step, by_element)
+        which = [id(tensor) for pair in honest for tensor in pair]
+        if key not in known or known[key][0] != which:
+            known[key] = which, honest, _figures(honest, quantity, by_element)  # which keep their numbers while kept
+        columns.append(torch.cat([known[key][-1], _figures(own, quantity, by_element)], 1))
+    error, largest, gain, peak = torch.stack(columns, 2)
+    value = candidate.values[quantity][steps[0]]
+    held_in = torch.float32 if quantity in (LOSS, GRADIENT_NORM) else dtype
+    floor = torch.full((len(steps),), tolerance.error_floor(held_in), dtype=torch.float64)
+    return _Measured(steps, error, largest, gain, floor, floor * peak[-1], value.ndim == 0, by_element)
+
+
+def _figures(arms: Sequence[tuple[torch.Tensor, torch.Tensor]], quantity: Quantity, by_element: bool) -> torch.Tensor:
+    """Error, largest error, gain less 1 and largest element of the truth, by the truth's size: [4, arms]. Of each arm
+    the truth's tensor comes first."""
+    t, a = (torch.stack([arm[i].double().flatten() for arm in arms]) for i in range(2))
+    count: torch.Tensor | int = t.shape[1]
+    if quantity == TARGET_LOGIT or by_element:
+        # p - 1, over many orders of magnitude: each row counts by its own size. By element it is p, which is positive;
+        # where label smoothing cancels it, all that is known is its size.
+        counts = t > 0 if by_element else t != 0
+        a = torch.where(counts, (a / t).clamp(0, 2) if by_element else a / t, 0.0)
+        t, count = counts.double(), counts.sum(1)
+    off, size = a - t, t.square().sum(1)
+    unit = (size / count).sqrt()
+    error, largest = (off.square().sum(1) / size).sqrt(), off.abs().amax(1) / unit
+    return torch.stack([error, largest, (off * t).sum(1) / size, t.abs().amax(1) / unit])
+
+
+def _judge_statistics(
+    pairs: Sequence[Pair],
+    candidate: Trajectory,
+    comparable: dict[Quantity, list[Moment]],
+    dtype: torch.dtype,
+    verdict: Verdict,
+) -> None:
+    measured = {q: _measure(pairs, candidate, q, steps, dtype, q == BY_ELEMENT) for q, steps in comparable.items()}
+    if LOGITS in comparable and BY_ELEMENT not in comparable:  # else they are too large to be kept by element
+        measured[BY_ELEMENT] = _measure(pairs, candidate, LOGITS, comparable[LOGITS], dtype, by_element=True)
+    _judge_error_ratios("error ratio", measured, verdict)
+    # Where every element counts by its own size, the largest error is that of whatever is nearest to 0.
+    whole = {q: m for q, m in measured.items() if not m.scalar and q not in (TARGET_LOGIT, BY_ELEMENT)}
+    largest = {q: dataclasses.replace(m, error=m.largest, floor=m.largest_floor) for q, m in whole.items()}
+    _judge_error_ratios("largest error ratio", largest, verdict)
+    gradients = {q: m for q, m in measured.items() if q.kind == GRADIENT or q in (LOGITS, HIDDEN)}
+    _judge_gains(gradients, "gain", dtype, verdict)
+    _judge_gains({q: measured[q] for q in (LOSS, GRADIENT_NORM) if q in measured}, "gain", torch.float32, verdict)
+    parameters = {q: m for q, m in gradients.items() if q.kind == GRADIENT}
+    _judge_gains(_against_the_others(parameters), "gain against the others", dtype, verdict)
+
+
+def _judge_error_ratios(name: str, measured: dict[Quantity, _Measured], verdict: Verdict) -> None:
+    """Judge every quantity in every phase by what honest ratios are in this phase, over all quantities of one kind."""
+    lone_step = _is_lone(measured)
+    ratios: dict[tuple[str, bool, bool], list[tuple[Quantity, Moment, float]]] = {}
+    worst_replica: dict[tuple[str, bool, bool], float] = {}
+    for quantity, m in measured.items():
+        for phase in dict.fromkeys(step.phase for step in m.steps):
+            chosen = [k for k, step in enumerate(m.steps) if step.phase == phase]
+            error, floor = m.error[:, chosen], m.floor[chosen]
+            honest, kind = error[:-1], (phase, m.scalar, m.by_element)
+            ratio = error[-1] / _reference(honest, floor)
+            pooled = float(ratio.square().mean().sqrt())
+            worst = m.steps[chosen[int(ratio.argmax())]]
+            ratios.setdefault(kind, []).append((quantity, worst, pooled))
+            others = honest[_others(len(honest))]
+            left_out = float((honest / _reference(others, floor)).square().mean(1).sqrt().max())
+            worst_replica[kind] = max(worst_replica.get(kind, 0.0), left_out)
+    for kind, values in ratios.items():
+        phase, scalar, _ = kind
+        one_draw = scalar or phase != INITIAL
+        bound = tolerance.ratio_bound(worst_replica[kind], one_draw, alone=scalar and lone_step)
+        for quantity, worst, pooled in values:
+            verdict.judge(quantity, worst, name, pooled, bound)
+
+
+def _is_lone(measured: dict[Quantity, _Measured]) -> bool:
+    """Whether all that was observed is one step."""
+    return len({step for m in measured.values() for step in m.steps}) == 1
+
+
+@functools.cache
+def _others(n: int) -> torch.Tensor:
+    """[n, n - 1]: of each of ``n`` arms, the other ones."""
+    return torch.tensor([[other for other in range(n) if other != arm] for arm in range(n)])
+
+
+def _reference(honest: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+    """PyTorch's own error [..., steps] from ``honest`` [..., arms, steps]: half from the step itself, half from its
+    phase."""
+    square = honest.square()
+    return ((square.mean(-2) + square.mean((-2, -1)).unsqueeze(-1)) / 2).sqrt().maximum(floor)
+
+
+def _against_the_others(parameters: dict[Quantity, _Measured]) -> dict[Quantity, _Measured]:
+    """The same with, in every arm and step, the median gain over the parameters taken off.
+
+    Of a single step it is the median over the others: the parameter in the middle would show no noise at all there."""
+    steps = {step for m in parameters.values() for step in m.steps}
+    common = {
+        step: torch.stack([m.gain[:, m.steps.index(step)] for m in parameters.values() if step in m.steps])
+        .median(0)
+        .values
+        for step in steps
+    }
+    if _is_lone(parameters) and len(parameters) > 1:
+        gains = {quantity: m.gain for quantity, m in parameters.items()}
+        others = {q: torch.stack([g for other, g in gains.items() if other != q]).median(0).values for q in gains}
+        return {q: dataclasses.replace(m, gain=m.gain - others[q]) for q, m in parameters.items()}
+    return {
+        quantity: dataclasses.replace(m, gain=m.gain - torch.stack([common[step] for step in m.steps], 1))
+        for quantity, m in parameters.items()
+    }
+
+
+def _judge_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dtype, verdict: Verdict) -> None:
+    """Judge the weighted mean gain of every quantity over all of its steps."""
+    lone_step = _is_lone(measured)
+    noise: dict[Moment, list[torch.Tensor]] = {}
+    for m in measured.values():
+        for k, step in enumerate(m.steps):
+            noise.setdefault(step, []).append(m.gain[:-1, k].square().mean())
+    for quantity, m in measured.items():
+        variance = torch.stack([torch.stack(noise[step]).mean() for step in m.steps])
+        weight = 1 / variance.clamp(min=tolerance.unit_roundoff(dtype) ** 2)
+        weight = weight / weight.sum()
+        gain, honest = float(m.gain[-1] @ weight), m.gain[:-1]
+        means = honest @ weight
+        centre = float(means.mean())
+        value = max(gain - max(centre, 0.0), min(centre, 0.0) - gain, 0.0)
+        # Two estimates of one number: from the replicas' means (few samples, every correlation between steps included;
+        # their centre is as uncertain as a mean of so many is) and from single steps (many samples, taken as
+        # independent, with what the data of a step does to all replicas alike). The larger counts.
+        sigma = max(
+            float(means.std()) * (1 + 1 / len(means)) ** 0.5,
+            float((honest.square().mean(0) @ weight.square()).sqrt()),
+        )
+        bound = tolerance.gain_bound(sigma, dtype, 1 / float(weight.square().sum()), lone_step)
+        worst = m.steps[int((m.gain[-1].abs() * weight).argmax())]
+        verdict.judge(quantity, worst, name, value, bound, shown=f"off by {value:.3g}")
+
+
+def _judge_generation(truth: Trajectory, baseline: Trajectory, candidate: Trajectory, verdict: Verdict) -> None:
+    """The first token that differs from the truth's must be one that the baseline's noise cannot tell from it."""
+    if truth.generated is None or truth.scores is None:
+        return
+    if candidate.generated is None or candidate.generated.shape != truth.generated.shape:
+        verdict.fail(GENERATED, Moment(SGD, END), "missing", "the candidate generated nothing comparable")
+        return
+    at = Moment(SGD, EVALUATION)
+    logits = truth.values[EVALUATION_LOGITS][at].double()
+    noise = float((baseline.values[EVALUATION_LOGITS][at].double() - logits).abs().max())
+    bound = 2 * tolerance.THREE_WAY_FACTOR * noise  # two logits, each off by at most twice PyTorch's largest error
+    for row in range(len(truth.generated)):
+        for i, (expected, got) in enumerate(zip(truth.generated[row], candidate.generated[row], strict=True)):
+            if expected != got:
+                gap = float(truth.scores[i, row, expected] - truth.scores[i, row, got])
+                if not gap <= bound:
+                    where = f"row {row}, token {i}"
+                    verdict.fail(GENERATED, where, "gap of the logits", f"{gap:.3g}", f"{bound:.3g}")
+                break

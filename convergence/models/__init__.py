@@ -1,0 +1,1 @@
+"""What is trained: mini models, models of real size, checkpoints, and the data."""

@@ -1,0 +1,442 @@
+r"""Cross entropy of a linear head, from hidden states to loss and gradients.
+
+    logits = hidden @ weight^T + bias,    loss = cross_entropy(logits, targets)  (formula in cross_entropy.py)
+
+With T tokens, hidden size H, V classes, chunks of C tokens, slabs of S classes and b bytes an element, the operations
+of the GEMMs and the peak of memory beyond the inputs, both gradients included, are
+
+    schedule      operations          memory
+    "fast"        6 T H V             b (T (V - K) + V H + T H)
+    "balanced"    6 T H V             4 V H + b T H + b V C
+      "none"      8 T H V - 2 T H (K + M)   the same
+    "small"       8 T H V - 2 T H K   b (V H + T S) + 4 T H
+
+- "fast" is one chunk. The logits are kept for the backward, which overwrites them by their gradient: those of the first
+  K = V H / (T + H) classes in the memory of grad_weight, behind these classes' rows. K is 0 where that would spare less
+  than 512 MiB, or the first K rows cannot hold grad_hidden in float32, b K < 4 T; where weight needs no gradient; with
+  label smoothing; and in what ``torch.compile`` compiles, which on a GPU sees the two products and the kernels of
+  cross_entropy.py instead of an operator. More than 8192 tokens are chunks of 8192, whose float32 sum of grad_weight
+  holds less than all logits would.
+- "balanced" goes in token chunks. The gradients are computed in the forward and summed over the chunks in float32,
+  after Liger Kernel's idea (arXiv:2410.10989), and grad_weight is rounded in the memory of its sum; a backward pass
+  that retains the graph makes copies. Reduction "none" has no gradient in the forward. It goes in vocabulary slabs, and
+  what chunks of 1024 tokens would hold has the logits of M classes more, M = V (H + 1024) / T - H in 16 bits and
+  1024 V / T in float32. In float16, with label smoothing, of a given ``chunk_size`` and in compiled programs it goes in
+  token chunks, whose backward computes the logits again.
+- "small" goes in vocabulary slabs. The forward only takes the loss from each slab of logits; the backward computes it
+  again and finishes its rows of grad_weight. What is not written yet of grad_weight holds the logits of wider slabs,
+  and between forward and backward those of the first K classes, which are not computed again. It is never chosen by
+  default.
+
+Token chunks are in ``token_chunks.py``, slabs are in ``vocabulary_slabs.py``.
+
+Without gradients only the loss is computed; what needs no gradient costs no buffer and no GEMM.
+
+Where the classes are split over the ranks of a process group (``vocab_parallel.py``), every schedule goes in slabs of
+those of a rank, each rank's V above.
+
+float16 always goes in token chunks, also where one covers all tokens: the other schedules have the upstream gradient
+and 1 / denominator in the logits' gradient, most of which float16 would flush to zero. Label smoothing does not go with
+"small".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernels.ops.loss.counted_rows import CountedRows, CountedTargets, checked_count, rows_to_take
+from liger_kernels.ops.loss.cross_entropy import (
+    CrossEntropyOutput,
+    as_kernel_weight,
+    check_targets,
+    check_weights,
+    cross_entropy,
+    reference,
+    with_extras,
+)
+from liger_kernels.ops.loss.operators import linear_cross_entropy_op
+from liger_kernels.ops.loss.options import LossOptions, takes_options
+from liger_kernels.ops.loss.schedule import TENSORS, Call, Needs, Schedule, Upstream, current_observer, padded
+from liger_kernels.ops.loss.token_chunks import TokenChunks
+from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of, logits_of_all
+from liger_kernels.ops.loss.vocabulary_slabs import VocabularySlabs
+from liger_kernels.ops.runtime.arguments import Limit, checked, checked_op, one_of
+from liger_kernels.ops.runtime.dispatch import as_autocast, backward_once, use_triton
+from liger_kernels.ops.runtime.tiling import choice
+
+MEMORY = ("fast", "balanced", "small")
+Memory = Annotated[str, one_of(MEMORY)]
+ChunkSize = Annotated[int, Limit("{x} >= 1", "at least 1 token")]
+
+# Tokens of a chunk of "fast". One chunk of more takes longer than several of so many do, and holds more.
+FAST_CHUNK = 8192
+
+
+@takes_options
+@checked
+def linear_cross_entropy_ref(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    denominator: Tensor | None = None,
+    group: Any = None,
+    **options: Any,
+) -> Tensor | CrossEntropyOutput:
+    """What :func:`linear_cross_entropy` computes, in plain torch, holding all logits in the input's dtype."""
+    o = LossOptions.checked(options)
+    weights = class_weight, row_weight, denominator
+    hidden, weight, bias, _, shard = checked_head(hidden, weight, targets, bias, o, *weights, group)
+    return _reference(hidden, weight, targets, bias, *weights, o, shard)
+
+
+def _reference(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    row_weight: Tensor | None,
+    denominator: Tensor | None,
+    options: LossOptions,
+    shard: VocabShard | None,
+) -> Tensor | CrossEntropyOutput:
+    """:func:`linear_cross_entropy_ref` of what has been checked."""
+    logits = observed_logits(logits_of_all(hidden, weight, bias, shard))
+    return reference(logits, targets, class_weight, row_weight, denominator, options)
+
+
+def observed_logits(logits: Tensor) -> Tensor:
+    """``logits``, whose gradient an observer gets if there is one."""
+    if current_observer() is not None and logits.requires_grad:
+        logits.register_hook(_observe_all_rows)
+    return logits
+
+
+def _observe_all_rows(grad: Tensor) -> None:
+    observer = current_observer()
+    if observer is not None:
+        observer(0, grad if grad.dtype == torch.float64 else grad.float())
+
+
+def _chunk_of_balanced(hidden_size: int) -> int:
+    """Every chunk reads and writes the float32 grad_weight once; the logits of a narrow head are large next to it."""
+    return 2048 if hidden_size >= 2048 else 1024
+
+
+@choice("schedule")
+def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype) -> tuple[str, int]:
+    """The schedule and the chunk size where neither is given.
+
+    2 * hidden_size + C tokens' logits take about the memory of what token chunks hold instead: the logits of C tokens,
+    and in 16 bits the float32 sum of grad_weight. A compiled program does not overwrite the kept logits, but a copy or
+    memory of the gradient's own; of at most hidden_size tokens even both take no more."""
+    chunk = _chunk_of_balanced(hidden_size)
+    few = chunk + (0 if dtype == torch.float32 else 2 * hidden_size)
+    if torch.compiler.is_compiling():
+        few = min(few, hidden_size)
+    return "fast" if tokens <= few else "balanced", chunk
+
+
+def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | None) -> str | None:
+    """What ``memory`` does not go with, so that "balanced", which goes with everything, runs instead; None if it runs.
+
+    Args:
+        dtype: of the product: where autocast is enabled, its dtype.
+    """
+    if memory in ("fast", "small") and dtype == torch.float16:
+        return "float16"
+    if memory == "small" and label_smoothing:
+        return "label smoothing"
+    return None
+
+
+def choose_schedule(
+    hidden: Tensor,
+    vocab: int,
+    options: LossOptions,
+    needs: Needs,
+    chunk_size: int | None,
+    memory: str | None,
+    shard: VocabShard | None = None,
+) -> tuple[str, Schedule]:
+    """A name of :data:`MEMORY` and what it is here: from the arguments, their shape and dtype only, so that a result
+    never depends on the state of the machine."""
+    tokens, hidden_size = hidden.shape
+    if memory is not None and chunk_size is not None:
+        raise ValueError(
+            f"memory is {memory!r} and chunk_size is {chunk_size}; give one of them: a chunk size is token chunks of "
+            "that size"
+        )
+    if shard is not None and chunk_size is not None:
+        raise ValueError(
+            f"chunk_size is {chunk_size} and a group is given, which goes in slabs of classes: leave it out"
+        )
+    chunk = _chunk_of_balanced(hidden_size)
+    if chunk_size is not None:
+        chunk = chunk_size
+        memory = "fast" if tokens <= chunk else "balanced"
+    elif memory is None:
+        memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype)
+    if balanced_because(hidden.dtype, options.label_smoothing, memory) is not None:
+        memory = "balanced"
+    per_row, compiled = options.reduction == "none", torch.compiler.is_compiling()
+    if memory == "fast" and not any(needs):  # nothing to keep logits for
+        memory = "balanced"
+    if memory == "fast" and tokens > FAST_CHUNK and chunk_size is None and shard is None and not per_row:
+        memory, chunk = "balanced", FAST_CHUNK  # with "none" chunks would compute the logits again
+    # A compiled program would copy grad_weight with the kept logits.
+    in_grad_weight, shape = needs.weight and not compiled, (tokens, hidden_size, vocab)
+    if memory == "fast":
+        in_grad_weight = in_grad_weight and not options.label_smoothing and shard is None
+        return memory, VocabularySlabs.fast(*shape, hidden.dtype.itemsize, in_grad_weight)
+    if memory == "small" or (shard is not None and not any(needs)):
+        return memory, VocabularySlabs.small(*shape, in_grad_weight)
+    late = per_row and any(needs) and not compiled  # gradients of which the forward knows nothing
+    in_chunks = chunk_size is not None or unsharded_because(hidden.dtype, options.label_smoothing) is not None
+    if shard is None and (in_chunks or not late):
+        return memory, TokenChunks(chunk, current_observer() is not None)
+    return memory, VocabularySlabs.balanced(*shape, hidden.dtype.itemsize, in_grad_weight)
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    """A schedule between autograd's forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, schedule: Schedule, entropy: bool
+    ) -> tuple[Tensor, ...]:
+        """The loss and the extras, of which the entropy has a gradient if ``entropy`` says so. ``call`` has the tensors
+        before it, too."""
+        output = schedule.forward(call)
+        extras = output.rows.extras
+        ctx.save_for_backward(*call.for_backward(schedule), extras["entropy"] if entropy else None, *output.saved)
+        # Not saved: a backward pass overwrites them, and autograd would then refuse a second one.
+        ctx.buffers = output.buffers
+        ctx.schedule, ctx.options, ctx.needs = schedule, call.options, call.needs
+        ctx.rows_and_classes = {"taken": call.taken, "shard": call.shard}
+        ctx.entropy = list(extras).index("entropy") if entropy else None
+        ctx.like_loss = output.loss.shape, output.loss.device
+        ctx.mark_non_differentiable(*[t for name, t in extras.items() if not entropy or name != "entropy"])
+        ctx.set_materialize_grads(False)
+        return output.loss, *extras.values()
+
+    @staticmethod
+    @backward_once
+    def backward(ctx: Any, grad_loss: Tensor | None, *of_extras: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_entropy = None if ctx.entropy is None else of_extras[ctx.entropy]
+        if grad_loss is None and grad_entropy is None:
+            return (None,) * 6
+        schedule, saved = ctx.schedule, ctx.saved_tensors  # raises where an earlier pass was the last one
+        call = Call.of(saved[:TENSORS], ctx.options, ctx.needs)._replace(**ctx.rows_and_classes)
+        # What reads the arguments computes again what it has overwritten.
+        overwrite = schedule.reads(ctx.options) or not torch._C._autograd._get_current_graph_task_keep_graph()
+        buffers = ctx.buffers
+        if overwrite:
+            ctx.buffers = None
+        entropy, *saved = saved[TENSORS:]
+        shape, device = ctx.like_loss
+        grad_loss = torch.zeros(shape, device=device) if grad_loss is None else grad_loss
+        upstream = Upstream(grad_loss, None if grad_entropy is None else entropy, grad_entropy)
+        grads = schedule.backward(call, saved, buffers, upstream, overwrite)
+        return *[grad if needed else None for grad, needed in zip(grads, ctx.needs, strict=True)], None, None, None
+
+
+def _is_traced_whole(hidden: Tensor, vocab: int) -> bool:
+    """Whether "fast" is two products and the kernels of :func:`cross_entropy`, which ``torch.compile`` sees itself.
+
+    That spares what an operator costs the host, and the copy of the logits that an operator overwrites in a compiled
+    program. The operator pads the rows of an odd vocabulary, and knows what an observer wants."""
+    aligned = padded(vocab) == vocab
+    return torch.compiler.is_compiling() and use_triton(hidden) and aligned and current_observer() is None
+
+
+def checked_head(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    options: LossOptions,
+    class_weight: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    denominator: Tensor | None = None,
+    group: Any = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Needs, VocabShard | None]:
+    """hidden, weight and bias, cast under autocast as ``F.linear`` casts them, which of them need a gradient, and which
+    classes these are.
+
+    Raises:
+        TypeError, ValueError: something does not fit.
+    """
+    for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if t is not None and not t.is_floating_point():
+            raise TypeError(f"{name} is {t.dtype}; it must be floating point")
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they must be "
+            "[tokens, hidden size] and [vocab, hidden size]: flatten hidden's leading dimensions"
+        )
+    tokens, vocab = hidden.shape[0], weight.shape[0]
+    shard = VocabShard.of(group, weight)
+    if bias is not None and bias.shape != (vocab,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{vocab}], one number per row of weight")
+    check_targets(targets, class_weight, options.ignore_index, tokens, classes_of(weight, shard), hidden.device)
+    check_weights(row_weight, denominator, tokens, hidden.device)
+    hidden, weight, bias = (as_autocast(t, hidden.device) for t in (hidden, weight, bias))
+    parameters = [weight] if bias is None else [weight, bias]
+    if any(p.dtype != hidden.dtype or p.device != hidden.device for p in parameters):
+        given = ", ".join(f"{t.dtype} on {t.device}" for t in (hidden, *parameters))
+        raise ValueError(f"hidden, weight and bias are {given}; they must have one dtype and device: cast or move them")
+    if shard is not None:
+        _check_sharded(options, hidden.dtype)
+    grad = torch.is_grad_enabled()
+    needs = Needs(
+        grad and hidden.requires_grad,
+        grad and weight.requires_grad,
+        grad and bias is not None and bias.requires_grad,
+    )
+    return hidden, weight, bias, needs, shard
+
+
+def unsharded_because(dtype: torch.dtype, label_smoothing: float) -> str | None:
+    """What goes in token chunks only, and so not with classes that are split over ranks."""
+    return balanced_because(dtype, label_smoothing, "small")
+
+
+def _check_sharded(options: LossOptions, dtype: torch.dtype) -> None:
+    reason = unsharded_because(dtype, options.label_smoothing)
+    if reason is not None:
+        raise ValueError(
+            f"group was given with {reason}, which does not go with it: use bfloat16 or float32 without label "
+            "smoothing, or compute the logits of all ranks and their cross_entropy"
+        )
+
+
+def uncompiled(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``op(*args, **kwargs)`` outside of the program that is being compiled."""
+    return torch.compiler.disable(op)(*args, **kwargs)  # as a decorator it would import the compiler for everybody
+
+
+def run_schedule(schedule: Schedule, call: Call, entropy: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the extras of ``call.options.written()``, of which the entropy has a gradient if ``entropy`` says
+    so. Only for reduction "none"."""
+    plain = type(call.hidden) in (Tensor, torch.nn.Parameter) or call.shard is not None
+    if torch.compiler.is_compiling() or not plain:
+        loss, *extras = linear_cross_entropy_op(call, schedule, entropy)
+    else:
+        inputs = call.hidden, call.weight, call.bias
+        loss, *extras = LinearCrossEntropyFunction.apply(*inputs, call, schedule, entropy)
+    return loss, dict(zip(call.options.written(), extras, strict=True))
+
+
+# The extras that are zero for an ignored row, or no row's. The others describe every row.
+_OF_COUNTED_ROWS = ("token_accuracy", "log_probs", "is_top1")
+
+
+def counted_rows(
+    counted: CountedTargets | int | None,
+    hidden: Tensor,
+    classes: int,
+    targets: Tensor,
+    ignore_index: int,
+    extras: tuple[str, ...] = (),
+) -> CountedRows:
+    """The rows to multiply for the loss and those ``extras`` that describe every row.
+
+    Raises:
+        TypeError, ValueError: as :func:`checked_count`.
+    """
+    at_most = checked_count(counted, targets, ignore_index)
+    targets = targets.contiguous()
+    plain = type(hidden) in (Tensor, torch.nn.Parameter)
+    if at_most is None or not plain or not use_triton(hidden) or any(name not in _OF_COUNTED_ROWS for name in extras):
+        return CountedRows(targets)
+    taken = rows_to_take(len(targets), at_most)
+    return CountedRows.first(targets, ignore_index, classes, taken) if taken < len(targets) else CountedRows(targets)
+
+
+@takes_options
+@checked_op
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    denominator: Tensor | None = None,
+    chunk_size: ChunkSize | None = None,
+    memory: Memory | None = None,
+    counted: CountedTargets | int | None = None,
+    group: Any = None,
+    **options: Any,
+) -> Tensor | CrossEntropyOutput:
+    """:func:`cross_entropy` of ``F.linear(hidden, weight, bias)`` with one buffer of logits, all or a chunk of them.
+
+    Under autocast, hidden, weight and bias are cast as ``F.linear`` casts them.
+
+    Args:
+        hidden: [tokens, hidden size], float16, bfloat16, float32, or float64 (which runs the reference).
+        weight: [vocab, hidden size], of the same dtype.
+        targets: [tokens], int64 or int32.
+        bias: [vocab], of the same dtype, or None.
+        class_weight, row_weight, denominator: as in :func:`cross_entropy`.
+        chunk_size: tokens whose logits are held at once; where that is all of them, as with "fast".
+        memory: how much of it may buy time; the numbers stand at the top of this file. "fast" holds all logits between
+            forward and backward, some of them where grad_weight will be, and takes the fewest operations; of more than
+            8192 tokens it holds those of 8192 at a time (with "none" all). "balanced" holds those of C = 2048 tokens,
+            or of 1024 for a hidden size below 2048. "small" holds little but the gradients, and computes most logits
+            twice (label smoothing: as "balanced"). float16 is always "balanced". By default "fast" for at most
+            2 * hidden size + C tokens in bfloat16, for at most C in float32, and else "balanced"; in a program that
+            ``torch.compile`` compiles, where "fast" holds the logits twice, for no more than hidden size tokens.
+            Without gradients there is nothing to keep logits for: "fast" is "balanced". Not together with
+            ``chunk_size``.
+        counted: at most how many targets are not ``ignore_index``: an int, or :class:`CountedTargets`, which was made
+            where the targets were first seen and does not stop the GPU. If they are at most 15/16 of the tokens,
+            only their rows are multiplied; with extras that describe ignored rows, too, all are. Where more targets
+            count than that, the loss is NaN, or a ``ValueError`` on a CPU. None: all rows.
+        group: the ``torch.distributed.ProcessGroup`` over whose ranks the classes are split, in the order of the ranks:
+            ``weight`` and ``bias`` are those of this rank's classes, of any number. Everything else is the same on
+            every rank and of all classes, and so are the results and the gradient of hidden. The host waits for the GPU
+            in the first call with a weight. Not with ``chunk_size``, label smoothing or float16; ``torch.compile``
+            leaves it to Python.
+        options: the fields of :class:`LossOptions`, by name.
+
+    Returns:
+        The loss in float32 (float64 for float64 inputs), 0-d or [tokens] for "none"; with ``extras`` a
+        :class:`CrossEntropyOutput`. Nothing but the loss carries a gradient, and that gradient is not differentiable.
+
+    Raises:
+        TypeError, ValueError: for an argument of a wrong type, shape, device or range; for targets out of range as
+            :func:`cross_entropy` does.
+    """
+    named: dict[str, Any] = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator}
+    if group is not None and torch.compiler.is_compiling():
+        how: dict[str, Any] = {"chunk_size": chunk_size, "memory": memory, "counted": counted, "group": group}
+        return uncompiled(linear_cross_entropy, hidden, weight, targets, bias, **named, **how, **options)
+    o = LossOptions.checked(options)
+    weights = class_weight, row_weight, denominator
+    hidden, weight, bias, needs, shard = checked_head(hidden, weight, targets, bias, o, *weights, group)
+    taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, o.ignore_index, o.extras)
+    hidden = taken.take(hidden)
+    memory, schedule = choose_schedule(hidden, weight.shape[0], o, needs, chunk_size, memory, shard)
+    named |= o.as_arguments()
+    if not use_triton(hidden, opaque=True):
+        return _reference(hidden, weight, targets, bias, *weights, o, shard)
+    if memory == "fast" and _is_traced_whole(hidden, weight.shape[0]):
+        return cross_entropy(F.linear(hidden, weight, bias), targets, **named)
+    row_weight = None if row_weight is None else taken.take(row_weight)
+    weights = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
+    loss, extras = run_schedule(schedule, Call(hidden, weight, bias, taken.targets, *weights, o, needs, taken, shard))
+    loss = taken.spread(loss) if o.reduction == "none" else loss
+    extras = {name: taken.spread(extra) for name, extra in extras.items()}
+    return with_extras(loss, o, targets, extras)

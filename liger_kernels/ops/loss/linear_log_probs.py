@@ -1,0 +1,193 @@
+r"""Log-probabilities and entropy of a linear head, from hidden states, without holding the logits several times.
+
+    a = logit_scale * (hidden @ weight^T + bias)        c = softcap * tanh(a / softcap), or a without a softcap
+    z = c / temperature,    L = logsumexp_j z_j,    p = exp(z - L)
+    log_prob = z_y - L,     entropy = L - sum_j p_j z_j
+
+With upstream gradients g of log_prob and k of entropy,
+
+    dz_j = g ([j = y] - p_j) - k p_j (log p_j + entropy)
+
+It is :func:`linear_cross_entropy` with reduction "none" (log_prob is minus its loss) in whose backward the entropy has
+a gradient, too: the same schedules and the same kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_kernels.ops.loss.counted_rows import CountedTargets
+from liger_kernels.ops.loss.linear_cross_entropy import (
+    Memory,
+    checked_head,
+    choose_schedule,
+    counted_rows,
+    observed_logits,
+    run_schedule,
+    uncompiled,
+)
+from liger_kernels.ops.loss.options import Finite, LossOptions, Positive, check_names
+from liger_kernels.ops.loss.schedule import Call
+from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of, logits_of_all
+from liger_kernels.ops.runtime.arguments import checked, checked_op
+from liger_kernels.ops.runtime.dispatch import use_triton
+
+
+class LogProbsOutput(NamedTuple):
+    """What was asked for, ``None`` for what was not; 0 or False for ignored rows. All are [tokens].
+
+    Attributes:
+        log_probs: float32, log p of the target, with gradient.
+        entropy: float32, -sum_c p_c log p_c, with gradient.
+        is_top1: bool, whether the target has the largest logit and no class before it has, too.
+        log_sum_sq_probs: float32, log sum_c p_c^2.
+        mean_logits, max_logits: float32, of z.
+    """
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    is_top1: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    max_logits: Tensor | None = None
+
+
+OUTPUTS = LogProbsOutput._fields
+
+
+def _options(
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+    ignore_index: int,
+    outputs: tuple[str, ...],
+) -> LossOptions:
+    check_names("outputs", outputs, OUTPUTS)
+    if not outputs:
+        raise ValueError(f"outputs is empty; it must have at least one name from {', '.join(map(repr, OUTPUTS))}")
+    return LossOptions.checked(
+        {
+            "temperature": temperature,
+            "softcap": softcap,
+            "logit_scale": logit_scale,
+            "ignore_index": ignore_index,
+            "reduction": "none",
+            "extras": tuple([name for name in OUTPUTS[1:] if name in outputs]),
+        }
+    )
+
+
+@checked
+def linear_log_probs_ref(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: Positive = 1.0,
+    softcap: Positive | None = None,
+    logit_scale: Finite = 1.0,
+    ignore_index: int = -100,
+    outputs: tuple[str, ...] = ("log_probs",),
+    group: Any = None,
+) -> LogProbsOutput:
+    """What :func:`linear_log_probs` computes, in plain torch, holding all logits in the input's dtype."""
+    o = _options(temperature, softcap, logit_scale, ignore_index, outputs)
+    hidden, weight, bias, _, shard = checked_head(hidden, weight, targets, bias, o, group=group)
+    return _reference(hidden, weight, targets, bias, o, outputs, shard)
+
+
+def _reference(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    o: LossOptions,
+    outputs: tuple[str, ...],
+    shard: VocabShard | None,
+) -> LogProbsOutput:
+    """:func:`linear_log_probs_ref` of what has been checked."""
+    z = observed_logits(logits_of_all(hidden, weight, bias, shard))
+    z = o.logit_scale * (z if z.dtype == torch.float64 else z.float())
+    if o.softcap is not None:
+        z = o.softcap * torch.tanh(z / o.softcap)
+    z = z / o.temperature
+    counted = targets != o.ignore_index
+    log_p = z.log_softmax(-1)
+    p = log_p.exp()
+    safe = targets.long().where(counted, 0)
+    with torch.no_grad():
+        found = {
+            "is_top1": z.argmax(-1) == safe,
+            "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
+            "mean_logits": z.mean(-1),
+            "max_logits": z.amax(-1),
+        }
+    found["log_probs"] = log_p.gather(1, safe[:, None])[:, 0]
+    found["entropy"] = -(p * log_p.where(p > 0, 0.0)).sum(-1)
+    return LogProbsOutput(**{name: found[name].where(counted, False) for name in OUTPUTS if name in outputs})
+
+
+@checked_op
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: Positive = 1.0,
+    softcap: Positive | None = None,
+    logit_scale: Finite = 1.0,
+    ignore_index: int = -100,
+    outputs: tuple[str, ...] = ("log_probs",),
+    memory: Memory | None = None,
+    counted: CountedTargets | int | None = None,
+    group: Any = None,
+) -> LogProbsOutput:
+    """The log-probability of each target, and what else is asked for, of ``F.linear(hidden, weight, bias)``.
+
+    Under autocast, hidden, weight and bias are cast as ``F.linear`` casts them. Gradients are summed in float32 and
+    rounded once. They are not differentiable themselves.
+
+    Args:
+        hidden: [tokens, hidden size], float16, bfloat16, float32, or float64 (which runs the reference).
+        weight: [vocab, hidden size], of the same dtype.
+        targets: [tokens], int64 or int32.
+        bias: [vocab], of the same dtype, or None.
+        temperature: divides the logits, after the cap; positive.
+        softcap: the bound of the tanh cap, or None.
+        logit_scale: multiplies the logits, before the cap.
+        ignore_index: rows with this target have log-probability and entropy 0, and no gradient.
+        outputs: the fields of :class:`LogProbsOutput` to compute.
+        memory, counted, group: as for :func:`linear_cross_entropy`.
+
+    Returns:
+        A :class:`LogProbsOutput`; in float64 for float64 inputs.
+
+    Raises:
+        TypeError, ValueError: for an argument of a wrong type, shape, device or range; for targets out of range as
+            :func:`cross_entropy` does.
+    """
+    if group is not None and torch.compiler.is_compiling():
+        numbers: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
+        how: dict[str, Any] = {"outputs": outputs, "memory": memory, "counted": counted, "group": group}
+        return uncompiled(linear_log_probs, hidden, weight, targets, bias, ignore_index=ignore_index, **numbers, **how)
+    o = _options(temperature, softcap, logit_scale, ignore_index, outputs)
+    hidden, weight, bias, needs, shard = checked_head(hidden, weight, targets, bias, o, group=group)
+    taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, ignore_index)
+    hidden = taken.take(hidden)
+    _, schedule = choose_schedule(hidden, weight.shape[0], o, needs, None, memory, shard)
+    if not use_triton(hidden, opaque=True):
+        return _reference(hidden, weight, targets, bias, o, outputs, shard)
+    call = Call(hidden, weight, bias, taken.targets, None, None, None, o, needs, taken, shard)
+    loss, found = run_schedule(schedule, call, entropy="entropy" in outputs)
+    if "is_top1" in outputs:
+        found["is_top1"] = found["predicted_tokens"] == taken.targets
+    counts = taken.targets != ignore_index
+    found = {name: taken.spread(found[name].where(counts, False)) for name in o.extras}
+    if "log_probs" in outputs:
+        found["log_probs"] = taken.spread(0.0 - loss)  # 0, not -0, for ignored rows
+    return LogProbsOutput(**found)

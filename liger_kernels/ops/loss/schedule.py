@@ -1,0 +1,205 @@
+"""What the schedules of the linear cross entropy share: a call's arguments, the logits' buffer, and the observer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from liger_kernels.ops.loss.counted_rows import CountedRows
+from liger_kernels.ops.loss.mean import mean_denominator
+from liger_kernels.ops.loss.options import LossOptions
+from liger_kernels.ops.loss.rows import Rows
+from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of
+from liger_kernels.ops.runtime.arguments import checked
+
+Observer = Callable[[int, Tensor], None]
+
+# A plain global, not a context variable: the backward of a CUDA tensor runs in autograd's own thread.
+_observer: Observer | None = None
+
+
+@checked
+@contextlib.contextmanager
+def observe_logits_grad(observer: Observer) -> Iterator[None]:
+    """While installed, every backward of :func:`linear_cross_entropy` calls ``observer(start_row, grad)``, chunk by
+    chunk in the order of the rows, with the float32 [rows, vocab] gradient of the head's raw output
+    hidden @ weight^T + bias. Where only the counted rows are multiplied, ``grad`` has all rows, zeros but for the
+    chunk's: the sum of what it is called with is the gradient.
+
+    It must be installed around the forward and the backward. It changes neither the schedule nor any computed number;
+    it costs tokens x vocab memory. ``grad`` is the observer's to keep.
+    """
+    global _observer
+    before = _observer
+    _observer = observer
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+def current_observer() -> Observer | None:
+    return _observer
+
+
+class Needs(NamedTuple):
+    """What needs a gradient."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Call(NamedTuple):
+    """The arguments of a call, checked. In a backward the tensors may be None that it does not read."""
+
+    hidden: Tensor  # [tokens, hidden size]
+    weight: Tensor  # [vocab, hidden size]
+    bias: Tensor | None  # [vocab]
+    targets: Tensor  # [tokens]
+    class_weight: Tensor | None  # [classes], float32
+    row_weight: Tensor | None  # [tokens], float32
+    denominator: Tensor | None  # 0-d
+    options: LossOptions
+    needs: Needs
+    taken: CountedRows | None = None  # which of the caller's rows these are, if not all
+    shard: VocabShard | None = None  # whose classes the weight has, if not all
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        tensors: tuple[Any, ...] = self[:TENSORS]
+        return tensors
+
+    def for_backward(self, schedule: Schedule) -> tuple[Tensor | None, ...]:
+        """:meth:`tensors`, None for what the backward does not read: never the denominator, which the caller may fill
+        anew before it."""
+        return self._replace(denominator=None).tensors() if schedule.reads(self.options) else (None,) * TENSORS
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], options: LossOptions, needs: Needs) -> Call:
+        """What :meth:`tensors` came from."""
+        fields: Any = *tensors, options, needs
+        return cls(*fields)
+
+    def observe(self, start: int, grad: Tensor) -> None:
+        """Hand the float32 gradient of the logits from row ``start`` on to the observer."""
+        observer = current_observer()
+        if observer is None:
+            return
+        if self.taken is None or self.taken.rows is None:
+            observer(start, grad)
+        else:
+            rows = self.taken.rows[start : start + len(grad)]
+            observer(0, grad.new_zeros((self.taken.of, grad.shape[1])).index_copy_(0, rows, grad))
+
+    def mean_denominator(self) -> Tensor:
+        """What the sum of the rows' losses is divided by, 0-d float32."""
+        if self.options.reduction != "mean":
+            return torch.ones((), dtype=torch.float32, device=self.hidden.device)
+        weights = self.class_weight, self.row_weight, self.denominator
+        return mean_denominator(self.targets, *weights, self.options.ignore_index, self.classes)
+
+    @property
+    def classes(self) -> int:
+        """How many there are, on all ranks."""
+        return classes_of(self.weight, self.shard)
+
+    def new(self, wanted: bool, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialised, without elements unless it is ``wanted``; of hidden's dtype if no other is given."""
+        return torch.empty(shape if wanted else (0,), dtype=dtype or self.hidden.dtype, device=self.hidden.device)
+
+
+TENSORS = 7  # of a call
+
+
+class Output(NamedTuple):
+    """What the forward of a schedule returns."""
+
+    loss: Tensor  # float32, 0-d or [tokens]
+    rows: Rows
+    saved: tuple[Tensor, ...]  # for the backward, beside the arguments
+    buffers: tuple[Tensor, ...]  # for the backward, which may overwrite them
+
+    def fake(self, reduction: str) -> Output:
+        """The same shapes and dtypes where nothing was computed, the loss that of every row."""
+        return self if reduction == "none" else self._replace(loss=self.loss.new_empty(()))
+
+
+class Upstream(NamedTuple):
+    """What comes into a backward."""
+
+    loss: Tensor  # the gradient of the loss, 0-d or [tokens]
+    entropy: Tensor | None = None  # the rows' entropy, and
+    grad_entropy: Tensor | None = None  # its gradient, both [tokens]
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of hidden, weight and bias, each without elements if it is not needed
+
+
+class Schedule(Protocol):
+    """An order in which the products are computed, and what lies in memory between forward and backward.
+
+    A schedule is a NamedTuple of ints: that is how it gets into a ``torch.library`` operator.
+    """
+
+    def allocate(self, call: Call) -> Output:
+        """Everything that :meth:`forward` returns, nothing computed: with fake tensors, this is what it would be."""
+
+    def forward(self, call: Call) -> Output: ...
+
+    def split(self, state: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """``saved`` and ``buffers`` of an output from both in a row and whatever follows them."""
+
+    def reads(self, options: LossOptions) -> bool:
+        """Whether the backward reads the arguments."""
+
+    def backward(
+        self,
+        call: Call,
+        saved: tuple[Tensor, ...],
+        buffers: tuple[Tensor, ...] | None,
+        upstream: Upstream,
+        overwrite: bool,
+    ) -> Gradients:
+        """The gradients of the arguments.
+
+        Args:
+            buffers: those of the forward, or None where an earlier pass overwrote them.
+            overwrite: whether this pass may overwrite the ``buffers`` and return them.
+        """
+
+    def allocate_gradients(self, call: Call, buffers: tuple[Tensor, ...]) -> Gradients:
+        """What :meth:`backward` returns, nothing computed."""
+
+
+def new_gradients(call: Call) -> Gradients:
+    """Uninitialised gradients of the arguments."""
+    hidden, weight, needs = call.hidden, call.weight, call.needs
+    return (
+        call.new(needs.hidden, *hidden.shape),
+        call.new(needs.weight, *weight.shape),
+        call.new(needs.bias, weight.shape[0]),
+    )
+
+
+def padded(vocab: int) -> int:
+    """Tensor cores want rows that begin at multiples of 16 bytes, which those of an odd vocabulary do only with some
+    padding."""
+    return -(-vocab // 8) * 8
+
+
+def logits_buffer(call: Call, rows: int, classes: int) -> Tensor:
+    """[rows, classes with padding], uninitialised."""
+    return call.new(True, rows, padded(classes))
+
+
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+    """The logits [rows, vocab], in ``buffer``."""
+    out = buffer[: len(hidden), : len(weight)]
+    # Every GEMM of the schedules is given its ``out``, which also keeps autocast from casting its operands again.
+    if bias is None:
+        return torch.mm(hidden, weight.t(), out=out)
+    return torch.addmm(bias, hidden, weight.t(), out=out)

@@ -1,0 +1,213 @@
+"""Linear cross entropy in chunks of tokens; which schedule is for what stands in linear_cross_entropy.py.
+
+"mean" and "sum": every row's upstream gradient is the same number, so the forward already knows the gradient up to that
+number. Per chunk: logits by one GEMM, then one kernel takes the loss and overwrites the logits by dloss/dlogits, then
+one GEMM each for grad_hidden and grad_weight; grad_weight and grad_bias are summed over the chunks in float32. Neither
+1 / denominator nor the upstream gradient is in them: in float16 they would flush most of the logits' gradient to zero.
+The backward multiplies both in, in float32, with one rounding to the gradient's dtype.
+
+"none": the upstream gradient per row is only known in the backward, which computes each chunk's logits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_kernels.ops._split_sum import SplitSum, rounded
+from liger_kernels.ops.loss.mean import mean
+from liger_kernels.ops.loss.options import LossOptions
+from liger_kernels.ops.loss.rows import Rows, backward_rows, forward_rows
+from liger_kernels.ops.loss.schedule import (
+    Call,
+    Gradients,
+    Needs,
+    Output,
+    Upstream,
+    current_observer,
+    logits_buffer,
+    logits_of,
+    new_gradients,
+)
+
+
+class _GradientSums(NamedTuple):
+    """The gradients of one pass over the chunks, each only if it is wanted (else without elements)."""
+
+    hidden: Tensor  # in hidden's dtype: every chunk has rows of its own
+    weight: SplitSum
+    bias: Tensor  # float32
+
+    @classmethod
+    def empty(cls, call: Call, wanted: Needs) -> _GradientSums:
+        hidden, weight = call.hidden, call.weight
+        return cls(
+            call.new(wanted.hidden, *hidden.shape),
+            SplitSum.empty(wanted.weight, weight.shape, weight.dtype, hidden.device),
+            call.new(wanted.bias, weight.shape[0], dtype=torch.float32),
+        )
+
+    @classmethod
+    def of(cls, buffers: tuple[Tensor, ...]) -> _GradientSums:
+        hidden, first, second, bias = buffers
+        return cls(hidden, SplitSum(first, second), bias)
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        return self.hidden, *self.weight, self.bias
+
+    def add(self, call: Call, wanted: Needs, start: int, stop: int, d_logits: Tensor) -> None:
+        """Those of one chunk. The first one writes what later ones add to."""
+        rows, keep = call.hidden[start:stop], 1.0 if start else 0.0
+        if wanted.hidden:
+            torch.mm(d_logits, call.weight, out=self.hidden[start:stop])
+        if wanted.weight:
+            self.weight.add(d_logits.t(), rows, keep)
+        if wanted.bias and start:
+            self.bias.add_(d_logits.sum(0, dtype=torch.float32))
+        elif wanted.bias:
+            torch.sum(d_logits, 0, dtype=torch.float32, out=self.bias)
+
+    def zero_without(self, tokens: int) -> None:
+        if not tokens:  # no chunk writes them
+            for buffer in self.buffers:
+                buffer.zero_()
+
+    def rounded(self, needs: Needs, scale: Tensor, overwrite: bool) -> Gradients:
+        """The gradients times ``scale``. With ``overwrite`` they get the memory of the sums: a second tensor next to
+        the float32 sum of grad_weight would raise the peak."""
+        dtype = self.hidden.dtype
+
+        def finished(wanted: bool, t: Tensor) -> Tensor:
+            in_place = not wanted or (overwrite and t.dtype == dtype)
+            return rounded(t, scale, t if in_place else torch.empty(t.shape, dtype=dtype, device=t.device))
+
+        grad_weight = self.weight.rounded(scale, dtype, overwrite) if needs.weight else self.weight.first
+        return finished(needs.hidden, self.hidden), grad_weight, finished(needs.bias, self.bias)
+
+
+_NO_GRADIENTS = Needs(hidden=False, weight=False, bias=False)
+
+
+class TokenChunks(NamedTuple):
+    """The schedule "balanced"."""
+
+    chunk_size: int
+    observed: bool  # whether the forward keeps the logits' gradient for an observer
+
+    def allocate(self, call: Call) -> Output:
+        tokens, (vocab, _), wanted = call.hidden.shape[0], call.weight.shape, self._wanted(call)
+        stats = any(call.needs) and not any(wanted)
+        rows = Rows.empty(tokens, call.hidden.device, call.options, stats)
+        d_logits = call.new(self.observed and any(wanted), tokens, vocab)
+        denominator = call.new(True, dtype=torch.float32) if rows.stats is None else rows.stats
+        return Output(rows.loss, rows, (denominator,), (*_GradientSums.empty(call, wanted).buffers, d_logits))
+
+    def forward(self, call: Call) -> Output:
+        wanted = self._wanted(call)
+        output = self.allocate(call)
+        rows, *buffers, d_logits = output.rows, *output.buffers
+        sums = _GradientSums.of(tuple(buffers))
+        tokens = len(call.hidden)
+        sums.zero_without(tokens)
+        buffer = logits_buffer(call, min(self.chunk_size, tokens), len(call.weight))
+        row_weight, largest = call.row_weight, None
+        if any(wanted) and row_weight is not None:  # the weights' size, too, stays out of 16-bit gradients
+            row_weight, largest = _normalised(row_weight)
+        for start, stop in self._chunks(tokens):
+            logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer)
+            forward_rows(
+                logits,
+                call.targets[start:stop],
+                call.class_weight,
+                None if row_weight is None else row_weight[start:stop],
+                call.options,
+                rows.chunk(start, stop),
+                grad=logits if any(wanted) else None,
+            )
+            sums.add(call, wanted, start, stop, logits)
+            if d_logits.dim() == 2:
+                d_logits[start:stop] = logits
+        if call.options.reduction == "none":
+            return output
+        denominator = call.mean_denominator()
+        denominator = denominator if largest is None else denominator / largest
+        return output._replace(loss=mean(rows.loss, denominator), saved=(denominator,))
+
+    def split(self, state: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return tuple(state[:1]), tuple(state[1:6])
+
+    def reads(self, options: LossOptions) -> bool:
+        return options.reduction == "none"
+
+    def backward(
+        self,
+        call: Call,
+        saved: tuple[Tensor, ...],
+        buffers: tuple[Tensor, ...] | None,
+        upstream: Upstream,
+        overwrite: bool,
+    ) -> Gradients:
+        if call.options.reduction == "none":
+            return self._recomputed(call, saved[0], upstream)
+        assert buffers is not None  # only the last pass overwrites them
+        *sums, d_logits = buffers
+        scale = upstream.loss.to(torch.float32) / saved[0]
+        if current_observer() is not None and d_logits.dim() == 2:
+            for start, stop in self._chunks(len(d_logits)):
+                call.observe(start, d_logits[start:stop].float() * scale)
+        return _GradientSums.of(tuple(sums)).rounded(call.needs, scale, overwrite)
+
+    def allocate_gradients(self, call: Call, buffers: tuple[Tensor, ...]) -> Gradients:
+        if self.reads(call.options):
+            return new_gradients(call)
+        hidden, first, second, bias, _ = buffers
+        rows = first.shape[0] + (second.shape[0] if call.needs.weight else 0)
+        return torch.empty_like(hidden), hidden.new_empty((rows, *first.shape[1:])), hidden.new_empty(bias.shape)
+
+    def _recomputed(self, call: Call, stats: Tensor, upstream: Upstream) -> Gradients:
+        """The backward of "none"."""
+        # The upstream gradient's size stays out of the 16-bit logits' gradient here, too.
+        grad_loss = upstream.loss.to(torch.float32)
+        grad_loss = grad_loss if call.row_weight is None else grad_loss * call.row_weight
+        grads = [grad_loss] if upstream.grad_entropy is None else [grad_loss, upstream.grad_entropy.to(torch.float32)]
+        (grad_loss, *grad_entropy), scale = _normalised(torch.stack(grads))
+        tokens = len(call.hidden)
+        buffer = logits_buffer(call, min(self.chunk_size, tokens), len(call.weight))
+        sums = _GradientSums.empty(call, call.needs)
+        sums.zero_without(tokens)
+        for start, stop in self._chunks(tokens):
+            logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer)
+            backward_rows(
+                logits,
+                call.targets[start:stop],
+                call.class_weight,
+                call.options,
+                stats[:, start:stop],
+                grad_loss[start:stop],  # the row weights, too
+                grad=logits,
+                entropy=None if upstream.entropy is None else upstream.entropy[start:stop],
+                grad_entropy=grad_entropy[0][start:stop] if grad_entropy else None,
+            )
+            if current_observer() is not None:
+                call.observe(start, logits.float() * scale)
+            sums.add(call, call.needs, start, stop, logits)
+        return sums.rounded(call.needs, scale, overwrite=True)
+
+    def _wanted(self, call: Call) -> Needs:
+        """Which gradients the forward computes."""
+        return _NO_GRADIENTS if call.options.reduction == "none" else call.needs
+
+    def _chunks(self, tokens: int) -> Iterator[tuple[int, int]]:
+        for start in range(0, tokens, self.chunk_size):
+            yield start, min(start + self.chunk_size, tokens)
+
+
+def _normalised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``weight`` [..., tokens] in units of its largest magnitude, and that, 0-d; 1 for no or only zero weights."""
+    largest = weight.abs().amax() if weight.numel() else torch.ones((), dtype=torch.float32, device=weight.device)
+    largest = largest.masked_fill(largest == 0, 1.0)
+    return weight / largest, largest

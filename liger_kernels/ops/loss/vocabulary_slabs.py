@@ -1,0 +1,483 @@
+"""Linear cross entropy in slabs of the vocabulary; which schedule is for what stands in linear_cross_entropy.py.
+
+The forward goes through the logits of all tokens, some classes at a time, and keeps of them what the loss needs of each
+row. The backward knows the upstream gradient and the denominator: it overwrites each slab's logits by their gradient,
+rounded once, and finishes the slab's rows of grad_weight by one GEMM straight into its dtype; grad_hidden is summed
+over the slabs in float32.
+
+The logits of the first slab lie in the memory of grad_weight, behind the rows that are its own, from the forward to the
+backward, which needs that memory anyway and finds them computed. What becomes of the others makes three schedules:
+
+- "fast" keeps them, too, in one buffer of their own, and computes nothing twice. grad_weight is written last, so that
+  its first rows are free for the sum of grad_hidden. Where the first slab would be too small to be worth it, and for
+  label smoothing, which adds up the distance of every logit to the target's, which an early slab does not know, all
+  classes are one slab in that buffer. Each gradient is one GEMM then.
+- "balanced", for results of each row and for classes that are split over ranks, keeps those of the last classes in
+  such a buffer, as large as what token chunks would hold. Before they are computed, and after their gradient is used,
+  the logits of the classes between lie there, which are computed twice.
+- "small" takes them slab by slab in memory that the next one overwrites: in the forward the first rows of grad_weight,
+  in the backward, which computes them again by products of the same shapes, those that are not finished yet. Not for
+  label smoothing.
+
+A second backward pass (``retain_graph``) computes the logits again.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_kernels.ops._split_sum import SplitSum, add_product, rounded
+from liger_kernels.ops.loss.mean import mean
+from liger_kernels.ops.loss.options import LossOptions
+from liger_kernels.ops.loss.rows import Rows, Slab, backward_rows, forward_rows
+from liger_kernels.ops.loss.schedule import (
+    Call,
+    Gradients,
+    Needs,
+    Output,
+    Upstream,
+    current_observer,
+    logits_buffer,
+    logits_of,
+    new_gradients,
+    padded,
+)
+from liger_kernels.ops.runtime.tiling import choice
+
+# 8192 x 2048 x 262144 on an H200, with 1, 2, 4, 8: 58.4, 54.8, 54.9, 54.5 ms.
+WIDER = 8  # how many times as many classes a slab has at most where its logits need no memory of their own
+
+
+class SlabSizes(NamedTuple):
+    """How wide slabs are.
+
+    Attributes:
+        forward: classes of a slab of "small" if its logits take memory of their own.
+        backward: the same next to grad_weight.
+        step: widths are multiples of it: a product then fills whole waves of an H200's multiprocessors, or nearly so.
+        worth: bytes that a first slab has to spare "fast", whose time is what it is chosen for. On an H200, bfloat16,
+            one slab and two: 8192 x 4096 x 128256 38.5, 39.1 ms (656 MiB spared), 8192 x 2048 x 262144 41.7, 41.4
+            (816), 8192 x 2048 x 128256 20.2, 20.7 (400), 2048 x 4096 x 128256 9.9, 10.7 (332), 512 x 2048 x 128256
+            2.0, 2.5 (100).
+        chunk: "balanced" in slabs takes no more memory than chunks of that many tokens.
+    """
+
+    forward: int
+    backward: int
+    step: int = 1024
+    worth: int = 2**29
+    chunk: int = 1024
+
+
+@choice("slabs")
+def slab_sizes(tokens: int, hidden_size: int) -> SlabSizes:
+    """Every slab reads and writes the float32 grad_hidden once: the more classes, the less that weighs, and the more
+    memory its logits take. Next to grad_weight that is at most 64 MiB in 16 bits, as long as it leaves slabs of 1024
+    classes."""
+    columns = max(2048, -(-hidden_size // 256) * 256)
+    return SlabSizes(columns, min(columns, max(1024, 2**25 // max(tokens, 1) // 1024 * 1024)))
+
+
+def _fit(tokens: int, hidden_size: int, classes: int, step: int) -> int:
+    """How many of the last ``classes`` can have their logits in grad_weight, behind their own rows."""
+    return max(0, (classes * hidden_size - step) // (tokens + hidden_size) // step * step)
+
+
+def kept_by_fast(tokens: int, hidden_size: int, vocab: int, itemsize: int) -> int:
+    """The first slab of "fast", whose rows of grad_weight hold the float32 sum of grad_hidden; 0 where it is not worth
+    it."""
+    sizes = slab_sizes(tokens, hidden_size)
+    size = _fit(tokens, hidden_size, vocab, _step(sizes.forward, sizes.step))
+    return size if size and tokens * size * itemsize >= sizes.worth and size * itemsize >= 4 * tokens else 0
+
+
+def kept_by_small(tokens: int, hidden_size: int, vocab: int) -> int:
+    """The first slab of "small": as wide as it can be, because it is not computed twice."""
+    sizes = slab_sizes(tokens, hidden_size)
+    size = _fit(tokens, hidden_size, vocab, _step(sizes.backward, sizes.step))
+    return size if size > sizes.backward else 0
+
+
+def held_by_balanced(tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool) -> int:
+    """How many classes' logits take what token chunks hold beyond grad_weight and grad_hidden: the logits of a chunk,
+    and in 16 bits the second half of the float32 sum of grad_weight; that of grad_hidden goes off. 0 where a slab of
+    "small" is as wide."""
+    sizes = slab_sizes(tokens, hidden_size)
+    spared = itemsize * vocab * sizes.chunk
+    if itemsize < 4:
+        spared += 2 * hidden_size * (vocab * in_grad_weight - tokens)
+    step = _step(sizes.forward, sizes.step)
+    held = spared // (itemsize * max(tokens, 1)) // step * step
+    return held if held > sizes.forward else 0
+
+
+def _step(columns: int, step: int) -> int:
+    return padded(min(columns, step))
+
+
+class Place(enum.Enum):
+    """Where the logits of a part lie."""
+
+    BEHIND = "behind its rows of grad_weight"
+    FIRST_ROWS = "in the first rows of grad_weight"
+    LAST = "in the buffer of the last part"
+    SHARED = "in a buffer that the next part overwrites"
+
+
+class Part(NamedTuple):
+    """Some classes in a row, whose logits are computed by one product.
+
+    Attributes:
+        first: the first class, counted from the weight's first row.
+        stop: the last class + 1.
+        stride: how many logits the memory has room for in each row.
+        forward: where the logits lie in the forward.
+        backward: where they lie in the backward.
+        stays: whether the backward finds the logits of the forward. It computes the others again.
+    """
+
+    first: int
+    stop: int
+    stride: int
+    forward: Place
+    backward: Place
+    stays: bool
+
+
+class Plan(NamedTuple):
+    """What a head does. ``print`` shows it.
+
+    Attributes:
+        parts: in the order of the forward.
+        grad_weight_last: whether grad_weight is written after grad_hidden is summed. All logits stay then, and the
+            first part's rows of grad_weight are free for the sum ("fast").
+    """
+
+    parts: tuple[Part, ...]
+    grad_weight_last: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether one part has all classes, and stays."""
+        return len(self.parts) == 1 and self.parts[0].stays
+
+    @property
+    def last_stays(self) -> bool:
+        """Whether the last part has a buffer that is kept. It may have no class: a rank may have none."""
+        return bool(self.parts) and self.parts[-1].stays
+
+    def in_backward(self) -> list[Part]:
+        """The parts in the order of the backward: those that stay come first, because the others overwrite them."""
+        return sorted(self.parts, key=lambda part: not part.stays)
+
+    def __str__(self) -> str:
+        lines = ["grad_weight is written last" if self.grad_weight_last else "each part writes its rows of grad_weight"]
+        for part in self.parts:
+            then = "stays" if part.stays else f"computed again {part.backward.value}"
+            lines.append(f"classes {part.first} to {part.stop}, stride {part.stride}: {part.forward.value}, {then}")
+        return "\n".join(lines)
+
+
+class VocabularySlabs(NamedTuple):
+    """The schedules in slabs: how the vocabulary is cut. :meth:`plan` unfolds it.
+
+    Attributes:
+        kept_classes: those of the first slab, whose logits stay in the memory of grad_weight until the backward; or 0.
+        held_classes: those of the last slab, whose logits stay in memory of their own until the backward; or 0.
+        slab: how many classes a slab between has at most whose logits need memory; 0: there is none.
+        backward_slab: the same where there is a gradient of the weight, and no held slab.
+        step: as in :class:`SlabSizes`; slabs that are narrower than it are multiples of 8 classes.
+    """
+
+    kept_classes: int = 0
+    held_classes: int = 0
+    slab: int = 0
+    backward_slab: int = 0
+    step: int = 1024
+
+    @property
+    def _holds(self) -> bool:
+        """Whether logits of the last slab are held, also of no class: a rank may have none."""
+        return bool(self.held_classes) or not self.slab
+
+    @classmethod
+    def fast(cls, tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool) -> VocabularySlabs:
+        kept = kept_by_fast(tokens, hidden_size, vocab, itemsize) if in_grad_weight else 0
+        return cls(kept, vocab - kept)
+
+    @classmethod
+    def balanced(
+        cls, tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool
+    ) -> VocabularySlabs:
+        """What takes no more memory than token chunks."""
+        kept = kept_by_small(tokens, hidden_size, vocab) if in_grad_weight else 0
+        held = held_by_balanced(tokens, hidden_size, vocab, itemsize, in_grad_weight)
+        if not held:
+            return cls.small(tokens, hidden_size, vocab, in_grad_weight)
+        between = vocab - kept - held
+        if between <= 0:
+            return cls.fast(tokens, hidden_size, vocab, itemsize, in_grad_weight)
+        sizes, n = slab_sizes(tokens, hidden_size), -(-between // held)
+        step = _step(sizes.forward, sizes.step)
+        return cls(kept, held, -(-between // (n * step)) * step)
+
+    @classmethod
+    def small(cls, tokens: int, hidden_size: int, vocab: int, in_grad_weight: bool) -> VocabularySlabs:
+        sizes = slab_sizes(tokens, hidden_size)
+        kept = kept_by_small(tokens, hidden_size, vocab) if in_grad_weight else 0
+        return cls(kept, 0, sizes.forward, sizes.backward, sizes.step)
+
+    def plan(self, tokens: int, hidden_size: int, vocab: int, itemsize: int, needs: Needs) -> Plan:
+        """The parts of a head of that shape; ``itemsize`` is that of its dtype in bytes."""
+        return _plan(self, tokens, hidden_size, vocab, itemsize, needs)
+
+    def plan_of(self, call: Call) -> Plan:
+        return _plan(self, *call.hidden.shape, len(call.weight), call.hidden.element_size(), call.needs)
+
+    def allocate(self, call: Call) -> Output:
+        tokens, (vocab, hidden_size), kept = call.hidden.shape[0], call.weight.shape, self.kept_classes
+        rows = Rows.empty(tokens, call.hidden.device, call.options, stats=any(call.needs))
+        stats = call.new(False) if rows.stats is None else rows.stats
+        grad_weight = call.new(bool(kept), vocab, hidden_size)
+        other_logits = call.new(self._holds, tokens, padded(self.held_classes))
+        return Output(rows.loss, rows, (call.new(True, dtype=torch.float32), stats), (grad_weight, other_logits))
+
+    def forward(self, call: Call) -> Output:
+        output = self.allocate(call)
+        rows, (_, stats), buffers = output.rows, output.saved, output.buffers
+        carry, shard, classes, plan = None, call.shard, call.classes, self.plan_of(call)
+        if not plan.whole or shard is not None:
+            if "predicted_tokens" in rows.extras:
+                rows.extras["predicted_tokens"].zero_()
+            carry = torch.zeros((6, len(call.hidden)), dtype=torch.float32, device=call.hidden.device)
+            carry[1] = float("-inf")
+        for part, logits in _logits_of_parts(call, plan.parts, *buffers):
+            slab = None if carry is None else Slab(self._first(call) + part.first, classes, carry)
+            forward_rows(logits, call.targets, call.class_weight, call.row_weight, call.options, rows, slab=slab)
+        if shard is not None and carry is not None:
+            shard.merge(carry, rows.extras.get("predicted_tokens"))
+            none = call.new(True, len(call.hidden), 1)[:, :0]  # what is known of the rows is in carry
+            slab = Slab(classes, classes, carry)
+            forward_rows(none, call.targets, call.class_weight, call.row_weight, call.options, rows, slab=slab)
+        denominator = call.mean_denominator()
+        loss = rows.loss if call.options.reduction == "none" else mean(rows.loss, denominator)
+        return Output(loss, rows, (denominator, stats), buffers)
+
+    def split(self, state: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return tuple(state[:2]), tuple(state[2:4])
+
+    def reads(self, options: LossOptions) -> bool:
+        return True
+
+    def backward(
+        self,
+        call: Call,
+        saved: tuple[Tensor, ...],
+        buffers: tuple[Tensor, ...] | None,
+        upstream: Upstream,
+        overwrite: bool,
+    ) -> Gradients:
+        plan = self.plan_of(call)
+        known = buffers is not None and any(part.stays for part in plan.parts)
+        if buffers is None or not known:
+            buffers = self.allocate(call).buffers
+            if plan.last_stays:
+                for _ in _logits_of_parts(call, plan.parts, *buffers):
+                    pass  # those that stay are known then
+                known = True
+        elif not overwrite:
+            buffers = tuple(t.clone() for t in buffers)
+        grad_weight, other_logits = buffers
+        if not self.kept_classes:
+            grad_weight = call.new(call.needs.weight, *call.weight.shape)
+        slabs = _logits_of_parts(call, plan.in_backward(), grad_weight, other_logits, backward=True, known=known)
+        last = plan.grad_weight_last and call.shard is None
+        gradients = self._gradients_of_kept if last else self._gradients_of_slabs
+        grad_bias = call.new(call.needs.bias, len(call.weight))
+        grad_hidden = gradients(call, self._overwritten(call, slabs, saved, upstream, grad_bias), grad_weight)
+        return grad_hidden, grad_weight, grad_bias
+
+    def allocate_gradients(self, call: Call, buffers: tuple[Tensor, ...]) -> Gradients:
+        return new_gradients(call)
+
+    def _first(self, call: Call) -> int:
+        """The class of the weight's first row."""
+        return 0 if call.shard is None else call.shard.first
+
+    def _overwritten(
+        self,
+        call: Call,
+        slabs: Iterable[tuple[Part, Tensor]],
+        saved: tuple[Tensor, ...],
+        upstream: Upstream,
+        grad_bias: Tensor,
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """``slabs``, their logits overwritten by the gradient, of which ``grad_bias`` and the observer get theirs."""
+        (denominator, stats), vocab, observer = saved, len(call.weight), current_observer()
+        known = self.plan_of(call).whole and call.shard is None
+        observed = call.new(observer is not None, len(call.hidden), vocab, dtype=torch.float32)
+        for (first, stop, *_), logits in slabs:
+            backward_rows(
+                logits,
+                call.targets,
+                call.class_weight,
+                call.options,
+                stats,
+                upstream.loss,
+                grad=logits,
+                denominator=denominator,
+                row_weight=call.row_weight,
+                entropy=upstream.entropy,
+                grad_entropy=upstream.grad_entropy,
+                slab=None if known else Slab(self._first(call) + first, call.classes),
+            )
+            if observer is not None:
+                observed[:, first:stop] = logits
+            if call.needs.bias:
+                torch.sum(logits, 0, out=grad_bias[first:stop])
+            yield first, stop, logits
+        if observer is not None:
+            call.observe(0, observed if call.shard is None else call.shard.gather(observed))
+
+    def _gradients_of_kept(self, call: Call, slabs: Iterator[tuple[int, int, Tensor]], grad_weight: Tensor) -> Tensor:
+        """grad_hidden of "fast"; ``grad_weight`` is written where it is needed."""
+        hidden, weight, every = call.hidden, call.weight, list(slabs)
+        grad_hidden = call.new(call.needs.hidden, *hidden.shape)
+        if call.needs.hidden and len(every) == 1:
+            torch.mm(every[0][2], weight, out=grad_hidden)
+        elif call.needs.hidden:
+            sums = grad_weight[: self.kept_classes].view(-1).view(torch.float32)[: hidden.numel()].view(hidden.shape)
+            for first, stop, d_logits in every:
+                add_product(sums, d_logits, weight[first:stop], keep=1.0 if first else 0.0)
+            rounded(sums, None, grad_hidden)
+        if call.needs.weight:
+            for first, stop, d_logits in every:  # the first one's rows end where its gradient begins, the second's not
+                torch.mm(d_logits.t(), hidden, out=grad_weight[first:stop])
+        return grad_hidden
+
+    def _gradients_of_slabs(self, call: Call, slabs: Iterator[tuple[int, int, Tensor]], grad_weight: Tensor) -> Tensor:
+        """The same of the others, and of all where the classes are split over ranks: the sum is theirs, too."""
+        hidden, weight = call.hidden, call.weight
+        sums = SplitSum.empty(call.needs.hidden, hidden.shape, hidden.dtype, hidden.device)
+        logits, keep = None, 0.0
+        if not len(weight):  # a rank without a class
+            for part in sums:
+                part.zero_()
+        for first, stop, logits in slabs:
+            if call.needs.weight:
+                torch.mm(logits.t(), hidden, out=grad_weight[first:stop])
+            if call.needs.hidden:
+                sums.add(logits, weight[first:stop], keep)
+            keep = 1.0
+        del logits, slabs  # the slab's memory is freed before grad_hidden is rounded
+        if call.shard is not None and call.needs.hidden:
+            call.shard.add(*sums)
+        if hidden.dtype == torch.float32 or not call.needs.hidden:
+            return sums.first
+        return sums.rounded(None, hidden.dtype, overwrite=True)
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(slabs: VocabularySlabs, tokens: int, hidden_size: int, vocab: int, itemsize: int, needs: Needs) -> Plan:
+    if slabs._holds:
+        return Plan(_parts_with_a_buffer(slabs, vocab), grad_weight_last=not slabs.slab)
+    return Plan(_parts_in_grad_weight(slabs, tokens, hidden_size, vocab, itemsize, needs), grad_weight_last=False)
+
+
+def _parts_with_a_buffer(slabs: VocabularySlabs, vocab: int) -> tuple[Part, ...]:
+    """Those of "fast" and "balanced": the last part's buffer also takes the logits of the parts between."""
+    kept, last = slabs.kept_classes, vocab - slabs.held_classes
+    first = [Part(0, kept, kept, Place.BEHIND, Place.BEHIND, stays=True)] if kept else []
+    between = [
+        Part(begin, min(begin + slabs.slab, last), slabs.slab, Place.LAST, Place.LAST, stays=False)
+        for begin in range(kept, last, slabs.slab or 1)
+    ]
+    return *first, *between, Part(last, vocab, padded(slabs.held_classes), Place.LAST, Place.LAST, stays=True)
+
+
+def _parts_in_grad_weight(
+    slabs: VocabularySlabs, tokens: int, hidden_size: int, vocab: int, itemsize: int, needs: Needs
+) -> tuple[Part, ...]:
+    """Those of "small".
+
+    A part is as wide in the forward as in the backward: products of one shape have the same bits. Where a softmax has
+    nearly all of its weight on one class, logits that round another way than those of which the loss was taken give a
+    gradient that is wrong by the rounding of the logit itself: 0.25 for a logit of 100 in bfloat16.
+
+    In the backward every part finishes its rows of grad_weight. The rows behind hold its logits, as long as those of
+    more than ``backward_slab`` classes fit: wide parts cost nothing there, and read and write grad_hidden less often.
+    """
+    kept, columns = slabs.kept_classes, slabs.backward_slab
+    if not needs.weight:
+        columns = slabs.slab if any(needs) else 2 * slabs.slab  # without a gradient, little else is held
+    step = _step(columns, slabs.step)
+    # What the forward has memory for: the first part's rows, or what it allocates before there is a grad_weight; or as
+    # much as the backward takes for the float32 sum of grad_hidden. 32768 x 4096 x 128256 on an H200, without the
+    # latter and with it: 112 slabs in 223 ms, 37 in 205.
+    room = kept * hidden_size // max(tokens, 1) if kept else 2 * slabs.slab
+    room = max(room, needs.hidden * 4 * hidden_size // itemsize)
+    widest = min(WIDER * columns, room // step * step)
+    parts: list[Part] = []
+    first, forward = 0, Place.FIRST_ROWS  # which the backward writes
+    while first < vocab:
+        stays = bool(kept) and not first
+        size = _fit(tokens, hidden_size, vocab - first, step) if needs.weight else 0
+        size = size if stays else min(widest, size)
+        narrow = size <= columns
+        stop, stride = (min(first + columns, vocab), padded(min(columns, vocab))) if narrow else (first + size, size)
+        if not stays and kept * hidden_size < tokens * stride:
+            forward = Place.SHARED  # so do the parts after it, none of which is wider
+        backward = Place.SHARED if narrow else Place.BEHIND
+        parts.append(Part(first, stop, stride, Place.BEHIND if stays else forward, backward, stays))
+        first = stop
+    return tuple(parts)
+
+
+def _logits_of_parts(
+    call: Call,
+    parts: Iterable[Part],
+    grad_weight: Tensor,
+    other_logits: Tensor,
+    *,
+    backward: bool = False,
+    known: bool = False,
+) -> Iterator[tuple[Part, Tensor]]:
+    """Each part and its logits, which the next one overwrites unless they stay.
+
+    Args:
+        known: whether the logits that stay have been computed.
+    """
+    shared = None  # freed with this generator
+    for part in parts:
+        place = part.backward if backward else part.forward
+        if place is Place.SHARED and shared is None:
+            shared = logits_buffer(call, len(call.hidden), part.stride)
+        buffer = _memory(call, part, place, grad_weight, other_logits if shared is None else shared)
+        if known and part.stays:
+            yield part, buffer[:, : part.stop - part.first]
+        else:
+            bias = None if call.bias is None else call.bias[part.first : part.stop]
+            yield part, logits_of(call.hidden, call.weight[part.first : part.stop], bias, buffer)
+
+
+def _memory(call: Call, part: Part, place: Place, grad_weight: Tensor, buffer: Tensor) -> Tensor:
+    """Room for the logits of ``part`` at ``place``, [tokens, stride]. ``buffer`` is the last part's or the shared one:
+    no plan has both."""
+    tokens, stride = len(call.hidden), part.stride
+    if place is Place.BEHIND:
+        return _behind(call, grad_weight, part.stop, stride)
+    flat = grad_weight.view(-1) if place is Place.FIRST_ROWS else buffer.view(-1)
+    return flat[: tokens * stride].view(tokens, stride)
+
+
+def _behind(call: Call, grad_weight: Tensor, stop: int, size: int) -> Tensor:
+    """Room for the logits of ``size`` classes behind the rows of those before ``stop``, at an aligned address."""
+    tokens, hidden_size = call.hidden.shape
+    begin = padded(stop * hidden_size)
+    return grad_weight.view(-1)[begin : begin + tokens * size].view(tokens, size)

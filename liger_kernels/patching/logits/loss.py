@@ -1,0 +1,68 @@
+"""Which models get the fused loss, and which heads compute it from hidden states.
+
+No recogniser finds them, because a head is whatever its model says it is, and head and model change together.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+from torch import nn
+
+from liger_kernels.patching.logits.head import HeadRecipe, linears_to_choose_from, patched_heads
+from liger_kernels.patching.logits.model import ModelRecipe
+from liger_kernels.patching.modules import drop_kept_method, has_own_forward, own_forward
+from liger_kernels.patching.recipes.probe import describe
+from liger_kernels.patching.report import Left, PatchReport
+from liger_kernels.patching.swap import Undo, recipe_of, replace
+
+
+def patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchReport, undo: Undo) -> None:
+    """The head of ``owner`` and ``owner`` itself, where it is a Hugging Face model that computes a loss from logits."""
+
+    def leave(path: str, module: Any, reason: str) -> None:
+        report.left.append(Left(path, type(module).__name__, reason))
+
+    try:
+        if not _computes_loss(owner):
+            return
+        head, inputs = owner.get_output_embeddings(), owner.get_input_embeddings()  # type: ignore[operator]
+    except Exception as error:  # a model's own code may raise whatever it likes
+        leave(path, owner, f"its LM head cannot be looked up ({describe(error)})")
+        return
+    if not isinstance(head, nn.Module):
+        if owner.base_model is not owner:  # what has no model inside is a base model: it has no loss
+            leave(path, owner, "it has no LM head")
+        return
+    head_path = next((p for p, m in model.named_modules() if m is head), path)
+    if isinstance(head, nn.Embedding) or head is inputs:
+        leave(head_path, head, "it is the input embedding, too: no linear head")
+        return
+    if recipe_of(owner) is None:
+        drop_kept_method(owner)
+        if has_own_forward(owner):
+            leave(path, owner, own_forward(owner))
+            return
+    if not patched_heads(head):
+        of_hidden, of_logits = ("linear_cross_entropy" in report.kernels), ("cross_entropy" in report.kernels)
+        linears = linears_to_choose_from(head) if of_hidden else []
+        if of_hidden and not linears:
+            also = ": it runs itself, and the loss over its logits is fused" if of_logits else ""
+            leave(head_path, head, f"it is not a plain linear layer{also}")
+        if not linears and not of_logits:
+            return
+        recipe = HeadRecipe(fused=True, memory=report.memory) if linears else HeadRecipe(fused=False)
+        for linear in linears or [head]:
+            replace(head_path, linear, recipe, report, undo)
+    if recipe_of(owner) is None:
+        replace(path, owner, ModelRecipe(report.loss_reduction), report, undo)
+
+
+def _computes_loss(owner: nn.Module) -> bool:
+    if "transformers" not in sys.modules:
+        return False
+    from transformers import PreTrainedModel
+
+    return isinstance(owner, PreTrainedModel) and "labels" in inspect.signature(type(owner).forward).parameters

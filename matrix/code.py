@@ -1,0 +1,137 @@
+"""Which source a stage runs, as a digest: what does not run in it may change, and its result is still of today.
+
+A stage runs the product, the files that its arguments name, and what these import of this project, at any depth. A file
+that a text names counts as imported: tests start programs by their path, and patches by ``module:function``. The files
+of a folder that a text names count, too, without what they import: a test reads them, or copies them.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from matrix.cells import ROOT
+from matrix.records import CellRecord
+from matrix.stages import STAGES, Stage
+
+PRODUCT = ("liger_kernels", "convergence")  # which imports nothing else of this project
+# What decides how any stage runs.
+_EVERY_STAGE = (*PRODUCT, "conftest.py", "pyproject.toml", "tox.ini", "matrix/runner.py", "matrix/records.py")
+SUFFIXES = (".py", ".toml", ".ini", ".txt", ".jinja")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+_PATH = re.compile(r"[\w./-]{1,200}")
+
+
+class Code:
+    """The source below ``root`` as it is now. Every file is read once, so it lives as long as one question."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root = root
+        self._digests: dict[Path, str] = {}
+        self._needed: dict[Path, tuple[set[Path], set[Path]]] = {}
+
+    def digest(self, stage: Stage, on_gpu: bool) -> str:
+        """Of what ``stage`` runs, and of its arguments."""
+        arguments = stage.on_gpu if stage.on_gpu and on_gpu else stage.arguments
+        digest = hashlib.sha256("\0".join(arguments).encode())
+        for path in sorted(self.files(arguments)):
+            digest.update(f"\0{path.relative_to(self._root).as_posix()}\0{self._digest(path)}".encode())
+        return digest.hexdigest()[:16]
+
+    def stale(self, record: CellRecord, kind: str, whole: str) -> list[str]:
+        """The stages of ``record``, of a cell of this ``kind``, that are not of this code: other code ran, or they did
+        not exist. A record that says nothing of its stages is of this code where ``whole``, the digest of all source,
+        is its own."""
+        stages, on_gpu = {stage.name: stage for stage in STAGES[kind]}, record.machine["gpu"] != "none"
+        other = []
+        for result in record.stages:
+            if result.code and result.name in stages:
+                is_stale = result.code != self.digest(stages[result.name], on_gpu)
+            else:
+                is_stale = record.code != whole
+            if is_stale:
+                other.append(result.name)
+        ran = {result.name for result in record.stages}
+        new = [name for name in stages if name not in ran] if record.complete and record.code != whole else []
+        return other + new
+
+    def files(self, arguments: Sequence[str]) -> set[Path]:
+        """Every file that pytest reads where it is given these arguments."""
+        found = {path for name in _EVERY_STAGE for path in _below(self._root / name)}
+        open_ends = [path for path in self._named(arguments) if path not in found]
+        open_ends += [path for test in open_ends for path in self._conftests(test) if path not in found]
+        all_read: set[Path] = set()
+        while open_ends:
+            path = open_ends.pop()
+            if path not in found:
+                found.add(path)
+                followed, read = self._needs(path)
+                open_ends += followed
+                all_read |= read
+        return found | all_read
+
+    def _named(self, arguments: Sequence[str]) -> Iterator[Path]:
+        """The test files that pytest collects."""
+        words, tops, ignored = iter(arguments), [], []
+        for word in words:
+            if word in ("--ignore", "--ignore-glob"):
+                ignored.append(str(self._root / next(words)))
+            elif (self._root / word).exists():
+                tops.append(self._root / word)
+        for top in tops:
+            for path in (path for path in _below(top) if top.is_file() or path.match("test_*.py")):
+                if not any(fnmatch.fnmatch(str(path), pattern) for pattern in ignored):
+                    yield path
+
+    def _conftests(self, test: Path) -> Iterator[Path]:
+        above = test.relative_to(self._root).parents
+        return (path for folder in above if (path := self._root / folder / "conftest.py").is_file())
+
+    def _needs(self, path: Path) -> tuple[set[Path], set[Path]]:
+        """The files that ``path`` imports or names, and those of folders that it names."""
+        if path not in self._needed:
+            names = set(_names(path, self._root)) if path.suffix == ".py" else set()
+            named = {folder / name for name in names for folder in (self._root, path.parent)}
+            followed = {file for place in named for file in _below(place) if file == place}
+            folders = {self._root / name for name in names if (self._root / name).is_dir()}
+            read = {file for folder in folders for file in _below(folder) if file.suffix == ".py"}
+            self._needed[path] = followed | {file for name in names for file in self._modules(name)}, read
+        return self._needed[path]
+
+    def _modules(self, name: str) -> Iterator[Path]:
+        """The files of a module, and of the packages around it."""
+        if _MODULE.fullmatch(name):
+            for i in range(name.count(".") + 1):
+                base = self._root.joinpath(*name.split(".")[: i + 1])
+                yield from (file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file())
+
+    def _digest(self, path: Path) -> str:
+        if path not in self._digests:
+            self._digests[path] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return self._digests[path]
+
+
+def _names(path: Path, root: Path) -> Iterator[str]:
+    """What may be a module or a path: what is imported, and every text."""
+    package = path.relative_to(root).parent.parts
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value.partition(":")[0]
+            if _PATH.fullmatch(text) and not text.startswith((".", "/")):
+                yield text
+
+
+def _below(top: Path) -> Iterator[Path]:
+    """The source in a folder, or a file of it."""
+    found = top.rglob("*") if top.is_dir() else [top]
+    return (path for path in found if path.suffix in SUFFIXES and path.is_file())
