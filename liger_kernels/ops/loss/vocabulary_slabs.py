@@ -255,8 +255,7 @@ class VocabularySlabs(NamedTuple):
         if not plan.whole or shard is not None:
             if "predicted_tokens" in rows.extras:
                 rows.extras["predicted_tokens"].zero_()
-            carry = torch.zeros((6, len(call.hidden)), dtype=torch.float32, device=call.hidden.device)
-            carry[1] = float("-inf")
+            carry = Slab.no_class(len(call.hidden), call.hidden.device)
         for part, logits in _logits_of_parts(call, plan.parts, *buffers):
             slab = None if carry is None else Slab(self._first(call) + part.first, classes, carry)
             forward_rows(logits, call.targets, call.class_weight, call.row_weight, call.options, rows, slab=slab)
