@@ -19,7 +19,7 @@ from liger_kernels.ops.loss.cross_entropy import EXTRAS
 from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy_ref
 from liger_kernels.ops.loss.options import LossOptions
 from liger_kernels.ops.loss.schedule import Call, Needs
-from liger_kernels.ops.loss.vocabulary_slabs import Part, Place, Plan, VocabularySlabs, _logits_of_parts
+from liger_kernels.ops.loss.vocabulary_slabs import SlabPart, SlabPlace, SlabPlan, VocabularySlabs, _logits_of_parts
 from liger_kernels.ops.runtime.tiling import tiled
 from tests.linear_cross_entropy_checks import (
     HELD_SLABS,
@@ -50,39 +50,39 @@ def plan_of(make, *shape, itemsize=2, needs=ALL_BUT_BIAS):
         return getattr(VocabularySlabs, make)(*sizes, needs.weight).plan(*shape, itemsize, needs)
 
 
-BEHIND, FIRST_ROWS, LAST, SHARED = Place
-KEPT = Part(0, 41984, 41984, BEHIND, BEHIND, stays=True)
+BEHIND, FIRST_ROWS, LAST, SHARED = SlabPlace
+KEPT = SlabPart(0, 41984, 41984, BEHIND, BEHIND, stays=True)
 
 
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        ("fast", Plan((KEPT, Part(41984, 128256, 86272, LAST, LAST, stays=True)), grad_weight_last=True)),
+        ("fast", SlabPlan((KEPT, SlabPart(41984, 128256, 86272, LAST, LAST, stays=True)), grad_weight_last=True)),
         (
             "balanced",
-            Plan(
+            SlabPlan(
                 (
                     KEPT,
-                    Part(41984, 52480, 11264, LAST, LAST, stays=False),
-                    Part(52480, 128256, 75776, LAST, LAST, stays=True),
+                    SlabPart(41984, 52480, 11264, LAST, LAST, stays=False),
+                    SlabPart(52480, 128256, 75776, LAST, LAST, stays=True),
                 ),
                 grad_weight_last=False,
             ),
         ),
         (
             "small",
-            Plan(
+            SlabPlan(
                 (
                     KEPT,
-                    Part(41984, 62464, 20480, FIRST_ROWS, BEHIND, stays=False),
-                    Part(62464, 82944, 20480, FIRST_ROWS, BEHIND, stays=False),
-                    Part(82944, 97280, 14336, FIRST_ROWS, BEHIND, stays=False),
-                    Part(97280, 107520, 10240, FIRST_ROWS, BEHIND, stays=False),
-                    Part(107520, 113664, 6144, FIRST_ROWS, BEHIND, stays=False),
-                    Part(113664, 117760, 4096, FIRST_ROWS, SHARED, stays=False),
-                    Part(117760, 121856, 4096, FIRST_ROWS, SHARED, stays=False),
-                    Part(121856, 125952, 4096, FIRST_ROWS, SHARED, stays=False),
-                    Part(125952, 128256, 4096, FIRST_ROWS, SHARED, stays=False),
+                    SlabPart(41984, 62464, 20480, FIRST_ROWS, BEHIND, stays=False),
+                    SlabPart(62464, 82944, 20480, FIRST_ROWS, BEHIND, stays=False),
+                    SlabPart(82944, 97280, 14336, FIRST_ROWS, BEHIND, stays=False),
+                    SlabPart(97280, 107520, 10240, FIRST_ROWS, BEHIND, stays=False),
+                    SlabPart(107520, 113664, 6144, FIRST_ROWS, BEHIND, stays=False),
+                    SlabPart(113664, 117760, 4096, FIRST_ROWS, SHARED, stays=False),
+                    SlabPart(117760, 121856, 4096, FIRST_ROWS, SHARED, stays=False),
+                    SlabPart(121856, 125952, 4096, FIRST_ROWS, SHARED, stays=False),
+                    SlabPart(125952, 128256, 4096, FIRST_ROWS, SHARED, stays=False),
                 ),
                 grad_weight_last=False,
             ),

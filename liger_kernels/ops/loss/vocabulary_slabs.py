@@ -121,7 +121,7 @@ def _step(columns: int, step: int) -> int:
     return padded(min(columns, step))
 
 
-class Place(enum.Enum):
+class SlabPlace(enum.Enum):
     """Where the logits of a part lie."""
 
     BEHIND = "behind its rows of grad_weight"
@@ -130,7 +130,7 @@ class Place(enum.Enum):
     SHARED = "in a buffer that the next part overwrites"
 
 
-class Part(NamedTuple):
+class SlabPart(NamedTuple):
     """Some classes in a row, whose logits are computed by one product.
 
     Attributes:
@@ -145,12 +145,12 @@ class Part(NamedTuple):
     first: int
     stop: int
     stride: int
-    forward: Place
-    backward: Place
+    forward: SlabPlace
+    backward: SlabPlace
     stays: bool
 
 
-class Plan(NamedTuple):
+class SlabPlan(NamedTuple):
     """What a head does. ``print`` shows it.
 
     Attributes:
@@ -159,7 +159,7 @@ class Plan(NamedTuple):
             first part's rows of grad_weight are free for the sum ("fast").
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[SlabPart, ...]
     grad_weight_last: bool
 
     @property
@@ -172,7 +172,7 @@ class Plan(NamedTuple):
         """Whether the last part has a buffer that is kept. It may have no class: a rank may have none."""
         return bool(self.parts) and self.parts[-1].stays
 
-    def in_backward(self) -> list[Part]:
+    def in_backward(self) -> list[SlabPart]:
         """The parts in the order of the backward: those that stay come first, because the others overwrite them."""
         return sorted(self.parts, key=lambda part: not part.stays)
 
@@ -233,11 +233,11 @@ class VocabularySlabs(NamedTuple):
         kept = kept_by_small(tokens, hidden_size, vocab) if in_grad_weight else 0
         return cls(kept, 0, sizes.forward, sizes.backward, sizes.step)
 
-    def plan(self, tokens: int, hidden_size: int, vocab: int, itemsize: int, needs: Needs) -> Plan:
+    def plan(self, tokens: int, hidden_size: int, vocab: int, itemsize: int, needs: Needs) -> SlabPlan:
         """The parts of a head of that shape; ``itemsize`` is that of its dtype in bytes."""
         return _plan(self, tokens, hidden_size, vocab, itemsize, needs)
 
-    def plan_of(self, call: Call) -> Plan:
+    def plan_of(self, call: Call) -> SlabPlan:
         return _plan(self, *call.hidden.shape, len(call.weight), call.hidden.element_size(), call.needs)
 
     def allocate(self, call: Call) -> Output:
@@ -312,7 +312,7 @@ class VocabularySlabs(NamedTuple):
     def _overwritten(
         self,
         call: Call,
-        slabs: Iterable[tuple[Part, Tensor]],
+        slabs: Iterable[tuple[SlabPart, Tensor]],
         saved: tuple[Tensor, ...],
         upstream: Upstream,
         grad_bias: Tensor,
@@ -383,26 +383,30 @@ class VocabularySlabs(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(slabs: VocabularySlabs, tokens: int, hidden_size: int, vocab: int, itemsize: int, needs: Needs) -> Plan:
+def _plan(slabs: VocabularySlabs, tokens: int, hidden_size: int, vocab: int, itemsize: int, needs: Needs) -> SlabPlan:
     if slabs._holds:
-        return Plan(_parts_with_a_buffer(slabs, vocab), grad_weight_last=not slabs.slab)
-    return Plan(_parts_in_grad_weight(slabs, tokens, hidden_size, vocab, itemsize, needs), grad_weight_last=False)
+        return SlabPlan(_parts_with_a_buffer(slabs, vocab), grad_weight_last=not slabs.slab)
+    return SlabPlan(_parts_in_grad_weight(slabs, tokens, hidden_size, vocab, itemsize, needs), grad_weight_last=False)
 
 
-def _parts_with_a_buffer(slabs: VocabularySlabs, vocab: int) -> tuple[Part, ...]:
+def _parts_with_a_buffer(slabs: VocabularySlabs, vocab: int) -> tuple[SlabPart, ...]:
     """Those of "fast" and "balanced": the last part's buffer also takes the logits of the parts between."""
     kept, last = slabs.kept_classes, vocab - slabs.held_classes
-    first = [Part(0, kept, kept, Place.BEHIND, Place.BEHIND, stays=True)] if kept else []
+    first = [SlabPart(0, kept, kept, SlabPlace.BEHIND, SlabPlace.BEHIND, stays=True)] if kept else []
     between = [
-        Part(begin, min(begin + slabs.slab, last), slabs.slab, Place.LAST, Place.LAST, stays=False)
+        SlabPart(begin, min(begin + slabs.slab, last), slabs.slab, SlabPlace.LAST, SlabPlace.LAST, stays=False)
         for begin in range(kept, last, slabs.slab or 1)
     ]
-    return *first, *between, Part(last, vocab, padded(slabs.held_classes), Place.LAST, Place.LAST, stays=True)
+    return (
+        *first,
+        *between,
+        SlabPart(last, vocab, padded(slabs.held_classes), SlabPlace.LAST, SlabPlace.LAST, stays=True),
+    )
 
 
 def _parts_in_grad_weight(
     slabs: VocabularySlabs, tokens: int, hidden_size: int, vocab: int, itemsize: int, needs: Needs
-) -> tuple[Part, ...]:
+) -> tuple[SlabPart, ...]:
     """Those of "small".
 
     A part is as wide in the forward as in the backward: products of one shape have the same bits. Where a softmax has
@@ -422,8 +426,8 @@ def _parts_in_grad_weight(
     room = kept * hidden_size // max(tokens, 1) if kept else 2 * slabs.slab
     room = max(room, needs.hidden * 4 * hidden_size // itemsize)
     widest = min(WIDER * columns, room // step * step)
-    parts: list[Part] = []
-    first, forward = 0, Place.FIRST_ROWS  # which the backward writes
+    parts: list[SlabPart] = []
+    first, forward = 0, SlabPlace.FIRST_ROWS  # which the backward writes
     while first < vocab:
         stays = bool(kept) and not first
         size = _fit(tokens, hidden_size, vocab - first, step) if needs.weight else 0
@@ -431,22 +435,22 @@ def _parts_in_grad_weight(
         narrow = size <= columns
         stop, stride = (min(first + columns, vocab), padded(min(columns, vocab))) if narrow else (first + size, size)
         if not stays and kept * hidden_size < tokens * stride:
-            forward = Place.SHARED  # so do the parts after it, none of which is wider
-        backward = Place.SHARED if narrow else Place.BEHIND
-        parts.append(Part(first, stop, stride, Place.BEHIND if stays else forward, backward, stays))
+            forward = SlabPlace.SHARED  # so do the parts after it, none of which is wider
+        backward = SlabPlace.SHARED if narrow else SlabPlace.BEHIND
+        parts.append(SlabPart(first, stop, stride, SlabPlace.BEHIND if stays else forward, backward, stays))
         first = stop
     return tuple(parts)
 
 
 def _logits_of_parts(
     call: Call,
-    parts: Iterable[Part],
+    parts: Iterable[SlabPart],
     grad_weight: Tensor,
     other_logits: Tensor,
     *,
     backward: bool = False,
     known: bool = False,
-) -> Iterator[tuple[Part, Tensor]]:
+) -> Iterator[tuple[SlabPart, Tensor]]:
     """Each part and its logits, which the next one overwrites unless they stay.
 
     Args:
@@ -455,7 +459,7 @@ def _logits_of_parts(
     shared = None  # freed with this generator
     for part in parts:
         place = part.backward if backward else part.forward
-        if place is Place.SHARED and shared is None:
+        if place is SlabPlace.SHARED and shared is None:
             shared = logits_buffer(call, len(call.hidden), part.stride)
         buffer = _memory(call, part, place, grad_weight, other_logits if shared is None else shared)
         if known and part.stays:
@@ -465,13 +469,13 @@ def _logits_of_parts(
             yield part, logits_of(call.hidden, call.weight[part.first : part.stop], bias, buffer)
 
 
-def _memory(call: Call, part: Part, place: Place, grad_weight: Tensor, buffer: Tensor) -> Tensor:
+def _memory(call: Call, part: SlabPart, place: SlabPlace, grad_weight: Tensor, buffer: Tensor) -> Tensor:
     """Room for the logits of ``part`` at ``place``, [tokens, stride]. ``buffer`` is the last part's or the shared one:
     no plan has both."""
     tokens, stride = len(call.hidden), part.stride
-    if place is Place.BEHIND:
+    if place is SlabPlace.BEHIND:
         return _behind(call, grad_weight, part.stop, stride)
-    flat = grad_weight.view(-1) if place is Place.FIRST_ROWS else buffer.view(-1)
+    flat = grad_weight.view(-1) if place is SlabPlace.FIRST_ROWS else buffer.view(-1)
     return flat[: tokens * stride].view(tokens, stride)
 
 
