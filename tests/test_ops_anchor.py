@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import liger_kernels
 from liger_kernels.ops import (
     experts,
     geglu,
@@ -26,6 +27,7 @@ from liger_kernels.ops import (
 )
 from tests.lifetime_checks import Made
 from tests.ops_checks import randn
+from tests.patching_checks import batch, tiny
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN, INNER, EXPERTS = 16, 24, 3
@@ -271,3 +273,18 @@ def test_a_second_derivative_is_refused(name: str) -> None:
     for gradient in torch.autograd.grad(y.square().sum(), [x, *module.parameters()], create_graph=True):
         with pytest.raises(RuntimeError, match="differentiate twice"):
             gradient.square().sum().backward(retain_graph=True)
+
+
+def test_a_patched_model_computes_as_many_products_as_an_unpatched_one() -> None:
+    """In the backward of its checkpointed layers."""
+    counts = []
+    for patch in (False, True):
+        model = tiny("llama")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if patch:
+            liger_kernels.patch(model)
+        hidden = model.model(batch()["input_ids"], use_cache=False).last_hidden_state
+        with Products() as backward:
+            hidden.sum().backward()
+        counts.append(backward.count)
+    assert counts[0] == counts[1] > 0

@@ -28,6 +28,7 @@ from liger_kernels.ops.runtime.anchor import anchored, save, saved_by
 from liger_kernels.ops.runtime.arguments import checked, checked_op, one_of
 from liger_kernels.ops.runtime.dispatch import (
     INTERPRET,
+    as_autocast,
     autocast_dtype,
     backward_once,
     launch,
@@ -234,8 +235,8 @@ class GLUFunction(torch.autograd.Function):
 
 
 class GLULinearFunction(torch.autograd.Function):
-    """Saves the caller's gate, up, weight and bias (or its anchor does), and not the product, which lies between them,
-    nor what autocast makes of weight."""
+    """Saves the caller's gate, up and weight (or its anchor does), and not the product, which lies between them, nor
+    what autocast makes of weight."""
 
     @staticmethod
     def forward(
@@ -248,18 +249,18 @@ class GLULinearFunction(torch.autograd.Function):
         dtype: torch.dtype,
         anchor: Any,
     ) -> torch.Tensor:
-        save(ctx, anchor, gate, up, weight, bias)
+        save(ctx, anchor, gate, up, weight)
         ctx.activation = activation
-        return F.linear(_product(gate, up, activation), _as(weight, dtype), None if bias is None else _as(bias, dtype))
+        return F.linear(_product(gate, up, activation), _as(weight, dtype), bias)
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         node = saved_by(ctx)
-        gate, up, weight, bias = node.saved_tensors
-        needs_gate, needs_up, needs_weight, needs_bias = node.needs_input_grad[:4]
+        gate, up, weight = node.saved_tensors
+        needs_gate, needs_up, needs_weight = node.needs_input_grad[:3]
         rows, dtype = dout.reshape(-1, dout.shape[-1]), dout.dtype
-        dgate = dup = dweight = dbias = None
+        dgate = dup = dweight = None
         if needs_gate or needs_up:
             # The product's gradient; it becomes the product where that is needed.
             y = torch.mm(rows, _as(weight, dtype)).view(gate.shape)
@@ -268,9 +269,7 @@ class GLULinearFunction(torch.autograd.Function):
             y = _as(_product(gate, up, ctx.activation), dtype)
         if needs_weight:
             dweight = _as(torch.mm(rows.t(), y.view(-1, y.shape[-1])), weight.dtype)
-        if needs_bias:
-            dbias = _as(rows.sum(0), bias.dtype)
-        return dgate, dup, dweight, dbias, None, None, None
+        return dgate, dup, dweight, rows.sum(0) if ctx.needs_input_grad[3] else None, None, None, None
 
 
 def _as(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -380,14 +379,12 @@ def _linear(
     if not _runs_kernel(gate, up):
         return F.linear(ref(gate, up), weight, bias)
     cast = autocast_dtype(gate.device)
-    dtype = cast or torch.promote_types(gate.dtype, up.dtype)
-    for t in (weight, bias):
-        if t is not None and t.dtype != dtype and (cast is None or t.dtype == torch.float64):
-            given = ", ".join(f"{t.dtype} on {t.device}" for t in (weight, bias) if t is not None)
-            raise ValueError(
-                f"weight (and bias) are {given}; the product is {dtype} on {gate.device}: cast or move them"
-            )
-    anchor, (gate, up, weight, bias) = anchored(gate, up, weight, bias)
+    dtype, bias = cast or torch.promote_types(gate.dtype, up.dtype), as_autocast(bias, gate.device)
+    as_cast = weight.dtype if cast is None or weight.dtype == torch.float64 else cast
+    if as_cast != dtype or (bias is not None and bias.dtype != dtype):
+        given = f"{as_cast} on {weight.device}" + ("" if bias is None else f", {bias.dtype} on {bias.device}")
+        raise ValueError(f"weight (and bias) are {given}; the product is {dtype} on {gate.device}: cast or move them")
+    anchor, (gate, up, weight) = anchored(gate, up, weight)
     return _apply(GLULinearFunction, gate, up, weight, bias, activation, dtype, anchor)
 
 
