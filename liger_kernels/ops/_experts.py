@@ -11,7 +11,8 @@ tokens again, makes the unit again from the first product, over its own gradient
 
     dL/dw_tk = <dL/dy_t down_e, unit> + <dL/dy_t, bias of down_e>        dL/d(unit) = w_tk * (dL/dy_t down_e)
 
-because that is linear. The gradient of down multiplies the rows of dL/dy by units that have w in them.
+because that is linear. The gradient of down multiplies the rows of dL/dy by units that have w in them. Under
+checkpointing all of that is saved before the second product, which is not computed again (runtime/anchor.py).
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class _Routing:
 
 def _packed(t: torch.Tensor | None) -> torch.Tensor | None:
     """Without gaps, as the kernels read it."""
-    return None if t is None else t.contiguous()
+    return t if t is None else t.contiguous()
 
 
 def _weight_gradient(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -212,7 +213,7 @@ class ExpertsFunction(torch.autograd.Function):
         ctx.routing, ctx.gate = routing, gate
         unit = product(gate_and_up, gate, GroupBias(_packed(gate_up_bias), routing.expert))
         rows = grouped_product(unit, down.transpose(1, 2), routing.ends)
-        return routing.sum(rows, _packed(weights), _packed(down_bias))
+        return routing.sum(rows, weights.contiguous(), _packed(down_bias))
 
     @staticmethod
     @backward_once
@@ -332,10 +333,10 @@ def experts(
         return experts_ref(hidden, ids, weights, gate_up, down, formula, gate_up_bias, down_bias)
     parameters = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
     _check(hidden, ids, weights, parameters)
-    first = anchor = None
-    saved: Any = hidden, weights, gate_up, down, gate_up_bias, down_bias
-    if saves_first():
-        with torch.no_grad():
-            first = _first_product(hidden, ids, gate_up)
-        anchor, saved = anchored(*saved, first[1])
-    return ExpertsFunction.apply(*saved[:6], ids, formula, first, anchor)
+    if not saves_first():
+        own = hidden, weights, gate_up, down, gate_up_bias, down_bias
+        return ExpertsFunction.apply(*own, ids, formula, None, None)
+    with torch.no_grad():
+        first = _first_product(hidden, ids, gate_up)
+    anchor, (*aliases, _) = anchored(hidden, weights, gate_up, down, gate_up_bias, down_bias, first[1])
+    return ExpertsFunction.apply(*aliases, ids, formula, first, anchor)

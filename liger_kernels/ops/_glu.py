@@ -12,7 +12,8 @@ recomputes it, rounding included, from the two inputs, which are all that is sav
 
 swiglu_linear and geglu_linear are the unit and the linear layer behind it, y @ weight^T + bias. A linear layer keeps
 its input y for the gradient of its weight; here the backward's kernel, which computes the activation anyway, writes y
-once more, to the same bits, and between forward and backward it is not held.
+once more, to the same bits, and between forward and backward it is not held. Under checkpointing, inputs are saved
+before the linear layer is computed, which is not computed again (runtime/anchor.py).
 """
 
 from __future__ import annotations
@@ -378,11 +379,11 @@ def _linear(
     _check_linear(gate, up, weight, bias)
     if not _runs_kernel(gate, up):
         return F.linear(ref(gate, up), weight, bias)
-    cast = autocast_dtype(gate.device)
-    dtype, bias = cast or torch.promote_types(gate.dtype, up.dtype), as_autocast(bias, gate.device)
-    as_cast = weight.dtype if cast is None or weight.dtype == torch.float64 else cast
-    if as_cast != dtype or (bias is not None and bias.dtype != dtype):
-        given = f"{as_cast} on {weight.device}" + ("" if bias is None else f", {bias.dtype} on {bias.device}")
+    autocast, bias = autocast_dtype(gate.device), as_autocast(bias, gate.device)
+    dtype = autocast or torch.promote_types(gate.dtype, up.dtype)
+    of_weight = weight.dtype if autocast is None or weight.dtype == torch.float64 else dtype
+    if of_weight != dtype or (bias is not None and bias.dtype != dtype):
+        given = f"{of_weight} on {weight.device}" + ("" if bias is None else f", {bias.dtype} on {bias.device}")
         raise ValueError(f"weight (and bias) are {given}; the product is {dtype} on {gate.device}: cast or move them")
     anchor, (gate, up, weight) = anchored(gate, up, weight)
     return _apply(GLULinearFunction, gate, up, weight, bias, activation, dtype, anchor)

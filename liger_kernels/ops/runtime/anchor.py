@@ -11,7 +11,8 @@ The gradients that the second node returns pass through the first. Its backward 
 (:func:`saved_by`), once: checkpointing makes them again for one reading in each pass. The second node refers to the
 first, as the graph itself does, and never the other way round: what the graph holds is freed with it.
 
-Where nobody recomputes, one node is enough, and a node costs the host about 8 us.
+A tensor that is computed on the way, without gradients, is saved with the others. Where nobody recomputes, one node is
+enough: a node costs the host about 9 us.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-# Checkpointing is a pair of hooks on saved tensors. A torch before 2.8 does not say whether there are any.
+# Checkpointing is a pair of hooks on saved tensors. Where torch does not say whether there are any, there may be.
 _hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
 
@@ -47,8 +48,8 @@ def saves_first() -> bool:
 
 
 def anchored(first: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, tuple[Any, ...]]:
-    """The node that has saved these tensors, and aliases of them; or None and the tensors themselves, where the op
-    does not save first or no tensor requires a gradient."""
+    """The node that has saved these tensors, and aliases of them; or None and the tensors themselves, where the op does
+    not save first. The node is None, too, where no tensor requires a gradient. ``first`` is floating point."""
     if not saves_first():
         return None, (first, *others)
     aliases = Anchor.apply(first, *others)
