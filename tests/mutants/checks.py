@@ -21,6 +21,8 @@ _layer = faults("ops._layer_norm", "test_ops_layer_norm.py")
 _gated = faults("ops._gated_rms_norm", "test_ops_gated_rms_norm.py")
 _gated_patch = faults("patching.recipes.gated_norms", "test_patching_gated_norms.py")
 _glu = faults("ops._glu", "test_ops_glu.py")
+_anchor = faults("ops.runtime.anchor", "test_ops_anchor.py")
+_saves_first = faults("ops._glu", "test_ops_anchor.py")
 _chunks = faults("ops.loss.token_chunks", "test_ops_linear_cross_entropy.py")
 _head = faults("ops.loss.linear_cross_entropy", "test_ops_linear_cross_entropy.py")
 _slabs = faults("ops.loss.vocabulary_slabs", "test_ops_linear_cross_entropy_slabs.py")
@@ -165,6 +167,22 @@ MUTANTS = (
         "The gradient is that of the exact gelu: in bfloat16 a whole model's rounding hides it.",
         "ACTIVATION=activation", 'ACTIVATION="gelu" if activation == "gelu_tanh" else activation',
         f"{_REFERENCE}[geglu, tanh-torch.float32]", within="unit_gradients"),
+    _anchor("last_product_computed_again",
+        "What computes last saves its tensors, too, so that a checkpoint computes the last product again.",
+        "anchor is None", "True", "test_recomputation_ends_before_the_last_product", within="save"),
+    faults("ops._experts", "test_ops_anchor.py")("last_product_of_experts_computed_again",
+        "Experts save after their last product, so that a checkpoint computes it again.",
+        "saves_first()", "False", "test_recomputation_ends_before_the_last_product_of_experts"),
+    _anchor("anchor_of_another_call", "A backward reads what the latest forward of the op saved.",
+        "ctx.anchor = anchor", "type(ctx).anchor = anchor", "test_two_forwards_then_two_backwards"),
+    _anchor("anchor_makes_gradients_of_zeros", "A frozen weight gets a gradient of zeros, which nobody reads.",
+        "ctx.set_materialize_grads(False)", "pass", "test_what_is_frozen_has_no_gradient"),
+    _saves_first("saved_tensors_read_twice", "The backward reads what was saved twice in a pass.",
+        "gate, up, weight = node.saved_tensors", "node.saved_tensors\n<old>",
+        "test_a_pass_reads_a_saved_tensor_once"),
+    _saves_first("copy_of_a_weight_saved", "Under autocast the copy of the weight is saved, not the weight.",
+        "anchored(gate, up, weight)", "anchored(gate, up, _as(weight, dtype))",
+        "test_saves_what_the_caller_has_and_nothing_else"),
     _loss("c2_first_upstream_gradient_for_every_row",
         "Without reduction, every row is scaled by the first row's upstream gradient.",
         "upstream_ptr + row * upstream_stride", "upstream_ptr + row * 0", "test_every_reduction", source="C2"),
