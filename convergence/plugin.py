@@ -102,7 +102,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_summaries] = []
     config.addinivalue_line("markers", "xdist_group(name): runs on one worker with the rest of its group")
     worker = _worker(config)
-    _share_the_cores(worker.get("workercount", 1))
+    _share_the_cores(worker.get("workercount") or len(getattr(config.option, "tx", None) or ()))
     device = config.getoption("--device")
     if device is not None:
         _check_names("--device", [device], ("cpu", "cuda"))
@@ -146,7 +146,8 @@ def _worker(config: pytest.Config) -> dict[str, Any]:
 
 def _share_the_cores(workers: int) -> None:
     """Give every xdist worker, and the processes it starts, its share of torch's threads, unless the user has set how
-    many: fifteen workers of sixteen threads each mostly wait for one another."""
+    many: fifteen workers of sixteen threads each mostly wait for one another. The process that starts the workers takes
+    no more, so that it finds earlier records of theirs."""
     if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         share = max(1, torch.get_num_threads() // workers)
         torch.set_num_threads(share)

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import liger_kernels
 from liger_kernels import ops
@@ -229,12 +232,30 @@ def loss_calls() -> dict[str, tuple[Any, list[torch.Tensor]]]:
     return calls
 
 
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("backward", [True, False], ids=["backward", "forward"])
-def test_nothing_of_an_op_is_left(backward: bool) -> None:
+def test_nothing_of_an_op_is_left(backward: bool, checkpointed: bool) -> None:
     calls: dict[str, Any] = {name: (op.op, op.leaves(5, torch.float32, DEVICE)) for name, op in OPS.items()}
     for name, (op, leaves) in (calls | loss_calls()).items():
-        left = left_by(lambda op=op, leaves=leaves: called(op, leaves, backward))
+        run = functools.partial(checkpoint, op, use_reentrant=False) if checkpointed else op
+        left = left_by(lambda op=run, leaves=leaves: called(op, leaves, backward))
         assert not left, f"{name} leaves {left}"
+
+
+@pytest.mark.parametrize("name", ["swiglu_linear", "experts"])
+def test_a_result_keeps_nothing_once_its_graph_is_freed(name: str) -> None:
+    """Whether the op saved itself, or before its last product."""
+    calls = {"swiglu_linear": (ops.swiglu_linear, OPS["swiglu_linear"].leaves(5, torch.float32, DEVICE))}
+    op, leaves = (calls | loss_calls())[name]
+    for hooks in (contextlib.nullcontext(), saved_tensors_hooks(torch.clone, lambda t: t)):
+        with Made() as made, hooks:
+            y = op(*leaves)
+            kept = [what for what in made.alive(y) if "clone" in what]
+            y.backward(torch.ones_like(y))
+        for leaf in leaves:
+            leaf.grad = None
+        assert bool(kept) == (not isinstance(hooks, contextlib.nullcontext))
+        assert not [what for what in made.alive(y) if what in kept]
 
 
 # A patch.

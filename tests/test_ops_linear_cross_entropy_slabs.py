@@ -19,7 +19,8 @@ from liger_kernels.ops.loss.cross_entropy import EXTRAS
 from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy_ref
 from liger_kernels.ops.loss.options import LossOptions
 from liger_kernels.ops.loss.schedule import Call, Needs
-from liger_kernels.ops.loss.vocabulary_slabs import VocabularySlabs
+from liger_kernels.ops.loss.vocabulary_slabs import SlabPart, SlabPlace, SlabPlan, VocabularySlabs, _logits_of_parts
+from liger_kernels.ops.runtime.tiling import tiled
 from tests.linear_cross_entropy_checks import (
     HELD_SLABS,
     REDUCTIONS,
@@ -36,6 +37,90 @@ from tests.linear_cross_entropy_checks import (
 )
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
+
+
+HEAD = 8192, 4096, 128256
+ALL_BUT_BIAS = Needs(True, True, False)
+
+
+def plan_of(make, *shape, itemsize=2, needs=ALL_BUT_BIAS):
+    """What ``make`` of :class:`VocabularySlabs` plans with the slabs of a GPU, not those of the tests."""
+    with tiled(slabs=lambda choose, *shape: choose(*shape)):
+        sizes = shape if make == "small" else (*shape, itemsize)
+        return getattr(VocabularySlabs, make)(*sizes, needs.weight).plan(*shape, itemsize, needs)
+
+
+BEHIND, FIRST_ROWS, LAST, SHARED = SlabPlace
+KEPT = SlabPart(0, 41984, 41984, BEHIND, BEHIND, stays=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        ("fast", SlabPlan((KEPT, SlabPart(41984, 128256, 86272, LAST, LAST, stays=True)), grad_weight_last=True)),
+        (
+            "balanced",
+            SlabPlan(
+                (
+                    KEPT,
+                    SlabPart(41984, 52480, 11264, LAST, LAST, stays=False),
+                    SlabPart(52480, 128256, 75776, LAST, LAST, stays=True),
+                ),
+                grad_weight_last=False,
+            ),
+        ),
+        (
+            "small",
+            SlabPlan(
+                (
+                    KEPT,
+                    SlabPart(41984, 62464, 20480, FIRST_ROWS, BEHIND, stays=False),
+                    SlabPart(62464, 82944, 20480, FIRST_ROWS, BEHIND, stays=False),
+                    SlabPart(82944, 97280, 14336, FIRST_ROWS, BEHIND, stays=False),
+                    SlabPart(97280, 107520, 10240, FIRST_ROWS, BEHIND, stays=False),
+                    SlabPart(107520, 113664, 6144, FIRST_ROWS, BEHIND, stays=False),
+                    SlabPart(113664, 117760, 4096, FIRST_ROWS, SHARED, stays=False),
+                    SlabPart(117760, 121856, 4096, FIRST_ROWS, SHARED, stays=False),
+                    SlabPart(121856, 125952, 4096, FIRST_ROWS, SHARED, stays=False),
+                    SlabPart(125952, 128256, 4096, FIRST_ROWS, SHARED, stays=False),
+                ),
+                grad_weight_last=False,
+            ),
+        ),
+    ],
+)
+def test_the_plan_of_a_head(make, expected):
+    assert plan_of(make, *HEAD) == expected
+
+
+def test_a_plan_says_what_it_does():
+    assert str(plan_of("balanced", *HEAD)).splitlines() == [
+        "each part writes its rows of grad_weight",
+        "classes 0 to 41984, stride 41984: behind its rows of grad_weight, stays",
+        "classes 41984 to 52480, stride 11264: in the buffer of the last part, "
+        "computed again in the buffer of the last part",
+        "classes 52480 to 128256, stride 75776: in the buffer of the last part, stays",
+    ]
+
+
+@pytest.mark.parametrize("needs", [(1, 1, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("make", ["fast", "balanced", "small"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_what_every_plan_holds(make, itemsize, needs):
+    """The parts are the vocabulary, and what lies in grad_weight lies where nothing else does."""
+    for tokens, hidden, vocab in (HEAD, (32768, 4096, 128256), (100, 768, 50257), (0, 64, 999), (9, 8, 0), (1, 3, 7)):
+        parts, last = plan_of(make, tokens, hidden, vocab, itemsize=itemsize, needs=Needs(*map(bool, needs)))
+        assert [part.first for part in parts[1:]] == [part.stop for part in parts[:-1]]
+        assert (parts[0].first, parts[-1].stop) == (0, vocab) if parts else vocab == 0
+        assert all(part.stays for part in parts) or not last
+        for part in parts:
+            assert part.stop - part.first <= part.stride
+            assert part.stride % 8 == 0
+            if tokens and BEHIND in (part.forward, part.backward):
+                assert needs[1]
+                assert part.stop * hidden + 7 + tokens * part.stride <= vocab * hidden
+            if tokens and part.forward is FIRST_ROWS:
+                assert tokens * part.stride <= parts[0].stop * hidden
 
 
 @pytest.fixture
@@ -127,7 +212,8 @@ def test_kept_slabs_begin_at_aligned_addresses(tokens, hidden, device):
     call = Call(*case.tensors[:2], None, case.targets, *[None] * 3, LossOptions(), Needs(True, True, False))
     schedule = VocabularySlabs(40, len(case.tensors[1]) - 40)
     d_weight, rest = schedule.allocate(call).buffers
-    (_, _, first), (_, _, second) = schedule._held_slabs(call, d_weight, rest)
+    parts = schedule.plan_of(call).parts
+    (_, first), (_, second) = _logits_of_parts(call, parts, d_weight, rest, known=True)
     assert first.data_ptr() >= d_weight[40:].data_ptr()
     assert first.data_ptr() + first.nbytes <= d_weight.data_ptr() + d_weight.nbytes
     for logits in (first, second):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import liger_kernels
-from liger_kernels.ops import launches, reset_launches
+from liger_kernels.ops import launches, observe_logits_grad, reset_launches
 from liger_kernels.ops.runtime import ahead, dispatch
 from liger_kernels.ops.runtime.launcher import _program_key
 from liger_kernels.patching.rehearsal import ForeseenStep, foreseen
@@ -83,12 +83,18 @@ def test_what_adapters_launch_is_foreseen(dtype: torch.dtype, launched: set[Any]
 
 
 def test_who_foresees_changes_nothing() -> None:
-    """Neither counts of launches nor random numbers, and a tensor without memory runs the reference as before."""
+    """Neither counts of launches nor random numbers; no observer hears of it; and a tensor without memory runs the
+    reference as before."""
     model = tiny("llama")
     liger_kernels.patch(model)
     reset_launches()
     before = torch.random.get_rng_state()
-    assert foreseen_programs(model, ForeseenStep(2, 16, FLOAT32, FLOAT32))
+    heard: list[Any] = []
+    with observe_logits_grad(lambda start, grad: heard.append(grad)):
+        assert "_cross_entropy_bwd_kernel" in {
+            name for name, _ in foreseen_programs(model, ForeseenStep(2, 16, FLOAT32, FLOAT32))
+        }
+    assert heard == []
     assert not launches()
     assert torch.equal(torch.random.get_rng_state(), before)
     x = torch.empty(3, 8, device="meta")

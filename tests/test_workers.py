@@ -22,12 +22,21 @@ import pytest
 def test_case(i):
     assert "OMP_NUM_THREADS" in os.environ
 """
+_CONFTEST = """
+import os
+
+pytest_plugins = ["convergence.plugin"]
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"who starts them has {os.environ.get('OMP_NUM_THREADS')} threads")
+"""
 
 
 def test_cases_of_one_group_run_on_one_worker_which_has_its_share(tmp_path) -> None:
     """As a user runs them. Else every case trains truth and baseline again (with pytest 9.2, xdist 3.8 sees no groups:
-    https://github.com/pytest-dev/pytest-xdist/issues/1386), and two workers take all cores each."""
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["convergence.plugin"]')
+    https://github.com/pytest-dev/pytest-xdist/issues/1386), and two workers take all cores each, and who
+    starts them looks for records of other threads than theirs."""
+    (tmp_path / "conftest.py").write_text(_CONFTEST)
     (tmp_path / "test_cases.py").write_text(_CASES)
     command = (sys.executable, "-m", "pytest", "-v", "-n2", "--dist=loadgroup", "-p", "no:cacheprovider", ".")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_") and k != "OMP_NUM_THREADS"}
@@ -37,6 +46,7 @@ def test_cases_of_one_group_run_on_one_worker_which_has_its_share(tmp_path) -> N
     assert {model for _, model in places} == {f"model{i}" for i in range(4)}, shown
     assert len(places) == 4, shown
     assert "16 passed" in shown
+    assert re.search(r"who starts them has \d+ threads", shown), shown  # --compare-to looks for records of so many
 
 
 @pytest.mark.parametrize(

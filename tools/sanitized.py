@@ -32,8 +32,7 @@ def slabs(dtype: torch.dtype, device: str = "cuda", rows: int = 40, vocab: int =
         options = LossOptions(z_loss=1e-4, extras=extras)
         found = Rows.empty(rows, logits.device, options, stats=True)
         assert found.stats is not None
-        carry = torch.zeros(6, rows, device=device)
-        carry[1] = float("-inf")
+        carry = Slab.no_class(rows, logits.device)
         for start in range(0, vocab, columns):
             slab = Slab(start, vocab, carry)
             forward_rows(logits[:, start : start + columns], labels, None, None, options, found, slab=slab)

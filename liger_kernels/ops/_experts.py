@@ -11,7 +11,8 @@ tokens again, makes the unit again from the first product, over its own gradient
 
     dL/dw_tk = <dL/dy_t down_e, unit> + <dL/dy_t, bias of down_e>        dL/d(unit) = w_tk * (dL/dy_t down_e)
 
-because that is linear. The gradient of down multiplies the rows of dL/dy by units that have w in them.
+because that is linear. The gradient of down multiplies the rows of dL/dy by units that have w in them. Under
+checkpointing all of that is saved before the second product, which is not computed again (runtime/anchor.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 
 from liger_kernels.ops._grouped import grouped_outer_product, grouped_product
 from liger_kernels.ops._packed_glu import SWIGLU, GluFormula, GroupBias, gradients, packed_glu_ref, product
+from liger_kernels.ops.runtime.anchor import anchored, save, saved_by, saves_first
 from liger_kernels.ops.runtime.arguments import checked, checked_op
 from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.ops.runtime.dispatch import backward_once, launch, tl, triton, use_triton
@@ -165,6 +167,11 @@ class _Routing:
         return y
 
 
+def _packed(t: torch.Tensor | None) -> torch.Tensor | None:
+    """Without gaps, as the kernels read it."""
+    return t if t is None else t.contiguous()
+
+
 def _weight_gradient(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """left^T right of each expert, laid out in memory as its parameter ``like`` is, so that nobody copies it."""
     if like.stride(1) < like.stride(2):
@@ -178,46 +185,51 @@ def _bias_gradient(rows: torch.Tensor, factor: torch.Tensor | None, ends: torch.
     return grouped_outer_product(rows, column.expand(-1, 8).contiguous(), ends)[..., 0]
 
 
+def _first_product(hidden: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor) -> tuple[_Routing, torch.Tensor]:
+    routing = _Routing(ids, len(gate_up))
+    rows = routing.gather(hidden, first=True)
+    return routing, grouped_product(rows, gate_up.transpose(1, 2), routing.ends)
+
+
 class ExpertsFunction(torch.autograd.Function):
-    """Saves tokens, weights, parameters and the first product; the gradients are new tensors."""
+    """Saves tokens, weights, parameters and the first product, or its anchor does; the gradients are new tensors."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        ids: torch.Tensor,
         weights: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
         gate_up_bias: torch.Tensor | None,
         down_bias: torch.Tensor | None,
+        ids: torch.Tensor,
         gate: GluFormula,
+        first: tuple[_Routing, torch.Tensor] | None,
+        anchor: Any,
     ) -> torch.Tensor:
-        routing = _Routing(ids, len(gate_up))
-        weights = weights.contiguous()
-        gate_up_bias = None if gate_up_bias is None else gate_up_bias.contiguous()
-        down_bias = None if down_bias is None else down_bias.contiguous()
-        gate_and_up = grouped_product(routing.gather(hidden, first=True), gate_up.transpose(1, 2), routing.ends)
-        unit = product(gate_and_up, gate, GroupBias(gate_up_bias, routing.expert))
-        rows = grouped_product(unit, down.transpose(1, 2), routing.ends)
-        ctx.save_for_backward(hidden, weights, gate_up, down, gate_up_bias, down_bias, gate_and_up)
+        routing, gate_and_up = first or _first_product(hidden, ids, gate_up)
+        save(ctx, anchor, hidden, weights, gate_up, down, gate_up_bias, down_bias, gate_and_up)
         ctx.routing, ctx.gate = routing, gate
-        return routing.sum(rows, weights, down_bias)
+        unit = product(gate_and_up, gate, GroupBias(_packed(gate_up_bias), routing.expert))
+        rows = grouped_product(unit, down.transpose(1, 2), routing.ends)
+        return routing.sum(rows, weights.contiguous(), _packed(down_bias))
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weights, gate_up, down, gate_up_bias, down_bias, gate_and_up = ctx.saved_tensors
-        needs_hidden, _, needs_weights, *needs_parameters, _ = ctx.needs_input_grad
+        node = saved_by(ctx)
+        hidden, weights, gate_up, down, gate_up_bias, down_bias, gate_and_up = node.saved_tensors
+        needs_hidden, needs_weights, *needs_parameters = node.needs_input_grad[:6]
         needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias = needs_parameters
         routing, ends = ctx.routing, ctx.routing.ends
         dhidden = dweights = dgate_up = ddown = dgate_up_bias = ddown_bias = None
         rows = routing.gather(dy)
         unit = grouped_product(rows, down, ends)  # its gradient; it becomes the unit times its weight
-        scale = weights.view(-1)[routing.order]
+        scale = weights.reshape(-1)[routing.order]
         # fmt: off
         dgate_and_up, dscale = gradients(
-            unit, gate_and_up, ctx.gate, GroupBias(gate_up_bias, routing.expert), scale,
+            unit, gate_and_up, ctx.gate, GroupBias(_packed(gate_up_bias), routing.expert), scale,
             (needs_hidden or needs_gate_up or needs_gate_up_bias, needs_weights), keep_product=needs_down,
         )
         # fmt: on
@@ -240,7 +252,7 @@ class ExpertsFunction(torch.autograd.Function):
                 dgate_up_bias = _bias_gradient(dgate_and_up, None, ends)
             if needs_hidden:
                 dhidden = routing.sum(grouped_product(dgate_and_up, gate_up, ends))
-        return dhidden, None, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, None
+        return dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, None, None, None, None
 
 
 def _check(
@@ -321,4 +333,10 @@ def experts(
         return experts_ref(hidden, ids, weights, gate_up, down, formula, gate_up_bias, down_bias)
     parameters = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
     _check(hidden, ids, weights, parameters)
-    return ExpertsFunction.apply(hidden, ids, weights, gate_up, down, gate_up_bias, down_bias, formula)
+    if not saves_first():
+        own = hidden, weights, gate_up, down, gate_up_bias, down_bias
+        return ExpertsFunction.apply(*own, ids, formula, None, None)
+    with torch.no_grad():
+        first = _first_product(hidden, ids, gate_up)
+    anchor, (*aliases, _) = anchored(hidden, weights, gate_up, down, gate_up_bias, down_bias, first[1])
+    return ExpertsFunction.apply(*aliases, ids, formula, first, anchor)

@@ -12,7 +12,8 @@ recomputes it, rounding included, from the two inputs, which are all that is sav
 
 swiglu_linear and geglu_linear are the unit and the linear layer behind it, y @ weight^T + bias. A linear layer keeps
 its input y for the gradient of its weight; here the backward's kernel, which computes the activation anyway, writes y
-once more, to the same bits, and between forward and backward it is not held.
+once more, to the same bits, and between forward and backward it is not held. Under checkpointing, inputs are saved
+before the linear layer is computed, which is not computed again (runtime/anchor.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 
+from liger_kernels.ops.runtime.anchor import anchored, save, saved_by
 from liger_kernels.ops.runtime.arguments import checked, checked_op, one_of
 from liger_kernels.ops.runtime.dispatch import (
     INTERPRET,
@@ -234,7 +236,8 @@ class GLUFunction(torch.autograd.Function):
 
 
 class GLULinearFunction(torch.autograd.Function):
-    """Saves the caller's gate, up and weight, and not the product, which lies between them."""
+    """Saves the caller's gate, up and weight (or its anchor does), and not the product, which lies between them, nor
+    what autocast makes of weight."""
 
     @staticmethod
     def forward(
@@ -244,26 +247,35 @@ class GLULinearFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         activation: str,
+        dtype: torch.dtype,
+        anchor: Any,
     ) -> torch.Tensor:
-        ctx.save_for_backward(gate, up, weight)
+        save(ctx, anchor, gate, up, weight)
         ctx.activation = activation
-        return F.linear(_product(gate, up, activation), weight, bias)
+        return F.linear(_product(gate, up, activation), _as(weight, dtype), bias)
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gate, up, weight = ctx.saved_tensors
-        needs_gate, needs_up, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        rows = dout.reshape(-1, dout.shape[-1])
+        node = saved_by(ctx)
+        gate, up, weight = node.saved_tensors
+        needs_gate, needs_up, needs_weight = node.needs_input_grad[:3]
+        rows, dtype = dout.reshape(-1, dout.shape[-1]), dout.dtype
         dgate = dup = dweight = None
         if needs_gate or needs_up:
-            y = torch.mm(rows, weight).view(gate.shape)  # its gradient; it becomes the product where that is needed
+            # The product's gradient; it becomes the product where that is needed.
+            y = torch.mm(rows, _as(weight, dtype)).view(gate.shape)
             dgate, dup = unit_gradients(y, gate, up, ctx.activation, (needs_gate, needs_up), product=needs_weight)
         elif needs_weight:
-            y = _product(gate, up, ctx.activation).to(weight.dtype)
+            y = _as(_product(gate, up, ctx.activation), dtype)
         if needs_weight:
-            dweight = torch.mm(rows.t(), y.view(-1, y.shape[-1]))
-        return dgate, dup, dweight, rows.sum(0) if needs_bias else None, None
+            dweight = _as(torch.mm(rows.t(), y.view(-1, y.shape[-1])), weight.dtype)
+        return dgate, dup, dweight, rows.sum(0) if ctx.needs_input_grad[3] else None, None, None, None
+
+
+def _as(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``t.to(dtype)``, which takes the host ten times as long to find that there is nothing to do."""
+    return t if t.dtype is dtype else t.to(dtype)
 
 
 def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
@@ -367,13 +379,14 @@ def _linear(
     _check_linear(gate, up, weight, bias)
     if not _runs_kernel(gate, up):
         return F.linear(ref(gate, up), weight, bias)
-    weight, bias = as_autocast(weight, gate.device), as_autocast(bias, gate.device)
-    dtype = autocast_dtype(gate.device) or torch.promote_types(gate.dtype, up.dtype)
-    others = [t for t in (weight, bias) if t is not None]
-    if any(t.dtype != dtype for t in others):
-        given = ", ".join(f"{t.dtype} on {t.device}" for t in others)
+    autocast, bias = autocast_dtype(gate.device), as_autocast(bias, gate.device)
+    dtype = autocast or torch.promote_types(gate.dtype, up.dtype)
+    of_weight = weight.dtype if autocast is None or weight.dtype == torch.float64 else dtype
+    if of_weight != dtype or (bias is not None and bias.dtype != dtype):
+        given = f"{of_weight} on {weight.device}" + ("" if bias is None else f", {bias.dtype} on {bias.device}")
         raise ValueError(f"weight (and bias) are {given}; the product is {dtype} on {gate.device}: cast or move them")
-    return _apply(GLULinearFunction, gate, up, weight, bias, activation)
+    anchor, (gate, up, weight) = anchored(gate, up, weight)
+    return _apply(GLULinearFunction, gate, up, weight, bias, activation, dtype, anchor)
 
 
 @checked_op

@@ -58,7 +58,7 @@ class CrossEntropyOutput(NamedTuple):
     max_logits: torch.Tensor | None = None
 
 
-@takes_options
+@takes_options()
 @checked
 def cross_entropy_ref(
     logits: torch.Tensor,
@@ -298,7 +298,7 @@ def _check(
     check_weights(row_weight, denominator, tokens, logits.device)
 
 
-@takes_options
+@takes_options()
 @checked_op
 def cross_entropy(
     logits: torch.Tensor,

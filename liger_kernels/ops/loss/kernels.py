@@ -153,9 +153,9 @@ def _argmax_of_lane(z):
 @triton.jit
 def _scan_block(
     logits_rows, start,                                # pointers [rows], and the first column
-    group_max, others, distance, squares, mean, smooth, predicted,    # [rows, lanes], of the columns before
-    weight_ptr, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr,    # None: not wanted
-    read, column, finite_z_target, first_class,        # [rows], and the class of the first column of all
+    running,                                           # seven of [rows, lanes], of the columns before
+    wanted,                                            # five pointers, None for what is not wanted
+    rows, first_class,                                 # three of [rows]; the class of the first column of all
     vocab, scaling, label_smoothing,
     PRECISE: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
     EVICTED: tl.constexpr, PLAIN: tl.constexpr,
@@ -163,6 +163,9 @@ def _scan_block(
     """What the lanes know of the rows after the columns from ``start`` on, too. PLAIN: all of them exist, and none is a
     target."""
     LANES: tl.constexpr = BLOCK // (CHUNKS * VECTOR)
+    group_max, others, distance, squares, mean, smooth, predicted = running
+    weight_ptr, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr = wanted
+    read, column, finite_z_target = rows
     cols = start + tl.arange(0, BLOCK)
     in_row = cols < vocab
     mask = read[:, None] & in_row[None, :]
@@ -219,7 +222,7 @@ def _cross_entropy_fwd_kernel(
     stats_ptr, stats_stride,                            # [3, rows] or None
     log_probs_ptr, entropy_ptr, predicted_ptr, squares_ptr, mean_ptr, max_ptr,    # [rows] or None
     grad_ptr, grad_stride, denominator_ptr,            # [rows, vocab], 0-d, or None
-    carry_ptr, carry_stride, first, classes,            # of a slab: [6, rows] or None, and two numbers
+    carry_ptr, carry_stride, first, classes,            # of a slab: Carried [6, rows] or None, and two numbers
     n_rows, vocab,
     ignore_index, label_smoothing, softcap, logit_scale, inverse_temperature, z_loss,
     PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
@@ -284,6 +287,8 @@ def _cross_entropy_fwd_kernel(
     EVICTED: tl.constexpr = "evict_first" if grad_ptr is None else "evict_last"
     # Most of a large vocabulary are whole blocks of one row without its target: nothing is asked of their elements. The
     # target's block and the last one, if it is not whole, come after them; a tile of several rows has only such blocks.
+    wanted = (weight_ptr, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr)
+    rows = (read, column, finite_z_target)
     n_plain = 0
     n_edges = tl.cdiv(vocab, BLOCK)
     target_block = n_edges
@@ -304,9 +309,7 @@ def _cross_entropy_fwd_kernel(
                     block = n_whole
             group_max, others, distance, squares, mean, smooth, predicted = _scan_block(
                 logits_rows, block * BLOCK,
-                group_max, others, distance, squares, mean, smooth, predicted,
-                weight_ptr, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr,
-                read, column, finite_z_target, first_class,
+                (group_max, others, distance, squares, mean, smooth, predicted), wanted, rows, first_class,
                 vocab, scaling, label_smoothing,
                 PRECISE, BLOCK, CHUNKS, VECTOR, EVICTED, PLAIN=edges == 0,
             )

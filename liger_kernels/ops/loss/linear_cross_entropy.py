@@ -77,7 +77,7 @@ ChunkSize = Annotated[int, Limit("{x} >= 1", "at least 1 token")]
 FAST_CHUNK = 8192
 
 
-@takes_options
+@takes_options()
 @checked
 def linear_cross_entropy_ref(
     hidden: Tensor,
@@ -363,7 +363,7 @@ def counted_rows(
     return CountedRows.first(targets, ignore_index, classes, taken) if taken < len(targets) else CountedRows(targets)
 
 
-@takes_options
+@takes_options()
 @checked_op
 def linear_cross_entropy(
     hidden: Tensor,

@@ -29,7 +29,7 @@ from liger_kernels.ops.loss.linear_cross_entropy import (
     run_schedule,
     uncompiled,
 )
-from liger_kernels.ops.loss.options import Finite, LossOptions, Positive, check_names
+from liger_kernels.ops.loss.options import LossOptions, check_names, check_options, takes_options
 from liger_kernels.ops.loss.schedule import Call
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of, logits_of_all
 from liger_kernels.ops.runtime.arguments import checked, checked_op
@@ -58,28 +58,20 @@ class LogProbsOutput(NamedTuple):
 OUTPUTS = LogProbsOutput._fields
 
 
-def _options(
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float,
-    ignore_index: int,
-    outputs: tuple[str, ...],
-) -> LossOptions:
+# The options of other losses that are options here.
+_OPTIONS = ("ignore_index", "softcap", "logit_scale", "temperature")
+
+
+def _checked(options: dict[str, Any], outputs: tuple[str, ...]) -> LossOptions:
+    check_options(options, _OPTIONS)
     check_names("outputs", outputs, OUTPUTS)
     if not outputs:
         raise ValueError(f"outputs is empty; it must have at least one name from {', '.join(map(repr, OUTPUTS))}")
-    return LossOptions.checked(
-        {
-            "temperature": temperature,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
-            "ignore_index": ignore_index,
-            "reduction": "none",
-            "extras": tuple([name for name in OUTPUTS[1:] if name in outputs]),
-        }
-    )
+    extras = tuple([name for name in OUTPUTS[1:] if name in outputs])
+    return LossOptions.checked({**options, "reduction": "none", "extras": extras})
 
 
+@takes_options(*_OPTIONS)
 @checked
 def linear_log_probs_ref(
     hidden: Tensor,
@@ -87,15 +79,12 @@ def linear_log_probs_ref(
     targets: Tensor,
     bias: Tensor | None = None,
     *,
-    temperature: Positive = 1.0,
-    softcap: Positive | None = None,
-    logit_scale: Finite = 1.0,
-    ignore_index: int = -100,
     outputs: tuple[str, ...] = ("log_probs",),
     group: Any = None,
+    **options: Any,
 ) -> LogProbsOutput:
     """What :func:`linear_log_probs` computes, in plain torch, holding all logits in the input's dtype."""
-    o = _options(temperature, softcap, logit_scale, ignore_index, outputs)
+    o = _checked(options, outputs)
     hidden, weight, bias, _, shard = checked_head(hidden, weight, targets, bias, o, group=group)
     return _reference(hidden, weight, targets, bias, o, outputs, shard)
 
@@ -131,6 +120,7 @@ def _reference(
     return LogProbsOutput(**{name: found[name].where(counted, False) for name in OUTPUTS if name in outputs})
 
 
+@takes_options(*_OPTIONS)
 @checked_op
 def linear_log_probs(
     hidden: Tensor,
@@ -138,14 +128,11 @@ def linear_log_probs(
     targets: Tensor,
     bias: Tensor | None = None,
     *,
-    temperature: Positive = 1.0,
-    softcap: Positive | None = None,
-    logit_scale: Finite = 1.0,
-    ignore_index: int = -100,
     outputs: tuple[str, ...] = ("log_probs",),
     memory: Memory | None = None,
     counted: CountedTargets | int | None = None,
     group: Any = None,
+    **options: Any,
 ) -> LogProbsOutput:
     """The log-probability of each target, and what else is asked for, of ``F.linear(hidden, weight, bias)``.
 
@@ -157,12 +144,10 @@ def linear_log_probs(
         weight: [vocab, hidden size], of the same dtype.
         targets: [tokens], int64 or int32.
         bias: [vocab], of the same dtype, or None.
-        temperature: divides the logits, after the cap; positive.
-        softcap: the bound of the tanh cap, or None.
-        logit_scale: multiplies the logits, before the cap.
-        ignore_index: rows with this target have log-probability and entropy 0, and no gradient.
         outputs: the fields of :class:`LogProbsOutput` to compute.
         memory, counted, group: as for :func:`linear_cross_entropy`.
+        options: ``temperature``, ``softcap``, ``logit_scale`` and ``ignore_index``, as in :class:`LossOptions`. Ignored
+            rows have log-probability and entropy 0, and no gradient.
 
     Returns:
         A :class:`LogProbsOutput`; in float64 for float64 inputs.
@@ -172,12 +157,11 @@ def linear_log_probs(
             :func:`cross_entropy` does.
     """
     if group is not None and torch.compiler.is_compiling():
-        numbers: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
         how: dict[str, Any] = {"outputs": outputs, "memory": memory, "counted": counted, "group": group}
-        return uncompiled(linear_log_probs, hidden, weight, targets, bias, ignore_index=ignore_index, **numbers, **how)
-    o = _options(temperature, softcap, logit_scale, ignore_index, outputs)
+        return uncompiled(linear_log_probs, hidden, weight, targets, bias, **how, **options)
+    o = _checked(options, outputs)
     hidden, weight, bias, needs, shard = checked_head(hidden, weight, targets, bias, o, group=group)
-    taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, ignore_index)
+    taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, o.ignore_index)
     hidden = taken.take(hidden)
     _, schedule = choose_schedule(hidden, weight.shape[0], o, needs, None, memory, shard)
     if not use_triton(hidden, opaque=True):
@@ -186,7 +170,7 @@ def linear_log_probs(
     loss, found = run_schedule(schedule, call, entropy="entropy" in outputs)
     if "is_top1" in outputs:
         found["is_top1"] = found["predicted_tokens"] == taken.targets
-    counts = taken.targets != ignore_index
+    counts = taken.targets != o.ignore_index
     found = {name: taken.spread(found[name].where(counts, False)) for name in o.extras}
     if "log_probs" in outputs:
         found["log_probs"] = taken.spread(0.0 - loss)  # 0, not -0, for ignored rows

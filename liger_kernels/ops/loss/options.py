@@ -69,9 +69,7 @@ class LossOptions(NamedTuple):
         Raises:
             TypeError, ValueError: for one that does not exist, or has a wrong type or value.
         """
-        unknown = [name for name in given if name not in cls._fields]
-        if unknown:
-            raise TypeError(f"{unknown[0]} is no option; the options are {', '.join(cls._fields)}")
+        check_options(given, cls._fields)
         options = _new_options(**given)
         check_names("extras", options.extras, EXTRAS)
         ignore_index, *others = options._numbers().values()
@@ -107,17 +105,29 @@ class LossOptions(NamedTuple):
 _new_options = checked(LossOptions)
 
 
+def check_options(given: Iterable[str], allowed: Sequence[str]) -> None:
+    """Raise a ``TypeError`` for one of ``given`` that is not ``allowed``."""
+    for name in given:
+        if name not in allowed:
+            raise TypeError(f"{name} is no option; the options are {', '.join(allowed)}")
+
+
 def check_names(name: str, given: Iterable[str], allowed: Sequence[str]) -> None:
     """Raise for one of ``given`` that is not ``allowed``."""
     if any(one not in allowed for one in given):
         raise ValueError(f"{name} is {given!r}; it must be a tuple of names from {', '.join(map(repr, allowed))}")
 
 
-def takes_options(function: _Function) -> _Function:
-    """Show the options in the signature of ``function``, which takes them as ``**options``."""
-    signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    options = inspect.signature(LossOptions).parameters.values()
-    shown = [*parameters, *(p.replace(kind=p.KEYWORD_ONLY) for p in options)]
-    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-    return function
+def takes_options(*names: str) -> Callable[[_Function], _Function]:
+    """Show the options of these ``names``, all if there is none, in the signature of a function that takes them as
+    ``**options``."""
+
+    def shown(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = [p for name, p in inspect.signature(LossOptions).parameters.items() if not names or name in names]
+        every = [*parameters, *(p.replace(kind=p.KEYWORD_ONLY) for p in options)]
+        function.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
+        return function
+
+    return shown

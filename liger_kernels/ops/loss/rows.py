@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -33,20 +34,40 @@ class Rows(NamedTuple):
         return Rows(self.loss[start:stop], stats, {name: t[start:stop] for name, t in self.extras.items()})
 
 
+class Carried(IntEnum):
+    """The rows of a slab's ``carry``, in the order in which the kernel finds them: what is known of the classes before.
+
+    OTHERS, DISTANCE and SQUARES are the sums of exp(z - maximum), of exp(z - maximum) * (z - maximum) and of
+    exp(z - maximum)^2, all without the target's. TOTAL is the sum of z.
+    """
+
+    TARGET = 0
+    MAXIMUM = 1
+    OTHERS = 2
+    DISTANCE = 3
+    SQUARES = 4
+    TOTAL = 5
+
+
 class Slab(NamedTuple):
     """Where a head's logits are those of some of its classes only. Not for label smoothing.
 
     Attributes:
         first: the class of the first column.
         classes: how many there are in all.
-        carry: float32 [6, tokens], what the forward knows of the classes before: the target's z, the maximum; without
-            the target's the sums of exp(z - maximum), of exp(z - maximum) * (z - maximum) and of exp(z - maximum)^2;
-            and the sum of z.
+        carry: float32 [6, tokens], what the forward knows of the classes before: :class:`Carried`.
     """
 
     first: int
     classes: int
     carry: torch.Tensor | None = None
+
+    @staticmethod
+    def no_class(tokens: int, device: torch.device) -> torch.Tensor:
+        """The ``carry`` of the first slab."""
+        carry = torch.zeros((len(Carried), tokens), dtype=torch.float32, device=device)
+        carry[Carried.MAXIMUM] = float("-inf")
+        return carry
 
 
 def _aligned(logits: torch.Tensor) -> bool:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from liger_kernels.ops.loss.rows import Carried
+
 # By weight: its shape, the group, and what they gave. Not by shape alone: where a vocabulary grows, some ranks keep
 # theirs.
 _known = WeakTensorKeyDictionary()
@@ -85,12 +87,12 @@ class VocabShard(NamedTuple):
         some = highest > float("-inf")
         below = (highest - maximum).where(some, 0.0)
         decay = below.exp().where(some, 0.0)
-        carry[0] = target.sum(0)  # zero but on the rank that has it
-        carry[1] = maximum
-        carry[2] = (others * decay).sum(0)
-        carry[3] = ((distance + below * others) * decay).sum(0)
-        carry[4] = (squares * decay.square()).sum(0)
-        carry[5] = total.sum(0)
+        carry[Carried.TARGET] = target.sum(0)  # zero but on the rank that has it
+        carry[Carried.MAXIMUM] = maximum
+        carry[Carried.OTHERS] = (others * decay).sum(0)
+        carry[Carried.DISTANCE] = ((distance + below * others) * decay).sum(0)
+        carry[Carried.SQUARES] = (squares * decay.square()).sum(0)
+        carry[Carried.TOTAL] = total.sum(0)
         if predicted is not None:
             none = self.classes
             first = classes[0].contiguous().view(torch.int32).where(highest == maximum, none).amin(0)

@@ -24,6 +24,8 @@ A second backward pass (``retain_graph``) computes the logits again.
 
 from __future__ import annotations
 
+import enum
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -37,6 +39,7 @@ from liger_kernels.ops.loss.rows import Rows, Slab, backward_rows, forward_rows
 from liger_kernels.ops.loss.schedule import (
     Call,
     Gradients,
+    Needs,
     Output,
     Upstream,
     current_observer,
@@ -118,8 +121,71 @@ def _step(columns: int, step: int) -> int:
     return padded(min(columns, step))
 
 
+class SlabPlace(enum.Enum):
+    """Where the logits of a part lie."""
+
+    BEHIND = "behind its rows of grad_weight"
+    FIRST_ROWS = "in the first rows of grad_weight"
+    LAST = "in the buffer of the last part"
+    SHARED = "in a buffer that the next part overwrites"
+
+
+class SlabPart(NamedTuple):
+    """Some classes in a row, whose logits are computed by one product.
+
+    Attributes:
+        first: the first class, counted from the weight's first row.
+        stop: the last class + 1.
+        stride: how many logits the memory has room for in each row.
+        forward: where the logits lie in the forward.
+        backward: where they lie in the backward.
+        stays: whether the backward finds the logits of the forward. It computes the others again.
+    """
+
+    first: int
+    stop: int
+    stride: int
+    forward: SlabPlace
+    backward: SlabPlace
+    stays: bool
+
+
+class SlabPlan(NamedTuple):
+    """What a head does. ``print`` shows it.
+
+    Attributes:
+        parts: in the order of the forward.
+        grad_weight_last: whether grad_weight is written after grad_hidden is summed. All logits stay then, and the
+            first part's rows of grad_weight are free for the sum ("fast").
+    """
+
+    parts: tuple[SlabPart, ...]
+    grad_weight_last: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether one part has all classes, and stays."""
+        return len(self.parts) == 1 and self.parts[0].stays
+
+    @property
+    def last_stays(self) -> bool:
+        """Whether the last part has a buffer that is kept. It may have no class: a rank may have none."""
+        return bool(self.parts) and self.parts[-1].stays
+
+    def in_backward(self) -> list[SlabPart]:
+        """The parts in the order of the backward: those that stay come first, because the others overwrite them."""
+        return sorted(self.parts, key=lambda part: not part.stays)
+
+    def __str__(self) -> str:
+        lines = ["grad_weight is written last" if self.grad_weight_last else "each part writes its rows of grad_weight"]
+        for part in self.parts:
+            then = "stays" if part.stays else f"computed again {part.backward.value}"
+            lines.append(f"classes {part.first} to {part.stop}, stride {part.stride}: {part.forward.value}, {then}")
+        return "\n".join(lines)
+
+
 class VocabularySlabs(NamedTuple):
-    """The schedules in slabs: how the vocabulary is cut.
+    """The schedules in slabs: how the vocabulary is cut. :meth:`plan` unfolds it.
 
     Attributes:
         kept_classes: those of the first slab, whose logits stay in the memory of grad_weight until the backward; or 0.
@@ -134,11 +200,6 @@ class VocabularySlabs(NamedTuple):
     slab: int = 0
     backward_slab: int = 0
     step: int = 1024
-
-    @property
-    def _whole(self) -> bool:
-        """Whether one slab has all classes."""
-        return not self.kept_classes and not self.slab
 
     @property
     def _holds(self) -> bool:
@@ -172,6 +233,13 @@ class VocabularySlabs(NamedTuple):
         kept = kept_by_small(tokens, hidden_size, vocab) if in_grad_weight else 0
         return cls(kept, 0, sizes.forward, sizes.backward, sizes.step)
 
+    def plan(self, tokens: int, hidden_size: int, vocab: int, itemsize: int, needs: Needs) -> SlabPlan:
+        """The parts of a head of that shape; ``itemsize`` is that of its dtype in bytes."""
+        return _plan(self, tokens, hidden_size, vocab, itemsize, needs)
+
+    def plan_of(self, call: Call) -> SlabPlan:
+        return _plan(self, *call.hidden.shape, len(call.weight), call.hidden.element_size(), call.needs)
+
     def allocate(self, call: Call) -> Output:
         tokens, (vocab, hidden_size), kept = call.hidden.shape[0], call.weight.shape, self.kept_classes
         rows = Rows.empty(tokens, call.hidden.device, call.options, stats=any(call.needs))
@@ -183,14 +251,13 @@ class VocabularySlabs(NamedTuple):
     def forward(self, call: Call) -> Output:
         output = self.allocate(call)
         rows, (_, stats), buffers = output.rows, output.saved, output.buffers
-        carry, shard, classes = None, call.shard, call.classes
-        if not self._whole or shard is not None:
+        carry, shard, classes, plan = None, call.shard, call.classes, self.plan_of(call)
+        if not plan.whole or shard is not None:
             if "predicted_tokens" in rows.extras:
                 rows.extras["predicted_tokens"].zero_()
-            carry = torch.zeros((6, len(call.hidden)), dtype=torch.float32, device=call.hidden.device)
-            carry[1] = float("-inf")
-        for first, logits in self._forward_slabs(call, *buffers):
-            slab = None if carry is None else Slab(self._first(call) + first, classes, carry)
+            carry = Slab.no_class(len(call.hidden), call.hidden.device)
+        for part, logits in _logits_of_parts(call, plan.parts, *buffers):
+            slab = None if carry is None else Slab(self._first(call) + part.first, classes, carry)
             forward_rows(logits, call.targets, call.class_weight, call.row_weight, call.options, rows, slab=slab)
         if shard is not None and carry is not None:
             shard.merge(carry, rows.extras.get("predicted_tokens"))
@@ -215,24 +282,22 @@ class VocabularySlabs(NamedTuple):
         upstream: Upstream,
         overwrite: bool,
     ) -> Gradients:
-        known = buffers is not None and (self._holds or bool(self.kept_classes))
+        plan = self.plan_of(call)
+        known = buffers is not None and any(part.stays for part in plan.parts)
         if buffers is None or not known:
             buffers = self.allocate(call).buffers
-            if self._holds:
-                for _ in self._forward_slabs(call, *buffers):
-                    pass  # they stay
+            if plan.last_stays:
+                for _ in _logits_of_parts(call, plan.parts, *buffers):
+                    pass  # those that stay are known then
+                known = True
         elif not overwrite:
             buffers = tuple(t.clone() for t in buffers)
         grad_weight, other_logits = buffers
         if not self.kept_classes:
             grad_weight = call.new(call.needs.weight, *call.weight.shape)
-        gradients = self._gradients_of_slabs
-        if self._holds:
-            slabs = self._held_slabs_again(call, grad_weight, other_logits)
-        else:
-            slabs = self._slabs_again(call, grad_weight, known)
-        if not self.slab and call.shard is None:
-            gradients = self._gradients_of_kept
+        slabs = _logits_of_parts(call, plan.in_backward(), grad_weight, other_logits, backward=True, known=known)
+        last = plan.grad_weight_last and call.shard is None
+        gradients = self._gradients_of_kept if last else self._gradients_of_slabs
         grad_bias = call.new(call.needs.bias, len(call.weight))
         grad_hidden = gradients(call, self._overwritten(call, slabs, saved, upstream, grad_bias), grad_weight)
         return grad_hidden, grad_weight, grad_bias
@@ -244,108 +309,19 @@ class VocabularySlabs(NamedTuple):
         """The class of the weight's first row."""
         return 0 if call.shard is None else call.shard.first
 
-    def _held_slabs(self, call: Call, grad_weight: Tensor, other_logits: Tensor) -> list[tuple[int, int, Tensor]]:
-        """Those where some are held: first and last + 1 class, and the memory of their logits. The last one's overwrite
-        those between, and the other way round."""
-        tokens, vocab, kept = len(call.hidden), len(call.weight), self.kept_classes
-        first = [(0, kept, _behind(call, grad_weight, kept, kept))] if kept else []
-        last = vocab - self.held_classes
-        between = [
-            (begin, min(begin + self.slab, last), other_logits.view(-1)[: tokens * self.slab].view(tokens, self.slab))
-            for begin in range(kept, last, self.slab or 1)
-        ]
-        return [*first, *between, (last, vocab, other_logits[:, : self.held_classes])]
-
-    def _held_slabs_again(
-        self, call: Call, grad_weight: Tensor, other_logits: Tensor
-    ) -> Iterator[tuple[int, int, Tensor]]:
-        """Those in the backward, and their logits."""
-        *early, last = self._held_slabs(call, grad_weight, other_logits)
-        if self.kept_classes:
-            yield early.pop(0)
-        yield last
-        for first, stop, buffer in early:
-            yield first, stop, _logits(call, first, stop, buffer)
-
-    def _forward_slabs(self, call: Call, grad_weight: Tensor, other_logits: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The first class of each slab, and its logits, which the next one overwrites, but for those that are kept."""
-        (tokens, hidden_size), kept = call.hidden.shape, self.kept_classes
-        if self._holds:
-            for first, stop, buffer in self._held_slabs(call, grad_weight, other_logits):
-                yield first, _logits(call, first, stop, buffer)
-            return
-        free = grad_weight.view(-1)[: kept * hidden_size]  # the first slab's rows, which are written by the backward
-        for first, stop, width, _ in self._slabs(call):
-            if kept and not first:
-                buffer = _behind(call, grad_weight, stop, width)
-            else:
-                if len(free) < tokens * width:  # once at most: no later slab is wider
-                    free = logits_buffer(call, tokens, width).view(-1)
-                buffer = free[: tokens * width].view(tokens, width)
-            yield first, _logits(call, first, stop, buffer)
-
-    def _columns(self, call: Call) -> int:
-        """Classes of a slab of "small" whose logits take memory of their own."""
-        if call.needs.weight:
-            return self.backward_slab
-        return self.slab if any(call.needs) else 2 * self.slab  # without a gradient, little else is held
-
-    def _slabs(self, call: Call) -> Iterator[tuple[int, int, int, bool]]:
-        """First and last + 1 class of each slab of "small", the stride of its logits, and whether these need memory of
-        their own next to grad_weight.
-
-        They are the same in the forward and in the backward: products of one shape have the same bits. Where a softmax
-        has nearly all of its weight on one class, logits that round another way than those of which the loss was taken
-        give a gradient that is wrong by the rounding of the logit itself: 0.25 for a logit of 100 in bfloat16."""
-        first, (tokens, hidden_size), vocab, columns = 0, call.hidden.shape, len(call.weight), self._columns(call)
-        step, kept = _step(columns, self.step), self.kept_classes
-        # What the forward has memory for: the first slab's rows, or what it allocates before there is a grad_weight; or
-        # as much as the backward takes for the float32 sum of grad_hidden. 32768 x 4096 x 128256 on an H200, without
-        # the latter and with it: 112 slabs in 223 ms, 37 in 205.
-        room = kept * hidden_size // max(tokens, 1) if kept else 2 * self.slab
-        room = max(room, call.needs.hidden * 4 * hidden_size // call.hidden.element_size())
-        widest = min(WIDER * columns, room // step * step)
-        while first < vocab:
-            size = _fit(tokens, hidden_size, vocab - first, step) if call.needs.weight else 0
-            if first or not kept:
-                size = min(widest, size)
-            narrow = size <= columns
-            stop = min(first + columns, vocab) if narrow else first + size
-            yield first, stop, padded(min(columns, vocab)) if narrow else size, narrow
-            first = stop
-
-    def _slabs_again(self, call: Call, grad_weight: Tensor, known: bool) -> Iterator[tuple[int, int, Tensor]]:
-        """Those of "small" in the backward: first and last + 1 class, and their logits, which the next one overwrites.
-
-        Every slab finishes its rows of grad_weight, where that is needed. The rows behind hold its logits, as long as
-        those of more than ``backward_slab`` classes fit: wide slabs cost nothing there, and read and write grad_hidden
-        less often.
-
-        Args:
-            known: whether the first slab's logits are there from the forward.
-        """
-        own = None
-        for first, stop, width, narrow in self._slabs(call):
-            if narrow:
-                own = logits_buffer(call, len(call.hidden), width) if own is None else own
-                buffer = own
-            else:
-                buffer = _behind(call, grad_weight, stop, width)
-            yield first, stop, buffer if known and not first else _logits(call, first, stop, buffer)
-
     def _overwritten(
         self,
         call: Call,
-        slabs: Iterable[tuple[int, int, Tensor]],
+        slabs: Iterable[tuple[SlabPart, Tensor]],
         saved: tuple[Tensor, ...],
         upstream: Upstream,
         grad_bias: Tensor,
     ) -> Iterator[tuple[int, int, Tensor]]:
         """``slabs``, their logits overwritten by the gradient, of which ``grad_bias`` and the observer get theirs."""
         (denominator, stats), vocab, observer = saved, len(call.weight), current_observer()
-        known = self._whole and call.shard is None
+        known = self.plan_of(call).whole and call.shard is None
         observed = call.new(observer is not None, len(call.hidden), vocab, dtype=torch.float32)
-        for first, stop, logits in slabs:
+        for (first, stop, *_), logits in slabs:
             backward_rows(
                 logits,
                 call.targets,
@@ -372,7 +348,7 @@ class VocabularySlabs(NamedTuple):
         """grad_hidden of "fast"; ``grad_weight`` is written where it is needed."""
         hidden, weight, every = call.hidden, call.weight, list(slabs)
         grad_hidden = call.new(call.needs.hidden, *hidden.shape)
-        if call.needs.hidden and self._whole:
+        if call.needs.hidden and len(every) == 1:
             torch.mm(every[0][2], weight, out=grad_hidden)
         elif call.needs.hidden:
             sums = grad_weight[: self.kept_classes].view(-1).view(torch.float32)[: hidden.numel()].view(hidden.shape)
@@ -406,9 +382,101 @@ class VocabularySlabs(NamedTuple):
         return sums.rounded(None, hidden.dtype, overwrite=True)
 
 
-def _logits(call: Call, first: int, stop: int, buffer: Tensor) -> Tensor:
-    bias = None if call.bias is None else call.bias[first:stop]
-    return logits_of(call.hidden, call.weight[first:stop], bias, buffer)
+@functools.lru_cache(maxsize=256)
+def _plan(slabs: VocabularySlabs, tokens: int, hidden_size: int, vocab: int, itemsize: int, needs: Needs) -> SlabPlan:
+    if slabs._holds:
+        return SlabPlan(_parts_with_a_buffer(slabs, vocab), grad_weight_last=not slabs.slab)
+    return SlabPlan(_parts_in_grad_weight(slabs, tokens, hidden_size, vocab, itemsize, needs), grad_weight_last=False)
+
+
+def _parts_with_a_buffer(slabs: VocabularySlabs, vocab: int) -> tuple[SlabPart, ...]:
+    """Those of "fast" and "balanced": the last part's buffer also takes the logits of the parts between."""
+    kept, last = slabs.kept_classes, vocab - slabs.held_classes
+    first = [SlabPart(0, kept, kept, SlabPlace.BEHIND, SlabPlace.BEHIND, stays=True)] if kept else []
+    between = [
+        SlabPart(begin, min(begin + slabs.slab, last), slabs.slab, SlabPlace.LAST, SlabPlace.LAST, stays=False)
+        for begin in range(kept, last, slabs.slab or 1)
+    ]
+    return (
+        *first,
+        *between,
+        SlabPart(last, vocab, padded(slabs.held_classes), SlabPlace.LAST, SlabPlace.LAST, stays=True),
+    )
+
+
+def _parts_in_grad_weight(
+    slabs: VocabularySlabs, tokens: int, hidden_size: int, vocab: int, itemsize: int, needs: Needs
+) -> tuple[SlabPart, ...]:
+    """Those of "small".
+
+    A part is as wide in the forward as in the backward: products of one shape have the same bits. Where a softmax has
+    nearly all of its weight on one class, logits that round another way than those of which the loss was taken give a
+    gradient that is wrong by the rounding of the logit itself: 0.25 for a logit of 100 in bfloat16.
+
+    In the backward every part finishes its rows of grad_weight. The rows behind hold its logits, as long as those of
+    more than ``backward_slab`` classes fit: wide parts cost nothing there, and read and write grad_hidden less often.
+    """
+    kept, columns = slabs.kept_classes, slabs.backward_slab
+    if not needs.weight:
+        columns = slabs.slab if any(needs) else 2 * slabs.slab  # without a gradient, little else is held
+    step = _step(columns, slabs.step)
+    # What the forward has memory for: the first part's rows, or what it allocates before there is a grad_weight; or as
+    # much as the backward takes for the float32 sum of grad_hidden. 32768 x 4096 x 128256 on an H200, without the
+    # latter and with it: 112 slabs in 223 ms, 37 in 205.
+    room = kept * hidden_size // max(tokens, 1) if kept else 2 * slabs.slab
+    room = max(room, needs.hidden * 4 * hidden_size // itemsize)
+    widest = min(WIDER * columns, room // step * step)
+    parts: list[SlabPart] = []
+    first, forward = 0, SlabPlace.FIRST_ROWS  # which the backward writes
+    while first < vocab:
+        stays = bool(kept) and not first
+        size = _fit(tokens, hidden_size, vocab - first, step) if needs.weight else 0
+        size = size if stays else min(widest, size)
+        narrow = size <= columns
+        stop, stride = (min(first + columns, vocab), padded(min(columns, vocab))) if narrow else (first + size, size)
+        if not stays and kept * hidden_size < tokens * stride:
+            forward = SlabPlace.SHARED  # so do the parts after it, none of which is wider
+        backward = SlabPlace.SHARED if narrow else SlabPlace.BEHIND
+        parts.append(SlabPart(first, stop, stride, SlabPlace.BEHIND if stays else forward, backward, stays))
+        first = stop
+    return tuple(parts)
+
+
+def _logits_of_parts(
+    call: Call,
+    parts: Iterable[SlabPart],
+    grad_weight: Tensor,
+    other_logits: Tensor,
+    *,
+    backward: bool = False,
+    known: bool = False,
+) -> Iterator[tuple[SlabPart, Tensor]]:
+    """Each part and its logits, which the next one overwrites unless they stay.
+
+    Args:
+        known: whether the logits that stay have been computed.
+    """
+    shared = None  # freed with this generator
+    for part in parts:
+        place = part.backward if backward else part.forward
+        if place is SlabPlace.SHARED and shared is None:
+            shared = logits_buffer(call, len(call.hidden), part.stride)
+        buffer = _memory(call, part, place, grad_weight, other_logits if shared is None else shared)
+        if known and part.stays:
+            yield part, buffer[:, : part.stop - part.first]
+        else:
+            bias = None if call.bias is None else call.bias[part.first : part.stop]
+            yield part, logits_of(call.hidden, call.weight[part.first : part.stop], bias, buffer)
+
+
+def _memory(call: Call, part: SlabPart, place: SlabPlace, grad_weight: Tensor, buffer: Tensor) -> Tensor:
+    """Room for the logits of ``part`` at ``place``, [tokens, stride]. ``buffer`` is the last part's or the shared one:
+    no plan has both."""
+    tokens, stride = len(call.hidden), part.stride
+    if place is SlabPlace.BEHIND:
+        return _behind(call, grad_weight, part.stop, stride)
+    flat = grad_weight.view(-1) if place is SlabPlace.FIRST_ROWS else buffer.view(-1)
+    return flat[: tokens * stride].view(tokens, stride)
 
 
 def _behind(call: Call, grad_weight: Tensor, stop: int, size: int) -> Tensor:
