@@ -17,6 +17,7 @@ checkpointing all of that is saved before the second product, which is not compu
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 
 from liger_kernels.ops._grouped import grouped_outer_product, grouped_product
 from liger_kernels.ops._packed_glu import SWIGLU, GluFormula, GroupBias, gradients, packed_glu_ref, product
-from liger_kernels.ops.runtime.anchor import anchored, save, saved_by, saves_first
+from liger_kernels.ops.runtime.anchor import Computed, anchor, saves_first
 from liger_kernels.ops.runtime.arguments import checked, checked_op
 from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.ops.runtime.dispatch import backward_once, launch, tl, triton, use_triton
@@ -185,42 +186,37 @@ def _bias_gradient(rows: torch.Tensor, factor: torch.Tensor | None, ends: torch.
     return grouped_outer_product(rows, column.expand(-1, 8).contiguous(), ends)[..., 0]
 
 
-def _first_product(hidden: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor) -> tuple[_Routing, torch.Tensor]:
-    routing = _Routing(ids, len(gate_up))
-    rows = routing.gather(hidden, first=True)
-    return routing, grouped_product(rows, gate_up.transpose(1, 2), routing.ends)
-
-
 class ExpertsFunction(torch.autograd.Function):
-    """Saves tokens, weights, parameters and the first product, or its anchor does; the gradients are new tensors."""
+    """Saves tokens, weights, parameters and the first product; the gradients are new tensors. With a list ``first`` it
+    returns an anchor, and the list gets the routing and the first product."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
+        ids: torch.Tensor,
         weights: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
         gate_up_bias: torch.Tensor | None,
         down_bias: torch.Tensor | None,
-        ids: torch.Tensor,
         gate: GluFormula,
-        first: tuple[_Routing, torch.Tensor] | None,
-        anchor: Any,
+        first: list[Any] | None,
     ) -> torch.Tensor:
-        routing, gate_and_up = first or _first_product(hidden, ids, gate_up)
-        save(ctx, anchor, hidden, weights, gate_up, down, gate_up_bias, down_bias, gate_and_up)
+        routing = _Routing(ids, len(gate_up))
+        gate_and_up = grouped_product(routing.gather(hidden, first=True), gate_up.transpose(1, 2), routing.ends)
+        ctx.save_for_backward(hidden, weights, gate_up, down, gate_up_bias, down_bias, gate_and_up)
         ctx.routing, ctx.gate = routing, gate
-        unit = product(gate_and_up, gate, GroupBias(_packed(gate_up_bias), routing.expert))
-        rows = grouped_product(unit, down.transpose(1, 2), routing.ends)
-        return routing.sum(rows, weights.contiguous(), _packed(down_bias))
+        if first is not None:
+            first += routing, gate_and_up
+            return anchor(hidden.shape, hidden.dtype, hidden.device)
+        return _second_product(weights, down, gate_up_bias, down_bias, gate, routing, gate_and_up)
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        node = saved_by(ctx)
-        hidden, weights, gate_up, down, gate_up_bias, down_bias, gate_and_up = node.saved_tensors
-        needs_hidden, needs_weights, *needs_parameters = node.needs_input_grad[:6]
+        hidden, weights, gate_up, down, gate_up_bias, down_bias, gate_and_up = ctx.saved_tensors
+        needs_hidden, _, needs_weights, *needs_parameters, _, _ = ctx.needs_input_grad
         needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias = needs_parameters
         routing, ends = ctx.routing, ctx.routing.ends
         dhidden = dweights = dgate_up = ddown = dgate_up_bias = ddown_bias = None
@@ -252,7 +248,22 @@ class ExpertsFunction(torch.autograd.Function):
                 dgate_up_bias = _bias_gradient(dgate_and_up, None, ends)
             if needs_hidden:
                 dhidden = routing.sum(grouped_product(dgate_and_up, gate_up, ends))
-        return dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, None, None, None, None
+        return dhidden, None, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, None, None
+
+
+def _second_product(
+    weights: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    gate: GluFormula,
+    routing: _Routing,
+    gate_and_up: torch.Tensor,
+) -> torch.Tensor:
+    """What comes of the first one: the unit, its product, and the sum for each token."""
+    unit = product(gate_and_up, gate, GroupBias(_packed(gate_up_bias), routing.expert))
+    rows = grouped_product(unit, down.transpose(1, 2), routing.ends)
+    return routing.sum(rows, weights.contiguous(), _packed(down_bias))
 
 
 def _check(
@@ -333,10 +344,8 @@ def experts(
         return experts_ref(hidden, ids, weights, gate_up, down, formula, gate_up_bias, down_bias)
     parameters = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
     _check(hidden, ids, weights, parameters)
-    if not saves_first():
-        own = hidden, weights, gate_up, down, gate_up_bias, down_bias
-        return ExpertsFunction.apply(*own, ids, formula, None, None)
-    with torch.no_grad():
-        first = _first_product(hidden, ids, gate_up)
-    anchor, (*aliases, _) = anchored(hidden, weights, gate_up, down, gate_up_bias, down_bias, first[1])
-    return ExpertsFunction.apply(*aliases, ids, formula, first, anchor)
+    first: list[Any] | None = [] if saves_first() else None
+    out = ExpertsFunction.apply(hidden, ids, weights, gate_up, down, gate_up_bias, down_bias, formula, first)
+    if first is None:
+        return out
+    return Computed.apply(out, partial(_second_product, weights, down, gate_up_bias, down_bias, formula, *first))

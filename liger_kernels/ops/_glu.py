@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 
-from liger_kernels.ops.runtime.anchor import anchored, save, saved_by
+from liger_kernels.ops.runtime.anchor import Computed, anchor, saves_first
 from liger_kernels.ops.runtime.arguments import checked, checked_op, one_of
 from liger_kernels.ops.runtime.dispatch import (
     INTERPRET,
@@ -236,8 +236,8 @@ class GLUFunction(torch.autograd.Function):
 
 
 class GLULinearFunction(torch.autograd.Function):
-    """Saves the caller's gate, up and weight (or its anchor does), and not the product, which lies between them, nor
-    what autocast makes of weight."""
+    """Saves the caller's gate, up and weight, and not the product, which lies between them, nor what autocast makes of
+    weight. With ``first`` it returns an anchor."""
 
     @staticmethod
     def forward(
@@ -248,18 +248,19 @@ class GLULinearFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
         activation: str,
         dtype: torch.dtype,
-        anchor: Any,
+        first: bool,
     ) -> torch.Tensor:
-        save(ctx, anchor, gate, up, weight)
+        ctx.save_for_backward(gate, up, weight)
         ctx.activation = activation
-        return F.linear(_product(gate, up, activation), _as(weight, dtype), bias)
+        if first:
+            return anchor((*gate.shape[:-1], weight.shape[0]), dtype, gate.device)
+        return _glu_linear(gate, up, weight, bias, activation, dtype)
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        node = saved_by(ctx)
-        gate, up, weight = node.saved_tensors
-        needs_gate, needs_up, needs_weight = node.needs_input_grad[:3]
+        gate, up, weight = ctx.saved_tensors
+        needs_gate, needs_up, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows, dtype = dout.reshape(-1, dout.shape[-1]), dout.dtype
         dgate = dup = dweight = None
         if needs_gate or needs_up:
@@ -270,7 +271,18 @@ class GLULinearFunction(torch.autograd.Function):
             y = _as(_product(gate, up, ctx.activation), dtype)
         if needs_weight:
             dweight = _as(torch.mm(rows.t(), y.view(-1, y.shape[-1])), weight.dtype)
-        return dgate, dup, dweight, rows.sum(0) if ctx.needs_input_grad[3] else None, None, None, None
+        return dgate, dup, dweight, rows.sum(0) if needs_bias else None, None, None, None
+
+
+def _glu_linear(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return F.linear(_product(gate, up, activation), _as(weight, dtype), bias)
 
 
 def _as(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -385,8 +397,9 @@ def _linear(
     if of_weight != dtype or (bias is not None and bias.dtype != dtype):
         given = f"{of_weight} on {weight.device}" + ("" if bias is None else f", {bias.dtype} on {bias.device}")
         raise ValueError(f"weight (and bias) are {given}; the product is {dtype} on {gate.device}: cast or move them")
-    anchor, (gate, up, weight) = anchored(gate, up, weight)
-    return _apply(GLULinearFunction, gate, up, weight, bias, activation, dtype, anchor)
+    first = saves_first()
+    out = _apply(GLULinearFunction, gate, up, weight, bias, activation, dtype, first)
+    return Computed.apply(out, partial(_glu_linear, gate, up, weight, bias, activation, dtype)) if first else out
 
 
 @checked_op
