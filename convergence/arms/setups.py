@@ -335,6 +335,25 @@ class Fsdp2(Setup):
         return fully_shard(model, mesh=mesh)
 
 
+class LoraFsdp2(Lora):
+    """Gradients of a layer are of one dtype, as its group reduces them together."""
+
+    name = "lora-fsdp2"
+    orders = ("after", "before")
+    sharded = True
+    does = "two active adapters of peft's LoRA on every projection, and fully_shard of every decoder layer"
+    ranks = RANKS
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (RANKS,))
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+
 class Fsdp1(Setup):
     name = "fsdp1"
     orders = ("before", "after")
@@ -511,6 +530,7 @@ SETUPS: dict[str, Setup] = {
         DeviceMap,
         Ddp,
         Fsdp2,
+        LoraFsdp2,
         Fsdp1,
         Zero3,
         TensorParallel,
