@@ -40,7 +40,12 @@ def test_the_names_of_cases(capfd):
     ("setup", "model", "dtype", "reason"),
     [
         ("bf16-autocast", "llama-tied", "bfloat16", "for parameters in float32"),
-        ("lora", "phi3", "float32", "adapts q_proj, v_proj, which this model does not have"),
+        (
+            "lora",
+            "phi3",
+            "float32",
+            "adapts q_proj, v_proj, k_proj, gate_proj, up_proj, which this model does not have",
+        ),
         ("lora-head", "llama-tied", "float32", "ties to its embedding"),
         ("fsdp2", "llama-tied", "float32", ""),
     ],

@@ -342,8 +342,9 @@ def test_a_forward_that_computes_something_else_is_left(change: str) -> None:
         z = a(self.lora_dropout["default"](x.to(a.weight.dtype)))
         delta = b(z.detach() + 0 * z if change == "another gradient" else z) * scale
         if change == "rounded":
-            return self.base_layer(x) + delta.bfloat16().to(delta.dtype)
-        return self.base_layer(x) + delta
+            delta = delta.bfloat16()
+        y = self.base_layer(x)
+        return (y + delta).to(y.dtype)
 
     for layer in layers(model):
         layer.__class__ = type("Later", (type(layer),), {"forward": forward})

@@ -128,6 +128,7 @@ def train(run: Run, setup: Setup, batches: list[list[Step]], order: str = "befor
 def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory, order: str) -> None:
     rounded = run.rounded_to or run.dtype
     first = build(run)
+    setup.cast(first)
     initial = {name: p.detach().cpu().clone() for name, p in first.named_parameters()}
     patch = run.patch if run.construct is None else None
     model: Any = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,7 @@ class Setup:
         without: the steps that it does not know.
         sharded: whether weights are split, so that other ones need a model that is wrapped anew.
         head_runs_itself: whether the head computes its logits, so that none of our losses need run.
+        kernels: those that it has places for, in addition to the model's own.
     """
 
     name = "plain"
@@ -51,6 +53,7 @@ class Setup:
     without: tuple[str, ...] = ()
     sharded = False
     head_runs_itself = False
+    kernels: tuple[str, ...] = ()
 
     def absent(self, model: nn.Module | None, dtype: str, device: str) -> str:
         """Why it cannot be had here, for this model; empty where it can."""
@@ -66,6 +69,9 @@ class Setup:
     def template(self, model: nn.Module) -> nn.Module:
         """What every arm is a copy of, the truth included."""
         return model
+
+    def cast(self, model: Any) -> None:
+        """Give parameters of a model that is not the truth's another dtype than the model has."""
 
     def wrap(self, model: Any, device: torch.device) -> Any:
         """What is called in place of ``model``, which has its weights, and on ranks its process group."""
@@ -178,11 +184,16 @@ class Compile(Setup):
 
 
 class Lora(Setup):
+    """Two adapters that differ in all that an adapter may have, float32 ones on a model of 16 bits, as peft makes
+    them."""
+
     name = "lora"
-    does = "peft's LoRA on attention and MLP; the rest is frozen"
+    does = "two active adapters of peft's LoRA on every projection, with a bias and rslora; the rest is frozen"
     needs = "peft"
     orders = ("after",)
-    targets: tuple[str, ...] = ("q_proj", "v_proj", "o_proj", "down_proj")
+    targets: tuple[str, ...] = ("q_proj", "v_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    kernels = ("lora_linear",)
+    dropout = 0.0
 
     def absent(self, model: nn.Module | None, dtype: str, device: str) -> str:
         named = [] if model is None else [name.rpartition(".")[2] for name, _ in model.named_modules()]
@@ -195,17 +206,78 @@ class Lora(Setup):
         import peft
 
         torch.manual_seed(1)
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.0, target_modules=[*self.targets]))
+        options: dict[str, Any] = {"target_modules": [*self.targets], "lora_dropout": self.dropout}
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, **options))
+        options["use_rslora"] = True
+        if "lora_bias" in peft.LoraConfig.__dataclass_fields__:
+            options["lora_bias"] = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that an adapter with a bias cannot be merged with a layer without one
+            adapted.add_adapter("second", peft.LoraConfig(r=6, lora_alpha=3, **options))
+        adapted.base_model.set_adapter(["default", "second"])
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
                 if "lora_B" in name:  # zero at first, so that the adapter would not show
                     parameter.normal_(std=0.1)
         return adapted.train()
 
+    def cast(self, model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.float()
+
+
+class LoraCheckpointing(Lora):
+    name = "lora-checkpointing"
+    does = "the same, and activations of the decoder layers are computed again in the backward"
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+
+class Mask(nn.Module):
+    """A dropout whose mask follows from the index of each element, so that it is the same in every dtype and arm."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.seed = seed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        index = torch.arange(x.numel(), device=x.device) + self.seed
+        kept = (index * 2654435761 >> 7) % 8 > 0
+        return x * kept.view(x.shape) * (8 / 7)
+
+
+class LoraDropout(LoraCheckpointing):
+    """Every projection and adapter has a mask of its own."""
+
+    name = "lora-dropout"
+    does = "the same, and each adapter drops an eighth of what its projection gets"
+    dropout = 0.125
+
+    def template(self, model: Any) -> nn.Module:
+        adapted = super().template(model)
+        dropouts = [(m, name) for m in adapted.modules() if hasattr(m, "lora_dropout") for name in m.lora_dropout]
+        for seed, (module, name) in enumerate(dropouts):
+            module.lora_dropout[name] = Mask(1000 * seed)
+        return adapted
+
+
+class LoraAutocast(Lora):
+    name = "lora-autocast"
+    does = "two active adapters of peft's LoRA on every projection, and torch.autocast in bfloat16"
+    dtypes = ("float32",)
+
+    def running(self, device: torch.device) -> Any:
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+
 
 class LoraHead(Lora):
     name = "lora-head"
-    does = "peft's LoRA on attention, MLP and the LM head, which runs itself"
+    does = "two adapters of peft's LoRA on every projection and the LM head, which runs itself"
     targets = (*Lora.targets, "lm_head")
     head_runs_itself = True
 
@@ -259,6 +331,25 @@ class Fsdp2(Setup):
 
         mesh = init_device_mesh(device.type, (RANKS,))
         for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+
+class LoraFsdp2(Lora):
+    """Gradients of a layer are of one dtype, as its group reduces them together."""
+
+    name = "lora-fsdp2"
+    orders = ("after", "before")
+    sharded = True
+    does = "two active adapters of peft's LoRA on every projection, and fully_shard of every decoder layer"
+    ranks = RANKS
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (RANKS,))
+        for layer in model.get_base_model().model.layers:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
@@ -432,10 +523,14 @@ SETUPS: dict[str, Setup] = {
         Checkpointing,
         Compile,
         Lora,
+        LoraCheckpointing,
+        LoraDropout,
+        LoraAutocast,
         LoraHead,
         DeviceMap,
         Ddp,
         Fsdp2,
+        LoraFsdp2,
         Fsdp1,
         Zero3,
         TensorParallel,

@@ -76,7 +76,7 @@ MUTANTS = (
         "probe.has_hooks(first) or probe.has_hooks(second)", "False", _ODD.format("hooks")),
     _layer("lora_any_forward_recognised", "A layer is taken for LoRA by its class.",
         "_same_in_float64(module, names, masks)", "True",
-        "test_a_forward_that_computes_something_else_is_left[scaled twice]"),
+        "test_a_forward_that_computes_something_else_is_left[rounded]"),
     _layer("lora_gradients_not_compared", "A layer is taken for LoRA by its values.",
         "all(probe.relative_difference(ours, theirs) < probe.SAME_FORMULA for ours, theirs in pairs)", "True",
         "test_a_forward_that_computes_something_else_is_left[another gradient]"),
