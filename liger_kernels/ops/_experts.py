@@ -348,4 +348,4 @@ def experts(
     out = ExpertsFunction.apply(hidden, ids, weights, gate_up, down, gate_up_bias, down_bias, formula, first)
     if first is None:
         return out
-    return Computed.apply(out, partial(_second_product, weights, down, gate_up_bias, down_bias, formula, *first))
+    return Computed.apply(partial(_second_product, weights, down, gate_up_bias, down_bias, formula, *first), out)

@@ -399,7 +399,7 @@ def _linear(
         raise ValueError(f"weight (and bias) are {given}; the product is {dtype} on {gate.device}: cast or move them")
     first = saves_first()
     out = _apply(GLULinearFunction, gate, up, weight, bias, activation, dtype, first)
-    return Computed.apply(out, partial(_glu_linear, gate, up, weight, bias, activation, dtype)) if first else out
+    return Computed.apply(partial(_glu_linear, gate, up, weight, bias, activation, dtype), out) if first else out
 
 
 @checked_op

@@ -10,10 +10,10 @@ and x gets g_a A_a in addition to what it gets through the base. Everything accu
 the gradient of x are rounded once. A product of 16-bit numbers with float32 ones takes the latter as a sum of two
 bfloat16 numbers, hi + lo, whose error is 2^-17; these products are bound by memory, so that is free.
 
-The op is two nodes of autograd. The *anchor* makes z and saves whatever is saved; the *add* comes behind the base, and
-saves nothing. So a recomputation of activations, which ends at the last tensor that was saved, ends before the base's
-product where that is the last of a block. x goes to the base through the anchor, whose backward adds g A to what comes
-back in one pass. The add's backward reads the anchor's tensors, once, and hands them over.
+The op is two nodes of autograd (runtime/anchor.py): the first makes z and saves whatever is saved, the second adds
+behind the base, and saves nothing. So a recomputation of activations, which ends at the last tensor that was saved,
+ends before the base's product where that is the last of a block. x goes to the base through the first node, whose
+backward adds g A to what comes back in one pass.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernels.ops._lora_products import MOST_RANKS, add_product, columns_product, rows_product
+from liger_kernels.ops.runtime.anchor import Computed, anchor
 from liger_kernels.ops.runtime.arguments import FINITE, checked, checked_fields, checked_op, describe
 from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.ops.runtime.dispatch import as_autocast, as_values, backward_once, use_triton
@@ -102,106 +104,108 @@ def _reference(y0: Tensor, x: Tensor, adapters: Sequence[LoraAdapter]) -> Tensor
         return y.to(y0.dtype)
 
 
-def _stacked_b(b: Sequence[Tensor], scales: Sequence[float]) -> Tensor:
-    return torch.cat([scale * one.float() for one, scale in zip(b, scales, strict=True)], dim=1)
+def _stacked_a(a: Sequence[Tensor]) -> Tensor:
+    return a[0] if len(a) == 1 else torch.cat([*a])
 
 
-class AnchorFunction(torch.autograd.Function):
-    """x and z = x A^T, float32 [tokens, ranks]. Saves x, z and the parameters themselves, which a sharding package may
-    free and fill again. Without ``passes``, x does not come back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, passes: bool, *parameters: Tensor) -> Any:
-        half = len(parameters) // 2
-        a = parameters[0] if half == 1 else torch.cat(parameters[:half])
-        z = rows_product(x, a, 1.0)
-        ctx.save_for_backward(x, z, *parameters)
-        ctx.passes, ctx.read = passes, None
-        ctx.set_materialize_grads(False)
-        return (x, z) if passes else z
-
-    @staticmethod
-    @backward_once
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        dx, g = grads if ctx.passes else (None, *grads)
-        parameters_and_x, ctx.read = ctx.read, None
-        needs_x, _, *needs = ctx.needs_input_grad
-        half = len(needs) // 2
-        found: list[Tensor | None] = [None] * len(needs)
-        if g is None:  # nobody asked for it, or only what lies between anchor and add was differentiated
-            return dx, None, *found
-        x, *a = parameters_and_x
-        if half == 1:
-            found[0] = columns_product(x, g, a[0].shape, a[0].dtype, 1.0, by_rank=True) if needs[0] else None
-        elif any(needs[:half]):
-            ranks = [len(one) for one in a]
-            every = columns_product(x, g, (sum(ranks), x.shape[-1]), torch.float32, 1.0, by_rank=True)
-            parts = zip(every.split(ranks), a, needs, strict=False)
-            found[:half] = [part.to(one.dtype) if needed else None for part, one, needed in parts]
-        if needs_x:
-            dx = add_product(dx, g, (a[0] if half == 1 else torch.cat(a)).t(), None, 1.0, x.shape, x.dtype)
-        return dx, None, *found
+def _stacked_b(b: Sequence[Tensor], scales: Sequence[float]) -> tuple[Tensor, float]:
+    """B, and the scale that it has not been multiplied by."""
+    if len(b) == 1:
+        return b[0], scales[0]
+    return torch.cat([scale * one.float() for one, scale in zip(b, scales, strict=True)], dim=1), 1.0
 
 
-class AddFunction(torch.autograd.Function):
-    """y = y0 + scale * (z B^T + bias), a new tensor in y0's dtype. Saves nothing: its backward reads what the anchors
-    have saved."""
+class LoraFunction(torch.autograd.Function):
+    """z = x A^T, float32 [tokens, ranks], an anchor of y, and with ``passes`` x itself, which goes to the base.
+
+    Saves x, z and the parameters themselves, which a sharding package may free and fill again. The anchor's gradient is
+    dY; that of the x that passes is what came through the base.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, y0: Tensor, groups: tuple[tuple[Any, int], ...], scales: tuple[float, ...], *tensors: Tensor | None
-    ) -> Tensor:
-        """``groups``: of each anchor its node (None where nothing of it is differentiated), and how many adapters it
-        has. ``tensors``: the z of each anchor, then B of each adapter, then its bias or None."""
-        z, b, biases = _parted(tensors, len(groups), len(scales))
-        ctx.groups, ctx.scales, ctx.bias_dtypes = groups, scales, [None if t is None else t.dtype for t in biases]
-        if len(scales) == 1:
-            return add_product(y0, z[0], b[0], biases[0], scales[0], y0.shape, y0.dtype)
-        bias = None
-        for one, scale in zip(biases, scales, strict=True):
-            if one is not None:
-                bias = scale * one.float() if bias is None else bias + scale * one.float()
-        every = z[0] if len(z) == 1 else torch.cat([*z], dim=1)
-        return add_product(y0, every, _stacked_b(b, scales), bias, 1.0, y0.shape, y0.dtype)
+        ctx: Any, x: Tensor, dtype: torch.dtype, passes: bool, scales: tuple[float, ...], *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """``parameters``: A of each adapter, B of each, the bias or None of each. ``dtype`` is that of y."""
+        a, b, biases = _thirds(parameters)
+        z = rows_product(x, _stacked_a(a), 1.0)
+        ctx.save_for_backward(x, z, *a, *b)
+        ctx.passes, ctx.scales, ctx.bias_dtypes = passes, scales, [None if t is None else t.dtype for t in biases]
+        ctx.mark_non_differentiable(z)
+        ctx.set_materialize_grads(False)
+        y = anchor((*x.shape[:-1], len(b[0])), dtype, x.device)
+        return (z, y, x) if passes else (z, y)
 
     @staticmethod
     @backward_once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        groups, scales = ctx.groups, ctx.scales
-        _, _, _, *needs = ctx.needs_input_grad
-        _, needs_b, needs_bias = _parted(needs, len(groups), len(scales))
-        dz: list[Tensor | None] = [None] * len(groups)
-        db: list[Tensor | None] = [None] * len(scales)
-        first = 0
-        for i, (anchor, count) in enumerate(groups):
-            mine, first = slice(first, first + count), first + count
-            if anchor is None:
-                continue
-            x, z, *parameters = anchor.saved_tensors  # the only time in this pass: a recomputation gives them once
-            a, b = parameters[:count], parameters[count:]
-            needs_x, _, *needs_a = anchor.needs_input_grad
-            if needs_x or any(needs_a[:count]):
-                anchor.read = (x, *a)
-                stacked = b[0] if count == 1 else _stacked_b(b, scales[mine])
-                dz[i] = rows_product(dy, stacked.t(), scales[mine][0] if count == 1 else 1.0)
-            if count == 1:
-                (needed,), (scale,) = needs_b[mine], scales[mine]
-                db[mine] = [columns_product(dy, z, b[0].shape, b[0].dtype, scale) if needed else None]
-            elif any(needs_b[mine]):
-                ranks = [one.shape[1] for one in b]
-                every = columns_product(dy, z, (dy.shape[-1], sum(ranks)), torch.float32, 1.0)
-                parts = zip(every.split(ranks, dim=1), b, scales[mine], needs_b[mine], strict=True)
-                db[mine] = [(s * part).to(one.dtype) if needed else None for part, one, s, needed in parts]
-        dbias: list[Tensor | None] = [None] * len(scales)
+    def backward(ctx: Any, _: None, dy: Tensor | None, dx: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        needs_x, _, _, _, *needs = ctx.needs_input_grad
+        if dy is None:  # nobody asked for it, or only what lies between this node and the result was differentiated
+            return dx, None, None, None, *[None] * len(needs)
+        x, z, *parameters = ctx.saved_tensors  # the only time in this pass: a recomputation gives them once
+        (a, b), scales = _halves(parameters), ctx.scales
+        needs_a, needs_b, needs_bias = _thirds(needs)
+        da: Sequence[Tensor | None] = [None] * len(a)
+        db: Sequence[Tensor | None] = [None] * len(b)
+        dbias: Sequence[Tensor | None] = [None] * len(b)
+        if needs_x or any(needs_a):
+            stacked, scale = _stacked_b(b, scales)
+            g = rows_product(dy, stacked.t(), scale)
+        if any(needs_b):
+            db = _gradients_of_b(dy, z, b, scales, needs_b)
+        if any(needs_a):
+            da = _gradients_of_a(x, g, a, needs_a)
+        if needs_x:
+            dx = add_product(dx, g, _stacked_a(a).t(), None, 1.0, x.shape, x.dtype)
         if any(needs_bias):
             total = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32)
             kinds = zip(scales, ctx.bias_dtypes, needs_bias, strict=True)
             dbias = [(scale * total).to(dtype) if needed else None for scale, dtype, needed in kinds]
-        return dy, None, None, *dz, *db, *dbias
+        return dx, None, None, None, *da, *db, *dbias
 
 
-def _parted(items: Sequence[Any], groups: int, adapters: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    return items[:groups], items[groups : groups + adapters], items[groups + adapters :]
+def _gradients_of_a(x: Tensor, g: Tensor, a: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    if len(a) == 1:
+        return [columns_product(x, g, a[0].shape, a[0].dtype, 1.0, by_rank=True)]
+    ranks = [len(one) for one in a]
+    every = columns_product(x, g, (sum(ranks), x.shape[-1]), torch.float32, 1.0, by_rank=True)
+    parts = zip(every.split(ranks), a, needs, strict=True)
+    return [part.to(one.dtype) if needed else None for part, one, needed in parts]
+
+
+def _gradients_of_b(
+    dy: Tensor, z: Tensor, b: Sequence[Tensor], scales: Sequence[float], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    if len(b) == 1:
+        return [columns_product(dy, z, b[0].shape, b[0].dtype, scales[0])]
+    ranks = [one.shape[1] for one in b]
+    every = columns_product(dy, z, (dy.shape[-1], sum(ranks)), torch.float32, 1.0)
+    parts = zip(every.split(ranks, dim=1), b, scales, needs, strict=True)
+    return [(s * part).to(one.dtype) if needed else None for part, one, s, needed in parts]
+
+
+def _added(zs: Sequence[Tensor], adapters: Sequence[Any], y0: Tensor) -> Tensor:
+    """y0 + the sum of scale * (z B^T + bias), a new tensor in y0's dtype. ``zs`` are in the order of ``adapters``."""
+    scales, biases = [one.scale for one in adapters], [one.bias for one in adapters]
+    b, scale = _stacked_b(as_values(*[one.b for one in adapters]), scales)
+    z = zs[0] if len(zs) == 1 else torch.cat([*zs], dim=1)
+    if len(adapters) == 1:
+        (bias,) = as_values(*biases)
+        return add_product(y0, z, b, bias, scale, y0.shape, y0.dtype)
+    total = None
+    for one, factor in zip(as_values(*biases), scales, strict=True):
+        if one is not None:
+            total = factor * one.float() if total is None else total + factor * one.float()
+    return add_product(y0, z, b, total, scale, y0.shape, y0.dtype)
+
+
+def _halves(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    return items[: len(items) // 2], items[len(items) // 2 :]
+
+
+def _thirds(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    n = len(items) // 3
+    return items[:n], items[n : 2 * n], items[2 * n :]
 
 
 def _checked(x: Tensor, adapters: Sequence[LoraAdapter]) -> list[LoraAdapter]:
@@ -277,28 +281,22 @@ def lora_linear_of_checked(x: Tensor, base: Callable[[Tensor], Tensor], adapters
     """:func:`lora_linear` of at least one adapter, and arguments that are known to fit. x has been cast."""
     if not _runs_kernel(x, adapters):
         return _reference(base(x), x, adapters)
-    shared = [one for one in adapters if one.dropped is None]
-    zs, groups = [], []
-    if shared:
-        passes = x.requires_grad and torch.is_grad_enabled()
-        parameters = as_values(*[one.a for one in shared], *[one.b for one in shared])
-        if passes:
-            x, z = AnchorFunction.apply(x, True, *parameters)
-        else:
-            z = AnchorFunction.apply(x, False, *parameters)
+    groups = [(x, shared)] if (shared := [one for one in adapters if one.dropped is None]) else []
+    groups += [(one.dropped, [one]) for one in adapters if one.dropped is not None]
+    dtype, passes = x.dtype, bool(shared) and x.requires_grad and torch.is_grad_enabled()
+    zs, anchors, ordered = [], [], []
+    for what, group in groups:
+        parameters = as_values(*[one.a for one in group], *[one.b for one in group], *[one.bias for one in group])
+        through, scales = passes and what is x, tuple([one.scale for one in group])
+        z, y, *passed = LoraFunction.apply(*as_values(what), dtype, through, scales, *parameters)
+        if through:
+            (x,) = passed
         zs.append(z)
-        groups.append((z.grad_fn, len(shared)))
-    ordered = shared
-    for one in adapters:
-        if one.dropped is not None:
-            z = AnchorFunction.apply(*as_values(one.dropped), False, *as_values(one.a, one.b))
-            zs.append(z)
-            groups.append((z.grad_fn, 1))
-            ordered = [*ordered, one]
+        anchors.append(y)
+        ordered += group
     y0 = base(x)
     _check_base(x, y0, ordered)
-    if y0.dtype is torch.float64:
+    if y0.dtype is not dtype:
         return _reference(y0, x, ordered)
-    b, biases = [one.b for one in ordered], [one.bias for one in ordered]
-    scales = tuple([one.scale for one in ordered])
-    return AddFunction.apply(*as_values(y0), tuple(groups), scales, *zs, *as_values(*b, *biases))
+    (y0,) = as_values(y0)
+    return Computed.apply(partial(_added, zs, ordered, y0.detach()), y0, *anchors)

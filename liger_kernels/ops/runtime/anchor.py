@@ -5,7 +5,7 @@ inputs before it runs. An ``autograd.Function`` saves after its forward has run,
 nobody reads its result. An op that ends in a product is therefore two nodes of the graph:
 
     anchor = ProductFunction.apply(x, weight)               saves x and weight, and returns an anchor
-    y = Computed.apply(anchor, lambda: x @ weight.t())      computes and saves nothing
+    y = Computed.apply(lambda: x @ weight.t(), anchor)      computes and saves nothing
 
 An anchor has the result's shape and dtype and no memory, so that its gradient is the result's: ``Computed`` hands it
 over, and ``ProductFunction`` goes backward as if the product were its own. Where nobody recomputes, one node is enough
@@ -36,12 +36,14 @@ def anchor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 
 
 class Computed(torch.autograd.Function):
-    """The result that an anchor stands for, which ``compute`` returns, without gradients."""
+    """The result that anchors stand for, which ``compute`` returns, without gradients. Where it is a sum with other
+    tensors, these are given, too: the gradient of each is the result's."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Any, compute: Callable[[], torch.Tensor], *like: torch.Tensor) -> torch.Tensor:
         return compute()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _, *needs = ctx.needs_input_grad
+        return None, *[grad if needed else None for needed in needs]
