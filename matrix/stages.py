@@ -97,7 +97,7 @@ STAGES = {
             "the proof in every set-up of several processes, over NCCL",
             (
                 *("convergence", "--dist", "loadgroup", "--models", "llama-tied,llama-untied,gemma", "--setups"),
-                "device-map,ddp,fsdp2,fsdp1,zero3,tensor-parallel,sequence-parallel",
+                "device-map,ddp,fsdp2,lora-fsdp2,fsdp1,zero3,tensor-parallel,sequence-parallel",
             ),
             leaves_records=True,
         ),
@@ -114,7 +114,7 @@ STAGES = {
             "setups",
             "the proof in every set-up",
             ("convergence", "--dist", "loadgroup", "--models", "llama-tied", "--setups", "all"),
-            (*_SETUPS, "bf16-autocast,fp16-scaler,checkpointing,compile,lora"),
+            (*_SETUPS, "bf16-autocast,fp16-scaler,checkpointing,compile,lora,lora-dropout,lora-autocast"),
             leaves_records=True,
         ),
         Stage(

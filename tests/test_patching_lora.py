@@ -315,14 +315,34 @@ def test_adapter_names_in_a_batch() -> None:
             layer(torch.ones(2, layer.in_features, device=DEVICE), adapter_names=names)
 
 
-def test_variants_are_left_to_peft() -> None:
-    for options in ({"use_dora": True}, {"target_modules": ["first"], "use_dora": True}):
-        model = adapted(**options)
-        expected = step(model)
-        report = _patched_quietly(model)
-        assert not report.replaced
-        assert {left.reason for left in report.left} == {"its adapters are variants of LoRA: PEFT computes them"}
-        assert all(map(torch.equal, step(model).values(), expected.values()))
+VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
+    "weights decomposed": ({"use_dora": True}, "its adapters are variants of LoRA: PEFT computes them"),
+    "an adapter of a parameter": (
+        {"target_modules": [], "target_parameters": ["first.weight"]},
+        "it is not base(x) + sum of scale * B(A(dropout(x)))",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_are_left_to_peft(name: str) -> None:
+    options, reason = VARIANTS[name]
+    if "target_parameters" in options and "target_parameters" not in peft.LoraConfig.__dataclass_fields__:
+        pytest.skip("this peft has no adapters of parameters")
+    model = adapted(**options)
+    expected = step(model)
+    report = _patched_quietly(model)
+    assert not report.replaced
+    assert {left.reason for left in report.left} == {reason}
+    assert all(map(torch.equal, step(model).values(), expected.values()))
+
+
+@pytest.mark.parametrize("config", [peft.IA3Config, peft.LoHaConfig, peft.VeraConfig])
+def test_other_adapters_are_not_listed(config: Any) -> None:
+    options = {"feedforward_modules": []} if config is peft.IA3Config else {}
+    report = _patched_quietly(peft.get_peft_model(Net().to(DEVICE), config(target_modules=["first"], **options)))
+    assert not report.replaced
+    assert not report.left
 
 
 def _patched_quietly(model: nn.Module) -> liger_kernels.PatchReport:

@@ -190,7 +190,7 @@ class Lora(Setup):
     name = "lora"
     does = "two active adapters of peft's LoRA on every projection, with a bias and rslora; the rest is frozen"
     needs = "peft"
-    orders = ("after",)
+    orders: tuple[str, ...] = ("after",)
     targets: tuple[str, ...] = ("q_proj", "v_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     kernels = ("lora_linear",)
     dropout = 0.0
@@ -202,12 +202,12 @@ class Lora(Setup):
             f"the set-up {self.name} adapts {', '.join(missing)}, which this model does not have" if missing else ""
         )
 
-    def template(self, model: Any) -> nn.Module:
+    def template(self, model: Any) -> Any:
         import peft
 
         torch.manual_seed(1)
         options: dict[str, Any] = {"target_modules": [*self.targets], "lora_dropout": self.dropout}
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, **options))
+        adapted: Any = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, **options))
         options["use_rslora"] = True
         if "lora_bias" in peft.LoraConfig.__dataclass_fields__:
             options["lora_bias"] = True
@@ -258,7 +258,7 @@ class LoraDropout(LoraCheckpointing):
     does = "the same, and each adapter drops an eighth of what its projection gets"
     dropout = 0.125
 
-    def template(self, model: Any) -> nn.Module:
+    def template(self, model: Any) -> Any:
         adapted = super().template(model)
         dropouts = [(m, name) for m in adapted.modules() if hasattr(m, "lora_dropout") for name in m.lora_dropout]
         for seed, (module, name) in enumerate(dropouts):

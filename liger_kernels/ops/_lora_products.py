@@ -106,6 +106,8 @@ def _lora_linear_add_kernel(
     row = (program // col_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = (program % col_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = (row < n_rows) & (col < n_cols)
+    if y0_ptr is not None:  # what takes longest is under way first
+        y0 = tl.load(y0_ptr + row * y0_stride + col, mask=mask, other=0.0)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in tl.static_range(0, RANKS, PART):
         rank = first + tl.arange(0, PART)
@@ -117,7 +119,7 @@ def _lora_linear_add_kernel(
         total += tl.load(bias_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
     total *= tl.full((), scale, tl.float32)
     if y0_ptr is not None:
-        total += tl.load(y0_ptr + row * y0_stride + col, mask=mask, other=0.0).to(tl.float32)
+        total += y0.to(tl.float32)
     tl.store(y_ptr + row * n_cols + col, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
