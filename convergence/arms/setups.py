@@ -318,6 +318,16 @@ class Ddp(Setup):
         return nn.parallel.DistributedDataParallel(model)
 
 
+def _fully_sharded(model: Any, layers: Any, device: torch.device) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (RANKS,))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 class Fsdp2(Setup):
     name = "fsdp2"
     orders = ("before", "after")
@@ -326,13 +336,7 @@ class Fsdp2(Setup):
     ranks = RANKS
 
     def wrap(self, model: Any, device: torch.device) -> Any:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh(device.type, (RANKS,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        return _fully_sharded(model, model.model.layers, device)
 
 
 class LoraFsdp2(Lora):
@@ -345,13 +349,7 @@ class LoraFsdp2(Lora):
     ranks = RANKS
 
     def wrap(self, model: Any, device: torch.device) -> Any:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh(device.type, (RANKS,))
-        for layer in model.get_base_model().model.layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        return _fully_sharded(model, model.get_base_model().model.layers, device)
 
 
 class Fsdp1(Setup):

@@ -187,7 +187,8 @@ def _gradients_of_b(
 def _added(zs: Sequence[Tensor], adapters: Sequence[Any], y0: Tensor) -> Tensor:
     """y0 + the sum of scale * (z B^T + bias), a new tensor in y0's dtype. ``zs`` are in the order of ``adapters``."""
     scales, biases = [one.scale for one in adapters], [one.bias for one in adapters]
-    b, scale = _stacked_b(as_values(*[one.b for one in adapters]), scales)
+    values: tuple[Any, ...] = as_values(*[one.b for one in adapters])
+    b, scale = _stacked_b(values, scales)
     z = zs[0] if len(zs) == 1 else torch.cat([*zs], dim=1)
     if len(adapters) == 1:
         (bias,) = as_values(*biases)
@@ -298,5 +299,6 @@ def lora_linear_of_checked(x: Tensor, base: Callable[[Tensor], Tensor], adapters
     _check_base(x, y0, ordered)
     if y0.dtype is not dtype:
         return _reference(y0, x, ordered)
-    (y0,) = as_values(y0)
-    return Computed.apply(partial(_added, zs, ordered, y0.detach()), y0, *anchors)
+    (value,) = as_values(y0)
+    assert value is not None
+    return Computed.apply(partial(_added, zs, ordered, value.detach()), value, *anchors)

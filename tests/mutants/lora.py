@@ -12,14 +12,14 @@ _SEVERAL = "test_several_adapters_some_of_which_drop[torch.float32-dropping0]"
 _NUMBERS = "test_the_same_numbers[{}]"
 _STATE = "test_state_that_changes_between_steps_is_read_at_each_call"
 _ODD = "test_peft_computes_what_was_not_probed_and_the_report_counts_why[{}]"
-_ADD = "add_product(dx, g, (a[0] if half == 1 else torch.cat(a)).t(), None, 1.0, x.shape, x.dtype)"
+_ADD = "add_product(dx, g, _stacked_a(a).t(), None, 1.0, x.shape, x.dtype)"
 _DA = "columns_product(x, g, a[0].shape, a[0].dtype, 1.0, by_rank=True)"
-_DB = "columns_product(dy, z, b[0].shape, b[0].dtype, scale)"
+_DB = "columns_product(dy, z, b[0].shape, b[0].dtype, scales[0])"
 
 # fmt: off
 MUTANTS = (
     _op("lora_input_gradient_without_the_mask", "What dropout dropped of x gets the adapter's gradient.",
-        "as_values(one.dropped)", "as_values(one.dropped.detach() + x - x.detach())",
+        "(one.dropped, [one])", "(one.dropped.detach() + x - x.detach(), [one])",
         f"test_patching_lora.py::{_NUMBERS.format('dropout')}"),
     _layer("lora_dropout_not_called", "No adapter drops anything in training.",
         "idle and not probe.has_hooks(dropout)", "True", _NUMBERS.format("dropout")),
@@ -31,11 +31,11 @@ MUTANTS = (
     _layer("lora_scaling_of_the_first_call", "An adapter keeps the scale that it had at the first call.",
         'state["scaling"].get(name)', 'state.setdefault("_scale", dict(state["scaling"])).get(name)', _STATE),
     _op("lora_bias_lost", "The bias of B is not added.",
-        "add_product(y0, z[0], b[0], biases[0], scales[0], y0.shape, y0.dtype)",
-        "add_product(y0, z[0], b[0], None, scales[0], y0.shape, y0.dtype)",
+        "add_product(y0, z, b, bias, scale, y0.shape, y0.dtype)",
+        "add_product(y0, z, b, None, scale, y0.shape, y0.dtype)",
         _EVERY_DTYPE.format("torch.float32-torch.float32")),
     _op("lora_bias_not_scaled", "Of several adapters, the biases are added as they are.",
-        "bias + scale * one.float()", "bias + one.float()", _SEVERAL),
+        "total + factor * one.float()", "total + one.float()", _SEVERAL),
     _op("lora_bias_gradient_not_scaled", "The bias of B has a gradient without the scale.",
         "(scale * total).to(dtype)", "total.to(dtype)", _EVERY_DTYPE.format("torch.float32-torch.float32")),
     _op("lora_gradient_of_a_in_the_models_dtype", "The gradient of a float32 A is rounded to the dtype of x.",
@@ -56,14 +56,15 @@ MUTANTS = (
         "torch.empty(shape, dtype=dtype, device=z.device)", "<old> if y0 is None else y0.detach()",
         "test_the_base_is_called_once_and_its_result_stays"),
     _op("lora_anchor_of_another_call", "A backward reads the tensors of the first call's anchor.",
-        "(z.grad_fn, len(shared))",
-        '(vars(AnchorFunction).get("first") or setattr(AnchorFunction, "first", z.grad_fn) or <old>[0], len(shared))',
+        "ctx.saved_tensors",
+        '(vars(LoraFunction).get("first") or setattr(LoraFunction, "first", <old>) or LoraFunction.first)',
         "test_two_forwards_then_two_backwards_each_twice[dropping0]"),
     _op("lora_saved_by_the_add", "The second node saves z, and a recomputation must come to it.",
-        "ctx.groups, ctx.scales, ctx.bias_dtypes = groups, scales, [None if t is None else t.dtype for t in biases]",
-        "<old>\nctx.save_for_backward(z[0])", "test_a_checkpoint_does_not_repeat_the_last_base[dropping0-False]"),
+        "Computed.apply(partial(_added, zs, ordered, value.detach()), value, *anchors)",
+        "<old> * torch.ones((), dtype=dtype, device=x.device, requires_grad=True)",
+        "test_a_checkpoint_does_not_repeat_the_last_base[dropping0-False]"),
     _op("lora_saved_casts", "Saved are copies of the parameters, which a sharding package cannot free.",
-        "ctx.save_for_backward(x, z, *parameters)", "ctx.save_for_backward(x, z, *[p + 0 for p in parameters])",
+        "ctx.save_for_backward(x, z, *a, *b)", "ctx.save_for_backward(x, z, *[p + 0 for p in (*a, *b)])",
         "test_what_is_saved"),
     _op("lora_base_gradient_lost", "x gets the adapters' gradient alone.",
         _ADD, _ADD.replace("dx, g", "None, g"), _EVERY_DTYPE.format("torch.float32-torch.float32")),
