@@ -257,6 +257,30 @@ def products_are_grouped() -> bool:
     return _grouped._grouped_mm is not None
 
 
+def hooks_on_saved_tensors_are_known() -> bool:
+    """Where torch lacks it, every op saves first, which costs the host a node."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None:
+        return True
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        inside = top(True)
+    return top(True) is None and inside is not None
+
+
+def a_layer_says_which_adapters_run() -> bool:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"]))
+    layer: Any = model.base_model.model[0]
+    state = vars(layer)
+    if state["_disable_adapters"] or layer.active_adapters != ["default"]:
+        return False
+    state["_active_adapter"] = ["other"]
+    switched = layer.active_adapters == ["other"]
+    layer.enable_adapters(False)
+    return switched and bool(state["_disable_adapters"])
+
+
 def a_caller_is_known() -> bool:
     import sys
 
@@ -288,6 +312,19 @@ NAMES = (
         "torch:_C._autograd._get_current_graph_task_keep_graph",
         "the second backward of a kept graph finds its tensors overwritten",
         a_kept_graph_is_known_in_its_backward,
+    ),
+    Private(
+        ("_top_saved_tensors_default_hooks",),
+        None,
+        "checkpointing computes the last product of gated units and experts again",
+        hooks_on_saved_tensors_are_known,
+    ),
+    Private(
+        ("_active_adapter", "_disable_adapters"),
+        None,
+        "an adapter is computed that is not active, or that disable_adapter() switched off",
+        a_layer_says_which_adapters_run,
+        needs="peft",
     ),
     Private(
         ("_will_engine_execute_node", "_current_graph_task_id"),
