@@ -271,7 +271,8 @@ def a_layer_says_which_adapters_run() -> bool:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"]))
-    layer: Any = model.base_model.model[0]
+    whole: Any = model
+    layer = whole.base_model.model[0]
     state = vars(layer)
     if state["_disable_adapters"] or layer.active_adapters != ["default"]:
         return False
