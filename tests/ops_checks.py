@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from hypothesis import Phase, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from convergence.judge.tolerance import three_way, unit_roundoff
 
@@ -84,3 +85,19 @@ def check_gain(our: torch.Tensor, its: torch.Tensor, truth: torch.Tensor, name: 
     ours, torchs = (abs(float(((x.double() - truth) * truth).sum())) / size if size else 0.0 for x in (our, its))
     bound = torchs + unit_roundoff(our.dtype) * (1 + max(1, truth.numel()) ** -0.5)
     assert ours <= bound, f"{name} ({our.dtype}): off by {ours:.3e} as a whole, more than {bound:.3e}"
+
+
+# torch's products of matrices.
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.overloadpacket.__name__ in PRODUCTS
+        return function(*args, **(kwargs or {}))

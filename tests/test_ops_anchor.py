@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import liger_kernels
@@ -25,24 +24,11 @@ from liger_kernels.ops import (
     swiglu,
     swiglu_linear,
 )
-from tests.ops_checks import randn
+from tests.ops_checks import Products, randn
 from tests.patching_checks import batch, tiny
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN, INNER, EXPERTS = 16, 24, 3
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function.overloadpacket.__name__ in PRODUCTS
-        return function(*args, **(kwargs or {}))
 
 
 class GatedMLP(nn.Module):

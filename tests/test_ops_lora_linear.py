@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from liger_kernels import ops
 from liger_kernels.ops import LoraAdapter, lora_linear, lora_linear_ref
-from tests.ops_checks import DTYPES, check_op, randn
+from tests.ops_checks import DTYPES, Products, check_op, randn
 
 ROWS, IN, OUT = 10, 24, 20
 Op = Callable[..., torch.Tensor]
@@ -184,16 +183,6 @@ def test_nothing_lives_on(device: torch.device) -> None:
             assert known() is None
     finally:
         gc.enable()
-
-
-class Products(TorchDispatchMode):
-    """How often torch multiplied matrices inside."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
