@@ -25,7 +25,8 @@ from convergence.arms.hooks import observed_arm
 from convergence.arms.large import nudged
 from convergence.arms.pristine import remember_upstream
 from convergence.arms.quantities import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Moment
-from convergence.arms.setups import RANKS, SETUPS, Setup
+from convergence.arms.setup import Setup
+from convergence.arms.setups import RANKS, SETUPS
 from convergence.arms.train import SGD_LEARNING_RATE
 from convergence.arms.trajectory import Run, Trajectory, apply, build
 from convergence.judge import tolerance
