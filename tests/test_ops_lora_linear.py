@@ -252,3 +252,21 @@ def test_a_compiled_program_has_the_reference() -> None:
     y = torch.compile(partial(layer, lora_linear), backend="aot_eager", fullgraph=True)(x, weight, *parameters)
     assert not ops.launches()
     torch.testing.assert_close(y, layer(lora_linear_ref, x, weight, *parameters))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_autograd_reads_what_is_saved_once(checkpointed: bool, device: torch.device) -> None:
+    """It takes saved tensors from each node by itself, so that no node can read another's."""
+    leaves = leaves_of(torch.float32, device)
+
+    def loss() -> torch.Tensor:
+        y: Any = checkpoint(partial(layer, lora_linear), *leaves, use_reentrant=False) if checkpointed else None
+        return (layer(lora_linear, *leaves) if y is None else y).cos().sum()
+
+    expected = torch.autograd.grad(loss(), leaves)
+    result = loss()
+    with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+        result.backward()
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, gradient)
