@@ -7,8 +7,8 @@ x_a is x, or what the adapter's dropout made of it. With the upstream gradient d
     g_a = s_a dY B_a        dB_a = s_a dY^T z_a        dA_a = g_a^T x_a        dbeta_a = s_a * sum of dY's rows
 
 and x gets g_a A_a in addition to what it gets through the base. Everything accumulates in float32, and y, dA, dB and
-the gradient of x are rounded once. A product of 16-bit numbers with float32 ones takes the latter as a sum of two
-bfloat16 numbers, hi + lo, whose error is 2^-17; these products are bound by memory, so that is free.
+the gradient of x are rounded once. A product of 16-bit numbers with float32 ones takes the latter as a sum of bfloat16
+numbers (_lora_products.py); these products are bound by memory, so that is free.
 
 The op is two nodes of autograd (runtime/anchor.py): the first makes z and saves whatever is saved, the second adds
 behind the base, and saves nothing. So a recomputation of activations, which ends at the last tensor that was saved,

@@ -1,8 +1,9 @@
 """The thin products of low-rank adapters: a long matrix and one of few columns, bound by the memory of the long one.
 
-Sums are float32. A float32 number is the sum of two bfloat16 numbers where it meets bfloat16 (error 2^-17), and of
-three where it meets float32 or float16 (error 2^-24), so that tensor cores multiply it; float16 has too little range to
-be split.
+Sums are float32. A float32 number is the sum of three bfloat16 numbers (error 2^-24) where it meets 16-bit numbers, so
+that tensor cores multiply it; float16 has too little range to be split. Where the result is rounded to bfloat16, two
+(error 2^-17) are enough. Tensor cores cut off what does not fit into a sum, so float32 results of float32 numbers come
+from ordinary multiplications.
 """
 
 from __future__ import annotations
@@ -33,18 +34,24 @@ def _split(x):
 
 
 @triton.jit
+def _split_in_three(x):
+    """Three bfloat16 numbers whose sum is ``x``, but for 2^-24 of it."""
+    x_1, rest = _split(x.to(tl.float32))
+    x_2, rest = _split(rest)
+    return x_1, x_2, rest.to(tl.bfloat16)
+
+
+@triton.jit
 def _dot(a, b, total, EXACT: tl.constexpr):
     """total + a @ b in float32. ``EXACT``: both may need all 24 bits; else one of them at least is bfloat16, or 16 bits
     are enough."""
     if not _COMPILED:
         total = tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    elif EXACT and a.dtype == tl.float32 and b.dtype == tl.float32:
+        total = tl.dot(a, b, total, input_precision="ieee")
     elif EXACT:
-        a_1, a_rest = _split(a.to(tl.float32))
-        a_2, a_rest = _split(a_rest)
-        a_3 = a_rest.to(tl.bfloat16)
-        b_1, b_rest = _split(b.to(tl.float32))
-        b_2, b_rest = _split(b_rest)
-        b_3 = b_rest.to(tl.bfloat16)
+        a_1, a_2, a_3 = _split_in_three(a)
+        b_1, b_2, b_3 = _split_in_three(b)
         total = tl.dot(a_3, b_1, total)
         total = tl.dot(a_1, b_3, total)
         total = tl.dot(a_2, b_2, total)
@@ -55,8 +62,9 @@ def _dot(a, b, total, EXACT: tl.constexpr):
         if b.dtype == tl.bfloat16:
             total = tl.dot(a, b, total)
         else:
-            b_1, b_rest = _split(b.to(tl.float32))
-            total = tl.dot(a, b_rest.to(tl.bfloat16), total)
+            b_1, b_2, b_3 = _split_in_three(b)
+            total = tl.dot(a, b_3, total)
+            total = tl.dot(a, b_2, total)
             total = tl.dot(a, b_1, total)
     else:
         a_1, a_rest = _split(a.to(tl.float32))
