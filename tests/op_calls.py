@@ -162,6 +162,20 @@ def lora_linear_cases() -> None:
     run(call, new(16384, 64), new(32, 64), LoraAdapter(new(64, 64), new(32, 64)))
 
 
+def gated_mlp_cases() -> None:
+    from liger_kernels.ops import LoraAdapter, Projection, gated_mlp
+
+    sizes = {"gate": (1408, 1024), "up": (1408, 1024), "down": (1024, 1408)}
+    for dtype, of_adapter, ranks in ((BF16, FP32, 16), (BF16, BF16, 4), (FP16, FP32, 64), (FP32, FP32, 16)):
+        projections = []
+        for shape in sizes.values():
+            a, b = new(ranks, shape[1], dtype=of_adapter), new(shape[0], ranks, dtype=of_adapter)
+            projections.append(Projection(new(*shape, dtype=dtype, grad=False), None, [LoraAdapter(a, b, 2.0)]))
+        run(gated_mlp, new(64, 1024, dtype=dtype), *projections)
+    plain = [Projection(new(*shape), new(shape[0])) for shape in sizes.values()]
+    run(gated_mlp, new(64, 1024), *plain, activation="gelu_tanh")
+
+
 def cross_entropy_cases() -> None:
     from liger_kernels.ops import cross_entropy
     from liger_kernels.ops.loss.cross_entropy import EXTRAS
@@ -204,6 +218,7 @@ CASES: dict[str, Callable[[], None]] = {  # what takes longest first, and what s
     "experts": experts_cases,
     "glu": glu_cases,
     "lora_linear": lora_linear_cases,
+    "gated_mlp": gated_mlp_cases,
 }
 
 

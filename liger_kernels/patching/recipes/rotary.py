@@ -17,6 +17,7 @@ from liger_kernels.patching.recipes.rebinding import methods, rebind, replaced_b
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict
 from liger_kernels.patching.recipes.rotary_call import rotary_function
 from liger_kernels.patching.recipes.rotation import Rotation, recognise_rotation, roles_of
+from liger_kernels.patching.recipes.shared_input import shared_calls, sharing
 from liger_kernels.patching.swap import RAN, Recipe
 
 # Where a patched class has what its methods were copied from.
@@ -62,6 +63,7 @@ class RopeRecipe(Recipe):
         outside = [(base, attribute, function) for attribute, function in before.items()]
         original = base.forward
         inner = rebound.get("forward", original)
+        shared = shared_calls(original)
 
         def live(attribute: str, new: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(new)
@@ -74,10 +76,12 @@ class RopeRecipe(Recipe):
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if base.forward is not original:
                 return base.forward(self, *args, **kwargs)
-            if torch.compiler.is_compiling() or RAN in self.__dict__:
+            if torch.compiler.is_compiling():
                 return inner(self, *args, **kwargs)
+            if RAN in self.__dict__:
+                return sharing(self, shared, functools.partial(inner, self, *args, **kwargs))
             ran = runs[0]
-            output = inner(self, *args, **kwargs)
+            output = sharing(self, shared, functools.partial(inner, self, *args, **kwargs))
             if runs[0] != ran:  # not every instance rotates
                 self.__dict__[RAN] = True
             return output
