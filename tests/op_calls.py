@@ -149,7 +149,10 @@ def experts_cases() -> None:
 def lora_linear_cases() -> None:
     import torch.nn.functional as F
 
-    from liger_kernels.ops import LoraAdapter, lora_linear
+    from liger_kernels.ops import LoraAdapter, Projection, adapted_linears, lora_linear
+
+    def adapter(ranks: int, inputs: int, outputs: int) -> LoraAdapter:
+        return LoraAdapter(new(ranks, inputs, dtype=FP32), new(outputs, ranks, dtype=FP32), 2.0)
 
     def call(x: torch.Tensor, weight: torch.Tensor, *adapters: LoraAdapter) -> torch.Tensor:
         return lora_linear(x, lambda x: F.linear(x, weight), adapters)
@@ -160,6 +163,8 @@ def lora_linear_cases() -> None:
     a, b, bias = new(256, 64, dtype=FP32), new(32, 256, dtype=FP32), new(32, dtype=FP32)
     run(call, new(4096, 64), new(32, 64), LoraAdapter(a, b, 2.0, bias, dropped=new(4096, 64, dtype=FP32)))
     run(call, new(16384, 64), new(32, 64), LoraAdapter(new(64, 64), new(32, 64)))
+    shared = [Projection(new(n, 1024, grad=False), None, [adapter(16, 1024, n)]) for n in (2048, 512, 512)]
+    run(adapted_linears, new(64, 1024), shared)
 
 
 def gated_mlp_cases() -> None:

@@ -58,7 +58,7 @@ MEANT: dict[str, set[str]] = {
     "Recogniser.kernels": {"an empty list"},
     "extras": {"an empty list"},
     "adapters": {"an empty list"},
-    "base": {"a class"},  # which can be called
+    **{name: {"a class"} for name in ("base", "dense")},  # which can be called
     "dropped": OPTIONAL,
     "observer": {"a class"},  # which can be called
     **{name: {"a class"} for name in ("candidate", "recognise", "key")},
@@ -85,6 +85,7 @@ def valid() -> dict[str, dict[str, Any]]:
     biases = {"gate_up_bias": torch.randn(3, 12), "down_bias": torch.randn(3, 8)}
     linear = {"gate": x, "up": x, "weight": torch.randn(6, 8), "bias": torch.randn(6)}
     adapter = {"a": torch.randn(3, 8), "b": torch.randn(6, 3), "bias": torch.randn(6), "dropped": x}
+    projection = ops.Projection(torch.randn(6, 8))
     by_op = {
         "rms_norm": {"x": x, "weight": row},
         "add_rms_norm": {"x": x, "residual": x, "weight": row},
@@ -97,6 +98,8 @@ def valid() -> dict[str, dict[str, Any]]:
         "geglu_linear": linear,
         "packed_glu": {"x": x},
         "lora_linear": {"x": x, "base": nn.Linear(8, 6), "adapters": [ops.LoraAdapter(**adapter)]},
+        "adapted_linears": {"x": x, "projections": [projection]},
+        "gated_mlp": {"x": x, "gate": projection, "up": projection, "down": ops.Projection(torch.randn(8, 6))},
         "experts": {"hidden": x, "ids": ids, "weights": torch.rand(4, 2), **experts, **biases},
         "cross_entropy": {"logits": torch.randn(4, 5), "targets": targets, **weights},
         "linear_cross_entropy": {**head, **weights},
@@ -110,6 +113,7 @@ def valid() -> dict[str, dict[str, Any]]:
         "CountedTargets": {"targets": targets},
         "GluFormula": {},
         "LoraAdapter": adapter,
+        "Projection": {"weight": torch.randn(6, 8), "adapters": [ops.LoraAdapter(adapter["a"], adapter["b"])]},
         "observe_logits_grad": {"observer": print},
         "patch": {"model": model},
         "patched": {"model": model},

@@ -4,9 +4,7 @@ The loss has a folder, because its parts share kernels, and so has what all ops 
 and CPU tensors; see :mod:`liger_kernels.ops.runtime.dispatch` for which of them run a kernel.
 """
 
-from liger_kernels.ops._adapted_linears import adapted_linears, adapted_linears_ref
 from liger_kernels.ops._experts import experts, experts_ref
-from liger_kernels.ops._gated_mlp import gated_mlp, gated_mlp_ref
 from liger_kernels.ops._gated_rms_norm import gated_rms_norm, gated_rms_norm_ref
 from liger_kernels.ops._glu import (
     geglu,
@@ -19,12 +17,14 @@ from liger_kernels.ops._glu import (
     swiglu_ref,
 )
 from liger_kernels.ops._layer_norm import layer_norm, layer_norm_ref
-from liger_kernels.ops._lora_adapter import LoraAdapter
-from liger_kernels.ops._lora_linear import lora_linear, lora_linear_ref
 from liger_kernels.ops._packed_glu import GluFormula, packed_glu, packed_glu_ref
-from liger_kernels.ops._projection import Projection
 from liger_kernels.ops._rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from liger_kernels.ops._rope import rope, rope_ref
+from liger_kernels.ops.lora.adapted_linears import adapted_linears, adapted_linears_ref
+from liger_kernels.ops.lora.adapter import LoraAdapter
+from liger_kernels.ops.lora.gated_mlp import gated_mlp, gated_mlp_ref
+from liger_kernels.ops.lora.lora_linear import lora_linear, lora_linear_ref
+from liger_kernels.ops.lora.projection import Projection
 from liger_kernels.ops.loss.counted_rows import CountedTargets
 from liger_kernels.ops.loss.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_ref
 from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref

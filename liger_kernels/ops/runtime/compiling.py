@@ -20,7 +20,6 @@ INDUCTOR_UP_TO: dict[str, float] = {
     "mean": math.inf,
     "experts": math.inf,
     "lora_linear": math.inf,
-    "gated_mlp": math.inf,
     "rope": 2**20,
     "swiglu": 2**20,
     "geglu": 2**20,

@@ -15,26 +15,25 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from liger_kernels.ops import LoraAdapter, lora_linear, lora_linear_ref
-from liger_kernels.ops._lora_linear import cast_as_base, lora_linear_of_checked
+from liger_kernels.ops import LoraAdapter, adapted_linears, lora_linear_ref
+from liger_kernels.ops.lora.lora_linear import cast_as_base, lora_linear_of_checked
 from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.lora_adapters import (
     CONTAINERS,
     active_names,
     drop,
-    foreseen_adapters,
     is_variant,
     known_adapters,
 )
 from liger_kernels.patching.recipes.probe import PLAIN, PROBED
+from liger_kernels.patching.recipes.projection import foreseen_projection
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.recipes.shared_input import own_product
 from liger_kernels.patching.report import REPORT
-from liger_kernels.patching.swap import Recipe, mark_run
+from liger_kernels.patching.swap import Calls, Recipe, mark_run
 from liger_kernels.patching.watch import unchanged
 
 _LORA = "peft.tuners.lora"
@@ -53,13 +52,12 @@ class LoraRecipe(Recipe):
     detail = "base(x) + sum of scale * B(A(dropout(x)))"
     live = ("base_layer", *CONTAINERS, *_STATE, *_VARIANTS, *_UNREAD)
 
-    def foreseen(self, module: Any, step: Any) -> partial[Any] | None:
-        adapters = foreseen_adapters(module, step)
-        if not adapters:
-            return None
+    def foreseen(self, module: Any, step: Any) -> Calls:
+        one = foreseen_projection(module, step)
+        if not one.adapters:
+            return ()
         x = step.tensor(step.batch, step.length, module.in_features)
-        weight = step.tensor(module.out_features, module.in_features, grad=False)  # whatever the base is
-        return partial(lora_linear, x, partial(F.linear, weight=weight), tuple(adapters))
+        return (partial(adapted_linears, x, (one,)),)
 
     def namespace(self, base: Any) -> dict[str, Any]:
         kernel = self.kernel

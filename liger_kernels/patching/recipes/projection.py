@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from liger_kernels.ops import Projection
-from liger_kernels.ops._projection import as_it_is
+from liger_kernels.ops.lora.projection import as_it_is, runs_as_one
 from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.lora_adapters import Adapter, adapters_of, foreseen_adapters
 from liger_kernels.patching.recipes.probe import PLAIN, PROBED
@@ -49,6 +49,8 @@ def adapted(modules: Sequence[Any], x: torch.Tensor, inner: int | None = None) -
         if one is None:
             return None
         found.append(one)
+    if not all(runs_as_one(x, group) for group in ((found,) if inner is None else (found[:-1], found[-1:]))):
+        return None
     for module in modules:
         if has_adapters(module):
             mark_run(module)
@@ -63,7 +65,8 @@ def foreseen_projection(module: Any, step: Any) -> Projection:
 
 
 def _held(module: Any, x: torch.Tensor, features: int) -> Held | None:
-    base, adapters = module, []
+    base: Any = module
+    adapters: list[Adapter] = []
     if has_adapters(module):
         layer = adapters_of(module, x.device, x.dtype, features)
         if layer is None:
@@ -73,7 +76,7 @@ def _held(module: Any, x: torch.Tensor, features: int) -> Held | None:
     if weights is None:
         return None
     weight, bias, dense, shape = weights
-    if len(shape) != 2 or shape[1] != features or any(len(one.b) != shape[0] for one in adapters):
+    if len(shape) != 2 or shape[1] != features or any(one.b.shape[0] != shape[0] for one in adapters):
         return None
     return Held(weight, bias, adapters, dense)
 

@@ -1,10 +1,10 @@
 """LoRA layers that an attention calls with one and the same tensor run as one op.
 
-Which they are stands in the attention's forward: in one block of statements, several projections of ``self`` are called
-with the same name, to which nothing is assigned in between. At the call of the first one the op computes all of them,
-and the others find their results there, if they are called with that very tensor. So whatever is around a module's call,
-its hooks among them, stays as it is. A decision that is learned at the first forward would not do: the recomputation of
-activation checkpointing has to save what its forward saved.
+Which they are stands in the attention's forward: one block of statements calls several projections of ``self`` with the
+same name, and assigns nothing to it in between. At the call of the first one the op computes all of them. The others
+find their results there, if they are called with that very tensor. So whatever is around a module's call, its hooks
+among them, stays as it is. What is learned at a first forward would not do: the recomputation of activation
+checkpointing has to save what its forward saved.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_kernels.ops._adapted_linears import adapted_linears_of_checked
+from liger_kernels.ops import adapted_linears
+from liger_kernels.ops.lora.adapted_linears import adapted_linears_of_checked
 from liger_kernels.ops.runtime.anchor import saves_first
-from liger_kernels.patching.recipes.projection import adapted, has_adapters
-from liger_kernels.patching.swap import mark_run
+from liger_kernels.patching.recipes.projection import adapted, foreseen_projection, has_adapters
+from liger_kernels.patching.swap import Calls, mark_run
 
 _here = threading.local()  # a recomputation runs in a thread of autograd
 
@@ -51,7 +52,7 @@ def _shared_in(block: list[ast.stmt]) -> Iterator[tuple[str, ...]]:
     found: dict[str, list[str]] = {}
     for statement in block:
         if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Expr)) or _may_not_run(statement):
-            changed = {node.id for node in ast.walk(statement) if _is_stored(node)}
+            changed = _stored(statement)
             leaves = any(isinstance(node, (ast.Return, ast.Break, ast.Continue)) for node in ast.walk(statement))
             for name in [*found] if leaves else changed & {*found}:
                 yield from _several(found.pop(name))
@@ -60,14 +61,16 @@ def _shared_in(block: list[ast.stmt]) -> Iterator[tuple[str, ...]]:
             call = _projection(node)
             if call is not None:
                 found.setdefault(call[1], []).append(call[0])
-        for name in {node.id for node in ast.walk(statement) if _is_stored(node)} & {*found}:
+        for name in _stored(statement) & {*found}:
             yield from _several(found.pop(name))
     for names in found.values():
         yield from _several(names)
 
 
-def _is_stored(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+def _stored(statement: ast.stmt) -> set[str]:
+    """The names to which ``statement`` assigns."""
+    names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+    return {node.id for node in names if not isinstance(node.ctx, ast.Load)}
 
 
 def _may_not_run(statement: ast.stmt) -> bool:
@@ -116,17 +119,27 @@ class SharedInput:
         return y
 
 
+def groups_of(parent: nn.Module, shared: tuple[tuple[str, ...], ...]) -> list[list[Any]]:
+    """The LoRA layers of ``parent`` by the groups of names in ``shared``."""
+    groups = ([module for name in names if has_adapters(module := parent._modules.get(name))] for names in shared)
+    return [group for group in groups if len(group) > 1]
+
+
+def foreseen_groups(parent: nn.Module, shared: tuple[tuple[str, ...], ...], step: Any) -> Calls:
+    """The calls of the op that the LoRA layers of ``parent`` will make together, on tensors without memory."""
+    calls = []
+    for group in groups_of(parent, shared):
+        x = step.tensor(step.batch, step.length, group[0].in_features)
+        calls.append(functools.partial(adapted_linears, x, tuple(foreseen_projection(one, step) for one in group)))
+    return tuple(calls)
+
+
 def sharing(parent: nn.Module, shared: tuple[tuple[str, ...], ...], forward: Callable[[], Any]) -> Any:
     """``forward()`` of ``parent``, whose LoRA layers of each group of names in ``shared`` run together."""
     if not any(map(has_adapters, parent._modules.values())):
         return forward()
-    groups = []
-    for names in shared:
-        group = [module for name in names if has_adapters(module := parent._modules.get(name))]
-        if len(group) > 1:
-            groups.append(group)
     outer = getattr(_here, "scope", None)
-    _here.scope = SharedInput(groups)
+    _here.scope = SharedInput(groups_of(parent, shared))
     try:
         return forward()
     finally:

@@ -10,7 +10,7 @@ Each projection is a :class:`Projection`. The op multiplies by the weights itsel
   kernel makes h once more, adds the gradient that h has through down's adapters, and writes the gradients of gate and
   up over their products: three tensors of the inner size exist there, and not six. Where the graph is kept for another
   backward, they are new.
-- Gate and up share x, and with it the products of their adapters (:mod:`liger_kernels.ops._projection`).
+- Gate and up share x, and with it the products of their adapters (projection.py).
 
 Under checkpointing, everything is saved before the last product, which is not computed again (runtime/anchor.py).
 """
@@ -25,34 +25,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernels.ops._adapted_linears import one_ref
 from liger_kernels.ops._glu import ACTIVATIONS, _activate
-from liger_kernels.ops._lora_adapter import delta_of
-from liger_kernels.ops._lora_linear import cast_as_base
-from liger_kernels.ops._lora_products import plus_delta, ranks_of_program
-from liger_kernels.ops._projection import (
+from liger_kernels.ops.lora.adapted_linears import one_ref
+from liger_kernels.ops.lora.adapter import delta_of
+from liger_kernels.ops.lora.lora_linear import cast_as_base
+from liger_kernels.ops.lora.products import plus_delta, ranks_of_program
+from liger_kernels.ops.lora.projection import (
     Kinds,
-    Part,
+    NodeProjection,
     Projection,
     add_delta,
     as_it_is,
     base_product,
+    check_input,
     check_projection,
     columns_of,
     flat,
     gradient_of_x,
     gradients_of_parts,
     gradients_of_ranks,
-    holds_ranks,
     needs_of,
     out_features,
     parts_of,
     ranks_of_all,
+    runs_as_one,
 )
 from liger_kernels.ops.runtime.anchor import Computed, anchor, saves_first
 from liger_kernels.ops.runtime.arguments import checked, checked_op, one_of
-from liger_kernels.ops.runtime.compiling import left_to_inductor
-from liger_kernels.ops.runtime.dispatch import as_values, backward_once, launch, tl, triton, use_triton
+from liger_kernels.ops.runtime.dispatch import as_values, backward_once, launch, tl, triton
 from liger_kernels.ops.runtime.kept import keep, kept
 from liger_kernels.ops.runtime.tiling import cdiv, choice, tile
 
@@ -81,7 +81,7 @@ def _reference(x: Tensor, gate: Any, up: Any, down: Any, activation: str) -> Ten
 
 # fmt: off
 @triton.jit
-def _gated_mlp_fwd_kernel(
+def _lora_glu_fwd_kernel(
     gate_ptr, up_ptr, h_ptr,                                # [rows, columns]; of the weights alone
     gate_z_ptr, gate_z_stride,                              # [rows, ranks] float32, or None as all of no adapter
     gate_w_ptr, gate_rank_stride, gate_col_stride,          # [ranks, columns]
@@ -111,7 +111,7 @@ def _gated_mlp_fwd_kernel(
 
 
 @triton.jit
-def _gated_mlp_bwd_kernel(
+def _lora_glu_bwd_kernel(
     dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,           # [rows, columns]; gate and up of the weights alone
     g_ptr, g_stride, a_ptr, a_rank_stride, a_col_stride, down_ranks,    # [rows, ranks], [ranks, columns]
     gate_z_ptr, gate_z_stride, gate_w_ptr, gate_rank_stride, gate_col_stride, gate_bias_ptr, gate_ranks, gate_scale,
@@ -158,16 +158,16 @@ def _unit_shape(n_rows: int, n_cols: int, widest: int) -> dict[str, int]:
     return {"PART": min(widest, 32), "ROWS": rows, "BLOCK": block, "num_warps": 4}
 
 
-def _delta_arguments(z: Tensor | None, part: Part) -> tuple[tuple[Any, ...], int]:
+def _delta_arguments(z: Tensor | None, part: NodeProjection) -> tuple[tuple[Any, ...], int]:
     """What a kernel takes of the adapters of ``part``, and the ranks of its program."""
     if z is None:
         return (None, 0, None, 0, 0, None, 0, 1.0), 0
     w, bias, scale = delta_of(part.b, part.biases, part.scales)
     bias = None if bias is None else bias.contiguous()
-    return (z, z.stride(0), w, *w.stride(), bias, len(w), float(scale)), ranks_of_program(len(w))
+    return (z, z.stride(0), w, *w.stride(), bias, w.shape[0], float(scale)), ranks_of_program(w.shape[0])
 
 
-def _unit(gate: Tensor, up: Tensor, z: Tensor | None, parts: Sequence[Part], activation: str) -> Tensor:
+def _unit(gate: Tensor, up: Tensor, z: Tensor | None, parts: Sequence[NodeProjection], activation: str) -> Tensor:
     h = torch.empty_like(gate)
     n_rows, n_cols = gate.shape
     gate_z, up_z = columns_of(z, parts)
@@ -176,7 +176,7 @@ def _unit(gate: Tensor, up: Tensor, z: Tensor | None, parts: Sequence[Part], act
     options = _unit_shape(n_rows, n_cols, max(16, gate_ranks, up_ranks))
     blocks = cdiv(n_cols, options["BLOCK"])
     launch(
-        _gated_mlp_fwd_kernel,
+        _lora_glu_fwd_kernel,
         (cdiv(n_rows, options["ROWS"]) * blocks,),
         gate.device,
         gate,
@@ -202,7 +202,7 @@ def _unit_gradients(
     up: Tensor,
     z: Tensor | None,
     g: Tensor | None,
-    parts: Sequence[Part],
+    parts: Sequence[NodeProjection],
     activation: str,
     product: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -213,15 +213,15 @@ def _unit_gradients(
     gate_z, up_z = columns_of(z, of_parts)
     of_gate, gate_ranks = _delta_arguments(gate_z, parts[0])
     of_up, up_ranks = _delta_arguments(up_z, parts[1])
-    if g is None:
-        of_down, down_ranks = (None, 0, None, 0, 0, 0), 0
-    else:
+    of_down: tuple[Any, ...] = None, 0, None, 0, 0, 0
+    down_ranks = 0
+    if g is not None:
         a = down.a[0] if len(down.a) == 1 else torch.cat([one.float() for one in down.a])
-        of_down, down_ranks = (g, g.stride(0), a, *a.stride(), len(a)), ranks_of_program(len(a))
+        of_down, down_ranks = (g, g.stride(0), a, *a.stride(), a.shape[0]), ranks_of_program(a.shape[0])
     options = _unit_shape(n_rows, n_cols, max(16, gate_ranks, up_ranks, down_ranks))
     blocks = cdiv(n_cols, options["BLOCK"])
     launch(
-        _gated_mlp_bwd_kernel,
+        _lora_glu_bwd_kernel,
         (cdiv(n_rows, options["ROWS"]) * blocks,),
         gate.device,
         dh,
@@ -246,7 +246,7 @@ def _unit_gradients(
     return dgate, dup
 
 
-def _down(h: Tensor, z: Tensor | None, part: Part, shape: Sequence[int]) -> Tensor:
+def _down(h: Tensor, z: Tensor | None, part: NodeProjection, shape: Sequence[int]) -> Tensor:
     return add_delta(base_product(h, part), z, part).view(shape)
 
 
@@ -308,17 +308,14 @@ class GatedMLPFunction(torch.autograd.Function):
         return None if dx is None else dx.view(x.shape), None, None, None, *inner_gradients, *down_gradients
 
 
-def _check(x: Tensor, *projections: Projection) -> None:
-    if not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype}; it must be floating point")
-    for name, one in zip(("gate", "up", "down"), projections, strict=True):
-        check_projection(name, one, x)
-
-
-def _runs_kernel(x: Tensor, gate: Any, up: Any, down: Any) -> bool:
-    if not use_triton(x) or left_to_inductor("gated_mlp", x) or not x.numel():
-        return False
-    return holds_ranks((gate, up)) and holds_ranks((down,))
+def _check(x: Tensor, gate: Projection, up: Projection, down: Projection) -> None:
+    check_input(x)
+    check_projection("gate", gate, x, x.shape[-1])
+    check_projection("up", up, x, x.shape[-1])
+    inner = gate.shape[0]
+    if up.shape[0] != inner and None not in (inner, up.shape[0]):
+        raise ValueError(f"gate has {inner} out features, up {up.shape[0]}; they must have as many")
+    check_projection("down", down, x, inner)
 
 
 @checked_op
@@ -343,13 +340,13 @@ def gated_mlp(
         TypeError, ValueError: for an argument of a wrong type, dtype, shape or device.
     """
     _check(x, gate, up, down)
+    if not runs_as_one(x, (gate, up)) or not runs_as_one(x, (down,)):
+        return _reference(x, gate, up, down, activation)
     return gated_mlp_of_checked(x, gate, up, down, activation)
 
 
 def gated_mlp_of_checked(x: Tensor, gate: Any, up: Any, down: Any, activation: str) -> Tensor:
-    """:func:`gated_mlp` of arguments that are known to fit."""
-    if not _runs_kernel(x, gate, up, down):
-        return _reference(x, gate, up, down, activation)
+    """:func:`gated_mlp` of arguments that fit, and that kernels take."""
     (x,) = as_values(cast_as_base(x))  # type: ignore[assignment]
     kinds, tensors = flat((gate, up, down))
     if not saves_first() or not (down.adapters or down.dense is as_it_is):  # nobody knows how long y is
@@ -358,4 +355,4 @@ def gated_mlp_of_checked(x: Tensor, gate: Any, up: Any, down: Any, activation: s
     stand_in, *values = GatedMLPFunction.apply(x, activation, kinds, True, *tensors)
     *_, part = parts_of(kinds, tensors)
     h, z = values[0], values[1] if len(values) > 1 else None
-    return Computed.apply(partial(_down, h, z, part, stand_in.shape), stand_in)  # type: ignore[no-any-return]
+    return Computed.apply(partial(_down, h, z, part, stand_in.shape), stand_in)

@@ -1,8 +1,8 @@
 """Linear layers that share x, each with low-rank adapters, as one op that multiplies by the weights itself.
 
 What the layers share is made once: one pass over x for z of all adapters, one for all dA, and one over dx for all g A
-(:mod:`liger_kernels.ops._projection`). Each result is a new tensor of the op's own, to which the adapters are added in
-place. The formulas are those of :mod:`liger_kernels.ops._lora_linear`, which takes any base and adapters that drop.
+(projection.py). Each result is a new tensor of the op's own, to which the adapters are added in place. The formulas are
+those of lora_linear.py, which takes any base, and adapters that drop.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernels.ops._lora_linear import cast_as_base, lora_linear_ref
-from liger_kernels.ops._projection import (
+from liger_kernels.ops.lora.lora_linear import cast_as_base, lora_linear_ref
+from liger_kernels.ops.lora.projection import (
     Kinds,
-    Part,
+    NodeProjection,
     Projection,
     add_delta,
     base_product,
+    check_input,
     check_projection,
     columns_of,
     flat,
     gradient_of_x,
     gradients_of_parts,
     gradients_of_ranks,
-    holds_ranks,
     needs_of,
     out_features,
     parts_of,
     ranks_of_all,
+    runs_as_one,
 )
 from liger_kernels.ops.runtime.anchor import Computed, anchor, saves_first
 from liger_kernels.ops.runtime.arguments import checked, checked_op
-from liger_kernels.ops.runtime.compiling import left_to_inductor
-from liger_kernels.ops.runtime.dispatch import as_values, backward_once, use_triton
+from liger_kernels.ops.runtime.dispatch import as_values, backward_once
 from liger_kernels.ops.runtime.kept import keep, kept
 
 
@@ -92,18 +92,17 @@ class AdaptedFunction(torch.autograd.Function):
         return None if dx is None else dx.view(x.shape), None, None, *gradients
 
 
-def _result(rows: Tensor, z: Tensor | None, part: Part, shape: Sequence[int]) -> Tensor:
+def _result(rows: Tensor, z: Tensor | None, part: NodeProjection, shape: Sequence[int]) -> Tensor:
     y = add_delta(base_product(rows, part), z, part)
     return y.view(*shape[:-1], y.shape[-1])
 
 
 def _check(x: Tensor, projections: Sequence[Projection]) -> None:
-    if not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype}; it must be floating point")
+    check_input(x)
     if not projections:
         raise ValueError("projections is empty; it must have one Projection at least")
     for i, one in enumerate(projections):
-        check_projection(f"projections[{i}]", one, x)
+        check_projection(f"projections[{i}]", one, x, x.shape[-1])
 
 
 @checked_op
@@ -123,14 +122,16 @@ def adapted_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tenso
         TypeError, ValueError: for an argument of a wrong type, dtype, shape or device.
     """
     _check(x, projections)
+    if not runs_as_one(x, projections):
+        return _reference(x, projections)
     return adapted_linears_of_checked(x, projections, saves_first())
 
 
 def adapted_linears_of_checked(x: Tensor, projections: Sequence[Any], first: bool) -> tuple[Tensor, ...]:
-    """:func:`adapted_linears` of arguments that are known to fit. With ``first``, a single projection saves before its
-    product, which is then not computed again where it is the last of a checkpointed block."""
-    if not use_triton(x) or left_to_inductor("lora_linear", x) or not x.numel() or not holds_ranks(projections):
-        return _reference(x, projections)
+    """:func:`adapted_linears` of arguments that fit, and that kernels take.
+
+    With ``first``, a single projection saves before its product. Where that is the last one of a checkpointed block, it
+    is not computed again."""
     (x,) = as_values(cast_as_base(x))  # type: ignore[assignment]
     kinds, tensors = flat(projections)
     if not first or len(projections) > 1 or not projections[0].adapters:

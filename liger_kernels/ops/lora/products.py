@@ -265,15 +265,15 @@ def _stack(ws: Sequence[Tensor]) -> tuple[Any, ...]:
     """The arguments of up to three matrices [ranks, columns] that a kernel reads as one, and the ranks of all."""
     w = ws[0]
     if len(ws) == 1:
-        return (w, None, None, 0, 0, *w.stride()), len(w)
+        return (w, None, None, 0, 0, *w.stride()), w.shape[0]
     if len(ws) > 3 or any(other.dtype is not w.dtype or other.stride() != w.stride() for other in ws):
         w = torch.cat([other.float() for other in ws])
-        return (w, None, None, 0, 0, *w.stride()), len(w)
-    end = len(w)
-    end1 = end + len(ws[1])
+        return (w, None, None, 0, 0, *w.stride()), w.shape[0]
+    end = w.shape[0]
+    end1 = end + ws[1].shape[0]
     if len(ws) == 2:
         return (w, ws[1], None, end, end1, *w.stride()), end1
-    return (w, ws[1], ws[2], end, end1, *w.stride()), end1 + len(ws[2])
+    return (w, ws[1], ws[2], end, end1, *w.stride()), end1 + ws[2].shape[0]
 
 
 def rows_product(x: Tensor, ws: Sequence[Tensor], scale: float, out: Tensor | None = None) -> Tensor:
@@ -307,7 +307,7 @@ def add_product(
     [ranks, columns] of any strides, whose ranks follow one another."""
     y = y0 if in_place else torch.empty(shape, dtype=dtype, device=z.device)
     w_args, n_ranks = _stack(ws)
-    n_rows, n_cols = len(z), ws[0].shape[1]
+    n_rows, n_cols = z.shape[0], ws[0].shape[1]
     y0_rows = (None, 0) if y0 is None else as_rows(y0)
     ranks = ranks_of_program(n_ranks)
     bias = None if bias is None else bias.contiguous()

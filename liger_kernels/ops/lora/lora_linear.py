@@ -8,7 +8,7 @@ x_a is x, or what the adapter's dropout made of it. With the upstream gradient d
 
 and x gets g_a A_a in addition to what it gets through the base. Everything accumulates in float32, and y, dA, dB and
 the gradient of x are rounded once. A product of 16-bit numbers with float32 ones takes the latter as a sum of bfloat16
-numbers (_lora_products.py); these products are bound by memory, so that is free.
+numbers (products.py); these products are bound by memory, so that is free.
 
 The op is two nodes of autograd (runtime/anchor.py): the first makes z and saves whatever is saved, the second adds
 behind the base, and saves nothing. So a recomputation of activations, which ends at the last tensor that was saved,
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernels.ops._lora_adapter import (
+from liger_kernels.ops.lora.adapter import (
     LoraAdapter,
     delta_of,
     gradients_of_a,
@@ -35,7 +35,7 @@ from liger_kernels.ops._lora_adapter import (
     gradients_of_biases,
     stacked_b,
 )
-from liger_kernels.ops._lora_products import MOST_RANKS, add_product, rows_product
+from liger_kernels.ops.lora.products import MOST_RANKS, add_product, rows_product
 from liger_kernels.ops.runtime.anchor import Computed, anchor
 from liger_kernels.ops.runtime.arguments import checked, checked_op, describe
 from liger_kernels.ops.runtime.compiling import left_to_inductor
@@ -87,7 +87,7 @@ class LoraFunction(torch.autograd.Function):
         ctx.passes, ctx.scales, ctx.bias_dtypes = passes, scales, [None if t is None else t.dtype for t in biases]
         ctx.mark_non_differentiable(z)
         ctx.set_materialize_grads(False)
-        y = anchor((*x.shape[:-1], len(b[0])), dtype, x.device)
+        y = anchor((*x.shape[:-1], b[0].shape[0]), dtype, x.device)
         return (z, y, x) if passes else (z, y)
 
     @staticmethod
@@ -172,7 +172,7 @@ def _runs_kernel(x: Tensor, adapters: Sequence[LoraAdapter]) -> bool:
         return False
     ranks = 0
     for one in adapters:
-        ranks += len(one.a)
+        ranks += one.a.shape[0]
         if not all(t is None or t.dtype is not torch.float64 for t in (one.a, one.b, one.bias, one.dropped)):
             return False
     return 0 < ranks <= MOST_RANKS

@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from liger_kernels.ops._lora_products import columns_product
+from liger_kernels.ops.lora.products import columns_product
 from liger_kernels.ops.runtime.arguments import FINITE, checked_fields
 
 
@@ -80,7 +80,7 @@ def gradients_of_a(x: Tensor, g: Tensor, a: Sequence[Tensor], needs: Sequence[bo
     """``needs``: those that are wanted. x is [..., in features], ``g`` float32 [tokens, ranks]."""
     if len(a) == 1:
         return [columns_product(x, g, a[0].shape, a[0].dtype, 1.0, by_rank=True)]
-    ranks = [len(one) for one in a]
+    ranks = [one.shape[0] for one in a]
     dtype = a[0].dtype if all(one.dtype is a[0].dtype for one in a) else torch.float32
     every = columns_product(x, g, (sum(ranks), x.shape[-1]), dtype, 1.0, by_rank=True)
     parts = zip(every.split(ranks), a, needs, strict=True)
