@@ -126,7 +126,7 @@ def alone(
 ) -> torch.Tensor:
     """A linear layer with one adapter, and nobody else who has its x."""
     (result,) = op(x, [ops.Projection(weight, None, [ops.LoraAdapter(a, b, 0.5, bias)])])
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 LORA = {

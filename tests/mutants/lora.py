@@ -6,45 +6,52 @@ from tests.mutants.mutant import faults
 
 _op = faults("ops.lora.lora_linear", "test_ops_lora_linear.py")
 _products = faults("ops.lora.products", "test_ops_lora_linear.py")
+_adapter = faults("ops.lora.adapter", "test_ops_lora_linear.py")
+_several = faults("ops.lora.projection", "test_ops_gated_mlp.py")
+_mlp = faults("ops.lora.gated_mlp", "test_ops_gated_mlp.py")
 _layer = faults("patching.recipes.lora", "test_patching_lora.py")
+_state = faults("patching.recipes.lora_adapters", "test_patching_lora.py")
+_shared = faults("patching.recipes.shared_input", "test_patching_shared_input.py")
 _EVERY_DTYPE = "test_adapters_of_every_dtype_on_a_base_of_every_dtype[{}]"
 _SEVERAL = "test_several_adapters_some_of_which_drop[torch.float32-dropping0]"
 _NUMBERS = "test_the_same_numbers[{}]"
 _STATE = "test_state_that_changes_between_steps_is_read_at_each_call"
 _ODD = "test_peft_computes_what_was_not_probed_and_the_report_counts_why[{}]"
-_ADD = "add_product(dx, g, _stacked_a(a).t(), None, 1.0, x.shape, x.dtype)"
+_ADD = "add_product(dx, g, a, None, 1.0, x.shape, x.dtype)"
 _DA = "columns_product(x, g, a[0].shape, a[0].dtype, 1.0, by_rank=True)"
 _DB = "columns_product(dy, z, b[0].shape, b[0].dtype, scales[0])"
+
+_MLP = "test_adapters_on_some_and_on_all[torch.float32-{'gate': (4,), 'up': (4,), 'down': (4,)}-False]"
 
 # fmt: off
 MUTANTS = (
     _op("lora_input_gradient_without_the_mask", "What dropout dropped of x gets the adapter's gradient.",
         "(one.dropped, [one])", "(one.dropped.detach() + x - x.detach(), [one])",
         f"test_patching_lora.py::{_NUMBERS.format('dropout')}"),
-    _layer("lora_dropout_not_called", "No adapter drops anything in training.",
+    _state("lora_dropout_not_called", "No adapter drops anything in training.",
         "idle and not probe.has_hooks(dropout)", "True", _NUMBERS.format("dropout")),
-    _layer("lora_mask_shared", "Every projection draws the same mask.",
+    _state("lora_mask_shared", "Every projection draws the same mask.",
         "one.dropped(x if x.dtype == one.a.dtype else x.to(one.a.dtype))",
         "(torch.manual_seed(0), <old>)[1]", "test_dropout_draws_the_numbers_that_peft_draws"),
-    _layer("lora_first_adapter_alone", "Of several active adapters, the first is computed.",
-        "_active(self)", "_active(self)[:1]", _NUMBERS.format("two active adapters of other ranks")),
-    _layer("lora_scaling_of_the_first_call", "An adapter keeps the scale that it had at the first call.",
+    _state("lora_first_adapter_alone", "Of several active adapters, the first is computed.",
+        "name in known", "name == next(iter(known))", _NUMBERS.format("two active adapters of other ranks")),
+    _state("lora_scaling_of_the_first_call", "An adapter keeps the scale that it had at the first call.",
         'state["scaling"].get(name)', 'state.setdefault("_scale", dict(state["scaling"])).get(name)', _STATE),
     _op("lora_bias_lost", "The bias of B is not added.",
-        "add_product(y0, z, b, bias, scale, y0.shape, y0.dtype)",
-        "add_product(y0, z, b, None, scale, y0.shape, y0.dtype)",
+        "add_product(y0, z, [w], bias, scale, y0.shape, y0.dtype)",
+        "add_product(y0, z, [w], None, scale, y0.shape, y0.dtype)",
         _EVERY_DTYPE.format("torch.float32-torch.float32")),
-    _op("lora_bias_not_scaled", "Of several adapters, the biases are added as they are.",
+    _adapter("lora_bias_not_scaled", "Of several adapters, the biases are added as they are.",
         "total + factor * one.float()", "total + one.float()", _SEVERAL),
-    _op("lora_bias_gradient_not_scaled", "The bias of B has a gradient without the scale.",
+    _adapter("lora_bias_gradient_not_scaled", "The bias of B has a gradient without the scale.",
         "(scale * total).to(dtype)", "total.to(dtype)", _EVERY_DTYPE.format("torch.float32-torch.float32")),
-    _op("lora_gradient_of_a_in_the_models_dtype", "The gradient of a float32 A is rounded to the dtype of x.",
+    _adapter("lora_gradient_of_a_in_the_models_dtype", "The gradient of a float32 A is rounded to the dtype of x.",
         _DA, "<old>.to(x.dtype).to(a[0].dtype)",
         "test_float32_adapters_of_a_16_bit_model_lose_next_to_nothing"),
-    _op("lora_gradient_of_b_in_the_models_dtype", "The gradient of a float32 B is rounded to the dtype of y.",
+    _adapter("lora_gradient_of_b_in_the_models_dtype", "The gradient of a float32 B is rounded to the dtype of y.",
         _DB, "<old>.to(dy.dtype).to(b[0].dtype)",
         "test_float32_adapters_of_a_16_bit_model_lose_next_to_nothing"),
-    _op("lora_scale_once_in_the_gradient_of_several", "Of several adapters, B has a gradient without the scale.",
+    _adapter("lora_scale_once_in_the_gradient_of_several", "Of several adapters, B has a gradient without the scale.",
         "(s * part).to(one.dtype)", "part.to(one.dtype)", _SEVERAL),
     _layer("lora_not_disabled", "An adapter is added inside of disable_adapter, in DPO's reference.",
         'state.get("_disable_adapters")', "False", "test_disable_adapter_as_dpo_uses_it"),
@@ -53,7 +60,8 @@ MUTANTS = (
     _op("lora_x_overwritten", "The gradient of x is written over x.",
         _ADD, "x.data.copy_(<old>)", _EVERY_DTYPE.format("torch.float32-torch.float32")),
     _products("lora_base_overwritten", "The result of the base becomes that of the layer.",
-        "torch.empty(shape, dtype=dtype, device=z.device)", "<old> if y0 is None else y0.detach()",
+        "y0 if in_place else torch.empty(shape, dtype=dtype, device=z.device)",
+        "y0 if y0 is not None else torch.empty(shape, dtype=dtype, device=z.device)",
         "test_the_base_is_called_once_and_its_result_stays"),
     _op("lora_anchor_of_another_call", "A backward reads the tensors of the first call's anchor.",
         "ctx.saved_tensors",
@@ -71,9 +79,9 @@ MUTANTS = (
     _products("lora_last_rows_left_out", "Rows behind the last whole part count for no gradient.",
         "cdiv(cdiv(n_rows, parts), options['ROWS']) * options['ROWS']", "n_rows // parts",
         "test_ops_every.py::test_programs_walk_over_many_tiles[lora_linear-torch.float32]"),
-    _layer("lora_variant_taken", "A variant among the active adapters is computed as if it were none.",
-        "_is_variant(module, name)", "False", _ODD.format("variant"), within="_adapters"),
-    _layer("lora_hooks_ignored", "An adapter is computed although somebody watches its layers.",
+    _state("lora_variant_taken", "A variant among the active adapters is computed as if it were none.",
+        "is_variant(module, name)", "False", _ODD.format("variant"), within="known_adapters"),
+    _state("lora_hooks_ignored", "An adapter is computed although somebody watches its layers.",
         "probe.has_hooks(first) or probe.has_hooks(second)", "False", _ODD.format("hooks")),
     _layer("lora_any_forward_recognised", "A layer is taken for LoRA by its class.",
         "_same_in_float64(module, names, masks)", "True",
@@ -85,5 +93,33 @@ MUTANTS = (
         'report.fallbacks[f"PEFT computed an adapter: {reason}"] += 1', "pass", _ODD.format("hooks")),
     faults("patching.census")("lora_later_adapters_not_listed", "Adapters that came after patch() are in no list.",
         "is_lora_layer(module)", "False", "test_patching_lora.py::test_an_adapter_that_comes_after_patch"),
+    _mlp("mlp_gates_adapter_for_up", "Up has the adapter of gate.",
+        "_delta_arguments(up_z, parts[1])", "_delta_arguments(gate_z, parts[0])", _MLP, within="_unit"),
+    _mlp("mlp_gates_adapter_for_up_in_the_backward", "The backward makes up with the adapter of gate.",
+        "_delta_arguments(up_z, parts[1])", "_delta_arguments(gate_z, parts[0])", _MLP, within="_unit_gradients"),
+    _mlp("mlp_gradient_through_downs_adapter_lost", "h has the gradient through down's weight alone.",
+        "g is not None", "False", _MLP),
+    _mlp("mlp_product_not_made_again", "Down's A has a gradient by what is not h.",
+        "PRODUCT=product", "PRODUCT=False", _MLP),
+    _mlp("mlp_kept_graph_overwritten", "Gradients are written over products of a graph that is kept.",
+        "_keeps_graph()", "False", "test_a_graph_is_walked_as_often_as_it_is_kept[plain]"),
+    _several("several_gradient_of_one_input", "x has the gradient of the first projection alone.",
+        "dx.addmm_(dy, w)", "dx", _MLP),
+    _several("several_ranks_of_the_first", "Each projection reads the ranks of the first one.",
+        "t.narrow(1, first, n)", "t.narrow(1, 0, n)", _MLP),
+    _several("several_unused_result", "A result that nobody uses has whatever lay in memory for a gradient.",
+        "columns.zero_()", "columns.fill_(1.0)", "test_results_that_nobody_uses"),
+    _products("several_second_matrix_from_its_start", "The second of several matrices is read from another row.",
+        "w1_ptr + (rank - end).to(tl.int64) * rank_stride", "w1_ptr + rank.to(tl.int64) * rank_stride * 0",
+        f"test_ops_gated_mlp.py::{_MLP}"),
+    faults("ops.runtime.kept")("kept_parameter_not_compared", "A parameter may change before the backward.",
+        "t._version != version", "False",
+        "test_ops_gated_mlp.py::test_a_parameter_that_was_changed_before_the_backward_is_refused[1]"),
+    _shared("shared_result_of_another_input", "A sibling gets the result of another tensor.",
+        "ready[0] is x", "True", "test_a_sibling_with_another_input_computes_its_own"),
+    _shared("shared_result_of_a_changed_input", "A sibling gets the result of what was in x before.",
+        "ready[1] == x._version", "True", "test_a_sibling_after_a_change_in_place_computes_its_own"),
+    _shared("shared_name_that_is_assigned_to", "Calls with one name are taken for calls with one tensor.",
+        "not isinstance(node.ctx, ast.Load)", "False", "test_which_calls_share_their_input"),
 )
 # fmt: on

@@ -133,14 +133,14 @@ def _chunk_of_balanced(hidden_size: int) -> int:
 
 
 @choice("schedule")
-def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype) -> tuple[str, int]:
+def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype, sums: bool) -> tuple[str, int]:
     """The schedule and the chunk size where neither is given.
 
     2 * hidden_size + C tokens' logits take about the memory of what token chunks hold instead: the logits of C tokens,
-    and in 16 bits the float32 sum of grad_weight. A compiled program does not overwrite the kept logits, but a copy or
-    memory of the gradient's own; of at most hidden_size tokens even both take no more."""
+    and in 16 bits, where ``sums``, the float32 sum of grad_weight. A compiled program does not overwrite the kept
+    logits, but a copy or memory of the gradient's own; of at most hidden_size tokens even both take no more."""
     chunk = _chunk_of_balanced(hidden_size)
-    few = chunk + (0 if dtype == torch.float32 else 2 * hidden_size)
+    few = chunk + (0 if dtype == torch.float32 or not sums else 2 * hidden_size)
     if torch.compiler.is_compiling():
         few = min(few, hidden_size)
     return "fast" if tokens <= few else "balanced", chunk
@@ -185,7 +185,9 @@ def choose_schedule(
         chunk = chunk_size
         memory = "fast" if tokens <= chunk else "balanced"
     elif memory is None:
-        memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype)
+        # Without a gradient of the weight, chunks compute no product more than kept logits do.
+        sums = needs.weight or options.reduction == "none" or not needs.hidden
+        memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype, sums)
     if balanced_because(hidden.dtype, options.label_smoothing, memory) is not None:
         memory = "balanced"
     per_row, compiled = options.reduction == "none", torch.compiler.is_compiling()
