@@ -31,7 +31,8 @@ class Assigned(nn.Module):
     def forward(self, x: Any) -> Any:
         q, k = self.q(x), self.k(x)
         x = x + 1
-        return q + k + self.v(x)
+        v = self.v(x)
+        return q + k + v
 
 
 class Loop(nn.Module):
