@@ -140,11 +140,13 @@ def too_large(job: AdapterJob) -> Any:
 def test_arms_that_are_wrong_or_fail_end_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     for arm, build in (("liger", doubled), ("axolotl", failing), ("unsloth", too_large)):
         monkeypatch.setitem(ARMS, arm, AdapterArm(build))
-    rows = {row["arm"]: row for row in bench("--arms liger,axolotl,unsloth,eager", code=1)["rows"]}
+    rows = {row["arm"]: row for row in bench("--arms liger,axolotl,unsloth,eager")["rows"]}
     assert rows["eager"]["note"] == ""
     assert rows["liger"]["note"].startswith("WRONG: its gradient_norm is ")
     assert rows["axolotl"]["note"] == "failed: NotImplementedError: it knows no such model"
     assert rows["unsloth"]["note"] == "out of memory"
+    monkeypatch.setitem(ARMS, "ours", AdapterArm(doubled))
+    assert bench("--arms eager,ours", code=1)["rows"][1]["note"].startswith("WRONG: its gradient_norm is ")
 
 
 def test_a_length_that_does_not_fit_does_not_end_the_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
