@@ -19,7 +19,7 @@ from benchmarks.adapters import __main__ as command
 from benchmarks.adapters import arms, page, report, steps, worker
 from benchmarks.adapters.arms import ARMS, AdapterArm
 from benchmarks.adapters.job import AdapterJob
-from benchmarks.process import run_module
+from benchmarks.process import Finished, run_module
 
 Bench = Callable[..., dict[str, Any]]
 
@@ -118,6 +118,22 @@ def test_seconds_from_the_start(bench: Bench, capsys: pytest.CaptureFixture[str]
     *_, line = tables(capsys.readouterr().out)
     assert line[:3] == ["ours", "dense", "filled"]
     assert line[5] == "+0.0"
+
+
+def watched(job: AdapterJob) -> Any:
+    """Ours, of which PEFT computes one adapter."""
+    model = arms.ours(job)
+    first = next(module for module in model.modules() if hasattr(module, "lora_A"))
+    first.lora_A["default"].register_forward_hook(lambda *_: None)
+    return model
+
+
+def test_fallbacks_of_ours_are_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARMS, "ours", AdapterArm(watched))
+    (row,) = bench("--arms ours --lengths 8 --checkpointing none")["rows"]
+    assert row["s"] > 0
+    assert row["note"].startswith("fallback: PEFT computed an adapter: lora_A or lora_B has hooks")
+    assert report.matrix_lines({"rows": [row]})[2] == f"| ours | none | {row['s']:.3f} / 0.0 |"
 
 
 def doubled(job: AdapterJob) -> Any:
@@ -290,6 +306,29 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
     slow = run_module("some_arm", ["waits"], paths=[str(tmp_path)], timeout=0.5)
     assert slow.problem.startswith("timed out after 0.5 s")
     assert time.time() < before + 30
+
+
+def test_a_plan_arrives_in_the_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_this_one(module: str, arguments: list[str], **options: Any) -> Finished:
+        assert module == "benchmarks.adapters.worker"
+        calls.append(options)
+        monkeypatch.setattr("sys.argv", [module, *arguments])
+        worker.main()
+        return Finished(5.0, "")
+
+    calls: list[dict[str, Any]] = []
+    monkeypatch.delenv("UNSLOTH_DISABLE_STATISTICS", raising=False)  # what is set stays
+    monkeypatch.setattr(command, "run_module", in_this_one)
+    options = command.parse(["--tiny", "--lengths", "8", "--arms", "eager", "--timeout", "7", "--quantised", "no"])
+    (job,) = command.jobs(options)
+    found = command.in_own_process(options)("start", job, {"TRITON_CACHE_DIR": "/some/where"})
+    assert found["started"] == 5.0
+    assert len(found["ends"]) == 3
+    assert calls[0]["timeout"] == 7
+    assert (
+        calls[0]["environment"].items()
+        >= {"TRITON_CACHE_DIR": "/some/where", "UNSLOTH_DISABLE_STATISTICS": "1"}.items()
+    )
 
 
 def test_what_a_process_kept_before_it_died_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

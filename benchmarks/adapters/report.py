@@ -48,7 +48,7 @@ def judged(rows: Sequence[StepRow]) -> list[StepRow]:
 def _judged(row: StepRow, rows: Sequence[StepRow]) -> StepRow:
     alike = [r for r in rows if r.s and (r.quantised, r.tokens) == (row.quantised, row.tokens)]
     first = next((r for r in alike if r.arm == "eager"), alike[0] if alike else row)
-    wrong = "" if row.note or not row.s else differs(row, first)
+    wrong = differs(row, first) if row.s else ""
     return replace(row, note=f"WRONG: {wrong}") if wrong else row
 
 
@@ -102,7 +102,9 @@ def _is_long(row: StepRow) -> bool:
 def _cell(row: StepRow | None) -> str:
     if row is None:
         return ""
-    return row.note.partition(":")[0] if row.note or not row.s else f"{row.s:.3f} / {row.gib:.1f}"
+    if row.s is None or row.note.startswith("WRONG"):
+        return row.note.partition(":")[0]
+    return f"{row.s:.3f} / {row.gib:.1f}"
 
 
 def check_lines(found: Result) -> list[str]:

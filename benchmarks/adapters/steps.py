@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import liger_kernels
 from benchmarks.adapters.job import AdapterJob
 from benchmarks.adapters.model import autocast, batch
 from benchmarks.models import release, step
@@ -24,7 +25,7 @@ FEWEST = 2
 
 @dataclass(frozen=True)
 class StepRow:
-    """One line of the table; ``note`` says why there are no numbers, or what is wrong with them.
+    """One line of the table; ``note`` says why there are no numbers, or what is wrong with them, or names fallbacks.
 
     ``loss`` and ``gradient_norm``, of all adapters, are those of the first step, which takes ``first_s``. ``gib`` is
     the peak of a later step, of which ``model_gib`` are what the model holds between steps.
@@ -89,7 +90,14 @@ def measure(model: Any, job: AdapterJob, tokens: int) -> StepRow:
         model_gib=model_gib,
         loss=float(loss),
         gradient_norm=norm,
+        note=fallbacks(model),
     )
+
+
+def fallbacks(model: Any) -> str:
+    """What did not run on a kernel although it was patched, and how often; empty where nothing did."""
+    known = liger_kernels.status(model)
+    return "" if known is None else "; ".join(f"fallback: {what} ({n})" for what, n in sorted(known.fallbacks.items()))
 
 
 def measure_lengths(model: Any, job: AdapterJob, keep: Callable[[StepRow], None]) -> None:
