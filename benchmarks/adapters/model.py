@@ -43,14 +43,35 @@ def generator(name: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
 
 
+def shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Those of a Llama's parameters. No model is built to see them: packages change what building one does."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    keys = hidden // config.num_attention_heads * config.num_key_value_heads
+    attention = {
+        "q_proj": (hidden, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, hidden),
+    }
+    gated = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    vocabulary = (config.vocab_size, hidden)
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": vocabulary,
+        "lm_head": vocabulary,
+        "model.norm": (hidden,),
+    }
+    for n in range(config.num_hidden_layers):
+        layer = f"model.layers.{n}"
+        found |= {f"{layer}.self_attn.{name}": shape for name, shape in attention.items()}
+        found |= {f"{layer}.mlp.{name}": shape for name, shape in gated.items()}
+        found |= dict.fromkeys((f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"), (hidden,))
+    return {f"{name}.weight": shape for name, shape in found.items()}
+
+
 def weights(config: Any, job: AdapterJob) -> dict[str, torch.Tensor]:
     """Each parameter of the base, drawn in bfloat16, so that a base of another dtype has the same values."""
-    from transformers import LlamaForCausalLM
-
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in LlamaForCausalLM(config).named_parameters()}
     found = {}
-    for name, shape in shapes.items():
+    for name, shape in shapes(config).items():
         drawn, source = torch.empty(shape, dtype=torch.bfloat16, device=job.device), generator(name, job.device)
         if len(shape) == 1:
             drawn.uniform_(0.8, 1.2, generator=source)
