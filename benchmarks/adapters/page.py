@@ -32,6 +32,8 @@ A step is forward and backward, without an optimizer. Times are medians of steps
 finished; memory is the peak of a step, weights included. Checkpoints "on the GPU" are those of
 transformers without reentry, and those of unsloth without its offload. NF4 is bitsandbytes' 4-bit
 format, double quantised. An arm whose loss or norm of the gradient is not eager's is marked WRONG.
+A package that is not installed is absent; `--path ARM=DIR` gives an arm a folder of packages of its
+own, such as unsloth with the versions that it needs.
 
 Two commands write this page:
 
