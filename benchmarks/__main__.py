@@ -9,23 +9,20 @@ that is wrong, or raises, gets no time either, but the run goes on and its exit 
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
-import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from benchmarks import report, timing
 from benchmarks.cases import BenchmarkCase, Site, Tensors, cases
 from benchmarks.peers import DISTRIBUTIONS, PEERS, Table
 from benchmarks.report import BenchmarkRow, PeerResult
 from benchmarks.timing import Gpu
-from convergence.files import versions, write_json
+from convergence.files import write_json
 from convergence.judge.tolerance import three_way
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -164,16 +161,7 @@ def benchmark(options: argparse.Namespace, known: Sequence[BenchmarkCase], peers
     ceilings = {"copy_gb_per_s": gpu.copy_gb_per_s(), "matmul_tflop_per_s": gpu.matmul_tflop_per_s(dtype)}
     chosen = [case for case in known if not options.ops or case.name in options.ops]
     packages = ["torch", "triton", *(DISTRIBUTIONS[peer] for peer in peers.loaded)]
-    where = {
-        "device": gpu.name,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "versions": versions(packages),
-        "dtype": options.dtype,
-        "date": str(datetime.date.today()),
-        **ceilings,
-    }
+    where = {**report.where(gpu.name, packages), "dtype": options.dtype, **ceilings}
 
     def keep(rows: list[BenchmarkRow]) -> None:
         if options.json:

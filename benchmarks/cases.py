@@ -247,6 +247,40 @@ def glu_linear(site: Site, name: str, rows: int, inner: int, hidden: int) -> Ben
     )
 
 
+def lora_chain(
+    x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
+    """A linear layer with an adapter as PEFT computes it."""
+    y = F.linear(x, weight)
+    return (y + F.linear(F.linear(x.to(a.dtype), a), b) * scale).to(y.dtype)
+
+
+def lora(site: Site, rows: int, inputs: int, outputs: int, dtype: torch.dtype | None = None) -> BenchmarkCase:
+    """A frozen layer with an adapter of rank 16 in ``dtype``, or in the layer's. The base's products are most of it."""
+    rank = 16
+
+    def leaves(n: int) -> Tensors:
+        weight = site.randn(outputs, inputs, scale=inputs**-0.5).detach()
+        adapter = site.randn(rank, inputs, scale=inputs**-0.5), site.randn(outputs, rank, scale=0.1)
+        return site.randn(n, inputs), weight, *(p.detach().to(dtype or site.dtype).requires_grad_() for p in adapter)
+
+    def of(op: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, weight, a, b: op(x, partial(F.linear, weight=weight), [ops.LoraAdapter(a, b)])
+
+    adapter_bytes = 4 * rank * (inputs + outputs) * (dtype or site.dtype).itemsize
+    return BenchmarkCase(
+        f"lora_linear{f' ({dtype} adapter)'.replace('torch.', '') if dtype else ''}",
+        f"{rows}x{inputs}x{outputs}",
+        rows,
+        leaves,
+        of(ops.lora_linear),
+        lora_chain,
+        (3 * rows * inputs + 2 * rows * outputs + 2 * inputs * outputs) * site.dtype.itemsize + adapter_bytes,
+        4 * rows * inputs * outputs + 6 * rows * rank * (inputs + outputs),
+        of(ops.lora_linear_ref),
+    )
+
+
 def float_loss(logits: torch.Tensor, targets: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
     """The loss as models of transformers compute it; ``weights`` are those of the rows, and their sum."""
     if not weights:
@@ -404,6 +438,11 @@ def cases(site: Site) -> list[BenchmarkCase]:
         packed_glu(site, 65536, 768, ops.GluFormula()),
         packed_glu(site, 32768, 2880, ops.GluFormula(alpha=1.702, limit=7.0, offset=1.0, interleaved=True)),
         glu_linear(site, "swiglu", 8192, 8192, 2048),
+        *[
+            lora(site, 8192, *shape, dtype)
+            for shape in ((4096, 4096), (4096, 14336), (14336, 4096))
+            for dtype in (torch.float32, None)
+        ],
         *(loss(site, 8192, vocab) for vocab in (32768, 128256, 262144)),
         loss(site, 8192, 128256, weights=True),
         *[

@@ -27,8 +27,8 @@ import inspect
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 import liger_kernels
-from benchmarks.timing import spread
+from benchmarks.timing import seconds, spread
 from convergence import files, tables
 
 
@@ -235,9 +235,11 @@ def batch_of(name: str, shape: tuple[int, int]) -> Batch:
     return given
 
 
-def step(model: Any, batch: Batch) -> torch.Tensor:
+def step(model: Any, batch: Batch, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> torch.Tensor:
+    """The loss of a forward, which runs in a ``context``, and of its backward. The gradients stay."""
     model.zero_grad(set_to_none=True)
-    loss = model(**batch).loss
+    with context():
+        loss = model(**batch).loss
     loss.backward()
     return loss.detach()
 
@@ -287,15 +289,6 @@ def differs(found: Outcome, expected: Outcome) -> str:
         if not cosine > 0.99:
             return f"the gradient of {name} points elsewhere: cosine {cosine:.4f}"
     return ""
-
-
-def seconds(call: Callable[[], Any]) -> tuple[Any, float]:
-    """What ``call`` returns, and how long host and device took for it."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    result = call()
-    torch.cuda.synchronize()
-    return result, time.perf_counter() - start
 
 
 def attempt(what: str, call: Callable[[], Any]) -> Any:
@@ -367,8 +360,10 @@ def race(
 
 
 def release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
+    """Gives back the GPU's memory that nothing uses any more."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def main() -> int:

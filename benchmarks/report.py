@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import math
-from collections.abc import Mapping, Sequence
+import platform
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+import triton
+
 from benchmarks.cases import BenchmarkCase
 from benchmarks.timing import Measured
-from convergence import tables
+from convergence import files, tables
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,18 @@ class BenchmarkRow:
         if self.of_copy >= self.of_matmul:
             return f"{self.of_copy:.0%} of copy ({self.of_own_copy:.0%})"
         return f"{self.of_matmul:.0%} of matmul"
+
+
+def where(device: str, packages: Iterable[str]) -> dict[str, Any]:
+    """What a measurement depends on, in addition to its options: the kind of machine, versions, and the date."""
+    return {
+        "device": device,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "versions": files.versions(packages),
+        "date": str(datetime.date.today()),
+    }
 
 
 def as_json(where: Mapping[str, Any], rows: Sequence[BenchmarkRow], skipped: Mapping[str, str]) -> dict[str, Any]:

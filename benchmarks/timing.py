@@ -55,6 +55,21 @@ def spread(times: Sequence[float]) -> float:
     return (high - low) / 2
 
 
+def seconds(call: Callable[[], Any]) -> tuple[Any, float]:
+    """What ``call`` returns, and how long host and device took for it."""
+    synchronize()
+    start = time.perf_counter()
+    result = call()
+    synchronize()
+    return result, time.perf_counter() - start
+
+
+def synchronize() -> None:
+    """Waits for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 class Gpu:
     """The current CUDA device, as a stopwatch. Tests run the benchmark on a CPU with another one."""
 

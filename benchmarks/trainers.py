@@ -17,7 +17,6 @@ import copy
 import datetime
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.process import run_module
 from convergence import files, tables
 from matrix.trainers.material import tokenizer
 
@@ -181,8 +181,6 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("benchmarks need a GPU; torch.cuda.is_available() is False")
     if arguments.here:
-        if arguments.liger_path and arms == ["liger"]:
-            sys.path.insert(0, arguments.liger_path)
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(run(JOBS[jobs[0]], arms[0], folder)))
         return 0
@@ -192,14 +190,13 @@ def main() -> int:
     rows, failed = [], False
     for job in jobs:
         for arm in arms:
-            command = [sys.executable, "-m", "benchmarks.trainers", job, "--arms", arm, "--here"]
-            command += ["--liger-path", arguments.liger_path] if arguments.liger_path else []
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
+            paths = [arguments.liger_path] if arm == "liger" else []
+            done = run_module("benchmarks.trainers", [job, "--arms", arm, "--here"], paths=paths)
+            if done.problem:
                 failed = True
-                print(f"{job} {arm}: failed\n{done.stderr[-2000:]}", flush=True)
+                print(f"{job} {arm}: failed\n{done.problem}", flush=True)
                 continue
-            row = {"job": job, "arm": arm, **json.loads(done.stdout.splitlines()[-1])}
+            row = {"job": job, "arm": arm, **json.loads(done.output.splitlines()[-1])}
             rows.append(row)
             print(f"{job} {arm}: {row['ms']:.1f} ms, {row['gib']:.2f} GiB, loss {row['loss']:.4f}", flush=True)
     print("\n" + table(rows))

@@ -181,6 +181,23 @@ def gated_mlp_cases() -> None:
     run(gated_mlp, new(64, 1024), *plain, activation="gelu_tanh")
 
 
+def dora_linear_cases() -> None:
+    import torch.nn.functional as F
+
+    from liger_kernels.ops import LoraAdapter
+    from liger_kernels.ops.lora.dora_linear import dora_linear, dora_norm
+
+    def call(x: torch.Tensor, weight: torch.Tensor, adapter: LoraAdapter, m: torch.Tensor, bias: Any) -> torch.Tensor:
+        return dora_linear(x, lambda x: F.linear(x, weight, bias), adapter, m, dora_norm(weight, adapter), bias)
+
+    for dtype, of_adapter, ranks, bias in (
+        *((BF16, FP32, 16, None), (FP16, FP16, 64, new(2048, dtype=FP16)), (FP32, FP32, 16, None)),
+    ):
+        adapter = LoraAdapter(new(ranks, 1024, dtype=of_adapter), new(2048, ranks, dtype=of_adapter), 2.0)
+        x, weight = new(64, 1024, dtype=dtype), new(2048, 1024, dtype=dtype)
+        run(call, x, weight, adapter, new(2048, dtype=of_adapter), bias)
+
+
 def cross_entropy_cases() -> None:
     from liger_kernels.ops import cross_entropy
     from liger_kernels.ops.loss.cross_entropy import EXTRAS
@@ -224,6 +241,7 @@ CASES: dict[str, Callable[[], None]] = {  # what takes longest first, and what s
     "glu": glu_cases,
     "lora_linear": lora_linear_cases,
     "gated_mlp": gated_mlp_cases,
+    "dora_linear": dora_linear_cases,
 }
 
 

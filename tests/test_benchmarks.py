@@ -23,6 +23,7 @@ from benchmarks.cases import (
     glu,
     glu_linear,
     linear_loss,
+    lora,
     loss,
     norm,
     packing,
@@ -264,6 +265,8 @@ def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) ->
             rope(site, 2, 8, 4, 1, 16, " (DeepSeek)", pairing="interleaved_to_half_repeat", keep_dtype=True),
             glu(site, "geglu", 4, 16),
             glu_linear(site, "swiglu", 4, 16, 8),
+            lora(site, 8, 32, 24),
+            lora(site, 8, 32, 24, torch.float32),
             loss(site, 16, 64),
             loss(site, 16, 64, weights=True),
             linear_loss(site, 16, 32, 64),
@@ -275,7 +278,7 @@ def test_every_kind_of_case_is_right_on_a_cpu(dtype: torch.dtype, bench: Any) ->
         "--dtype",
         str(dtype).removeprefix("torch."),
     )
-    assert len(found["rows"]) == 11
+    assert len(found["rows"]) == 13
     assert all(row["peers"]["eager"]["note"] == "" for row in found["rows"])
 
 

@@ -1,0 +1,74 @@
+"""A module of the project in a process of its own: what one arm patches, imports or leaves behind reaches no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a process ended.
+
+    Attributes:
+        started: seconds since the epoch, as ``time.time`` counts them.
+        output: what it wrote to stdout.
+        problem: why it did not end well, with the end of what it wrote to stderr; empty where it did.
+    """
+
+    started: float
+    output: str
+    problem: str = ""
+
+
+def run_module(
+    module: str,
+    arguments: Sequence[str] = (),
+    *,
+    paths: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> Finished:
+    """``python -m module arguments`` in an empty folder, where some packages write files.
+
+    Args:
+        module: of the project, or of ``paths``.
+        arguments: its command line.
+        paths: folders that come first on its path, so that packages in them hide those that are installed.
+        environment: variables in addition to this process's.
+        timeout: seconds after which it and what it started are killed.
+    """
+    path = [*map(os.path.abspath, paths), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, "-m", module, *arguments]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        started = time.time()
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=variables,
+            text=True,
+            errors="replace",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that its workers can be killed with it
+        )
+        try:
+            output, said = process.communicate(timeout=timeout)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, said = process.communicate()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return Finished(started, output, f"timed out after {timeout:g} s\n{said[-2000:]}")
+    problem = f"exit code {process.returncode}\n{said[-2000:]}" if process.returncode else ""
+    return Finished(started, output, problem)
