@@ -17,6 +17,7 @@ from liger_kernels.ops._glu import (
     swiglu_ref,
 )
 from liger_kernels.ops._layer_norm import layer_norm, layer_norm_ref
+from liger_kernels.ops._lora_experts import ExpertsAdapter
 from liger_kernels.ops._lora_linear import LoraAdapter, lora_linear, lora_linear_ref
 from liger_kernels.ops._packed_glu import GluFormula, packed_glu, packed_glu_ref
 from liger_kernels.ops._rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
@@ -33,6 +34,7 @@ from liger_kernels.ops.runtime.dispatch import launches, reset_launches
 __all__ = [
     "CountedTargets",
     "CrossEntropyOutput",
+    "ExpertsAdapter",
     "GluFormula",
     "LogProbsOutput",
     "LoraAdapter",
