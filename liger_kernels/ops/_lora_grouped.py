@@ -74,7 +74,7 @@ def _lora_experts_add_kernel(
     y_ptr, y_stride, z_ptr, group_ptr, ends_ptr,        # [rows, columns], [rows, ranks] float32, [rows], [groups]
     w_ptr, w_stride, w_col_stride, w_rank_stride,       # [groups, columns, ranks]
     n_rows, n_groups, n_cols, n_ranks, col_blocks, scale,
-    EXACT: tl.constexpr, RANKS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EXACT: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """y += scale * z w^T with the w of each row's group."""
     program = tl.program_id(0)
@@ -89,7 +89,7 @@ def _lora_experts_add_kernel(
         start, end = _bounds(ends_ptr, group)
         member = (row >= start) & (row < end)
         of_group = w_ptr + tl.cast(group, tl.int64) * w_stride
-        for part in tl.static_range(0, RANKS, PART):
+        for part in range(0, n_ranks, PART):
             rank = part + tl.arange(0, PART)
             z = tl.load(z_ptr + row * n_ranks + rank[None, :], mask=member & (rank[None, :] < n_ranks), other=0.0)
             place = of_group + rank[:, None].to(tl.int64) * w_rank_stride + col.to(tl.int64) * w_col_stride
@@ -143,8 +143,9 @@ def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.d
 @choice("lora_experts_add")
 @_remembered
 def _add_shape(n_rows: int, n_cols: int, ranks: int) -> dict[str, int]:
+    """Most tiles are of one group and one part of the ranks: nothing is loaded ahead."""
     rows, block = tile(n_rows, n_cols, 64, 128)
-    return {"PART": min(ranks, 32), "ROWS": rows, "BLOCK": block, "num_warps": 4}
+    return {"PART": min(ranks, 32), "ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": 1}
 
 
 @choice("lora_experts_columns")
@@ -173,15 +174,14 @@ def add_product_(y: Tensor, z: Tensor, w: Tensor, groups: Groups, scale: float) 
     """Add scale * z w^T to ``y`` [rows, columns], of unit stride along a row. ``z`` is contiguous float32 [rows,
     ranks], ``w`` [groups, columns, ranks] has that of each row's group."""
     (n_rows, n_cols), (n_groups, _, n_ranks) = y.shape, w.shape
-    ranks = _ranks(n_ranks)
-    options = _add_shape(n_rows, n_cols, ranks)
+    options = _add_shape(n_rows, n_cols, _ranks(n_ranks))
     col_blocks = cdiv(n_cols, options["BLOCK"])
     grid, exact = (cdiv(n_rows, options["ROWS"]) * col_blocks,), y.dtype is not torch.bfloat16
     tensors, sizes = (
         (y, y.stride(0), z, *groups, w, *w.stride()),
         (n_rows, n_groups, n_cols, n_ranks, col_blocks, float(scale)),
     )
-    launch(_lora_experts_add_kernel, grid, y.device, *tensors, *sizes, EXACT=exact, RANKS=ranks, **options)
+    launch(_lora_experts_add_kernel, grid, y.device, *tensors, *sizes, EXACT=exact, **options)
 
 
 def columns_product(
