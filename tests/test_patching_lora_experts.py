@@ -251,6 +251,10 @@ ODD: dict[str, Callable[[Any], Any]] = {
     "no plain tensor": sharded,
     "hooks": lambda model: inside(model).register_forward_hook(lambda *_: None),
     "hooks, or a forward of their own": lambda model: wrappers(model)[1].register_forward_hook(lambda *_: None),
+    "disabled adapters are merged": lambda model: (
+        wrappers(model)[1].merge(),
+        wrappers(model)[1].enable_adapters(False),
+    ),
     "a variant": lambda model: wrappers(model)[0].use_dora.update(default=True),
     "not what was recognised": lambda model: setattr(
         wrappers(model)[0], "_activate_lora", wrappers(model)[0]._activate_lora
