@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from liger_kernels.ops import ExpertsAdapter, experts, experts_ref
+from liger_kernels.ops import ExpertsAdapter, experts, experts_ref, launches, reset_launches
 from liger_kernels.ops.runtime.tiling import tiled
-from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
+from tests.ops_checks import DTYPES, EXAMPLES, Products, check_op, randn, run
 from tests.test_ops_experts import EXPERTS, HIDDEN, INNER, leaves, routed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -270,3 +270,42 @@ def test_an_adapter_of_another_weight(op) -> None:
         op(given[0], routed(), *given[1:], gate_up_adapters=[one])
     with pytest.raises(TypeError, match="down_adapters has a tuple in it; it must be a list of ExpertsAdapters"):
         op(given[0], routed(), *given[1:], down_adapters=[(one.a, one.b)])
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen weights", "trained weights"])
+def test_recomputation_ends_before_the_last_products(trained) -> None:
+    """Neither the product of down is computed again, nor what its adapters add, nor a token's sum. A GPU multiplies by
+    all experts in one product."""
+    given = [t.detach() for t in with_adapters(torch.float32, tokens=12)]
+    given = [t.requires_grad_(trained or i in (0, 1) or i > 3) for i, t in enumerate(given)]
+    ids = routed(12)
+    counts: list[int] = []
+    launched: list[dict[str, int]] = []
+    used, every = (1, 1) if DEVICE.type == "cuda" else (int((ids.unique() < EXPERTS).sum()), EXPERTS)
+    reset_launches()
+    with Products() as forward:
+        y = checkpoint(adapted(experts, ids), *given, use_reentrant=False)
+    counts.append(forward.count)
+    launched.append(launches())
+    reset_launches()
+    with Products() as backward:
+        y.sum().backward()
+    counts.append(backward.count)
+    launched.append(launches())
+    assert counts == [2 * used, 3 * used + trained * 2 * every]
+    names = ("_lora_experts_rows_kernel", "_lora_experts_add_kernel", "_lora_experts_columns_kernel")
+    # z and its product for each weight; then z of gate and up again, and for each weight g, what it adds, dA and dB,
+    # and z of down, from the unit.
+    assert [[found.get(name, 0) for name in names] for found in launched] == [[2, 2, 0], [4, 3, 4]]
+    assert launched[1]["_experts_sum_kernel"] == 1
+
+
+def test_two_forwards_then_two_backwards_each_twice() -> None:
+    call, given = adapted(experts, routed()), with_adapters(torch.float32)
+    others = [t.detach().flip(0).requires_grad_() for t in given]
+    expected = [run(call, leaves)[1] for leaves in (given, others)]
+    results = [call(*leaves) for leaves in (given, others)]
+    for y, own, theirs in zip(results, (given, others), expected, strict=True):
+        for _ in range(2):
+            ours = torch.autograd.grad(y, own, torch.ones_like(y), retain_graph=True)
+            assert all(map(torch.equal, ours, theirs))
