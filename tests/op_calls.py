@@ -168,7 +168,10 @@ def experts_adapters_cases() -> None:
 def lora_linear_cases() -> None:
     import torch.nn.functional as F
 
-    from liger_kernels.ops import LoraAdapter, lora_linear
+    from liger_kernels.ops import LoraAdapter, Projection, adapted_linears, lora_linear
+
+    def adapter(ranks: int, inputs: int, outputs: int) -> LoraAdapter:
+        return LoraAdapter(new(ranks, inputs, dtype=FP32), new(outputs, ranks, dtype=FP32), 2.0)
 
     def call(x: torch.Tensor, weight: torch.Tensor, *adapters: LoraAdapter) -> torch.Tensor:
         return lora_linear(x, lambda x: F.linear(x, weight), adapters)
@@ -179,6 +182,22 @@ def lora_linear_cases() -> None:
     a, b, bias = new(256, 64, dtype=FP32), new(32, 256, dtype=FP32), new(32, dtype=FP32)
     run(call, new(4096, 64), new(32, 64), LoraAdapter(a, b, 2.0, bias, dropped=new(4096, 64, dtype=FP32)))
     run(call, new(16384, 64), new(32, 64), LoraAdapter(new(64, 64), new(32, 64)))
+    shared = [Projection(new(n, 1024, grad=False), None, [adapter(16, 1024, n)]) for n in (2048, 512, 512)]
+    run(adapted_linears, new(64, 1024), shared)
+
+
+def gated_mlp_cases() -> None:
+    from liger_kernels.ops import LoraAdapter, Projection, gated_mlp
+
+    sizes = {"gate": (1408, 1024), "up": (1408, 1024), "down": (1024, 1408)}
+    for dtype, of_adapter, ranks in ((BF16, FP32, 16), (BF16, BF16, 4), (FP16, FP32, 64), (FP32, FP32, 16)):
+        projections = []
+        for shape in sizes.values():
+            a, b = new(ranks, shape[1], dtype=of_adapter), new(shape[0], ranks, dtype=of_adapter)
+            projections.append(Projection(new(*shape, dtype=dtype, grad=False), None, [LoraAdapter(a, b, 2.0)]))
+        run(gated_mlp, new(64, 1024, dtype=dtype), *projections)
+    plain = [Projection(new(*shape), new(shape[0])) for shape in sizes.values()]
+    run(gated_mlp, new(64, 1024), *plain, activation="gelu_tanh")
 
 
 def cross_entropy_cases() -> None:
@@ -224,6 +243,7 @@ CASES: dict[str, Callable[[], None]] = {  # what takes longest first, and what s
     "glu": glu_cases,
     "lora_linear": lora_linear_cases,
     "experts with adapters": experts_adapters_cases,
+    "gated_mlp": gated_mlp_cases,
 }
 
 

@@ -88,7 +88,7 @@ def check_gain(our: torch.Tensor, its: torch.Tensor, truth: torch.Tensor, name: 
 
 
 # torch's products of matrices.
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
+PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm"}
 
 
 class Products(TorchDispatchMode):

@@ -58,7 +58,7 @@ MEANT: dict[str, set[str]] = {
     "Recogniser.kernels": {"an empty list"},
     "extras": {"an empty list"},
     **{name: {"an empty list"} for name in ("adapters", "gate_up_adapters", "down_adapters")},
-    "base": {"a class"},  # which can be called
+    **{name: {"a class"} for name in ("base", "dense")},  # which can be called
     "dropped": OPTIONAL,
     "observer": {"a class"},  # which can be called
     **{name: {"a class"} for name in ("candidate", "recognise", "key")},
@@ -88,6 +88,7 @@ def valid() -> dict[str, dict[str, Any]]:
     of_both = {"gate_up_adapters": [ops.ExpertsAdapter(**of_up)], "down_adapters": [of_down]}
     linear = {"gate": x, "up": x, "weight": torch.randn(6, 8), "bias": torch.randn(6)}
     adapter = {"a": torch.randn(3, 8), "b": torch.randn(6, 3), "bias": torch.randn(6), "dropped": x}
+    projection = ops.Projection(torch.randn(6, 8))
     by_op = {
         "rms_norm": {"x": x, "weight": row},
         "add_rms_norm": {"x": x, "residual": x, "weight": row},
@@ -100,6 +101,8 @@ def valid() -> dict[str, dict[str, Any]]:
         "geglu_linear": linear,
         "packed_glu": {"x": x},
         "lora_linear": {"x": x, "base": nn.Linear(8, 6), "adapters": [ops.LoraAdapter(**adapter)]},
+        "adapted_linears": {"x": x, "projections": [projection]},
+        "gated_mlp": {"x": x, "gate": projection, "up": projection, "down": ops.Projection(torch.randn(8, 6))},
         "experts": {"hidden": x, "ids": ids, "weights": torch.rand(4, 2), **experts, **biases, **of_both},
         "cross_entropy": {"logits": torch.randn(4, 5), "targets": targets, **weights},
         "linear_cross_entropy": {**head, **weights},
@@ -114,6 +117,7 @@ def valid() -> dict[str, dict[str, Any]]:
         "GluFormula": {},
         "LoraAdapter": adapter,
         "ExpertsAdapter": of_up,
+        "Projection": {"weight": torch.randn(6, 8), "adapters": [ops.LoraAdapter(adapter["a"], adapter["b"])]},
         "observe_logits_grad": {"observer": print},
         "patch": {"model": model},
         "patched": {"model": model},

@@ -115,9 +115,28 @@ def adapted(
     return result
 
 
+def alone(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    op: Any,
+) -> torch.Tensor:
+    """A linear layer with one adapter, and nobody else who has its x."""
+    (result,) = op(x, [ops.Projection(weight, None, [ops.LoraAdapter(a, b, 0.5, bias)])])
+    return result  # type: ignore[no-any-return]
+
+
 LORA = {
-    name: Op(*(partial(adapted, op=op) for op in (ops.lora_linear, ops.lora_linear_ref)), dims, kernels=2)
-    for name, dims in {"lora_linear": "nk,ok,rk,or,o", "lora_linear, no bias": "nk,ok,rk,or"}.items()
+    **{
+        name: Op(*(partial(adapted, op=op) for op in (ops.lora_linear, ops.lora_linear_ref)), dims, kernels=2)
+        for name, dims in {"lora_linear": "nk,ok,rk,or,o", "lora_linear, no bias": "nk,ok,rk,or"}.items()
+    },
+    "adapted_linears": Op(
+        *(partial(alone, op=op) for op in (ops.adapted_linears, ops.adapted_linears_ref)), "nk,ok,rk,or,o", kernels=2
+    ),
 }
 SUMS = LINEAR | LORA  # an element of whose results is a sum over the columns
 ROPE = {f"rope, {pairing}": both("rope", "nhsd,ngsd,1sr,1sr", 2, pairing=pairing) for pairing in PAIRINGS}
@@ -182,7 +201,7 @@ def test_any_shape_and_dtypes(name, shape, columns, dtypes, eps, scale, frozen, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*LAYOUTS, "swiglu_linear", "lora_linear"])
+@pytest.mark.parametrize("name", [*LAYOUTS, "swiglu_linear", "lora_linear", "adapted_linears"])
 def test_programs_walk_over_many_tiles(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """More rows than two tiles of every program, with a part of a tile at the end."""
     leaves = OPS[name].leaves(5001 if device.type == "cpu" else 50001, dtype, device, columns=40)
@@ -207,7 +226,7 @@ USES: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("name", [*LAYOUTS, "swiglu_linear", "lora_linear"])
+@pytest.mark.parametrize("name", [*LAYOUTS, "swiglu_linear", "lora_linear", "adapted_linears"])
 def test_views_are_read_where_they_lie(name: str, view: str, device: torch.device) -> None:
     """Rows of any strides, of each input others, and every other element of a vector."""
     op = OPS[name]

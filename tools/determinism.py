@@ -146,11 +146,32 @@ def _adapted(x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Te
     return ops.lora_linear(x, lambda x: torch.nn.functional.linear(x, weight), [ops.LoraAdapter(a, b, 2.0)])
 
 
+def _mlp(x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A gated MLP whose projections are one and the same; the last one is its transpose."""
+    one = ops.Projection(weight, None, [ops.LoraAdapter(a, b, 2.0)])
+    return ops.gated_mlp(x, one, one, ops.Projection(weight.t(), None, [ops.LoraAdapter(b.t(), a.t(), 2.0)]))
+
+
+def _several(x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    projections = [ops.Projection(weight, None, [ops.LoraAdapter(a, b, scale)]) for scale in (2.0, 0.5)]
+    return torch.cat(ops.adapted_linears(x, projections), dim=-1)
+
+
 def _lora_linear_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
     rows = {"x": torch.randn(sizes.rows, sizes.hidden, dtype=dtype), "dy": torch.randn(sizes.rows, 64, dtype=dtype)}
     return rows, {"weight": torch.randn(64, sizes.hidden, dtype=dtype), "a": torch.randn(16, sizes.hidden)} | {
         "b": torch.randn(64, 16)
     }
+
+
+def _mlp_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    rows, shared = _lora_linear_inputs(sizes, dtype)
+    return rows | {"dy": torch.randn(sizes.rows, sizes.hidden, dtype=dtype)}, shared
+
+
+def _several_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    rows, shared = _lora_linear_inputs(sizes, dtype)
+    return rows | {"dy": torch.randn(sizes.rows, 2 * 64, dtype=dtype)}, shared
 
 
 def _targets(sizes: Sizes) -> Tensors:
@@ -241,6 +262,10 @@ CASES = {
     "lora_linear": DeterminismCase(
         _lora_linear_inputs, partial(_differentiated, _adapted, shared=("weight", "a", "b")), (RUNS,)
     ),
+    "adapted_linears": DeterminismCase(
+        _several_inputs, partial(_differentiated, _several, shared=("weight", "a", "b")), (RUNS,)
+    ),
+    "gated_mlp": DeterminismCase(_mlp_inputs, partial(_differentiated, _mlp, shared=("weight", "a", "b")), (RUNS,)),
     **{f"cross_entropy, {r}": _loss(ops.cross_entropy, "logits", r) for r in ("none", "mean")},
     **{f"linear_cross_entropy, {r}": _loss(ops.linear_cross_entropy, "hidden", r) for r in ("none", "mean")},
     "linear_log_probs": DeterminismCase(_head, _log_probs, (RUNS,)),

@@ -40,6 +40,11 @@ def adapted() -> torch.Tensor:
     return ops.lora_linear(new(96, 256), lambda x: torch.nn.functional.linear(x, weight), [adapter])
 
 
+def projection(inputs: int, outputs: int) -> ops.Projection:
+    adapter = ops.LoraAdapter(new(8, inputs, dtype=torch.float32), new(outputs, 8, dtype=torch.float32))
+    return ops.Projection(new(outputs, inputs), None, [adapter])
+
+
 def targets(rows: int = 96, vocab: int = 1000, device: str = "cuda") -> torch.Tensor:
     return torch.randint(vocab, (rows,), device=device).masked_fill_(torch.rand(rows, device=device) < 0.3, -100)
 
@@ -83,6 +88,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "swiglu_linear": lambda: ops.swiglu_linear(new(96, 256), new(96, 256), new(64, 256), new(64)),
     "geglu_linear": lambda: ops.geglu_linear(new(96, 256), new(96, 256), new(64, 256)),
     "lora_linear": adapted,
+    "adapted_linears": lambda: torch.cat(
+        ops.adapted_linears(new(96, 256), [projection(256, 64), projection(256, 32)]), dim=-1
+    ),
+    "gated_mlp": lambda: ops.gated_mlp(new(96, 64), projection(64, 128), projection(64, 128), projection(128, 64)),
     "cross_entropy": loss,
     "cross_entropy none, everything": lambda: loss(
         reduction="none", label_smoothing=0.1, softcap=30.0, z_loss=1e-4, extras=EXTRAS

@@ -17,11 +17,15 @@ from liger_kernels.ops._glu import (
     swiglu_ref,
 )
 from liger_kernels.ops._layer_norm import layer_norm, layer_norm_ref
-from liger_kernels.ops._lora_experts import ExpertsAdapter
-from liger_kernels.ops._lora_linear import LoraAdapter, lora_linear, lora_linear_ref
 from liger_kernels.ops._packed_glu import GluFormula, packed_glu, packed_glu_ref
 from liger_kernels.ops._rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from liger_kernels.ops._rope import rope, rope_ref
+from liger_kernels.ops.lora.adapted_linears import adapted_linears, adapted_linears_ref
+from liger_kernels.ops.lora.adapter import LoraAdapter
+from liger_kernels.ops.lora.experts import ExpertsAdapter
+from liger_kernels.ops.lora.gated_mlp import gated_mlp, gated_mlp_ref
+from liger_kernels.ops.lora.lora_linear import lora_linear, lora_linear_ref
+from liger_kernels.ops.lora.projection import Projection
 from liger_kernels.ops.loss.counted_rows import CountedTargets
 from liger_kernels.ops.loss.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_ref
 from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
@@ -40,12 +44,17 @@ __all__ = [
     "LoraAdapter",
     "LossOptions",
     "PackedTargets",
+    "Projection",
+    "adapted_linears",
+    "adapted_linears_ref",
     "add_rms_norm",
     "add_rms_norm_ref",
     "cross_entropy",
     "cross_entropy_ref",
     "experts",
     "experts_ref",
+    "gated_mlp",
+    "gated_mlp_ref",
     "gated_rms_norm",
     "gated_rms_norm_ref",
     "geglu",

@@ -14,7 +14,7 @@ tokens again, makes the unit again from the first product, over its own gradient
 because that is linear. The gradient of down multiplies the rows of dL/dy by units that have w in them. Under
 checkpointing all of that is saved before the second product, which is not computed again (runtime/anchor.py).
 
-Low-rank adapters add to each product what is in _lora_experts.py, over it. Of theirs, z of the first product is saved;
+Low-rank adapters add to each product what is in lora/experts.py, over it. Of theirs, z of the first product is saved;
 that of the second one comes of the unit that the backward makes, with w in it, as the gradient of down does.
 """
 
@@ -28,7 +28,8 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernels.ops._grouped import grouped_outer_product, grouped_product
-from liger_kernels.ops._lora_experts import (
+from liger_kernels.ops._packed_glu import SWIGLU, GluFormula, GroupBias, gradients, packed_glu_ref, product
+from liger_kernels.ops.lora.experts import (
     ExpertsAdapter,
     Scales,
     Stacked,
@@ -38,8 +39,7 @@ from liger_kernels.ops._lora_experts import (
     runs_kernel,
     stacked,
 )
-from liger_kernels.ops._lora_grouped import Groups
-from liger_kernels.ops._packed_glu import SWIGLU, GluFormula, GroupBias, gradients, packed_glu_ref, product
+from liger_kernels.ops.lora.grouped import Groups
 from liger_kernels.ops.runtime.anchor import Computed, anchor, saves_first
 from liger_kernels.ops.runtime.arguments import checked, checked_op
 from liger_kernels.ops.runtime.compiling import left_to_inductor
@@ -385,7 +385,7 @@ def experts(
         gate: the unit between the two products; by default silu(first half) * second half.
         gate_up_bias, down_bias: [experts, 2 features] and [experts, hidden] of hidden's dtype, or None.
         gate_up_adapters, down_adapters: :class:`ExpertsAdapter` of each weight, which add to its product. They keep
-            their own dtype; of 16-bit hidden states, float32 ones lose 2^-17. More than 256 ranks together of one
+            their own dtype; of 16-bit hidden states, float32 ones lose 2^-24. More than 256 ranks together of one
             weight, or float64 ones, run the reference.
 
     Returns:

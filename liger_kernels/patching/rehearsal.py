@@ -90,8 +90,7 @@ def foreseen(model: torch.nn.Module, step: ForeseenStep) -> list[Callable[[], An
     for module in model.modules():
         recipe = recipe_of(module)
         with contextlib.suppress(Exception):  # a module may lack whatever a recipe reads to foresee
-            call = recipe.foreseen(module, step) if recipe is not None else None
-            if call is not None:
+            for call in recipe.foreseen(module, step) if recipe is not None else ():
                 found.setdefault(_key(call), partial(_there_and_back, call))
     return list(found.values())
 

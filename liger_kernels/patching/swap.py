@@ -40,6 +40,9 @@ def mark_run(module: Any) -> None:
         module.__dict__[RAN] = True
 
 
+Calls = tuple[functools.partial[Any], ...]  # of ops
+
+
 class Recipe:
     """What a patched class does differently. A subclass is a frozen dataclass: it can be hashed and pickled.
 
@@ -78,11 +81,12 @@ class Recipe:
         """The attributes that the subclass of ``base`` overrides."""
         raise NotImplementedError
 
-    def foreseen(self, module: Any, step: Any) -> functools.partial[Any] | None:
-        """The call of an op that ``module`` will make in ``step``, on tensors without memory, if that can be foreseen.
+    def foreseen(self, module: Any, step: Any) -> Calls:
+        """The calls of ops that ``module`` will make in ``step``, on tensors without memory, as far as that can be
+        foreseen.
 
-        What it launches, forward and backward, is compiled before the first step comes to it."""
-        return None
+        What they launch, forward and backward, is compiled before the first step comes to it."""
+        return ()
 
 
 def patched_class(base: Any, recipe: Any) -> Any:

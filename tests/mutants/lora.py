@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import faults
 
-_op = faults("ops._lora_linear", "test_ops_lora_linear.py")
-_products = faults("ops._lora_products", "test_ops_lora_linear.py")
+_op = faults("ops.lora.lora_linear", "test_ops_lora_linear.py")
+_products = faults("ops.lora.products", "test_ops_lora_linear.py")
 _layer = faults("patching.recipes.lora", "test_patching_lora.py")
 _EVERY_DTYPE = "test_adapters_of_every_dtype_on_a_base_of_every_dtype[{}]"
 _SEVERAL = "test_several_adapters_some_of_which_drop[torch.float32-dropping0]"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import both_phases, faults
 
 _where = {"model": "qwen3_moe", "setup": "lora-experts"}
-_products, _gradients = both_phases("ops._lora_grouped", kernel="lora_experts", **_where)
-_, _stacked = both_phases("ops._lora_experts", kernel="lora_experts", **_where)
+_products, _gradients = both_phases("ops.lora.grouped", kernel="lora_experts", **_where)
+_, _stacked = both_phases("ops.lora.experts", kernel="lora_experts", **_where)
 _, _op = both_phases("ops._experts", kernel="lora_experts", **_where)
 _read = faults("patching.recipes.lora_experts", **_where)
 _checked = faults("patching.recipes.lora_experts", "test_patching_lora_experts.py")
@@ -40,13 +40,13 @@ MUTANTS = (
     _op("lora_experts_unit_without_its_gradient", "The unit gets no gradient through the adapters of down.",
         "down_adapters.add_input_gradient_(unit, g, groups)", "pass"),
     _read("lora_experts_first_adapter_alone", "Of several active adapters, the first is computed.",
-        "_active(wrapper)", "_active(wrapper)[:1]", within="_adapters"),
+        "active_names(wrapper)", "active_names(wrapper)[:1]", within="_adapters"),
     _read("lora_experts_outermost_wrapper_alone", "The adapters of one weight are computed.",
         "of_weights[name] += adapters", "of_weights[name] += adapters if wrapper is wrappers[0] else []"),
-    faults("ops._lora_experts", "test_ops_experts_adapters.py")("lora_experts_gradient_in_the_models_dtype",
+    faults("ops.lora.experts", "test_ops_experts_adapters.py")("lora_experts_gradient_in_the_models_dtype",
         "The gradient of a float32 B is rounded to the dtype of the rows.",
         _DB, "<old>.to(dy.dtype).to(self.b[0].dtype)", "test_gradients_of_16_bit_rows_are_sums_in_float32"),
-    faults("ops._lora_experts", "test_ops_experts_adapters.py")("lora_experts_stacked_without_scales",
+    faults("ops.lora.experts", "test_ops_experts_adapters.py")("lora_experts_stacked_without_scales",
         "Of several adapters, what B makes has no scale.",
         "scale * b.float()", "b.float()", "test_any_number_of_adapters"),
     _checked("lora_experts_layout_assumed", "A is taken for what multiplies the tokens, however the weight is stored.",
@@ -62,7 +62,7 @@ MUTANTS = (
     _checked("lora_experts_hooks_ignored", "Experts are computed although somebody watches their module.",
         "any(map(probe.has_hooks, (*wrappers[1:], module)))", "False", _ODD.format("hooks")),
     _checked("lora_experts_variant_taken", "A variant among the active adapters is computed as if it were none.",
-        "_is_variant(wrapper, name)", "False", _ODD.format("a variant")),
+        "is_variant(wrapper, name)", "False", _ODD.format("a variant")),
     _checked("lora_experts_any_wrapper_recognised", "A wrapper is recognised by its class.",
         "_same(module, b_first)", "True", "test_a_wrapper_that_computes_something_else_is_left[another scale]"),
     _checked("lora_experts_probed_with_one_adapter", "How two adapters are computed is not looked at.",

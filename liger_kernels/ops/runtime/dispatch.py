@@ -142,7 +142,7 @@ def as_autocast(t: Any, device: torch.device) -> Any:
     """``t`` (or None) as ``F.linear`` casts it on ``device`` under autocast: differentiably, and float64 not at all."""
     if t is None or t.dtype == torch.float64 or (dtype := autocast_dtype(device)) is None:
         return t
-    return t.to(dtype)
+    return t if t.dtype is dtype else t.to(dtype)
 
 
 def launcher_state() -> str:

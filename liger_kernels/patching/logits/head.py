@@ -19,6 +19,7 @@ from liger_kernels.patching.logits.running import running
 from liger_kernels.patching.logits.split_head import SplitHead, has_plan, split_head
 from liger_kernels.patching.recipes.probe import INFRASTRUCTURE, PLAIN, any_user_hook, package_of
 from liger_kernels.patching.swap import (
+    Calls,
     Recipe,
     mark_run,
     recipe_of,
@@ -49,11 +50,11 @@ class HeadRecipe(Recipe):
     def detail(self) -> str:
         return "loss of hidden states and weight, no logits" if self.fused else "loss of the head's own logits"
 
-    def foreseen(self, module: Any, step: Any) -> Any:
+    def foreseen(self, module: Any, step: Any) -> Calls:
         weight, bias = (step.like(module, name, step.linear) for name in ("weight", "bias"))
         hidden = step.tensor(step.tokens, weight.shape[1])
         targets = step.tensor(step.tokens, dtype=torch.int64, grad=False)
-        return functools.partial(linear_cross_entropy, hidden, weight, targets, bias, memory=self.memory)
+        return (functools.partial(linear_cross_entropy, hidden, weight, targets, bias, memory=self.memory),)
 
     def namespace(self, base: Any) -> dict[str, Any]:
         fused, memory = self.fused, self.memory

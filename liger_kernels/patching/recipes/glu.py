@@ -17,12 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
+from liger_kernels.ops import gated_mlp, geglu, geglu_linear, swiglu, swiglu_linear
+from liger_kernels.ops.lora.gated_mlp import gated_mlp_of_checked
 from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.probe import PLAIN, PROBED, takes_one_tensor, true_shape
+from liger_kernels.patching.recipes.projection import Held, adapted, foreseen_projection, has_adapters
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict, fingerprint
-from liger_kernels.patching.swap import Recipe, mark_run
+from liger_kernels.patching.swap import Calls, Recipe, mark_run
 from liger_kernels.patching.watch import unchanged
 
 _Unit = tuple[Callable[..., torch.Tensor], ...]
@@ -63,8 +65,13 @@ class GluRecipe(Recipe):
         halves = "" if self.up is not None else (", gate and up in one" if self.gate_first else ", up and gate in one")
         return f"down({self.activation}(gate) * up){halves}"
 
-    def foreseen(self, module: Any, step: Any) -> partial[Any] | None:
+    def foreseen(self, module: Any, step: Any) -> Calls:
         _, fused, fused_linear = _UNITS[self.activation]
+        projections = [getattr(module, name) for name in self.live]
+        if self.up is not None and any(map(has_adapters, projections)):
+            x = step.tensor(step.batch, step.length, projections[0].in_features)
+            parts = [foreseen_projection(one, step) for one in projections]
+            return (partial(gated_mlp, x, *parts, activation=self.activation),)
         features = getattr(module, self.gate).out_features
         gate = step.tensor(step.batch, step.length, features)
         up = step.tensor(step.batch, step.length, features)
@@ -73,8 +80,8 @@ class GluRecipe(Recipe):
         down = getattr(module, self.down)
         if _plain_weights(down) is not None:
             weight, bias = (step.like(down, name, step.linear) for name in ("weight", "bias"))
-            return partial(fused_linear, gate, up, weight, bias)
-        return partial(fused, gate, up)
+            return (partial(fused_linear, gate, up, weight, bias),)
+        return (partial(fused, gate, up),)
 
     def namespace(self, base: Any) -> dict[str, Any]:
         recipe = self
@@ -94,6 +101,9 @@ class GluRecipe(Recipe):
             ):
                 return base.forward(self, *args, **kwargs)
             mark_run(self)
+            if recipe.up is not None and (parts := _adapted(self, recipe, x)) is not None:
+                gate, up, down = parts
+                return gated_mlp_of_checked(x, gate, up, down, recipe.activation)
             gate = getattr(self, recipe.gate)(x)
             if recipe.up is not None:
                 up = getattr(self, recipe.up)(x)
@@ -110,6 +120,12 @@ class GluRecipe(Recipe):
             return down(fused(gate, up))
 
         return {"forward": forward}
+
+
+def _adapted(mlp: nn.Module, recipe: GluRecipe, x: torch.Tensor) -> list[Held] | None:
+    """The projections of an MLP that runs as one op, because it has adapters; None where one has to be called."""
+    modules: Any = mlp._modules
+    return adapted([modules[name] for name in recipe.live], x, modules[recipe.gate].out_features)
 
 
 def skips_watched(mlp: nn.Module, called: set[str | None]) -> bool:

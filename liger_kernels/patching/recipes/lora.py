@@ -1,8 +1,9 @@
 """Recognise PEFT's LoRA layers by what they compute, and run their adapters as one op.
 
-A layer is one whose forward is base(x) + the sum of scale * B(A(dropout(x))). Its base stays the module that it is, and
-is called as a module. Which adapters are active, their scales, weights and dropout are read at each call. Where a call
-is anything else, PEFT's own forward runs, and the report counts why.
+A layer is one whose forward is base(x) + the sum of scale * B(A(dropout(x))). Where its base is a weight and nothing
+else, the op multiplies by it (projection.py); any other base is called as the module that it is. Which adapters are
+active, their scales, weights and dropout are read at each call. Where a call is anything else, PEFT's own forward runs,
+and the report counts why.
 """
 
 from __future__ import annotations
@@ -11,39 +12,36 @@ import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from liger_kernels.ops import LoraAdapter, lora_linear, lora_linear_ref
-from liger_kernels.ops._lora_linear import cast_as_base, lora_linear_of_checked
+from liger_kernels.ops import LoraAdapter, adapted_linears, lora_linear_ref
+from liger_kernels.ops.lora.lora_linear import cast_as_base, lora_linear_of_checked
 from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.patching.recipes import probe
+from liger_kernels.patching.recipes.lora_adapters import (
+    CONTAINERS,
+    active_names,
+    drop,
+    is_variant,
+    known_adapters,
+)
 from liger_kernels.patching.recipes.probe import PLAIN, PROBED
+from liger_kernels.patching.recipes.projection import foreseen_projection
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict, fingerprint
+from liger_kernels.patching.recipes.shared_input import own_product
 from liger_kernels.patching.report import REPORT
-from liger_kernels.patching.swap import Recipe, mark_run
+from liger_kernels.patching.swap import Calls, Recipe, mark_run
 from liger_kernels.patching.watch import unchanged
 
 _LORA = "peft.tuners.lora"
-_CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
 # What says which adapters run, and how; their variants (weights decomposed, and so on) are by name in the last two.
 _STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "cast_input_dtype_enabled")
 _VARIANTS = ("lora_variant", "use_dora")
 # What only merging and adding an adapter read.
 _UNREAD = ("fan_in_fan_out", "lora_bias", "lora_alpha", "r", "use_rslora")
-
-
-class _Adapter(NamedTuple):
-    """A :class:`LoraAdapter` that is known to fit; ``dropped`` may still be the dropout that makes it."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scale: float
-    bias: torch.Tensor | None
-    dropped: Any
 
 
 @dataclass(frozen=True)
@@ -52,21 +50,14 @@ class LoraRecipe(Recipe):
 
     kernel = "lora_linear"
     detail = "base(x) + sum of scale * B(A(dropout(x)))"
-    live = ("base_layer", *_CONTAINERS, *_STATE, *_VARIANTS, *_UNREAD)
+    live = ("base_layer", *CONTAINERS, *_STATE, *_VARIANTS, *_UNREAD)
 
-    def foreseen(self, module: Any, step: Any) -> partial[Any] | None:
-        names = _active(module)
-        if not names or module.disable_adapters or module.merged:
-            return None
-        modules = module._modules
-        adapters = []
-        for name in names:
-            a, b = modules["lora_A"][name], modules["lora_B"][name]
-            bias = step.like(b, "bias")
-            adapters.append(LoraAdapter(step.like(a, "weight"), step.like(b, "weight"), module.scaling[name], bias))
+    def foreseen(self, module: Any, step: Any) -> Calls:
+        one = foreseen_projection(module, step)
+        if not one.adapters:
+            return ()
         x = step.tensor(step.batch, step.length, module.in_features)
-        weight = step.tensor(module.out_features, module.in_features, grad=False)  # whatever the base is
-        return partial(lora_linear, x, partial(F.linear, weight=weight), tuple(adapters))
+        return (partial(adapted_linears, x, (one,)),)
 
     def namespace(self, base: Any) -> dict[str, Any]:
         kernel = self.kernel
@@ -90,16 +81,19 @@ class LoraRecipe(Recipe):
                 return _own(base, self, "its base is a head that was patched before", x, *args, **kwargs)
             if args or kwargs:
                 return _own(base, self, "the call has more arguments than x", x, *args, **kwargs)
-            names = _active(self)
+            result = own_product(self, x)
+            if result is not None:
+                return result
+            names = active_names(self)
             if not names:
                 return base.forward(self, x)
-            adapters = _adapters(self, names, x)
+            adapters = known_adapters(self, names, x.device, x.dtype, x.shape[-1] if x.dim() else None)
             if isinstance(adapters, str):
                 return _own(base, self, adapters, x)
             if adapters is None:
                 return base.forward(self, x)
             if any(one.dropped is not None for one in adapters):
-                adapters = _drop(adapters, x)
+                adapters = drop(adapters, x)
                 if isinstance(adapters, str):
                     return _own(base, self, adapters, x)
             mark_run(self)
@@ -119,85 +113,12 @@ def _own(base: Any, module: Any, reason: str, *args: Any, **kwargs: Any) -> torc
     return result
 
 
-def _active(module: Any) -> list[str]:
-    """The names of the active adapters that this layer has, in PEFT's order."""
-    active, known = module.active_adapters, module._modules["lora_A"]._modules
-    return [name for name in ((active,) if isinstance(active, str) else active) if name in known]
-
-
-def _is_variant(module: Any, name: str) -> bool:
-    """Whether PEFT computes this adapter in another way than the others."""
-    state = module.__dict__
-    return name in state.get("lora_variant", ()) or bool(state.get("use_dora", {}).get(name))
-
-
-def _adapters(module: Any, names: list[str], x: torch.Tensor) -> list[_Adapter] | str | None:
-    """What the op takes of the adapters ``names``; or why PEFT computes them, or None where it casts or raises."""
-    if probe.has_global_hooks():
-        return "all modules have hooks"
-    state, device, dtype = module.__dict__, x.device, x.dtype
-    modules = state["_modules"]
-    of_a, of_b, of_dropout = (modules[kind]._modules for kind in _CONTAINERS)
-    adapters = []
-    for name in names:
-        if _is_variant(module, name):
-            return "a variant of LoRA is active"
-        first, second, dropout, scale = of_a[name], of_b.get(name), of_dropout.get(name), state["scaling"].get(name)
-        if type(first) is not nn.Linear or type(second) is not nn.Linear:
-            return "lora_A or lora_B is no plain linear layer"
-        if probe.has_hooks(first) or probe.has_hooks(second):
-            return "lora_A or lora_B has hooks, or a forward of its own"
-        a, b, bias = _tensor(first, "weight"), _tensor(second, "weight"), _tensor(second, "bias")
-        if _tensor(first, "bias") is not None or type(scale) not in (float, int):
-            return "lora_A has a bias, or the scaling is no number"
-        if type(a) not in PLAIN or type(b) not in PLAIN or not (bias is None or type(bias) in PLAIN):
-            return "a weight of it is no plain tensor"
-        if a.device != device or b.device != device or not (bias is None or bias.device == device):
-            return "a weight of it is on another device than x"
-        if a.dim() != 2 or b.dim() != 2 or not a.numel() or not b.numel():
-            return "a weight of it is sharded"
-        if a.dtype not in PROBED or b.dtype != a.dtype or not (bias is None or bias.dtype == a.dtype):
-            return None
-        if a.dtype != dtype and not state.get("cast_input_dtype_enabled", True):
-            return None
-        (rank, inputs), (outputs, ranks) = a.shape, b.shape
-        if not x.dim() or x.shape[-1] != inputs or rank != ranks or not (bias is None or bias.shape == (outputs,)):
-            return None
-        adapters.append(_Adapter(a, b, scale, bias, None if _is_idle(dropout) else dropout))
-    return adapters
-
-
-def _tensor(module: Any, name: str) -> Any:
-    """A parameter that ``module`` itself holds: FSDP1 keeps views of its own elsewhere."""
-    return module._parameters.get(name)
-
-
-def _drop(adapters: list[_Adapter], x: torch.Tensor) -> list[_Adapter] | str:
-    """``adapters`` with what their dropouts make of x, which are called as PEFT calls them."""
-    found = []
-    for one in adapters:
-        if one.dropped is not None:
-            dropped = one.dropped(x if x.dtype == one.a.dtype else x.to(one.a.dtype))
-            if type(dropped) not in PLAIN or dropped.shape != x.shape or dropped.dtype not in PROBED:
-                return "its dropout returns another shape or dtype"
-            one = one._replace(dropped=dropped)
-        found.append(one)
-    return found
-
-
-def _is_idle(dropout: Any) -> bool:
-    """Whether calling ``dropout`` returns what it is given, and nobody watches that."""
-    kind = type(dropout)
-    idle = kind is nn.Identity or (kind is nn.Dropout and (not dropout.training or dropout.p == 0.0))
-    return idle and not probe.has_hooks(dropout)
-
-
 def is_lora_layer(module: nn.Module) -> bool:
     """One of PEFT's LoRA layers that keeps its adapters as linear layers."""
     cls = getattr(sys.modules.get(_LORA), "LoraLayer", None)
     if cls is None or not isinstance(module, cls) or adapts_experts(module):
         return False
-    containers: list[Any] = [module._modules.get(kind) for kind in _CONTAINERS]
+    containers: list[Any] = [module._modules.get(kind) for kind in CONTAINERS]
     return all(type(container) is nn.ModuleDict for container in containers) and len(containers[0]) > 0
 
 
@@ -209,7 +130,7 @@ def adapts_experts(module: nn.Module) -> bool:
 
 def recognise_lora(module: Any) -> Verdict:
     """The recipe for ``module``, or why PEFT goes on computing its adapters."""
-    names = [name for name in module._modules["lora_A"] if not _is_variant(module, name)]
+    names = [name for name in module._modules["lora_A"] if not is_variant(module, name)]
     if not names:
         return ("its adapters are variants of LoRA: PEFT computes them",)
     if any(type(module._modules["lora_A"][name]) is not nn.Linear for name in names):
@@ -250,7 +171,7 @@ def _small_copy(module: Any, names: list[str], masks: bool) -> Any:
             linear._parameters["bias"] = nn.Parameter(probe.randn(_OUT, dtype=torch.float64))
     drop = {name: _Mask(2 + i) if masks else nn.Identity() for i, name in enumerate(names)}
     members: list[dict[str, Any]] = [a, b, drop]
-    kinds = {kind: probe.bare_copy(module._modules[kind], **m) for kind, m in zip(_CONTAINERS, members, strict=True)}
+    kinds = {kind: probe.bare_copy(module._modules[kind], **m) for kind, m in zip(CONTAINERS, members, strict=True)}
     clone: Any = probe.bare_copy(module, base_layer=probe.random_linear(_IN, _OUT), **kinds)
     clone.__dict__.update(_active_adapter=names, _disable_adapters=False, merged_adapters=[])
     return clone
@@ -259,7 +180,7 @@ def _small_copy(module: Any, names: list[str], masks: bool) -> Any:
 def _reference(clone: Any, names: list[str], x: torch.Tensor) -> torch.Tensor:
     adapters = []
     for name in names:
-        a, b, dropout = (clone._modules[kind][name] for kind in _CONTAINERS)
+        a, b, dropout = (clone._modules[kind][name] for kind in CONTAINERS)
         adapters.append(LoraAdapter(a.weight, b.weight, clone.scaling[name], b.bias, dropout(x)))
     return lora_linear_ref(x, clone.base_layer, adapters)
 
@@ -270,7 +191,7 @@ def _same_in_float64(module: Any, names: list[str], masks: bool) -> bool:
     x = probe.randn(2, 3, _IN, dtype=torch.float64).requires_grad_()
     leaves = [x, clone.base_layer.weight]
     for name in names:
-        a, b, _ = (clone._modules[kind][name] for kind in _CONTAINERS)
+        a, b, _ = (clone._modules[kind][name] for kind in CONTAINERS)
         leaves += [p for p in (a.weight, b.weight, b.bias) if p is not None]
     upstream = probe.randn(2, 3, _OUT, dtype=torch.float64)
     results = [type(module).forward(clone, x), _reference(clone, names, x)]
@@ -296,8 +217,8 @@ def _key(module: Any) -> Hashable:
     """What the verdict depends on: the class, its settings, and of each adapter the name, scale and kind."""
     modules = module._modules
     names = [*modules["lora_A"]]
-    of_adapters = tuple((n, _is_variant(module, n), modules["lora_B"][n].bias is not None) for n in names)
-    counted = ("base_layer", "in_features", "out_features", *_CONTAINERS, *_STATE, *_VARIANTS, *_UNREAD)
+    of_adapters = tuple((n, is_variant(module, n), modules["lora_B"][n].bias is not None) for n in names)
+    counted = ("base_layer", "in_features", "out_features", *CONTAINERS, *_STATE, *_VARIANTS, *_UNREAD)
     scaling = tuple(map(repr, module.scaling.values()))
     return fingerprint(module, replaced={**dict.fromkeys(counted, 0), "lora_A": of_adapters, "scaling": scaling})
 

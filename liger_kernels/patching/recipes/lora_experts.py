@@ -21,15 +21,13 @@ from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.experts import ExpertsRecipe, _takes
 from liger_kernels.patching.recipes.lora import (
-    _CONTAINERS,
     _STATE,
     _UNREAD,
     _VARIANTS,
-    _active,
-    _is_variant,
     _own,
     adapts_experts,
 )
+from liger_kernels.patching.recipes.lora_adapters import CONTAINERS, active_names, is_variant
 from liger_kernels.patching.recipes.probe import PLAIN, PROBED
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import Recipe, mark_run, recipe_of
@@ -48,7 +46,7 @@ class LoraExpertsRecipe(Recipe):
     b_first: bool
 
     kernel = "lora_experts"
-    live = ("base_layer", *_CONTAINERS, *_STATE, *_VARIANTS, *_UNREAD)
+    live = ("base_layer", *CONTAINERS, *_STATE, *_VARIANTS, *_UNREAD)
 
     @property
     def detail(self) -> str:
@@ -82,7 +80,7 @@ def _unwrapped(module: Any) -> tuple[list[Any], Any]:
 
 def _is_active(wrapper: Any) -> bool:
     state = wrapper.__dict__
-    return not (state.get("_disable_adapters") or state.get("merged_adapters")) and bool(_active(wrapper))
+    return not (state.get("_disable_adapters") or state.get("merged_adapters")) and bool(active_names(wrapper))
 
 
 def _call(
@@ -137,8 +135,8 @@ def _adapters(wrapper: Any, weight: torch.Tensor, straight: bool) -> list[Expert
     modules, scaling = wrapper._modules, wrapper.__dict__["scaling"]
     n_experts = len(weight)
     found = []
-    for name in _active(wrapper):
-        if _is_variant(wrapper, name):
+    for name in active_names(wrapper):
+        if is_variant(wrapper, name):
             return "a variant of LoRA is active"
         linear = modules["lora_A"]._modules[name], modules["lora_B"]._modules.get(name)
         if any(type(module) is not nn.Linear for module in linear):
@@ -254,7 +252,7 @@ def _same(module: Any, b_first: bool) -> bool:
 def _key(module: Any) -> Hashable:
     """What the verdict depends on: the class and its settings, whatever the weight and the adapters are."""
     sizes = ("parameter_name", "num_experts", "in_features", "out_features")
-    counted = "base_layer", *sizes, *_CONTAINERS, *_STATE, *_VARIANTS, *_UNREAD
+    counted = "base_layer", *sizes, *CONTAINERS, *_STATE, *_VARIANTS, *_UNREAD
     return fingerprint(module, replaced=dict.fromkeys(counted, 0))
 
 

@@ -22,7 +22,7 @@ from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.gated_norms import GATE, OPEN, GatedNormRecipe, gate_of, gated_candidates, one_dtype
 from liger_kernels.patching.recipes.probe import PLAIN, PROBED, randn, relative_difference
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict, fingerprint
-from liger_kernels.patching.swap import RAN, Recipe
+from liger_kernels.patching.swap import RAN, Calls, Recipe
 from liger_kernels.patching.watch import unchanged
 
 # In 16 bits, two evaluations of one formula agree in every element but those where a last-bit difference in float32
@@ -55,12 +55,12 @@ class NormRecipe(Recipe):
     def reference(self, x: torch.Tensor, vectors: dict[str, torch.Tensor]) -> torch.Tensor:
         return rms_norm_ref(x, _named(vectors, self.weight), self.eps, formula=self.formula)
 
-    def foreseen(self, module: Any, step: Any) -> functools.partial[Any] | None:
+    def foreseen(self, module: Any, step: Any) -> Calls:
         if self.weight is None:
-            return None
+            return ()
         weight = step.like(module, self.weight)
         x = step.tensor(step.tokens, *weight.shape, dtype=step.stream)
-        return functools.partial(rms_norm, x, weight, self.eps, formula=self.formula)
+        return (functools.partial(rms_norm, x, weight, self.eps, formula=self.formula),)
 
     def namespace(self, base: Any) -> dict[str, Any]:
         formula, eps, weight_name, mixed = self.formula, self.eps, self.weight, self.mixed
@@ -109,13 +109,13 @@ class LayerNormRecipe(Recipe):
         weight, bias = _named(vectors, self.weight), _named(vectors, self.bias)
         return layer_norm_ref(x, weight, bias, self.eps, zero_centered=self.zero_centered)
 
-    def foreseen(self, module: Any, step: Any) -> functools.partial[Any] | None:
+    def foreseen(self, module: Any, step: Any) -> Calls:
         if self.weight is None:
-            return None
+            return ()
         weight = step.like(module, self.weight)
         bias = None if self.bias is None else step.like(module, self.bias)
         x = step.tensor(step.tokens, *weight.shape, dtype=step.stream)
-        return functools.partial(layer_norm, x, weight, bias, self.eps, zero_centered=self.zero_centered)
+        return (functools.partial(layer_norm, x, weight, bias, self.eps, zero_centered=self.zero_centered),)
 
     def namespace(self, base: Any) -> dict[str, Any]:
         eps, zero_centered, bare, mixed = self.eps, self.zero_centered, self.bare, self.mixed

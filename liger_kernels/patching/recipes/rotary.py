@@ -17,7 +17,8 @@ from liger_kernels.patching.recipes.rebinding import methods, rebind, replaced_b
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict
 from liger_kernels.patching.recipes.rotary_call import rotary_function
 from liger_kernels.patching.recipes.rotation import Rotation, recognise_rotation, roles_of
-from liger_kernels.patching.swap import RAN, Recipe
+from liger_kernels.patching.recipes.shared_input import foreseen_groups, shared_calls, sharing
+from liger_kernels.patching.swap import RAN, Calls, Recipe
 
 # Where a patched class has what its methods were copied from.
 _OUTSIDE = "_liger_kernels_outside"
@@ -36,7 +37,7 @@ class RopeRecipe(Recipe):
     def detail(self) -> str:
         return ", ".join(map(str, self.rotations))
 
-    def foreseen(self, module: Any, step: Any) -> Any:
+    def foreseen(self, module: Any, step: Any) -> Calls:
         config = module.config
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         columns = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -44,7 +45,9 @@ class RopeRecipe(Recipe):
         cos, sin = (step.tensor(1, step.length, columns, dtype=step.stream, grad=False) for _ in range(2))
         facts = self.rotations[0]
         how: dict[str, Any] = {"pairing": facts.pairing, "inverse": facts.inverse, "trailing": facts.trailing}
-        return functools.partial(rope, q, k, cos, sin, rotary_dim=columns, keep_dtype=facts.casts_back, **how)
+        rotates = functools.partial(rope, q, k, cos, sin, rotary_dim=columns, keep_dtype=facts.casts_back, **how)
+        shared = shared_calls(getattr(type(module), "_liger_kernels_base").forward)  # noqa: B009
+        return rotates, *foreseen_groups(module, shared, step)
 
     def namespace(self, base: Any) -> dict[str, Any]:
         by_name = {rotation.name: rotation for rotation in self.rotations}
@@ -62,6 +65,7 @@ class RopeRecipe(Recipe):
         outside = [(base, attribute, function) for attribute, function in before.items()]
         original = base.forward
         inner = rebound.get("forward", original)
+        shared = shared_calls(original)
 
         def live(attribute: str, new: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(new)
@@ -74,10 +78,12 @@ class RopeRecipe(Recipe):
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if base.forward is not original:
                 return base.forward(self, *args, **kwargs)
-            if torch.compiler.is_compiling() or RAN in self.__dict__:
+            if torch.compiler.is_compiling():
                 return inner(self, *args, **kwargs)
+            if RAN in self.__dict__:
+                return sharing(self, shared, functools.partial(inner, self, *args, **kwargs))
             ran = runs[0]
-            output = inner(self, *args, **kwargs)
+            output = sharing(self, shared, functools.partial(inner, self, *args, **kwargs))
             if runs[0] != ran:  # not every instance rotates
                 self.__dict__[RAN] = True
             return output

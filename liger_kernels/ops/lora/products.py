@@ -1,14 +1,16 @@
 """The thin products of low-rank adapters: a long matrix and one of few columns, bound by the memory of the long one.
 
-Sums are float32. A float32 number is the sum of two bfloat16 numbers where it meets bfloat16 (error 2^-17), and of
-three where it meets float32 or float16 (error 2^-24), so that tensor cores multiply it; float16 has too little range to
-be split.
+Sums are float32. A float32 number is the sum of three bfloat16 numbers (error 2^-24) where it meets 16-bit numbers, so
+that tensor cores multiply it; float16 has too little range to be split. Where the result is rounded to bfloat16, two
+(error 2^-17) are enough. Tensor cores cut off what does not fit into a sum, so float32 results of float32 numbers come
+from ordinary multiplications.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,18 +35,24 @@ def _split(x):
 
 
 @triton.jit
+def _split_in_three(x):
+    """Three bfloat16 numbers whose sum is ``x``, but for 2^-24 of it."""
+    x_1, rest = _split(x.to(tl.float32))
+    x_2, rest = _split(rest)
+    return x_1, x_2, rest.to(tl.bfloat16)
+
+
+@triton.jit
 def _dot(a, b, total, EXACT: tl.constexpr):
     """total + a @ b in float32. ``EXACT``: both may need all 24 bits; else one of them at least is bfloat16, or 16 bits
     are enough."""
     if not _COMPILED:
         total = tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    elif EXACT and a.dtype == tl.float32 and b.dtype == tl.float32:
+        total = tl.dot(a, b, total, input_precision="ieee")
     elif EXACT:
-        a_1, a_rest = _split(a.to(tl.float32))
-        a_2, a_rest = _split(a_rest)
-        a_3 = a_rest.to(tl.bfloat16)
-        b_1, b_rest = _split(b.to(tl.float32))
-        b_2, b_rest = _split(b_rest)
-        b_3 = b_rest.to(tl.bfloat16)
+        a_1, a_2, a_3 = _split_in_three(a)
+        b_1, b_2, b_3 = _split_in_three(b)
         total = tl.dot(a_3, b_1, total)
         total = tl.dot(a_1, b_3, total)
         total = tl.dot(a_2, b_2, total)
@@ -55,8 +63,9 @@ def _dot(a, b, total, EXACT: tl.constexpr):
         if b.dtype == tl.bfloat16:
             total = tl.dot(a, b, total)
         else:
-            b_1, b_rest = _split(b.to(tl.float32))
-            total = tl.dot(a, b_rest.to(tl.bfloat16), total)
+            b_1, b_2, b_3 = _split_in_three(b)
+            total = tl.dot(a, b_3, total)
+            total = tl.dot(a, b_2, total)
             total = tl.dot(a, b_1, total)
     else:
         a_1, a_rest = _split(a.to(tl.float32))
@@ -71,55 +80,104 @@ def _dot(a, b, total, EXACT: tl.constexpr):
     return total
 
 
+@triton.jit
+def _of_rank(w_ptr, w1_ptr, w2_ptr, end, end1, rank, rank_stride):
+    """Where the row of each ``rank`` begins in up to three matrices that lie one below the other in thought alone."""
+    at = w_ptr + rank.to(tl.int64) * rank_stride
+    if w1_ptr is not None:
+        at = tl.where(rank < end, at, w1_ptr + (rank - end).to(tl.int64) * rank_stride)
+    if w2_ptr is not None:
+        at = tl.where(rank < end1, at, w2_ptr + (rank - end1).to(tl.int64) * rank_stride)
+    return at
+
+
+@triton.jit
+def plus_delta(
+    y0,
+    z_ptr,
+    z_stride,
+    w_ptr,
+    w1_ptr,
+    w2_ptr,
+    end,
+    end1,
+    w_rank_stride,
+    w_col_stride,
+    bias_ptr,
+    row,
+    col,
+    n_rows,
+    n_cols,
+    n_ranks,
+    scale,
+    EXACT: tl.constexpr,
+    RANKS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """y0 + scale * (z w + bias) in float32, of a tile at ``row`` [rows, 1] and ``col`` [1, columns]; y0 alone without
+    w."""
+    y0 = y0.to(tl.float32)
+    if w_ptr is not None:
+        total = tl.zeros_like(y0)
+        for first in tl.static_range(0, RANKS, PART):
+            rank = first + tl.arange(0, PART)
+            in_z = (row < n_rows) & (rank[None, :] < n_ranks)
+            z = tl.load(z_ptr + row * z_stride + rank[None, :], mask=in_z, other=0.0)
+            at = _of_rank(w_ptr, w1_ptr, w2_ptr, end, end1, rank[:, None], w_rank_stride)
+            in_w = (rank[:, None] < n_ranks) & (col < n_cols)
+            w = tl.load(at + col.to(tl.int64) * w_col_stride, mask=in_w, other=0.0)
+            total = _dot(z, w, total, EXACT)
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
+        y0 += total * tl.full((), scale, tl.float32)
+    return y0
+
+
 # fmt: off
 @triton.jit
 def _lora_linear_rows_kernel(
-    x_ptr, x_stride, w_ptr, w_rank_stride, w_col_stride,    # [rows, columns], [ranks, columns]
-    z_ptr,                                                  # [rows, ranks] float32
+    x_ptr, x_stride,                                        # [rows, columns]
+    w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride,    # [ranks, columns] of one or more matrices
+    z_ptr, z_stride,                                        # [rows, ranks] float32
     n_rows, n_cols, n_ranks, scale,
     EXACT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """z = scale * x w^T."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     rank = tl.arange(0, RANKS)[None, :]
+    w_at = _of_rank(w_ptr, w1_ptr, w2_ptr, end, end1, rank, w_rank_stride)
     z = tl.zeros((ROWS, RANKS), tl.float32)
     for start in range(0, n_cols, BLOCK):
         col = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_stride + col[None, :], mask=(row < n_rows) & (col[None, :] < n_cols), other=0.0)
-        at = w_ptr + rank.to(tl.int64) * w_rank_stride + col[:, None].to(tl.int64) * w_col_stride
+        at = w_at + col[:, None].to(tl.int64) * w_col_stride
         w = tl.load(at, mask=(rank < n_ranks) & (col[:, None] < n_cols), other=0.0)
         z = _dot(x, w, z, EXACT)
     scale = tl.full((), scale, tl.float32)
-    tl.store(z_ptr + row * n_ranks + rank, z * scale, mask=(row < n_rows) & (rank < n_ranks))
+    tl.store(z_ptr + row * z_stride + rank, z * scale, mask=(row < n_rows) & (rank < n_ranks))
 
 
 @triton.jit
 def _lora_linear_add_kernel(
     y0_ptr, y0_stride, z_ptr, z_stride,                     # [rows, columns] or None, [rows, ranks]
-    w_ptr, w_col_stride, w_rank_stride, bias_ptr,           # [columns, ranks], [columns] or None
-    y_ptr,                                                  # [rows, columns]
+    w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride,    # [ranks, columns] of one or more matrices
+    bias_ptr, y_ptr,                                        # [columns] or None, [rows, columns]
     n_rows, n_cols, n_ranks, col_blocks, scale,
     EXACT: tl.constexpr, RANKS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """y = y0 + scale * (z w^T + bias)."""
+    """y = y0 + scale * (z w + bias)."""
     program = tl.program_id(0)
     row = (program // col_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = (program % col_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = (row < n_rows) & (col < n_cols)
     if y0_ptr is not None:  # what takes longest is under way first
         y0 = tl.load(y0_ptr + row * y0_stride + col, mask=mask, other=0.0)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in tl.static_range(0, RANKS, PART):
-        rank = first + tl.arange(0, PART)
-        z = tl.load(z_ptr + row * z_stride + rank[None, :], mask=(row < n_rows) & (rank[None, :] < n_ranks), other=0.0)
-        at = w_ptr + rank[:, None].to(tl.int64) * w_rank_stride + col.to(tl.int64) * w_col_stride
-        w = tl.load(at, mask=(rank[:, None] < n_ranks) & (col < n_cols), other=0.0)
-        total = _dot(z, w, total, EXACT)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
-    total *= tl.full((), scale, tl.float32)
-    if y0_ptr is not None:
-        total += y0.to(tl.float32)
+    else:
+        y0 = tl.zeros((ROWS, BLOCK), tl.float32)
+    total = plus_delta(
+        y0, z_ptr, z_stride, w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride, bias_ptr,
+        row, col, n_rows, n_cols, n_ranks, scale, EXACT, RANKS, PART,
+    )
     tl.store(y_ptr + row * n_cols + col, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -164,7 +222,7 @@ def _lora_linear_sum_kernel(
 # fmt: on
 
 
-def _ranks(n: int) -> int:
+def ranks_of_program(n: int) -> int:
     """A tensor core multiplies 16 ranks at least."""
     return max(16, next_power_of_2(n))
 
@@ -203,16 +261,33 @@ def _columns_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torc
     return parts, {"ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": stages}
 
 
-def rows_product(x: Tensor, w: Tensor, scale: float) -> Tensor:
-    """scale * x w^T, float32 [tokens, ranks], of ``x`` [..., columns] and ``w`` [ranks, columns] of any strides."""
+def _stack(ws: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The arguments of up to three matrices [ranks, columns] that a kernel reads as one, and the ranks of all."""
+    w = ws[0]
+    if len(ws) == 1:
+        return (w, None, None, 0, 0, *w.stride()), w.shape[0]
+    if len(ws) > 3 or any(other.dtype is not w.dtype or other.stride() != w.stride() for other in ws):
+        w = torch.cat([other.float() for other in ws])
+        return (w, None, None, 0, 0, *w.stride()), w.shape[0]
+    end = w.shape[0]
+    end1 = end + ws[1].shape[0]
+    if len(ws) == 2:
+        return (w, ws[1], None, end, end1, *w.stride()), end1
+    return (w, ws[1], ws[2], end, end1, *w.stride()), end1 + ws[2].shape[0]
+
+
+def rows_product(x: Tensor, ws: Sequence[Tensor], scale: float, out: Tensor | None = None) -> Tensor:
+    """scale * x w^T, float32 [tokens, ranks], of ``x`` [..., columns] and one or more ``ws`` [ranks, columns] of any
+    strides, whose ranks follow one another. ``out`` may be columns of a larger tensor."""
     x_rows, x_stride = as_rows(x)
-    n_ranks, n_cols = w.shape
+    w_args, n_ranks = _stack(ws)
+    n_cols = x.shape[-1]
     n_rows = x.numel() // max(1, n_cols)
-    z = torch.empty((n_rows, n_ranks), dtype=torch.float32, device=x.device)
-    ranks = _ranks(n_ranks)
+    z = torch.empty((n_rows, n_ranks), dtype=torch.float32, device=x.device) if out is None else out
+    ranks = ranks_of_program(n_ranks)
     shape = _rows_shape(n_rows, n_cols, ranks, x.element_size(), x.device)
     grid, exact = (cdiv(n_rows, shape["ROWS"]),), x.dtype is not torch.bfloat16
-    tensors, sizes = (x_rows, x_stride, w, *w.stride(), z), (n_rows, n_cols, n_ranks, float(scale))
+    tensors, sizes = (x_rows, x_stride, *w_args, z, z.stride(0)), (n_rows, n_cols, n_ranks, float(scale))
     launch(_lora_linear_rows_kernel, grid, x.device, *tensors, *sizes, EXACT=exact, RANKS=ranks, **shape)
     return z
 
@@ -220,26 +295,29 @@ def rows_product(x: Tensor, w: Tensor, scale: float) -> Tensor:
 def add_product(
     y0: Tensor | None,
     z: Tensor,
-    w: Tensor,
+    ws: Sequence[Tensor],
     bias: Tensor | None,
     scale: float,
     shape: Sequence[int],
     dtype: torch.dtype,
+    in_place: bool = False,
 ) -> Tensor:
-    """y0 + scale * (z w^T + bias), a new tensor of ``shape`` [..., columns] and ``dtype``. ``y0`` of None counts as
-    zero. ``z`` is float32 [tokens, ranks], ``w`` [columns, ranks] of any strides."""
-    y = torch.empty(shape, dtype=dtype, device=z.device)
-    n_rows, n_ranks = z.shape
-    n_cols = len(w)
+    """y0 + scale * (z w + bias), a new tensor of ``shape`` [..., columns] and ``dtype``, or with ``in_place`` a
+    contiguous y0 itself. ``y0`` of None counts as zero. ``z`` is float32 [tokens, ranks], ``ws`` one or more matrices
+    [ranks, columns] of any strides, whose ranks follow one another."""
+    y = y0 if in_place else torch.empty(shape, dtype=dtype, device=z.device)
+    w_args, n_ranks = _stack(ws)
+    n_rows, n_cols = z.shape[0], ws[0].shape[1]
     y0_rows = (None, 0) if y0 is None else as_rows(y0)
-    ranks = _ranks(n_ranks)
+    ranks = ranks_of_program(n_ranks)
     bias = None if bias is None else bias.contiguous()
     options = _add_shape(n_rows, n_cols, ranks)
     col_blocks = cdiv(n_cols, options["BLOCK"])
     grid, exact = (cdiv(n_rows, options["ROWS"]) * col_blocks,), dtype is not torch.bfloat16
-    tensors = (*y0_rows, z, z.stride(0), w, *w.stride(), bias, y)
+    tensors = (*y0_rows, z, z.stride(0), *w_args, bias, y)
     sizes = n_rows, n_cols, n_ranks, col_blocks, float(scale)
     launch(_lora_linear_add_kernel, grid, z.device, *tensors, *sizes, EXACT=exact, RANKS=ranks, **options)
+    assert y is not None
     return y
 
 
@@ -252,7 +330,7 @@ def columns_product(
     x_rows, x_stride = as_rows(x)
     n_rows, n_ranks = z.shape
     n_cols = x.shape[-1]
-    ranks = _ranks(n_ranks)
+    ranks = ranks_of_program(n_ranks)
     parts, options = _columns_shape(n_rows, n_cols, ranks, x.element_size(), x.device)
     rows_of_part = cdiv(cdiv(n_rows, parts), options["ROWS"]) * options["ROWS"]
     to = w if parts == 1 else torch.empty((parts, *shape), dtype=torch.float32, device=x.device)

@@ -7,8 +7,8 @@ x_a is x, or what the adapter's dropout made of it. With the upstream gradient d
     g_a = s_a dY B_a        dB_a = s_a dY^T z_a        dA_a = g_a^T x_a        dbeta_a = s_a * sum of dY's rows
 
 and x gets g_a A_a in addition to what it gets through the base. Everything accumulates in float32, and y, dA, dB and
-the gradient of x are rounded once. A product of 16-bit numbers with float32 ones takes the latter as a sum of two
-bfloat16 numbers, hi + lo, whose error is 2^-17; these products are bound by memory, so that is free.
+the gradient of x are rounded once. A product of 16-bit numbers with float32 ones takes the latter as a sum of bfloat16
+numbers (products.py); these products are bound by memory, so that is free.
 
 The op is two nodes of autograd (runtime/anchor.py): the first makes z and saves whatever is saved, the second adds
 behind the base, and saves nothing. So a recomputation of activations, which ends at the last tensor that was saved,
@@ -20,61 +20,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernels.ops._lora_products import MOST_RANKS, add_product, columns_product, rows_product
+from liger_kernels.ops.lora.adapter import (
+    LoraAdapter,
+    delta_of,
+    gradients_of_a,
+    gradients_of_b,
+    gradients_of_biases,
+    stacked_b,
+)
+from liger_kernels.ops.lora.products import MOST_RANKS, add_product, rows_product
 from liger_kernels.ops.runtime.anchor import Computed, anchor
-from liger_kernels.ops.runtime.arguments import FINITE, checked, checked_fields, checked_op, describe
+from liger_kernels.ops.runtime.arguments import checked, checked_op, describe
 from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.ops.runtime.dispatch import as_autocast, as_values, backward_once, use_triton
-
-
-@checked_fields
-@dataclass(frozen=True)
-class LoraAdapter:
-    """One low-rank adapter of a linear layer.
-
-    Attributes:
-        a: [rank, in features], any floating dtype.
-        b: [out features, rank], any floating dtype.
-        scale: the factor of its result.
-        bias: [out features], or None; ``scale`` multiplies it, too.
-        dropped: [..., in features], what it multiplies instead of the layer's x where its dropout is active; else None.
-
-    Raises:
-        TypeError, ValueError: for an attribute of a wrong type, dtype, shape or device.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: Annotated[float, FINITE] = 1.0
-    bias: Tensor | None = None
-    dropped: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        a, b, bias, dropped = self.a, self.b, self.bias, self.dropped
-        for name, t in (("a", a), ("b", b), ("bias", bias), ("dropped", dropped)):
-            if t is None:
-                continue
-            if not t.is_floating_point():
-                raise TypeError(f"{name} is {t.dtype}; it must be floating point")
-            if t.device != a.device:
-                raise ValueError(f"{name} is on {t.device}, a on {a.device}; move one to the other")
-        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
-            raise ValueError(
-                f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}; they must be [rank, in features] and [out "
-                "features, rank]"
-            )
-        if bias is not None and bias.shape != b.shape[:1]:
-            raise ValueError(f"bias has shape {tuple(bias.shape)}; with this b it must be ({len(b)},)")
-        if dropped is not None and (not dropped.dim() or dropped.shape[-1] != a.shape[1]):
-            raise ValueError(f"dropped has shape {tuple(dropped.shape)}; with this a it must be [..., {a.shape[1]}]")
 
 
 @checked
@@ -104,17 +69,6 @@ def _reference(y0: Tensor, x: Tensor, adapters: Sequence[LoraAdapter]) -> Tensor
         return y.to(y0.dtype)
 
 
-def _stacked_a(a: Sequence[Tensor]) -> Tensor:
-    return a[0] if len(a) == 1 else torch.cat([*a])
-
-
-def _stacked_b(b: Sequence[Tensor], scales: Sequence[float]) -> tuple[Tensor, float]:
-    """B, and the scale that it has not been multiplied by."""
-    if len(b) == 1:
-        return b[0], scales[0]
-    return torch.cat([scale * one.float() for one, scale in zip(b, scales, strict=True)], dim=1), 1.0
-
-
 class LoraFunction(torch.autograd.Function):
     """z = x A^T, float32 [tokens, ranks], an anchor of y, and with ``passes`` x itself, which goes to the base.
 
@@ -128,12 +82,12 @@ class LoraFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """``parameters``: A of each adapter, B of each, the bias or None of each. ``dtype`` is that of y."""
         a, b, biases = _thirds(parameters)
-        z = rows_product(x, _stacked_a(a), 1.0)
+        z = rows_product(x, a, 1.0)
         ctx.save_for_backward(x, z, *a, *b)
         ctx.passes, ctx.scales, ctx.bias_dtypes = passes, scales, [None if t is None else t.dtype for t in biases]
         ctx.mark_non_differentiable(z)
         ctx.set_materialize_grads(False)
-        y = anchor((*x.shape[:-1], len(b[0])), dtype, x.device)
+        y = anchor((*x.shape[:-1], b[0].shape[0]), dtype, x.device)
         return (z, y, x) if passes else (z, y)
 
     @staticmethod
@@ -149,55 +103,25 @@ class LoraFunction(torch.autograd.Function):
         db: Sequence[Tensor | None] = [None] * len(b)
         dbias: Sequence[Tensor | None] = [None] * len(b)
         if needs_x or any(needs_a):
-            stacked, scale = _stacked_b(b, scales)
-            g = rows_product(dy, stacked.t(), scale)
+            stacked, scale = stacked_b(b, scales)
+            g = rows_product(dy, [stacked], scale)
         if any(needs_b):
-            db = _gradients_of_b(dy, z, b, scales, needs_b)
+            db = gradients_of_b(dy, z, b, scales, needs_b)
         if any(needs_a):
-            da = _gradients_of_a(x, g, a, needs_a)
+            da = gradients_of_a(x, g, a, needs_a)
         if needs_x:
-            dx = add_product(dx, g, _stacked_a(a).t(), None, 1.0, x.shape, x.dtype)
+            dx = add_product(dx, g, a, None, 1.0, x.shape, x.dtype)
         if any(needs_bias):
-            total = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32)
-            kinds = zip(scales, ctx.bias_dtypes, needs_bias, strict=True)
-            dbias = [(scale * total).to(dtype) if needed else None for scale, dtype, needed in kinds]
+            dbias = gradients_of_biases(dy, scales, ctx.bias_dtypes, needs_bias)
         return dx, None, None, None, *da, *db, *dbias
-
-
-def _gradients_of_a(x: Tensor, g: Tensor, a: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    if len(a) == 1:
-        return [columns_product(x, g, a[0].shape, a[0].dtype, 1.0, by_rank=True)]
-    ranks = [len(one) for one in a]
-    every = columns_product(x, g, (sum(ranks), x.shape[-1]), torch.float32, 1.0, by_rank=True)
-    parts = zip(every.split(ranks), a, needs, strict=True)
-    return [part.to(one.dtype) if needed else None for part, one, needed in parts]
-
-
-def _gradients_of_b(
-    dy: Tensor, z: Tensor, b: Sequence[Tensor], scales: Sequence[float], needs: Sequence[bool]
-) -> list[Tensor | None]:
-    if len(b) == 1:
-        return [columns_product(dy, z, b[0].shape, b[0].dtype, scales[0])]
-    ranks = [one.shape[1] for one in b]
-    every = columns_product(dy, z, (dy.shape[-1], sum(ranks)), torch.float32, 1.0)
-    parts = zip(every.split(ranks, dim=1), b, scales, needs, strict=True)
-    return [(s * part).to(one.dtype) if needed else None for part, one, s, needed in parts]
 
 
 def _added(zs: Sequence[Tensor], adapters: Sequence[Any], y0: Tensor) -> Tensor:
     """y0 + the sum of scale * (z B^T + bias), a new tensor in y0's dtype. ``zs`` are in the order of ``adapters``."""
-    scales, biases = [one.scale for one in adapters], [one.bias for one in adapters]
-    values: tuple[Any, ...] = as_values(*[one.b for one in adapters])
-    b, scale = _stacked_b(values, scales)
+    b: tuple[Any, ...] = as_values(*[one.b for one in adapters])
+    w, bias, scale = delta_of(b, as_values(*[one.bias for one in adapters]), [one.scale for one in adapters])
     z = zs[0] if len(zs) == 1 else torch.cat([*zs], dim=1)
-    if len(adapters) == 1:
-        (bias,) = as_values(*biases)
-        return add_product(y0, z, b, bias, scale, y0.shape, y0.dtype)
-    total = None
-    for one, factor in zip(as_values(*biases), scales, strict=True):
-        if one is not None:
-            total = factor * one.float() if total is None else total + factor * one.float()
-    return add_product(y0, z, b, total, scale, y0.shape, y0.dtype)
+    return add_product(y0, z, [w], bias, scale, y0.shape, y0.dtype)
 
 
 def _halves(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -248,7 +172,7 @@ def _runs_kernel(x: Tensor, adapters: Sequence[LoraAdapter]) -> bool:
         return False
     ranks = 0
     for one in adapters:
-        ranks += len(one.a)
+        ranks += one.a.shape[0]
         if not all(t is None or t.dtype is not torch.float64 for t in (one.a, one.b, one.bias, one.dropped)):
             return False
     return 0 < ranks <= MOST_RANKS

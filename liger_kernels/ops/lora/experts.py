@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernels.ops._lora_grouped import Groups, add_product_, columns_product, rows_product
-from liger_kernels.ops._lora_products import MOST_RANKS
+from liger_kernels.ops.lora.grouped import Groups, add_product_, columns_product, rows_product
+from liger_kernels.ops.lora.products import MOST_RANKS
 from liger_kernels.ops.runtime.arguments import FINITE, checked_fields, describe
 
 

@@ -1,6 +1,6 @@
 """The thin products of low-rank adapters of groups of rows, each group with matrices of its own.
 
-Rows are sorted by group, as in _grouped.py; precision is that of _lora_products.py. A program has a tile of rows, and
+Rows are sorted by group, as in ops/_grouped.py; precision is that of products.py. A program has a tile of rows, and
 visits each group that has rows in there. So the host need not know where groups end.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernels.ops._lora_products import _dot, _ranks, _stages
+from liger_kernels.ops.lora.products import _dot, _stages, ranks_of_program
 from liger_kernels.ops.runtime.dispatch import launch, tl, triton
 from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, tile
 
@@ -162,7 +162,7 @@ def rows_product(x: Tensor, w: Tensor, groups: Groups, scale: float) -> Tensor:
     n_rows, n_cols = x.shape
     n_groups, n_ranks, _ = w.shape
     z = torch.empty((n_rows, n_ranks), dtype=torch.float32, device=x.device)
-    ranks = _ranks(n_ranks)
+    ranks = ranks_of_program(n_ranks)
     shape = _rows_shape(n_rows, n_cols, ranks, x.element_size(), x.device)
     grid, exact = (cdiv(n_rows, shape["ROWS"]),), x.dtype is not torch.bfloat16
     tensors, sizes = (*as_rows(x), *groups, w, *w.stride(), z), (n_rows, n_groups, n_cols, n_ranks, float(scale))
@@ -174,7 +174,7 @@ def add_product_(y: Tensor, z: Tensor, w: Tensor, groups: Groups, scale: float) 
     """Add scale * z w^T to ``y`` [rows, columns], of unit stride along a row. ``z`` is contiguous float32 [rows,
     ranks], ``w`` [groups, columns, ranks] has that of each row's group."""
     (n_rows, n_cols), (n_groups, _, n_ranks) = y.shape, w.shape
-    options = _add_shape(n_rows, n_cols, _ranks(n_ranks))
+    options = _add_shape(n_rows, n_cols, ranks_of_program(n_ranks))
     col_blocks = cdiv(n_cols, options["BLOCK"])
     grid, exact = (cdiv(n_rows, options["ROWS"]) * col_blocks,), y.dtype is not torch.bfloat16
     tensors, sizes = (
@@ -192,7 +192,7 @@ def columns_product(
     contiguous float32 [rows, ranks]."""
     n_rows, n_ranks = z.shape
     n_cols = x.shape[1]
-    ranks = _ranks(n_ranks)
+    ranks = ranks_of_program(n_ranks)
     options = _columns_shape(n_rows, n_cols, ranks, x.element_size(), x.device)
     grid, exact = (cdiv(n_cols, options["BLOCK"]), len(w)), x.dtype is not torch.bfloat16
     tensors, sizes = (*as_rows(x), order, z, groups.ends, w, *w.stride()), (choices, n_cols, n_ranks, float(scale))

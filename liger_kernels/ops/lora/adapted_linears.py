@@ -1,0 +1,143 @@
+"""Linear layers that share x, each with low-rank adapters, as one op that multiplies by the weights itself.
+
+What the layers share is made once: one pass over x for z of all adapters, one for all dA, and one over dx for all g A
+(projection.py). Each result is a new tensor of the op's own, to which the adapters are added in place. The formulas are
+those of lora_linear.py, which takes any base, and adapters that drop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_kernels.ops.lora.lora_linear import cast_as_base, lora_linear_ref
+from liger_kernels.ops.lora.projection import (
+    Kinds,
+    NodeProjection,
+    Projection,
+    add_delta,
+    base_product,
+    check_input,
+    check_projection,
+    columns_of,
+    flat,
+    gradient_of_x,
+    gradients_of_parts,
+    gradients_of_ranks,
+    needs_of,
+    out_features,
+    parts_of,
+    ranks_of_all,
+    runs_as_one,
+)
+from liger_kernels.ops.runtime.anchor import Computed, anchor, saves_first
+from liger_kernels.ops.runtime.arguments import checked, checked_op
+from liger_kernels.ops.runtime.dispatch import as_values, backward_once
+from liger_kernels.ops.runtime.kept import keep, kept
+
+
+@checked
+def adapted_linears_ref(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
+    """:func:`adapted_linears` in plain torch: the definition of correct, for any floating-point dtype."""
+    _check(x, projections)
+    return _reference(x, projections)
+
+
+def _reference(x: Tensor, projections: Sequence[Any]) -> tuple[Tensor, ...]:
+    return tuple(one_ref(x, one) for one in projections)
+
+
+def one_ref(x: Tensor, projection: Any) -> Tensor:
+    """One projection in plain torch."""
+    w = projection.dense(projection.weight)
+    return lora_linear_ref(x, lambda x: F.linear(x, w, projection.bias), projection.adapters)
+
+
+class AdaptedFunction(torch.autograd.Function):
+    """Saves x and z of all adapters, and keeps the projections' own tensors. Returns each projection's result, or with
+    ``first`` the anchor of a single one, and z."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kinds: Kinds, first: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        parts = parts_of(kinds, tensors)
+        rows = x.reshape(-1, x.shape[-1])
+        z = ranks_of_all(rows, parts)
+        ctx.save_for_backward(x, z)
+        keep(ctx, tensors)
+        ctx.kinds = kinds
+        ctx.set_materialize_grads(False)
+        if first:
+            assert z is not None
+            ctx.mark_non_differentiable(z)
+            return anchor((*x.shape[:-1], out_features(parts[0])), x.dtype, x.device), z
+        return tuple([_result(rows, of, part, x.shape) for of, part in zip(columns_of(z, parts), parts, strict=True)])
+
+    @staticmethod
+    @backward_once
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs_x, _kinds, _first, *needs = ctx.needs_input_grad
+        x, z = ctx.saved_tensors  # once in a pass: a recomputation gives them once
+        parts, of_parts = parts_of(ctx.kinds, kept(ctx)), needs_of(ctx.kinds, needs)
+        slopes = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys[: len(parts)]]
+        if all(dy is None for dy in slopes):
+            return None, None, None, *[None] * len(needs)
+        g = gradients_of_ranks(slopes, parts) if needs_x or any(any(one.a) for one in of_parts) else None
+        gradients = gradients_of_parts(x.reshape(-1, x.shape[-1]), slopes, z, g, parts, of_parts)
+        dx = gradient_of_x(slopes, g, parts) if needs_x else None
+        return None if dx is None else dx.view(x.shape), None, None, *gradients
+
+
+def _result(rows: Tensor, z: Tensor | None, part: NodeProjection, shape: Sequence[int]) -> Tensor:
+    y = add_delta(base_product(rows, part), z, part)
+    return y.view(*shape[:-1], y.shape[-1])
+
+
+def _check(x: Tensor, projections: Sequence[Projection]) -> None:
+    check_input(x)
+    if not projections:
+        raise ValueError("projections is empty; it must have one Projection at least")
+    for i, one in enumerate(projections):
+        check_projection(f"projections[{i}]", one, x, x.shape[-1])
+
+
+@checked_op
+def adapted_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
+    """The result of each of ``projections``, which share x; the formula stands at the top of this file.
+
+    Under autocast, x is cast as ``F.linear`` casts it, and weights and biases with it. Adapters keep their own dtype.
+
+    Args:
+        x: [..., in features]: float16, bfloat16, float32, or float64 (which runs the reference). Never overwritten.
+        projections: each a :class:`Projection` of in features. More than 256 ranks together run the reference.
+
+    Returns:
+        A new tensor [..., out features] of x's dtype for each.
+
+    Raises:
+        TypeError, ValueError: for an argument of a wrong type, dtype, shape or device.
+    """
+    _check(x, projections)
+    if not runs_as_one(x, projections):
+        return _reference(x, projections)
+    return adapted_linears_of_checked(x, projections, saves_first())
+
+
+def adapted_linears_of_checked(x: Tensor, projections: Sequence[Any], first: bool) -> tuple[Tensor, ...]:
+    """:func:`adapted_linears` of arguments that fit, and that kernels take.
+
+    With ``first``, a single projection saves before its product. Where that is the last one of a checkpointed block, it
+    is not computed again."""
+    (x,) = as_values(cast_as_base(x))  # type: ignore[assignment]
+    kinds, tensors = flat(projections)
+    if not first or len(projections) > 1 or not projections[0].adapters:
+        results: tuple[Tensor, ...] = AdaptedFunction.apply(x, kinds, False, *tensors)
+        return results
+    stand_in, z = AdaptedFunction.apply(x, kinds, True, *tensors)
+    (part,) = parts_of(kinds, tensors)
+    compute = partial(_result, x.detach().reshape(-1, x.shape[-1]), z, part, x.shape)
+    return (Computed.apply(compute, stand_in),)

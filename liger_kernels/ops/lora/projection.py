@@ -1,0 +1,307 @@
+"""A linear layer that an op multiplies by itself, with its adapters; and several that share x.
+
+The products of those that share x are made together where that spares a pass over x: one makes z = x A^T of all, one
+all dA, and one adds g A to dx. The formulas are those of lora_linear.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_kernels.ops.lora.adapter import (
+    LoraAdapter,
+    delta_of,
+    gradients_of_a,
+    gradients_of_b,
+    gradients_of_biases,
+    stacked_b,
+)
+from liger_kernels.ops.lora.products import MOST_RANKS, add_product, rows_product
+from liger_kernels.ops.runtime.arguments import checked_fields, describe
+from liger_kernels.ops.runtime.compiling import left_to_inductor
+from liger_kernels.ops.runtime.dispatch import as_values, use_triton
+
+
+def as_it_is(weight: Tensor) -> Tensor:
+    """The matrix that a weight which is one stands for."""
+    return weight
+
+
+@checked_fields
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer, y = x W^T + bias + sum over a of s_a (x A_a^T B_a^T + beta_a).
+
+    Attributes:
+        weight: [out features, in features], or whatever ``dense`` makes that of; it is saved for the backward as it is.
+        bias: [out features], or None.
+        adapters: :class:`LoraAdapter`, without ``dropped``.
+        dense: makes W of ``weight``, of any floating dtype; in the forward, and once more in the backward.
+
+    Raises:
+        TypeError, ValueError: for an attribute of a wrong type, dtype, shape or device.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    adapters: Sequence[LoraAdapter] = ()
+    dense: Callable[[Tensor], Tensor] = as_it_is
+
+    def __post_init__(self) -> None:
+        weight, bias = self.weight, self.bias
+        if self.dense is as_it_is and (not weight.is_floating_point() or weight.dim() != 2):
+            raise (ValueError if weight.is_floating_point() else TypeError)(
+                f"weight is {describe(weight)}; it must be floating point, [out features, in features], or dense must "
+                "make that of it"
+            )
+        if bias is not None and not bias.is_floating_point():
+            raise TypeError(f"bias is {bias.dtype}; it must be floating point")
+        for one in self.adapters:
+            if not isinstance(one, LoraAdapter):
+                raise TypeError(f"adapters has {describe(one)} in it; it must be a list of LoraAdapters")
+            if one.dropped is not None:
+                raise ValueError("one of adapters has dropped, and a Projection takes none; call lora_linear instead")
+        outputs, inputs = self.shape
+        if bias is not None and (bias.dim() != 1 or outputs not in (None, len(bias))):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}; with this weight it must be ({outputs},)")
+        for one in self.adapters:
+            if one.b.shape[0] != outputs or one.a.shape[1] != inputs:
+                raise ValueError(
+                    f"one of adapters has a of shape {tuple(one.a.shape)} and b {tuple(one.b.shape)}; with this weight "
+                    f"they must be [rank, {inputs}] and [{outputs}, rank]"
+                )
+        for name, t in (("bias", bias), *[("one of adapters", one.a) for one in self.adapters]):
+            if t is not None and t.device != weight.device:
+                raise ValueError(f"{name} is on {t.device}, weight on {weight.device}; move one to the other")
+
+    @property
+    def shape(self) -> tuple[int | None, int | None]:
+        """Out and in features, where they are known without making the weight dense."""
+        if self.dense is as_it_is:
+            return self.weight.shape[0], self.weight.shape[1]
+        if self.adapters:
+            return self.adapters[0].b.shape[0], self.adapters[0].a.shape[1]
+        return None, None
+
+
+class NodeProjection(NamedTuple):
+    """A :class:`Projection` as a node of autograd has it: its tensors, and what they mean."""
+
+    weight: Tensor
+    bias: Tensor | None
+    a: Sequence[Tensor]
+    b: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    scales: Sequence[float]
+    dense: Callable[[Tensor], Tensor]
+
+    @property
+    def ranks(self) -> int:
+        return sum([one.shape[0] for one in self.a])
+
+
+class Needs(NamedTuple):
+    """Which gradients of a :class:`NodeProjection` are wanted."""
+
+    weight: bool
+    bias: bool
+    a: Sequence[bool]
+    b: Sequence[bool]
+    biases: Sequence[bool]
+
+    @property
+    def any(self) -> bool:
+        return self.weight or self.bias or any(self.a) or any(self.b) or any(self.biases)
+
+
+Kinds = tuple[tuple[tuple[float, ...], Callable[[Tensor], Tensor]], ...]
+
+
+def flat(projections: Sequence[Any]) -> tuple[Kinds, tuple[Tensor | None, ...]]:
+    """Of each projection the scales and ``dense``, and the tensors of all in one list, for a node of autograd."""
+    kinds, tensors = [], []
+    for one in projections:
+        adapters = one.adapters
+        kinds.append((tuple([adapter.scale for adapter in adapters]), one.dense))
+        tensors += [one.weight, one.bias, *[adapter.a for adapter in adapters], *[adapter.b for adapter in adapters]]
+        tensors += [adapter.bias for adapter in adapters]
+    return tuple(kinds), as_values(*tensors)
+
+
+def _split(kinds: Kinds, items: Sequence[Any]) -> Iterator[list[Any]]:
+    first = 0
+    for scales, _ in kinds:
+        n = len(scales)
+        own = items[first : first + 2 + 3 * n]
+        yield [own[0], own[1], own[2 : 2 + n], own[2 + n : 2 + 2 * n], own[2 + 2 * n :]]
+        first += 2 + 3 * n
+
+
+def parts_of(kinds: Kinds, tensors: Sequence[Any]) -> list[NodeProjection]:
+    found = []
+    for (weight, bias, a, b, biases), (scales, dense) in zip(_split(kinds, tensors), kinds, strict=True):
+        found.append(NodeProjection(weight, bias, a, b, biases, scales, dense))
+    return found
+
+
+def needs_of(kinds: Kinds, needs: Sequence[bool]) -> list[Needs]:
+    return [Needs(*own) for own in _split(kinds, needs)]
+
+
+def in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t.to(dtype)``, which takes the host ten times as long to find that there is nothing to do."""
+    return t if t.dtype is dtype else t.to(dtype)
+
+
+def base_product(x: Tensor, part: NodeProjection) -> Tensor:
+    """x W^T + bias, of ``x`` [tokens, in features] and in its dtype: a new tensor."""
+    w = in_dtype(part.dense(part.weight), x.dtype)
+    return torch.mm(x, w.t()) if part.bias is None else torch.addmm(in_dtype(part.bias, x.dtype), x, w.t())
+
+
+def ranks_of_all(x: Tensor, parts: Sequence[NodeProjection]) -> Tensor | None:
+    """z = x A^T, float32 [tokens, ranks], of all adapters of ``parts``, one after the other; None without any."""
+    every = [a for part in parts for a in part.a]
+    return rows_product(x, every, 1.0) if every else None
+
+
+def columns_of(t: Tensor | None, parts: Sequence[NodeProjection]) -> list[Tensor | None]:
+    """The columns of z or of its gradient that belong to each of ``parts``."""
+    if t is None or len(parts) == 1:
+        return [t] * len(parts)
+    found: list[Tensor | None] = []
+    first = 0
+    for part in parts:
+        n = part.ranks
+        found.append(t.narrow(1, first, n) if n else None)
+        first += n
+    return found
+
+
+def add_delta(y0: Tensor, z: Tensor | None, part: NodeProjection) -> Tensor:
+    """y0 [tokens, out features], over which the result of the adapters has been added."""
+    if z is None:
+        return y0
+    w, bias, scale = delta_of(part.b, part.biases, part.scales)
+    return add_product(y0, z, [w], bias, scale, y0.shape, y0.dtype, in_place=True)
+
+
+def gradients_of_ranks(dys: Sequence[Tensor | None], parts: Sequence[NodeProjection]) -> Tensor | None:
+    """g = s dY B, float32 [tokens, ranks], of all adapters of ``parts``, one after the other; None without any."""
+    if not any(part.a for part in parts):
+        return None
+    if len(parts) == 1 and dys[0] is not None:
+        w, scale = stacked_b(parts[0].b, parts[0].scales)
+        return rows_product(dys[0], [w], scale)
+    like = next(dy for dy in dys if dy is not None)
+    total = sum([part.ranks for part in parts])
+    g = torch.empty((like.shape[0], total), dtype=torch.float32, device=like.device)
+    for dy, part, columns in zip(dys, parts, columns_of(g, parts), strict=True):
+        if columns is None:
+            continue
+        if dy is None:
+            columns.zero_()
+            continue
+        w, scale = stacked_b(part.b, part.scales)
+        rows_product(dy, [w], scale, out=columns)
+    return g
+
+
+def gradients_of_parts(
+    x: Tensor,
+    dys: Sequence[Tensor | None],
+    z: Tensor | None,
+    g: Tensor | None,
+    parts: Sequence[NodeProjection],
+    needs: Sequence[Needs],
+) -> list[Tensor | None]:
+    """The gradients of all tensors of ``parts``, which share ``x`` [tokens, in features], in the order of
+    :func:`flat`. ``dys`` are the gradients of their results."""
+    das: list[Tensor | None] = [None] * sum([len(part.a) for part in parts])
+    if g is not None and any(needed for need in needs for needed in need.a):
+        das = gradients_of_a(x, g, [a for part in parts for a in part.a], [n for need in needs for n in need.a])
+    found: list[Tensor | None] = []
+    first = 0
+    for dy, part, need, own_z in zip(dys, parts, needs, columns_of(z, parts), strict=True):
+        n = len(part.a)
+        own_das = das[first : first + n]
+        first += n
+        if dy is None:
+            found += [None] * (2 + 3 * n)
+            continue
+        found.append(in_dtype(torch.mm(dy.t(), x), part.weight.dtype) if need.weight else None)
+        bias = dy.sum(0, dtype=torch.float32) if need.bias else None
+        found.append(bias if bias is None or part.bias is None else bias.to(part.bias.dtype))
+        found += own_das
+        wanted = own_z is not None and any(need.b)
+        found += gradients_of_b(dy, own_z, part.b, part.scales, need.b) if wanted else [None] * n  # type: ignore[arg-type]
+        dtypes = [None if one is None else one.dtype for one in part.biases]
+        found += gradients_of_biases(dy, part.scales, dtypes, need.biases) if any(need.biases) else [None] * n
+    return found
+
+
+def gradient_of_x(dys: Sequence[Tensor | None], g: Tensor | None, parts: Sequence[NodeProjection]) -> Tensor | None:
+    """The gradient of the x that ``parts`` share, [tokens, in features]."""
+    dx: Tensor | None = None
+    for dy, part in zip(dys, parts, strict=True):
+        if dy is None:
+            continue
+        w = in_dtype(part.dense(part.weight), dy.dtype)
+        dx = torch.mm(dy, w) if dx is None else dx.addmm_(dy, w)
+    if g is not None and dx is not None:
+        every = [a for part in parts for a in part.a]
+        dx = add_product(dx, g, every, None, 1.0, dx.shape, dx.dtype, in_place=True)
+    return dx
+
+
+def runs_as_one(x: Tensor, projections: Sequence[Any]) -> bool:
+    """Whether kernels take ``x`` and the adapters of ``projections`` that share it: a program holds all their ranks."""
+    if not use_triton(x) or left_to_inductor("lora_linear", x) or not x.numel():
+        return False
+    total = 0
+    for one in projections:
+        for adapter in one.adapters:
+            total += adapter.a.shape[0]
+            if adapter.a.dtype is torch.float64 or adapter.b.dtype is torch.float64:
+                return False
+    return total <= MOST_RANKS
+
+
+def out_features(part: NodeProjection) -> int:
+    """The number of features that come out."""
+    return part.b[0].shape[0] if part.b else part.weight.shape[0]
+
+
+def check_projection(name: str, one: Any, x: Tensor, features: int | None) -> None:
+    """Raise where ``one`` is no projection of ``features`` on x's device.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if not isinstance(one, Projection):
+        raise TypeError(f"{name} is {describe(one)}; it must be a Projection")
+    if one.weight.device != x.device:
+        raise ValueError(f"the weight of {name} is on {one.weight.device}, x on {x.device}; move one to the other")
+    inputs = one.shape[1]
+    if None not in (inputs, features) and inputs != features:
+        raise ValueError(
+            f"{name} has {inputs} in features, and what it gets has {features} (x has shape {tuple(x.shape)}); they "
+            "must be equal"
+        )
+
+
+def check_input(x: Tensor) -> None:
+    """Raise where ``x`` is nothing that a projection takes.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype}; it must be floating point")
+    if not x.dim():
+        raise ValueError("x has shape (); it must be [..., in features]")

@@ -1,0 +1,37 @@
+"""Parameters that a node of autograd keeps for its backward, without the hooks on saved tensors.
+
+Under activation checkpointing each saved tensor passes through Python three times, 15 us of the host in all. Parameters
+lie in memory anyway and are never computed again, so a node may hold them itself: the very objects, which a sharding
+package frees and fills in place. As with a saved tensor, a change in place before the backward is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def keep(ctx: Any, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Keep ``tensors``, of which none is a result of this node, for :func:`kept`."""
+    if any(ctx.needs_input_grad):
+        ctx.kept = tensors, [None if t is None else t._version for t in tensors]
+
+
+def kept(ctx: Any) -> Sequence[torch.Tensor | None]:
+    """What :func:`keep` kept.
+
+    Raises:
+        RuntimeError: one of them was changed in place since.
+    """
+    tensors, versions = ctx.kept
+    for t, version in zip(tensors, versions, strict=True):
+        if t is not None and t._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of shape {tuple(t.shape)} is at version {t._version}, expected version {version}; change "
+                "it after backward()"
+            )
+    result: Sequence[torch.Tensor | None] = tensors
+    return result
