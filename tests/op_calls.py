@@ -146,6 +146,25 @@ def experts_cases() -> None:
         run(experts, new(8, hidden, dtype=dtype), ids, weights.float(), gate_up, down, gate, *biases)
 
 
+def experts_adapters_cases() -> None:
+    from liger_kernels.ops import ExpertsAdapter, experts
+
+    def call(*given: Any, up: list[torch.Tensor], lower: list[torch.Tensor]) -> torch.Tensor:
+        of_both = [[ExpertsAdapter(*pair, 2.0)] for pair in (up, lower)]
+        return experts(*given, gate_up_adapters=of_both[0], down_adapters=of_both[1])
+
+    ids = torch.zeros(8, 4, dtype=torch.int64)
+    kinds = ((4, BF16, FP32, 16), (300, BF16, BF16, 4), (4, FP32, FP32, 256))
+    for n_experts, dtype, of_adapter, ranks in kinds:
+        gate_up, down = (new(n_experts, *shape, dtype=dtype, grad=False) for shape in ((128, 256), (256, 64)))
+        up, lower = (
+            [new(n_experts, ranks, inputs, dtype=of_adapter), new(n_experts, outputs, ranks, dtype=of_adapter)]
+            for outputs, inputs in ((128, 256), (256, 64))
+        )
+        given = new(8, 256, dtype=dtype), ids, new(8, 4, dtype=dtype), gate_up, down
+        run(call, *given, up=up, lower=lower)
+
+
 def lora_linear_cases() -> None:
     import torch.nn.functional as F
 
@@ -240,6 +259,7 @@ CASES: dict[str, Callable[[], None]] = {  # what takes longest first, and what s
     "experts": experts_cases,
     "glu": glu_cases,
     "lora_linear": lora_linear_cases,
+    "experts with adapters": experts_adapters_cases,
     "gated_mlp": gated_mlp_cases,
     "dora_linear": dora_linear_cases,
 }

@@ -57,7 +57,7 @@ MEANT: dict[str, set[str]] = {
     "kernels": OPTIONAL | {"an empty list"},
     "Recogniser.kernels": {"an empty list"},
     "extras": {"an empty list"},
-    "adapters": {"an empty list"},
+    **{name: {"an empty list"} for name in ("adapters", "gate_up_adapters", "down_adapters")},
     **{name: {"a class"} for name in ("base", "dense")},  # which can be called
     "dropped": OPTIONAL,
     "observer": {"a class"},  # which can be called
@@ -83,6 +83,9 @@ def valid() -> dict[str, dict[str, Any]]:
     weights = {"class_weight": torch.ones(5), "row_weight": torch.ones(4)}
     experts = {"gate_up": torch.randn(3, 12, 8), "down": torch.randn(3, 8, 6)}
     biases = {"gate_up_bias": torch.randn(3, 12), "down_bias": torch.randn(3, 8)}
+    of_up = {"a": torch.randn(3, 2, 8), "b": torch.randn(3, 12, 2)}
+    of_down = ops.ExpertsAdapter(torch.randn(3, 2, 6), torch.randn(3, 8, 2))
+    of_both = {"gate_up_adapters": [ops.ExpertsAdapter(**of_up)], "down_adapters": [of_down]}
     linear = {"gate": x, "up": x, "weight": torch.randn(6, 8), "bias": torch.randn(6)}
     adapter = {"a": torch.randn(3, 8), "b": torch.randn(6, 3), "bias": torch.randn(6), "dropped": x}
     projection = ops.Projection(torch.randn(6, 8))
@@ -100,7 +103,7 @@ def valid() -> dict[str, dict[str, Any]]:
         "lora_linear": {"x": x, "base": nn.Linear(8, 6), "adapters": [ops.LoraAdapter(**adapter)]},
         "adapted_linears": {"x": x, "projections": [projection]},
         "gated_mlp": {"x": x, "gate": projection, "up": projection, "down": ops.Projection(torch.randn(8, 6))},
-        "experts": {"hidden": x, "ids": ids, "weights": torch.rand(4, 2), **experts, **biases},
+        "experts": {"hidden": x, "ids": ids, "weights": torch.rand(4, 2), **experts, **biases, **of_both},
         "cross_entropy": {"logits": torch.randn(4, 5), "targets": targets, **weights},
         "linear_cross_entropy": {**head, **weights},
         "linear_log_probs": head,
@@ -113,6 +116,7 @@ def valid() -> dict[str, dict[str, Any]]:
         "CountedTargets": {"targets": targets},
         "GluFormula": {},
         "LoraAdapter": adapter,
+        "ExpertsAdapter": of_up,
         "Projection": {"weight": torch.randn(6, 8), "adapters": [ops.LoraAdapter(adapter["a"], adapter["b"])]},
         "observe_logits_grad": {"observer": print},
         "patch": {"model": model},
@@ -246,8 +250,8 @@ def test_another_device_is_named(name: str) -> None:
     assert_good(wrong())
 
 
-# Of any number of dimensions.
-ANY_SHAPE = {"CountedTargets"}
+# Of any number of dimensions, or with columns that only an op compares.
+ANY_SHAPE = {"CountedTargets", "ExpertsAdapter"}
 
 
 @pytest.mark.parametrize("name", [name for name in OPS if name not in ANY_SHAPE])

@@ -132,6 +132,14 @@ def adapted(*targets: str) -> Callable[[], Any]:
     return made
 
 
+def adapted_experts() -> Any:
+    peft = pytest.importorskip("peft", reason="this version of transformers is tested without peft")
+    if "target_parameters" not in peft.LoraConfig.__dataclass_fields__:
+        pytest.skip(f"peft {peft.__version__} has no LoraConfig(target_parameters=...)")
+    config = peft.LoraConfig(r=2, target_parameters=["gate_up_proj", "down_proj"])
+    return patched(peft.get_peft_model(built("qwen3_moe", "Qwen3MoeForCausalLM"), config))
+
+
 SETUPS: dict[str, Callable[[], Any]] = {
     "llama": lambda: patched(tiny("llama")),
     "gemma2": lambda: patched(tiny("gemma2")),
@@ -146,6 +154,7 @@ SETUPS: dict[str, Callable[[], Any]] = {
     "reentrant checkpointing": checkpointed(True),
     "adapters": adapted("q_proj", "gate_proj", "down_proj"),
     "an adapter on the head": adapted("lm_head"),
+    "adapters of experts": adapted_experts,
     "a copy of a patched model": lambda: copy.deepcopy(patched(tiny("llama"))),
 }
 

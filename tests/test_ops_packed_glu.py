@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -120,3 +121,13 @@ def test_rows_times_a_number_of_their_own(device, gate, dtype) -> None:
 def test_bad_input(call, error, message) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_the_first_call_with_a_limit_is_in_a_checkpoint(device) -> None:
+    """What it finds out of torch's clamp is not saved there: a recomputation saves as many tensors."""
+    x = randn(3, 8, dtype=torch.float32, device=device)
+    gate = GluFormula(limit=1.4375)  # which no other test has
+    y = torch.utils.checkpoint.checkpoint(lambda x: packed_glu(x, gate).sin(), x, use_reentrant=False)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(packed_glu(x, gate).sin().sum(), x)
+    assert torch.equal(grad, expected)

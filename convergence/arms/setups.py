@@ -83,8 +83,9 @@ class Lora(Setup):
     needs = "peft"
     orders: tuple[str, ...] = ("after",)
     targets: tuple[str, ...] = ("q_proj", "v_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    kernels = ("lora_linear",)
+    kernels: tuple[str, ...] = ("lora_linear",)
     dropout = 0.0
+    has_bias = True
 
     def absent(self, model: nn.Module | None, dtype: str, device: str) -> str:
         named = [] if model is None else [name.rpartition(".")[2] for name, _ in model.named_modules()]
@@ -93,14 +94,17 @@ class Lora(Setup):
             f"the set-up {self.name} adapts {', '.join(missing)}, which this model does not have" if missing else ""
         )
 
+    def options(self) -> dict[str, Any]:
+        """What both adapters adapt, and how."""
+        return {"target_modules": [*self.targets], "lora_dropout": self.dropout}
+
     def template(self, model: Any) -> Any:
         import peft
 
         torch.manual_seed(1)
-        options: dict[str, Any] = {"target_modules": [*self.targets], "lora_dropout": self.dropout}
-        adapted: Any = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, **options))
-        options["use_rslora"] = True
-        if "lora_bias" in peft.LoraConfig.__dataclass_fields__:
+        adapted: Any = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, **self.options()))
+        options = {**self.options(), "use_rslora": True}
+        if self.has_bias and "lora_bias" in peft.LoraConfig.__dataclass_fields__:
             options["lora_bias"] = True
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that an adapter with a bias cannot be merged with a layer without one
@@ -164,6 +168,31 @@ class LoraAutocast(Lora):
 
     def running(self, device: torch.device) -> Any:
         return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+class LoraExperts(LoraCheckpointing):
+    """peft adapts parameters without dropout and without a bias."""
+
+    name = "lora-experts"
+    does = "two active adapters of peft's LoRA on the packed weights of experts, and checkpointing; the rest is frozen"
+    targets = ("experts.gate_up_proj", "experts.down_proj")
+    kernels = ("lora_experts",)
+    has_bias = False
+
+    def absent(self, model: Any, dtype: str, device: str) -> str:
+        if (missing := Setup.absent(self, model, dtype, device)) or model is None:
+            return missing
+        import peft
+
+        if "target_parameters" not in peft.LoraConfig.__dataclass_fields__:
+            return f"the set-up {self.name} needs a newer peft, whose LoraConfig has target_parameters"
+        names = [name for name, _ in model.named_parameters()]
+        if all(any(name.endswith(target) for name in names) for target in self.targets):
+            return ""
+        return f"the set-up {self.name} adapts packed experts, which this model does not have"
+
+    def options(self) -> dict[str, Any]:
+        return {"target_parameters": [*self.targets]}
 
 
 class LoraHead(Lora):
@@ -415,6 +444,7 @@ SETUPS: dict[str, Setup] = {
         LoraCheckpointing,
         LoraDropout,
         LoraAutocast,
+        LoraExperts,
         LoraHead,
         DeviceMap,
         Ddp,

@@ -22,6 +22,7 @@ from liger_kernels.ops._rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm
 from liger_kernels.ops._rope import rope, rope_ref
 from liger_kernels.ops.lora.adapted_linears import adapted_linears, adapted_linears_ref
 from liger_kernels.ops.lora.adapter import LoraAdapter
+from liger_kernels.ops.lora.experts import ExpertsAdapter
 from liger_kernels.ops.lora.gated_mlp import gated_mlp, gated_mlp_ref
 from liger_kernels.ops.lora.lora_linear import lora_linear, lora_linear_ref
 from liger_kernels.ops.lora.projection import Projection
@@ -37,6 +38,7 @@ from liger_kernels.ops.runtime.dispatch import launches, reset_launches
 __all__ = [
     "CountedTargets",
     "CrossEntropyOutput",
+    "ExpertsAdapter",
     "GluFormula",
     "LogProbsOutput",
     "LoraAdapter",

@@ -13,10 +13,14 @@ tokens again, makes the unit again from the first product, over its own gradient
 
 because that is linear. The gradient of down multiplies the rows of dL/dy by units that have w in them. Under
 checkpointing all of that is saved before the second product, which is not computed again (runtime/anchor.py).
+
+Low-rank adapters add to each product what is in lora/experts.py, over it. Of theirs, z of the first product is saved;
+that of the second one comes of the unit that the backward makes, with w in it, as the gradient of down does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,10 +29,21 @@ import torch.nn.functional as F
 
 from liger_kernels.ops._grouped import grouped_outer_product, grouped_product
 from liger_kernels.ops._packed_glu import SWIGLU, GluFormula, GroupBias, gradients, packed_glu_ref, product
+from liger_kernels.ops.lora.experts import (
+    ExpertsAdapter,
+    Scales,
+    Stacked,
+    adapted_product_ref,
+    check_adapters,
+    halves,
+    runs_kernel,
+    stacked,
+)
+from liger_kernels.ops.lora.grouped import Groups
 from liger_kernels.ops.runtime.anchor import Computed, anchor, saves_first
 from liger_kernels.ops.runtime.arguments import checked, checked_op
 from liger_kernels.ops.runtime.compiling import left_to_inductor
-from liger_kernels.ops.runtime.dispatch import backward_once, launch, tl, triton, use_triton
+from liger_kernels.ops.runtime.dispatch import as_values, backward_once, launch, tl, triton, use_triton
 from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, next_power_of_2, tile
 
 
@@ -42,10 +57,14 @@ def experts_ref(
     gate: GluFormula | None = None,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    gate_up_adapters: Sequence[ExpertsAdapter] = (),
+    down_adapters: Sequence[ExpertsAdapter] = (),
 ) -> torch.Tensor:
     """:func:`experts` in plain torch, one expert after the other: the definition of correct, for any float dtype."""
     parameters = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
     _check(hidden, ids, weights, parameters)
+    check_adapters("gate_up_adapters", gate_up_adapters, "gate_up", gate_up)
+    check_adapters("down_adapters", down_adapters, "down", down)
     choices = ids.shape[1]
     rows = hidden.repeat_interleave(choices, dim=0)
     results = rows.new_zeros(rows.shape)
@@ -53,10 +72,10 @@ def experts_ref(
         if not 0 <= expert < len(gate_up):
             continue
         chosen = (ids.reshape(-1) == expert).nonzero()[:, 0]
-        gate_and_up = F.linear(rows[chosen], gate_up[expert])
+        gate_and_up = adapted_product_ref(rows[chosen], gate_up, gate_up_adapters, expert)
         if gate_up_bias is not None:
             gate_and_up = gate_and_up + gate_up_bias[expert]
-        result = F.linear(packed_glu_ref(gate_and_up, gate), down[expert])
+        result = adapted_product_ref(packed_glu_ref(gate_and_up, gate), down, down_adapters, expert)
         results = results.index_copy(0, chosen, result if down_bias is None else result + down_bias[expert])
     weighted = results.view(*ids.shape, hidden.shape[1]) * weights[:, :, None]  # of no tokens, too
     return weighted.sum(1).to(hidden.dtype)
@@ -137,6 +156,7 @@ class _Routing:
         self.expert, self.order = torch.sort(self.ids.view(-1), stable=True)
         numbers = torch.arange(n_experts, dtype=self.ids.dtype, device=ids.device)
         self.ends = torch.searchsorted(self.expert, numbers, right=True, out_int32=True)
+        self.groups = Groups(self.expert, self.ends)
         self.place = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
 
     def gather(self, x: torch.Tensor, first: bool = False) -> torch.Tensor:
@@ -188,7 +208,9 @@ def _bias_gradient(rows: torch.Tensor, factor: torch.Tensor | None, ends: torch.
 
 class ExpertsFunction(torch.autograd.Function):
     """Saves tokens, weights, parameters and the first product; the gradients are new tensors. With a list ``first`` it
-    returns an anchor, and the list gets the routing and the first product."""
+    returns an anchor, and the list gets the routing and the first product.
+
+    ``of_adapters``: A of each adapter of gate_up, B of each, A of each of down, B of each; ``scales`` those of both."""
 
     @staticmethod
     def forward(
@@ -202,35 +224,54 @@ class ExpertsFunction(torch.autograd.Function):
         down_bias: torch.Tensor | None,
         gate: GluFormula,
         first: list[Any] | None,
+        scales: Scales,
+        *of_adapters: torch.Tensor,
     ) -> torch.Tensor:
         routing = _Routing(ids, len(gate_up))
-        gate_and_up = grouped_product(routing.gather(hidden, first=True), gate_up.transpose(1, 2), routing.ends)
-        ctx.save_for_backward(hidden, weights, gate_up, down, gate_up_bias, down_bias, gate_and_up)
-        ctx.routing, ctx.gate = routing, gate
+        up_adapters, down_adapters = stacked(of_adapters, scales)
+        rows = routing.gather(hidden, first=True)
+        gate_and_up = grouped_product(rows, gate_up.transpose(1, 2), routing.ends)
+        z = None
+        if up_adapters is not None:
+            z = up_adapters.inner(rows, routing.groups)
+            up_adapters.add_(gate_and_up, z, routing.groups)
+        del rows
+        ctx.save_for_backward(hidden, weights, gate_up, down, gate_up_bias, down_bias, gate_and_up, z, *of_adapters)
+        ctx.routing, ctx.gate, ctx.scales = routing, gate, scales
         if first is not None:
             first += routing, gate_and_up
             return anchor(hidden.shape, hidden.dtype, hidden.device)
-        return _second_product(weights, down, gate_up_bias, down_bias, gate, routing, gate_and_up)
+        return _second_product(weights, down, gate_up_bias, down_bias, gate, down_adapters, routing, gate_and_up)
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weights, gate_up, down, gate_up_bias, down_bias, gate_and_up = ctx.saved_tensors
-        needs_hidden, _, needs_weights, *needs_parameters, _, _ = ctx.needs_input_grad
+        hidden, weights, gate_up, down, gate_up_bias, down_bias, gate_and_up, z, *of_adapters = ctx.saved_tensors
+        needs_hidden, _, needs_weights, *needs_parameters = ctx.needs_input_grad[:7]
         needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias = needs_parameters
-        routing, ends = ctx.routing, ctx.routing.ends
+        up_adapters, down_adapters = stacked(of_adapters, ctx.scales)
+        needs_up, needs_lower = halves(ctx.needs_input_grad[10:], ctx.scales)
+        routing, ends, groups = ctx.routing, ctx.routing.ends, ctx.routing.groups
         dhidden = dweights = dgate_up = ddown = dgate_up_bias = ddown_bias = None
+        of_up: Sequence[torch.Tensor | None] = [None] * len(needs_up)
+        of_lower: Sequence[torch.Tensor | None] = [None] * len(needs_lower)
         rows = routing.gather(dy)
         unit = grouped_product(rows, down, ends)  # its gradient; it becomes the unit times its weight
+        if down_adapters is not None:
+            g = down_adapters.inner_gradient(rows, groups)
+            down_adapters.add_input_gradient_(unit, g, groups)
         scale = weights.reshape(-1)[routing.order]
         # fmt: off
         dgate_and_up, dscale = gradients(
             unit, gate_and_up, ctx.gate, GroupBias(_packed(gate_up_bias), routing.expert), scale,
-            (needs_hidden or needs_gate_up or needs_gate_up_bias, needs_weights), keep_product=needs_down,
+            (needs_hidden or needs_gate_up or needs_gate_up_bias or any(needs_up), needs_weights),
+            keep_product=needs_down or any(needs_lower),
         )
         # fmt: on
         if needs_down:
             ddown = _weight_gradient(rows, unit, ends, down)
+        if down_adapters is not None:
+            of_lower = down_adapters.gradients(needs_lower, groups, unit, None, rows, g)
         if needs_down_bias:
             ddown_bias = _bias_gradient(rows, scale, ends)
         del rows, unit
@@ -246,9 +287,16 @@ class ExpertsFunction(torch.autograd.Function):
                 dgate_up = _weight_gradient(dgate_and_up, routing.gather(hidden), ends, gate_up)
             if needs_gate_up_bias:
                 dgate_up_bias = _bias_gradient(dgate_and_up, None, ends)
+            if up_adapters is not None and (needs_hidden or any(needs_up)):
+                g, tokens = up_adapters.inner_gradient(dgate_and_up, groups), (routing.order, routing.choices)
+                of_up = up_adapters.gradients(needs_up, groups, hidden, z, dgate_and_up, g, *tokens)
             if needs_hidden:
-                dhidden = routing.sum(grouped_product(dgate_and_up, gate_up, ends))
-        return dhidden, None, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, None, None
+                rows = grouped_product(dgate_and_up, gate_up, ends)
+                if up_adapters is not None:
+                    up_adapters.add_input_gradient_(rows, g, groups)
+                dhidden = routing.sum(rows)
+        of_parameters = dgate_up, ddown, dgate_up_bias, ddown_bias
+        return dhidden, None, dweights, *of_parameters, None, None, None, *of_up, *of_lower
 
 
 def _second_product(
@@ -257,12 +305,15 @@ def _second_product(
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     gate: GluFormula,
+    adapters: Stacked | None,
     routing: _Routing,
     gate_and_up: torch.Tensor,
 ) -> torch.Tensor:
-    """What comes of the first one: the unit, its product, and the sum for each token."""
+    """What comes of the first one: the unit, its product, and the sum for each token. ``adapters``: those of down."""
     unit = product(gate_and_up, gate, GroupBias(_packed(gate_up_bias), routing.expert))
     rows = grouped_product(unit, down.transpose(1, 2), routing.ends)
+    if adapters is not None:
+        adapters.add_(rows, adapters.inner(unit, routing.groups), routing.groups)
     return routing.sum(rows, weights.contiguous(), _packed(down_bias))
 
 
@@ -314,6 +365,8 @@ def experts(
     gate: GluFormula | None = None,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    gate_up_adapters: Sequence[ExpertsAdapter] = (),
+    down_adapters: Sequence[ExpertsAdapter] = (),
 ) -> torch.Tensor:
     """The weighted sum of what the experts of each token make of it; the formula stands at the top of this file.
 
@@ -331,6 +384,9 @@ def experts(
         down: [experts, hidden, features] of hidden's dtype, likewise.
         gate: the unit between the two products; by default silu(first half) * second half.
         gate_up_bias, down_bias: [experts, 2 features] and [experts, hidden] of hidden's dtype, or None.
+        gate_up_adapters, down_adapters: :class:`ExpertsAdapter` of each weight, which add to its product. They keep
+            their own dtype; of 16-bit hidden states, float32 ones lose 2^-24. More than 256 ranks together of one
+            weight, or float64 ones, run the reference.
 
     Returns:
         A new contiguous tensor [tokens, hidden] of hidden's dtype.
@@ -340,12 +396,23 @@ def experts(
     """
     formula = SWIGLU if gate is None else gate
     runs = use_triton(hidden) and weights.dtype != torch.float64 and hidden.numel() and gate_up.numel()
+    biases = gate_up_bias, down_bias
+    of_adapters: tuple[Any, ...] = ()
+    scales: Scales = (), ()
+    if gate_up_adapters or down_adapters:
+        check_adapters("gate_up_adapters", gate_up_adapters, "gate_up", gate_up)
+        check_adapters("down_adapters", down_adapters, "down", down)
+        runs = runs and runs_kernel(gate_up_adapters) and runs_kernel(down_adapters)
+        both = gate_up_adapters, down_adapters
+        of_adapters = as_values(*[t for of_one in both for t in (*[x.a for x in of_one], *[x.b for x in of_one])])
+        scales = tuple([x.scale for x in gate_up_adapters]), tuple([x.scale for x in down_adapters])
     if not runs or left_to_inductor("experts", hidden):
-        return experts_ref(hidden, ids, weights, gate_up, down, formula, gate_up_bias, down_bias)
+        return experts_ref(hidden, ids, weights, gate_up, down, formula, *biases, gate_up_adapters, down_adapters)
     parameters = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
     _check(hidden, ids, weights, parameters)
     first: list[Any] | None = [] if saves_first() else None
-    out = ExpertsFunction.apply(hidden, ids, weights, gate_up, down, gate_up_bias, down_bias, formula, first)
+    out = ExpertsFunction.apply(hidden, ids, weights, gate_up, down, *biases, formula, first, scales, *of_adapters)
     if first is None:
         return out
-    return Computed.apply(partial(_second_product, weights, down, gate_up_bias, down_bias, formula, *first), out)
+    _, lower = stacked(as_values(*[t.detach() for t in of_adapters]), scales)
+    return Computed.apply(partial(_second_product, weights, down, *biases, formula, lower, *first), out)

@@ -235,7 +235,9 @@ def _launch_shape(n_rows: int, n_cols: int) -> dict[str, int]:
 @functools.cache
 def _edge(limit: float) -> float:
     """The largest number whose gradient passes torch's clamp, in float32."""
-    with torch.inference_mode(False), torch.enable_grad():
+    # A checkpoint around the first call counts what is saved, and would not find it in the recomputation.
+    own = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with torch.inference_mode(False), torch.enable_grad(), own:
         x = torch.full((), limit, dtype=torch.float32, device="cpu", requires_grad=True)
         passes = bool(torch.autograd.grad(x.clamp(max=limit), x)[0])
     return float(x.detach() if passes else torch.nextafter(x.detach(), torch.zeros(())))

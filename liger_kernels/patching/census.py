@@ -11,7 +11,8 @@ from liger_kernels.patching.logits.head import HeadRecipe, patched_heads
 from liger_kernels.patching.logits.model import ModelRecipe
 from liger_kernels.patching.logits.split_head import has_plan, why_unfused
 from liger_kernels.patching.modules import carries_forward, has_own_forward
-from liger_kernels.patching.recipes.lora import LORA, is_lora_layer
+from liger_kernels.patching.recipes.lora import LORA, adapts_experts, is_lora_layer
+from liger_kernels.patching.recipes.lora_experts import LORA_EXPERTS
 from liger_kernels.patching.recipes.probe import package_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.swap import RAN, recipe_of
@@ -23,11 +24,12 @@ def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
     """``report``, with what is replaced in ``model`` now and what has changed since :func:`liger_kernels.patch`."""
     replaced, since = [], []
     before = [left for left in report.left if not left.since]
-    adapts = not set(LORA.kernels).isdisjoint(report.kernels)
+    kinds = {LORA: is_lora_layer, LORA_EXPERTS: adapts_experts}
+    adapted = [kind for recogniser, kind in kinds.items() if not set(recogniser.kernels).isdisjoint(report.kernels)]
     for path, module in model.named_modules():
         recipe = recipe_of(module)
         if recipe is None:
-            if adapts and is_lora_layer(module) and not any(_is_of(left, path) for left in before):
+            if any(kind(module) for kind in adapted) and not any(_is_of(left, path) for left in before):
                 since.append(Left(path, type(module).__name__, _ADAPTED_SINCE, since=True))
             continue
         reason = _changed(module, recipe)

@@ -16,6 +16,7 @@ from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.experts import EXPERTS
 from liger_kernels.patching.recipes.glu import GATED_MLPS
 from liger_kernels.patching.recipes.lora import LORA
+from liger_kernels.patching.recipes.lora_experts import LORA_EXPERTS
 from liger_kernels.patching.recipes.norms import NORMS
 from liger_kernels.patching.recipes.probe import describe, module_of
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict
@@ -24,7 +25,7 @@ from liger_kernels.patching.report import Left, PatchReport
 from liger_kernels.patching.swap import Recipe, Undo, recipe_of, replace, restore, runs_inside_hook
 
 # The last is asked first, and the first recipe wins: a recogniser may take what an earlier one would leave.
-_recognisers: list[Recogniser] = [NORMS, ROTATIONS, GATED_MLPS, EXPERTS, LORA]
+_recognisers: list[Recogniser] = [NORMS, ROTATIONS, GATED_MLPS, EXPERTS, LORA, LORA_EXPERTS]
 
 
 def kernel_names() -> tuple[str, ...]:

@@ -38,7 +38,8 @@ class PatchReport:
         replaced: what was replaced.
         left: what was left alone, with the reason.
         fallbacks: how often real logits had to be computed in a training forward, another schedule than ``memory`` had
-            to run, or PEFT's own forward ran in place of ``lora_linear``, by reason; it goes on counting.
+            to run, or PEFT's own forward ran in place of ``lora_linear`` or ``lora_experts``, by reason; it goes on
+            counting.
         loss_reduction: what the loss averages over: "token", "square" or "sample".
         memory: the schedule of the fused loss that was chosen: "fast", "balanced" or "small"; None where it follows
             shape and dtype.

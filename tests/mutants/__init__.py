@@ -5,7 +5,21 @@
 
 from __future__ import annotations
 
-from tests.mutants import checks, contract, experts, glu, lora, loss, norms, packing, recognise, rope, scale, setups
+from tests.mutants import (
+    checks,
+    contract,
+    experts,
+    glu,
+    lora,
+    lora_experts,
+    loss,
+    norms,
+    packing,
+    recognise,
+    rope,
+    scale,
+    setups,
+)
 from tests.mutants.checks import ABSENT
 from tests.mutants.mutant import Mutant, restore
 
@@ -18,6 +32,7 @@ GROUPS: dict[str, tuple[str, tuple[Mutant, ...]]] = {
     "glu": ("gated MLPs", glu.MUTANTS),
     "experts": ("experts", experts.MUTANTS),
     "lora": ("LoRA layers", lora.MUTANTS),
+    "lora-experts": ("LoRA of experts", lora_experts.MUTANTS),
     "loss": ("cross entropy", loss.MUTANTS),
     "packing": ("packed samples", packing.MUTANTS),
     "contract": ("the patch", contract.MUTANTS),

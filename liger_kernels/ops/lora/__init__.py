@@ -1,1 +1,1 @@
-"""Linear layers with low-rank adapters: one, several that share x, and a gated MLP of them."""
+"""Linear layers with low-rank adapters: one, several that share x, a gated MLP of them, and experts."""

@@ -116,10 +116,16 @@ def _own(base: Any, module: Any, reason: str, *args: Any, **kwargs: Any) -> torc
 def is_lora_layer(module: nn.Module) -> bool:
     """One of PEFT's LoRA layers that keeps its adapters as linear layers."""
     cls = getattr(sys.modules.get(_LORA), "LoraLayer", None)
-    if cls is None or not isinstance(module, cls):
+    if cls is None or not isinstance(module, cls) or adapts_experts(module):
         return False
     containers: list[Any] = [module._modules.get(kind) for kind in CONTAINERS]
     return all(type(container) is nn.ModuleDict for container in containers) and len(containers[0]) > 0
+
+
+def adapts_experts(module: nn.Module) -> bool:
+    """One of PEFT's LoRA layers around a parameter that packs several experts."""
+    cls = getattr(sys.modules.get(_LORA), "ParamWrapper", None)
+    return cls is not None and isinstance(module, cls) and getattr(module, "num_experts", 1) > 1
 
 
 def recognise_lora(module: Any) -> Verdict:
