@@ -98,7 +98,10 @@ def test_a_fault_is_seen(fault, request):
     """Those of one process by default; all with ``--mutants all``."""
     setup, model, _ = setup_faults.FAULTS[fault]
     case = Case(model, "float32", f"tests.setup_faults:{fault}", setup=setup, order=SETUPS[setup].orders[0])
-    assert not absent(case)
+    why = absent(case)
+    assert not why or "is not installed" in why
+    if why:
+        pytest.skip(why)
     if fault not in setup_faults.SAMPLE and request.config.getoption("--mutants") != "all":
         pytest.skip("not in the sample; --mutants all runs it")
     record = prove(case)
