@@ -114,7 +114,11 @@ STAGES = {
             "setups",
             "the proof in every set-up",
             ("convergence", "--dist", "loadgroup", "--models", "llama-tied", "--setups", "all"),
-            (*_SETUPS, "bf16-autocast,fp16-scaler,checkpointing,compile,lora,lora-dropout,lora-autocast"),
+            (
+                *_SETUPS,
+                "bf16-autocast,fp16-scaler,checkpointing,compile,lora,lora-dropout-checkpointing,lora-autocast,"
+                "qlora,qlora-checkpointing,qlora-8bit,qlora-8bit-checkpointing,float8,float8-checkpointing",
+            ),
             leaves_records=True,
         ),
         Stage(

@@ -20,6 +20,12 @@ FAULTS = {
     "unscaled_loss": ("fp16-scaler", "llama-tied", "The loss ignores the factor of the scaler in its backward."),
     "half_a_vocabulary": ("tensor-parallel", "llama-untied", "The loss sees the first half of the classes."),
     "skipped_delta": ("lora", "llama-tied", "One adapted layer runs without its adapter."),
+    "rounded_scales": ("qlora", "llama-tied", "The scales of one 4-bit weight are rounded to bfloat16."),
+    "backward_without_scales": (
+        "float8",
+        "llama-tied",
+        "The backward of one layer multiplies by float8 numbers without their scales.",
+    ),
 }
 SAMPLE = ("doubled_by_recomputation", "skipped_delta")
 
@@ -98,6 +104,30 @@ def skipped_delta(model: Any) -> None:
     liger_kernels.patch(model)
     adapted = [module for module in model.modules() if hasattr(module, "lora_B")]
     adapted[1].scaling = dict.fromkeys(adapted[1].scaling, 0.0)
+
+
+def _base_layer(model: Any) -> Any:
+    return model.get_base_model().model.layers[0].mlp.down_proj.base_layer
+
+
+def rounded_scales(model: Any) -> None:
+    from bitsandbytes.functional import dequantize_blockwise
+
+    liger_kernels.patch(model)
+    state = _base_layer(model).weight.quant_state
+    scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
+    state.absmax, state.nested, state.offset, state.state2 = scales.bfloat16().float(), False, None, None
+
+
+def backward_without_scales(model: Any) -> None:
+    liger_kernels.patch(model)
+    layer = _base_layer(model)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        wrong = F.linear(x, self.weight.qdata.to(x.dtype))
+        return F.linear(x.detach(), self.weight) + (wrong - wrong.detach())
+
+    layer.__class__ = type("Linear", (type(layer),), {"forward": forward})
 
 
 def second_rank_dies(model: Any) -> None:

@@ -94,8 +94,8 @@ def train_candidate(
         result.failure, result.details = ("raised", f"{type(error).__name__}: {error}"), traceback.format_exc()
     else:
         result.report = ours.status(trajectory.model)
-        result.census = _census(run.template, trajectory.model)
-        trajectory.model = None
+        result.census = _census(trajectory.unpatched or run.template, trajectory.model)
+        trajectory.model = trajectory.unpatched = None
         result.trajectory = trajectory
     result.launches = {name: n - before.get(name, 0) for name, n in ours.launches().items() if n > before.get(name, 0)}
     result.changed = changes()
@@ -103,7 +103,8 @@ def train_candidate(
 
 
 def _census(template: nn.Module, model: nn.Module) -> dict[str, int]:
-    """How many modules of ``model``, by class, are of another class or have another forward than the template's."""
+    """How many modules of ``model``, by class, are of another class or have another forward than in
+    ``template``."""
     before = dict(template.named_modules())
     census: Counter[str] = Counter()
     for path, module in model.named_modules():

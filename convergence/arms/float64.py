@@ -7,6 +7,8 @@ formulas. A mini model's are far below :data:`BLOCK` and run as they are.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,8 +26,12 @@ class InFloat64(TorchFunctionMode):
     """Turns every explicit float32 into float64: upstream's norms, rotary angles, softmax and loss ask for float32 by
     name, and a truth that is rounded there is as noisy as the float32 baseline that it judges."""
 
+    widens = True
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not InFloat64.widens:
+            return func(*args, **kwargs)
         if func is torch.Tensor.float:
             return args[0].double()
         if func is torch.Tensor.backward:
@@ -55,6 +61,16 @@ class InFloat64(TorchFunctionMode):
             graph._engine_run_backward(
                 (loss,), gradients, keep, create_graph, wanted, allow_unreachable=True, accumulate_grad=True
             )
+
+
+@contextlib.contextmanager
+def as_asked() -> Iterator[None]:
+    """Inside, what asks for float32 gets it, in a truth, too."""
+    before, InFloat64.widens = InFloat64.widens, False
+    try:
+        yield
+    finally:
+        InFloat64.widens = before
 
 
 def _is_long(args: Any, options: dict[str, Any]) -> bool:

@@ -86,10 +86,10 @@ def train_rank(case: Case, rank: int, folder: str) -> Arms:
     for number, nudge in enumerate((None, *range(tolerance.REPLICAS))):
         truth = None
         if number % setup.ranks == rank:  # each rank trains its share of the truths
-            truth = train(replace(plain, nudge=nudge), Setup(), chosen)
-            truth.model = None
+            truth = train(replace(plain, nudge=nudge), setup.truth(), chosen)
+            truth.model = truth.unpatched = None
         baseline = train(replace(run, nudge=nudge), setup, [own])
-        baseline.model = None
+        baseline.model = baseline.unpatched = None
         pairs.append((truth, baseline))
     upstream = remember_upstream()
     patched = replace(run, patch=load_patch(case.patch), construct=construct(case))
@@ -128,9 +128,10 @@ def train(run: Run, setup: Setup, batches: list[list[Step]], order: str = "befor
 
 def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory, order: str) -> None:
     rounded = run.rounded_to or run.dtype
-    first = build(run)
+    first = setup.loaded(build(run), rounded)
     setup.cast(first)
-    initial = {name: p.detach().cpu().clone() for name, p in first.named_parameters()}
+    result.unpatched = first
+    initial = {name: p.detach().cpu().clone() for name, p in setup.named(first, first)}
     patch = run.patch if run.construct is None else None
     model: Any = None
     wrapped: Any = None
@@ -144,7 +145,7 @@ def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory
         if anew:
             result.model = model = copy.deepcopy(first)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in setup.named(model, model):
                 parameter.copy_(start[name])
         if anew:
             if patch is not None and order == "before":

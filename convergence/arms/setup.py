@@ -22,7 +22,7 @@ class Setup:
         does: one line for the documentation.
         ranks: how many processes train together.
         gpus: how many GPUs it needs where it trains on GPUs.
-        needs: a package that must be installed.
+        needs: packages that must be installed.
         dtypes: of the parameters, in which it makes sense.
         orders: whether the patch can come "before" the model is wrapped, "after", or both; the first is the default.
         same_batch: whether all ranks are given the same rows.
@@ -37,7 +37,7 @@ class Setup:
     does = "one process, nothing around the model"
     ranks = 1
     gpus = 1
-    needs: str | None = None
+    needs: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = BOTH
     orders: tuple[str, ...] = ("before",)
     same_batch = False
@@ -49,8 +49,9 @@ class Setup:
 
     def absent(self, model: nn.Module | None, dtype: str, device: str) -> str:
         """Why it cannot be had here, for this model; empty where it can."""
-        if self.needs is not None and importlib.util.find_spec(self.needs) is None:
-            return f"the set-up {self.name} needs {self.needs}, which is not installed"
+        for package in self.needs:
+            if importlib.util.find_spec(package) is None:
+                return f"the set-up {self.name} needs {package}, which is not installed"
         if dtype not in self.dtypes:
             return f"the set-up {self.name} is for parameters in {' or '.join(self.dtypes)}"
         gpus = max(self.ranks, self.gpus)
@@ -60,6 +61,15 @@ class Setup:
 
     def template(self, model: nn.Module) -> nn.Module:
         """What every arm is a copy of, the truth included."""
+        return model
+
+    def truth(self) -> Setup:
+        """What the truth trains in: one process, nothing around the model."""
+        return Setup()
+
+    def loaded(self, model: Any, dtype: torch.dtype) -> Any:
+        """What an arm trains in place of ``model``, which has its weights. They were rounded to ``dtype``, and lie on
+        the arm's device."""
         return model
 
     def cast(self, model: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from convergence.arms.quantised import Format, Int8, Nf4, SameBits, Torchao, dequantise, quantise
 from convergence.arms.setup import Setup
 from convergence.models.data import IGNORE, Batch, Step
 
@@ -80,7 +81,7 @@ class Lora(Setup):
 
     name = "lora"
     does = "two active adapters of peft's LoRA on every projection, with a bias and rslora; the rest is frozen"
-    needs = "peft"
+    needs: tuple[str, ...] = ("peft",)
     orders: tuple[str, ...] = ("after",)
     targets: tuple[str, ...] = ("q_proj", "v_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     kernels: tuple[str, ...] = ("lora_linear",)
@@ -122,13 +123,20 @@ class Lora(Setup):
                 parameter.data = parameter.data.float()
 
 
-class LoraCheckpointing(Lora):
-    name = "lora-checkpointing"
-    does = "the same, and activations of the decoder layers are computed again in the backward"
-
+class _Checkpointed(Setup):
     def wrap(self, model: Any, device: torch.device) -> Any:
+        wrapped = super().wrap(model, device)
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        return model
+        return wrapped
+
+
+def with_checkpointing(*setups: type[Setup]) -> Iterator[type[Setup]]:
+    """Each of ``setups``, and the same where activations of the decoder layers are computed again in the backward."""
+    for setup in setups:
+        does = f"the same as {setup.name}, and activations of the decoder layers are computed again in the backward"
+        members = {"name": f"{setup.name}-checkpointing", "does": does, "__doc__": does}
+        yield setup
+        yield type(f"{setup.__name__}Checkpointing", (_Checkpointed, setup), members)
 
 
 class Mask(nn.Module):
@@ -146,11 +154,11 @@ class Mask(nn.Module):
         return x * kept.view(x.shape) * (8 / 7)
 
 
-class LoraDropout(LoraCheckpointing):
+class LoraDropout(Lora):
     """Every projection and adapter has a mask of its own."""
 
     name = "lora-dropout"
-    does = "the same, and each adapter drops an eighth of what its projection gets"
+    does = "the same as lora, and each adapter drops an eighth of what its projection gets"
     dropout = 0.125
 
     def template(self, model: Any) -> Any:
@@ -170,11 +178,11 @@ class LoraAutocast(Lora):
         return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-class LoraExperts(LoraCheckpointing):
+class LoraExperts(Lora):
     """peft adapts parameters without dropout and without a bias."""
 
     name = "lora-experts"
-    does = "two active adapters of peft's LoRA on the packed weights of experts, and checkpointing; the rest is frozen"
+    does = "two active adapters of peft's LoRA on the packed weights of experts; the rest is frozen"
     targets = ("experts.gate_up_proj", "experts.down_proj")
     kernels = ("lora_experts",)
     has_bias = False
@@ -208,6 +216,68 @@ class LoraHead(Lora):
         )
 
 
+class Qlora(Lora):
+    """The truth has the weights that the quantised ones stand for. They are frozen, and nothing of them is observed."""
+
+    name = "qlora"
+    does = "adapters as in lora, on weights of bitsandbytes in 4 bits (NF4), whose scales are quantised, too"
+    needs = ("peft", "bitsandbytes")
+    format: Format = Nf4()
+
+    def truth(self) -> Setup:
+        return _Dequantised(self)
+
+    def loaded(self, model: Any, dtype: torch.dtype) -> Any:
+        values = dict(model.named_parameters())
+        adapted = self.template(quantise(model.unload(), self.targets, self.format))
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.data = values[name].data
+        return adapted
+
+    def named(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((name, p) for name, p in super().named(model, wrapped) if not name.endswith("base_layer.weight"))
+
+
+class _Dequantised(Setup):
+    """The truth of a set-up whose weights are quantised."""
+
+    def __init__(self, setup: Qlora) -> None:
+        self.setup = setup
+
+    def loaded(self, model: Any, dtype: torch.dtype) -> Any:
+        return dequantise(model, self.setup.targets, self.setup.format, dtype)
+
+    def named(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return self.setup.named(model, wrapped)
+
+
+class Qlora8Bit(Qlora):
+    """On a GPU the product rounds what comes in to 8 bits, which the truth does not do: its verdict sees little of the
+    base. So every result of a base must have the bits that the base's own class returns.
+    """
+
+    name = "qlora-8bit"
+    does = "adapters as in lora, on weights of bitsandbytes in 8 bits; results of these layers are equal bit for bit"
+    format = Int8()
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        SameBits.watch(model, "base_layer")
+        return super().wrap(model, device)
+
+    def weights(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        SameBits.check(model)
+        return super().weights(model, wrapped)
+
+
+class Float8(Qlora):
+    name = "float8"
+    does = "adapters as in lora, but for the bias, on weights of torchao: 8-bit integers in o_proj, float8 elsewhere"
+    needs = ("peft", "torchao")
+    format = Torchao()
+    has_bias = False  # peft refuses it
+
+
 class DeviceMap(Setup):
     """A head that is tied to its embedding lies with it, on the first device."""
 
@@ -215,7 +285,7 @@ class DeviceMap(Setup):
     does = "accelerate's dispatch_model over two GPUs (a CPU gets its hooks alone)"
     orders = ("after", "before")
     gpus = 2
-    needs = "accelerate"
+    needs = ("accelerate",)
 
     def wrap(self, model: Any, device: torch.device) -> Any:
         from accelerate import dispatch_model
@@ -306,7 +376,7 @@ class Zero3(Setup):
     sharded = True
     does = "deepspeed, ZeRO stage 3"
     ranks = RANKS
-    needs = "deepspeed"
+    needs = ("deepspeed",)
     dtypes = ("float32",)
     without = ("accumulated",)  # its engine wants a step after each backward
 
@@ -432,30 +502,23 @@ def _attention_over_ranks(
     return out.chunk(RANKS, 2)[torch.distributed.get_rank()].transpose(1, 2).contiguous(), None
 
 
-SETUPS: dict[str, Setup] = {
-    cls.name: cls()
-    for cls in (
-        Setup,
-        Autocast,
-        Fp16Scaler,
-        Checkpointing,
-        Compile,
-        Lora,
-        LoraCheckpointing,
-        LoraDropout,
-        LoraAutocast,
-        LoraExperts,
-        LoraHead,
-        DeviceMap,
-        Ddp,
-        Fsdp2,
-        LoraFsdp2,
-        Fsdp1,
-        Zero3,
-        TensorParallel,
-        SequenceParallel,
-    )
-}
+_CLASSES: tuple[type[Setup], ...] = (
+    Setup,
+    Autocast,
+    Fp16Scaler,
+    Checkpointing,
+    Compile,
+    *with_checkpointing(Lora, LoraDropout, LoraAutocast, LoraExperts, LoraHead, Qlora, Qlora8Bit, Float8),
+    DeviceMap,
+    Ddp,
+    Fsdp2,
+    *with_checkpointing(LoraFsdp2),
+    Fsdp1,
+    Zero3,
+    TensorParallel,
+    SequenceParallel,
+)
+SETUPS: dict[str, Setup] = {cls.name: cls() for cls in _CLASSES}
 
 
 @functools.cache

@@ -83,6 +83,7 @@ class Trajectory:
         complaints: what went wrong while it ran.
         notes: what the caller was not given.
         model: the trained model.
+        unpatched: the model before it was patched or trained, where a set-up makes another one of the template.
         costs: "step, ms" on average, and on a GPU the "peak, GiB": for trends, nothing is judged by them.
         measured: of a baseline, what was compared with its values, and the figures that came of it.
     """
@@ -96,6 +97,7 @@ class Trajectory:
     notes: list[Remark] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     model: Any = None
+    unpatched: Any = None
     costs: dict[str, float] = field(default_factory=dict)
     measured: dict[Any, Any] = field(default_factory=dict, repr=False)
 

@@ -72,7 +72,7 @@ class Call(NamedTuple):
     shard: VocabShard | None = None  # whose classes the weight has, if not all
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        tensors: tuple[Any, ...] = self[:TENSORS]
+        tensors: tuple[Any, ...] = (*self,)[:TENSORS]  # Dynamo of torch 2.8 takes no slice of a named tuple
         return tensors
 
     def for_backward(self, schedule: Schedule) -> tuple[Tensor | None, ...]:

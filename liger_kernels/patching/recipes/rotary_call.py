@@ -66,7 +66,8 @@ runs = [0]
 
 def _apply_rotary(*args: Any, **named: Any) -> Any:
     """The code of what :func:`rotary_function` makes. Upstream gets every call that is not of the form probed."""
-    given: dict[str, Any] = dict(zip(names, args, strict=False))
+    # As many names as arguments: Dynamo of torch 2.8 takes every zip for a strict one.
+    given: dict[str, Any] = dict(zip(names[: len(args)], args, strict=False))
     given.update(named)
     tensors: list[Any] = [given.get(name) for name in tensor_names]
     tables: list[Any] = [given.get(name) for name in table_names]

@@ -1,0 +1,195 @@
+"""Adapters on quantised weights: the base runs as the module that it is, and the adapters run on the op."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import liger_kernels
+from convergence.arms.quantised import SameBits
+from convergence.arms.setups import SETUPS
+from convergence.judge.tolerance import three_way
+from liger_kernels import ops
+from tests.patching_checks import DEVICE, batch, compare, fallbacks, gradients, tiny, train
+
+KINDS = ("qlora", "qlora-8bit", "float8")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(params=KINDS)
+def setup(request: pytest.FixtureRequest) -> Any:
+    found = SETUPS[request.param]
+    if why := found.absent(None, "float32", DEVICE.type):
+        pytest.skip(why)
+    return found
+
+
+of_bitsandbytes = pytest.mark.parametrize("setup", KINDS[:2], indirect=True)
+
+
+def pair(setup: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """A tiny model with adapters in float64, with the weights that the quantised ones stand for; and quantised."""
+    template = setup.template(tiny("llama"))
+    for parameter in template.parameters():
+        parameter.data = parameter.data.to(dtype)
+    truth = setup.truth().loaded(copy.deepcopy(template).double(), dtype)
+    model = setup.loaded(template, dtype)
+    setup.cast(model)
+    return truth, model
+
+
+def layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_loss_and_gradients(setup: Any, dtype: torch.dtype) -> None:
+    truth, model = pair(setup, dtype)
+    patched = copy.deepcopy(model)
+    liger_kernels.patch(patched)
+    SameBits.watch(patched, "base_layer")
+    exact, own = train(truth), train(model)
+    ops.reset_launches()
+    ours = train(patched)
+    assert ops.launches()["_lora_linear_add_kernel"] >= 14
+    SameBits.check(patched)
+    compared = [name for name in own if name == "loss" or "lora_" in name]
+    assert len(compared) == 1 + sum(len(layer.lora_A) * 2 for layer in layers(model)) + 14 * setup.bias
+    for name in compared:
+        assert ours[name].dtype == own[name].dtype
+        three_way(ours[name], own[name], exact[name], dtype, name, chain=4)
+
+
+def test_status_says_what_runs(setup: Any) -> None:
+    _, model = pair(setup)
+    report = liger_kernels.patch(model)
+    assert report.counts() == {"rms_norm": 5, "rope": 2, "swiglu": 2, "lora_linear": 14, "linear_cross_entropy": 1}
+    train(model)
+    report = liger_kernels.status(model)
+    assert not report.never_ran
+    assert not report.fallbacks
+    assert not report.left
+
+
+def test_the_weights_stay_what_they_were(setup: Any) -> None:
+    """Names, classes and every byte, after a step with the patch."""
+    _, model = pair(setup)
+    before = copy.deepcopy(model.state_dict())
+    kinds = [(type(layer.base_layer), type(layer.base_layer.weight)) for layer in layers(model)]
+    liger_kernels.patch(model)
+    train(model)
+    after = model.state_dict()
+    assert [*after] == [*before]
+    assert [(type(layer.base_layer), type(layer.base_layer.weight)) for layer in layers(model)] == kinds
+    for name, value in before.items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(_plain(after[name]), _plain(value)), name
+
+
+def _plain(tensor: Any) -> torch.Tensor:
+    plain: torch.Tensor = tensor.dequantize() if hasattr(tensor, "tensor_data_names") else tensor
+    return plain
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(setup: Any, reentrant: bool) -> None:
+    _, model = pair(setup)
+    model.enable_input_require_grads()
+    liger_kernels.patch(model)
+    expected = train(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = train(model)
+    assert all(map(torch.equal, found.values(), expected.values()))
+    assert not fallbacks(model)
+
+
+@of_bitsandbytes
+def test_a_model_that_peft_prepared(setup: Any) -> None:
+    """Norms and embedding in float32 on a bfloat16 model, under autocast."""
+    import peft
+
+    truth, model = pair(setup, torch.bfloat16)
+    peft.prepare_model_for_kbit_training(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    patched = copy.deepcopy(model)
+    liger_kernels.patch(patched)
+    found = []
+    for one in (model, patched):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            loss = one(**batch()).loss
+        found.append(gradients(one, loss))
+    own, ours = found
+    exact = train(truth)
+    assert ours.keys() == own.keys()
+    for name, value in own.items():
+        assert ours[name].dtype == value.dtype
+        three_way(ours[name], value, exact[name], torch.bfloat16, name, chain=4)
+    assert liger_kernels.status(patched).counts()["lora_linear"] == 14
+    assert not fallbacks(patched)
+
+
+def test_peft_computes_an_adapter_that_somebody_watches(setup: Any) -> None:
+    truth, model = pair(setup)
+    patched = copy.deepcopy(model)
+    liger_kernels.patch(patched)
+    layers(patched)[3].lora_A["default"].register_forward_hook(lambda *_: None)
+    exact, own, ours = (train(one) for one in (truth, model, patched))
+    compare(model, ours, own, {name: exact[name] for name in own})
+    assert fallbacks(patched) == {"PEFT computed an adapter: lora_A or lora_B has hooks, or a forward of its own": 1}
+
+
+@of_bitsandbytes
+def test_disabled_and_merged(setup: Any) -> None:
+    """Adapters in a merged weight are rounded with it. What peft then computes is what runs."""
+    _, own = pair(setup)
+    own.delete_adapter("second")
+    own.set_adapter("default")
+    patched = copy.deepcopy(own)
+    liger_kernels.patch(patched, ["lora_linear"])
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for change in ("disable_adapter_layers", "enable_adapter_layers", "merge_adapter"):
+        for model in (own, patched):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that merging rounds
+                getattr(model.base_model, change)()
+        theirs, ours = (layers(model)[0](x) for model in (own, patched))
+        if change == "enable_adapter_layers":
+            torch.testing.assert_close(ours, theirs)
+        else:
+            assert torch.equal(ours, theirs)
+    assert not fallbacks(patched)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_format_stands_for_its_weight(setup: Any, dtype: torch.dtype) -> None:
+    """What the truth multiplies by is what the layer does, and within the format's rounding of what it was."""
+    torch.manual_seed(0)
+    for outputs in (64, 48):
+        linear = nn.Linear(64, outputs).to(DEVICE, dtype).requires_grad_(False)
+        weight = linear.weight.clone()
+        layer = setup.format.quantised(linear).train()
+        found = setup.format.dequantised(layer)
+        assert 0 < float((found - weight).abs().max()) < 0.2 * float(weight.abs().max())
+        x = torch.randn(3, 64, device=DEVICE, dtype=dtype)
+        tolerance = 0.03 if setup.name == "qlora-8bit" else 8 * torch.finfo(dtype).eps
+        expected = F.linear(x.double(), found.double(), linear.bias.double())
+        torch.testing.assert_close(layer(x).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_other_bits_of_a_base_are_seen() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    SameBits.watch(model, "0")
+    with pytest.raises(RuntimeError, match="0 was never called as a module"):
+        SameBits.check(model)
+    model(torch.ones(4))
+    SameBits.check(model)
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1e-6
+    with pytest.raises(RuntimeError, match="0 returns other numbers than before it was patched"):
+        model(torch.ones(4))
