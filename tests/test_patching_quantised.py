@@ -53,14 +53,19 @@ def test_loss_and_gradients(setup: Any, dtype: torch.dtype) -> None:
     truth, model = pair(setup, dtype)
     patched = copy.deepcopy(model)
     liger_kernels.patch(patched)
-    SameBits.watch(patched, "base_layer")
+    own_product = setup.name == "qlora"  # of a weight that is made dense; others are called as modules
+    if not own_product:
+        SameBits.watch(patched, "base_layer")
     exact, own = train(truth), train(model)
     ops.reset_launches()
     ours = train(patched)
-    assert ops.launches()["_lora_linear_add_kernel"] >= 14
-    SameBits.check(patched)
+    if own_product:
+        assert ops.launches()["_lora_glu_bwd_kernel"] == 2
+    else:
+        assert ops.launches()["_lora_linear_add_kernel"] >= 14
+        SameBits.check(patched)
     compared = [name for name in own if name == "loss" or "lora_" in name]
-    assert len(compared) == 1 + sum(len(layer.lora_A) * 2 for layer in layers(model)) + 14 * setup.bias
+    assert len(compared) == 1 + sum(len(layer.lora_A) * 2 for layer in layers(model)) + 14 * setup.has_bias
     for name in compared:
         assert ours[name].dtype == own[name].dtype
         three_way(ours[name], own[name], exact[name], dtype, name, chain=4)
