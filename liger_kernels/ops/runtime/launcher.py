@@ -26,6 +26,7 @@ except ImportError:
 VARIABLE = "LIGER_KERNELS_LAUNCHER"
 TESTED = ((3, 4), (3, 9))  # the oldest and the newest Triton of the matrix
 
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 _programs: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
 
 
@@ -91,15 +92,18 @@ def _program_key(
     16, which numbers are 1 or need 64 bits, which arguments are None, and all constants and options; and the arguments,
     tensors as their addresses, about which the launcher then does not ask the driver."""
     key: list[Any] = [id(kernel), device.index]
-    values = []
+    values: list[Any] = []
+    add, put = key.append, values.append
     for a in args:
-        if type(a) is int:
-            key.append((a == 1, a % 16 == 0, -(2**31) <= a < 2**31))
-        elif isinstance(a, torch.Tensor):
-            key.append(a.dtype)
+        kind = type(a)
+        if kind is int:
+            # One number for each case, from 8 on: no truth value is equal to it.
+            add(8 + (a == 1) + 2 * (a & 15 == 0) + 4 * (-0x80000000 <= a < 0x80000000))
+        elif kind is _Tensor or kind is _Parameter or isinstance(a, _Tensor):
+            add(a.dtype)
             a = a.data_ptr()
-            key.append(a % 16 == 0)
+            add(a & 15 == 0)
         else:
-            key.append(float if type(a) is float else a)
-        values.append(a)
+            add(float if kind is float else a)
+        put(a)
     return (*key, *kwargs.values()), values

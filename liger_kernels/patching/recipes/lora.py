@@ -63,27 +63,19 @@ class LoraRecipe(Recipe):
         kernel = self.kernel
 
         def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if type(x) not in PLAIN or x.dtype not in PROBED or left_to_inductor("lora_linear", x):
+                return base.forward(self, x, *args, **kwargs)
+            if not args and not kwargs and (result := own_product(self, x)) is not None:
+                return result
             state = self.__dict__
-            modules = state["_modules"]
-            layer = modules.get("base_layer")
-            if (
-                type(x) not in PLAIN
-                or x.dtype not in PROBED
-                or state.get("_disable_adapters")
-                or state.get("merged_adapters")
-                or layer is None
-                or left_to_inductor("lora_linear", x)
-                or not unchanged(self)
-            ):
+            layer = state["_modules"].get("base_layer")
+            if state.get("_disable_adapters") or state.get("merged_adapters") or layer is None or not unchanged(self):
                 return base.forward(self, x, *args, **kwargs)
             inner = getattr(type(layer), "_liger_kernels_recipe", None)
             if inner is not None and inner.kernel != kernel:
                 return _own(base, self, "its base is a head that was patched before", x, *args, **kwargs)
             if args or kwargs:
                 return _own(base, self, "the call has more arguments than x", x, *args, **kwargs)
-            result = own_product(self, x)
-            if result is not None:
-                return result
             names = active_names(self)
             if not names:
                 return base.forward(self, x)

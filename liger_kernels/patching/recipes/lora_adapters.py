@@ -27,7 +27,10 @@ class Adapter(NamedTuple):
 
 def active_names(module: Any) -> list[str]:
     """The names of the active adapters that this layer has, in PEFT's order."""
-    active, known = module.active_adapters, module._modules["lora_A"]._modules
+    known = module._modules["lora_A"]._modules
+    active = module.__dict__.get("_active_adapter")  # what the property returns, at a tenth of its time
+    if active is None:
+        active = module.active_adapters
     return [name for name in ((active,) if isinstance(active, str) else active) if name in known]
 
 
@@ -55,20 +58,22 @@ def known_adapters(
             return "lora_A or lora_B is no plain linear layer"
         if probe.has_hooks(first) or probe.has_hooks(second):
             return "lora_A or lora_B has hooks, or a forward of its own"
-        a, b, bias = _tensor(first, "weight"), _tensor(second, "weight"), _tensor(second, "bias")
-        if _tensor(first, "bias") is not None or type(scale) not in (float, int):
+        of_first, of_second = first._parameters, second._parameters  # FSDP1 keeps views of its own elsewhere
+        a, b, bias = of_first.get("weight"), of_second.get("weight"), of_second.get("bias")
+        if of_first.get("bias") is not None or type(scale) not in (float, int):
             return "lora_A has a bias, or the scaling is no number"
         if type(a) not in PLAIN or type(b) not in PLAIN or not (bias is None or type(bias) in PLAIN):
             return "a weight of it is no plain tensor"
         if a.device != device or b.device != device or not (bias is None or bias.device == device):
             return "a weight of it is on another device than x"
-        if a.dim() != 2 or b.dim() != 2 or not a.numel() or not b.numel():
+        shape, shape_of_b, own_dtype = a.shape, b.shape, a.dtype
+        if len(shape) != 2 or len(shape_of_b) != 2 or 0 in shape or 0 in shape_of_b:
             return "a weight of it is sharded"
-        if a.dtype not in PROBED or b.dtype != a.dtype or not (bias is None or bias.dtype == a.dtype):
+        if own_dtype not in PROBED or b.dtype is not own_dtype or not (bias is None or bias.dtype is own_dtype):
             return None
-        if a.dtype != dtype and not state.get("cast_input_dtype_enabled", True):
+        if own_dtype is not dtype and not state.get("cast_input_dtype_enabled", True):
             return None
-        (rank, inputs), (outputs, ranks) = a.shape, b.shape
+        (rank, inputs), (outputs, ranks) = shape, shape_of_b
         if inputs != features or rank != ranks or not (bias is None or bias.shape == (outputs,)):
             return None
         adapters.append(Adapter(a, b, scale, bias, None if _is_idle(dropout) else dropout))
@@ -103,11 +108,6 @@ def foreseen_adapters(module: Any, step: Any) -> list[LoraAdapter]:
         bias = step.like(b, "bias")
         adapters.append(LoraAdapter(step.like(a, "weight"), step.like(b, "weight"), module.scaling[name], bias))
     return adapters
-
-
-def _tensor(module: Any, name: str) -> Any:
-    """A parameter that ``module`` itself holds: FSDP1 keeps views of its own elsewhere."""
-    return module._parameters.get(name)
 
 
 def drop(adapters: list[Adapter], x: torch.Tensor) -> list[Adapter] | str:
