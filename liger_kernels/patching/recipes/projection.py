@@ -72,7 +72,7 @@ def _held(module: Any, x: torch.Tensor, features: int) -> Held | None:
         if layer is None:
             return None
         base, adapters = layer
-    weights = _weights(base, x)
+    weights = weights_of(base, x)
     if weights is None:
         return None
     weight, bias, dense, shape = weights
@@ -84,7 +84,7 @@ def _held(module: Any, x: torch.Tensor, features: int) -> Held | None:
 _Weights = tuple[torch.Tensor, torch.Tensor | None, Callable[[torch.Tensor], torch.Tensor], Sequence[int]]
 
 
-def _weights(base: Any, x: torch.Tensor) -> _Weights | None:
+def weights_of(base: Any, x: torch.Tensor) -> _Weights | None:
     """Weight, bias, what makes the weight dense, and its shape then, where calling ``base`` is F.linear of these."""
     if probe.has_hooks(base):
         return None
