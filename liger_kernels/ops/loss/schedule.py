@@ -16,7 +16,7 @@ from liger_kernels.ops.loss.options import LossOptions
 from liger_kernels.ops.loss.rows import Rows
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of
 from liger_kernels.ops.runtime.ahead import foresees
-from liger_kernels.ops.runtime.arguments import checked
+from liger_kernels.ops.runtime.arguments import checked, describe
 
 Observer = Callable[[int, Tensor], None]
 
@@ -69,7 +69,10 @@ class Packed(NamedTuple):
     dense: Callable[[Tensor], Tensor]
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        return self.dense(self.weight).to(dtype)
+        matrix: object = self.dense(self.weight)
+        if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
+            raise TypeError(f"dense returned {describe(matrix)}; it must return a matrix [vocab, hidden size] of floats")
+        return matrix.to(dtype)
 
 
 class Call(NamedTuple):
