@@ -59,7 +59,7 @@ def test_the_same_numbers_without_logits(name: str) -> None:
     report = liger_kernels.status(patched)
     assert report.fuses_head
     assert not fallbacks(patched)
-    assert not report.never_ran
+    assert not [item for item in report.never_ran if item.kernel == "linear_cross_entropy"]
     assert not report.left
 
 
