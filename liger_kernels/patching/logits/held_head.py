@@ -81,7 +81,7 @@ def held_head(head: Any, hidden: Tensor) -> HeldHead | str:
             if any(one.dropped is not None for one in found):
                 return "PEFT computed the head's adapters: their dropout is active"
             adapters = [LoraAdapter(one.a, one.b, float(one.scale), one.bias) for one in found]
-    weights = weights_of(base, hidden)
+    weights = weights_of(base, hidden, _class_before_patch(base))
     if weights is None:
         return "the head's base layer is more than a weight that is known, or somebody watches it"
     weight, bias, dense, shape = weights
