@@ -18,6 +18,7 @@ from liger_kernels.ops import (
     linear_log_probs,
     linear_log_probs_ref,
 )
+from liger_kernels.ops.lora.low_rank import LowRank, ThinProducts
 from liger_kernels.ops.lora.products import MOST_RANKS
 from tests.linear_cross_entropy_checks import in_held_slabs, in_two_slabs
 from tests.ops_checks import DTYPES, randn
@@ -193,6 +194,20 @@ def test_gradients_of_float32_adapters_keep_their_digits(device: Any) -> None:
     for grad in (da, db):
         assert grad.dtype == torch.float32
         assert (grad != grad.bfloat16().float()).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [1.0, 1e-6])
+def test_gradients_of_float32_adapters_are_sums_of_all_digits(dtype: torch.dtype, size: float, device: Any) -> None:
+    """Given the logits' gradient in 16 bits, those of z and B are exact but for roundings of float32."""
+    torch.manual_seed(0)
+    z, b = size * torch.randn(50, 3, device=device), size * torch.randn(40, 3, device=device)
+    d_logits = torch.rand(50, 40, device=device).to(dtype)
+    thin = ThinProducts(LowRank(z, b), dtype, needs_z=True, needs_b=True)
+    thin.add(d_logits, slice(None), slice(None))
+    exact = d_logits.double() @ b.double(), d_logits.double().t() @ z.double()
+    for found, true in zip(thin.gradients(), exact, strict=True):
+        assert (found.double() - true).norm() <= 2e-6 * true.norm()
 
 
 class Largest(TorchDispatchMode):
