@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from liger_kernels.ops.lora.adapter import LoraAdapter
-from liger_kernels.ops.lora.lora_linear import checked_adapters, lora_linear_ref
-from liger_kernels.ops.lora.projection import as_it_is
+from liger_kernels.ops.lora.lora_linear import _checked as checked_adapters
+from liger_kernels.ops.lora.lora_linear import lora_linear_ref
 from liger_kernels.ops.lora.low_rank import low_rank
+from liger_kernels.ops.lora.projection import as_it_is
 from liger_kernels.ops.loss.schedule import Call, Packed, current_observer
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, logits_of_all
 from liger_kernels.ops.runtime.dispatch import as_autocast

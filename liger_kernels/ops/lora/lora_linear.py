@@ -45,7 +45,7 @@ from liger_kernels.ops.runtime.dispatch import as_autocast, as_values, backward_
 @checked
 def lora_linear_ref(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[LoraAdapter]) -> Tensor:
     """:func:`lora_linear` in plain torch: the definition of correct, for any floating-point dtype."""
-    known = checked_adapters(x, adapters)
+    known = _checked(x, adapters)
     x = cast_as_base(x)
     return _reference(base(x), x, known)
 
@@ -133,7 +133,7 @@ def _thirds(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequenc
     return items[:n], items[n : 2 * n], items[2 * n :]
 
 
-def checked_adapters(x: Tensor, adapters: Sequence[LoraAdapter]) -> list[LoraAdapter]:
+def _checked(x: Tensor, adapters: Sequence[LoraAdapter]) -> list[LoraAdapter]:
     """``adapters``, each of which fits to x."""
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}; it must be floating point")
@@ -195,7 +195,7 @@ def lora_linear(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[
     Raises:
         TypeError, ValueError: for an argument of a wrong type, dtype, shape or device.
     """
-    known = checked_adapters(x, adapters)
+    known = _checked(x, adapters)
     x = cast_as_base(x)
     if not known:
         return base(x)

@@ -50,9 +50,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernels.ops.lora.adapter import LoraAdapter
-from liger_kernels.ops.lora.projection import as_it_is
 from liger_kernels.ops.lora.head import as_matrix, check_head_adapters, has_float64, reference_logits, with_adapters
 from liger_kernels.ops.lora.low_rank import LowRank
+from liger_kernels.ops.lora.projection import as_it_is
 from liger_kernels.ops.loss.counted_rows import CountedRows, CountedTargets, checked_count, rows_to_take
 from liger_kernels.ops.loss.cross_entropy import (
     CrossEntropyOutput,
@@ -457,7 +457,7 @@ def linear_cross_entropy(
     check_head_adapters(hidden, weight, adapters, shard)
     taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, o.ignore_index, o.extras)
     call = Call(taken.take(hidden), weight, bias, taken.targets, *weights, o, needs, taken, shard, packed=packed)
-    reference = not use_triton(hidden, opaque=True) or has_float64(adapters)
+    reference = not use_triton(hidden, opaque=True) or (bool(adapters) and has_float64(adapters))
     call = call if reference else with_adapters(call, adapters)
     memory, schedule = choose_schedule(call.hidden, weight.shape[0], o, call.needs, chunk_size, memory, shard)
     named |= o.as_arguments()

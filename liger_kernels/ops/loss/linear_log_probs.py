@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from liger_kernels.ops.lora.adapter import LoraAdapter
-from liger_kernels.ops.lora.projection import as_it_is
 from liger_kernels.ops.lora.head import as_matrix, check_head_adapters, has_float64, reference_logits, with_adapters
+from liger_kernels.ops.lora.projection import as_it_is
 from liger_kernels.ops.loss.counted_rows import CountedTargets
 from liger_kernels.ops.loss.linear_cross_entropy import (
     Memory,
@@ -166,7 +166,7 @@ def linear_log_probs(
     check_head_adapters(hidden, weight, adapters, shard)
     taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, o.ignore_index)
     call = Call(taken.take(hidden), weight, bias, taken.targets, None, None, None, o, needs, taken, shard, None, packed)
-    reference = not use_triton(hidden, opaque=True) or has_float64(adapters)
+    reference = not use_triton(hidden, opaque=True) or (bool(adapters) and has_float64(adapters))
     call = call if reference else with_adapters(call, adapters)
     _, schedule = choose_schedule(call.hidden, weight.shape[0], o, call.needs, None, memory, shard)
     if reference:

@@ -71,7 +71,9 @@ class Packed(NamedTuple):
     def matrix(self, dtype: torch.dtype) -> Tensor:
         matrix: object = self.dense(self.weight)
         if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
-            raise TypeError(f"dense returned {describe(matrix)}; it must return a matrix [vocab, hidden size] of floats")
+            raise TypeError(
+                f"dense returned {describe(matrix)}; it must return a matrix [vocab, hidden size] of floats"
+            )
         return matrix.to(dtype)
 
 

@@ -37,7 +37,7 @@ class HeadRecipe(Recipe):
     """An LM head that answers with deferred logits while the forward of its model runs with labels.
 
     With ``fused`` the product itself waits (a plain linear layer); without, the head computes its logits at once and
-    only the cross entropy over them is ours (an adapter, a quantized layer, or by the user's choice). ``memory`` is the
+    only the cross entropy over them is ours (a weight of eight bits, or by the user's choice). ``memory`` is the
     schedule of the fused loss, as in :func:`liger_kernels.ops.linear_cross_entropy`.
     """
 
@@ -121,15 +121,15 @@ class HeldHeadRecipe(HeadRecipe):
     def detail(self) -> str:
         return "loss of hidden states and a weight of four bits, no logits"
 
-    def foreseen(self, module: Any, step: Any) -> Any:
+    def foreseen(self, module: Any, step: Any) -> Calls:
         return self._foreseen(module, step, ())
 
-    def _foreseen(self, module: Any, step: Any, adapters: Sequence[LoraAdapter]) -> Any:
+    def _foreseen(self, module: Any, step: Any, adapters: Sequence[LoraAdapter]) -> Calls:
         hidden = step.tensor(step.tokens, module.in_features)
         weight = step.tensor(module.out_features, module.in_features, grad=False)
         targets = step.tensor(step.tokens, dtype=torch.int64, grad=False)
         how: dict[str, Any] = {"memory": self.memory, "adapters": tuple(adapters)}
-        return functools.partial(linear_cross_entropy, hidden, weight, targets, None, **how)
+        return (functools.partial(linear_cross_entropy, hidden, weight, targets, None, **how),)
 
     @staticmethod
     def why_logits(head: Any, outer: nn.Module, split: SplitHead | str | None, hidden: torch.Tensor) -> str | None:
@@ -156,7 +156,7 @@ class AdaptedHeadRecipe(HeldHeadRecipe):
     def detail(self) -> str:
         return "loss of hidden states, weight and adapters, no logits"
 
-    def foreseen(self, module: Any, step: Any) -> Any:
+    def foreseen(self, module: Any, step: Any) -> Calls:
         return self._foreseen(module, step, foreseen_adapters(module, step))
 
 
