@@ -10,17 +10,15 @@ from torch import Tensor
 from liger_kernels.ops.lora.adapter import LoraAdapter
 from liger_kernels.ops.lora.lora_linear import _checked as checked_adapters
 from liger_kernels.ops.lora.lora_linear import lora_linear_ref
-from liger_kernels.ops.lora.low_rank import low_rank
-from liger_kernels.ops.lora.projection import as_it_is
-from liger_kernels.ops.loss.schedule import Call, Packed, current_observer
+from liger_kernels.ops.lora.low_rank import LowRank, low_rank
+from liger_kernels.ops.loss.counted_rows import CountedRows
+from liger_kernels.ops.loss.schedule import Needs, Packed, current_observer
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, logits_of_all
 from liger_kernels.ops.runtime.dispatch import as_autocast
 
 
-def as_matrix(weight: Tensor, dense: Callable[[Tensor], Tensor], hidden: Tensor) -> tuple[Tensor, Packed | None]:
+def as_matrix(weight: Tensor, dense: Callable[[Tensor], Tensor], hidden: Tensor) -> tuple[Tensor, Packed]:
     """The matrix that ``weight`` stands for, in the dtype of the product, and what it was made of."""
-    if dense is as_it_is:
-        return weight, None
     packed = Packed(weight, dense)
     return packed.matrix(as_autocast(hidden[:0], hidden.device).dtype), packed
 
@@ -33,8 +31,6 @@ def check_head_adapters(
     Raises:
         TypeError, ValueError: they are not.
     """
-    if not adapters:
-        return
     if shard is not None:
         raise ValueError(
             "adapters were given with group, which do not go together: compute the logits of all ranks and their "
@@ -48,14 +44,14 @@ def check_head_adapters(
             )
 
 
-def with_adapters(call: Call, adapters: Sequence[LoraAdapter]) -> Call:
-    """``call`` of a head that also has ``adapters``."""
-    if not adapters or call.taken is None:
-        return call
-    hidden, low = low_rank(call.hidden, adapters, call.taken.take)
+def with_adapters(
+    hidden: Tensor, adapters: Sequence[LoraAdapter], taken: CountedRows, needs: Needs
+) -> tuple[Tensor, LowRank, Needs]:
+    """``hidden``, of the rows that are ``taken``, to be used in its place, what ``adapters`` add, and what needs a
+    gradient then."""
+    hidden, low = low_rank(hidden, adapters, taken.take)
     grad = torch.is_grad_enabled()
-    needs = call.needs._replace(z=grad and low.z.requires_grad, b=grad and low.b.requires_grad)
-    return call._replace(hidden=hidden, low=low, needs=needs)
+    return hidden, low, needs._replace(z=grad and low.z.requires_grad, b=grad and low.b.requires_grad)
 
 
 def has_float64(adapters: Sequence[LoraAdapter]) -> bool:

@@ -100,9 +100,11 @@ def linear_cross_entropy_ref(
     """What :func:`linear_cross_entropy` computes, in plain torch, holding all logits in the input's dtype."""
     o = LossOptions.checked(options)
     weights = class_weight, row_weight, denominator
-    weight, _ = as_matrix(weight, dense, hidden)
+    if dense is not as_it_is:
+        weight, _ = as_matrix(weight, dense, hidden)
     hidden, weight, bias, _, shard = checked_head(hidden, weight, targets, bias, o, *weights, group)
-    check_head_adapters(hidden, weight, adapters, shard)
+    if adapters:
+        check_head_adapters(hidden, weight, adapters, shard)
     return _reference(hidden, weight, targets, bias, adapters, *weights, o, shard)
 
 
@@ -452,21 +454,26 @@ def linear_cross_entropy(
         return uncompiled(linear_cross_entropy, hidden, weight, targets, bias, **named, **how, **options)
     o = LossOptions.checked(options)
     weights = class_weight, row_weight, denominator
-    weight, packed = as_matrix(weight, dense, hidden)
+    packed, low = None, None
+    if dense is not as_it_is:
+        weight, packed = as_matrix(weight, dense, hidden)
     hidden, weight, bias, needs, shard = checked_head(hidden, weight, targets, bias, o, *weights, group)
-    check_head_adapters(hidden, weight, adapters, shard)
+    if adapters:
+        check_head_adapters(hidden, weight, adapters, shard)
     taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, o.ignore_index, o.extras)
-    call = Call(taken.take(hidden), weight, bias, taken.targets, *weights, o, needs, taken, shard, packed=packed)
-    reference = not use_triton(hidden, opaque=True) or (bool(adapters) and has_float64(adapters))
-    call = call if reference else with_adapters(call, adapters)
-    memory, schedule = choose_schedule(call.hidden, weight.shape[0], o, call.needs, chunk_size, memory, shard)
+    rows = taken.take(hidden)
+    runs = use_triton(hidden, opaque=True) and not (adapters and has_float64(adapters))
+    if runs and adapters:
+        rows, low, needs = with_adapters(rows, adapters, taken, needs)
+    memory, schedule = choose_schedule(rows, weight.shape[0], o, needs, chunk_size, memory, shard)
     named |= o.as_arguments()
-    if reference:
+    if not runs:
         return _reference(hidden, weight, targets, bias, adapters, *weights, o, shard)
     if memory == "fast" and _is_traced_whole(hidden, weight.shape[0]):
         return cross_entropy(F.linear(hidden, weight, bias), targets, **named)
-    row_weight = as_kernel_weight(None if row_weight is None else taken.take(row_weight))
-    call = call._replace(class_weight=as_kernel_weight(class_weight), row_weight=row_weight)
+    row_weight = None if row_weight is None else taken.take(row_weight)
+    weights = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
+    call = Call(rows, weight, bias, taken.targets, *weights, o, needs, taken, shard, low, packed)
     loss, extras = run_schedule(schedule, call)
     loss = taken.spread(loss) if o.reduction == "none" else loss
     extras = {name: taken.spread(extra) for name, extra in extras.items()}

@@ -90,9 +90,11 @@ def linear_log_probs_ref(
 ) -> LogProbsOutput:
     """What :func:`linear_log_probs` computes, in plain torch, holding all logits in the input's dtype."""
     o = _checked(options, outputs)
-    weight, _ = as_matrix(weight, dense, hidden)
+    if dense is not as_it_is:
+        weight, _ = as_matrix(weight, dense, hidden)
     hidden, weight, bias, _, shard = checked_head(hidden, weight, targets, bias, o, group=group)
-    check_head_adapters(hidden, weight, adapters, shard)
+    if adapters:
+        check_head_adapters(hidden, weight, adapters, shard)
     return _reference(reference_logits(hidden, weight, bias, adapters, shard), targets, o, outputs)
 
 
@@ -161,16 +163,21 @@ def linear_log_probs(
         how |= {"adapters": adapters, "dense": dense}
         return uncompiled(linear_log_probs, hidden, weight, targets, bias, **how, **options)
     o = _checked(options, outputs)
-    weight, packed = as_matrix(weight, dense, hidden)
+    packed, low = None, None
+    if dense is not as_it_is:
+        weight, packed = as_matrix(weight, dense, hidden)
     hidden, weight, bias, needs, shard = checked_head(hidden, weight, targets, bias, o, group=group)
-    check_head_adapters(hidden, weight, adapters, shard)
+    if adapters:
+        check_head_adapters(hidden, weight, adapters, shard)
     taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, o.ignore_index)
-    call = Call(taken.take(hidden), weight, bias, taken.targets, None, None, None, o, needs, taken, shard, None, packed)
-    reference = not use_triton(hidden, opaque=True) or (bool(adapters) and has_float64(adapters))
-    call = call if reference else with_adapters(call, adapters)
-    _, schedule = choose_schedule(call.hidden, weight.shape[0], o, call.needs, None, memory, shard)
-    if reference:
+    rows = taken.take(hidden)
+    runs = use_triton(hidden, opaque=True) and not (adapters and has_float64(adapters))
+    if runs and adapters:
+        rows, low, needs = with_adapters(rows, adapters, taken, needs)
+    _, schedule = choose_schedule(rows, weight.shape[0], o, needs, None, memory, shard)
+    if not runs:
         return _reference(reference_logits(hidden, weight, bias, adapters, shard), targets, o, outputs)
+    call = Call(rows, weight, bias, taken.targets, None, None, None, o, needs, taken, shard, low, packed)
     loss, found = run_schedule(schedule, call, entropy="entropy" in outputs)
     if "is_top1" in outputs:
         found["is_top1"] = found["predicted_tokens"] == taken.targets
