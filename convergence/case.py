@@ -265,7 +265,7 @@ def _check_in_setup(case: Case, arms: Arms, record: Record, verdict: Verdict) ->
             verdict.fail("candidate", "", "not patched", "no module changed, and no kernel of this package ran")
     else:
         setup = SETUPS[case.setup]
-        _check_kernels(model, candidate, record, verdict, setup.head_runs_itself, setup.kernels)
+        _check_kernels(model, candidate, record, verdict, setup.kernels)
         record.fused = "yes" if _is_fused(candidate.report, arms.reads) else "no"
 
 
@@ -280,7 +280,6 @@ def _check_kernels(
     candidate: Candidate,
     record: Record,
     verdict: Verdict,
-    head_runs_itself: bool = False,
     of_setup: tuple[str, ...] = (),
 ) -> None:
     """Every kernel that this architecture, or its set-up, has a place for must have been put there, and must have run;
@@ -288,7 +287,7 @@ def _check_kernels(
     report = candidate.report
     record.census, record.fallbacks = report.counts(), dict(report.fallbacks)
     loss = "linear_cross_entropy" if "linear_cross_entropy" in report.kernels else "cross_entropy"
-    wanted = [*(k for k in (*model.kernels, *of_setup) if k in report.kernels), *(() if head_runs_itself else (loss,))]
+    wanted = [*(k for k in (*model.kernels, *of_setup) if k in report.kernels), loss]
     for kernel in wanted if model.kernels else [k for k, n in record.census.items() if n] or wanted:
         if not record.census.get(kernel):
             why = "; ".join(f"{left.path}: {left.reason}" for left in report.left) or "no candidate was found"

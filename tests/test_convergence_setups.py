@@ -46,7 +46,7 @@ def test_the_names_of_cases(capfd):
             "float32",
             "adapts q_proj, v_proj, k_proj, gate_proj, up_proj, which this model does not have",
         ),
-        ("lora-head", "llama-tied", "float32", "ties to its embedding"),
+        ("lora-head", "llama-tied", "float32", ""),
         ("qlora", "phi3", "float32", "adapts q_proj"),
         ("fsdp2", "llama-tied", "float32", ""),
     ],

@@ -569,23 +569,6 @@ def test_an_adapter_that_comes_after_patch() -> None:
     compare(wrapped, train(wrapped), expected, truth)
 
 
-@pytest.mark.parametrize("order", ["patch first", "adapter first"])
-def test_a_head_keeps_peft_s_adapter(order: str) -> None:
-    model = tiny("llama")
-    if order == "patch first":
-        liger_kernels.patch(model)
-    wrapped = adapted(model, target_modules=["q_proj", "lm_head"])
-    expected, truth = train(wrapped), train(copy.deepcopy(wrapped).double())
-    liger_kernels.patch(wrapped)
-    compare(wrapped, train(wrapped), expected, truth)
-    assert liger_kernels.status(wrapped).counts()["lora_linear"] == 2 + (order == "patch first")
-    liger_kernels.unpatch(wrapped)
-    assert liger_kernels.status(wrapped) is None
-    assert not any("liger" in key for module in wrapped.modules() for key in module.__dict__)
-    assert not any(hasattr(type(module), "_liger_kernels_base") for module in wrapped.modules())
-    compare(wrapped, train(wrapped), expected, truth)
-
-
 def test_without_the_kernel_adapters_stay_as_they_are() -> None:
     model = adapted(tiny("llama"), target_modules=["q_proj"])
     report = liger_kernels.patch(model, [k for k in liger_kernels.KERNELS if k != "lora_linear"])

@@ -82,6 +82,16 @@ def test_what_adapters_launch_is_foreseen(dtype: torch.dtype, launched: set[Any]
     assert any("lora" in name for name, _ in launched)
 
 
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_what_an_adapted_head_launches_is_foreseen(dtype: torch.dtype, launched: set[Any]) -> None:
+    model = peft.get_peft_model(tiny("llama").to(dtype), peft.LoraConfig(r=4, target_modules=["lm_head"]))
+    liger_kernels.patch(model)
+    expected = foreseen_programs(model.get_base_model(), ForeseenStep(2, 16, dtype, dtype))
+    model(**batch(rows=2, length=16), use_cache=False).loss.backward()
+    assert not {name for name, _ in launched - expected if "lora" in name or "cross_entropy" in name}
+    assert any("lora" in name for name, _ in launched)
+
+
 def test_who_foresees_changes_nothing() -> None:
     """Neither counts of launches nor random numbers; no observer hears of it; and a tensor without memory runs the
     reference as before."""

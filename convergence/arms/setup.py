@@ -29,7 +29,6 @@ class Setup:
         sums: whether the loss is the sum over the ranks, and not their mean.
         without: the steps that it does not know.
         sharded: whether weights are split, so that other ones need a model that is wrapped anew.
-        head_runs_itself: whether the head computes its logits, so that none of our losses need run.
         kernels: those that it has places for, in addition to the model's own.
     """
 
@@ -44,7 +43,6 @@ class Setup:
     sums = False
     without: tuple[str, ...] = ()
     sharded = False
-    head_runs_itself = False
     kernels: tuple[str, ...] = ()
 
     def absent(self, model: nn.Module | None, dtype: str, device: str) -> str:

@@ -204,16 +204,11 @@ class LoraExperts(Lora):
 
 
 class LoraHead(Lora):
-    name = "lora-head"
-    does = "two adapters of peft's LoRA on every projection and the LM head, which runs itself"
-    targets = (*Lora.targets, "lm_head")
-    head_runs_itself = True
+    """A head that is tied to its embedding has the adapters alone: the embedding stays as it is."""
 
-    def absent(self, model: Any, dtype: str, device: str) -> str:
-        tied = model is not None and model.config.tie_word_embeddings
-        return super().absent(model, dtype, device) or (
-            f"the set-up {self.name} adapts the head, which this model ties to its embedding" if tied else ""
-        )
+    name = "lora-head"
+    does = "two adapters of peft's LoRA on every projection and the LM head"
+    targets = (*Lora.targets, "lm_head")
 
 
 class Qlora(Lora):

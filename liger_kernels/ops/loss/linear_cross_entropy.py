@@ -42,13 +42,17 @@ and 1 / denominator in the logits' gradient, most of which float16 would flush t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernels.ops.lora.adapter import LoraAdapter
+from liger_kernels.ops.lora.head import as_matrix, check_head_adapters, has_float64, reference_logits, with_adapters
+from liger_kernels.ops.lora.low_rank import LowRank
+from liger_kernels.ops.lora.projection import as_it_is
 from liger_kernels.ops.loss.counted_rows import CountedRows, CountedTargets, checked_count, rows_to_take
 from liger_kernels.ops.loss.cross_entropy import (
     CrossEntropyOutput,
@@ -61,9 +65,9 @@ from liger_kernels.ops.loss.cross_entropy import (
 )
 from liger_kernels.ops.loss.operators import linear_cross_entropy_op
 from liger_kernels.ops.loss.options import LossOptions, takes_options
-from liger_kernels.ops.loss.schedule import TENSORS, Call, Needs, Schedule, Upstream, current_observer, padded
+from liger_kernels.ops.loss.schedule import TENSORS, Call, Needs, Packed, Schedule, Upstream, current_observer, padded
 from liger_kernels.ops.loss.token_chunks import TokenChunks
-from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of, logits_of_all
+from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of
 from liger_kernels.ops.loss.vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops.runtime.arguments import Limit, checked, checked_op, one_of
 from liger_kernels.ops.runtime.dispatch import as_autocast, backward_once, use_triton
@@ -88,14 +92,20 @@ def linear_cross_entropy_ref(
     class_weight: Tensor | None = None,
     row_weight: Tensor | None = None,
     denominator: Tensor | None = None,
+    adapters: Sequence[LoraAdapter] = (),
+    dense: Callable[[Tensor], Tensor] = as_it_is,
     group: Any = None,
     **options: Any,
 ) -> Tensor | CrossEntropyOutput:
     """What :func:`linear_cross_entropy` computes, in plain torch, holding all logits in the input's dtype."""
     o = LossOptions.checked(options)
     weights = class_weight, row_weight, denominator
+    if dense is not as_it_is:
+        weight, _ = as_matrix(weight, dense, hidden)
     hidden, weight, bias, _, shard = checked_head(hidden, weight, targets, bias, o, *weights, group)
-    return _reference(hidden, weight, targets, bias, *weights, o, shard)
+    if adapters:
+        check_head_adapters(hidden, weight, adapters, shard)
+    return _reference(hidden, weight, targets, bias, adapters, *weights, o, shard)
 
 
 def _reference(
@@ -103,6 +113,7 @@ def _reference(
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None,
+    adapters: Sequence[LoraAdapter],
     class_weight: Tensor | None,
     row_weight: Tensor | None,
     denominator: Tensor | None,
@@ -110,21 +121,8 @@ def _reference(
     shard: VocabShard | None,
 ) -> Tensor | CrossEntropyOutput:
     """:func:`linear_cross_entropy_ref` of what has been checked."""
-    logits = observed_logits(logits_of_all(hidden, weight, bias, shard))
+    logits = reference_logits(hidden, weight, bias, adapters, shard)
     return reference(logits, targets, class_weight, row_weight, denominator, options)
-
-
-def observed_logits(logits: Tensor) -> Tensor:
-    """``logits``, whose gradient an observer gets if there is one."""
-    if current_observer() is not None and logits.requires_grad:
-        logits.register_hook(_observe_all_rows)
-    return logits
-
-
-def _observe_all_rows(grad: Tensor) -> None:
-    observer = current_observer()
-    if observer is not None:
-        observer(0, grad if grad.dtype == torch.float64 else grad.float())
 
 
 def _chunk_of_balanced(hidden_size: int) -> int:
@@ -214,17 +212,29 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, schedule: Schedule, entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        z: Tensor | None,
+        b: Tensor | None,
+        call: Call,
+        schedule: Schedule,
+        entropy: bool,
     ) -> tuple[Tensor, ...]:
         """The loss and the extras, of which the entropy has a gradient if ``entropy`` says so. ``call`` has the tensors
         before it, too."""
         output = schedule.forward(call)
         extras = output.rows.extras
-        ctx.save_for_backward(*call.for_backward(schedule), extras["entropy"] if entropy else None, *output.saved)
+        low = call.low if call.low is not None and schedule.reads(call.options) else (None, None)
+        kept = *call.for_backward(schedule), *low, extras["entropy"] if entropy else None
+        ctx.save_for_backward(*kept, *output.saved)
         # Not saved: a backward pass overwrites them, and autograd would then refuse a second one.
         ctx.buffers = output.buffers
         ctx.schedule, ctx.options, ctx.needs = schedule, call.options, call.needs
         ctx.rows_and_classes = {"taken": call.taken, "shard": call.shard}
+        ctx.packed = None if call.packed is None else call.packed.dense
+        ctx.b_dtype = None if b is None else b.dtype
         ctx.entropy = list(extras).index("entropy") if entropy else None
         ctx.like_loss = output.loss.shape, output.loss.device
         ctx.mark_non_differentiable(*[t for name, t in extras.items() if not entropy or name != "entropy"])
@@ -236,20 +246,27 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, *of_extras: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_entropy = None if ctx.entropy is None else of_extras[ctx.entropy]
         if grad_loss is None and grad_entropy is None:
-            return (None,) * 6
+            return (None,) * 8
         schedule, saved = ctx.schedule, ctx.saved_tensors  # raises where an earlier pass was the last one
         call = Call.of(saved[:TENSORS], ctx.options, ctx.needs)._replace(**ctx.rows_and_classes)
+        z, b, entropy, *saved = saved[TENSORS:]
+        if z is not None:
+            call = call._replace(low=LowRank(z, b))
+        if ctx.packed is not None and call.weight is not None:
+            call = call._replace(weight=Packed(call.weight, ctx.packed).matrix(call.hidden.dtype))
         # What reads the arguments computes again what it has overwritten.
         overwrite = schedule.reads(ctx.options) or not torch._C._autograd._get_current_graph_task_keep_graph()
         buffers = ctx.buffers
         if overwrite:
             ctx.buffers = None
-        entropy, *saved = saved[TENSORS:]
         shape, device = ctx.like_loss
         grad_loss = torch.zeros(shape, device=device) if grad_loss is None else grad_loss
         upstream = Upstream(grad_loss, None if grad_entropy is None else entropy, grad_entropy)
-        grads = schedule.backward(call, saved, buffers, upstream, overwrite)
-        return *[grad if needed else None for grad, needed in zip(grads, ctx.needs, strict=True)], None, None, None
+        found = schedule.backward(call, saved, buffers, upstream, overwrite)
+        grads = [grad if needed else None for grad, needed in zip(found, ctx.needs, strict=False)]
+        hidden, weight, bias, *low = grads
+        z, b = low or (None, None)
+        return hidden, weight, bias, z, b if b is None else b.to(ctx.b_dtype), None, None, None
 
 
 def _is_traced_whole(hidden: Tensor, vocab: int) -> bool:
@@ -330,11 +347,12 @@ def uncompiled(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def run_schedule(schedule: Schedule, call: Call, entropy: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss, and the extras of ``call.options.written()``, of which the entropy has a gradient if ``entropy`` says
     so. Only for reduction "none"."""
-    plain = type(call.hidden) in (Tensor, torch.nn.Parameter) or call.shard is not None
+    plain = type(call.hidden) in (Tensor, torch.nn.Parameter) or call.shard is not None or call.low is not None
     if torch.compiler.is_compiling() or not plain:
         loss, *extras = linear_cross_entropy_op(call, schedule, entropy)
     else:
-        inputs = call.hidden, call.weight, call.bias
+        low = (None, None) if call.low is None else call.low
+        inputs = call.hidden, call.weight, call.bias, *low
         loss, *extras = LinearCrossEntropyFunction.apply(*inputs, call, schedule, entropy)
     return loss, dict(zip(call.options.written(), extras, strict=True))
 
@@ -379,6 +397,8 @@ def linear_cross_entropy(
     chunk_size: ChunkSize | None = None,
     memory: Memory | None = None,
     counted: CountedTargets | int | None = None,
+    adapters: Sequence[LoraAdapter] = (),
+    dense: Callable[[Tensor], Tensor] = as_it_is,
     group: Any = None,
     **options: Any,
 ) -> Tensor | CrossEntropyOutput:
@@ -406,6 +426,12 @@ def linear_cross_entropy(
             where the targets were first seen and does not stop the GPU. If they are at most 15/16 of the tokens,
             only their rows are multiplied; with extras that describe ignored rows, too, all are. Where more targets
             count than that, the loss is NaN, or a ``ValueError`` on a CPU. None: all rows.
+        adapters: :class:`LoraAdapter` of the head. What they add to the logits is added to each part of these. Any
+            float dtype but float64, which runs the reference. Not with ``group``; ``torch.compile`` leaves them to
+            Python.
+        dense: what makes the matrix of a ``weight`` that is none, such as that of four bits, in any float dtype. It is
+            called in the forward, and once more in a backward that reads the matrix; the weight itself is saved.
+            ``torch.compile`` leaves it to Python.
         group: the ``torch.distributed.ProcessGroup`` over whose ranks the classes are split, in the order of the ranks:
             ``weight`` and ``bias`` are those of this rank's classes, of any number. Everything else is the same on
             every rank and of all classes, and so are the results and the gradient of hidden. The host waits for the GPU
@@ -422,23 +448,33 @@ def linear_cross_entropy(
             :func:`cross_entropy` does.
     """
     named: dict[str, Any] = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator}
-    if group is not None and torch.compiler.is_compiling():
+    if (group is not None or adapters or dense is not as_it_is) and torch.compiler.is_compiling():
         how: dict[str, Any] = {"chunk_size": chunk_size, "memory": memory, "counted": counted, "group": group}
+        how |= {"adapters": adapters, "dense": dense}
         return uncompiled(linear_cross_entropy, hidden, weight, targets, bias, **named, **how, **options)
     o = LossOptions.checked(options)
     weights = class_weight, row_weight, denominator
+    packed, low = None, None
+    if dense is not as_it_is:
+        weight, packed = as_matrix(weight, dense, hidden)
     hidden, weight, bias, needs, shard = checked_head(hidden, weight, targets, bias, o, *weights, group)
+    if adapters:
+        check_head_adapters(hidden, weight, adapters, shard)
     taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, o.ignore_index, o.extras)
-    hidden = taken.take(hidden)
-    memory, schedule = choose_schedule(hidden, weight.shape[0], o, needs, chunk_size, memory, shard)
+    rows = taken.take(hidden)
+    runs = use_triton(hidden, opaque=True) and not (adapters and has_float64(adapters))
+    if runs and adapters:
+        rows, low, needs = with_adapters(rows, adapters, taken, needs)
+    memory, schedule = choose_schedule(rows, weight.shape[0], o, needs, chunk_size, memory, shard)
     named |= o.as_arguments()
-    if not use_triton(hidden, opaque=True):
-        return _reference(hidden, weight, targets, bias, *weights, o, shard)
+    if not runs:
+        return _reference(hidden, weight, targets, bias, adapters, *weights, o, shard)
     if memory == "fast" and _is_traced_whole(hidden, weight.shape[0]):
         return cross_entropy(F.linear(hidden, weight, bias), targets, **named)
     row_weight = None if row_weight is None else taken.take(row_weight)
     weights = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
-    loss, extras = run_schedule(schedule, Call(hidden, weight, bias, taken.targets, *weights, o, needs, taken, shard))
+    call = Call(rows, weight, bias, taken.targets, *weights, o, needs, taken, shard, low, packed)
+    loss, extras = run_schedule(schedule, call)
     loss = taken.spread(loss) if o.reduction == "none" else loss
     extras = {name: taken.spread(extra) for name, extra in extras.items()}
     return with_extras(loss, o, targets, extras)

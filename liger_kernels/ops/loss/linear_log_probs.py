@@ -14,24 +14,27 @@ a gradient, too: the same schedules and the same kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from liger_kernels.ops.lora.adapter import LoraAdapter
+from liger_kernels.ops.lora.head import as_matrix, check_head_adapters, has_float64, reference_logits, with_adapters
+from liger_kernels.ops.lora.projection import as_it_is
 from liger_kernels.ops.loss.counted_rows import CountedTargets
 from liger_kernels.ops.loss.linear_cross_entropy import (
     Memory,
     checked_head,
     choose_schedule,
     counted_rows,
-    observed_logits,
     run_schedule,
     uncompiled,
 )
 from liger_kernels.ops.loss.options import LossOptions, check_names, check_options, takes_options
 from liger_kernels.ops.loss.schedule import Call
-from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of, logits_of_all
+from liger_kernels.ops.loss.vocab_parallel import classes_of
 from liger_kernels.ops.runtime.arguments import checked, checked_op
 from liger_kernels.ops.runtime.dispatch import use_triton
 
@@ -80,26 +83,23 @@ def linear_log_probs_ref(
     bias: Tensor | None = None,
     *,
     outputs: tuple[str, ...] = ("log_probs",),
+    adapters: Sequence[LoraAdapter] = (),
+    dense: Callable[[Tensor], Tensor] = as_it_is,
     group: Any = None,
     **options: Any,
 ) -> LogProbsOutput:
     """What :func:`linear_log_probs` computes, in plain torch, holding all logits in the input's dtype."""
     o = _checked(options, outputs)
+    if dense is not as_it_is:
+        weight, _ = as_matrix(weight, dense, hidden)
     hidden, weight, bias, _, shard = checked_head(hidden, weight, targets, bias, o, group=group)
-    return _reference(hidden, weight, targets, bias, o, outputs, shard)
+    if adapters:
+        check_head_adapters(hidden, weight, adapters, shard)
+    return _reference(reference_logits(hidden, weight, bias, adapters, shard), targets, o, outputs)
 
 
-def _reference(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    o: LossOptions,
-    outputs: tuple[str, ...],
-    shard: VocabShard | None,
-) -> LogProbsOutput:
-    """:func:`linear_log_probs_ref` of what has been checked."""
-    z = observed_logits(logits_of_all(hidden, weight, bias, shard))
+def _reference(z: Tensor, targets: Tensor, o: LossOptions, outputs: tuple[str, ...]) -> LogProbsOutput:
+    """:func:`linear_log_probs_ref` of the logits ``z``."""
     z = o.logit_scale * (z if z.dtype == torch.float64 else z.float())
     if o.softcap is not None:
         z = o.softcap * torch.tanh(z / o.softcap)
@@ -131,6 +131,8 @@ def linear_log_probs(
     outputs: tuple[str, ...] = ("log_probs",),
     memory: Memory | None = None,
     counted: CountedTargets | int | None = None,
+    adapters: Sequence[LoraAdapter] = (),
+    dense: Callable[[Tensor], Tensor] = as_it_is,
     group: Any = None,
     **options: Any,
 ) -> LogProbsOutput:
@@ -145,7 +147,7 @@ def linear_log_probs(
         targets: [tokens], int64 or int32.
         bias: [vocab], of the same dtype, or None.
         outputs: the fields of :class:`LogProbsOutput` to compute.
-        memory, counted, group: as for :func:`linear_cross_entropy`.
+        memory, counted, adapters, dense, group: as for :func:`linear_cross_entropy`.
         options: ``temperature``, ``softcap``, ``logit_scale`` and ``ignore_index``, as in :class:`LossOptions`. Ignored
             rows have log-probability and entropy 0, and no gradient.
 
@@ -156,17 +158,26 @@ def linear_log_probs(
         TypeError, ValueError: for an argument of a wrong type, shape, device or range; for targets out of range as
             :func:`cross_entropy` does.
     """
-    if group is not None and torch.compiler.is_compiling():
+    if (group is not None or adapters or dense is not as_it_is) and torch.compiler.is_compiling():
         how: dict[str, Any] = {"outputs": outputs, "memory": memory, "counted": counted, "group": group}
+        how |= {"adapters": adapters, "dense": dense}
         return uncompiled(linear_log_probs, hidden, weight, targets, bias, **how, **options)
     o = _checked(options, outputs)
+    packed, low = None, None
+    if dense is not as_it_is:
+        weight, packed = as_matrix(weight, dense, hidden)
     hidden, weight, bias, needs, shard = checked_head(hidden, weight, targets, bias, o, group=group)
+    if adapters:
+        check_head_adapters(hidden, weight, adapters, shard)
     taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, o.ignore_index)
-    hidden = taken.take(hidden)
-    _, schedule = choose_schedule(hidden, weight.shape[0], o, needs, None, memory, shard)
-    if not use_triton(hidden, opaque=True):
-        return _reference(hidden, weight, targets, bias, o, outputs, shard)
-    call = Call(hidden, weight, bias, taken.targets, None, None, None, o, needs, taken, shard)
+    rows = taken.take(hidden)
+    runs = use_triton(hidden, opaque=True) and not (adapters and has_float64(adapters))
+    if runs and adapters:
+        rows, low, needs = with_adapters(rows, adapters, taken, needs)
+    _, schedule = choose_schedule(rows, weight.shape[0], o, needs, None, memory, shard)
+    if not runs:
+        return _reference(reference_logits(hidden, weight, bias, adapters, shard), targets, o, outputs)
+    call = Call(rows, weight, bias, taken.targets, None, None, None, o, needs, taken, shard, low, packed)
     loss, found = run_schedule(schedule, call, entropy="entropy" in outputs)
     if "is_top1" in outputs:
         found["is_top1"] = found["predicted_tokens"] == taken.targets

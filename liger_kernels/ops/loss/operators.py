@@ -25,6 +25,7 @@ _ARGUMENTS = (
 _UPSTREAM = "Tensor grad_loss, Tensor? entropy, Tensor? grad_entropy"
 _N_ARGUMENTS = _ARGUMENTS.count(",") + 1
 _N_ROWS, _N_STATE = 1 + len(WRITTEN), 6  # tensors of a result: the loss and the rows' extras; what the backward gets
+_N_GRADIENTS = 3  # of hidden, weight and bias: a call with adapters runs outside of a compiled program
 _ENTROPY = 1 + list(WRITTEN).index("entropy")
 _SCHEDULES: dict[str, Any] = {schedule.__name__: schedule for schedule in (TokenChunks, VocabularySlabs)}
 
@@ -94,7 +95,7 @@ def _fake_backward(
 
 
 def _as_needed(grads: Sequence[Tensor], needs: Needs, like: Tensor) -> tuple[Tensor, ...]:
-    return tuple([g if needed else like.new_empty(0) for g, needed in zip(grads, needs, strict=True)])
+    return tuple([g if needed else like.new_empty(0) for g, needed in zip(grads, needs[:_N_GRADIENTS], strict=True)])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -107,7 +108,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *of_extras: Any) -> tuple[Tensor | None, ...]:
-    grads: list[Tensor | None] = [None] * len(ctx.needs)
+    grads: list[Tensor | None] = [None] * _N_GRADIENTS
     grad_entropy = of_extras[_ENTROPY - 1]
     if grad_loss is not None or grad_entropy is not None:
         entropy, *state = ctx.saved_tensors[TENSORS:]
@@ -115,7 +116,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *of_extras: Any) -> tuple[Tens
         grad_loss = torch.zeros(shape, device=device) if grad_loss is None else grad_loss
         entropy = None if grad_entropy is None else entropy
         computed = backward_op(grad_loss, entropy, grad_entropy, state, *ctx.saved_tensors[:TENSORS], *ctx.settings)
-        grads = [grad if needed else None for grad, needed in zip(computed, ctx.needs, strict=True)]
+        grads = [grad if needed else None for grad, needed in zip(computed, ctx.needs[:_N_GRADIENTS], strict=True)]
     return *grads, *(None,) * (_N_ARGUMENTS - len(grads))
 
 

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from liger_kernels.ops.lora.low_rank import LowRank, ThinProducts
 from liger_kernels.ops.loss.counted_rows import CountedRows
 from liger_kernels.ops.loss.mean import mean_denominator
 from liger_kernels.ops.loss.options import LossOptions
 from liger_kernels.ops.loss.rows import Rows
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of
 from liger_kernels.ops.runtime.ahead import foresees
-from liger_kernels.ops.runtime.arguments import checked
+from liger_kernels.ops.runtime.arguments import checked, describe
 
 Observer = Callable[[int, Tensor], None]
 
@@ -54,6 +55,26 @@ class Needs(NamedTuple):
     hidden: bool
     weight: bool
     bias: bool
+    z: bool = False  # of what adapters add
+    b: bool = False
+
+
+NO_GRADIENTS = Needs(hidden=False, weight=False, bias=False)
+
+
+class Packed(NamedTuple):
+    """A weight that is no matrix, and what makes one of it."""
+
+    weight: Tensor
+    dense: Callable[[Tensor], Tensor]
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        matrix: object = self.dense(self.weight)
+        if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
+            raise TypeError(
+                f"dense returned {describe(matrix)}; it must return a matrix [vocab, hidden size] of floats"
+            )
+        return matrix.to(dtype)
 
 
 class Call(NamedTuple):
@@ -70,6 +91,8 @@ class Call(NamedTuple):
     needs: Needs
     taken: CountedRows | None = None  # which of the caller's rows these are, if not all
     shard: VocabShard | None = None  # whose classes the weight has, if not all
+    low: LowRank | None = None  # what adapters add to the logits
+    packed: Packed | None = None  # what the weight was made of
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         tensors: tuple[Any, ...] = (*self,)[:TENSORS]  # Dynamo of torch 2.8 takes no slice of a named tuple
@@ -77,8 +100,15 @@ class Call(NamedTuple):
 
     def for_backward(self, schedule: Schedule) -> tuple[Tensor | None, ...]:
         """:meth:`tensors`, None for what the backward does not read: never the denominator, which the caller may fill
-        anew before it."""
-        return self._replace(denominator=None).tensors() if schedule.reads(self.options) else (None,) * TENSORS
+        anew before it. Instead of a weight that was made of another tensor, that one."""
+        if not schedule.reads(self.options):
+            return (None,) * TENSORS
+        weight = self.weight if self.packed is None else self.packed.weight
+        return self._replace(denominator=None, weight=weight).tensors()
+
+    def thin(self, needs: Needs) -> ThinProducts | None:
+        """The products of a pass over the logits with what adapters add, if there are any."""
+        return None if self.low is None else ThinProducts(self.low, self.hidden.dtype, needs.z, needs.b)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], options: LossOptions, needs: Needs) -> Call:
@@ -138,7 +168,9 @@ class Upstream(NamedTuple):
     grad_entropy: Tensor | None = None  # its gradient, both [tokens]
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]  # of hidden, weight and bias, each without elements if it is not needed
+# Of hidden, weight and bias, and behind them of z and b where there are adapters, each without elements if it is not
+# needed.
+Gradients = tuple[Tensor, ...]
 
 
 class Schedule(Protocol):
@@ -198,10 +230,20 @@ def logits_buffer(call: Call, rows: int, classes: int) -> Tensor:
     return call.new(True, rows, padded(classes))
 
 
-def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
-    """The logits [rows, vocab], in ``buffer``."""
+def logits_of(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    buffer: Tensor,
+    added: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The logits [rows, vocab], in ``buffer``. The product of ``added``, [rows, ranks] and [vocab, ranks], is part of
+    them."""
     out = buffer[: len(hidden), : len(weight)]
     # Every GEMM of the schedules is given its ``out``, which also keeps autocast from casting its operands again.
+    if added is not None:
+        z, b = added
+        bias = torch.mm(z, b.t(), out=out) if bias is None else torch.addmm(bias, z, b.t(), out=out)
     if bias is None:
         return torch.mm(hidden, weight.t(), out=out)
     return torch.addmm(bias, hidden, weight.t(), out=out)

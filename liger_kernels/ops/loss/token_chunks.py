@@ -22,6 +22,7 @@ from liger_kernels.ops.loss.mean import mean
 from liger_kernels.ops.loss.options import LossOptions
 from liger_kernels.ops.loss.rows import Rows, backward_rows, forward_rows
 from liger_kernels.ops.loss.schedule import (
+    NO_GRADIENTS,
     Call,
     Gradients,
     Needs,
@@ -89,7 +90,7 @@ class _GradientSums(NamedTuple):
         return finished(needs.hidden, self.hidden), grad_weight, finished(needs.bias, self.bias)
 
 
-_NO_GRADIENTS = Needs(hidden=False, weight=False, bias=False)
+_SUMS = 4  # tensors of them
 
 
 class TokenChunks(NamedTuple):
@@ -113,12 +114,14 @@ class TokenChunks(NamedTuple):
         sums = _GradientSums.of(tuple(buffers))
         tokens = len(call.hidden)
         sums.zero_without(tokens)
+        thin, classes = call.thin(wanted), slice(None)
         buffer = logits_buffer(call, min(self.chunk_size, tokens), len(call.weight))
         row_weight, largest = call.row_weight, None
         if any(wanted) and row_weight is not None:  # the weights' size, too, stays out of 16-bit gradients
             row_weight, largest = _normalised(row_weight)
         for start, stop in self._chunks(tokens):
-            logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer)
+            added = None if thin is None else thin.added(slice(start, stop), classes)
+            logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer, added)
             forward_rows(
                 logits,
                 call.targets[start:stop],
@@ -129,13 +132,16 @@ class TokenChunks(NamedTuple):
                 grad=logits if any(wanted) else None,
             )
             sums.add(call, wanted, start, stop, logits)
+            if thin is not None:
+                thin.add(logits, slice(start, stop), classes)
             if d_logits.dim() == 2:
                 d_logits[start:stop] = logits
         if call.options.reduction == "none":
             return output
         denominator = call.mean_denominator()
         denominator = denominator if largest is None else denominator / largest
-        return output._replace(loss=mean(rows.loss, denominator), saved=(denominator,))
+        output = output._replace(loss=mean(rows.loss, denominator), saved=(denominator,))
+        return output if thin is None else output._replace(buffers=(*output.buffers, *thin.gradients()))
 
     def split(self, state: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return tuple(state[:1]), tuple(state[1:6])
@@ -154,12 +160,12 @@ class TokenChunks(NamedTuple):
         if call.options.reduction == "none":
             return self._recomputed(call, saved[0], upstream)
         assert buffers is not None  # only the last pass overwrites them
-        *sums, d_logits = buffers
+        d_logits, sums, low = buffers[_SUMS], buffers[:_SUMS], buffers[_SUMS + 1 :]
         scale = upstream.loss.to(torch.float32) / saved[0]
         if current_observer() is not None and d_logits.dim() == 2:
             for start, stop in self._chunks(len(d_logits)):
                 call.observe(start, d_logits[start:stop].float() * scale)
-        return _GradientSums.of(tuple(sums)).rounded(call.needs, scale, overwrite)
+        return *_GradientSums.of(sums).rounded(call.needs, scale, overwrite), *[t * scale for t in low]
 
     def allocate_gradients(self, call: Call, buffers: tuple[Tensor, ...]) -> Gradients:
         if self.reads(call.options):
@@ -179,8 +185,10 @@ class TokenChunks(NamedTuple):
         buffer = logits_buffer(call, min(self.chunk_size, tokens), len(call.weight))
         sums = _GradientSums.empty(call, call.needs)
         sums.zero_without(tokens)
+        thin, classes = call.thin(call.needs), slice(None)
         for start, stop in self._chunks(tokens):
-            logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer)
+            added = None if thin is None else thin.added(slice(start, stop), classes)
+            logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer, added)
             backward_rows(
                 logits,
                 call.targets[start:stop],
@@ -195,11 +203,14 @@ class TokenChunks(NamedTuple):
             if current_observer() is not None:
                 call.observe(start, logits.float() * scale)
             sums.add(call, call.needs, start, stop, logits)
-        return sums.rounded(call.needs, scale, overwrite=True)
+            if thin is not None:
+                thin.add(logits, slice(start, stop), classes)
+        low = () if thin is None else [t * scale for t in thin.gradients()]
+        return *sums.rounded(call.needs, scale, overwrite=True), *low
 
     def _wanted(self, call: Call) -> Needs:
         """Which gradients the forward computes."""
-        return _NO_GRADIENTS if call.options.reduction == "none" else call.needs
+        return NO_GRADIENTS if call.options.reduction == "none" else call.needs
 
     def _chunks(self, tokens: int) -> Iterator[tuple[int, int]]:
         for start in range(0, tokens, self.chunk_size):

@@ -33,10 +33,12 @@ import torch
 from torch import Tensor
 
 from liger_kernels.ops._split_sum import SplitSum, add_product, rounded
+from liger_kernels.ops.lora.low_rank import ThinProducts
 from liger_kernels.ops.loss.mean import mean
 from liger_kernels.ops.loss.options import LossOptions
 from liger_kernels.ops.loss.rows import Rows, Slab, backward_rows, forward_rows
 from liger_kernels.ops.loss.schedule import (
+    NO_GRADIENTS,
     Call,
     Gradients,
     Needs,
@@ -252,11 +254,12 @@ class VocabularySlabs(NamedTuple):
         output = self.allocate(call)
         rows, (_, stats), buffers = output.rows, output.saved, output.buffers
         carry, shard, classes, plan = None, call.shard, call.classes, self.plan_of(call)
+        thin = call.thin(NO_GRADIENTS)
         if not plan.whole or shard is not None:
             if "predicted_tokens" in rows.extras:
                 rows.extras["predicted_tokens"].zero_()
             carry = Slab.no_class(len(call.hidden), call.hidden.device)
-        for part, logits in _logits_of_parts(call, plan.parts, *buffers):
+        for part, logits in _logits_of_parts(call, plan.parts, *buffers, thin=thin):
             slab = None if carry is None else Slab(self._first(call) + part.first, classes, carry)
             forward_rows(logits, call.targets, call.class_weight, call.row_weight, call.options, rows, slab=slab)
         if shard is not None and carry is not None:
@@ -283,11 +286,11 @@ class VocabularySlabs(NamedTuple):
         overwrite: bool,
     ) -> Gradients:
         plan = self.plan_of(call)
-        known = buffers is not None and any(part.stays for part in plan.parts)
+        known, thin = buffers is not None and any(part.stays for part in plan.parts), call.thin(call.needs)
         if buffers is None or not known:
             buffers = self.allocate(call).buffers
             if plan.last_stays:
-                for _ in _logits_of_parts(call, plan.parts, *buffers):
+                for _ in _logits_of_parts(call, plan.parts, *buffers, thin=thin):
                     pass  # those that stay are known then
                 known = True
         elif not overwrite:
@@ -295,12 +298,15 @@ class VocabularySlabs(NamedTuple):
         grad_weight, other_logits = buffers
         if not self.kept_classes:
             grad_weight = call.new(call.needs.weight, *call.weight.shape)
-        slabs = _logits_of_parts(call, plan.in_backward(), grad_weight, other_logits, backward=True, known=known)
+        slabs = _logits_of_parts(
+            call, plan.in_backward(), grad_weight, other_logits, thin=thin, backward=True, known=known
+        )
         last = plan.grad_weight_last and call.shard is None
         gradients = self._gradients_of_kept if last else self._gradients_of_slabs
         grad_bias = call.new(call.needs.bias, len(call.weight))
-        grad_hidden = gradients(call, self._overwritten(call, slabs, saved, upstream, grad_bias), grad_weight)
-        return grad_hidden, grad_weight, grad_bias
+        overwritten = self._overwritten(call, slabs, saved, upstream, grad_bias, thin)
+        grad_hidden = gradients(call, overwritten, grad_weight)
+        return grad_hidden, grad_weight, grad_bias, *(() if thin is None else thin.gradients())
 
     def allocate_gradients(self, call: Call, buffers: tuple[Tensor, ...]) -> Gradients:
         return new_gradients(call)
@@ -316,8 +322,10 @@ class VocabularySlabs(NamedTuple):
         saved: tuple[Tensor, ...],
         upstream: Upstream,
         grad_bias: Tensor,
+        thin: ThinProducts | None,
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """``slabs``, their logits overwritten by the gradient, of which ``grad_bias`` and the observer get theirs."""
+        """``slabs``, their logits overwritten by the gradient, of which ``grad_bias``, adapters and the observer get
+        theirs."""
         (denominator, stats), vocab, observer = saved, len(call.weight), current_observer()
         known = self.plan_of(call).whole and call.shard is None
         observed = call.new(observer is not None, len(call.hidden), vocab, dtype=torch.float32)
@@ -340,6 +348,8 @@ class VocabularySlabs(NamedTuple):
                 observed[:, first:stop] = logits
             if call.needs.bias:
                 torch.sum(logits, 0, out=grad_bias[first:stop])
+            if thin is not None:
+                thin.add(logits, slice(None), slice(first, stop))
             yield first, stop, logits
         if observer is not None:
             call.observe(0, observed if call.shard is None else call.shard.gather(observed))
@@ -448,6 +458,7 @@ def _logits_of_parts(
     grad_weight: Tensor,
     other_logits: Tensor,
     *,
+    thin: ThinProducts | None = None,
     backward: bool = False,
     known: bool = False,
 ) -> Iterator[tuple[SlabPart, Tensor]]:
@@ -466,7 +477,8 @@ def _logits_of_parts(
             yield part, buffer[:, : part.stop - part.first]
         else:
             bias = None if call.bias is None else call.bias[part.first : part.stop]
-            yield part, logits_of(call.hidden, call.weight[part.first : part.stop], bias, buffer)
+            added = None if thin is None else thin.added(slice(None), slice(part.first, part.stop))
+            yield part, logits_of(call.hidden, call.weight[part.first : part.stop], bias, buffer, added)
 
 
 def _memory(call: Call, part: SlabPart, place: SlabPlace, grad_weight: Tensor, buffer: Tensor) -> Tensor:

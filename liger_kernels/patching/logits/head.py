@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,15 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from liger_kernels.ops import linear_cross_entropy
+from liger_kernels.ops import LoraAdapter, linear_cross_entropy
 from liger_kernels.patching.following import follows_class, who_replaced
 from liger_kernels.patching.logits.deferred import DeferredLogits
+from liger_kernels.patching.logits.held_head import HeldHead, held_head, is_held
 from liger_kernels.patching.logits.product import Product, Request, count
 from liger_kernels.patching.logits.running import running
 from liger_kernels.patching.logits.split_head import SplitHead, has_plan, split_head
+from liger_kernels.patching.recipes.lora import LoraRecipe, is_lora_layer
+from liger_kernels.patching.recipes.lora_adapters import foreseen_adapters
 from liger_kernels.patching.recipes.probe import INFRASTRUCTURE, PLAIN, any_user_hook, package_of
 from liger_kernels.patching.swap import (
     Calls,
@@ -34,7 +37,7 @@ class HeadRecipe(Recipe):
     """An LM head that answers with deferred logits while the forward of its model runs with labels.
 
     With ``fused`` the product itself waits (a plain linear layer); without, the head computes its logits at once and
-    only the cross entropy over them is ours (an adapter, a quantized layer, or by the user's choice). ``memory`` is the
+    only the cross entropy over them is ours (a weight of eight bits, or by the user's choice). ``memory`` is the
     schedule of the fused loss, as in :func:`liger_kernels.ops.linear_cross_entropy`.
     """
 
@@ -56,8 +59,19 @@ class HeadRecipe(Recipe):
         targets = step.tensor(step.tokens, dtype=torch.int64, grad=False)
         return (functools.partial(linear_cross_entropy, hidden, weight, targets, bias, memory=self.memory),)
 
+    @staticmethod
+    def why_logits(head: Any, outer: nn.Module, split: SplitHead | str | None, hidden: torch.Tensor) -> str | None:
+        """Why ``head`` has to compute its logits right now."""
+        return obstacle(head, outer, split)
+
+    @staticmethod
+    def weights_of(head: Any, hidden: torch.Tensor) -> HeldHead | None:
+        """What ``head`` multiplies ``hidden`` by, inside its call; None where that is not one product."""
+        weight, bias = head.weight, head.bias  # once: a parametrisation computes them at each read
+        return HeldHead(weight, bias) if _is_product(hidden, weight, bias) else None
+
     def namespace(self, base: Any) -> dict[str, Any]:
-        fused, memory = self.fused, self.memory
+        fused, memory, why_logits, weights_of = self.fused, self.memory, self.why_logits, self.weights_of
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             state = running.forward
@@ -69,7 +83,7 @@ class HeadRecipe(Recipe):
             outer = _entrance(state.outer, self)
             product = Product(hidden, self, outer, state, memory)
             split = split_head(self, outer) if fused and has_plan(self) else None
-            reason = obstacle(self, outer, split) if fused else None
+            reason = why_logits(self, outer, split, hidden) if fused else None
             if fused and reason is None:
                 product.split = None if isinstance(split, str) else split
                 if runs_inside_hook(self):  # a device map: accelerate brings the hidden states there
@@ -90,13 +104,67 @@ class HeadRecipe(Recipe):
             request: Request | None = running.request
             if request is None:
                 return base.forward(self, *args, **kwargs)
-            weight, bias = self.weight, self.bias  # once: a parametrisation computes them at each read
-            if not _is_product(args[0], weight, bias):
+            weights = weights_of(self, args[0])
+            if weights is None:
                 return base.forward(self, *args, **kwargs)
             mark_run(self)
-            return request.answer(args[0], weight, bias)
+            return request.answer(args[0], weights)
 
         return {"__call__": call, "forward": forward}
+
+
+@dataclass(frozen=True)
+class HeldHeadRecipe(HeadRecipe):
+    """One whose weight is kept in four bits."""
+
+    @property
+    def detail(self) -> str:
+        return "loss of hidden states and a weight of four bits, no logits"
+
+    def foreseen(self, module: Any, step: Any) -> Calls:
+        return self._foreseen(module, step, ())
+
+    def _foreseen(self, module: Any, step: Any, adapters: Sequence[LoraAdapter]) -> Calls:
+        hidden = step.tensor(step.tokens, module.in_features)
+        weight = step.tensor(module.out_features, module.in_features, grad=False)
+        targets = step.tensor(step.tokens, dtype=torch.int64, grad=False)
+        how: dict[str, Any] = {"memory": self.memory, "adapters": tuple(adapters)}
+        return (functools.partial(linear_cross_entropy, hidden, weight, targets, None, **how),)
+
+    @staticmethod
+    def why_logits(head: Any, outer: nn.Module, split: SplitHead | str | None, hidden: torch.Tensor) -> str | None:
+        if split is not None:
+            return "a tensor parallel plan splits a head that is no plain linear layer"
+        if torch.compiler.is_compiling():
+            return "a compiled program computes the logits of such a head"
+        found = held_head(head, hidden)
+        return found if isinstance(found, str) else obstacle(head, outer)
+
+    @staticmethod
+    def weights_of(head: Any, hidden: torch.Tensor) -> HeldHead | None:
+        found = held_head(head, hidden)
+        return None if isinstance(found, str) else found
+
+
+@dataclass(frozen=True)
+class AdaptedHeadRecipe(HeldHeadRecipe):
+    """One with PEFT's adapters, around a linear layer whose weight is whole or kept in four bits."""
+
+    live = LoraRecipe.live  # type: ignore[assignment]
+
+    @property
+    def detail(self) -> str:
+        return "loss of hidden states, weight and adapters, no logits"
+
+    def foreseen(self, module: Any, step: Any) -> Calls:
+        return self._foreseen(module, step, foreseen_adapters(module, step))
+
+
+def held_recipe(head: Any, memory: str | None) -> HeldHeadRecipe | None:
+    """The recipe of a ``head`` that is no plain linear layer; None where its loss cannot be fused."""
+    if not is_held(head):
+        return None
+    return AdaptedHeadRecipe(True, memory) if is_lora_layer(head) else HeldHeadRecipe(True, memory)
 
 
 def _is_product(hidden: torch.Tensor, weight: Any, bias: Any) -> bool:
@@ -154,7 +222,7 @@ def obstacle(head: Any, outer: nn.Module, split: SplitHead | str | None = None) 
     base = getattr(type(head), "_liger_kernels_base", None)
     if base is not None and base.forward is not type(head)._liger_kernels_base_forward:
         return f"{package_of(base.forward)} replaced the forward of the head's class after patch()"
-    if split is not None:
+    if split is not None or isinstance(recipe_of(head), HeldHeadRecipe):
         return None
     weight = head._parameters.get("weight")
     if type(weight) in PLAIN and weight.dim() == 2 and weight.shape[0] != head.out_features:

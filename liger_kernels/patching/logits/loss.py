@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from liger_kernels.patching.logits.head import HeadRecipe, linears_to_choose_from, patched_heads
+from liger_kernels.patching.logits.head import HeadRecipe, held_recipe, linears_to_choose_from, patched_heads
 from liger_kernels.patching.logits.model import ModelRecipe
 from liger_kernels.patching.modules import drop_kept_method, has_own_forward, own_forward
+from liger_kernels.patching.recipes.lora import is_lora_layer
 from liger_kernels.patching.recipes.probe import describe
 from liger_kernels.patching.report import Left, PatchReport
 from liger_kernels.patching.swap import Undo, recipe_of, replace, restore
@@ -45,21 +46,31 @@ def patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchRepor
         if has_own_forward(owner):
             leave(path, owner, own_forward(owner))
             return
-    if not patched_heads(head):
+    if not patched_heads(head) or _is_adapted_since(head):
         of_hidden, of_logits = ("linear_cross_entropy" in report.kernels), ("cross_entropy" in report.kernels)
         linears = linears_to_choose_from(head) if of_hidden else []
-        if of_hidden and not linears:
-            also = ": it runs itself, and the loss over its logits is fused" if of_logits else ""
-            leave(head_path, head, f"it is not a plain linear layer{also}")
-        if not linears and not of_logits:
-            return
-        recipe = HeadRecipe(fused=True, memory=report.memory) if linears else HeadRecipe(fused=False)
+        recipe: HeadRecipe | None = HeadRecipe(fused=True, memory=report.memory)
+        if not linears:
+            recipe = held_recipe(head, report.memory) if of_hidden else None
+            if of_hidden and recipe is None:
+                also = ": it runs itself, and the loss over its logits is fused" if of_logits else ""
+                leave(head_path, head, f"it is not a plain linear layer{also}")
+            if recipe is None and not of_logits:
+                return
         for linear in linears or [head]:
-            if recipe_of(linear) is not None:  # an adapter of a head: here the loss over its logits counts
-                restore([(linear, vars(type(linear))["_liger_kernels_base"])])
-            replace(head_path, linear, recipe, report, undo)
+            for module in (linear, getattr(linear, "base_layer", None)):
+                if (
+                    module is not None and recipe_of(module) is not None
+                ):  # an adapter of a head, or a head that has got one since
+                    restore([(module, vars(type(module))["_liger_kernels_base"])])
+            replace(head_path, linear, recipe or HeadRecipe(fused=False), report, undo)
     if recipe_of(owner) is None:
         replace(path, owner, ModelRecipe(report.loss_reduction), report, undo)
+
+
+def _is_adapted_since(head: nn.Module) -> bool:
+    """Whether ``head`` is an adapter that was put around a head after the patch."""
+    return is_lora_layer(head) and isinstance(recipe_of(head.base_layer), HeadRecipe)
 
 
 def _computes_loss(owner: nn.Module) -> bool:

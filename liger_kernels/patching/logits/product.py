@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from liger_kernels.ops import CountedTargets, cross_entropy, linear_cross_entropy
+from liger_kernels.ops.lora.projection import as_it_is
 from liger_kernels.ops.loss.vocab_parallel import logits_of_all
+from liger_kernels.patching.logits.held_head import HeldHead
 from liger_kernels.patching.logits.lazy import Computation, Unchanged, defer
 from liger_kernels.patching.logits.linked import FusedLoss
 from liger_kernels.patching.logits.running import Forward, call_head
@@ -61,7 +63,7 @@ class Product:
         has computed its logits."""
         if self.split is not None:
             mark_run(self.head)
-            answer = request.answer(self.hidden, self.split.weight, self.split.bias)
+            answer = request.answer(self.hidden, HeldHead(self.split.weight, self.split.bias))
         else:
             answer = call_head(self.outer, self.hidden, request)
         if not request.answered:
@@ -105,23 +107,25 @@ class Request:
     answered: bool = False
     token_accuracy: torch.Tensor | None = None
 
-    def answer(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    def answer(self, hidden: torch.Tensor, weights: HeldHead) -> Any:
         """Loss and lazy logits, for the weights as they are inside the head's call."""
         self.answered = True
-        loss = self._loss(hidden, weight, bias) if self.targets is not None else None
-        return (loss, self._lazy(hidden, weight, bias)) if self.wants_lazy else loss
+        loss = self._loss(hidden, weights) if self.targets is not None else None
+        return (loss, self._lazy(hidden, weights)) if self.wants_lazy else loss
 
-    def _loss(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    def _loss(self, hidden: torch.Tensor, weights: HeldHead) -> Any:
         group, split = None, self.product.split
         if split is not None:
             weight, bias, group = narrowed(split, self.vocabulary)
-        elif self.vocabulary is not None:
-            weight = weight[: self.vocabulary]
-            bias = bias[: self.vocabulary] if bias is not None else None
+            weights = HeldHead(weight, bias)
+        else:
+            weights = weights.narrowed(self.vocabulary)
+        weight, bias, adapters, dense = weights
         if self.bias is not None:
-            added = self.bias.to(weight.dtype)[: self.vocabulary]
+            added = self.bias.to(weight.dtype if dense is as_it_is else hidden.dtype)[: self.vocabulary]
             bias = added if bias is None else bias + added
         how: dict[str, Any] = {"memory": self.product.memory, "counted": self._counted(), "group": group}
+        how |= {"adapters": adapters, "dense": dense}
         hidden = rows(hidden, self.views)
         return self._noted(linear_cross_entropy(hidden, weight, self.targets, bias, **how, **self.options))
 
@@ -144,21 +148,28 @@ class Request:
         self.token_accuracy = result.token_accuracy
         return result.loss
 
-    def _lazy(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    def _lazy(self, hidden: torch.Tensor, weights: HeldHead) -> Any:
         # What the functions below close over must not hold the product, which holds the lazy tensor: memory in a circle
         # is not freed before Python's collector comes by.
-        product, dtype = self.product, weight.dtype
+        product, dtype, inputs = self.product, weights.weight.dtype, weights.tensors()
         cast, outer = product.autocast, product.outer
         head: Any = product.head
         shard = None if product.split is None else product.split.shard
+        plain = weights.dense is as_it_is and "weight" in head._parameters
+        scales, dense = [one.scale for one in weights.adapters], weights.dense
 
-        def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *others: Any) -> Any:
             with autocast(hidden.device, cast):
-                return logits_of_all(hidden, weight, bias, shard)
+                if plain:
+                    return logits_of_all(hidden, weight, bias, shard)
+                return HeldHead.of_tensors(scales, dense, weight, bias, *others).logits(hidden)
 
         def gathered() -> torch.Tensor:
-            sharded: dict[str, Any] = dict(head.named_parameters(recurse=False))
+            sharded: dict[str, Any] = dict(head.named_parameters())
             if any(hasattr(p, "full_tensor") for p in sharded.values()):  # FSDP2 gathers around another module's call
+                if not plain:
+                    whole = {name: getattr(p, "full_tensor", p.detach)() for name, p in sharded.items()}
+                    return call_head(functools.partial(torch.func.functional_call, head, whole), hidden)  # type: ignore[arg-type]
                 full = {name: parameter.full_tensor().to(dtype) for name, parameter in sharded.items()}
                 return compute(hidden, full["weight"], full.get("bias"))
             with autocast(hidden.device, cast):
@@ -166,10 +177,10 @@ class Request:
             return logits
 
         shape = (*hidden.shape[:-1], head.out_features)
-        check = Unchanged(hidden, weight, bias)
+        check = Unchanged(hidden, *inputs)
         out = cast if cast is not None else hidden.dtype
         note = functools.partial(count, product.forward.fallbacks, "outputs.logits was read")
-        return defer(Computation(shape, out, hidden.device, compute, (hidden, weight, bias), gathered, check, note))
+        return defer(Computation(shape, out, hidden.device, compute, (hidden, *inputs), gathered, check, note))
 
 
 def rows(x: torch.Tensor, views: tuple[tuple[Any, ...], ...]) -> torch.Tensor:

@@ -72,7 +72,7 @@ def _held(module: Any, x: torch.Tensor, features: int) -> Held | None:
         if layer is None:
             return None
         base, adapters = layer
-    weights = _weights(base, x)
+    weights = weights_of(base, x)
     if weights is None:
         return None
     weight, bias, dense, shape = weights
@@ -84,15 +84,17 @@ def _held(module: Any, x: torch.Tensor, features: int) -> Held | None:
 _Weights = tuple[torch.Tensor, torch.Tensor | None, Callable[[torch.Tensor], torch.Tensor], Sequence[int]]
 
 
-def _weights(base: Any, x: torch.Tensor) -> _Weights | None:
-    """Weight, bias, what makes the weight dense, and its shape then, where calling ``base`` is F.linear of these."""
+def weights_of(base: Any, x: torch.Tensor, kind: type | None = None) -> _Weights | None:
+    """Weight, bias, what makes the weight dense, and its shape then, where calling ``base`` is F.linear of these.
+    ``kind`` is its class, if that is not what it was before a patch."""
+    kind = type(base) if kind is None else kind
     if probe.has_hooks(base):
         return None
     parameters = base._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if bias is not None and (type(bias) not in PLAIN or bias.device != x.device):
         return None
-    if type(base) is nn.Linear:
+    if kind is nn.Linear:
         if type(weight) not in PLAIN or weight.device != x.device or weight.dtype not in PROBED:
             return None
         if bias is not None and bias.dtype != weight.dtype:
@@ -101,7 +103,7 @@ def _weights(base: Any, x: torch.Tensor) -> _Weights | None:
             return None
         return weight, bias, as_it_is, weight.shape
     bitsandbytes = sys.modules.get("bitsandbytes")
-    if bitsandbytes is None or type(base) is not bitsandbytes.nn.Linear4bit:
+    if bitsandbytes is None or kind is not bitsandbytes.nn.Linear4bit:
         return None
     state = getattr(weight, "quant_state", None)
     if state is None or getattr(state, "packing_format_for_cpu", False) or weight.device != x.device:

@@ -1,0 +1,151 @@
+r"""A linear head with low-rank adapters: what they add to the logits of a chunk, and the gradients of that.
+
+    logits = hidden @ W^T + bias + z @ B^T,    z = [s_1 hidden A_1^T, s_2 hidden A_2^T, ...],    B = [B_1, B_2, ...]
+
+z is a node of autograd of its own, with the gradient of every A in it. So a schedule has only z and B to add to the
+logits that it makes: z B^T is written into their buffer, and the product of hidden and W is added on top. From the
+logits' gradient G it takes
+
+    dz += G B        dB += G^T z
+
+Both sums are float32. A float32 number meets 16-bit logits as a sum of three numbers of their dtype, which are columns
+of one product; of two where the result is rounded to that dtype. float16 has too little range for that, so each rank is
+first divided by a power of two: its largest magnitude is at most 1 then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_kernels.ops._split_sum import add_product
+from liger_kernels.ops.lora.adapter import LoraAdapter
+from liger_kernels.ops.lora.products import MOST_RANKS, columns_product, rows_product
+from liger_kernels.ops.lora.products import add_product as plus_product
+from liger_kernels.ops.runtime.dispatch import as_values, backward_once
+
+
+class LowRank(NamedTuple):
+    """What adapters add to the logits: z B^T."""
+
+    z: Tensor  # [tokens, ranks], float32
+    b: Tensor  # [vocab, ranks]
+
+
+def low_rank(
+    hidden: Tensor, adapters: Sequence[LoraAdapter], take: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, LowRank]:
+    """``hidden`` [tokens, hidden size], from here on to be used in its place, and what ``adapters`` of a head make of
+    it. A bias is one rank more, whose z is the scale. ``take`` takes of what was dropped the rows that hidden has."""
+    zs, bs = [], []
+    passes = hidden.requires_grad and torch.is_grad_enabled()
+    for one in adapters:
+        dropped = None if one.dropped is None else take(one.dropped)
+        for a, b in _of_few_ranks(one):
+            if dropped is not None:
+                (z,) = RanksFunction.apply(*as_values(dropped, a), one.scale, False)
+            elif passes:
+                z, hidden = RanksFunction.apply(*as_values(hidden, a), one.scale, True)
+            else:
+                (z,) = RanksFunction.apply(*as_values(hidden, a), one.scale, False)
+            zs.append(z)
+            bs.append(b)
+        if one.bias is not None:
+            zs.append(torch.full((len(hidden), 1), one.scale, dtype=torch.float32, device=hidden.device))
+            bs.append(one.bias[:, None])
+    return hidden, LowRank(zs[0], bs[0]) if len(zs) == 1 else LowRank(torch.cat(zs, 1), torch.cat(bs, 1))
+
+
+def _of_few_ranks(adapter: LoraAdapter) -> Sequence[tuple[Tensor, Tensor]]:
+    """A and B in parts whose ranks one program holds."""
+    if len(adapter.a) <= MOST_RANKS:
+        return [(adapter.a, adapter.b)]
+    return [*zip(adapter.a.split(MOST_RANKS), adapter.b.split(MOST_RANKS, dim=1), strict=True)]
+
+
+class RanksFunction(torch.autograd.Function):
+    """z = scale * x A^T, float32 [tokens, ranks], and with ``passes`` x itself, which goes to the head: the backward
+    then adds the adapter's part to what comes back from there in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, scale: float, passes: bool) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, a)
+        ctx.scale = scale
+        ctx.set_materialize_grads(False)
+        z = rows_product(x, [a], scale)
+        return (z, x) if passes else (z,)
+
+    @staticmethod
+    @backward_once
+    def backward(ctx: Any, dz: Tensor | None, dx: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        needs_x, needs_a, *_ = ctx.needs_input_grad
+        if dz is None:  # only what lies between this node and the result was differentiated
+            return dx, None, None, None
+        x, a = ctx.saved_tensors
+        da = columns_product(x, dz, a.shape, a.dtype, ctx.scale, by_rank=True) if needs_a else None
+        dx = plus_product(dx, dz, [a], None, ctx.scale, x.shape, x.dtype) if needs_x else None
+        return dx, da, None, None
+
+
+class ThinProducts:
+    """The products with z and B of one pass over the logits of a head."""
+
+    def __init__(self, low: LowRank, dtype: torch.dtype, needs_z: bool, needs_b: bool) -> None:
+        """``dtype`` is that of the logits; ``needs_z``, ``needs_b``: which gradients are wanted."""
+        self._low = low
+        b, self._b_unit = _parts(low.b, dtype)
+        z, _ = _parts(low.z if self._b_unit is None else low.z * self._b_unit, dtype, in_units=False)
+        pairs = [(i, j) for i in range(len(z)) for j in range(len(b)) if i + j < _ROUNDED]
+        self._z_added, self._b_added = torch.cat([z[i] for i, _ in pairs], 1), torch.cat([b[j] for _, j in pairs], 1)
+        self._b = self._dz = self._z = self._db = None
+        if needs_z:
+            self._b = torch.cat(b, 1)
+            self._dz = low.z.new_zeros((len(low.z), self._b.shape[1]))
+        if needs_b:
+            z, self._z_unit = _parts(low.z, dtype)
+            self._z = torch.cat(z, 1)
+            self._db = low.z.new_zeros((len(low.b), self._z.shape[1]))
+
+    def added(self, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
+        """z and B for ``rows`` and ``classes``, whose product in the logits' dtype is what is added."""
+        return self._z_added[rows], self._b_added[classes]
+
+    def add(self, d_logits: Tensor, rows: slice, classes: slice) -> None:
+        """What the gradient of these logits adds to those of z and B."""
+        if self._b is not None and self._dz is not None:
+            add_product(self._dz[rows], d_logits, self._b[classes], keep=1.0)
+        if self._z is not None and self._db is not None:
+            add_product(self._db[classes], d_logits.t(), self._z[rows], keep=1.0)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Those of z and B, float32, each without elements if it is not wanted."""
+        none, ranks = self._low.z.new_empty(0), self._low.z.shape[1]
+        dz = none if self._dz is None else _summed(self._dz, ranks, self._b_unit)
+        db = none if self._db is None else _summed(self._db, ranks, self._z_unit)
+        return dz, db
+
+
+_ROUNDED, _EXACT = 2, 3  # numbers whose sum is a float32 number, where the result is of their dtype, and float32
+
+
+def _parts(t: Tensor, dtype: torch.dtype, in_units: bool = True) -> tuple[list[Tensor], Tensor | None]:
+    """Tensors of ``dtype`` whose sum is ``t`` [rows, ranks], and what each rank of it has been divided by."""
+    if dtype in (torch.float32, t.dtype):
+        return [t.to(dtype)], None
+    rest, unit, parts = t.float(), None, []
+    if dtype is torch.float16 and in_units and len(t):
+        largest = rest.abs().amax(0)
+        unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+        rest = rest / unit
+    for _ in range(_EXACT):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].float()
+    return parts, unit
+
+
+def _summed(t: Tensor, ranks: int, unit: Tensor | None) -> Tensor:
+    total = t.unflatten(1, (-1, ranks)).sum(1) if t.shape[1] > ranks else t
+    return total if unit is None else total * unit
