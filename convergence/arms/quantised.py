@@ -60,9 +60,9 @@ class Int8(Format):
 
         options: dict[str, Any] = {"has_fp16_weights": False, "threshold": 6.0, "device": torch.device("meta")}
         layer = Linear8bitLt(linear.in_features, linear.out_features, bias=linear.bias is not None, **options)
-        return _on_its_device(
-            layer, linear, Int8Params(linear.weight.detach(), requires_grad=False, has_fp16_weights=False)
-        )
+        # Only a weight that comes from the CPU is quantised on its way.
+        weight = Int8Params(linear.weight.detach().cpu(), requires_grad=False, has_fp16_weights=False)
+        return _on_its_device(layer, linear, weight)
 
     def dequantised(self, layer: Any) -> torch.Tensor:
         from bitsandbytes.functional import int8_vectorwise_dequant

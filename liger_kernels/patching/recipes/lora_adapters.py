@@ -58,7 +58,8 @@ def known_adapters(
             return "lora_A or lora_B is no plain linear layer"
         if probe.has_hooks(first) or probe.has_hooks(second):
             return "lora_A or lora_B has hooks, or a forward of its own"
-        of_first, of_second = first._parameters, second._parameters  # FSDP1 keeps views of its own elsewhere
+        of_first: Any = first._parameters
+        of_second: Any = second._parameters  # FSDP1 keeps views of its own elsewhere
         a, b, bias = of_first.get("weight"), of_second.get("weight"), of_second.get("bias")
         if of_first.get("bias") is not None or type(scale) not in (float, int):
             return "lora_A has a bias, or the scaling is no number"
