@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_the_names_of_cases(capfd):
             "adapts q_proj, v_proj, k_proj, gate_proj, up_proj, which this model does not have",
         ),
         ("lora-head", "llama-tied", "float32", ""),
-        ("qlora", "phi3", "float32", "adapts q_proj"),
+        ("qlora", "phi3", "float32", "adapts q_proj" if find_spec("bitsandbytes") else "needs bitsandbytes"),
         ("fsdp2", "llama-tied", "float32", ""),
     ],
 )
