@@ -62,7 +62,7 @@ def weights_of_the_others(job: AdapterJob) -> Iterator[None]:
                 config.max_position_embeddings = longest
             kept = {key: options[key] for key in ("quantization_config", "attn_implementation") if options.get(key)}
             model = load(config, job, **kept)
-            model.config._name_or_path = model.name_or_path = name
+            model.config.name_or_path = model.name_or_path = name
             return model
 
     module.AutoModelForCausalLM = WithoutFiles
