@@ -1,6 +1,6 @@
 """Parameters that a node of autograd keeps for its backward, without the hooks on saved tensors.
 
-Under activation checkpointing each saved tensor passes through Python three times, 15 us of the host in all. Parameters
+Under activation checkpointing each saved tensor passes through Python three times, which the host feels. Parameters
 lie in memory anyway and are never computed again, so a node may hold them itself: the very objects, which a sharding
 package frees and fills in place. As with a saved tensor, a change in place before the backward is an error.
 """

@@ -28,7 +28,7 @@ class Adapter(NamedTuple):
 def active_names(module: Any) -> list[str]:
     """The names of the active adapters that this layer has, in PEFT's order."""
     known = module._modules["lora_A"]._modules
-    active = module.__dict__.get("_active_adapter")  # what the property returns, at a tenth of its time
+    active = module.__dict__.get("_active_adapter")  # what the property returns, without its calls
     if active is None:
         active = module.active_adapters
     return [name for name in ((active,) if isinstance(active, str) else active) if name in known]
