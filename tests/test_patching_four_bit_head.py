@@ -14,7 +14,7 @@ from convergence.judge.tolerance import three_way
 from tests.patching_checks import DEVICE, batch, fallbacks, tiny, train
 from tests.test_patching_lora import adapted
 
-bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes has no wheel for every machine")
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: the extra qlora brings it")
 DTYPES = (torch.float32, torch.bfloat16)
 
 

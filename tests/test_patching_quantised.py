@@ -14,7 +14,7 @@ from torch import nn
 import liger_kernels
 from convergence.arms.quantised import SameBits
 from convergence.arms.setups import SETUPS
-from convergence.judge.tolerance import three_way
+from convergence.judge.tolerance import SIGMAS, three_way
 from liger_kernels import ops
 from tests.patching_checks import DEVICE, batch, compare, fallbacks, gradients, tiny, train
 
@@ -182,9 +182,15 @@ def test_a_format_stands_for_its_weight(setup: Any, dtype: torch.dtype) -> None:
         found = setup.format.dequantised(layer)
         assert 0 < float((found - weight).abs().max()) < 0.2 * float(weight.abs().max())
         x = torch.randn(3, 64, device=DEVICE, dtype=dtype)
-        tolerance = 0.03 if setup.name == "qlora-8bit" else 8 * torch.finfo(dtype).eps
+        tolerance = 8 * torch.finfo(dtype).eps
         expected = F.linear(x.double(), found.double(), linear.bias.double())
-        torch.testing.assert_close(layer(x).double(), expected, rtol=tolerance, atol=tolerance)
+        error, bound = (layer(x).double() - expected).abs(), tolerance * (1 + expected.abs())
+        if setup.name == "qlora-8bit":
+            # A GPU rounds x to 127 steps of its row's largest element, each evenly to half a step, and computes in
+            # float16.
+            of_x = x.double().abs().amax(-1, keepdim=True) / 127 / 12**0.5 * found.double().norm(dim=1)
+            bound = bound + SIGMAS * of_x + 2 * torch.finfo(torch.float16).eps * expected.abs()
+        assert bool((error <= bound).all())
 
 
 def test_other_bits_of_a_base_are_seen() -> None:
