@@ -229,9 +229,10 @@ class Schedule:
             self.taken = (SMALL, schedule.slab) if schedule.slab else (WHOLE,)
         return torch.zeros(()), {}
 
-    def of(self, tokens, hidden, dtype=torch.bfloat16, grad=True, **options):
+    def of(self, tokens, hidden, dtype=torch.bfloat16, grad=True, frozen=False, **options):
         zeros = functools.partial(torch.zeros, dtype=dtype, requires_grad=grad)
-        linear_cross_entropy(zeros(tokens, hidden), zeros(3, hidden), torch.zeros(tokens, dtype=torch.long), **options)
+        weight = zeros(3, hidden, requires_grad=grad and not frozen)
+        linear_cross_entropy(zeros(tokens, hidden), weight, torch.zeros(tokens, dtype=torch.long), **options)
         return self.taken
 
 
@@ -244,6 +245,8 @@ def test_default_schedule_depends_on_shape_and_dtype_only(monkeypatch):
         assert of(chunk, hidden, torch.float32) == (WHOLE,)
         assert of(chunk + 1, hidden, torch.float32) == (BALANCED, chunk)
         assert of(7, hidden, torch.float16) == (BALANCED, chunk)
+        assert of(chunk, hidden, frozen=True) == (WHOLE,)  # chunks then hold no sum of grad_weight
+        assert of(chunk + 1, hidden, frozen=True) == (BALANCED, chunk)
     for tokens, expected in ((11, WHOLE), (8192, SMALL)):  # gradients of single rows, of few classes
         assert of(tokens, 5, reduction="none")[0] == expected
         assert of(tokens, 5, reduction="none", chunk_size=7)[0] == BALANCED

@@ -32,6 +32,7 @@ from liger_kernels.ops.runtime.dispatch import (
     as_autocast,
     autocast_dtype,
     backward_once,
+    in_dtype,
     launch,
     libdevice,
     tl,
@@ -265,12 +266,12 @@ class GLULinearFunction(torch.autograd.Function):
         dgate = dup = dweight = None
         if needs_gate or needs_up:
             # The product's gradient; it becomes the product where that is needed.
-            y = torch.mm(rows, _as(weight, dtype)).view(gate.shape)
+            y = torch.mm(rows, in_dtype(weight, dtype)).view(gate.shape)
             dgate, dup = unit_gradients(y, gate, up, ctx.activation, (needs_gate, needs_up), product=needs_weight)
         elif needs_weight:
-            y = _as(_product(gate, up, ctx.activation), dtype)
+            y = in_dtype(_product(gate, up, ctx.activation), dtype)
         if needs_weight:
-            dweight = _as(torch.mm(rows.t(), y.view(-1, y.shape[-1])), weight.dtype)
+            dweight = in_dtype(torch.mm(rows.t(), y.view(-1, y.shape[-1])), weight.dtype)
         return dgate, dup, dweight, rows.sum(0) if needs_bias else None, None, None, None
 
 
@@ -282,12 +283,7 @@ def _glu_linear(
     activation: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    return F.linear(_product(gate, up, activation), _as(weight, dtype), bias)
-
-
-def _as(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``t.to(dtype)``, which takes the host ten times as long to find that there is nothing to do."""
-    return t if t.dtype is dtype else t.to(dtype)
+    return F.linear(_product(gate, up, activation), in_dtype(weight, dtype), bias)
 
 
 def _check(gate: torch.Tensor, up: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from liger_kernels.ops.lora.adapter import (
 from liger_kernels.ops.lora.products import MOST_RANKS, add_product, rows_product
 from liger_kernels.ops.runtime.arguments import checked_fields, describe
 from liger_kernels.ops.runtime.compiling import left_to_inductor
-from liger_kernels.ops.runtime.dispatch import as_values, use_triton
+from liger_kernels.ops.runtime.dispatch import as_values, in_dtype, use_triton
 
 
 def as_it_is(weight: Tensor) -> Tensor:
@@ -151,11 +151,6 @@ def parts_of(kinds: Kinds, tensors: Sequence[Any]) -> list[NodeProjection]:
 
 def needs_of(kinds: Kinds, needs: Sequence[bool]) -> list[Needs]:
     return [Needs(*own) for own in _split(kinds, needs)]
-
-
-def in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """``t.to(dtype)``, which takes the host ten times as long to find that there is nothing to do."""
-    return t if t.dtype is dtype else t.to(dtype)
 
 
 def base_product(x: Tensor, part: NodeProjection) -> Tensor:
