@@ -40,7 +40,7 @@ class Nf4(Format):
         dtype, shape = linear.weight.dtype, (linear.in_features, linear.out_features)
         layer = Linear4bit(*shape, bias=linear.bias is not None, compute_dtype=dtype, device=torch.device("meta"))
         layer.support_avx512bf16_for_cpu = False  # inference on such a CPU rounds the scales, and takes few shapes
-        options = {"requires_grad": False, "compress_statistics": True, "quant_type": "nf4"}
+        options: dict[str, Any] = {"requires_grad": False, "compress_statistics": True, "quant_type": "nf4"}
         return _on_its_device(layer, linear, Params4bit(linear.weight.detach(), **options))
 
     def dequantised(self, layer: Any) -> torch.Tensor:
