@@ -88,6 +88,7 @@ def valid() -> dict[str, dict[str, Any]]:
     of_both = {"gate_up_adapters": [ops.ExpertsAdapter(**of_up)], "down_adapters": [of_down]}
     linear = {"gate": x, "up": x, "weight": torch.randn(6, 8), "bias": torch.randn(6)}
     adapter = {"a": torch.randn(3, 8), "b": torch.randn(6, 3), "bias": torch.randn(6), "dropped": x}
+    plain = ops.LoraAdapter(torch.randn(3, 8), torch.randn(6, 3))
     projection = ops.Projection(torch.randn(6, 8))
     by_op = {
         "rms_norm": {"x": x, "weight": row},
@@ -101,6 +102,11 @@ def valid() -> dict[str, dict[str, Any]]:
         "geglu_linear": linear,
         "packed_glu": {"x": x},
         "lora_linear": {"x": x, "base": nn.Linear(8, 6), "adapters": [ops.LoraAdapter(**adapter)]},
+        "dora_linear": {
+            **{"x": x, "base": nn.Linear(8, 6), "adapter": plain},
+            **{"magnitude": torch.rand(6), "norm": torch.rand(6), "bias": torch.rand(6)},
+        },
+        "dora_norm": {"weight": torch.randn(6, 8), "adapter": plain},
         "adapted_linears": {"x": x, "projections": [projection]},
         "gated_mlp": {"x": x, "gate": projection, "up": projection, "down": ops.Projection(torch.randn(8, 6))},
         "experts": {"hidden": x, "ids": ids, "weights": torch.rand(4, 2), **experts, **biases, **of_both},

@@ -115,7 +115,7 @@ def patched_by_the_flag(folder: str) -> None:
     if has_configuration:
         config = {"rope": False, "fused_linear_cross_entropy": False}
         others = {"rms_norm", "layer_norm", "gated_rms_norm", "swiglu", "geglu", "experts"}
-        others |= {"lora_linear", "lora_experts"}
+        others |= {"lora_linear", "dora_linear", "lora_experts"}
         assert reports(config, tiny("llama")) == others
         assert not {"rms_norm", "gated_rms_norm"} & reports({"rms_norm": False}, tiny("llama"))
         assert "layer_norm" not in reports({"layer_norm": False}, tiny("llama"))

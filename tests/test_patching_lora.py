@@ -329,7 +329,7 @@ def test_variants_are_left_to_peft(name: str) -> None:
     options, reason = VARIANTS[name]
     model = adapted(**options)
     expected = step(model)
-    report = _patched_quietly(model)
+    report = patched_quietly(model, ["lora_linear"])
     assert not report.replaced
     assert {left.reason for left in report.left} == {reason}
     assert all(map(torch.equal, step(model).values(), expected.values()))
@@ -338,15 +338,15 @@ def test_variants_are_left_to_peft(name: str) -> None:
 @pytest.mark.parametrize("config", [peft.IA3Config, peft.LoHaConfig, peft.VeraConfig])
 def test_other_adapters_are_not_listed(config: Any) -> None:
     options = {"feedforward_modules": []} if config is peft.IA3Config else {}
-    report = _patched_quietly(peft.get_peft_model(Net().to(DEVICE), config(target_modules=["first"], **options)))
+    report = patched_quietly(peft.get_peft_model(Net().to(DEVICE), config(target_modules=["first"], **options)))
     assert not report.replaced
     assert not report.left
 
 
-def _patched_quietly(model: nn.Module) -> liger_kernels.PatchReport:
+def patched_quietly(model: nn.Module, kernels: list[str] | None = None) -> liger_kernels.PatchReport:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing was replaced
-        return liger_kernels.patch(model)
+        return liger_kernels.patch(model, kernels)
 
 
 @pytest.mark.parametrize("change", ["scaled twice", "rounded", "another gradient", "no scale"])
@@ -366,7 +366,7 @@ def test_a_forward_that_computes_something_else_is_left(change: str) -> None:
 
     for layer in layers(model):
         layer.__class__ = type("Later", (type(layer),), {"forward": forward})
-    assert not _patched_quietly(model).replaced
+    assert not patched_quietly(model).replaced
 
 
 def test_what_is_no_linear_layer_is_not_listed() -> None:
@@ -381,7 +381,7 @@ def test_what_is_no_linear_layer_is_not_listed() -> None:
             return y
 
     model = adapted(Words().to(DEVICE), target_modules=["embed", "conv"])
-    report = _patched_quietly(model)
+    report = patched_quietly(model)
     assert not report.replaced
     ids = torch.arange(8, device=DEVICE)[None]
     model(ids).sum().backward()

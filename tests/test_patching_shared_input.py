@@ -14,7 +14,7 @@ from torch import nn
 import liger_kernels
 from convergence.judge.tolerance import three_way
 from liger_kernels.ops import launches, reset_launches
-from liger_kernels.patching.recipes.shared_input import shared_calls, sharing
+from liger_kernels.patching.lora.shared_input import shared_calls, sharing
 from tests.patching_checks import batch, check_same, gradients, tiny
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

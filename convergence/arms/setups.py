@@ -87,6 +87,7 @@ class Lora(Setup):
     kernels: tuple[str, ...] = ("lora_linear",)
     dropout = 0.0
     has_bias = True
+    has_second = True
 
     def absent(self, model: nn.Module | None, dtype: str, device: str) -> str:
         named = [] if model is None else [name.rpartition(".")[2] for name, _ in model.named_modules()]
@@ -104,13 +105,14 @@ class Lora(Setup):
 
         torch.manual_seed(1)
         adapted: Any = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, **self.options()))
-        options = {**self.options(), "use_rslora": True}
-        if self.has_bias and "lora_bias" in peft.LoraConfig.__dataclass_fields__:
-            options["lora_bias"] = True
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that an adapter with a bias cannot be merged with a layer without one
-            adapted.add_adapter("second", peft.LoraConfig(r=6, lora_alpha=3, **options))
-        adapted.base_model.set_adapter(["default", "second"])
+        if self.has_second:
+            options = {**self.options(), "use_rslora": True}
+            if self.has_bias and "lora_bias" in peft.LoraConfig.__dataclass_fields__:
+                options["lora_bias"] = True
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that an adapter with a bias cannot be merged with a layer without one
+                adapted.add_adapter("second", peft.LoraConfig(r=6, lora_alpha=3, **options))
+            adapted.base_model.set_adapter(["default", "second"])
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
                 if "lora_B" in name:  # zero at first, so that the adapter would not show
@@ -209,6 +211,18 @@ class LoraHead(Lora):
     name = "lora-head"
     does = "two adapters of peft's LoRA on every projection and the LM head"
     targets = (*Lora.targets, "lm_head")
+
+
+class Dora(Lora):
+    """peft scales to magnitudes what one adapter makes."""
+
+    name = "dora"
+    does = "an adapter of peft's DoRA on every projection; the rest is frozen"
+    kernels = ("dora_linear",)
+    has_second = False
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "use_dora": True}
 
 
 class Qlora(Lora):
@@ -503,7 +517,7 @@ _CLASSES: tuple[type[Setup], ...] = (
     Fp16Scaler,
     Checkpointing,
     Compile,
-    *with_checkpointing(Lora, LoraDropout, LoraAutocast, LoraExperts, LoraHead, Qlora, Qlora8Bit, Float8),
+    *with_checkpointing(Lora, LoraDropout, LoraAutocast, LoraExperts, LoraHead, Dora, Qlora, Qlora8Bit, Float8),
     DeviceMap,
     Ddp,
     Fsdp2,

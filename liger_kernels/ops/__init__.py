@@ -22,6 +22,7 @@ from liger_kernels.ops._rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm
 from liger_kernels.ops._rope import rope, rope_ref
 from liger_kernels.ops.lora.adapted_linears import adapted_linears, adapted_linears_ref
 from liger_kernels.ops.lora.adapter import LoraAdapter
+from liger_kernels.ops.lora.dora_linear import dora_linear, dora_linear_ref, dora_norm, dora_norm_ref
 from liger_kernels.ops.lora.experts import ExpertsAdapter
 from liger_kernels.ops.lora.gated_mlp import gated_mlp, gated_mlp_ref
 from liger_kernels.ops.lora.lora_linear import lora_linear, lora_linear_ref
@@ -51,6 +52,10 @@ __all__ = [
     "add_rms_norm_ref",
     "cross_entropy",
     "cross_entropy_ref",
+    "dora_linear",
+    "dora_linear_ref",
+    "dora_norm",
+    "dora_norm_ref",
     "experts",
     "experts_ref",
     "gated_mlp",

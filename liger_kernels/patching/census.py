@@ -10,9 +10,10 @@ from liger_kernels.patching.following import who_replaced
 from liger_kernels.patching.logits.head import HeadRecipe, patched_heads
 from liger_kernels.patching.logits.model import ModelRecipe
 from liger_kernels.patching.logits.split_head import has_plan, why_unfused
+from liger_kernels.patching.lora.dora import DORA, is_dora_layer
+from liger_kernels.patching.lora.experts import LORA_EXPERTS
+from liger_kernels.patching.lora.layer import LORA, adapts_experts, is_lora_layer
 from liger_kernels.patching.modules import carries_forward, has_own_forward
-from liger_kernels.patching.recipes.lora import LORA, adapts_experts, is_lora_layer
-from liger_kernels.patching.recipes.lora_experts import LORA_EXPERTS
 from liger_kernels.patching.recipes.probe import package_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.swap import RAN, recipe_of
@@ -24,7 +25,7 @@ def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
     """``report``, with what is replaced in ``model`` now and what has changed since :func:`liger_kernels.patch`."""
     replaced, since = [], []
     before = [left for left in report.left if not left.since]
-    kinds = {LORA: is_lora_layer, LORA_EXPERTS: adapts_experts}
+    kinds = {LORA: is_lora_layer, DORA: is_dora_layer, LORA_EXPERTS: adapts_experts}
     adapted = [kind for recogniser, kind in kinds.items() if not set(recogniser.kernels).isdisjoint(report.kernels)]
     for path, module in model.named_modules():
         recipe = recipe_of(module)

@@ -11,12 +11,13 @@ from torch import nn
 from liger_kernels.ops.runtime.arguments import checked
 from liger_kernels.patching.following import follows_class, runs_inside, who_replaced
 from liger_kernels.patching.logits.head import LOSSES
+from liger_kernels.patching.lora.dora import DORA
+from liger_kernels.patching.lora.experts import LORA_EXPERTS
+from liger_kernels.patching.lora.layer import LORA
 from liger_kernels.patching.reads import reads_training
 from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.experts import EXPERTS
 from liger_kernels.patching.recipes.glu import GATED_MLPS
-from liger_kernels.patching.recipes.lora import LORA
-from liger_kernels.patching.recipes.lora_experts import LORA_EXPERTS
 from liger_kernels.patching.recipes.norms import NORMS
 from liger_kernels.patching.recipes.probe import describe, module_of
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict
@@ -25,7 +26,7 @@ from liger_kernels.patching.report import Left, PatchReport
 from liger_kernels.patching.swap import Recipe, Undo, recipe_of, replace, restore, runs_inside_hook
 
 # The last is asked first, and the first recipe wins: a recogniser may take what an earlier one would leave.
-_recognisers: list[Recogniser] = [NORMS, ROTATIONS, GATED_MLPS, EXPERTS, LORA, LORA_EXPERTS]
+_recognisers: list[Recogniser] = [NORMS, ROTATIONS, GATED_MLPS, EXPERTS, LORA, DORA, LORA_EXPERTS]
 
 
 def kernel_names() -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tests.mutants import (
     checks,
     contract,
+    dora,
     experts,
     glu,
     lora,
@@ -35,6 +36,7 @@ GROUPS: dict[str, tuple[str, tuple[Mutant, ...]]] = {
     "lora": ("LoRA layers", lora.MUTANTS),
     "lora-experts": ("LoRA of experts", lora_experts.MUTANTS),
     "lora-head": ("heads with adapters", lora_head.MUTANTS),
+    "dora": ("DoRA layers", dora.MUTANTS),
     "loss": ("cross entropy", loss.MUTANTS),
     "packing": ("packed samples", packing.MUTANTS),
     "contract": ("the patch", contract.MUTANTS),

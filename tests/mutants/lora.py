@@ -9,9 +9,9 @@ _products = faults("ops.lora.products", "test_ops_lora_linear.py")
 _adapter = faults("ops.lora.adapter", "test_ops_lora_linear.py")
 _several = faults("ops.lora.projection", "test_ops_gated_mlp.py")
 _mlp = faults("ops.lora.gated_mlp", "test_ops_gated_mlp.py")
-_layer = faults("patching.recipes.lora", "test_patching_lora.py")
-_state = faults("patching.recipes.lora_adapters", "test_patching_lora.py")
-_shared = faults("patching.recipes.shared_input", "test_patching_shared_input.py")
+_layer = faults("patching.lora.layer", "test_patching_lora.py")
+_state = faults("patching.lora.adapters", "test_patching_lora.py")
+_shared = faults("patching.lora.shared_input", "test_patching_shared_input.py")
 _EVERY_DTYPE = "test_adapters_of_every_dtype_on_a_base_of_every_dtype[{}]"
 _SEVERAL = "test_several_adapters_some_of_which_drop[torch.float32-dropping0]"
 _NUMBERS = "test_the_same_numbers[{}]"
@@ -84,7 +84,7 @@ MUTANTS = (
     _state("lora_hooks_ignored", "An adapter is computed although somebody watches its layers.",
         "probe.has_hooks(first) or probe.has_hooks(second)", "False", _ODD.format("hooks")),
     _layer("lora_any_forward_recognised", "A layer is taken for LoRA by its class.",
-        "_same_in_float64(module, names, masks)", "True",
+        "same_in_float64(module, small_copy(module, names, masks), names, reference)", "True",
         "test_a_forward_that_computes_something_else_is_left[rounded]"),
     _layer("lora_gradients_not_compared", "A layer is taken for LoRA by its values.",
         "all(probe.relative_difference(ours, theirs) < probe.SAME_FORMULA for ours, theirs in pairs)", "True",
@@ -92,7 +92,7 @@ MUTANTS = (
     _layer("lora_fallbacks_not_counted", "Where PEFT's own forward runs, nobody is told.",
         'report.fallbacks[f"PEFT computed an adapter: {reason}"] += 1', "pass", _ODD.format("hooks")),
     faults("patching.census")("lora_later_adapters_not_listed", "Adapters that came after patch() are in no list.",
-        "{LORA: is_lora_layer, LORA_EXPERTS: adapts_experts}", "{LORA_EXPERTS: adapts_experts}",
+        "{LORA: is_lora_layer, DORA: is_dora_layer, LORA_EXPERTS: adapts_experts}", "{LORA_EXPERTS: adapts_experts}",
         "test_patching_lora.py::test_an_adapter_that_comes_after_patch"),
     _mlp("mlp_gates_adapter_for_up", "Up has the adapter of gate.",
         "_delta_arguments(up_z, parts[1])", "_delta_arguments(gate_z, parts[0])", _MLP, within="_unit"),

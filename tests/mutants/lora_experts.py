@@ -8,8 +8,8 @@ _where = {"model": "qwen3_moe", "setup": "lora-experts"}
 _products, _gradients = both_phases("ops.lora.grouped", kernel="lora_experts", **_where)
 _, _stacked = both_phases("ops.lora.experts", kernel="lora_experts", **_where)
 _, _op = both_phases("ops._experts", kernel="lora_experts", **_where)
-_read = faults("patching.recipes.lora_experts", **_where)
-_checked = faults("patching.recipes.lora_experts", "test_patching_lora_experts.py")
+_read = faults("patching.lora.experts", **_where)
+_checked = faults("patching.lora.experts", "test_patching_lora_experts.py")
 _NUMBERS = "test_the_same_numbers[{}]"
 _ODD = "test_peft_computes_what_was_not_probed_and_the_report_counts_why[{}]"
 _OF_GROUP = "w_ptr + tl.cast(group, tl.int64) * w_stride"
@@ -73,7 +73,7 @@ MUTANTS = (
         "test_a_wrapper_that_computes_something_else_is_left[another gradient]"),
     faults("patching.census", "test_patching_lora_experts.py")("lora_experts_later_adapters_not_listed",
         "Adapters of experts that came after patch() are in no list.",
-        "{LORA: is_lora_layer, LORA_EXPERTS: adapts_experts}", "{LORA: is_lora_layer}",
+        "{LORA: is_lora_layer, DORA: is_dora_layer, LORA_EXPERTS: adapts_experts}", "{LORA: is_lora_layer}",
         "test_an_adapter_that_comes_after_patch"),
     faults("ops._packed_glu", "test_ops_packed_glu.py")("packed_limit_tried_under_a_checkpoint",
         "The first call with a limit saves a tensor that its recomputation does not save.",

@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernels.ops.lora.adapter import LoraAdapter
-from liger_kernels.ops.lora.lora_linear import LoraFunction, _check_base, _checked, _runs_kernel, cast_as_base
-from liger_kernels.ops.lora.products import _columns_shape, _dot, ranks_of_program, rows_product
+from liger_kernels.ops.lora.lora_linear import LoraFunction, cast_as_base, check_base, checked_adapters, runs_kernel
+from liger_kernels.ops.lora.products import columns_shape, dot, ranks_of_program, rows_product
 from liger_kernels.ops.runtime.arguments import checked, checked_op
 from liger_kernels.ops.runtime.dispatch import as_values, backward_once, launch, tl, triton, use_triton
 from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, tile
@@ -52,7 +52,7 @@ def dora_linear_ref(
 def _reference(
     y0: Tensor, x: Tensor, adapter: LoraAdapter, magnitude: Tensor, norm: Tensor, bias: Tensor | None
 ) -> Tensor:
-    _check_base(x, y0, [adapter])
+    check_base(x, y0, [adapter])
     dtype = torch.promote_types(y0.dtype, torch.float32)
     for t in (adapter.a, adapter.b, magnitude):
         dtype = torch.promote_types(dtype, t.dtype)
@@ -66,6 +66,7 @@ def _reference(
 @checked
 def dora_norm_ref(weight: Tensor, adapter: LoraAdapter) -> Tensor:
     """:func:`dora_norm` as it is defined."""
+    _check_weight(weight, adapter)
     dtype = torch.promote_types(torch.promote_types(weight.dtype, adapter.a.dtype), torch.float32)
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
         whole = weight.to(dtype) + adapter.scale * (adapter.b.to(dtype) @ adapter.a.to(dtype))
@@ -95,7 +96,7 @@ def _dora_linear_add_kernel(
         z = tl.load(z_ptr + row * z_stride + rank[None, :], mask=(row < n_rows) & (rank[None, :] < n_ranks), other=0.0)
         at = w_ptr + rank[:, None].to(tl.int64) * w_rank_stride + col.to(tl.int64) * w_col_stride
         w = tl.load(at, mask=(rank[:, None] < n_ranks) & (col < n_cols), other=0.0)
-        total = _dot(z, w, total, EXACT)
+        total = dot(z, w, total, EXACT)
     total *= tl.full((), scale, tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
@@ -191,7 +192,7 @@ def _backward(dy: Tensor, y0: Tensor | None, c: Tensor, bias: Tensor | None, dy0
         return None
     n_cols = dy.shape[-1]
     n_rows = dy.numel() // max(1, n_cols)
-    n_parts, options = _columns_shape(n_rows, n_cols, 16, dy.element_size(), dy.device)
+    n_parts, options = columns_shape(n_rows, n_cols, 16, dy.element_size(), dy.device)
     options = {**options, "num_stages": 2}
     rows_of_part = cdiv(cdiv(n_rows, n_parts), options["ROWS"]) * options["ROWS"]
     parts = None if y0 is None else torch.empty((n_parts, n_cols), dtype=torch.float32, device=dy.device)
@@ -202,7 +203,7 @@ def _backward(dy: Tensor, y0: Tensor | None, c: Tensor, bias: Tensor | None, dy0
 
 
 def _check_vectors(x: Tensor, adapter: LoraAdapter, **vectors: Tensor | None) -> None:
-    _checked(x, [adapter])
+    checked_adapters(x, [adapter])
     if adapter.bias is not None or adapter.dropped is not None:
         raise ValueError("adapter has a bias or a dropout; DoRA is computed without: use an adapter with neither")
     for name, t in vectors.items():
@@ -216,15 +217,23 @@ def _check_vectors(x: Tensor, adapter: LoraAdapter, **vectors: Tensor | None) ->
             raise ValueError(f"{name} is on {t.device}, x on {x.device}; move one to the other")
 
 
+def _check_weight(weight: Tensor, adapter: LoraAdapter) -> None:
+    if not weight.is_floating_point():
+        raise TypeError(f"weight is {weight.dtype}; it must be floating point")
+    if weight.device != adapter.a.device:
+        raise ValueError(f"weight is on {weight.device}, the adapter on {adapter.a.device}; move one to the other")
+    shape = (len(adapter.b), adapter.a.shape[1])
+    if weight.shape != shape:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; with this adapter it must be {shape}")
+
+
 @checked_op
-def dora_norm(weight: Tensor, adapter: LoraAdapter, square: Tensor | None = None) -> Tensor:
+def dora_norm(weight: Tensor, adapter: LoraAdapter) -> Tensor:
     """The length of each row of ``weight`` + scale * B A, without the gradient that DoRA does not give it.
 
     Args:
         weight: [out features, in features], any floating dtype; a quantised layer's is dequantised for this.
         adapter: of this layer.
-        square: the sums of the squares of each row of ``weight``, [out features], where they have been computed before:
-            a frozen weight's stay.
 
     Returns:
         [out features], float32; float64 where ``weight`` or the adapter is.
@@ -232,18 +241,11 @@ def dora_norm(weight: Tensor, adapter: LoraAdapter, square: Tensor | None = None
     Raises:
         TypeError, ValueError: for an argument of a wrong type, dtype, shape or device.
     """
-    if weight.dim() != 2 or weight.shape != (len(adapter.b), adapter.a.shape[1]):
-        expected = (len(adapter.b), adapter.a.shape[1])
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; with this adapter it must be {expected}")
-    if weight.device != adapter.a.device:
-        raise ValueError(f"weight is on {weight.device}, the adapter on {adapter.a.device}; move one to the other")
-    if square is not None and square.shape != weight.shape[:1]:
-        raise ValueError(f"square has shape {tuple(square.shape)}; with this weight it must be ({len(weight)},)")
+    _check_weight(weight, adapter)
     wide = torch.float64 in (weight.dtype, adapter.a.dtype, adapter.b.dtype)
     dtype = torch.float64 if wide else torch.float32
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        if square is None:
-            square = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
+        square = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
         a, b = adapter.a.double(), adapter.b.double()  # of few numbers
         if wide or not use_triton(weight):
             crossed = weight.to(dtype) @ adapter.a.to(dtype).t()
@@ -284,7 +286,7 @@ def dora_linear(
     """
     _check_vectors(x, adapter, magnitude=magnitude, norm=norm, bias=bias)
     x = cast_as_base(x)
-    if not _runs_kernel(x, [adapter]) or torch.float64 in (magnitude.dtype, norm.dtype):
+    if not runs_kernel(x, [adapter]) or torch.float64 in (magnitude.dtype, norm.dtype):
         return _reference(base(x), x, adapter, magnitude, norm, bias)
     values: tuple[Any, ...] = as_values(x, adapter.a, adapter.b, magnitude, bias)
     x, a, b, m, bias = values
@@ -297,7 +299,7 @@ def dora_linear(
     if passes:
         (x,) = passed
     y0 = base(x)
-    _check_base(x, y0, [adapter])
+    check_base(x, y0, [adapter])
     if y0.dtype is not x.dtype:
         return _reference(y0, given, adapter, magnitude, norm, bias)
     (value,) = as_values(y0)

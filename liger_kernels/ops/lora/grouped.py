@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernels.ops.lora.products import _dot, _stages, ranks_of_program
+from liger_kernels.ops.lora.products import dot, ranks_of_program, stages_that_fit
 from liger_kernels.ops.runtime.dispatch import launch, tl, triton
 from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, tile
 
@@ -64,7 +64,7 @@ def _lora_experts_rows_kernel(
             x = tl.load(x_ptr + row * x_stride + col[None, :], mask=member & (col[None, :] < n_cols), other=0.0)
             place = of_group + rank.to(tl.int64) * w_rank_stride + col[:, None].to(tl.int64) * w_col_stride
             w = tl.load(place, mask=(rank < n_ranks) & (col[:, None] < n_cols), other=0.0)
-            z = _dot(x, w, z, EXACT)
+            z = dot(x, w, z, EXACT)
     scale = tl.full((), scale, tl.float32)
     tl.store(z_ptr + row * n_ranks + rank, z * scale, mask=(row < n_rows) & (rank < n_ranks))
 
@@ -94,7 +94,7 @@ def _lora_experts_add_kernel(
             z = tl.load(z_ptr + row * n_ranks + rank[None, :], mask=member & (rank[None, :] < n_ranks), other=0.0)
             place = of_group + rank[:, None].to(tl.int64) * w_rank_stride + col.to(tl.int64) * w_col_stride
             w = tl.load(place, mask=(rank[:, None] < n_ranks) & (col < n_cols), other=0.0)
-            total = _dot(z, w, total, EXACT)
+            total = dot(z, w, total, EXACT)
     total = y.to(tl.float32) + total * tl.full((), scale, tl.float32)
     tl.store(y_ptr + row * y_stride + col, total.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -122,7 +122,7 @@ def _lora_experts_columns_kernel(
             source = row
         x = tl.load(x_ptr + source * x_stride + col[None, :], mask=(row < end) & (col[None, :] < n_cols), other=0.0)
         z = tl.load(z_ptr + row * n_ranks + rank, mask=(row < end) & (rank < n_ranks), other=0.0)
-        w = _dot(tl.trans(x), z, w, EXACT)
+        w = dot(tl.trans(x), z, w, EXACT)
     w *= tl.full((), scale, tl.float32)
     place = w_ptr + group.to(tl.int64) * w_stride + col[:, None].to(tl.int64) * w_col_stride
     mask = (col[:, None] < n_cols) & (rank < n_ranks)
@@ -136,7 +136,7 @@ def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.d
     """64 rows where there are many: a tile on the border of two groups reads the matrices of both."""
     rows = min(64 if n_rows >= 4096 else 16, 128 // size)
     rows, block = tile(n_rows, n_cols, rows, max(16, min(256 // size, 4096 // ranks)))
-    stages = _stages(device, block * (rows * size + ranks * 4))
+    stages = stages_that_fit(device, block * (rows * size + ranks * 4))
     return {"ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": stages}
 
 
@@ -152,7 +152,7 @@ def _add_shape(n_rows: int, n_cols: int, ranks: int) -> dict[str, int]:
 @_remembered
 def _columns_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> dict[str, int]:
     rows, block = tile(n_rows, n_cols, 64 if ranks * size <= 128 else 32, 64)
-    stages = _stages(device, rows * (block * size + ranks * 4))
+    stages = stages_that_fit(device, rows * (block * size + ranks * 4))
     return {"ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": stages}
 
 

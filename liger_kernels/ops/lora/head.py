@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from liger_kernels.ops.lora.adapter import LoraAdapter
-from liger_kernels.ops.lora.lora_linear import _checked as checked_adapters
-from liger_kernels.ops.lora.lora_linear import lora_linear_ref
+from liger_kernels.ops.lora.lora_linear import checked_adapters, lora_linear_ref
 from liger_kernels.ops.lora.low_rank import LowRank, low_rank
 from liger_kernels.ops.loss.counted_rows import CountedRows
 from liger_kernels.ops.loss.schedule import Needs, Packed, current_observer

@@ -45,7 +45,7 @@ from liger_kernels.ops.runtime.dispatch import as_autocast, as_values, backward_
 @checked
 def lora_linear_ref(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[LoraAdapter]) -> Tensor:
     """:func:`lora_linear` in plain torch: the definition of correct, for any floating-point dtype."""
-    known = _checked(x, adapters)
+    known = checked_adapters(x, adapters)
     x = cast_as_base(x)
     return _reference(base(x), x, known)
 
@@ -56,7 +56,7 @@ def cast_as_base(x: Tensor) -> Tensor:
 
 
 def _reference(y0: Tensor, x: Tensor, adapters: Sequence[LoraAdapter]) -> Tensor:
-    _check_base(x, y0, adapters)
+    check_base(x, y0, adapters)
     dtype = torch.promote_types(y0.dtype, torch.float32)
     for t in [t for adapter in adapters for t in (adapter.a, adapter.b)]:
         dtype = torch.promote_types(dtype, t.dtype)
@@ -133,7 +133,7 @@ def _thirds(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequenc
     return items[:n], items[n : 2 * n], items[2 * n :]
 
 
-def _checked(x: Tensor, adapters: Sequence[LoraAdapter]) -> list[LoraAdapter]:
+def checked_adapters(x: Tensor, adapters: Sequence[LoraAdapter]) -> list[LoraAdapter]:
     """``adapters``, each of which fits to x."""
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}; it must be floating point")
@@ -156,7 +156,7 @@ def _checked(x: Tensor, adapters: Sequence[LoraAdapter]) -> list[LoraAdapter]:
     return known
 
 
-def _check_base(x: Tensor, y0: Any, adapters: Sequence[LoraAdapter]) -> None:
+def check_base(x: Tensor, y0: Any, adapters: Sequence[LoraAdapter]) -> None:
     if not isinstance(y0, Tensor) or not y0.is_floating_point():
         raise TypeError(f"base returned {describe(y0)}; it must return a floating-point tensor")
     for one in adapters:
@@ -167,7 +167,7 @@ def _check_base(x: Tensor, y0: Any, adapters: Sequence[LoraAdapter]) -> None:
             )
 
 
-def _runs_kernel(x: Tensor, adapters: Sequence[LoraAdapter]) -> bool:
+def runs_kernel(x: Tensor, adapters: Sequence[LoraAdapter]) -> bool:
     if not use_triton(x) or left_to_inductor("lora_linear", x):
         return False
     ranks = 0
@@ -195,7 +195,7 @@ def lora_linear(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[
     Raises:
         TypeError, ValueError: for an argument of a wrong type, dtype, shape or device.
     """
-    known = _checked(x, adapters)
+    known = checked_adapters(x, adapters)
     x = cast_as_base(x)
     if not known:
         return base(x)
@@ -204,7 +204,7 @@ def lora_linear(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[
 
 def lora_linear_of_checked(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[Any]) -> Tensor:
     """:func:`lora_linear` of at least one adapter, and arguments that are known to fit. x has been cast."""
-    if not _runs_kernel(x, adapters):
+    if not runs_kernel(x, adapters):
         return _reference(base(x), x, adapters)
     groups = [(x, shared)] if (shared := [one for one in adapters if one.dropped is None]) else []
     groups += [(one.dropped, [one]) for one in adapters if one.dropped is not None]
@@ -220,7 +220,7 @@ def lora_linear_of_checked(x: Tensor, base: Callable[[Tensor], Tensor], adapters
         anchors.append(y)
         ordered += group
     y0 = base(x)
-    _check_base(x, y0, ordered)
+    check_base(x, y0, ordered)
     if y0.dtype is not dtype:
         return _reference(y0, x, ordered)
     (value,) = as_values(y0)

@@ -43,7 +43,7 @@ def _split_in_three(x):
 
 
 @triton.jit
-def _dot(a, b, total, EXACT: tl.constexpr):
+def dot(a, b, total, EXACT: tl.constexpr):
     """total + a @ b in float32. ``EXACT``: both may need all 24 bits; else one of them at least is bfloat16, or 16 bits
     are enough."""
     if not _COMPILED:
@@ -126,7 +126,7 @@ def plus_delta(
             at = _of_rank(w_ptr, w1_ptr, w2_ptr, end, end1, rank[:, None], w_rank_stride)
             in_w = (rank[:, None] < n_ranks) & (col < n_cols)
             w = tl.load(at + col.to(tl.int64) * w_col_stride, mask=in_w, other=0.0)
-            total = _dot(z, w, total, EXACT)
+            total = dot(z, w, total, EXACT)
         if bias_ptr is not None:
             total += tl.load(bias_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
         y0 += total * tl.full((), scale, tl.float32)
@@ -152,7 +152,7 @@ def _lora_linear_rows_kernel(
         x = tl.load(x_ptr + row * x_stride + col[None, :], mask=(row < n_rows) & (col[None, :] < n_cols), other=0.0)
         at = w_at + col[:, None].to(tl.int64) * w_col_stride
         w = tl.load(at, mask=(rank < n_ranks) & (col[:, None] < n_cols), other=0.0)
-        z = _dot(x, w, z, EXACT)
+        z = dot(x, w, z, EXACT)
     scale = tl.full((), scale, tl.float32)
     tl.store(z_ptr + row * z_stride + rank, z * scale, mask=(row < n_rows) & (rank < n_ranks))
 
@@ -199,7 +199,7 @@ def _lora_linear_columns_kernel(
         row = first + start + tl.arange(0, ROWS)[:, None]
         x = tl.load(x_ptr + row * x_stride + col[None, :], mask=(row < end) & (col[None, :] < n_cols), other=0.0)
         z = tl.load(z_ptr + row * z_stride + rank, mask=(row < end) & (rank < n_ranks), other=0.0)
-        w = _dot(tl.trans(x), z, w, EXACT)
+        w = dot(tl.trans(x), z, w, EXACT)
     w *= tl.full((), scale, tl.float32)
     at = w_ptr + part.to(tl.int64) * w_part_stride + col[:, None].to(tl.int64) * w_col_stride
     mask = (col[:, None] < n_cols) & (rank < n_ranks)
@@ -227,7 +227,7 @@ def ranks_of_program(n: int) -> int:
     return max(16, next_power_of_2(n))
 
 
-def _stages(device: torch.device, bytes_: int) -> int:
+def stages_that_fit(device: torch.device, bytes_: int) -> int:
     """How many loads of ``bytes_`` a program has under way."""
     return max(2, min(4, (room_for_loads(real_device(device)) - _SCRATCH) // bytes_))
 
@@ -240,7 +240,7 @@ def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.d
     and 37 (a copy of x: 40 and 12)."""
     rows = next((rows for rows in (64, 32) if n_rows >= rows * (_PROGRAMS // 6)), 16)
     rows, block = tile(n_rows, n_cols, min(rows, 128 // size), max(16, min(256 // size, 4096 // ranks)))
-    stages = _stages(device, block * (rows * size + ranks * 4))
+    stages = stages_that_fit(device, block * (rows * size + ranks * 4))
     return {"ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": stages}
 
 
@@ -253,11 +253,11 @@ def _add_shape(n_rows: int, n_cols: int, ranks: int) -> dict[str, int]:
 
 @choice("lora_columns")
 @_remembered
-def _columns_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> tuple[int, dict[str, int]]:
+def columns_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> tuple[int, dict[str, int]]:
     """In how many parts the rows are summed, and launch choices."""
     rows, block = tile(n_rows, n_cols, 64 if ranks * size <= 128 else 32, 64)
     parts = max(1, min(_PROGRAMS // cdiv(n_cols, block), cdiv(n_rows, 4 * rows)))
-    stages = _stages(device, rows * (block * size + ranks * 4))
+    stages = stages_that_fit(device, rows * (block * size + ranks * 4))
     return parts, {"ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": stages}
 
 
@@ -331,7 +331,7 @@ def columns_product(
     n_rows, n_ranks = z.shape
     n_cols = x.shape[-1]
     ranks = ranks_of_program(n_ranks)
-    parts, options = _columns_shape(n_rows, n_cols, ranks, x.element_size(), x.device)
+    parts, options = columns_shape(n_rows, n_cols, ranks, x.element_size(), x.device)
     rows_of_part = cdiv(cdiv(n_rows, parts), options["ROWS"]) * options["ROWS"]
     to = w if parts == 1 else torch.empty((parts, *shape), dtype=torch.float32, device=x.device)
     strides = (w.numel(), 1, n_cols) if by_rank else (w.numel(), n_ranks, 1)

@@ -18,8 +18,8 @@ from liger_kernels.patching.logits.held_head import HeldHead, held_head, is_held
 from liger_kernels.patching.logits.product import Product, Request, count
 from liger_kernels.patching.logits.running import running
 from liger_kernels.patching.logits.split_head import SplitHead, has_plan, split_head
-from liger_kernels.patching.recipes.lora import LoraRecipe, is_lora_layer
-from liger_kernels.patching.recipes.lora_adapters import foreseen_adapters
+from liger_kernels.patching.lora.adapters import foreseen_adapters
+from liger_kernels.patching.lora.layer import LoraRecipe, is_lora_layer
 from liger_kernels.patching.recipes.probe import INFRASTRUCTURE, PLAIN, any_user_hook, package_of
 from liger_kernels.patching.swap import (
     Calls,

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from liger_kernels.ops import LoraAdapter, lora_linear
 from liger_kernels.ops.lora.projection import as_it_is
-from liger_kernels.patching.recipes.lora import LoraRecipe, is_lora_layer, recognise_lora
-from liger_kernels.patching.recipes.lora_adapters import active_names, known_adapters
-from liger_kernels.patching.recipes.projection import weights_of
+from liger_kernels.patching.lora.adapters import active_names, known_adapters
+from liger_kernels.patching.lora.layer import LoraRecipe, is_lora_layer, recognise_lora
+from liger_kernels.patching.lora.projection import weights_of
 from liger_kernels.patching.swap import recipe_of
 from liger_kernels.patching.watch import unchanged
 

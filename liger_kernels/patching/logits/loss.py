@@ -13,8 +13,8 @@ from torch import nn
 
 from liger_kernels.patching.logits.head import HeadRecipe, held_recipe, linears_to_choose_from, patched_heads
 from liger_kernels.patching.logits.model import ModelRecipe
+from liger_kernels.patching.lora.layer import is_lora_layer
 from liger_kernels.patching.modules import drop_kept_method, has_own_forward, own_forward
-from liger_kernels.patching.recipes.lora import is_lora_layer
 from liger_kernels.patching.recipes.probe import describe
 from liger_kernels.patching.report import Left, PatchReport
 from liger_kernels.patching.swap import Undo, recipe_of, replace, restore

@@ -20,9 +20,9 @@ from torch import nn
 from liger_kernels.ops import gated_mlp, geglu, geglu_linear, swiglu, swiglu_linear
 from liger_kernels.ops.lora.gated_mlp import gated_mlp_of_checked
 from liger_kernels.ops.runtime.compiling import left_to_inductor
+from liger_kernels.patching.lora.projection import Held, adapted, foreseen_projection, has_adapters
 from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.probe import PLAIN, PROBED, takes_one_tensor, true_shape
-from liger_kernels.patching.recipes.projection import Held, adapted, foreseen_projection, has_adapters
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import Calls, Recipe, mark_run
 from liger_kernels.patching.watch import unchanged

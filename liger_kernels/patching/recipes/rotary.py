@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from liger_kernels.ops import rope
+from liger_kernels.patching.lora.shared_input import foreseen_groups, shared_calls, sharing
 from liger_kernels.patching.reads import Outside, reads_of
 from liger_kernels.patching.recipes.rebinding import methods, rebind, replaced_by
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict
 from liger_kernels.patching.recipes.rotary_call import rotary_function
 from liger_kernels.patching.recipes.rotation import Rotation, recognise_rotation, roles_of
-from liger_kernels.patching.recipes.shared_input import foreseen_groups, shared_calls, sharing
 from liger_kernels.patching.swap import RAN, Calls, Recipe
 
 # Where a patched class has what its methods were copied from.

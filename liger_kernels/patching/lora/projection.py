@@ -16,8 +16,8 @@ from torch import nn
 
 from liger_kernels.ops import Projection
 from liger_kernels.ops.lora.projection import as_it_is, runs_as_one
+from liger_kernels.patching.lora.adapters import Adapter, adapters_of, foreseen_adapters
 from liger_kernels.patching.recipes import probe
-from liger_kernels.patching.recipes.lora_adapters import Adapter, adapters_of, foreseen_adapters
 from liger_kernels.patching.recipes.probe import PLAIN, PROBED
 from liger_kernels.patching.swap import mark_run
 

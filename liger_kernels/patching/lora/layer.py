@@ -9,7 +9,7 @@ and the report counts why.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,28 +20,28 @@ from torch import nn
 from liger_kernels.ops import LoraAdapter, adapted_linears, lora_linear_ref
 from liger_kernels.ops.lora.lora_linear import cast_as_base, lora_linear_of_checked
 from liger_kernels.ops.runtime.compiling import left_to_inductor
-from liger_kernels.patching.recipes import probe
-from liger_kernels.patching.recipes.lora_adapters import (
+from liger_kernels.patching.lora.adapters import (
     CONTAINERS,
     active_names,
     drop,
     is_variant,
     known_adapters,
 )
+from liger_kernels.patching.lora.projection import foreseen_projection
+from liger_kernels.patching.lora.shared_input import own_product
+from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.probe import PLAIN, PROBED
-from liger_kernels.patching.recipes.projection import foreseen_projection
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict, fingerprint
-from liger_kernels.patching.recipes.shared_input import own_product
 from liger_kernels.patching.report import REPORT
 from liger_kernels.patching.swap import Calls, Recipe, mark_run
 from liger_kernels.patching.watch import unchanged
 
 _LORA = "peft.tuners.lora"
 # What says which adapters run, and how; their variants (weights decomposed, and so on) are by name in the last two.
-_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "cast_input_dtype_enabled")
-_VARIANTS = ("lora_variant", "use_dora")
+STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "cast_input_dtype_enabled")
+VARIANTS = ("lora_variant", "use_dora")
 # What only merging and adding an adapter read.
-_UNREAD = ("fan_in_fan_out", "lora_bias", "lora_alpha", "r", "use_rslora")
+UNREAD = ("fan_in_fan_out", "lora_bias", "lora_alpha", "r", "use_rslora")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LoraRecipe(Recipe):
 
     kernel = "lora_linear"
     detail = "base(x) + sum of scale * B(A(dropout(x)))"
-    live = ("base_layer", *CONTAINERS, *_STATE, *_VARIANTS, *_UNREAD)
+    live = ("base_layer", *CONTAINERS, *STATE, *VARIANTS, *UNREAD)
 
     def foreseen(self, module: Any, step: Any) -> Calls:
         one = foreseen_projection(module, step)
@@ -73,21 +73,21 @@ class LoraRecipe(Recipe):
                 return base.forward(self, x, *args, **kwargs)
             inner = getattr(type(layer), "_liger_kernels_recipe", None)
             if inner is not None and inner.kernel != kernel:
-                return _own(base, self, "its base is a head that was patched before", x, *args, **kwargs)
+                return peft_computes(base, self, "its base is a head that was patched before", x, *args, **kwargs)
             if args or kwargs:
-                return _own(base, self, "the call has more arguments than x", x, *args, **kwargs)
+                return peft_computes(base, self, "the call has more arguments than x", x, *args, **kwargs)
             names = active_names(self)
             if not names:
                 return base.forward(self, x)
             adapters = known_adapters(self, names, x.device, x.dtype, x.shape[-1] if x.dim() else None)
             if isinstance(adapters, str):
-                return _own(base, self, adapters, x)
+                return peft_computes(base, self, adapters, x)
             if adapters is None:
                 return base.forward(self, x)
             if any(one.dropped is not None for one in adapters):
                 adapters = drop(adapters, x)
                 if isinstance(adapters, str):
-                    return _own(base, self, adapters, x)
+                    return peft_computes(base, self, adapters, x)
             mark_run(self)
             if type(layer) is nn.Linear and not probe.has_hooks(layer):
                 x = cast_as_base(x)
@@ -96,7 +96,7 @@ class LoraRecipe(Recipe):
         return {"forward": forward}
 
 
-def _own(base: Any, module: Any, reason: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+def peft_computes(base: Any, module: Any, reason: str, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The result of PEFT's own forward, which is counted."""
     report = module.__dict__.get(REPORT)
     if report is not None:
@@ -129,10 +129,11 @@ def recognise_lora(module: Any) -> Verdict:
         return ("its adapters are no linear layers: PEFT computes them",)
     try:
         with probe.probing():
+            reference = partial(_reference, names)
             for masks in (False, True):
-                if not _same_in_float64(module, names, masks):
+                if not same_in_float64(module, small_copy(module, names, masks), names, reference):
                     return (probe.with_origin("it is not base(x) + sum of scale * B(A(dropout(x)))", type(module)),)
-            if not _same_in_bfloat16(module, names):
+            if not same_in_bfloat16(module, small_copy(module, names, masks=False), reference):
                 return ("it rounds in another place than base(x) + sum of scale * B(A(dropout(x)))",)
     except Exception as error:  # whatever a stranger's forward raises on the probe means that it is not ours
         return (probe.with_origin(f"its adapters cannot be probed ({probe.describe(error)})", type(module)),)
@@ -151,25 +152,25 @@ class _Mask(nn.Module):
         return x * kept.view(x.shape) * 1.5
 
 
-_IN, _OUT = 6, 10
+PROBED_IN, PROBED_OUT = 6, 10
 
 
-def _small_copy(module: Any, names: list[str], masks: bool) -> Any:
+def small_copy(module: Any, names: list[str], masks: bool) -> Any:
     """A copy of ``module`` with a small base and small adapters ``names``, all of them active."""
-    a = {name: probe.random_linear(_IN, 2 + i) for i, name in enumerate(names)}
-    b = {name: probe.random_linear(2 + i, _OUT) for i, name in enumerate(names)}
+    a = {name: probe.random_linear(PROBED_IN, 2 + i) for i, name in enumerate(names)}
+    b = {name: probe.random_linear(2 + i, PROBED_OUT) for i, name in enumerate(names)}
     for name, linear in b.items():
         if module._modules["lora_B"][name]._parameters.get("bias") is not None:
-            linear._parameters["bias"] = nn.Parameter(probe.randn(_OUT, dtype=torch.float64))
+            linear._parameters["bias"] = nn.Parameter(probe.randn(PROBED_OUT, dtype=torch.float64))
     drop = {name: _Mask(2 + i) if masks else nn.Identity() for i, name in enumerate(names)}
     members: list[dict[str, Any]] = [a, b, drop]
     kinds = {kind: probe.bare_copy(module._modules[kind], **m) for kind, m in zip(CONTAINERS, members, strict=True)}
-    clone: Any = probe.bare_copy(module, base_layer=probe.random_linear(_IN, _OUT), **kinds)
+    clone: Any = probe.bare_copy(module, base_layer=probe.random_linear(PROBED_IN, PROBED_OUT), **kinds)
     clone.__dict__.update(_active_adapter=names, _disable_adapters=False, merged_adapters=[])
     return clone
 
 
-def _reference(clone: Any, names: list[str], x: torch.Tensor) -> torch.Tensor:
+def _reference(names: list[str], clone: Any, x: torch.Tensor) -> torch.Tensor:
     adapters = []
     for name in names:
         a, b, dropout = (clone._modules[kind][name] for kind in CONTAINERS)
@@ -177,16 +178,16 @@ def _reference(clone: Any, names: list[str], x: torch.Tensor) -> torch.Tensor:
     return lora_linear_ref(x, clone.base_layer, adapters)
 
 
-def _same_in_float64(module: Any, names: list[str], masks: bool) -> bool:
-    """Whether values and gradients are those of the formula."""
-    clone = _small_copy(module, names, masks)
-    x = probe.randn(2, 3, _IN, dtype=torch.float64).requires_grad_()
-    leaves = [x, clone.base_layer.weight]
-    for name in names:
-        a, b, _ = (clone._modules[kind][name] for kind in CONTAINERS)
-        leaves += [p for p in (a.weight, b.weight, b.bias) if p is not None]
-    upstream = probe.randn(2, 3, _OUT, dtype=torch.float64)
-    results = [type(module).forward(clone, x), _reference(clone, names, x)]
+Reference = Callable[[Any, torch.Tensor], torch.Tensor]  # of a small copy and its x
+
+
+def same_in_float64(module: Any, clone: Any, names: list[str], reference: Reference, *kinds: str) -> bool:
+    """Whether values and gradients are those of the formula. ``kinds`` hold what the adapters have besides A and B."""
+    x = probe.randn(2, 3, PROBED_IN, dtype=torch.float64).requires_grad_()
+    layers = [clone._modules[kind][name] for name in names for kind in ("lora_A", "lora_B", *kinds)]
+    leaves = [x, *[p for layer in (clone.base_layer, *layers) for p in layer._parameters.values() if p is not None]]
+    upstream = probe.randn(2, 3, PROBED_OUT, dtype=torch.float64)
+    results = [type(module).forward(clone, x), reference(clone, x)]
     if probe.relative_difference(results[0], results[1]) >= probe.SAME_FORMULA:
         return False
     slopes = [torch.autograd.grad(y, leaves, upstream) for y in results]
@@ -194,25 +195,25 @@ def _same_in_float64(module: Any, names: list[str], masks: bool) -> bool:
     return all(probe.relative_difference(ours, theirs) < probe.SAME_FORMULA for ours, theirs in pairs)
 
 
-def _same_in_bfloat16(module: Any, names: list[str]) -> bool:
+def same_in_bfloat16(module: Any, clone: Any, reference: Reference) -> bool:
     """Whether float32 adapters on a bfloat16 base give bfloat16, but for a few roundings."""
-    clone = _small_copy(module, names, masks=False)
     clone.to(torch.float32)
     clone.base_layer.to(torch.bfloat16)
-    x = probe.randn(2, 3, _IN).to(torch.bfloat16)
+    x = probe.randn(2, 3, PROBED_IN).to(torch.bfloat16)
     with torch.no_grad():
-        y, expected = type(module).forward(clone, x), _reference(clone, names, x)
+        y, expected = type(module).forward(clone, x), reference(clone, x)
     return y.dtype == torch.bfloat16 and probe.relative_difference(y, expected) <= 4 * torch.finfo(y.dtype).eps
 
 
-def _key(module: Any) -> Hashable:
-    """What the verdict depends on: the class, its settings, and of each adapter the name, scale and kind."""
+def key_of_layer(module: Any, *replaced: str) -> Hashable:
+    """What the verdict depends on: the class, its settings, and of each adapter the name, scale and kind. A probe puts
+    its own in place of what ``replaced`` names."""
     modules = module._modules
     names = [*modules["lora_A"]]
     of_adapters = tuple((n, is_variant(module, n), modules["lora_B"][n].bias is not None) for n in names)
-    counted = ("base_layer", "in_features", "out_features", *CONTAINERS, *_STATE, *_VARIANTS, *_UNREAD)
+    counted = ("base_layer", "in_features", "out_features", *CONTAINERS, *STATE, *VARIANTS, *UNREAD, *replaced)
     scaling = tuple(map(repr, module.scaling.values()))
     return fingerprint(module, replaced={**dict.fromkeys(counted, 0), "lora_A": of_adapters, "scaling": scaling})
 
 
-LORA = Recogniser(("lora_linear",), is_lora_layer, recognise_lora, key=_key)
+LORA = Recogniser(("lora_linear",), is_lora_layer, recognise_lora, key=key_of_layer)

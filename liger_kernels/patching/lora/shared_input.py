@@ -23,7 +23,7 @@ from torch import nn
 from liger_kernels.ops import adapted_linears
 from liger_kernels.ops.lora.adapted_linears import adapted_linears_of_checked
 from liger_kernels.ops.runtime.anchor import saves_first
-from liger_kernels.patching.recipes.projection import adapted, foreseen_projection, has_adapters
+from liger_kernels.patching.lora.projection import adapted, foreseen_projection, has_adapters
 from liger_kernels.patching.swap import Calls, mark_run
 
 _here = threading.local()  # a recomputation runs in a thread of autograd

@@ -18,16 +18,16 @@ from torch import nn
 
 from liger_kernels.ops import ExpertsAdapter, experts
 from liger_kernels.ops.runtime.compiling import left_to_inductor
+from liger_kernels.patching.lora.adapters import CONTAINERS, active_names, is_variant
+from liger_kernels.patching.lora.layer import (
+    STATE,
+    UNREAD,
+    VARIANTS,
+    adapts_experts,
+    peft_computes,
+)
 from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.experts import ExpertsRecipe, _takes
-from liger_kernels.patching.recipes.lora import (
-    _STATE,
-    _UNREAD,
-    _VARIANTS,
-    _own,
-    adapts_experts,
-)
-from liger_kernels.patching.recipes.lora_adapters import CONTAINERS, active_names, is_variant
 from liger_kernels.patching.recipes.probe import PLAIN, PROBED
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict, fingerprint
 from liger_kernels.patching.swap import Recipe, mark_run, recipe_of
@@ -46,7 +46,7 @@ class LoraExpertsRecipe(Recipe):
     b_first: bool
 
     kernel = "lora_experts"
-    live = ("base_layer", *CONTAINERS, *_STATE, *_VARIANTS, *_UNREAD)
+    live = ("base_layer", *CONTAINERS, *STATE, *VARIANTS, *UNREAD)
 
     @property
     def detail(self) -> str:
@@ -61,7 +61,7 @@ class LoraExpertsRecipe(Recipe):
                 return base.forward(self, x, *args, **kwargs)
             call = _call(wrappers, module, x, args, kwargs)
             if isinstance(call, str):
-                return _own(base, self, call, x, *args, **kwargs)
+                return peft_computes(base, self, call, x, *args, **kwargs)
             for part in (*wrappers, module):
                 mark_run(part)
             return call()
@@ -252,7 +252,7 @@ def _same(module: Any, b_first: bool) -> bool:
 def _key(module: Any) -> Hashable:
     """What the verdict depends on: the class and its settings, whatever the weight and the adapters are."""
     sizes = ("parameter_name", "num_experts", "in_features", "out_features")
-    counted = "base_layer", *sizes, *CONTAINERS, *_STATE, *_VARIANTS, *_UNREAD
+    counted = "base_layer", *sizes, *CONTAINERS, *STATE, *VARIANTS, *UNREAD
     return fingerprint(module, replaced=dict.fromkeys(counted, 0))
 
 

@@ -41,9 +41,15 @@ def is_variant(module: Any, name: str) -> bool:
 
 
 def known_adapters(
-    module: Any, names: list[str], device: torch.device, dtype: torch.dtype, features: int | None
+    module: Any,
+    names: list[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    features: int | None,
+    variants: bool = False,
 ) -> list[Adapter] | str | None:
-    """What the op takes of the adapters ``names``; or why PEFT computes them, or None where it casts or raises."""
+    """What the op takes of the adapters ``names``; or why PEFT computes them, or None where it casts or raises.
+    ``variants`` says that the caller knows what the variants among them compute."""
     if probe.has_global_hooks():
         return "all modules have hooks"
     state = module.__dict__
@@ -51,7 +57,7 @@ def known_adapters(
     of_a, of_b, of_dropout = (modules[kind]._modules for kind in CONTAINERS)
     adapters = []
     for name in names:
-        if is_variant(module, name):
+        if not variants and is_variant(module, name):
             return "a variant of LoRA is active"
         first, second, dropout, scale = of_a[name], of_b.get(name), of_dropout.get(name), state["scaling"].get(name)
         if type(first) is not nn.Linear or type(second) is not nn.Linear:

@@ -1,0 +1,54 @@
+"""Faults of DoRA layers: of the op, and of how PEFT's layers are recognised and read."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import both_phases, faults
+
+_where = {"model": "llama-tied", "setup": "dora", "kernel": "dora_linear"}
+_forward, _backward = both_phases("ops.lora.dora_linear", **_where)
+_op = faults("ops.lora.dora_linear", "test_ops_dora_linear.py")
+_layer = faults("patching.lora.dora", "test_patching_dora.py")
+_EVERY = "test_every_dtype_with_and_without_a_bias[torch.float32-torch.float32]"
+_NUMBERS = "test_the_same_numbers[{}]"
+_ODD = "test_peft_computes_what_was_not_probed_and_the_report_counts_why[{}]"
+_ELSE = "test_a_magnitude_that_computes_something_else_is_left[{}]"
+
+# fmt: off
+MUTANTS = (
+    _forward("dora_length_without_the_adapter", "A row is as long as the base's weight, without what B A adds.",
+        "(square.double() + more)", "square.double()", sample=True),
+    _forward("dora_length_without_the_scale", "The length is that of W + B A.",
+        "s = adapter.scale", "s = 1.0"),
+    _forward("dora_adapter_not_scaled_to_the_magnitude", "The magnitude scales the base alone.",
+        "c[:, None] * b.float()", "b.float() + 0 * c[:, None]"),
+    _forward("dora_base_not_scaled_to_the_magnitude", "The magnitude scales the adapter alone.",
+        "total += c * y0.to(tl.float32)", "total += y0.to(tl.float32)"),
+    _backward("dora_magnitude_without_the_base", "The magnitude has its gradient through the adapter alone.",
+        "total += dy * y0", "total += 0 * dy * y0"),
+    _backward("dora_magnitude_of_the_first_rows", "Some rows count for no gradient of the magnitude.",
+        "end = tl.minimum(first + rows_of_part, n_rows)", "end = tl.minimum(first + rows_of_part // 2, n_rows)",
+        within="_dora_linear_bwd_kernel"),
+    _backward("dora_base_gradient_not_scaled", "What goes back through the base has no magnitude.",
+        "(c * dy).to(dy0_ptr.dtype.element_ty)", "dy.to(dy0_ptr.dtype.element_ty)"),
+    _op("dora_bias_scaled", "The magnitude scales the bias of the base, too.",
+        "total += c * (y0.to(tl.float32) - bias) + bias", "total += c * y0.to(tl.float32)", _EVERY),
+    _op("dora_bias_gradient_whole", "The bias gets the gradient of y through the end, too.",
+        "1 - c", "1", _EVERY),
+    _layer("dora_length_remembered", "A frozen weight keeps the length that it had at the first call.",
+        "dora_norm(weight, adapter)",
+        "adapter.a.__dict__.setdefault('norm', <old>)", "test_a_frozen_weight_that_changes_has_another_length"),
+    _layer("dora_not_disabled", "An adapter is computed inside of disable_adapter, in DPO's reference.",
+        'state.get("_disable_adapters")', "False", _NUMBERS.format("disabled")),
+    _layer("dora_added_to_merged_weights", "An adapter is added to weights that have it already.",
+        'state.get("merged_adapters")', "False", _NUMBERS.format("merged")),
+    _layer("dora_dropout_ignored", "A dropout that is active drops nothing.",
+        "one.dropped is not None", "False", _ODD.format("dropout")),
+    _layer("dora_first_adapter_alone", "Of several active adapters, the first is computed.",
+        "len(names) > 1", "False", _ODD.format("two adapters")),
+    _layer("dora_probed_without_a_bias", "How the bias is scaled is not looked at.",
+        "(False, True)", "(False,)", _ELSE.format("bias scaled"), within="recognise_dora"),
+    faults("patching.lora.layer", "test_patching_dora.py")("dora_probed_without_gradients",
+        "A layer is recognised by its values.",
+        "all(probe.relative_difference(ours, theirs) < probe.SAME_FORMULA for ours, theirs in pairs)", "True",
+        _ELSE.format("norm with a gradient")),
+)
