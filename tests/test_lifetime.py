@@ -126,7 +126,9 @@ def checkpointed(reentrant: bool) -> Callable[[], Any]:
 def adapted(*targets: str) -> Callable[[], Any]:
     def made() -> Any:
         peft = pytest.importorskip("peft", reason="this version of transformers is tested without peft")
-        model = peft.get_peft_model(tiny("llama"), peft.LoraConfig(r=2, target_modules=[*targets], lora_dropout=0.1))
+        model = peft.get_peft_model(
+            tiny("llama", num_hidden_layers=1), peft.LoraConfig(r=2, target_modules=[*targets], lora_dropout=0.1)
+        )
         return patched(model)
 
     return made
