@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from os import PathLike
 from typing import Any
 
 from liger_kernels.fitting.config import find_config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import logging
 import sys
 import warnings
@@ -57,8 +58,6 @@ def _size(own: argparse.ArgumentParser, word: str) -> tuple[str, Any]:
         own.error(f"{word!r} must be NAME=VALUE, such as hidden_size=4096")
     value: Any = {"true": True, "false": False, "null": None}.get(text, text)
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError, SyntaxError):  # a word
             value = ast.literal_eval(value)
-        except (ValueError, SyntaxError):  # a word
-            pass
     return name, value

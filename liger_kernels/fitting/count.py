@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
+_storage_holders: Any = torch._C._storage_Use_Count
 _LOOKED_THROUGH = ("_fn", "inner")  # frames of Dynamo, between a mode and what called the operation
 
 
@@ -106,10 +107,10 @@ def _is_autograd(frame: Any) -> bool:
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
-def _holders(args: Any) -> list[int]:
+def _holders(args: tuple[Any, ...]) -> list[int]:
     """How many hold each tensor or its memory, the caller and autograd included."""
     return [
-        sys.getrefcount(t) + t._use_count() + torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+        sys.getrefcount(t) + t._use_count() + _storage_holders(t.untyped_storage()._cdata)  # type: ignore[attr-defined]
         if isinstance(t, torch.Tensor)
         else sys.maxsize
         for t in args

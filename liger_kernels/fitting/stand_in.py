@@ -26,9 +26,18 @@ def meta_as_gpu() -> Iterator[None]:
     grouped products, fused attention. Autocast of the CPU is that of meta, which has none."""
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 
-    def is_enabled(kind: str | None = None) -> bool:
-        return enabled() if kind is None else enabled("cpu" if kind == "meta" else kind)
+    def of_cpu(kind: Any) -> Any:
+        return "cpu" if kind == "meta" else kind
 
+    class Autocast(torch.autocast):
+        def __init__(self, device_type: str, *args: Any, **kwargs: Any):
+            super().__init__(of_cpu(device_type), *args, **kwargs)
+
+    known: dict[str, Any] = {
+        "is_autocast_enabled": lambda *kind: enabled(*map(of_cpu, kind)),
+        "get_autocast_dtype": lambda kind: dtype(of_cpu(kind)),
+        "autocast": Autocast,
+    }
     with _one_at_a_time, contextlib.ExitStack() as stack:
         attention = torch.library.Library("aten", "IMPL")
         stack.callback(attention._destroy)
@@ -36,10 +45,9 @@ def meta_as_gpu() -> Iterator[None]:
         before = ahead._foreseen.device
         stack.callback(setattr, ahead._foreseen, "device", before)
         ahead._foreseen.device, ahead._foreseen.launches = torch.device("cpu"), _Unnoted()
-        stack.callback(setattr, torch, "is_autocast_enabled", enabled)
-        stack.callback(setattr, torch, "get_autocast_dtype", dtype)
-        torch.is_autocast_enabled = is_enabled  # type: ignore[assignment]
-        torch.get_autocast_dtype = lambda kind: dtype("cpu" if kind == "meta" else kind)  # type: ignore[assignment]
+        for name, value in known.items():
+            stack.callback(setattr, torch, name, getattr(torch, name))
+            setattr(torch, name, value)
         stack.enter_context(tiled(grouped=lambda native, a, b: a.is_meta or native(a, b)))
         yield
 

@@ -17,8 +17,8 @@ from liger_kernels.fitting.stand_in import meta_as_gpu
 
 ROUNDING = 512  # CUDA's caching allocator gives multiples of it
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer states"
-KEPT, LAYER, LOSS = "kept for the backward", "backward of a layer", "loss"
-PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, KEPT, LAYER, LOSS)
+KEPT, LAYER, LOSS, UPDATE = "kept for the backward", "backward of a layer", "loss", "update of the weights"
+PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, KEPT, LAYER, LOSS, UPDATE)
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,7 @@ class MetaStep:
             if not self.optimizer.state:
                 self._update = self._count_update()
             counter = self._counter(tokens)
-            for state in self.optimizer.state.values():
-                for t in state.values():
-                    if torch.is_tensor(t) and t.is_meta:  # its count of steps is not
-                        counter.add(t, OPTIMIZER)
+            self._add_states(counter)
             counter.label = KEPT
             self._backward(tokens, counter)
         highest = max(counter, self._update, key=lambda found: found.peak)
@@ -151,14 +148,22 @@ class MetaStep:
             counter.add(t)
         return counter
 
+    def _add_states(self, counter: LiveBytes) -> None:
+        for state in self.optimizer.state.values():
+            for t in state.values():
+                if torch.is_tensor(t) and t.is_meta:  # its count of steps is not
+                    counter.add(t, OPTIMIZER)
+
     def _count_update(self) -> LiveBytes:
-        """What the optimizer's step holds, which makes its states."""
+        """What the optimizer's step holds, once its states are there."""
         counter = self._counter()
-        counter.label = GRADIENTS
+        for p in trained(self.model):
+            p.grad = torch.empty_like(p)
+            counter.add(p.grad, GRADIENTS)
+        self.optimizer.step()
+        self._add_states(counter)
+        counter.label = UPDATE
         with counter:
-            for p in trained(self.model):
-                p.grad = torch.empty_like(p)
-            counter.label = OPTIMIZER
             self.optimizer.step()
         self.optimizer.zero_grad()
         return counter
