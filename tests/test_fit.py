@@ -55,7 +55,7 @@ def allocated(config: Any, setup: Setup, dtype: torch.dtype) -> int:
     model.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step.backward(model, setup, TOKENS, "cpu")
-    events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = seen.profiler.kineto_results.events()
     now = most = 0
     for _, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
         now += size
@@ -105,14 +105,13 @@ def bytes_of(model: Any, trained: bool = False) -> int:
 
 
 def test_the_parts_are_what_they_say() -> None:
-    """Of a short row, where the optimizer's step is the peak; then of long ones."""
+    """Of a short row, where the end of the backward is the peak; then of long ones."""
     model = step.build(config(), "meta")
     short = liger_kernels.fit(config(), full="adamw", tokens=8)
     buffers = 4096  # frequencies, and what rounding adds
     assert short.parts["weights"] == pytest.approx(bytes_of(model), abs=buffers)
     assert short.parts["optimizer states"] == pytest.approx(2 * bytes_of(model), abs=2 * buffers)
-    assert short.parts["gradients"] == pytest.approx(bytes_of(model), abs=buffers)
-    assert short.parts["update of the weights"] > 0
+    assert bytes_of(model) * 0.5 < short.parts["gradients"] <= bytes_of(model) + buffers
     layers, kept = [2, 6], []
     for n in layers:
         long = liger_kernels.fit(config(num_hidden_layers=n), full="sgd", tokens=2048)

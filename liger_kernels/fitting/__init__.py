@@ -107,7 +107,8 @@ def fit(
         model: a configuration of transformers, the path of a folder or file of one, or the name of its class.
         lora, qlora: the rank of adapters on every linear layer, in float32 under autocast; with ``qlora`` these layers
             are kept in four bits. The optimizer is AdamW.
-        full: train every weight, with this optimizer: "adamw" (the default), "adam", "sgd".
+        full: train every weight, with this optimizer in its fused form: "adamw" (the default), "adam", "sgd". States
+            are in bfloat16 like the weights. torch's default form copies all weights once more while it steps.
         gpu: GiB of the GPU, for the longest sequence.
         tokens: of a row; by default as many as fit, or 4096 without ``gpu``.
         batch: rows of a step.

@@ -37,9 +37,10 @@ class Setup:
     memory: Memory | None = None
     patched: bool = True
 
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Any:
-        """One that takes one parameter after the other, as a fused one does: no copy of all."""
-        return OPTIMIZERS[self.full](list(parameters), lr=1e-6, foreach=False)
+    def optimizer(self, parameters: Iterable[nn.Parameter], fused: bool = False) -> Any:
+        """A fused one, whose step allocates nothing; or one with the same states, for any device."""
+        how: dict[str, bool] = {"fused": True} if fused else {"foreach": False}
+        return OPTIMIZERS[self.full](list(parameters), lr=1e-6, **how)
 
     def __str__(self) -> str:
         adapters = "QLoRA" if self.quantised else "LoRA"

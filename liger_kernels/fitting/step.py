@@ -17,8 +17,8 @@ from liger_kernels.fitting.stand_in import meta_as_gpu
 
 ROUNDING = 512  # CUDA's caching allocator gives multiples of it
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer states"
-KEPT, LAYER, LOSS, UPDATE = "kept for the backward", "backward of a layer", "loss", "update of the weights"
-PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, KEPT, LAYER, LOSS, UPDATE)
+KEPT, LAYER, LOSS = "kept for the backward", "backward of a layer", "loss"
+PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, KEPT, LAYER, LOSS)
 
 
 @dataclass(frozen=True)
@@ -128,45 +128,29 @@ class MetaStep:
 
     def count(self, tokens: int) -> Counted:
         """The bytes of a step of rows of ``tokens``, the optimizer's states there from an earlier step."""
-        with meta_as_gpu():
-            if not self.optimizer.state:
-                self._update = self._count_update()
-            counter = self._counter(tokens)
-            self._add_states(counter)
-            counter.label = KEPT
-            self._backward(tokens, counter)
-        highest = max(counter, self._update, key=lambda found: found.peak)
-        parts = {name: highest.at_peak[name] for name in PARTS}
-        parts[WEIGHTS] -= self.saved
-        parts[LAYER] += self.dequantised if highest is counter else 0
-        report = liger_kernels.status(self.model)
-        return Counted(parts, counter.square, () if report is None else tuple(report.fallbacks))
-
-    def _counter(self, tokens: int = 0) -> LiveBytes:
+        if not self.optimizer.state:
+            self._make_states()
         counter = LiveBytes(WEIGHTS, self.rounding, tokens)
         for t in (*self.model.parameters(), *self.model.buffers()):
             counter.add(t)
-        return counter
-
-    def _add_states(self, counter: LiveBytes) -> None:
         for state in self.optimizer.state.values():
             for t in state.values():
                 if torch.is_tensor(t) and t.is_meta:  # its count of steps is not
                     counter.add(t, OPTIMIZER)
+        counter.label = KEPT
+        with meta_as_gpu():
+            self._backward(tokens, counter)
+        parts = {name: counter.at_peak[name] for name in PARTS}
+        parts[WEIGHTS] -= self.saved
+        parts[LAYER] += self.dequantised
+        report = liger_kernels.status(self.model)
+        return Counted(parts, counter.square, () if report is None else tuple(report.fallbacks))
 
-    def _count_update(self) -> LiveBytes:
-        """What the optimizer's step holds, once its states are there."""
-        counter = self._counter()
+    def _make_states(self) -> None:
         for p in trained(self.model):
             p.grad = torch.empty_like(p)
-            counter.add(p.grad, GRADIENTS)
         self.optimizer.step()
-        self._add_states(counter)
-        counter.label = UPDATE
-        with counter:
-            self.optimizer.step()
         self.optimizer.zero_grad()
-        return counter
 
     def _backward(self, tokens: int, counter: LiveBytes) -> None:
         try:
