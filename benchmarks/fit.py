@@ -25,7 +25,7 @@ from benchmarks.process import run_module
 from benchmarks.sharded import SHAPE as LLAMA_8B
 from convergence import files, tables
 from liger_kernels.fitting import step
-from liger_kernels.fitting.setup import Setup
+from liger_kernels.fitting.training import Training
 
 CLOSE = 0.05
 GIB = 2**30
@@ -39,7 +39,7 @@ class FitShape:
 
     config: str
     sizes: dict[str, Any]
-    setup: Setup
+    setup: Training
     tokens: int
 
     def make(self) -> Any:
@@ -55,17 +55,17 @@ def _of(model: str) -> dict[str, Any]:
 
 
 SHAPES: dict[str, FitShape] = {
-    "llama-1b": FitShape("LlamaConfig", _of("llama"), Setup(), 16384),
-    "llama-1b-kept": FitShape("LlamaConfig", _of("llama"), Setup(checkpointing=False, batch=2), 4096),
-    "llama-8b-lora": FitShape("LlamaConfig", LLAMA_8B, Setup(rank=16), 16384),
-    "llama-8b-qlora": FitShape("LlamaConfig", LLAMA_8B, Setup(rank=16, quantised=True), 16384),
-    "llama-8b-sgd": FitShape("LlamaConfig", LLAMA_8B, Setup(full="sgd"), 32768),
-    "gemma3": FitShape("Gemma3TextConfig", _of("gemma3"), Setup(), 8192),
-    "gemma2-lora": FitShape("Gemma2Config", GEMMA_2B, Setup(rank=16), 4096),
-    "qwen3-small": FitShape("Qwen3Config", _of("qwen3"), Setup(checkpointing=False, memory="small"), 8192),
-    "experts": FitShape("Qwen3MoeConfig", _of("qwen3_moe"), Setup(), 8192),
-    "experts-kept": FitShape("Qwen3MoeConfig", _of("qwen3_moe"), Setup(full="sgd", checkpointing=False), 16384),
-    "phi3-lora": FitShape("Phi3Config", PHI, Setup(rank=16), 16384),
+    "llama-1b": FitShape("LlamaConfig", _of("llama"), Training(), 16384),
+    "llama-1b-kept": FitShape("LlamaConfig", _of("llama"), Training(checkpointing=False, batch=2), 4096),
+    "llama-8b-lora": FitShape("LlamaConfig", LLAMA_8B, Training(rank=16), 16384),
+    "llama-8b-qlora": FitShape("LlamaConfig", LLAMA_8B, Training(rank=16, quantised=True), 16384),
+    "llama-8b-sgd": FitShape("LlamaConfig", LLAMA_8B, Training(full="sgd"), 32768),
+    "gemma3": FitShape("Gemma3TextConfig", _of("gemma3"), Training(), 8192),
+    "gemma2-lora": FitShape("Gemma2Config", GEMMA_2B, Training(rank=16), 4096),
+    "qwen3-small": FitShape("Qwen3Config", _of("qwen3"), Training(checkpointing=False, memory="small"), 8192),
+    "experts": FitShape("Qwen3MoeConfig", _of("qwen3_moe"), Training(), 8192),
+    "experts-kept": FitShape("Qwen3MoeConfig", _of("qwen3_moe"), Training(full="sgd", checkpointing=False), 16384),
+    "phi3-lora": FitShape("Phi3Config", PHI, Training(rank=16), 16384),
 }
 
 

@@ -8,10 +8,14 @@ from liger_kernels.environment import report
 
 
 def main() -> int:
-    if len(sys.argv) > 1 and sys.argv[1] == "fit":
+    command, *rest = sys.argv[1:] or [""]
+    if command == "fit":
         from liger_kernels.fitting.command import main as fit
 
-        return fit(sys.argv[2:])
+        return fit(rest)
+    if command:
+        print(f"unknown command {command!r}; there is fit, and without a command the report", file=sys.stderr)
+        return 2
     print(report())
     return 0
 

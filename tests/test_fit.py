@@ -14,7 +14,7 @@ import liger_kernels
 from liger_kernels.fitting import step
 from liger_kernels.fitting.command import main
 from liger_kernels.fitting.longest import longest
-from liger_kernels.fitting.setup import Setup
+from liger_kernels.fitting.training import Training
 from liger_kernels.ops.runtime.dispatch import INTERPRET
 
 SIZES: dict[str, Any] = {
@@ -36,10 +36,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("Gemma3TextConfig", {"sliding_window": 64}),
 }
 TOKENS = 256
-KEPT = Setup(full="sgd", checkpointing=False)
-CHECKPOINTING = Setup(full="sgd")
-ADAPTED = Setup(full="sgd", rank=4)
-SMALL = Setup(full="sgd", memory="small")
+KEPT = Training(full="sgd", checkpointing=False)
+CHECKPOINTING = Training(full="sgd")
+ADAPTED = Training(full="sgd", rank=4)
+SMALL = Training(full="sgd", memory="small")
 
 
 def config(shape: str = "untied", **sizes: Any) -> Any:
@@ -48,7 +48,7 @@ def config(shape: str = "untied", **sizes: Any) -> Any:
     return found
 
 
-def allocated(config: Any, setup: Setup, dtype: torch.dtype) -> int:
+def allocated(config: Any, setup: Training, dtype: torch.dtype) -> int:
     """The most bytes that torch's CPU allocator gave to a real step, and the weights."""
     model = step.prepare(step.build(config, "cpu", dtype), setup)
     step.backward(model, setup, TOKENS, "cpu")
@@ -63,7 +63,7 @@ def allocated(config: Any, setup: Setup, dtype: torch.dtype) -> int:
     return most + sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()))
 
 
-def compare(shape: str, setup: Setup) -> None:
+def compare(shape: str, setup: Training) -> None:
     dtype = torch.float32 if setup.rank is None and shape != "experts" else torch.bfloat16
     small = config(shape)
     if dtype == torch.bfloat16:  # the CPU's fused attention computes that in float32
@@ -91,13 +91,13 @@ def compare(shape: str, setup: Setup) -> None:
     ids=str,
 )
 @pytest.mark.skipif(not INTERPRET, reason="on a CPU kernels run in Triton's interpreter only")
-def test_the_peak_is_what_an_allocator_gives(shape: str, setup: Setup) -> None:
+def test_the_peak_is_what_an_allocator_gives(shape: str, setup: Training) -> None:
     compare(shape, setup)
 
 
 @pytest.mark.parametrize("shape", ["tied", "experts", "gemma"])
 def test_so_is_that_of_an_unpatched_model(shape: str) -> None:
-    compare(shape, Setup(full="sgd", checkpointing=False, patched=False))
+    compare(shape, Training(full="sgd", checkpointing=False, patched=False))
 
 
 def bytes_of(model: Any, trained: bool = False) -> int:
@@ -121,7 +121,7 @@ def test_the_parts_are_what_they_say() -> None:
 
 
 def test_the_states_of_adapters_are_those_of_the_optimizer() -> None:
-    adapted = step.prepare(step.build(config(), "meta"), Setup(rank=4))
+    adapted = step.prepare(step.build(config(), "meta"), Training(rank=4))
     found = liger_kernels.fit(config(), lora=4, tokens=64)
     number = len(step.trained(adapted))
     assert found.parts["optimizer states"] == pytest.approx(2 * bytes_of(adapted, trained=True), abs=2 * 512 * number)
@@ -233,6 +233,7 @@ def test_a_folder_a_file_and_a_class_are_one(tmp_path: Path, capsys: pytest.Capt
         ({"tokens": 0}, ValueError, "tokens is 0; it must be more than 0"),
         ({"gpu": -1.0}, ValueError, "gpu is -1.0; it must be more than 0"),
         ({"gpu": float("nan")}, ValueError, "gpu is nan; it must be more than 0"),
+        ({"gpu": float("inf")}, ValueError, "gpu is inf; it must be more than 0"),
         ({"memory": "tiny"}, ValueError, "memory is 'tiny'"),
     ],
 )

@@ -6,14 +6,15 @@ counted. No formula is written down for any model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from liger_kernels.fitting.config import find_config
 from liger_kernels.fitting.longest import longest
-from liger_kernels.fitting.setup import Setup, check_setup
 from liger_kernels.fitting.step import MetaStep
+from liger_kernels.fitting.training import Training, check_training
 from liger_kernels.ops.loss.linear_cross_entropy import Memory
 from liger_kernels.ops.runtime.arguments import checked
 
@@ -125,9 +126,9 @@ def fit(
         ValueError: nothing such as ``model`` is there, it is no causal language model, its step needs data, or another
             argument is out of range.
     """
-    setup = check_setup(lora, qlora, full, batch, memory, checkpointing)
+    setup = check_training(lora, qlora, full, batch, memory, checkpointing)
     for name, number in (("tokens", tokens), ("gpu", gpu)):
-        if number is not None and not number > 0:
+        if number is not None and not 0 < number < math.inf:
             raise ValueError(f"{name} is {number}; it must be more than 0")
     config = find_config(model, sizes or {})
     step = MetaStep(config, setup)
@@ -170,7 +171,7 @@ def _longest(step: MetaStep, gpu: float | None) -> int | None:
     return longest(lambda tokens: step.count(tokens).peak, int(gpu * GIB) - RESERVE)
 
 
-def _others(setup: Setup) -> list[tuple[str, Setup]]:
+def _others(setup: Training) -> list[tuple[str, Training]]:
     """What takes less memory and is not on, alone and together."""
     choices: dict[str, dict[str, Any]] = {}
     if not setup.checkpointing:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from liger_kernels.fitting.setup import OPTIMIZERS
+from liger_kernels.fitting.training import OPTIMIZERS
 
 
 def parser() -> argparse.ArgumentParser:

@@ -29,14 +29,14 @@ def meta_as_gpu() -> Iterator[None]:
     def of_cpu(kind: Any) -> Any:
         return "cpu" if kind == "meta" else kind
 
-    class Autocast(torch.autocast):
+    class MetaAutocast(torch.autocast):
         def __init__(self, device_type: str, *args: Any, **kwargs: Any):
             super().__init__(of_cpu(device_type), *args, **kwargs)
 
     known: dict[str, Any] = {
         "is_autocast_enabled": lambda *kind: enabled(*map(of_cpu, kind)),
         "get_autocast_dtype": lambda kind: dtype(of_cpu(kind)),
-        "autocast": Autocast,
+        "autocast": MetaAutocast,
     }
     with _one_at_a_time, contextlib.ExitStack() as stack:
         attention = torch.library.Library("aten", "IMPL")

@@ -12,8 +12,8 @@ from torch import nn
 
 import liger_kernels
 from liger_kernels.fitting.count import LiveBytes
-from liger_kernels.fitting.setup import Setup
 from liger_kernels.fitting.stand_in import meta_as_gpu
+from liger_kernels.fitting.training import Training
 
 ROUNDING = 512  # CUDA's caching allocator gives multiples of it
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer states"
@@ -49,7 +49,7 @@ def build(config: Any, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     return model.train()
 
 
-def prepare(model: Any, setup: Setup) -> Any:
+def prepare(model: Any, setup: Training) -> Any:
     """``model`` with adapters, checkpointing and patch, as ``setup`` says."""
     if setup.rank is not None:
         import peft
@@ -94,7 +94,7 @@ def labelled(model: Any, counter: LiveBytes) -> Iterator[None]:
             hook.remove()
 
 
-def backward(model: Any, setup: Setup, tokens: int, device: str, counter: LiveBytes | None = None) -> None:
+def backward(model: Any, setup: Training, tokens: int, device: str, counter: LiveBytes | None = None) -> None:
     """The gradients of one step on rows of ``tokens``, every position a target."""
     context = contextlib.nullcontext() if counter is None else labelled(model, counter)
     ids = torch.zeros((setup.batch, tokens), dtype=torch.int64, device=device)
@@ -112,7 +112,7 @@ class MetaStep:
         ValueError: ``config`` is none of a causal language model, or its step cannot run without data.
     """
 
-    def __init__(self, config: Any, setup: Setup, dtype: torch.dtype = torch.bfloat16, rounding: int = ROUNDING):
+    def __init__(self, config: Any, setup: Training, dtype: torch.dtype = torch.bfloat16, rounding: int = ROUNDING):
         self.setup, self.rounding = setup, rounding
         try:
             model = build(config, "meta", dtype)

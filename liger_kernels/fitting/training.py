@@ -16,7 +16,7 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch
 
 
 @dataclass(frozen=True)
-class Setup:
+class Training:
     """A way of training.
 
     Attributes:
@@ -50,7 +50,7 @@ class Setup:
         return ", ".join([how, *options])
 
 
-def check_setup(lora: Any, qlora: Any, full: Any, batch: int, memory: Any, checkpointing: bool) -> Setup:
+def check_training(lora: Any, qlora: Any, full: Any, batch: int, memory: Any, checkpointing: bool) -> Training:
     """What the arguments of :func:`liger_kernels.fit` say.
 
     Raises:
@@ -70,4 +70,4 @@ def check_setup(lora: Any, qlora: Any, full: Any, batch: int, memory: Any, check
         raise ValueError(f"full is {full!r}; the optimizer must be one of {list(OPTIMIZERS)}")
     if rank is not None and importlib.util.find_spec("peft") is None:
         raise ValueError(f"{chosen[0]} needs PEFT, which is not installed: pip install peft")
-    return Setup(rank, qlora is not None, optimizer, batch, checkpointing, memory)
+    return Training(rank, qlora is not None, optimizer, batch, checkpointing, memory)
