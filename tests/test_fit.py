@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import liger_kernels
 from liger_kernels.fitting import step
 from liger_kernels.fitting.command import main
+from liger_kernels.fitting.count import LiveBytes
 from liger_kernels.fitting.longest import longest
 from liger_kernels.fitting.training import Training
 from liger_kernels.ops.runtime.dispatch import INTERPRET
@@ -48,19 +50,58 @@ def config(shape: str = "untied", **sizes: Any) -> Any:
     return found
 
 
-def allocated(config: Any, setup: Training, dtype: torch.dtype) -> int:
-    """The most bytes that torch's CPU allocator gave to a real step, and the weights."""
-    model = step.prepare(step.build(config, "cpu", dtype), setup)
-    step.backward(model, setup, TOKENS, "cpu")
-    model.zero_grad()
+def most_allocated(run: Callable[[], Any]) -> int:
+    """The most bytes that torch's CPU allocator gave while ``run`` ran, next to those before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step.backward(model, setup, TOKENS, "cpu")
+        run()
     events = seen.profiler.kineto_results.events()
     now = most = 0
     for _, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
         now += size
         most = max(most, now)
+    return most
+
+
+def allocated(config: Any, setup: Training, dtype: torch.dtype) -> int:
+    """The same of a real step, and the weights."""
+    model = step.prepare(step.build(config, "cpu", dtype), setup)
+    step.backward(model, setup, TOKENS, "cpu")
+    model.zero_grad()
+    most = most_allocated(lambda: step.backward(model, setup, TOKENS, "cpu"))
     return most + sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()))
+
+
+class Doubled(torch.autograd.Function):
+    """``held`` keeps the gradient that it returns, as a user may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, held: list[torch.Tensor] | None) -> torch.Tensor:
+        ctx.held = held
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad * 2
+        if ctx.held is not None:
+            ctx.held.append(grad)
+        return grad, None
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_gradients_are_summed_where_autograd_sums_them(keeps: bool) -> None:
+    """Over one of the two, where nobody else holds it; else in new memory."""
+
+    def run(device: str) -> None:
+        held: list[torch.Tensor] | None = [] if keeps else None
+        x = torch.ones(10_000, device=device, requires_grad=True)
+        y = z = x * 1
+        for _ in range(3):
+            z = z + Doubled.apply(z, held)
+        torch.autograd.backward([(Doubled.apply(y, held) + Doubled.apply(y, held) + z).sum()])
+
+    with LiveBytes("all") as counter:
+        run("meta")
+    assert counter.peak == pytest.approx(most_allocated(lambda: run("cpu")), abs=100)
 
 
 def compare(shape: str, setup: Training) -> None:
@@ -70,7 +111,8 @@ def compare(shape: str, setup: Training) -> None:
         small._attn_implementation = "eager"
     calculated = step.MetaStep(small, setup, dtype, rounding=1).count(TOKENS)
     found = allocated(small, setup, dtype)
-    assert calculated.peak == pytest.approx(found, rel=0.03)
+    # The CPU's attention makes a mask of its own; checkpointing keeps the states of random numbers, 5 KB a layer.
+    assert calculated.peak == pytest.approx(found, rel=0.03 if shape == "windows" else 0, abs=20_000)
 
 
 @pytest.mark.parametrize(
