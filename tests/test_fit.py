@@ -267,6 +267,7 @@ def test_a_folder_a_file_and_a_class_are_one(tmp_path: Path, capsys: pytest.Capt
         ({"model": 3}, TypeError, "model is"),
         ({"sizes": {"layers": 3}}, ValueError, r"has no \['layers'\]"),
         ({"model": "ViTConfig"}, ValueError, "cannot make a causal language model of this ViTConfig"),
+        ({"model": "CTRLConfig"}, ValueError, "checkpointing is True, and CTRLLMHeadModel does not support it"),
         ({"lora": 4, "full": "sgd"}, ValueError, "lora and full are given"),
         ({"lora": 0}, ValueError, "lora is 0; it must be at least 1"),
         ({"qlora": -1}, ValueError, "qlora is -1; it must be at least 1"),

@@ -14,6 +14,7 @@ import liger_kernels
 from liger_kernels.fitting.count import LiveBytes
 from liger_kernels.fitting.stand_in import meta_as_gpu
 from liger_kernels.fitting.training import Training
+from liger_kernels.patching.recipes.probe import describe
 
 ROUNDING = 512  # CUDA's caching allocator gives multiples of it
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer states"
@@ -83,10 +84,14 @@ def labelled(model: Any, counter: LiveBytes) -> Iterator[None]:
     def layers_begin(grad: torch.Tensor) -> None:
         counter.label = LAYER
 
+    def gradient_is_there(p: torch.Tensor) -> None:
+        if p.grad is not None:
+            counter.move(p.grad, GRADIENTS)
+
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     hooks.append(base.base_model.register_forward_hook(loss_begins))
     for p in trained(model):
-        hooks.append(p.register_post_accumulate_grad_hook(lambda p: counter.move(p.grad, GRADIENTS)))
+        hooks.append(p.register_post_accumulate_grad_hook(gradient_is_there))
     try:
         yield
     finally:
@@ -116,9 +121,16 @@ class MetaStep:
         self.setup, self.rounding = setup, rounding
         try:
             model = build(config, "meta", dtype)
-        except (ValueError, AttributeError, TypeError, KeyError) as error:
+        except Exception as error:  # a model's own code may raise whatever it likes
             name = type(config).__name__
-            raise ValueError(f"transformers cannot make a causal language model of this {name}: {error}") from error
+            raise ValueError(
+                f"transformers cannot make a causal language model of this {name}: {describe(error)}"
+            ) from error
+        if setup.checkpointing and not getattr(model, "supports_gradient_checkpointing", True):
+            raise ValueError(
+                f"checkpointing is True, and {type(model).__name__} does not support it: pass checkpointing=False "
+                "(--no-checkpointing)"
+            )
         linears = quantised_linears(model) if setup.quantised else []
         self.model = prepare(model, setup)
         self.optimizer = setup.optimizer(trained(self.model))
@@ -156,10 +168,11 @@ class MetaStep:
         try:
             with counter:
                 backward(self.model, self.setup, tokens, "meta", counter)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
+        except Exception as error:  # a model's own code may raise whatever it likes
             name = type(self.model).__name__
             raise ValueError(
-                f"a step of {name} cannot be calculated on the meta device, where tensors have no data: {error}"
+                f"a step of {name} cannot be calculated on the meta device, where tensors have no data: "
+                f"{describe(error)}"
             ) from error
         finally:
             for p in trained(self.model):
