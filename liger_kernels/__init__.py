@@ -19,6 +19,7 @@ _WHERE = {
     "KERNELS": "liger_kernels.patching",
     "packing_denominator": "liger_kernels.patching",
     "report": "liger_kernels.environment",
+    "fit": "liger_kernels.fitting",
     "PackingLossMixin": "liger_kernels.integrations.packing",
     "AutoLigerKernelForCausalLM": "liger_kernels.integrations",
     "revert_liger_kernel": "liger_kernels.integrations",
@@ -32,6 +33,7 @@ __all__ = ["__version__", *_WHERE]
 
 if TYPE_CHECKING:
     from liger_kernels.environment import report as report
+    from liger_kernels.fitting import fit as fit
     from liger_kernels.integrations import AutoLigerKernelForCausalLM as AutoLigerKernelForCausalLM
     from liger_kernels.integrations import revert_liger_kernel as revert_liger_kernel
     from liger_kernels.integrations.packing import PackingLossMixin as PackingLossMixin

@@ -1,0 +1,72 @@
+"""The configuration of a model: a folder, a file, a class with its sizes. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from liger_kernels.ops.runtime.arguments import describe
+
+
+def find_config(model: Any, sizes: Mapping[str, Any]) -> Any:
+    """The configuration that ``model`` names, with ``sizes`` in place of its own.
+
+    Args:
+        model: a configuration of transformers, the path of its file or folder, or the name of its class.
+        sizes: attributes of it, by name.
+
+    Raises:
+        TypeError: ``model`` is something else.
+        ValueError: there is no such path or class, the file is no configuration, or it has no attribute of that name.
+    """
+    from transformers import PretrainedConfig
+
+    if isinstance(model, PretrainedConfig):
+        config = copy.deepcopy(model)
+        unknown = [name for name in sizes if not hasattr(config, name)]
+        for name in set(sizes).difference(unknown):
+            setattr(config, name, sizes[name])
+    elif isinstance(model, str | os.PathLike):
+        config, unknown = _of_path(Path(model), sizes) if Path(model).exists() else _of_class(str(model), sizes)
+    else:
+        raise TypeError(
+            f"model is {describe(model)}; it must be a configuration of transformers, the path of a folder or file of "
+            'one, or the name of its class, such as "LlamaConfig"'
+        )
+    if unknown:
+        raise ValueError(f"{type(config).__name__} has no {sorted(unknown)}; give sizes by the names that it has")
+    return config
+
+
+def _of_path(path: Path, sizes: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    from transformers import AutoConfig
+
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"the folder {path} has no config.json; give the folder of a model, or a configuration's file")
+    try:
+        config, unused = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False, return_unused_kwargs=True, **sizes
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no configuration that transformers can read: {error}") from error
+    return config, [name for name in sizes if name in unused]
+
+
+def _of_class(name: str, sizes: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    import transformers
+
+    cls = getattr(transformers, name, None) if name.endswith("Config") else None
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PretrainedConfig)):
+        raise ValueError(
+            f"model is {name!r}, which is no folder, no file and no configuration class of transformers; nothing is "
+            'downloaded: give the folder of a downloaded model, or a class with its sizes, such as "LlamaConfig"'
+        )
+    known = cls()
+    unknown = [size for size in sizes if not hasattr(known, size)]
+    try:
+        return cls(**{size: value for size, value in sizes.items() if size not in unknown}), unknown
+    except Exception as error:  # each class has checks of its own
+        raise ValueError(f"{name} does not take these sizes: {error}") from error

@@ -1,0 +1,137 @@
+"""The bytes of tensors that live, counted while code runs, by what they are for."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+_storage_holders: Any = torch._C._storage_Use_Count
+_LOOKED_THROUGH = ("_fn", "inner")  # frames of Dynamo, between a mode and what called the operation
+
+
+class LiveBytes(TorchDispatchMode):
+    """While it is on, every memory that an operation makes counts until its last tensor is gone.
+
+    On the meta device, which has no memory, this is what an allocator would hold. What an operation takes and frees
+    inside itself is not seen. A boolean that the host reads from a tensor without memory is True: in transformers it
+    asks whether nothing is padded and nothing is packed.
+
+    Args:
+        label: see below.
+        rounding: an allocation is a multiple of that many bytes.
+        tokens: of a row.
+
+    Attributes:
+        label: what is made from now on is for that.
+        now: live bytes by label.
+        peak, at_peak: the largest sum of ``now``, and what ``now`` was then.
+        square: bytes of the largest [batch, heads, ``tokens``, ``tokens``] that was made.
+    """
+
+    def __init__(self, label: str, rounding: int = 1, tokens: int = 0):
+        super().__init__()
+        _holders_of_a_gradient()
+        self.label, self.rounding, self.tokens = label, rounding, tokens
+        self.now: Counter[str] = Counter()
+        self.at_peak: Counter[str] = Counter()
+        self.peak = self.square = self._sum = 0
+        self._labels: dict[int, str] = {}  # by memory
+
+    def add(self, t: torch.Tensor, label: str | None = None) -> None:
+        """Count the memory of ``t``, unless it counts already."""
+        storage = t.untyped_storage()
+        key = storage._cdata
+        if key in self._labels:
+            return
+        size = -(-storage.nbytes() // self.rounding) * self.rounding
+        self._labels[key] = label = self.label if label is None else label
+        self.now[label] += size
+        self._sum += size
+        if t.dim() == 4 and t.shape[2] == t.shape[3] == self.tokens:
+            self.square = max(self.square, size)
+        if self._sum > self.peak:
+            self.peak, self.at_peak = self._sum, self.now.copy()
+        weakref.finalize(storage, self._drop, key, size).atexit = False
+
+    def move(self, t: torch.Tensor, label: str) -> None:
+        """From now on the memory of ``t`` counts for ``label``."""
+        storage = t.untyped_storage()
+        before = self._labels.get(storage._cdata, label)
+        if before != label:
+            size = -(-storage.nbytes() // self.rounding) * self.rounding
+            self._labels[storage._cdata] = label
+            self.now[before] -= size
+            self.now[label] += size
+
+    def _drop(self, key: int, size: int) -> None:
+        self.now[self._labels.pop(key)] -= size
+        self._sum -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            return True
+        if func is _aten.add.Tensor and (summed := _sum_in_place(args, sys._getframe(1))) is not None:
+            return summed
+        result = func(*args, **(kwargs or {}))
+        for t in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(t, torch.Tensor):
+                self.add(t)
+        return result
+
+
+def _sum_in_place(args: Any, caller: Any) -> torch.Tensor | None:
+    """The sum of two gradients where autograd would write it over one that nobody else holds; else None.
+
+    Without a mode autograd does so itself. Under a mode it always makes a new tensor.
+    """
+    if len(args) != 2 or not _is_autograd(caller):
+        return None
+    held = _holders(args)
+    a, b = args
+    if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return None
+    return next((t for t, holders in zip(args, held, strict=True) if holders <= _holders_of_a_gradient()), None)
+
+
+def _is_autograd(frame: Any) -> bool:
+    """Whether C++ code of a backward called the operation, not a Python function."""
+    while frame is not None and frame.f_code.co_name in _LOOKED_THROUGH:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def _holders(args: tuple[Any, ...]) -> list[int]:
+    """How many hold each tensor or its memory, the caller and autograd included."""
+    return [
+        sys.getrefcount(t) + t._use_count() + _storage_holders(t.untyped_storage()._cdata)  # type: ignore[attr-defined]
+        if isinstance(t, torch.Tensor)
+        else sys.maxsize
+        for t in args
+    ]
+
+
+@functools.cache
+def _holders_of_a_gradient() -> int:
+    """:func:`_holders` of a gradient that only autograd holds, inside of a mode."""
+    found: list[int] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is _aten.add.Tensor and _is_autograd(sys._getframe(1)):
+                found.extend(_holders(args))
+            return func(*args, **(kwargs or {}))
+
+    with torch.enable_grad():
+        x = torch.ones((), device="meta", requires_grad=True)
+        y = x * 2
+        z = y * 2 + y * 3
+    with Look():
+        torch.autograd.backward([z])
+    return max(found, default=0)

@@ -1,0 +1,99 @@
+"""Tensors without memory that stand for a GPU's: what a step on the meta device needs to take the way of a GPU.
+
+The kernels of this package launch nothing there, and their results are allocated as always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_kernels.ops.runtime import ahead
+from liger_kernels.ops.runtime.dispatch import backward_once
+from liger_kernels.ops.runtime.tiling import tiled
+
+_one_at_a_time = threading.RLock()  # what is replaced below is replaced for tensors on meta, in every thread
+
+
+@contextlib.contextmanager
+def meta_as_gpu() -> Iterator[None]:
+    """Inside, this thread's tensors on the meta device take the way of a GPU's: through the kernels of this package,
+    grouped products, fused attention. Autocast of the CPU is that of meta, which has none."""
+    enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def of_cpu(kind: Any) -> Any:
+        return "cpu" if kind == "meta" else kind
+
+    class MetaAutocast(torch.autocast):
+        def __init__(self, device_type: str, *args: Any, **kwargs: Any):
+            super().__init__(of_cpu(device_type), *args, **kwargs)
+
+    known: dict[str, Any] = {
+        "is_autocast_enabled": lambda *kind: enabled(*map(of_cpu, kind)),
+        "get_autocast_dtype": lambda kind: dtype(of_cpu(kind)),
+        "autocast": MetaAutocast,
+    }
+    with _one_at_a_time, contextlib.ExitStack() as stack:
+        attention = torch.library.Library("aten", "IMPL")
+        stack.callback(attention._destroy)
+        attention.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
+        before = ahead._foreseen.device
+        stack.callback(setattr, ahead._foreseen, "device", before)
+        ahead._foreseen.device, ahead._foreseen.launches = torch.device("cpu"), _Unnoted()
+        for name, value in known.items():
+            stack.callback(setattr, torch, name, getattr(torch, name))
+            setattr(torch, name, value)
+        stack.enter_context(tiled(grouped=lambda native, a, b: a.is_meta or native(a, b)))
+        yield
+
+
+class _Unnoted(dict[Any, Any]):
+    """Launches that nobody compiles. To note them would keep their tensors alive."""
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return []
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    result: Tensor = _FusedAttention.apply(q, k, v, mask)
+    return result
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What torch's fused attention allocates: FlashAttention, and with a mask the memory-efficient kernel.
+
+    q: [batch, heads, tokens, features]; k and v may have fewer heads. Results lie in memory as [batch, tokens, heads,
+    features]. A mask of booleans becomes one of q's dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None and mask.dtype == torch.bool:
+            mask = mask.new_empty(mask.shape, dtype=q.dtype)
+        out = _by_tokens(q, q.shape[1], v.shape[3])
+        log_sums = q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, log_sums, mask)
+        return out
+
+    @staticmethod
+    @backward_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, _, mask = ctx.saved_tensors
+        heads = q.shape[1]
+        grads = [_by_tokens(t, t.shape[1], t.shape[3]) for t in (q, k, v)]
+        if mask is None:
+            sums = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+            whole = [_by_tokens(t, heads, t.shape[3]) for t in (k, v) if t.shape[1] != heads]
+            del sums, whole  # which the kernel needs while it runs
+        return *grads, None
+
+
+def _by_tokens(like: Tensor, heads: int, features: int) -> Tensor:
+    """[batch, heads, tokens, features]."""
+    batch, _, tokens, _ = like.shape
+    return like.new_empty((batch, tokens, heads, features)).transpose(1, 2)

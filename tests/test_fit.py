@@ -1,0 +1,298 @@
+"""What ``fit`` calculates without memory, next to what an allocator gives to the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+
+import liger_kernels
+from liger_kernels.fitting import step
+from liger_kernels.fitting.command import main
+from liger_kernels.fitting.count import LiveBytes
+from liger_kernels.fitting.longest import longest
+from liger_kernels.fitting.training import Training
+from liger_kernels.ops.runtime.dispatch import INTERPRET
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "untied": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "experts": ("Qwen3MoeConfig", EXPERTS),
+    "gemma": ("Gemma2Config", {}),
+    "windows": ("Gemma3TextConfig", {"sliding_window": 64}),
+}
+TOKENS = 256
+KEPT = Training(full="sgd", checkpointing=False)
+CHECKPOINTING = Training(full="sgd")
+ADAPTED = Training(full="sgd", rank=4)
+SMALL = Training(full="sgd", memory="small")
+
+
+def config(shape: str = "untied", **sizes: Any) -> Any:
+    name, others = SHAPES[shape]
+    found = getattr(transformers, name)(**{**SIZES, **others, **sizes})
+    return found
+
+
+def most_allocated(run: Callable[[], Any]) -> int:
+    """The most bytes that torch's CPU allocator gave while ``run`` ran, next to those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    events = seen.profiler.kineto_results.events()
+    now = most = 0
+    for _, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        now += size
+        most = max(most, now)
+    return most
+
+
+def allocated(config: Any, setup: Training, dtype: torch.dtype) -> int:
+    """The same of a real step, and the weights."""
+    model = step.prepare(step.build(config, "cpu", dtype), setup)
+    step.backward(model, setup, TOKENS, "cpu")
+    model.zero_grad()
+    most = most_allocated(lambda: step.backward(model, setup, TOKENS, "cpu"))
+    return most + sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()))
+
+
+class Doubled(torch.autograd.Function):
+    """``held`` keeps the gradient that it returns, as a user may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, held: list[torch.Tensor] | None) -> torch.Tensor:
+        ctx.held = held
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad * 2
+        if ctx.held is not None:
+            ctx.held.append(grad)
+        return grad, None
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_gradients_are_summed_where_autograd_sums_them(keeps: bool) -> None:
+    """Over one of the two, where nobody else holds it; else in new memory."""
+
+    def run(device: str) -> None:
+        held: list[torch.Tensor] | None = [] if keeps else None
+        x = torch.ones(10_000, device=device, requires_grad=True)
+        y = z = x * 1
+        for _ in range(3):
+            z = z + Doubled.apply(z, held)
+        torch.autograd.backward([(Doubled.apply(y, held) + Doubled.apply(y, held) + z).sum()])
+
+    with LiveBytes("all") as counter:
+        run("meta")
+    assert counter.peak == pytest.approx(most_allocated(lambda: run("cpu")), abs=100)
+
+
+def compare(shape: str, setup: Training) -> None:
+    dtype = torch.float32 if setup.rank is None and shape != "experts" else torch.bfloat16
+    small = config(shape)
+    if dtype == torch.bfloat16:  # the CPU's fused attention computes that in float32
+        small._attn_implementation = "eager"
+    calculated = step.MetaStep(small, setup, dtype, rounding=1).count(TOKENS)
+    found = allocated(small, setup, dtype)
+    # The CPU's attention makes a mask of its own; checkpointing keeps the states of random numbers, 5 KB a layer.
+    assert calculated.peak == pytest.approx(found, rel=0.03 if shape == "windows" else 0, abs=20_000)
+
+
+@pytest.mark.parametrize(
+    ("shape", "setup"),
+    [
+        ("untied", KEPT),
+        ("untied", CHECKPOINTING),
+        ("untied", ADAPTED),
+        ("tied", KEPT),
+        ("tied", CHECKPOINTING),
+        ("experts", KEPT),
+        ("experts", ADAPTED),
+        ("gemma", CHECKPOINTING),
+        ("gemma", SMALL),
+        ("windows", KEPT),
+        ("windows", ADAPTED),
+    ],
+    ids=str,
+)
+@pytest.mark.skipif(not INTERPRET, reason="on a CPU kernels run in Triton's interpreter only")
+def test_the_peak_is_what_an_allocator_gives(shape: str, setup: Training) -> None:
+    compare(shape, setup)
+
+
+@pytest.mark.parametrize("shape", ["tied", "experts", "gemma"])
+def test_so_is_that_of_an_unpatched_model(shape: str) -> None:
+    compare(shape, Training(full="sgd", checkpointing=False, patched=False))
+
+
+def bytes_of(model: Any, trained: bool = False) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not trained)
+
+
+def test_the_parts_are_what_they_say() -> None:
+    """Of a short row, where the end of the backward is the peak; then of long ones."""
+    model = step.build(config(), "meta")
+    short = liger_kernels.fit(config(), full="adamw", tokens=8)
+    buffers = 4096  # frequencies, and what rounding adds
+    assert short.parts["weights"] == pytest.approx(bytes_of(model), abs=buffers)
+    assert short.parts["optimizer states"] == pytest.approx(2 * bytes_of(model), abs=2 * buffers)
+    assert bytes_of(model) * 0.5 < short.parts["gradients"] <= bytes_of(model) + buffers
+    layers, kept = [2, 6], []
+    for n in layers:
+        long = liger_kernels.fit(config(num_hidden_layers=n), full="sgd", tokens=2048)
+        assert sum(long.parts.values()) == long.peak
+        kept.append(long.parts["kept for the backward"])
+    assert kept[1] - kept[0] == 4 * 2048 * 64 * 2, "checkpointing keeps the input of a layer"
+
+
+def test_the_states_of_adapters_are_those_of_the_optimizer() -> None:
+    adapted = step.prepare(step.build(config(), "meta"), Training(rank=4))
+    found = liger_kernels.fit(config(), lora=4, tokens=64)
+    number = len(step.trained(adapted))
+    assert found.parts["optimizer states"] == pytest.approx(2 * bytes_of(adapted, trained=True), abs=2 * 512 * number)
+    assert found.parts["weights"] == pytest.approx(bytes_of(adapted), abs=512 * number + 4096)
+
+
+def test_four_bits_take_a_quarter() -> None:
+    wide = config(hidden_size=512, intermediate_size=2048, head_dim=128)
+    whole, quarter = (liger_kernels.fit(wide, **{how: 4}, tokens=64).parts["weights"] for how in ("lora", "qlora"))
+    linears = sum(step.quantised_linears(step.build(wide, "meta")))
+    assert whole - quarter == pytest.approx(linears * (2 - 0.5 - 1 / 64), rel=0.01)
+
+
+def test_the_longest_fits_and_a_longer_one_does_not() -> None:
+    gpu = 2.25
+    found = liger_kernels.fit(config(), full="sgd", gpu=gpu)
+    room = (gpu - 2) * 2**30
+    assert found.longest
+    assert found.tokens == found.longest
+    assert found.peak <= room
+    assert liger_kernels.fit(config(), full="sgd", tokens=found.longest + 256).peak > room
+    assert liger_kernels.fit(config(), full="sgd", gpu=1).longest == 0
+
+
+@pytest.mark.parametrize("kink", [0, 30_000])
+@pytest.mark.parametrize("square", [0.0, 1e-4])
+def test_a_search_ends_at_the_longest(kink: int, square: float) -> None:
+    calls = []
+
+    def peak(tokens: int) -> int:
+        calls.append(tokens)
+        return int(1000 + 3 * tokens + 6 * max(0, tokens - kink) + square * tokens**2)
+
+    for capacity in (999, 5_000, 50_000, 300_000, 3_000_000):
+        calls.clear()
+        n = longest(peak, capacity)
+        assert n == 0 or peak(n) <= capacity
+        assert peak(n + 256) > capacity
+        assert len(calls) < 40
+
+
+def test_switches_are_those_that_help() -> None:
+    found = liger_kernels.fit(config(), tokens=2048, checkpointing=False, full="sgd")
+    peaks = {switch.name: switch.peak for switch in found.switches}
+    assert "checkpointing" in peaks
+    assert all(peak < found.peak for peak in peaks.values())
+    assert not liger_kernels.fit(config(), tokens=2048, lora=4, memory="small").switches
+
+
+def test_a_square_of_tokens_is_named() -> None:
+    assert any("tokens x tokens" in note for note in liger_kernels.fit(config("gemma"), tokens=512).notes)
+    assert not any("tokens x tokens" in note for note in liger_kernels.fit(config(), tokens=512).notes)
+
+
+def test_nothing_of_torch_stays_replaced() -> None:
+    before = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast
+    liger_kernels.fit(config(), tokens=64)
+    with pytest.raises(ValueError, match="cannot be calculated on the meta device"):
+        liger_kernels.fit(ReadsData(**SIZES), tokens=64)
+    assert (torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast) == before
+    q = torch.empty(1, 2, 8, 4, device="meta", requires_grad=True)
+    grad_fn = torch.nn.functional.scaled_dot_product_attention(q, q, q).grad_fn
+    assert "FusedAttention" not in type(grad_fn).__name__
+    assert not liger_kernels.ops.runtime.ahead.foresees()
+
+
+class ReadsData(transformers.LlamaConfig):
+    model_type = "reads_data"
+
+
+class ReadsDataModel(transformers.LlamaForCausalLM):
+    config_class = ReadsData
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        input_ids.max().item()
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
+transformers.AutoModelForCausalLM.register(ReadsData, ReadsDataModel)
+
+
+def test_a_folder_a_file_and_a_class_are_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config().save_pretrained(tmp_path)
+    sizes = [f"{name}={value}" for name, value in SIZES.items()]
+    ways = [[str(tmp_path)], [str(tmp_path / "config.json")], ["LlamaConfig", *sizes, "tie_word_embeddings=false"]]
+    printed = []
+    for way in ways:
+        assert main([*way, "--tokens", "64", "--full", "sgd"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert len({*printed}) == 1
+    assert "Llama, full, sgd, checkpointing" in printed[0]
+    assert main([str(tmp_path), "vocab_size=1000000", "--tokens", "64", "--full", "sgd"]) == 0
+    assert capsys.readouterr().out != printed[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": "meta-llama/Llama-3-8B"}, ValueError, "nothing is downloaded"),
+        ({"model": "LlamaForCausalLM"}, ValueError, "no configuration class"),
+        ({"model": 3}, TypeError, "model is"),
+        ({"sizes": {"layers": 3}}, ValueError, r"has no \['layers'\]"),
+        ({"model": "ViTConfig"}, ValueError, "cannot make a causal language model of this ViTConfig"),
+        ({"model": "CTRLConfig"}, ValueError, "checkpointing is True, and CTRLLMHeadModel does not support it"),
+        ({"lora": 4, "full": "sgd"}, ValueError, "lora and full are given"),
+        ({"lora": 0}, ValueError, "lora is 0; it must be at least 1"),
+        ({"qlora": -1}, ValueError, "qlora is -1; it must be at least 1"),
+        ({"full": "muon"}, ValueError, "full is 'muon'; the optimizer must be one of"),
+        ({"batch": 0}, ValueError, "batch is 0; it must be at least 1"),
+        ({"tokens": 0}, ValueError, "tokens is 0; it must be more than 0"),
+        ({"gpu": -1.0}, ValueError, "gpu is -1.0; it must be more than 0"),
+        ({"gpu": float("nan")}, ValueError, "gpu is nan; it must be more than 0"),
+        ({"gpu": float("inf")}, ValueError, "gpu is inf; it must be more than 0"),
+        ({"memory": "tiny"}, ValueError, "memory is 'tiny'"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        liger_kernels.fit(**{"model": config(), **arguments})
+
+
+def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        liger_kernels.fit(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="no configuration that transformers can read"):
+        liger_kernels.fit(str(tmp_path))
+    assert main([str(tmp_path)]) == 2
+    assert "no configuration that transformers can read" in capsys.readouterr().err
+    for words in (["LlamaConfig", "hidden_size"], ["LlamaConfig", "--lora", "4", "--full", "sgd"], []):
+        with pytest.raises(SystemExit):
+            main(words)
