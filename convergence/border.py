@@ -12,6 +12,8 @@ import collections
 import dataclasses
 import functools
 import json
+import math
+import mmap
 import types
 import typing
 from typing import Any
@@ -19,6 +21,11 @@ from typing import Any
 import torch
 
 _TREE = "tree"
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U8": torch.uint8, "BOOL": torch.bool},
+}
 _MANY = {kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)}
 _MAPPINGS = {kind.__name__: kind for kind in (dict, collections.Counter)}
 
@@ -41,22 +48,33 @@ def dumps(value: Any) -> bytes:
     return safetensors.torch.save(tensors, {_TREE: tree})
 
 
-def loads(data: bytes | bytearray) -> Any:
-    """What :func:`dumps` made ``data`` of; tensors are on the CPU.
+def loads(data: bytearray | mmap.mmap) -> Any:
+    """What :func:`dumps` made ``data`` of; its tensors are on the CPU, and in the memory of ``data``.
 
     Raises:
         NotPlain: they are anything else.
     """
-    import safetensors.torch
-
     try:
-        tensors = safetensors.torch.load(bytes(data))
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return _decoded(json.loads(header["__metadata__"][_TREE]), tensors)
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:start])
+        tree = json.loads(header.pop("__metadata__")[_TREE])
+        return _decoded(tree, {name: _tensor(data, start, **entry) for name, entry in header.items()})
     except NotPlain:
         raise
     except Exception as error:  # of bytes that may be anything
         raise NotPlain(f"it is no plain data ({type(error).__name__}: {error})") from error
+
+
+def _tensor(
+    data: bytearray | mmap.mmap, start: int, dtype: str, shape: list[int], data_offsets: list[int]
+) -> torch.Tensor:
+    """The library copies each tensor twice; here are hundreds of megabytes of them."""
+    kind, (first, end) = _DTYPES[dtype], data_offsets
+    if not (0 <= first <= end <= len(data) - start and math.prod(shape) * kind.itemsize == end - first):
+        raise NotPlain("it has a tensor that its bytes do not fit")
+    if first == end:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(data, dtype=kind, count=math.prod(shape), offset=start + first).view(shape)
 
 
 @functools.cache
@@ -83,6 +101,8 @@ def _encoded(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if _MAPPINGS.get(name) is kind:
         return [name, *([_encoded(key, tensors), _encoded(item, tensors)] for key, item in value.items())]
     if isinstance(value, torch.Tensor):
+        if value.dtype not in _DTYPES.values():
+            raise NotPlain(f"a tensor of {value.dtype} cannot leave its process")
         tensors[place := str(len(tensors))] = value.detach().cpu().contiguous().clone().as_subclass(torch.Tensor)
         return ["tensor", place]
     if kind is torch.dtype:
@@ -97,7 +117,7 @@ def _encoded(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _encoded_error(error: Exception, tensors: dict[str, torch.Tensor]) -> list[Any]:
-    """As itself, where its type is known here and what it was made of is plain; else as a RuntimeError that names it."""
+    """As itself, where its type may cross and what it was made of is plain; else as a RuntimeError that names it."""
     name = type(error).__name__
     try:
         arguments = [_encoded(argument, tensors) for argument in error.args]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from convergence import ours
+from convergence import kept, ours
 from convergence.arms import isolate
 from convergence.arms.candidate import Candidate, PatchError, load_patch, train_candidate
 from convergence.arms.in_setup import Arms, train_in_setup
@@ -25,7 +25,6 @@ from convergence.blame.failing import Key
 from convergence.judge import bitwise, long_run, tolerance
 from convergence.judge.compare import Pair, compare
 from convergence.judge.verdict import Verdict
-from convergence.kept import Kept, kept
 from convergence.models import memory
 from convergence.models.data import IGNORE, Batch, Step
 from convergence.models.models import DTYPES, MODELS, Row
@@ -60,7 +59,7 @@ class Inputs:
 
 
 @dataclass
-class References(Inputs, Kept):
+class References(Inputs):
     """What every candidate of one model and dtype is judged against."""
 
     pairs: list[Pair]
@@ -81,29 +80,31 @@ def references(model: str, dtype: str, profile: str, device: str, seed: int) -> 
     """Template, inputs, and (truth, baseline) of the initial weights and of every replica: those that are kept, or else
     trained now."""
     references.cache_clear()  # of the case before: at real size these are much of a GPU's memory
-    make = functools.partial(_trained, model, dtype, profile, device, seed)
-    if find(model).is_long:  # gigabytes, or of weights that may change
-        return make()
-    decides = {**environment(device), **isolate.settings(), "device": device}
-    result: References = kept((model, dtype, profile, device, str(seed)), decides, make, References)
-    return result
-
-
-def _trained(model: str, dtype: str, profile: str, device: str, seed: int) -> References:
     if device == "cuda":
         gc.collect()
     result = References(**vars(inputs(model, dtype, profile, seed)), pairs=[])
+    make = functools.partial(_trained, result, model, dtype, device)
+    if find(model).is_long:  # gigabytes, or of weights that may change
+        result.pairs = make()
+    else:
+        decides = {**environment(device), **isolate.settings(), "device": device}
+        result.pairs = kept.kept(kept.kept_key(model, dtype, profile, device, seed), decides, make)
+    return result
+
+
+def _trained(given: Inputs, model: str, dtype: str, device: str) -> list[Pair]:
+    pairs: list[Pair] = []
     where, judged, exact = torch.device(device), DTYPES[dtype], find(model).truth(dtype, device)
     for nudge in (None, *range(tolerance.REPLICAS)):
         which = "" if nudge is None else f" of replica {nudge + 1}"
         progress.begin(f"truth{which}")
-        truth = train(result.run(exact, where, rounded_to=judged, nudge=nudge))
+        truth = train(given.run(exact, where, rounded_to=judged, nudge=nudge))
         truth.model = None  # the next arm may need all the memory there is
         progress.begin(f"baseline{which}")
-        baseline = train(result.run(judged, where, nudge=nudge))
+        baseline = train(given.run(judged, where, nudge=nudge))
         baseline.model = None
-        result.pairs.append((truth, baseline))
-    return result
+        pairs.append((truth, baseline))
+    return pairs
 
 
 def _references(case: Case) -> References:
@@ -215,10 +216,14 @@ def _train(case: Case, upstream: Fingerprint, timeout: float, verdict: Verdict) 
         return Arms(reference.pairs, train_case(case, reference))
     if case.device == "cuda":  # the other process needs it
         torch.cuda.empty_cache()
+    written: list[str] = []
     try:
-        candidate = isolate.call(train_case, case, timeout=timeout)
+        with kept.watched(written):
+            candidate = isolate.call(train_case, case, timeout=timeout)
     except isolate.ProcessDied as death:
         candidate = Candidate.died(death)
+    if written:
+        verdict.fail("baseline", "", "changed where it is kept", f"while the patch ran: {', '.join(written)}")
     if changed := upstream.changes():
         verdict.fail("baseline", "after training", "not pristine", ", ".join(changed))
     return Arms(reference.pairs, candidate)
