@@ -256,9 +256,30 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
         verdict.fail("other models", "", "patched too", ", ".join(candidate.changed))
     elif candidate.changed and not in_setup:
         verdict.notes.append("changed for the whole process: " + ", ".join(candidate.changed))
+    _check_own(arms.pairs, trajectory, verdict)
     check = _check_in_setup if in_setup else _check_foreign if candidate.report is None else _check_ours
     check(case, arms, record, verdict)
     return verdict, trajectory
+
+
+def _check_own(pairs: list[Pair], candidate: Trajectory, verdict: Verdict) -> None:
+    """A truth has another dtype, and a replica began at other weights: no candidate is one of them to the last bit. It
+    may be the baseline, where a kernel rounds as PyTorch does."""
+    others = {f"replica {number}": arm for number, (_, arm) in enumerate(pairs) if number}
+    others |= {f"truth {number}": truth for number, (truth, _) in enumerate(pairs)}
+    for which, other in others.items():
+        if _is_same(candidate, other):
+            verdict.fail("candidate", "", "not its own", f"every bit is that of {which}")
+
+
+def _is_same(one: Trajectory, other: Trajectory) -> bool:
+    """Whether all that was observed of ``one`` is, bit for bit, what was observed of ``other``."""
+    for quantity, by_step in one.values.items():
+        for step, value in by_step.items():
+            found = other.values.get(quantity, {}).get(step)
+            if found is None or found.dtype is not value.dtype or not torch.equal(found, value):
+                return False
+    return True
 
 
 def _check_in_setup(case: Case, arms: Arms, record: Record, verdict: Verdict) -> None:
@@ -328,12 +349,7 @@ def _check_foreign(case: Case, arms: Arms, record: Record, verdict: Verdict) -> 
     record.census = candidate.census
     classes = {cls for module in _references(case).template.modules() for cls in type(module).__mro__}
     own = tuple(f"{cls.__module__}." for cls in classes)
-    observed = candidate.trajectory.values
-    same = all(
-        torch.equal(value, observed.get(quantity, {}).get(step, value.new_empty(0)))
-        for quantity, values in arms.pairs[0][1].values.items()
-        for step, value in values.items()
-    )
+    same = _is_same(arms.pairs[0][1], candidate.trajectory)
     reached = any(symbol.startswith(own) for symbol in candidate.changed)
     if same and not (candidate.census or reached or candidate.launches):
         verdict.fail("candidate", "", "not patched", "no module changed and every bit is the baseline's")

@@ -85,7 +85,8 @@ def call(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> 
         del buffer, given
         deadline = time.monotonic() + timeout
         found: list[Any] = []
-        kind, value, trace, problem = "", None, "", ""
+        value: Any = None
+        kind = trace = problem = ""
         try:
             while kind in ("", _YIELDED):
                 kind, value, trace = _message(here, process, call_id, len(found), deadline)
