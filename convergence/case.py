@@ -221,7 +221,7 @@ def _train(case: Case, upstream: Fingerprint, timeout: float, verdict: Verdict) 
         with kept.watched(written):
             candidate = isolate.call(train_case, case, timeout=timeout)
     except isolate.ProcessDied as death:
-        candidate = Candidate.died(death)
+        candidate = Candidate.died(str(death), death.output)
     if written:
         verdict.fail("baseline", "", "changed where it is kept", f"while the patch ran: {', '.join(written)}")
     if changed := upstream.changes():

@@ -59,7 +59,7 @@ def train_in_setup(case: Case, timeout: float) -> Arms:
         try:
             results = [Arms(*call.result()) for call in calls]
         except isolate.ProcessDied as death:
-            return Arms([], Candidate.died(death))
+            return Arms([], Candidate.died(str(death), death.output))
     first, *others = results
     for other in others:
         both = zip(first.pairs, other.pairs, strict=True)
