@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from convergence import ours
+from convergence import kept, ours
 from convergence.arms import isolate
 from convergence.arms.candidate import Candidate, PatchError, load_patch, train_candidate
 from convergence.arms.in_setup import Arms, train_in_setup
@@ -25,7 +25,6 @@ from convergence.blame.failing import Key
 from convergence.judge import bitwise, long_run, tolerance
 from convergence.judge.compare import Pair, compare
 from convergence.judge.verdict import Verdict
-from convergence.kept import Kept, kept
 from convergence.models import memory
 from convergence.models.data import IGNORE, Batch, Step
 from convergence.models.models import DTYPES, MODELS, Row
@@ -60,7 +59,7 @@ class Inputs:
 
 
 @dataclass
-class References(Inputs, Kept):
+class References(Inputs):
     """What every candidate of one model and dtype is judged against."""
 
     pairs: list[Pair]
@@ -81,29 +80,31 @@ def references(model: str, dtype: str, profile: str, device: str, seed: int) -> 
     """Template, inputs, and (truth, baseline) of the initial weights and of every replica: those that are kept, or else
     trained now."""
     references.cache_clear()  # of the case before: at real size these are much of a GPU's memory
-    make = functools.partial(_trained, model, dtype, profile, device, seed)
-    if find(model).is_long:  # gigabytes, or of weights that may change
-        return make()
-    decides = {**environment(device), **isolate.settings(), "device": device}
-    result: References = kept((model, dtype, profile, device, str(seed)), decides, make, References)
-    return result
-
-
-def _trained(model: str, dtype: str, profile: str, device: str, seed: int) -> References:
     if device == "cuda":
         gc.collect()
     result = References(**vars(inputs(model, dtype, profile, seed)), pairs=[])
+    make = functools.partial(_trained, result, model, dtype, device)
+    if find(model).is_long:  # gigabytes, or of weights that may change
+        result.pairs = make()
+    else:
+        decides = {**environment(device), **isolate.settings(), "device": device}
+        result.pairs = kept.kept(kept.kept_key(model, dtype, profile, device, seed), decides, make)
+    return result
+
+
+def _trained(given: Inputs, model: str, dtype: str, device: str) -> list[Pair]:
+    pairs: list[Pair] = []
     where, judged, exact = torch.device(device), DTYPES[dtype], find(model).truth(dtype, device)
     for nudge in (None, *range(tolerance.REPLICAS)):
         which = "" if nudge is None else f" of replica {nudge + 1}"
         progress.begin(f"truth{which}")
-        truth = train(result.run(exact, where, rounded_to=judged, nudge=nudge))
+        truth = train(given.run(exact, where, rounded_to=judged, nudge=nudge))
         truth.model = None  # the next arm may need all the memory there is
         progress.begin(f"baseline{which}")
-        baseline = train(result.run(judged, where, nudge=nudge))
+        baseline = train(given.run(judged, where, nudge=nudge))
         baseline.model = None
-        result.pairs.append((truth, baseline))
-    return result
+        pairs.append((truth, baseline))
+    return pairs
 
 
 def _references(case: Case) -> References:
@@ -215,10 +216,14 @@ def _train(case: Case, upstream: Fingerprint, timeout: float, verdict: Verdict) 
         return Arms(reference.pairs, train_case(case, reference))
     if case.device == "cuda":  # the other process needs it
         torch.cuda.empty_cache()
+    written: list[str] = []
     try:
-        candidate = isolate.call(train_case, case, timeout=timeout)
+        with kept.watched(written):
+            candidate = isolate.call(train_case, case, timeout=timeout)
     except isolate.ProcessDied as death:
-        candidate = Candidate.died(death)
+        candidate = Candidate.died(str(death), death.output)
+    if written:
+        verdict.fail("baseline", "", "changed where it is kept", f"while the patch ran: {', '.join(written)}")
     if changed := upstream.changes():
         verdict.fail("baseline", "after training", "not pristine", ", ".join(changed))
     return Arms(reference.pairs, candidate)
@@ -251,9 +256,30 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
         verdict.fail("other models", "", "patched too", ", ".join(candidate.changed))
     elif candidate.changed and not in_setup:
         verdict.notes.append("changed for the whole process: " + ", ".join(candidate.changed))
+    _check_own(arms.pairs, trajectory, verdict)
     check = _check_in_setup if in_setup else _check_foreign if candidate.report is None else _check_ours
     check(case, arms, record, verdict)
     return verdict, trajectory
+
+
+def _check_own(pairs: list[Pair], candidate: Trajectory, verdict: Verdict) -> None:
+    """A truth has another dtype, and a replica began at other weights: no candidate is one of them to the last bit. It
+    may be the baseline, where a kernel rounds as PyTorch does."""
+    others = {f"replica {number}": arm for number, (_, arm) in enumerate(pairs) if number}
+    others |= {f"truth {number}": truth for number, (truth, _) in enumerate(pairs)}
+    for which, other in others.items():
+        if _is_same(candidate, other):
+            verdict.fail("candidate", "", "not its own", f"every bit is that of {which}")
+
+
+def _is_same(one: Trajectory, other: Trajectory) -> bool:
+    """Whether all that was observed of ``one`` is, bit for bit, what was observed of ``other``."""
+    for quantity, by_step in one.values.items():
+        for step, value in by_step.items():
+            found = other.values.get(quantity, {}).get(step)
+            if found is None or found.dtype is not value.dtype or not torch.equal(found, value):
+                return False
+    return True
 
 
 def _check_in_setup(case: Case, arms: Arms, record: Record, verdict: Verdict) -> None:
@@ -323,12 +349,7 @@ def _check_foreign(case: Case, arms: Arms, record: Record, verdict: Verdict) -> 
     record.census = candidate.census
     classes = {cls for module in _references(case).template.modules() for cls in type(module).__mro__}
     own = tuple(f"{cls.__module__}." for cls in classes)
-    observed = candidate.trajectory.values
-    same = all(
-        torch.equal(value, observed.get(quantity, {}).get(step, value.new_empty(0)))
-        for quantity, values in arms.pairs[0][1].values.items()
-        for step, value in values.items()
-    )
+    same = _is_same(arms.pairs[0][1], candidate.trajectory)
     reached = any(symbol.startswith(own) for symbol in candidate.changed)
     if same and not (candidate.census or reached or candidate.launches):
         verdict.fail("candidate", "", "not patched", "no module changed and every bit is the baseline's")

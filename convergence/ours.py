@@ -29,6 +29,15 @@ def status(model: Any) -> Any:
     return liger_kernels.status(model)
 
 
+def reports() -> tuple[type, ...]:
+    """The classes that such a report is made of."""
+    if not INSTALLED:
+        return ()
+    from liger_kernels.patching.report import Left, PatchReport, Replacement
+
+    return PatchReport, Replacement, Left
+
+
 def fuses_head(model: Any) -> bool:
     report = status(model)
     return report is not None and report.fuses_head

@@ -27,14 +27,14 @@ from convergence.arms import isolate, setups
 from convergence.arms.candidate import check_patch
 from convergence.judge import bitwise
 from convergence.judge.tolerance import REPLICAS
-from convergence.kept import keep_in
+from convergence.kept import digests, keep_in, kept_key
 from convergence.models import models, scale
 from convergence.models.checkpoint import PROFILE, Checkpoint
 from convergence.models.checkpoint_check import check
 from convergence.models.rows import find
 from convergence.patches import BUILT_IN
 from convergence.report import html, progress
-from convergence.report.records import Case, Record, load, load_all
+from convergence.report.records import Case, Record, changed, dumps, load, load_all, parsed
 from convergence.report.report import progress as line_of
 from convergence.report.report import summary_table
 from convergence.tables import visible
@@ -45,6 +45,7 @@ _summaries = pytest.StashKey[list[Any]]()
 # What every record of this run shares, the folder that records go to ("" for none), and the cases' earlier records.
 RUN, RECORDS = pytest.StashKey[str](), pytest.StashKey[str]()
 EARLIER = pytest.StashKey[dict[Case, Record]]()
+_KEPT = pytest.StashKey[dict[str, str]]()  # the digests of references that were there when the run began
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -129,14 +130,20 @@ def pytest_configure(config: pytest.Config) -> None:
     patches = _names(config, "--patch")
     if not patches and not ours.INSTALLED:
         raise pytest.UsageError("liger_kernels is not installed here: name the patch to judge, --patch module:function")
+    # What is on the disk is read before a patch is imported, which may write there. A worker is told.
+    told = worker.get(_PROPERTY) or {}
+    config.stash[RUN], config.stash[RECORDS] = told.get("run") or _prepare_records(config)
+    config.stash[_KEPT] = told.get("kept") or {}
+    if config.getoption("--references"):
+        _keep_references(config, Path(config.getoption("--references")).resolve())
+    config.stash[EARLIER] = {}
+    if config.getoption("--compare-to"):
+        earlier = {record.case: record for record in map(parsed, told.get("earlier", ()))}
+        config.stash[EARLIER] = earlier or _records_to_compare_with(config)
     if not worker:
         config.pluginmanager.register(_Reporter(config))
         for patch in patches:
             _check_patch(patch, config.getoption("--patch-timeout"))
-    config.stash[RUN], config.stash[RECORDS] = worker.get(_PROPERTY) or _prepare_records(config)
-    if config.getoption("--references"):
-        _keep_references(config, Path(config.getoption("--references")).resolve())
-    config.stash[EARLIER] = _records_to_compare_with(config) if config.getoption("--compare-to") else {}
 
 
 def _worker(config: pytest.Config) -> dict[str, Any]:
@@ -240,7 +247,13 @@ def _check_patch(name: str, timeout: float) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    node.workerinput[_PROPERTY] = node.config.stash[RUN], node.config.stash[RECORDS]
+    stash = node.config.stash
+    earlier = [dumps(record) for record in stash[EARLIER].values()]
+    node.workerinput[_PROPERTY] = {
+        "run": (stash[RUN], stash[RECORDS]),
+        "kept": stash[_KEPT],
+        "earlier": earlier,
+    }
 
 
 def _prepare_records(config: pytest.Config) -> tuple[str, str]:
@@ -265,8 +278,11 @@ def _check_folder(option: str, folder: str) -> None:
 
 def _keep_references(config: pytest.Config, folder: Path) -> None:
     _check_folder("--references", str(folder))
+    if not _worker(config):
+        keys = {kept_key(c.model, c.dtype, c.profile, c.device, c.seed) for c in cases(config) if c.setup == "plain"}
+        config.stash[_KEPT] = digests(folder, keys)
     inside = contextlib.ExitStack()
-    inside.enter_context(keep_in(folder))
+    inside.enter_context(keep_in(folder, config.stash[_KEPT]))
     config.add_cleanup(inside.close)
 
 
@@ -344,6 +360,7 @@ class _Reporter:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.is_usage_error = False  # found out when the file was needed
+        self.changed: list[str] = []  # records that are no longer what was written
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call":
@@ -359,8 +376,15 @@ class _Reporter:
                     terminal.write_line(line_of(value))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.changed = [s["file"] for s in self.config.stash[_summaries] if changed(s["file"], s["digest"])]
+        if self.changed:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.is_usage_error:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for file in self.changed:
+            terminalreporter.write_line(visible(f"{file}: is not what this run wrote; run the case again"))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -12,7 +12,7 @@ from convergence.files import Unusable
 from convergence.judge import bitwise
 from convergence.plugin import EARLIER, RECORDS, RUN, UNUSABLE, cases, shown
 from convergence.report import report
-from convergence.report.records import Case, Record, write
+from convergence.report.records import Case, Record, digest, write
 from convergence.tables import visible
 
 
@@ -51,7 +51,7 @@ def test_convergence(
         bitwise.compare(record, before)
     record.run, folder = request.config.stash[RUN], request.config.stash[RECORDS]
     file = str(write(record, Path(folder))) if folder else ""
-    record_property("convergence", {**record.summary(), "file": file})
+    record_property("convergence", {**record.summary(), "file": file, "digest": digest(record)})
     if record.verdict == "absent":
         pytest.skip(record.reason)
     if not report.passed(record):

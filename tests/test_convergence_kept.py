@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from convergence import case, kept
+from convergence import border, case, kept
+from convergence.files import Unusable
 from convergence.kept import keep_in
 from tests.suite import suite
 
@@ -35,18 +36,20 @@ def test_a_second_run_trains_the_candidate_only(tmp_path: Path, trained: list[st
     assert trained == ["candidate"]
 
 
-@pytest.mark.parametrize("content", [b"", b"no pickle", {"no": "references"}])
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(b"", "is damaged"), (b"no plain data", "is damaged"), (border.dumps({"no": "references"}), "holds a dict")],
+)
 def test_a_damaged_file_is_a_usage_error_that_names_it(
-    content: Any, tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch, capfd: Any
+    content: bytes, problem: str, tmp_path: Path, trained: list[str], monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    def make(file: Path, _: Any) -> None:
-        file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
-
-    monkeypatch.setattr(kept.files, "make_once", make)
+    monkeypatch.setattr(kept, "_name", lambda key, decides: f"{'-'.join(key)}-damaged.safetensors")
+    file = tmp_path / "llama-tied-float32-plain-cpu-0-damaged.safetensors"
+    file.write_bytes(content)
     options = (*CASE, "--references", str(tmp_path), "--patch", "convergence.patches:fused_cross_entropy")
     assert suite(*options) == pytest.ExitCode.USAGE_ERROR
     said = "".join(capfd.readouterr())
-    assert f"{next(tmp_path.glob('*.pt'))}: " in said
+    assert f"{file}: {problem}" in said
     assert "delete it, and it is made anew" in said
     assert "Traceback" not in said
     assert trained == []
@@ -55,33 +58,55 @@ def test_a_damaged_file_is_a_usage_error_that_names_it(
 def test_what_decides_a_bit_is_in_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def make() -> int:
+    def make() -> list[int]:
         made.append(len(made))
-        return made[-1]
+        return made[-1:]
 
-    def found(**decides: str) -> int:
+    def found(**decides: str) -> list[int]:
         return kept.kept(("llama", "float32"), decides, make)
 
-    with keep_in(tmp_path):
-        assert [found(torch="2.13"), found(torch="2.13"), found(torch="2.14"), found(torch="2.13")] == [0, 0, 1, 0]
+    with keep_in(tmp_path, {}):
+        assert [found(torch=of) for of in ("2.13", "2.13", "2.14", "2.13")] == [[0], [0], [1], [0]]
         monkeypatch.setattr(kept, "_sources", lambda: "another proof")
-        assert found(torch="2.13") == 2
+        assert found(torch="2.13") == [2]
 
 
-class Numbers(kept.Kept):
+def numbers() -> list[Any]:
     """What is kept, and thousands of it."""
-
-    def __init__(self) -> None:
-        self.numbers = torch.arange(10_000)
+    return [torch.arange(10_000)]
 
 
 def test_to_another_process_goes_the_file_that_is_kept(tmp_path: Path) -> None:
-    with keep_in(tmp_path):
-        found = kept.kept(("numbers",), {}, Numbers)
+    with keep_in(tmp_path, {}):
+        made, found = (kept.kept(("numbers",), {}, numbers) for _ in range(2))
     sent = pickle.dumps(found)
-    assert len(sent) < 1000 < len(pickle.dumps(Numbers()))
-    for one in (found, pickle.loads(sent), pickle.loads(pickle.dumps(Numbers()))):
-        assert torch.equal(one.numbers, torch.arange(10_000))
+    assert len(sent) < 1000 < len(pickle.dumps(numbers()))
+    for one in (made, found, pickle.loads(sent), pickle.loads(pickle.dumps(made))):
+        assert torch.equal(one[0], torch.arange(10_000))
+
+
+def test_a_file_that_changed_is_not_read(tmp_path: Path) -> None:
+    with keep_in(tmp_path, {}):
+        found = kept.kept(("numbers",), {}, numbers)
+        (file,) = tmp_path.glob("*.safetensors")
+        content = border.dumps([torch.zeros(10_000)])
+        with file.open("r+b") as opened:
+            opened.write(content)
+        assert torch.equal(found[0], torch.arange(10_000))
+        with pytest.raises(Unusable, match="has changed since this run began; delete it"):
+            kept.kept(("numbers",), {}, numbers)
+
+
+def test_what_another_process_made_since_the_run_began_is_not_read(tmp_path: Path) -> None:
+    with keep_in(tmp_path, {}):
+        kept.kept(("numbers",), {}, numbers)
+    before = kept.digests(tmp_path, [("numbers",)])
+    made: list[Any] = []
+    for known, again in (({}, 1), (before, 1)):
+        with keep_in(tmp_path, known):
+            kept.kept(("numbers",), {}, lambda: made.append(1) or made)
+        assert len(made) == again
+    assert kept.digests(tmp_path, [("other",)]) == {}
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:

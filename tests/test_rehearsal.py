@@ -45,13 +45,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
 
 
 def foreseen_programs(model: Any, step: ForeseenStep) -> set[Any]:
-    ahead._foreseen.device, ahead._foreseen.launches = DEVICE, {}
-    try:
+    noted: dict[Any, Any] = {}
+    with ahead.foreseeing(DEVICE, noted):
         for call in foreseen(model, step):
             call()
-        noted = ahead._foreseen.launches
-    finally:
-        ahead._foreseen.device, ahead._foreseen.launches = None, {}
     return {program(kernel, args, kwargs) for kernel, many in noted.items() for _, args, kwargs in many}
 
 

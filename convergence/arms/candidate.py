@@ -17,7 +17,6 @@ from typing import Any
 from torch import nn
 
 from convergence import ours
-from convergence.arms.isolate import ProcessDied
 from convergence.arms.train import train
 from convergence.arms.trajectory import CannotApply, Run, Trajectory
 
@@ -50,8 +49,8 @@ class Candidate:
     changed: list[str] = field(default_factory=list)
 
     @classmethod
-    def died(cls, death: ProcessDied) -> Candidate:
-        return cls(failure=("died", str(death)), details=death.output)
+    def died(cls, how: str, output: str) -> Candidate:
+        return cls(failure=("died", how), details=output)
 
 
 def load_patch(name: str) -> Callable[[nn.Module], Any]:

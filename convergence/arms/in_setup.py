@@ -11,6 +11,7 @@ import copy
 import datetime
 import os
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,9 +57,9 @@ def train_in_setup(case: Case, timeout: float) -> Arms:
     with tempfile.TemporaryDirectory(prefix="convergence-ranks-") as folder, ThreadPoolExecutor(ranks) as threads:
         calls = [threads.submit(isolate.call, train_rank, case, rank, folder, timeout=timeout) for rank in range(ranks)]
         try:
-            results: list[Arms] = [call.result() for call in calls]
+            results = [Arms(*call.result()) for call in calls]
         except isolate.ProcessDied as death:
-            return Arms([], Candidate.died(death))
+            return Arms([], Candidate.died(str(death), death.output))
     first, *others = results
     for other in others:
         both = zip(first.pairs, other.pairs, strict=True)
@@ -66,8 +67,9 @@ def train_in_setup(case: Case, timeout: float) -> Arms:
     return first
 
 
-def train_rank(case: Case, rank: int, folder: str) -> Arms:
-    """All arms of ``case`` on ``rank``. The patch is imported after baseline and replicas have trained."""
+def train_rank(case: Case, rank: int, folder: str) -> Iterator[Any]:
+    """The :class:`Arms` of ``case`` on ``rank``, field by field. The patch is imported after truths, baseline and
+    replicas have left this process, and every other rank."""
     setup = SETUPS[case.setup]
     os.environ |= setup.environment(folder)
     device = torch.device(case.device)
@@ -91,12 +93,15 @@ def train_rank(case: Case, rank: int, folder: str) -> Arms:
         baseline = train(replace(run, nudge=nudge), setup, [own])
         baseline.model = baseline.unpatched = None
         pairs.append((truth, baseline))
+    yield pairs
+    if setup.ranks > 1:
+        torch.distributed.barrier()
     upstream = remember_upstream()
     patched = replace(run, patch=load_patch(case.patch), construct=construct(case))
-    candidate = train_candidate(patched, upstream.changes, lambda run: train(run, setup, [own], case.order))
+    yield train_candidate(patched, upstream.changes, lambda run: train(run, setup, [own], case.order))
     if setup.ranks > 1:
         torch.distributed.destroy_process_group()
-    return Arms(pairs, candidate, sum(step.reads_logits for step in own))
+    yield sum(step.reads_logits for step in own)
 
 
 def _join(rank: int, folder: str, device: torch.device) -> None:

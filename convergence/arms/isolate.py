@@ -2,7 +2,11 @@
 
 Every call forks a server that has imported everything and run nothing (the forkserver of multiprocessing). The process
 is as clean as a new interpreter, for a few hundredths of a second instead of several seconds. It may use CUDA, because
-the server does not. Call and result travel as files, so that a process may die at any moment.
+the server does not.
+
+The call goes there in the memory of a pipe. What comes back is plain data (``convergence.border``) over a socket that
+has no name and that nobody else holds, each message with a number that belongs to this call. What was sent cannot be
+taken back or changed, so a result that left before a patch was imported is none of the patch's.
 """
 
 from __future__ import annotations
@@ -10,15 +14,20 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import io
 import multiprocessing
 import os
-import pickle
+import secrets
 import signal
+import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from inspect import isgeneratorfunction
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import ModuleType
@@ -26,10 +35,12 @@ from typing import Any
 
 import torch
 
-from convergence import ours
+from convergence import border, ours
 
 # A case of the largest mini model takes half a minute in the interpreter; a machine may be slow and shared.
 TIMEOUT = 1800.0
+_LENGTH = 8  # bytes in front of a message
+_RETURNED, _RAISED, _YIELDED = "returned", "raised", "yielded"
 _OURS = ("convergence.case", "convergence.arms.interpreter", *ours.MODULES)
 
 
@@ -52,32 +63,85 @@ def call(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> 
     """``function(*args)`` in a process of its own, with this process's device, threads and precision.
 
     Args:
-        function: a function of a module, found by its name on the other side, where the module is imported anew.
-        args: what it is called with; like the result, anything that can be pickled. Tensors are copied.
+        function: a function of a module, found by its name on the other side, where the module is imported anew. Of a
+            generator function comes a list of what it yields, and each item is here before it goes on.
+        args: what it is called with: anything that can be pickled. Tensors are copied.
         timeout: seconds after which the process is killed.
 
     Raises:
-        ProcessDied: it crashed, ended itself or took longer than ``timeout``.
-        Exception: whatever ``function`` raised there, caused by a :class:`RemoteTraceback`.
+        ProcessDied: it crashed, ended itself, took longer than ``timeout``, or sent what is no result of this call.
+        Exception: what ``function`` raised there, caused by a :class:`RemoteTraceback`; a RuntimeError that names it
+            where its type is neither a built-in one nor ours.
     """
-    with tempfile.TemporaryDirectory(prefix="convergence-") as name:
-        folder = Path(name)
-        torch.save((settings(), function, args), folder / "call")
-        process = _context().Process(target=_serve, args=(name, timeout))  # type: ignore[attr-defined]
-        with _no_main():
+    buffer = io.BytesIO()
+    torch.save((settings(), function, args), buffer)
+    call_id, (here, there) = secrets.token_hex(16), socket.socketpair()
+    with tempfile.TemporaryDirectory(prefix="convergence-") as name, here:
+        output = Path(name) / "output"
+        given = (buffer.getbuffer().tobytes(), there, call_id, str(output), timeout)
+        process = _context().Process(target=_serve, args=given)  # type: ignore[attr-defined]
+        with _no_main(), there:
             process.start()
+        del buffer, given
+        deadline = time.monotonic() + timeout
+        found: list[Any] = []
+        value: Any = None
+        kind = trace = problem = ""
         try:
-            process.join(timeout)
+            while kind in ("", _YIELDED):
+                kind, value, trace = _message(here, process, call_id, len(found), deadline)
+                found += [value] if kind == _YIELDED else []
+        except EOFError:
+            process.join(max(0.0, deadline - time.monotonic()))
             how = f"it ran for more than {timeout:g} s" if process.exitcode is None else _how(process.exitcode)
+            problem = f"the process of its own died: {how}"
+        except border.NotPlain as error:
+            problem = f"what its own process sent is no result: {error}"
         finally:
-            process.kill()
-            process.join()
-        if not (folder / "result").exists():
-            raise ProcessDied(f"the process of its own died: {how}", _tail(folder / "output"))
-        error, trace, result = torch.load(folder / "result", map_location="cpu", weights_only=False)
-    if trace:
-        raise error from RemoteTraceback(trace)
-    return result
+            _end(process)
+        if problem:
+            raise ProcessDied(problem, _tail(output))
+    if kind == _RAISED:
+        raise value from RemoteTraceback(trace)
+    return found if isgeneratorfunction(function) else value
+
+
+def _message(channel: socket.socket, process: Any, call_id: str, number: int, deadline: float) -> tuple[str, Any, str]:
+    """What kind of message came, what it holds, and the traceback of what was raised.
+
+    Raises:
+        EOFError: the process ended, or the time is over, before there was a whole one.
+        NotPlain: it is no plain data, or belongs to no message of this number of this call.
+    """
+    length = int.from_bytes(_received(channel, process, _LENGTH, deadline), "big")
+    message = border.loads(_received(channel, process, length, deadline))
+    match message:
+        case (str(of), int(at), str(kind), value, str(trace)) if (of, at) == (call_id, number):
+            if kind in (_RETURNED, _YIELDED) or (kind == _RAISED and isinstance(value, Exception)):
+                return kind, value, trace
+    raise border.NotPlain("it belongs to no message that this call waits for")
+
+
+def _received(channel: socket.socket, process: Any, count: int, deadline: float) -> bytearray:
+    """The next ``count`` bytes. A process that has ended sends no more, though one that it started may hold the other
+    end."""
+    found = bytearray()
+    while len(found) < count:
+        ready = wait([channel, process.sentinel], max(0.0, deadline - time.monotonic()))
+        part = channel.recv(min(count - len(found), 2**20)) if channel in ready else b""
+        if not part:
+            raise EOFError
+        found += part
+    return found
+
+
+def _end(process: Any) -> None:
+    """Kill it, and what it has started and left."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 @functools.cache
@@ -125,29 +189,36 @@ def settings() -> dict[str, Any]:
     }
 
 
-def _serve(name: str, timeout: float) -> None:
-    """The other process: run the call in folder ``name``, leave its result there, and end without any ado."""
-    folder = Path(name)
-    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def _serve(call: bytes, channel: socket.socket, call_id: str, output: str, timeout: float) -> None:
+    """The other process: run the call, send what it gives, and end without any ado."""
+    if hasattr(os, "setsid"):  # whatever it starts belongs to its group, which ends with it
+        os.setsid()
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
-        os.dup2(output, stream)
+        os.dup2(file, stream)
     faulthandler.enable(file=2)
     if hasattr(signal, "alarm"):  # should this process's parent be killed, nobody else would end it
         signal.alarm(int(timeout) + 60)
-    answer: tuple[Exception | None, str, Any]
+    sent = 0
+
+    def send(kind: str, value: Any, trace: str = "") -> None:
+        nonlocal sent
+        message = border.dumps((call_id, sent, kind, value, trace))
+        channel.sendall(len(message).to_bytes(_LENGTH, "big"))
+        channel.sendall(message)
+        sent += 1
+
     try:
-        answer = None, "", _run(folder)
+        _run(call, send)
     except Exception as error:
-        answer = _picklable(error), traceback.format_exc(), None
-    torch.save(answer, folder / "unfinished")
-    os.replace(folder / "unfinished", folder / "result")
+        send(_RAISED, error, traceback.format_exc())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _run(folder: Path) -> Any:
-    settings, function, args = torch.load(folder / "call", weights_only=False)
+def _run(call: bytes, send: Callable[[str, Any], None]) -> None:
+    settings, function, args = torch.load(io.BytesIO(call), weights_only=False)
     torch.set_num_threads(settings["threads"])
     torch.set_float32_matmul_precision(settings["matmul"])
     torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warn_only"])
@@ -158,15 +229,12 @@ def _run(folder: Path) -> Any:
     from convergence.arms.interpreter import prepare
 
     prepare()
-    return function(*args)
-
-
-def _picklable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+    if isgeneratorfunction(function):
+        for value in function(*args):
+            send(_YIELDED, value)
+        send(_RETURNED, None)
+    else:
+        send(_RETURNED, function(*args))
 
 
 def _how(code: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import json
 import platform
 import re
@@ -206,6 +207,26 @@ def dumps(record: Record) -> str:
     plain = files.plain(dataclasses.asdict(record))
     fields = (f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in plain.items())
     return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def digest(record: Record) -> str:
+    """What tells the file of ``record`` from any other."""
+    return hashlib.sha256(dumps(record).encode()).hexdigest()
+
+
+def changed(file: str, digest: str) -> bool:
+    """Whether ``file``, where a record with this digest was written, is no longer what it was. "" is no file."""
+    if not file:
+        return False
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest() != digest
+    except OSError:
+        return True
+
+
+def parsed(text: str) -> Record:
+    """The record that :func:`dumps` made ``text`` of."""
+    return from_dict(json.loads(text))
 
 
 def load(path: Path) -> Record:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernels.ops.runtime import ahead
+from liger_kernels.ops.runtime.ahead import foreseeing
 from liger_kernels.ops.runtime.dispatch import backward_once
 from liger_kernels.ops.runtime.tiling import tiled
 
@@ -42,21 +42,12 @@ def meta_as_gpu() -> Iterator[None]:
         attention = torch.library.Library("aten", "IMPL")
         stack.callback(attention._destroy)
         attention.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
-        before = ahead._foreseen.device
-        stack.callback(setattr, ahead._foreseen, "device", before)
-        ahead._foreseen.device, ahead._foreseen.launches = torch.device("cpu"), _Unnoted()
+        stack.enter_context(foreseeing(torch.device("cpu"), None))  # to note launches would keep their tensors alive
         for name, value in known.items():
             stack.callback(setattr, torch, name, getattr(torch, name))
             setattr(torch, name, value)
         stack.enter_context(tiled(grouped=lambda native, a, b: a.is_meta or native(a, b)))
         yield
-
-
-class _Unnoted(dict[Any, Any]):
-    """Launches that nobody compiles. To note them would keep their tensors alive."""
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        return []
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:

@@ -46,6 +46,18 @@ class Private:
         return self.names[0]
 
 
+def gradients_are_summed_in_place() -> bool:
+    """Two gradients are summed in the memory of one, also where their operations are counted."""
+    from liger_kernels.fitting.count import LiveBytes
+
+    x = torch.ones(256, device="meta", requires_grad=True)
+    y = x * 2 + x * 3
+    upstream = torch.ones_like(y)
+    with LiveBytes("") as counted:
+        torch.autograd.backward([y], [upstream])
+    return counted.peak == 2 * x.nbytes
+
+
 def kinds_of_hooks() -> bool:
     """All kinds that a module has: a new one would not be looked at."""
     own = {name for name in vars(nn.Linear(1, 1)) if name.endswith("_hooks")}
@@ -393,6 +405,13 @@ NAMES = (
         experts_have_a_gate,
         "transformers",
     ),
+    Private(
+        ("_cdata", "_storage_Use_Count", "_use_count", "_local_scalar_dense", "_fn"),
+        None,
+        "the memory of a step is calculated wrong",
+        gradients_are_summed_in_place,
+    ),
+    Private(("_destroy",), "torch.library:Library._destroy", "raises in liger_kernels.fit"),
     Private(("_grouped_mm",), None, "experts are multiplied in a loop, which waits for the GPU", products_are_grouped),
     Private(("_getframe",), "sys:_getframe", "whoever reads the output counts as a user", a_caller_is_known),
     Private(("_cuda_getCurrentRawStream",), "torch:_C._cuda_getCurrentRawStream", "raises at a launch", None, "cuda"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -26,7 +26,7 @@ class _Foreseen(threading.local):
     """In the thread that foresees: the device that stands behind "meta", and what would be launched, by kernel."""
 
     device: torch.device | None = None
-    launches: dict[Any, list[_Launch]]
+    launches: dict[Any, list[_Launch]] | None = None
 
 
 _foreseen = _Foreseen()
@@ -44,9 +44,22 @@ def foresees() -> bool:
     return _foreseen.device is not None
 
 
+@contextlib.contextmanager
+def foreseeing(device: torch.device, launches: dict[Any, list[_Launch]] | None) -> Iterator[None]:
+    """Inside, tensors of this thread on "meta" stand for those of ``device``. What they would launch is added to
+    ``launches``, if there are any."""
+    before = _foreseen.device, _foreseen.launches
+    _foreseen.device, _foreseen.launches = device, launches
+    try:
+        yield
+    finally:
+        _foreseen.device, _foreseen.launches = before
+
+
 def note(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """This launch is to be expected."""
-    _foreseen.launches.setdefault(kernel, []).append((grid, args, kwargs))
+    if _foreseen.launches is not None:
+        _foreseen.launches.setdefault(kernel, []).append((grid, args, kwargs))
 
 
 def wait_for(kernel: Any) -> None:
@@ -83,14 +96,11 @@ def compile_ahead(calls: Iterable[Callable[[], Any]], device: torch.device) -> N
         calls: each calls ops on tensors without memory, forward and backward. What one raises ends that one only: it
             foresees, and the step itself will say what is wrong.
     """
-    _foreseen.device, _foreseen.launches = device, {}
-    try:
+    foreseen: dict[Any, list[_Launch]] = {}
+    with foreseeing(device, foreseen):
         for call in calls:
             with contextlib.suppress(Exception):
                 call()
-        foreseen = _foreseen.launches
-    finally:
-        _foreseen.device, _foreseen.launches = None, {}
     if not foreseen:
         return
     wake(device)  # once, and not by several threads

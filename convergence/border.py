@@ -1,0 +1,207 @@
+"""What crosses the border between the judge and a process that runs a patch: tensors (safetensors) and JSON.
+
+A pickle runs whatever code its writer chose, so none is read that a patch's process can write. Here the reader chooses:
+it makes plain values, and objects of the few classes that :func:`_classes` lists, whose fields must have the types that
+they declare.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import dataclasses
+import functools
+import json
+import math
+import mmap
+import types
+import typing
+from typing import Any
+
+import torch
+
+_TREE = "tree"
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U8": torch.uint8, "BOOL": torch.bool},
+}
+_MANY = {kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)}
+_MAPPINGS = {kind.__name__: kind for kind in (dict, collections.Counter)}
+
+
+class NotPlain(ValueError):
+    """A value that cannot cross, or bytes that are none that did."""
+
+
+def dumps(value: Any) -> bytes:
+    """``value`` as the bytes of a safetensors file, whose metadata say how its tensors hang together. Tensors come from
+    any device and lose their graph.
+
+    Raises:
+        NotPlain: it holds an object of a class that may not cross.
+    """
+    import safetensors.torch
+
+    tensors: dict[str, torch.Tensor] = {}
+    tree = json.dumps(_encoded(value, tensors), separators=(",", ":"))
+    return safetensors.torch.save(tensors, {_TREE: tree})
+
+
+def loads(data: bytearray | mmap.mmap) -> Any:
+    """What :func:`dumps` made ``data`` of; its tensors are on the CPU, and in the memory of ``data``.
+
+    Raises:
+        NotPlain: they are anything else.
+    """
+    try:
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:start])
+        tree = json.loads(header.pop("__metadata__")[_TREE])
+        return _decoded(tree, {name: _tensor(data, start, **entry) for name, entry in header.items()})
+    except NotPlain:
+        raise
+    except Exception as error:  # of bytes that may be anything
+        raise NotPlain(f"it is no plain data ({type(error).__name__}: {error})") from error
+
+
+def _tensor(
+    data: bytearray | mmap.mmap, start: int, dtype: str, shape: list[int], data_offsets: list[int]
+) -> torch.Tensor:
+    """The library copies each tensor twice; here are hundreds of megabytes of them."""
+    kind, (first, end) = _DTYPES[dtype], data_offsets
+    if not (0 <= first <= end <= len(data) - start and math.prod(shape) * kind.itemsize == end - first):
+        raise NotPlain("it has a tensor that its bytes do not fit")
+    if first == end:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(data, dtype=kind, count=math.prod(shape), offset=start + first).view(shape)
+
+
+@functools.cache
+def _classes() -> dict[str, type]:
+    """The classes whose objects may cross: data of ours, without code of the writer's."""
+    from convergence import ours
+    from convergence.arms.candidate import Candidate, PatchError
+    from convergence.arms.quantities import Moment, Quantity, Remark
+    from convergence.arms.trajectory import CannotApply, Trajectory
+    from convergence.files import Unusable
+
+    errors = (PatchError, CannotApply, Unusable)
+    return {cls.__name__: cls for cls in (Moment, Quantity, Remark, Trajectory, Candidate, *errors, *ours.reports())}
+
+
+def _encoded(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """``value`` for JSON: what is no number and no text is a list, which begins with the name of its type."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    name = kind.__name__
+    if _MANY.get(name) is kind:
+        return [name, *(_encoded(item, tensors) for item in value)]
+    if _MAPPINGS.get(name) is kind:
+        return [name, *([_encoded(key, tensors), _encoded(item, tensors)] for key, item in value.items())]
+    if isinstance(value, torch.Tensor):
+        if value.dtype not in _DTYPES.values():
+            raise NotPlain(f"a tensor of {value.dtype} cannot leave its process")
+        tensors[place := str(len(tensors))] = value.detach().cpu().contiguous().clone().as_subclass(torch.Tensor)
+        return ["tensor", place]
+    if kind is torch.dtype:
+        return ["dtype", str(value).removeprefix("torch.")]
+    if isinstance(value, Exception):
+        return _encoded_error(value, tensors)
+    if _classes().get(name) is not kind:
+        raise NotPlain(f"a {kind.__module__}.{kind.__qualname__} cannot leave its process; plain data can")
+    if isinstance(value, tuple):
+        return [name, *(_encoded(item, tensors) for item in value)]
+    return [name, [[key, _encoded(item, tensors)] for key, item in _state(value).items()]]
+
+
+def _encoded_error(error: Exception, tensors: dict[str, torch.Tensor]) -> list[Any]:
+    """As itself, where its type may cross and what it was made of is plain; else as a RuntimeError that names it."""
+    name = type(error).__name__
+    try:
+        arguments = [_encoded(argument, tensors) for argument in error.args]
+        if _error_class(name) is type(error) and type(error)(*error.args).args == error.args:
+            return ["error", name, *arguments]
+    except Exception:  # of an argument, or of a type that takes others than it keeps
+        pass
+    return ["error", "RuntimeError", f"{name}: {error}"]
+
+
+def _error_class(name: str) -> type[Exception]:
+    found = getattr(builtins, name, None) or _classes().get(name)
+    if not (isinstance(found, type) and issubclass(found, Exception)):
+        raise NotPlain(f"{name} is no exception that may cross")
+    return found
+
+
+def _state(value: Any) -> dict[str, Any]:
+    if "__getstate__" in vars(type(value)):
+        return dict(value.__getstate__())
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _decoded(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if not isinstance(tree, list):
+        if isinstance(tree, dict):
+            raise NotPlain("it has an object where a value is expected")
+        return tree
+    name, *items = tree
+    if name in _MANY:
+        many = [_decoded(item, tensors) for item in items]
+        return many if name == "list" else _MANY[name](many)
+    if name in _MAPPINGS:
+        return _MAPPINGS[name]({_decoded(key, tensors): _decoded(item, tensors) for key, item in items})
+    if name == "tensor":
+        return tensors[items[0]]
+    if name == "dtype":
+        found = getattr(torch, items[0])
+        if not isinstance(found, torch.dtype):
+            raise NotPlain(f"{items[0]!r} is no dtype")
+        return found
+    if name == "error":
+        return _error_class(items[0])(*(_decoded(item, tensors) for item in items[1:]))
+    if (cls := _classes().get(name)) is None or issubclass(cls, Exception):
+        raise NotPlain(f"{name!r} is no type that may cross")
+    return _made(cls, items, tensors)
+
+
+def _made(cls: Any, items: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
+    """An object of ``cls`` with exactly the fields that it declares, each of the type that it declares."""
+    if issubclass(cls, tuple):
+        made = cls(*(_decoded(item, tensors) for item in items))
+    else:
+        state = {str(key): _decoded(item, tensors) for key, item in items[0]}
+        if state.keys() != {field.name for field in dataclasses.fields(cls)}:
+            raise NotPlain(f"a {cls.__name__} with the fields {', '.join(state)}")
+        if "__setstate__" in vars(cls):
+            made = cls.__new__(cls)
+            made.__setstate__(state)
+        else:
+            made = cls(**state)
+    for field, kind in _hints(cls).items():
+        if not _fits(getattr(made, field), kind):
+            raise NotPlain(f"the field {field!r} of a {cls.__name__} has another type")
+    return made
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether ``value`` has the declared type ``kind``, with every item."""
+    if kind is Any:
+        return True
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in arguments)
+    if origin is None:
+        return isinstance(value, (int, float) if kind is float else kind)
+    if not isinstance(value, origin):
+        return False
+    if isinstance(value, dict):
+        key, item = arguments if len(arguments) == 2 else (arguments[0], int)  # of a Counter
+        return all(_fits(k, key) and _fits(v, item) for k, v in value.items())
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return len(value) == len(arguments) and all(map(_fits, value, arguments))
+    return all(_fits(item, arguments[0]) for item in value)
