@@ -46,7 +46,7 @@ def build(config: Any, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)  # "dtype" is newer
     return model.train()
 
 
