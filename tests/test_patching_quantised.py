@@ -71,6 +71,25 @@ def test_loss_and_gradients(setup: Any, dtype: torch.dtype) -> None:
         three_way(ours[name], own[name], exact[name], dtype, name, chain=4)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_doras_of_four_bits(dtype: torch.dtype) -> None:
+    setup = SETUPS["qdora"]
+    if why := setup.absent(None, "float32", DEVICE.type):
+        pytest.skip(why)
+    truth, model = pair(setup, dtype)
+    patched = copy.deepcopy(model)
+    liger_kernels.patch(patched)
+    exact, own, ours = train(truth), train(model), train(patched)
+    report = liger_kernels.status(patched)
+    assert report.counts()["dora_linear"] == len(layers(patched))
+    assert not report.fallbacks
+    assert not report.never_ran
+    for name in own:
+        if name == "loss" or "lora_" in name:
+            assert ours[name].dtype == own[name].dtype
+            three_way(ours[name], own[name], exact[name], dtype, name, chain=4)
+
+
 def test_status_says_what_runs(setup: Any) -> None:
     _, model = pair(setup)
     report = liger_kernels.patch(model)

@@ -261,6 +261,11 @@ class _Dequantised(Setup):
         return self.setup.named(model, wrapped)
 
 
+class Qdora(Dora, Qlora):
+    name = "qdora"
+    does = "an adapter as in dora, on weights of bitsandbytes in 4 bits as in qlora"
+
+
 class Qlora8Bit(Qlora):
     """On a GPU the product rounds what comes in to 8 bits, which the truth does not do: its verdict sees little of the
     base. So every result of a base must have the bits that the base's own class returns.
@@ -517,7 +522,7 @@ _CLASSES: tuple[type[Setup], ...] = (
     Fp16Scaler,
     Checkpointing,
     Compile,
-    *with_checkpointing(Lora, LoraDropout, LoraAutocast, LoraExperts, LoraHead, Dora, Qlora, Qlora8Bit, Float8),
+    *with_checkpointing(Lora, LoraDropout, LoraAutocast, LoraExperts, LoraHead, Dora, Qlora, Qdora, Qlora8Bit, Float8),
     DeviceMap,
     Ddp,
     Fsdp2,
