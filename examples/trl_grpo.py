@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 import liger_kernels
 
 
-def brevity(completions: list[str], **_: Any) -> list[float]:
+def brevity(completions: list[str], **_: Any) -> list[float | None]:
     return [-float(len(completion)) for completion in completions]
 
 
