@@ -33,6 +33,10 @@ _product = faults("patching.logits.product", "test_patching.py")
 _mlp = faults("patching.recipes.glu", "test_patching.py")
 _model = faults("patching.logits.model", "test_patching.py")
 _compare = faults("convergence.judge.compare", "test_convergence_compare.py")
+_border = faults("convergence.border", "test_convergence_border.py")
+_isolate = faults("convergence.arms.isolate", "test_convergence_border.py")
+_case = faults("convergence.case", "test_convergence_border.py")
+_kept = faults("convergence.kept", "test_convergence_border.py")
 _formulas = faults("ops.loss.formulas", "test_ops_linear_log_probs.py")
 _counted = faults("ops.loss.counted_rows", "test_ops_counted_rows.py")
 _vocab_parallel = faults("ops.loss.vocab_parallel", "test_ops_vocab_parallel.py")
@@ -401,6 +405,22 @@ MUTANTS = (
         "shape == mine and of is group", "shape == mine", "test_on_ranks[2-another_group]"),
     _counted("rows_that_count_left_out", "Where more targets count than were said to, the loss is that of the first.",
         "found > counted", "False", "test_too_few"),
+    _border("border_field_of_any_type", "What a patch's process sends may have a field of any type.",
+        "_fits(getattr(made, field), kind)", "True", "test_a_field_of_another_type_is_refused"),
+    _border("border_objects_of_any_class", "An object of any class leaves a process as what its fields are.",
+        "_classes().get(name) is not kind", "False", "test_what_unpickles_to_code_does_not_cross"),
+    _isolate("border_result_of_another_call", "A result is taken for that of the call that waits.",
+        "(of, at) == (call_id, number)", "True", "test_a_result_of_another_call_is_refused"),
+    _case("border_replica_as_candidate", "A candidate may be an honest arm, bit for bit.",
+        "_is_same(candidate, other)", "False", "test_a_replica_is_no_candidate"),
+    _kept("kept_file_that_changed", "References are read, whatever was written over them.",
+        "digest and _digest(data) != digest", "False",
+        "test_convergence_kept.py::test_a_file_that_changed_is_not_read"),
+    _kept("kept_file_of_another_process", "References are read that another process made since the run began.",
+        "not _trusts and file.name not in _digests", "False",
+        "test_convergence_kept.py::test_what_another_process_made_since_the_run_began_is_not_read"),
+    _kept("kept_file_not_watched", "A patch may write to references while it runs.",
+        "state != before[file]", "False", "test_references_that_a_patch_overwrites"),
 )
 # fmt: on
 
