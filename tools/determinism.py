@@ -146,6 +146,29 @@ def _adapted(x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Te
     return ops.lora_linear(x, lambda x: torch.nn.functional.linear(x, weight), [ops.LoraAdapter(a, b, 2.0)])
 
 
+def _decomposed(
+    x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor
+) -> torch.Tensor:
+    adapter = ops.LoraAdapter(a, b, 2.0)
+    norm = ops.dora_norm(weight, adapter)
+    return ops.dora_linear(x, lambda x: torch.nn.functional.linear(x, weight), adapter, magnitude, norm)
+
+
+def _dora_linear_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    rows, shared = _lora_linear_inputs(sizes, dtype)
+    return rows, shared | {"magnitude": torch.rand(64)}
+
+
+def _dora_norm_inputs(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    """Its rows are those of the weight and of B."""
+    rows = {"weight": torch.randn(sizes.rows, sizes.hidden, dtype=dtype), "b": torch.randn(sizes.rows, 16)}
+    return rows, {"a": torch.randn(16, sizes.hidden)}
+
+
+def _dora_norm(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[Tensors, Tensors]:
+    return {"norm": ops.dora_norm(weight, ops.LoraAdapter(a, b, 2.0))}, {}
+
+
 def _mlp(x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """A gated MLP whose projections are one and the same; the last one is its transpose."""
     one = ops.Projection(weight, None, [ops.LoraAdapter(a, b, 2.0)])
@@ -265,6 +288,10 @@ CASES = {
     "adapted_linears": DeterminismCase(
         _several_inputs, partial(_differentiated, _several, shared=("weight", "a", "b")), (RUNS,)
     ),
+    "dora_linear": DeterminismCase(
+        _dora_linear_inputs, partial(_differentiated, _decomposed, shared=("weight", "a", "b", "magnitude")), (RUNS,)
+    ),
+    "dora_norm": DeterminismCase(_dora_norm_inputs, _dora_norm, (RUNS,)),
     "gated_mlp": DeterminismCase(_mlp_inputs, partial(_differentiated, _mlp, shared=("weight", "a", "b")), (RUNS,)),
     **{f"cross_entropy, {r}": _loss(ops.cross_entropy, "logits", r) for r in ("none", "mean")},
     **{f"linear_cross_entropy, {r}": _loss(ops.linear_cross_entropy, "hidden", r) for r in ("none", "mean")},

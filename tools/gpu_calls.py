@@ -40,6 +40,13 @@ def adapted() -> torch.Tensor:
     return ops.lora_linear(new(96, 256), lambda x: torch.nn.functional.linear(x, weight), [adapter])
 
 
+def decomposed() -> torch.Tensor:
+    adapter = ops.LoraAdapter(new(8, 256, dtype=torch.float32), new(64, 8, dtype=torch.float32))
+    weight, magnitude = new(64, 256), new(64, dtype=torch.float32)
+    norm = ops.dora_norm(weight, adapter)
+    return ops.dora_linear(new(96, 256), lambda x: torch.nn.functional.linear(x, weight), adapter, magnitude, norm)
+
+
 def projection(inputs: int, outputs: int) -> ops.Projection:
     adapter = ops.LoraAdapter(new(8, inputs, dtype=torch.float32), new(outputs, 8, dtype=torch.float32))
     return ops.Projection(new(outputs, inputs), None, [adapter])
@@ -91,6 +98,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "adapted_linears": lambda: torch.cat(
         ops.adapted_linears(new(96, 256), [projection(256, 64), projection(256, 32)]), dim=-1
     ),
+    "dora_linear": decomposed,
     "gated_mlp": lambda: ops.gated_mlp(new(96, 64), projection(64, 128), projection(64, 128), projection(128, 64)),
     "cross_entropy": loss,
     "cross_entropy none, everything": lambda: loss(
