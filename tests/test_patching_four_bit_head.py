@@ -14,7 +14,7 @@ from convergence.judge.tolerance import three_way
 from tests.patching_checks import DEVICE, batch, fallbacks, tiny, train
 from tests.test_patching_lora import adapted
 
-bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: the extra qlora brings it")
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes 0.50 or newer, of the extra qlora")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
