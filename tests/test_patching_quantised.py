@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import liger_kernels
-from convergence.arms.quantised import SameBits
 from convergence.arms.setups import SETUPS
+from convergence.arms.setups.quantised import SameBits
 from convergence.judge.tolerance import SIGMAS, three_way
 from liger_kernels import ops
 from tests.patching_checks import DEVICE, batch, compare, fallbacks, gradients, tiny, train
 
 KINDS = ("qlora", "qlora-8bit", "float8")
 DTYPES = (torch.float32, torch.bfloat16)
-# Half of a format's widest step, as a share of the largest weight. NF4 has no value between 0.6962 and 1. Its scales are
-# rounded to 8 bits, of which two neighbours are 0.9 / 64 apart. bitsandbytes casts to float16 before it takes 8 bits.
-# float8 has three bits after the first one.
+# Half of a format's widest step, as a share of the largest weight. NF4 has no value between 0.6962 and 1. Its scales
+# are rounded to 8 bits, of which two neighbours are 0.9 / 64 apart. bitsandbytes casts to float16 before it takes 8
+# bits. float8 has three bits after the first one.
 ROUNDING = {"qlora": (1 - 0.6962 + 0.9 / 64) / 2, "qlora-8bit": 0.5 / 127 + 2**-11, "float8": 2**-4}
 
 
