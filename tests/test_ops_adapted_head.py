@@ -272,7 +272,7 @@ def test_a_weight_that_is_no_matrix_is_made_one_in_each_direction_and_not_kept(n
 
     some = others
     with slabs_of(24):
-        expected = run(weight)
+        expected = run(weight.t().contiguous().t())  # cuBLAS takes another program where it lies otherwise
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
             found = run(packed, dense=dense)
     assert all(map(torch.equal, found, expected))

@@ -23,6 +23,7 @@ from liger_kernels.ops import (
     gated_mlp,
     gated_mlp_ref,
 )
+from liger_kernels.ops.runtime.tiling import tiled
 from tests.ops_checks import DTYPES, Products, check_op, randn
 
 ROWS, HIDDEN, INNER, OUT = 10, 24, 40, 20
@@ -105,6 +106,17 @@ RANKS: list[Ranks] = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_adapters_on_some_and_on_all(dtype: torch.dtype, ranks: Ranks, trained: bool, device: torch.device) -> None:
     check(leaves_of(dtype, device, ranks, trained=trained), ranks=ranks)
+
+
+@pytest.mark.parametrize("rank", [4, 20])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_below_one_another(dtype: torch.dtype, rank: int, device: torch.device) -> None:
+    """As on a GPU for real sizes: a program takes several tiles, the last of which has fewer rows."""
+    ranks: Ranks = dict.fromkeys(ALL, (rank,))
+    x, *others = leaves_of(dtype, device, ranks)
+    leaves = [randn(2, 20, *x.shape[2:], dtype=dtype, device=device), *others]
+    with tiled(gated_mlp=lambda *_: (2, {"PART": 16, "ROWS": 16, "BLOCK": 16, "num_warps": 1, "num_stages": 2})):
+        check(leaves, ranks=ranks)
 
 
 @pytest.mark.parametrize("of_adapter", DTYPES, ids=str)

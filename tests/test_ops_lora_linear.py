@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_kernels import ops
 from liger_kernels.ops import LoraAdapter, lora_linear, lora_linear_ref
+from liger_kernels.ops.runtime.tiling import tiled
 from tests.ops_checks import DTYPES, Products, check_op, randn
 
 ROWS, IN, OUT = 10, 24, 20
@@ -99,6 +100,24 @@ def test_float32_adapters_of_a_16_bit_model_lose_next_to_nothing(device: torch.d
             if name != "y" or of_base is not None:
                 error = float((ours.double() - exact).norm() / exact.norm())
                 assert error < 1e-5, f"{name}, {dtype}: {error}"
+
+
+@pytest.mark.parametrize("ranks", [(4,), (40,)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_in_parts_and_tiles_below_one_another(
+    dtype: torch.dtype, ranks: tuple[int, ...], device: torch.device
+) -> None:
+    """As on a GPU for real sizes: several programs sum over the columns of a row, one program adds to several tiles.
+    What the first launch leaves behind does not matter to the next one."""
+    leaves = [randn(2, 20, IN, dtype=dtype, device=device), *leaves_of(dtype, device, ranks)[1:]]
+    shape = {"ROWS": 16, "BLOCK": 16, "num_warps": 1}
+    with tiled(
+        lora_rows=lambda *_: (2, {**shape, "num_stages": 2}),
+        lora_add=lambda *_: (2, {**shape, "PART": 16, "num_stages": 2}),
+    ):
+        check_op(partial(layer, lora_linear), partial(layer, lora_linear_ref), leaves, terms=IN)
+        first, again = (layer(lora_linear, *leaves) for _ in range(2))
+    assert torch.equal(first, again)
 
 
 def test_more_ranks_than_a_program_holds_and_none(device: torch.device) -> None:

@@ -62,14 +62,13 @@ def test_one_program_is_kept_for_what_triton_would_compile_once() -> None:
     values = [*numbers, *tensors, None, True, False, 0.0, 1.0, 16.5]
     known: dict[object, object] = {}
     for value in values:
-        key, (passed,) = launcher._program_key(kernel, torch.device("cuda", 0), (value,), {"CONSTANT": 4})
-        assert passed is value or passed == value.data_ptr()
+        key = launcher._program_key(kernel, 0, (value,), {"CONSTANT": 4})
         _, specialization, _ = binder(value, CONSTANT=4, debug=False)
         assert known.setdefault(key, specialization) == specialization, value
     assert len(known) > 2 * len(dtypes)
-    other, _ = launcher._program_key(kernel, torch.device("cuda", 0), (None,), {"CONSTANT": 8})
+    other = launcher._program_key(kernel, 0, (None,), {"CONSTANT": 8})
     assert other not in known
-    assert other != launcher._program_key(kernel, torch.device("cuda", 1), (None,), {"CONSTANT": 8})[0]
+    assert other != launcher._program_key(kernel, 1, (None,), {"CONSTANT": 8})
 
 
 @pytest.mark.parametrize(
@@ -158,9 +157,10 @@ def kernel(monkeypatch) -> Any:
             return lambda *args, **kwargs: (self.heard.append(grid), compiled(self.heard))[1]
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
+    monkeypatch.setattr(launcher, "current_stream", lambda index: 70 + index)
     monkeypatch.setattr(dispatch, "_KEEP_PROGRAMS", True)
     monkeypatch.setattr(launcher, "_programs", {})
+    monkeypatch.setattr(launcher, "_calls", {})
     yield Kernel()
     reset_launches()
 
@@ -183,7 +183,7 @@ def test_launches_under_the_tensors_own_device(monkeypatch, kernel, index, guard
     device = torch.device("cuda", index)
     for keeps in (False, True):
         monkeypatch.setattr(dispatch, "_KEEP_PROGRAMS", keeps)
-        again = (2, 1, 1, 70, "function", "metadata", None, None, None, 5, 8)
+        again = (2, 1, 1, 70 + (index or 0), "function", "metadata", None, None, None, 5, 8)
         launched: list[object] = [(2,), again if keeps else (2,), (2,)]
         for x in (5, 5, 1):  # the same program again, and another one
             launch(kernel, (2,), device, x, BLOCK=8)

@@ -23,8 +23,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 def program(kernel: Any, args: Any, kwargs: Any) -> Any:
     """Which program of Triton's a launch needs, wherever its tensors lie."""
     like = [torch.empty(64, dtype=a.dtype, device=DEVICE) if isinstance(a, torch.Tensor) else a for a in args]
-    key, _ = _program_key(kernel, DEVICE, tuple(like), kwargs)
-    return kernel.__name__, key[1:]
+    return kernel.__name__, _program_key(kernel, 0, tuple(like), kwargs)[1:]
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ _ADD = "add_product(dx, g, a, None, 1.0, x.shape, x.dtype)"
 _DA = "columns_product(x, g, a[0].shape, a[0].dtype, 1.0, by_rank=True)"
 _DB = "columns_product(dy, z, b[0].shape, b[0].dtype, scales[0])"
 
+_PARTS = "test_sums_in_parts_and_tiles_below_one_another[torch.float32-ranks0]"
 _MLP = "test_adapters_on_some_and_on_all[torch.float32-{'gate': (4,), 'up': (4,), 'down': (4,)}-False]"
 
 # fmt: off
@@ -41,6 +42,17 @@ MUTANTS = (
         "add_product(y0, z, [w], bias, scale, y0.shape, y0.dtype)",
         "add_product(y0, z, [w], None, scale, y0.shape, y0.dtype)",
         _EVERY_DTYPE.format("torch.float32-torch.float32")),
+    _products("lora_sum_without_the_last_part", "Of a sum in parts, one part of the columns is left out.",
+        "tl.static_range(PARTS)", "tl.static_range(PARTS - 1)", _PARTS),
+    _products("lora_counter_left_behind", "The next sum in parts begins to count where the last one ended.",
+        "tl.store(done_ptr + tl.program_id(0), 0)", "pass", _PARTS),
+    _products("lora_rows_between_two_programs", "Programs of several tiles begin a tile too late.",
+        "(program // col_blocks).to(tl.int64) * rows_of_program", "<old> * 3 // 2", _PARTS),
+    _products("lora_first_ranks_for_all", "More ranks than a program holds of w count as the first of them.",
+        "first > 0", "first < 0", "test_sums_in_parts_and_tiles_below_one_another[torch.float32-ranks1]"),
+    _mlp("lora_down_with_other_columns", "The gradient of h meets the columns of down's A that lie next to its own.",
+        "0, col, n_cols, down_ranks, PART", "0, col + 1, n_cols, down_ranks, PART",
+        "test_tiles_below_one_another[torch.float32-4]"),
     _adapter("lora_bias_not_scaled", "Of several adapters, the biases are added as they are.",
         "total + factor * one.float()", "total + one.float()", _SEVERAL),
     _adapter("lora_bias_gradient_not_scaled", "The bias of B has a gradient without the scale.",

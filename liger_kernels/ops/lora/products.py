@@ -18,11 +18,13 @@ from torch import Tensor
 from liger_kernels.ops.runtime.ahead import real_device
 from liger_kernels.ops.runtime.device import room_for_loads
 from liger_kernels.ops.runtime.dispatch import INTERPRET, launch, tl, triton
+from liger_kernels.ops.runtime.launcher import current_stream
 from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, next_power_of_2, tile
 
 MOST_RANKS = 256  # of a program, which holds them all
 _PROGRAMS = 264  # two for each multiprocessor of an H100
 _SCRATCH = 24 * 1024  # bytes of shared memory for what is not loaded ahead
+_SCRATCH_OF_TILES = 40 * 1024  # the same, in a program of several products
 _COMPILED = tl.constexpr(not INTERPRET)
 _remembered = functools.lru_cache(maxsize=1024)  # what is chosen costs the host as much as a launch
 
@@ -91,31 +93,28 @@ def _of_rank(w_ptr, w1_ptr, w2_ptr, end, end1, rank, rank_stride):
     return at
 
 
+# fmt: off
+@triton.jit
+def some_of_w(
+    w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride,
+    first, col, n_cols, n_ranks, PART: tl.constexpr,
+):
+    """w of ``PART`` ranks from ``first`` on, at ``col`` [1, columns]; None without w."""
+    w = None
+    if w_ptr is not None:
+        rank = first + tl.arange(0, PART)[:, None]
+        at = _of_rank(w_ptr, w1_ptr, w2_ptr, end, end1, rank, w_rank_stride) + col.to(tl.int64) * w_col_stride
+        w = tl.load(at, mask=(rank < n_ranks) & (col < n_cols), other=0.0)
+    return w
+
+
 @triton.jit
 def plus_delta(
-    y0,
-    z_ptr,
-    z_stride,
-    w_ptr,
-    w1_ptr,
-    w2_ptr,
-    end,
-    end1,
-    w_rank_stride,
-    w_col_stride,
-    bias_ptr,
-    row,
-    col,
-    n_rows,
-    n_cols,
-    n_ranks,
-    scale,
-    EXACT: tl.constexpr,
-    RANKS: tl.constexpr,
-    PART: tl.constexpr,
+    y0, z_ptr, z_stride, w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride, bias_ptr, first_w,
+    row, col, n_rows, n_cols, n_ranks, scale, EXACT: tl.constexpr, RANKS: tl.constexpr, PART: tl.constexpr,
 ):
     """y0 + scale * (z w + bias) in float32, of a tile at ``row`` [rows, 1] and ``col`` [1, columns]; y0 alone without
-    w."""
+    w. ``first_w`` has the first ``PART`` ranks of w, which a program loads once for all of its tiles."""
     y0 = y0.to(tl.float32)
     if w_ptr is not None:
         total = tl.zeros_like(y0)
@@ -123,9 +122,11 @@ def plus_delta(
             rank = first + tl.arange(0, PART)
             in_z = (row < n_rows) & (rank[None, :] < n_ranks)
             z = tl.load(z_ptr + row * z_stride + rank[None, :], mask=in_z, other=0.0)
-            at = _of_rank(w_ptr, w1_ptr, w2_ptr, end, end1, rank[:, None], w_rank_stride)
-            in_w = (rank[:, None] < n_ranks) & (col < n_cols)
-            w = tl.load(at + col.to(tl.int64) * w_col_stride, mask=in_w, other=0.0)
+            w = first_w
+            if first > 0:
+                w = some_of_w(
+                    w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride, first, col, n_cols, n_ranks, PART
+                )
             total = dot(z, w, total, EXACT)
         if bias_ptr is not None:
             total += tl.load(bias_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
@@ -133,28 +134,42 @@ def plus_delta(
     return y0
 
 
-# fmt: off
 @triton.jit
 def _lora_linear_rows_kernel(
     x_ptr, x_stride,                                        # [rows, columns]
     w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride,    # [ranks, columns] of one or more matrices
     z_ptr, z_stride,                                        # [rows, ranks] float32
-    n_rows, n_cols, n_ranks, scale,
-    EXACT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    sums_ptr, done_ptr,                                     # [parts, rows, RANKS], zeros [row tiles]; or None
+    n_rows, n_cols, n_ranks, cols_of_part, scale,
+    EXACT: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """z = scale * x w^T."""
+    """z = scale * x w^T. Each of ``PARTS`` programs sums over its part of the columns. The last one to be done adds the
+    sums in the order of the parts, so that the bits do not depend on which it was, and leaves zero behind."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     rank = tl.arange(0, RANKS)[None, :]
     w_at = _of_rank(w_ptr, w1_ptr, w2_ptr, end, end1, rank, w_rank_stride)
     z = tl.zeros((ROWS, RANKS), tl.float32)
-    for start in range(0, n_cols, BLOCK):
+    first = tl.program_id(1) * cols_of_part
+    for start in range(first, tl.minimum(first + cols_of_part, n_cols), BLOCK):
         col = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_stride + col[None, :], mask=(row < n_rows) & (col[None, :] < n_cols), other=0.0)
         at = w_at + col[:, None].to(tl.int64) * w_col_stride
         w = tl.load(at, mask=(rank < n_ranks) & (col[:, None] < n_cols), other=0.0)
         z = dot(x, w, z, EXACT)
-    scale = tl.full((), scale, tl.float32)
-    tl.store(z_ptr + row * z_stride + rank, z * scale, mask=(row < n_rows) & (rank < n_ranks))
+    last = True
+    if PARTS > 1:
+        at = sums_ptr + row * RANKS + rank
+        tl.store(at + tl.program_id(1).to(tl.int64) * n_rows * RANKS, z, mask=row < n_rows)
+        tl.debug_barrier()  # all threads have written before one says so
+        last = tl.atomic_add(done_ptr + tl.program_id(0), 1, sem="acq_rel") == PARTS - 1
+        if last:
+            z = tl.zeros((ROWS, RANKS), tl.float32)
+            for part in tl.static_range(PARTS):
+                z += tl.load(at + tl.cast(part, tl.int64) * n_rows * RANKS, mask=row < n_rows, other=0.0)
+            tl.store(done_ptr + tl.program_id(0), 0)
+    if last:
+        scale = tl.full((), scale, tl.float32)
+        tl.store(z_ptr + row * z_stride + rank, z * scale, mask=(row < n_rows) & (rank < n_ranks))
 
 
 @triton.jit
@@ -162,23 +177,26 @@ def _lora_linear_add_kernel(
     y0_ptr, y0_stride, z_ptr, z_stride,                     # [rows, columns] or None, [rows, ranks]
     w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride,    # [ranks, columns] of one or more matrices
     bias_ptr, y_ptr,                                        # [columns] or None, [rows, columns]
-    n_rows, n_cols, n_ranks, col_blocks, scale,
+    n_rows, n_cols, n_ranks, col_blocks, rows_of_program, scale,
     EXACT: tl.constexpr, RANKS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """y = y0 + scale * (z w + bias)."""
     program = tl.program_id(0)
-    row = (program // col_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    first = (program // col_blocks).to(tl.int64) * rows_of_program
     col = (program % col_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = (row < n_rows) & (col < n_cols)
-    if y0_ptr is not None:  # what takes longest is under way first
-        y0 = tl.load(y0_ptr + row * y0_stride + col, mask=mask, other=0.0)
-    else:
-        y0 = tl.zeros((ROWS, BLOCK), tl.float32)
-    total = plus_delta(
-        y0, z_ptr, z_stride, w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride, bias_ptr,
-        row, col, n_rows, n_cols, n_ranks, scale, EXACT, RANKS, PART,
-    )
-    tl.store(y_ptr + row * n_cols + col, total.to(y_ptr.dtype.element_ty), mask=mask)
+    w = some_of_w(w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride, 0, col, n_cols, n_ranks, PART)
+    for start in range(0, rows_of_program, ROWS):
+        row = first + start + tl.arange(0, ROWS)[:, None]
+        mask = (row < n_rows) & (col < n_cols)
+        if y0_ptr is not None:  # what takes longest is under way first
+            y0 = tl.load(y0_ptr + row * y0_stride + col, mask=mask, other=0.0)
+        else:
+            y0 = tl.zeros((ROWS, BLOCK), tl.float32)
+        total = plus_delta(
+            y0, z_ptr, z_stride, w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride, bias_ptr, w,
+            row, col, n_rows, n_cols, n_ranks, scale, EXACT, RANKS, PART,
+        )
+        tl.store(y_ptr + row * n_cols + col, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -234,21 +252,46 @@ def stages_that_fit(device: torch.device, bytes_: int) -> int:
 
 @choice("lora_rows")
 @_remembered
-def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> dict[str, int]:
-    """Rows of a program: 64 wherever that leaves every third multiprocessor of an H100 a program, because each program
-    reads all of w. 4096 x 14336 and x 4096, bfloat16, on an H100: 64 rows 67 and 21 us, 32 rows 82 and 25, 16 rows 122
-    and 37 (a copy of x: 40 and 12)."""
-    rows = next((rows for rows in (64, 32) if n_rows >= rows * (_PROGRAMS // 6)), 16)
-    rows, block = tile(n_rows, n_cols, min(rows, 128 // size), max(16, min(256 // size, 4096 // ranks)))
+def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> tuple[int, dict[str, int]]:
+    """In how many parts the columns are summed, and launch choices. A program reads all of w, so it has many rows; that
+    there are enough programs is up to the parts. 4096 x 4096, bfloat16, on an H200: 16 ranks 19 us with 64 rows and 4
+    parts, 34 with 1 part; 48 ranks 29 with 128 rows and 4 parts, 76 with 64 rows and 1 part (a copy of x: 15)."""
+    rows, warps = (64, 4) if ranks * size <= 32 else (128, 8)
+    rows, block = tile(
+        n_rows, n_cols, rows if size == 2 else 32, max(16, min(8192 // rows, 256 // size, 4096 // ranks))
+    )
+    parts = _PROGRAMS * 64 // rows // max(1, cdiv(n_rows, rows))
     stages = stages_that_fit(device, block * (rows * size + ranks * 4))
-    return {"ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": stages}
+    return max(1, min(parts, cdiv(n_cols, 8 * block))), {
+        "ROWS": rows,
+        "BLOCK": block,
+        "num_warps": warps if size == 2 else 4,
+        "num_stages": stages,
+    }
+
+
+def tiles_of_program(
+    n_rows: int, n_cols: int, ranks: int, products: int, shape: dict[str, int], most: int, device: torch.device
+) -> tuple[int, int]:
+    """How many tiles of ``shape``, one below the other, a program takes, and their stages. It splits its columns of w
+    once for all tiles, and loads for the next one ahead; where shared memory does not suffice, it takes one tile."""
+    part, rows, block = shape["PART"], shape["ROWS"], shape["BLOCK"]
+    parts = cdiv(ranks, part)
+    bytes_ = products * 4 * part * (parts * rows + (parts - 1) * block)  # z, and w but for its first part
+    if _SCRATCH_OF_TILES + bytes_ > room_for_loads(real_device(device)):
+        return 1, 1
+    return max(1, min(most, cdiv(n_rows, rows) * cdiv(n_cols, block) // _PROGRAMS)), 2
 
 
 @choice("lora_add")
 @_remembered
-def _add_shape(n_rows: int, n_cols: int, ranks: int) -> dict[str, int]:
-    rows, block = tile(n_rows, n_cols, 64, 128)
-    return {"PART": min(ranks, 32), "ROWS": rows, "BLOCK": block, "num_warps": 4}
+def _add_shape(n_rows: int, n_cols: int, ranks: int, device: torch.device) -> tuple[int, dict[str, int]]:
+    """Tiles of a program, and launch choices. 4096 x 4096, bfloat16, on an H100, with four tiles and with one: 16 ranks
+    31 and 41 us, 64 ranks 41 and 59 (a copy: 25)."""
+    rows, block = tile(n_rows, n_cols, 32 if ranks == 16 else 64, 128)
+    shape = {"PART": min(ranks, 32), "ROWS": rows, "BLOCK": block, "num_warps": 4}
+    tiles, stages = tiles_of_program(n_rows, n_cols, ranks, 1, shape, 4, device)
+    return tiles, {**shape, "num_stages": stages}
 
 
 @choice("lora_columns")
@@ -276,6 +319,22 @@ def _stack(ws: Sequence[Tensor]) -> tuple[Any, ...]:
     return (w, ws[1], ws[2], end, end1, *w.stride()), end1 + ws[2].shape[0]
 
 
+_zeros: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _zeros_left_behind(n: int, device: torch.device) -> Tensor:
+    """``n`` zeros, int32, for a kernel that counts up from them and leaves zeros behind. The kernels of a stream run
+    one after the other and share them. A CUDA graph keeps its own: its memory is not there for others."""
+    kind = device.type
+    if kind not in ("cuda", "cpu") or (kind == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return torch.zeros(n, dtype=torch.int32, device=device)
+    key = device, current_stream(device.index) if kind == "cuda" else 0
+    known = _zeros.get(key)
+    if known is None or len(known) < n:
+        known = _zeros[key] = torch.zeros(max(n, 1024), dtype=torch.int32, device=device)
+    return known
+
+
 def rows_product(x: Tensor, ws: Sequence[Tensor], scale: float, out: Tensor | None = None) -> Tensor:
     """scale * x w^T, float32 [tokens, ranks], of ``x`` [..., columns] and one or more ``ws`` [ranks, columns] of any
     strides, whose ranks follow one another. ``out`` may be columns of a larger tensor."""
@@ -285,10 +344,16 @@ def rows_product(x: Tensor, ws: Sequence[Tensor], scale: float, out: Tensor | No
     n_rows = x.numel() // max(1, n_cols)
     z = torch.empty((n_rows, n_ranks), dtype=torch.float32, device=x.device) if out is None else out
     ranks = ranks_of_program(n_ranks)
-    shape = _rows_shape(n_rows, n_cols, ranks, x.element_size(), x.device)
-    grid, exact = (cdiv(n_rows, shape["ROWS"]),), x.dtype is not torch.bfloat16
-    tensors, sizes = (x_rows, x_stride, *w_args, z, z.stride(0)), (n_rows, n_cols, n_ranks, float(scale))
-    launch(_lora_linear_rows_kernel, grid, x.device, *tensors, *sizes, EXACT=exact, RANKS=ranks, **shape)
+    parts, shape = _rows_shape(n_rows, n_cols, ranks, x.element_size(), x.device)
+    tiles, cols_of_part = cdiv(n_rows, shape["ROWS"]), cdiv(cdiv(n_cols, parts), shape["BLOCK"]) * shape["BLOCK"]
+    sums = done = None
+    if parts > 1:
+        sums = torch.empty((parts, n_rows, ranks), dtype=torch.float32, device=x.device)
+        done = _zeros_left_behind(tiles, x.device)
+    tensors = x_rows, x_stride, *w_args, z, z.stride(0), sums, done
+    sizes, exact = (n_rows, n_cols, n_ranks, cols_of_part, float(scale)), x.dtype is not torch.bfloat16
+    options = {"EXACT": exact, "RANKS": ranks, "PARTS": parts, **shape}
+    launch(_lora_linear_rows_kernel, (tiles, parts), x.device, *tensors, *sizes, **options)
     return z
 
 
@@ -311,11 +376,11 @@ def add_product(
     y0_rows = (None, 0) if y0 is None else as_rows(y0)
     ranks = ranks_of_program(n_ranks)
     bias = None if bias is None else bias.contiguous()
-    options = _add_shape(n_rows, n_cols, ranks)
-    col_blocks = cdiv(n_cols, options["BLOCK"])
-    grid, exact = (cdiv(n_rows, options["ROWS"]) * col_blocks,), dtype is not torch.bfloat16
+    tiles, options = _add_shape(n_rows, n_cols, ranks, z.device)
+    col_blocks, rows_of_program = cdiv(n_cols, options["BLOCK"]), tiles * options["ROWS"]
+    grid, exact = (cdiv(n_rows, rows_of_program) * col_blocks,), dtype is not torch.bfloat16
     tensors = (*y0_rows, z, z.stride(0), *w_args, bias, y)
-    sizes = n_rows, n_cols, n_ranks, col_blocks, float(scale)
+    sizes = n_rows, n_cols, n_ranks, col_blocks, rows_of_program, float(scale)
     launch(_lora_linear_add_kernel, grid, z.device, *tensors, *sizes, EXACT=exact, RANKS=ranks, **options)
     assert y is not None
     return y

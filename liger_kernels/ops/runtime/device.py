@@ -53,11 +53,12 @@ def most_warps(lanes: int) -> int:
 
 def room_for_loads(device: torch.device) -> int:
     """Bytes of shared memory that a program on ``device`` may fill with what it loads ahead: 128 KiB; less on GPUs that
-    have less, such as those of capability 8.6 and 8.9 (99 KiB). While a program is traced, as :func:`obstacle`."""
+    have less, such as those of capability 8.6 and 8.9 (99 KiB), and AMD's (64 KiB). While a program is traced, as
+    :func:`obstacle`."""
     key = device.type, device.index
     known = _rooms.get(key)
     if known is None:
-        if device.type != "cuda" or torch.version.hip is not None or torch.compiler.is_compiling():
+        if device.type != "cuda" or torch.compiler.is_compiling():
             return LOADED_AHEAD
         shared = shared_memory(torch.cuda.get_device_properties(device))
         known = _rooms[key] = LOADED_AHEAD if shared is None else min(LOADED_AHEAD, shared - 2048)

@@ -88,23 +88,26 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any,
     if torch.compiler.is_compiling():  # Dynamo records the launch itself; there is nothing to count or guard
         kernel[grid](*args, **kwargs)
         return
-    if device.type == "meta":
+    kind = device.type
+    if kind == "meta":
         ahead.note(kernel, grid, args, kwargs)
         return
     _launches[kernel.__name__] += 1
-    start = start_kept if _KEEP_PROGRAMS and device.type == "cuda" else _start
-    of_type = _ACCELERATORS.get(device.type)
-    if of_type is None or device.index is None or device.index == of_type.current_device():
-        start(kernel, grid, device, args, kwargs)
+    accelerator = _ACCELERATORS.get(kind)
+    if accelerator is None:
+        _start(kernel, grid, 0, args, kwargs)
+        return
+    start = start_kept if _KEEP_PROGRAMS and kind == "cuda" else _start
+    index, current = device.index, accelerator.current_device()
+    if index is None or index == current:
+        start(kernel, grid, current, args, kwargs)
     else:
-        with of_type.device(device):
-            start(kernel, grid, device, args, kwargs)
+        with accelerator.device(device):
+            start(kernel, grid, index, args, kwargs)
 
 
-def _start(
-    kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return kernel[grid](*args, **kwargs)
+def _start(kernel: Any, grid: tuple[int, ...], device: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    kernel[grid](*args, **kwargs)
 
 
 def as_values(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -10,8 +10,10 @@ cell of the matrix compared it with Triton's own (tests/test_ops_runtime.py); el
 
 from __future__ import annotations
 
+import operator
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,8 +28,16 @@ except ImportError:
 VARIABLE = "LIGER_KERNELS_LAUNCHER"
 TESTED = ((3, 4), (3, 9))  # the oldest and the newest Triton of the matrix
 
-_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
-_programs: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
+_Program = tuple[Any, tuple[Any, ...], Any]  # a program, the constants that it takes, and its kernel
+_programs: dict[tuple[Any, ...], _Program] = {}  # by the rule
+# By the numbers themselves, which costs the host less to look up. A training step has less than two hundred.
+_calls: dict[tuple[Any, ...], _Program] = {}
+_MOST_CALLS = 4096
+_Taking = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+_Layout = tuple[tuple[int, ...], _Taking, _Taking]
+_layouts: dict[tuple[type, ...], _Layout] = {}
+_address, _dtype, _of_16 = torch.Tensor.data_ptr, operator.attrgetter("dtype"), (15).__and__
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
 def state(interpret: bool) -> str:
@@ -57,25 +67,60 @@ def state(interpret: bool) -> str:
     return f"off, Triton {triton.__version__} is not one of {oldest} to {newest}, in which it was tested"
 
 
-def start_kept(
-    kernel: Any, grid: tuple[int, ...], device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Launch on the current device, which is that of the tensors in ``args``."""
-    key, values = _program_key(kernel, device, args, kwargs)
+def start_kept(kernel: Any, grid: tuple[int, ...], device: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Launch on ``device``, which is the current one, and that of the tensors in ``args``."""
+    types = tuple(map(type, args))
+    at, tensors_of, numbers_of = _layouts.get(types) or _layout_of(types)
+    tensors, values = tensors_of(args), [*args]
+    addresses = [*map(_address, tensors)]
+    for i, address in zip(at, addresses, strict=True):  # then the launcher does not ask the driver about the tensors
+        values[i] = address
+    of_tensors = *map(_dtype, tensors), *map(_of_16, addresses)
+    call = id(kernel), device, types, numbers_of(args), of_tensors, *kwargs.values()
+    known = _calls.get(call)
+    if known is None:
+        known = _program_of(kernel, grid, device, args, kwargs)
+        if known is None:
+            return
+        if len(_calls) == _MOST_CALLS:
+            _calls.clear()
+        _calls[call] = known
+    program, constants, _ = known
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = current_stream(device)
+    if _is_watched():
+        program[x, y, z](*values, *constants, stream=stream)
+    else:  # the same, without a description of the launch that nobody reads
+        program.run(x, y, z, stream, program.function, program.packed_metadata, None, None, None, *values, *constants)
+
+
+def _layout_of(types: tuple[type, ...]) -> _Layout:
+    """Where among arguments of these ``types`` the tensors are, and what takes them out of the arguments, and what
+    takes out the numbers other than floats."""
+    at = [i for i, kind in enumerate(types) if issubclass(kind, torch.Tensor)]
+    numbers = [i for i, kind in enumerate(types) if i not in at and kind not in (float, type(None))]
+    layout = _layouts[types] = tuple(at), _taking(at), _taking(numbers)
+    return layout
+
+
+def _taking(places: list[int]) -> _Taking:
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda args: tuple([args[i] for i in places])
+
+
+def _program_of(
+    kernel: Any, grid: tuple[int, ...], device: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Program | None:
+    """The program of a launch; None where Triton found it, and launched."""
+    key = _program_key(kernel, device, args, kwargs)
     known = _programs.get(key)
     if known is None:
         wait_for(kernel)
         program = kernel[grid](*args, **kwargs)
         constants = tuple(kwargs[name] for name in kernel.arg_names[len(args) :])
         _programs[key] = program, constants, kernel  # the kernel is held, or another one might get its id
-        return
-    program, constants, _ = known
-    x, y, z = (*grid, 1, 1)[:3]
-    stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-    if _is_watched():
-        program[x, y, z](*values, *constants, stream=stream)
-    else:  # the same, without a description of the launch that nobody reads
-        program.run(x, y, z, stream, program.function, program.packed_metadata, None, None, None, *values, *constants)
+    return known
 
 
 def _is_watched() -> bool:
@@ -85,25 +130,17 @@ def _is_watched() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def _program_key(
-    kernel: Any, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], list[Any]]:
+def _program_key(kernel: Any, device: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Whatever Triton compiles into a program for an NVIDIA GPU: dtypes, which addresses and numbers are multiples of
-    16, which numbers are 1 or need 64 bits, which arguments are None, and all constants and options; and the arguments,
-    tensors as their addresses, about which the launcher then does not ask the driver."""
-    key: list[Any] = [id(kernel), device.index]
-    values: list[Any] = []
-    add, put = key.append, values.append
+    16, which numbers are 1 or need 64 bits, which arguments are None, and all constants and options."""
+    key: list[Any] = [id(kernel), device]
     for a in args:
         kind = type(a)
         if kind is int:
             # One number for each case, from 8 on: no truth value is equal to it.
-            add(8 + (a == 1) + 2 * (a & 15 == 0) + 4 * (-0x80000000 <= a < 0x80000000))
-        elif kind is _Tensor or kind is _Parameter or isinstance(a, _Tensor):
-            add(a.dtype)
-            a = a.data_ptr()
-            add(a & 15 == 0)
+            key.append(8 + (a == 1) + 2 * (a & 15 == 0) + 4 * (-0x80000000 <= a < 0x80000000))
+        elif isinstance(a, torch.Tensor):
+            key += [a.dtype, a.data_ptr() & 15 == 0]
         else:
-            add(float if kind is float else a)
-        put(a)
-    return (*key, *kwargs.values()), values
+            key.append(float if kind is float else a)
+    return *key, *kwargs.values()
