@@ -56,16 +56,16 @@ class LoraAdapter:
 
 
 def stacked_b(b: Sequence[Tensor], scales: Sequence[float]) -> tuple[Tensor, float]:
-    """B transposed, [ranks, out features], and the scale that it has not been multiplied by."""
+    """B, [out features, ranks], and the scale that it has not been multiplied by."""
     if len(b) == 1:
-        return b[0].t(), scales[0]
-    return torch.cat([scale * one.float() for one, scale in zip(b, scales, strict=True)], dim=1).t(), 1.0
+        return b[0], scales[0]
+    return torch.cat([scale * one.float() for one, scale in zip(b, scales, strict=True)], dim=1), 1.0
 
 
 def delta_of(
     b: Sequence[Tensor], biases: Sequence[Tensor | None], scales: Sequence[float]
 ) -> tuple[Tensor, Tensor | None, float]:
-    """w, bias and scale of what adapters add together: scale * (z w + bias)."""
+    """w [out features, ranks], bias and scale of what adapters add together: scale * (z w^T + bias)."""
     w, scale = stacked_b(b, scales)
     if len(b) == 1:
         return w, biases[0], scale

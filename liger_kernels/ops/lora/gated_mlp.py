@@ -190,7 +190,8 @@ def _delta_arguments(z: Tensor | None, part: NodeProjection) -> tuple[tuple[Any,
         return (None, 0, None, 0, 0, None, 0, 1.0), 0
     w, bias, scale = delta_of(part.b, part.biases, part.scales)
     bias = None if bias is None else bias.contiguous()
-    return (z, z.stride(0), w, *w.stride(), bias, w.shape[0], float(scale)), ranks_of_program(w.shape[0])
+    (out_stride, rank_stride), n_ranks = w.stride(), w.shape[1]
+    return (z, z.stride(0), w, rank_stride, out_stride, bias, n_ranks, float(scale)), ranks_of_program(n_ranks)
 
 
 def _unit(gate: Tensor, up: Tensor, z: Tensor | None, parts: Sequence[NodeProjection], activation: str) -> Tensor:

@@ -104,7 +104,7 @@ class LoraFunction(torch.autograd.Function):
         dbias: Sequence[Tensor | None] = [None] * len(b)
         if needs_x or any(needs_a):
             stacked, scale = stacked_b(b, scales)
-            g = rows_product(dy, [stacked], scale)
+            g = rows_product(dy, [stacked], scale, by_column=True)
         if any(needs_b):
             db = gradients_of_b(dy, z, b, scales, needs_b)
         if any(needs_a):
@@ -121,7 +121,7 @@ def _added(zs: Sequence[Tensor], adapters: Sequence[Any], y0: Tensor) -> Tensor:
     b: tuple[Any, ...] = as_values(*[one.b for one in adapters])
     w, bias, scale = delta_of(b, as_values(*[one.bias for one in adapters]), [one.scale for one in adapters])
     z = zs[0] if len(zs) == 1 else torch.cat([*zs], dim=1)
-    return add_product(y0, z, [w], bias, scale, y0.shape, y0.dtype)
+    return add_product(y0, z, [w], bias, scale, y0.shape, y0.dtype, by_column=True)
 
 
 def _halves(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -304,19 +304,23 @@ def columns_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch
     return parts, {"ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": stages}
 
 
-def _stack(ws: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The arguments of up to three matrices [ranks, columns] that a kernel reads as one, and the ranks of all."""
+def _stack(ws: Sequence[Tensor], by_column: bool) -> tuple[tuple[Any, ...], int]:
+    """The arguments of up to three matrices [ranks, columns], or one [columns, ranks], that a kernel reads as one
+    [ranks, columns], and the ranks of all."""
     w = ws[0]
+    rank_stride, col_stride = w.stride()
+    if by_column:
+        (one,) = ws
+        return (one, None, None, 0, 0, col_stride, rank_stride), one.shape[1]
     if len(ws) == 1:
-        return (w, None, None, 0, 0, *w.stride()), w.shape[0]
+        return (w, None, None, 0, 0, rank_stride, col_stride), w.shape[0]
     if len(ws) > 3 or any(other.dtype is not w.dtype or other.stride() != w.stride() for other in ws):
-        w = torch.cat([other.float() for other in ws])
-        return (w, None, None, 0, 0, *w.stride()), w.shape[0]
+        return _stack([torch.cat([other.float() for other in ws])], by_column)
     end = w.shape[0]
     end1 = end + ws[1].shape[0]
     if len(ws) == 2:
-        return (w, ws[1], None, end, end1, *w.stride()), end1
-    return (w, ws[1], ws[2], end, end1, *w.stride()), end1 + ws[2].shape[0]
+        return (w, ws[1], None, end, end1, rank_stride, col_stride), end1
+    return (w, ws[1], ws[2], end, end1, rank_stride, col_stride), end1 + ws[2].shape[0]
 
 
 _zeros: dict[tuple[torch.device, int], Tensor] = {}
@@ -335,11 +339,14 @@ def _zeros_left_behind(n: int, device: torch.device) -> Tensor:
     return known
 
 
-def rows_product(x: Tensor, ws: Sequence[Tensor], scale: float, out: Tensor | None = None) -> Tensor:
+def rows_product(
+    x: Tensor, ws: Sequence[Tensor], scale: float, out: Tensor | None = None, by_column: bool = False
+) -> Tensor:
     """scale * x w^T, float32 [tokens, ranks], of ``x`` [..., columns] and one or more ``ws`` [ranks, columns] of any
-    strides, whose ranks follow one another. ``out`` may be columns of a larger tensor."""
+    strides, whose ranks follow one another, or with ``by_column`` one that is [columns, ranks]. ``out`` may be columns
+    of a larger tensor."""
     x_rows, x_stride = as_rows(x)
-    w_args, n_ranks = _stack(ws)
+    w_args, n_ranks = _stack(ws, by_column)
     n_cols = x.shape[-1]
     n_rows = x.numel() // max(1, n_cols)
     z = torch.empty((n_rows, n_ranks), dtype=torch.float32, device=x.device) if out is None else out
@@ -366,13 +373,14 @@ def add_product(
     shape: Sequence[int],
     dtype: torch.dtype,
     in_place: bool = False,
+    by_column: bool = False,
 ) -> Tensor:
     """y0 + scale * (z w + bias), a new tensor of ``shape`` [..., columns] and ``dtype``, or with ``in_place`` a
-    contiguous y0 itself. ``y0`` of None counts as zero. ``z`` is float32 [tokens, ranks], ``ws`` one or more matrices
-    [ranks, columns] of any strides, whose ranks follow one another."""
+    contiguous y0 itself. ``y0`` of None counts as zero. ``z`` is float32 [tokens, ranks]; ``ws`` are as
+    :func:`rows_product` takes them."""
     y = y0 if in_place else torch.empty(shape, dtype=dtype, device=z.device)
-    w_args, n_ranks = _stack(ws)
-    n_rows, n_cols = z.shape[0], ws[0].shape[1]
+    w_args, n_ranks = _stack(ws, by_column)
+    n_rows, n_cols = z.shape[0], shape[-1]
     y0_rows = (None, 0) if y0 is None else as_rows(y0)
     ranks = ranks_of_program(n_ranks)
     bias = None if bias is None else bias.contiguous()

@@ -183,7 +183,7 @@ def add_delta(y0: Tensor, z: Tensor | None, part: NodeProjection) -> Tensor:
     if z is None:
         return y0
     w, bias, scale = delta_of(part.b, part.biases, part.scales)
-    return add_product(y0, z, [w], bias, scale, y0.shape, y0.dtype, in_place=True)
+    return add_product(y0, z, [w], bias, scale, y0.shape, y0.dtype, in_place=True, by_column=True)
 
 
 def gradients_of_ranks(dys: Sequence[Tensor | None], parts: Sequence[NodeProjection]) -> Tensor | None:
@@ -192,7 +192,7 @@ def gradients_of_ranks(dys: Sequence[Tensor | None], parts: Sequence[NodeProject
         return None
     if len(parts) == 1 and dys[0] is not None:
         w, scale = stacked_b(parts[0].b, parts[0].scales)
-        return rows_product(dys[0], [w], scale)
+        return rows_product(dys[0], [w], scale, by_column=True)
     like = next(dy for dy in dys if dy is not None)
     total = sum([part.ranks for part in parts])
     g = torch.empty((like.shape[0], total), dtype=torch.float32, device=like.device)
@@ -203,7 +203,7 @@ def gradients_of_ranks(dys: Sequence[Tensor | None], parts: Sequence[NodeProject
             columns.zero_()
             continue
         w, scale = stacked_b(part.b, part.scales)
-        rows_product(dy, [w], scale, out=columns)
+        rows_product(dy, [w], scale, out=columns, by_column=True)
     return g
 
 
