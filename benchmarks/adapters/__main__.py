@@ -38,7 +38,7 @@ Start = Callable[[str, AdapterJob, Mapping[str, str]], Found]  # kind, job, vari
 QUANTISED = {"no": (False,), "yes": (True,), "both": (False, True)}
 LENGTHS = {"steps": (4096, 16384, 32768), "check": (512,), "start": (4096,)}
 CHECKED_LAYERS = 2
-OWN = ("eager", "ours", "ours-small")  # a failure of the others does not change the exit code
+OWN = ("eager", "ours", "ours-small", "ours-offload")  # a failure of the others does not change the exit code
 ENVIRONMENT = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "TOKENIZERS_PARALLELISM": "false",

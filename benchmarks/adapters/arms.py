@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import liger_kernels
 from benchmarks import models
 from benchmarks.adapters.job import TRUTH, AdapterJob
 from benchmarks.adapters.model import ADAPTER, configuration, dequantised, load, write_folder
@@ -64,6 +65,12 @@ def ours_small(job: AdapterJob) -> Any:
     return models.ARMS["ours-small"](eager(job))
 
 
+def ours_offload(job: AdapterJob) -> Any:
+    model = eager(job)
+    liger_kernels.patch(model, offload="layers")
+    return model
+
+
 def liger(job: AdapterJob) -> Any:
     """As a Trainer with ``use_liger_kernel=True`` does it."""
     model = eager(job)
@@ -96,6 +103,7 @@ ARMS = {
     "eager": AdapterArm(eager),
     "ours": AdapterArm(ours, distributions=("liger-kernels",)),
     "ours-small": AdapterArm(ours_small, distributions=("liger-kernels",)),
+    "ours-offload": AdapterArm(ours_offload, distributions=("liger-kernels",)),
     "liger": AdapterArm(liger, ("liger_kernel",), ("liger-kernel",)),
     "axolotl": AdapterArm(axolotl, ("axolotl",), ("axolotl",)),
     "unsloth": AdapterArm(unsloth, ("unsloth",), ("unsloth", "unsloth_zoo"), own=True),

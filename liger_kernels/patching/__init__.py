@@ -19,6 +19,7 @@ from liger_kernels.patching.logits.loss import patch_loss
 from liger_kernels.patching.logits.model import ModelRecipe
 from liger_kernels.patching.logits.packing import packing_denominator
 from liger_kernels.patching.modules import drop_kept_method, kernel_names, patch_modules, register
+from liger_kernels.patching.offload import Offload
 from liger_kernels.patching.recipes.recogniser import Recogniser
 from liger_kernels.patching.rehearsal import wake_compiler
 from liger_kernels.patching.report import REPORT, Left, PatchReport, Replacement
@@ -53,6 +54,7 @@ def patch(
     kernels: Iterable[str] | None = None,
     loss_reduction: LossReduction = "token",
     memory: Memory | None = None,
+    offload: Offload | None = None,
 ) -> PatchReport:
     """Let ``model`` run on this package's kernels, in place; other models of its family stay as they are.
 
@@ -75,18 +77,24 @@ def patch(
             1024 or 2048, "small" hardly any, and computes them twice; None lets shape and dtype choose between the
             first two. Where a step cannot take it (float16; label smoothing with "small"), "balanced" runs, and
             ``fallbacks`` counts it. A head whose loss is not fused has no use for it, and a warning says so.
+        offload: "layers" keeps the inputs of checkpointed layers in the host's memory (docs/how-to/memory.md), 2 bytes
+            a feature, layer and token in 16 bits, copied while the GPU computes. A step without activation
+            checkpointing runs without it; ``fallbacks`` counts it, and a warning says so once. Where no pinned memory
+            is left, the step raises ``RuntimeError``.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, ``kernels`` is a single string, or another argument is of a type
             that makes no sense.
-        ValueError: an unknown kernel, loss reduction or schedule, a schedule without ``linear_cross_entropy`` among the
-            kernels, a model that is patched already with others, or one without a loss that could be weighted.
+        ValueError: an unknown kernel, loss reduction, schedule or offload, a schedule without ``linear_cross_entropy``
+            among the kernels, a model that is patched already with others, or one without a loss that could be
+            weighted.
     """
     warn_of_a_newer_torch()
     wanted = check_options(kernels, loss_reduction, memory)
     with _one_at_a_time:
         wake_compiler(model)
-        report = _patch(model, PatchReport(wanted, loss_reduction=loss_reduction, memory=memory))
+        asked = PatchReport(wanted, loss_reduction=loss_reduction, memory=memory, offload=offload)
+        report = _patch(model, asked)
     if not report.replaced:
         warnings.warn(
             f"liger_kernels.patch() replaced nothing in this {type(model).__name__} (kernels={list(wanted)}): "
@@ -97,6 +105,12 @@ def patch(
         warnings.warn(
             f"memory={memory!r} has no effect in this {type(model).__name__}: its loss is not computed from hidden "
             "states. print() the report for the reasons.",
+            stacklevel=_CALLER,
+        )
+    if offload is not None and not any(isinstance(recipe_of(module), ModelRecipe) for module in model.modules()):
+        warnings.warn(
+            f"offload={offload!r} has no effect in this {type(model).__name__}: it takes a causal language model of "
+            "transformers and, among the kernels, linear_cross_entropy or cross_entropy",
             stacklevel=_CALLER,
         )
     return report
@@ -177,6 +191,7 @@ def patched(
     kernels: Iterable[str] | None = None,
     loss_reduction: LossReduction = "token",
     memory: Memory | None = None,
+    offload: Offload | None = None,
 ) -> Iterator[PatchReport]:
     """``with patched(model) as report:`` runs the model patched inside the block, and as it was after it.
 
@@ -191,7 +206,7 @@ def patched(
     """
     with _one_at_a_time:
         for_good, before = patched_for_good(model), held(model)
-        report = patch(model, kernels, loss_reduction, memory)
+        report = patch(model, kernels, loss_reduction, memory, offload)
         block = hold((m for m in model.modules() if REPORT in m.__dict__ and m not in for_good), before)
     try:
         yield report
@@ -213,7 +228,7 @@ def status(model: nn.Module) -> PatchReport | None:
 
 
 def _check_same_options(known: PatchReport, asked: PatchReport) -> None:
-    for name in ("kernels", "loss_reduction", "memory"):
+    for name in ("kernels", "loss_reduction", "memory", "offload"):
         before, value = getattr(known, name), getattr(asked, name)
         if before != value:
             raise ValueError(

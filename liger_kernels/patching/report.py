@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from liger_kernels.patching.offload import LayerInputs
+
 # Where a patched module keeps the report of its patch. Copies and pickles of the module keep it, too.
 REPORT = "_liger_kernels"
 
@@ -38,11 +40,12 @@ class PatchReport:
         replaced: what was replaced.
         left: what was left alone, with the reason.
         fallbacks: how often real logits had to be computed in a training forward, another schedule than ``memory`` had
-            to run, or PEFT's own forward ran in place of ``lora_linear`` or ``lora_experts``, by reason; it goes on
-            counting.
+            to run, PEFT's own forward ran in place of ``lora_linear`` or ``lora_experts``, or ``offload`` found nothing
+            to move, by reason; it goes on counting.
         loss_reduction: what the loss averages over: "token", "square" or "sample".
         memory: the schedule of the fused loss that was chosen: "fast", "balanced" or "small"; None where it follows
             shape and dtype.
+        offload: "layers" where the inputs of checkpointed layers go to the host's memory.
         forwards: how often the model's forward has run since.
         never_ran: what was replaced and has run in none of these forwards, as :func:`liger_kernels.status` found it.
     """
@@ -55,6 +58,8 @@ class PatchReport:
     memory: str | None = None
     forwards: int = 0
     never_ran: list[Replacement] = field(default_factory=list)
+    offload: str | None = None
+    layer_inputs: LayerInputs = field(default_factory=LayerInputs, repr=False, compare=False)
 
     @property
     def fuses_head(self) -> bool:
@@ -92,6 +97,8 @@ class PatchReport:
                 else "without effect: no loss is computed from hidden states"
             )
             lines += ["", f"memory={self.memory!r}: {effect}"]
+        if self.offload is not None:
+            lines += ["", f"offload={self.offload!r}: the inputs of checkpointed layers go to the host's memory"]
         if self.fallbacks:
             lines += ["", "real logits were computed in training, or another schedule or forward ran, because:"]
             lines += [f"  {count} x {reason}" for reason, count in self.fallbacks.most_common()]

@@ -64,6 +64,11 @@ def _plain(base: Any) -> Callable[..., Any]:
     def upstream(self: Any, *args: Any, **kwargs: Any) -> Any:  # looked up late: another patch may replace it
         return base.forward(self, *args, **kwargs)
 
+    def offloading(self: Any, *args: Any, **kwargs: Any) -> Any:
+        report = self._liger_kernels
+        with report.layer_inputs.kept(report.fallbacks):
+            return upstream(self, *args, **kwargs)
+
     wants_upstream = mode_check()
     released = torch.compiler.disable(_released)  # a compiled forward ends where its output changes class
     original = base.forward
@@ -90,6 +95,9 @@ def _plain(base: Any) -> Callable[..., Any]:
         position = known_position if base.forward is original else _position_of_labels(base.forward)
         if labels is None and position is not None and len(args) > position:
             labels = args[position]
+        run = upstream
+        if report.offload is not None and self.training and torch.is_grad_enabled() and not wants_upstream():
+            run = upstream if torch.compiler.is_compiling() else offloading
         before = running.forward
         state = None
         if labels is not None and not wants_upstream():
@@ -110,11 +118,11 @@ def _plain(base: Any) -> Callable[..., Any]:
         elif labels is None and before is not None and _shares_a_head(self, before):
             state = before  # a causal LM inside of another one, which computes the loss of its logits
         if state is None and before is None:
-            output = upstream(self, *args, **kwargs)
+            output = run(self, *args, **kwargs)
         else:
             running.forward = state
             try:
-                output = upstream(self, *args, **kwargs)
+                output = run(self, *args, **kwargs)
             finally:
                 running.forward = before
         # Not inside the try, where no graph can end: Dynamo would then compile nothing of this function itself.
