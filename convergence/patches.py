@@ -21,6 +21,16 @@ def fused_linear_small(model: Any) -> Any:
     return liger_kernels.patch(model, memory="small")
 
 
+def offloaded(model: Any) -> Any:
+    """As ``fused_linear``, with the inputs of checkpointed layers in the host's memory: for a set-up with
+    checkpointing. In mini models they are smaller than what is moved elsewhere."""
+    import liger_kernels
+    from liger_kernels.patching import offload
+
+    offload.SMALLEST = 1
+    return liger_kernels.patch(model, offload="layers")
+
+
 def fused_cross_entropy(model: Any) -> Any:
     """Everything but the fused head: logits exist, and their loss is fused."""
     import liger_kernels

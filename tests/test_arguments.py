@@ -48,7 +48,9 @@ MEANT: dict[str, set[str]] = {
     **dict.fromkeys(("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "layer_norm"), SWITCH),
     **dict.fromkeys(("swiglu", "geglu", "is_packed"), SWITCH),
     **dict.fromkeys(("bias", "gate_up_bias", "down_bias", "class_weight", "row_weight"), OPTIONAL),
-    **dict.fromkeys(("cu_seqlens", "seq_idx", "position_ids", "seq_token_counts", "group", "k", "memory"), OPTIONAL),
+    **dict.fromkeys(
+        ("cu_seqlens", "seq_idx", "position_ids", "seq_token_counts", "group", "k", "memory", "offload"), OPTIONAL
+    ),
     "label_smoothing": set(),
     "denominator": OPTIONAL | {"a tensor"},
     "dtype": OPTIONAL,

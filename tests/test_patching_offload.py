@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import liger_kernels
 from liger_kernels.patching import offload
-from liger_kernels.patching.offload import OTHERS, UNUSED, Input, LayerInputs
+from liger_kernels.patching.offload import INPUTS, OTHERS, UNUSED, Input, LayerInputs
 from tests.patching_checks import DEVICE, batch, fallbacks, gradients, tiny
 
 LAYERS = 4
@@ -113,7 +113,7 @@ def test_memory_of_the_host_is_used_again(lane: DelayedLane) -> None:
         for length in lengths:
             gradients(model, model(**batch(length=length)).loss)
         assert lane.made == made
-        (buffers,) = liger_kernels.status(model).layer_inputs._buffers.values()
+        (buffers,) = vars(model)[INPUTS]._buffers.values()
         assert len(buffers.free) == LAYERS - 1
 
 
@@ -179,7 +179,7 @@ def test_strides_come_back(lane: DelayedLane) -> None:
 
 def _unhooked(layers: Layers) -> Layers:
     other = copy.deepcopy(layers)
-    other.inputs = type("None", (), {"kept": lambda self, _: warnings.catch_warnings()})()  # type: ignore[assignment]
+    other.inputs = type("None", (), {"kept": lambda self, _: warnings.catch_warnings()})()
     return other
 
 
@@ -251,11 +251,12 @@ def test_copies_pickles_and_unpatch(lane: DelayedLane) -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         report = liger_kernels.status(other)
         assert report.offload == "layers"
-        assert not report.layer_inputs._buffers
+        assert not vars(other)[INPUTS]._buffers
         assert "offload='layers'" in str(report)
         assert equal(gradients(other, other(**batch()).loss), expected)
     made = lane.made
     liger_kernels.unpatch(model)
+    assert INPUTS not in vars(model)
     gradients(model, model(**batch()).loss)
     assert lane.made == made
 

@@ -10,7 +10,7 @@ stream, so a buffer that is used again is written after it has been read. The ne
 backward comes first.
 
 Buffers have exactly the size of what they held first, and take smaller inputs, too. They come back when autograd drops
-what was saved, and stay with the model's report.
+what was saved, and stay with the patched model.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from liger_kernels.ops.runtime.arguments import one_of
 
 Offload = Annotated[str, one_of(("layers",))]
+INPUTS = "_liger_kernels_inputs"  # where a patched model keeps its own
 SMALLEST = 2**20  # bytes; what is smaller stays on the GPU
 UNUSED = "offload='layers' without activation checkpointing: nothing was moved"
 OTHERS = "offload='layers' inside of other hooks on saved tensors: nothing was moved"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from liger_kernels.patching.offload import LayerInputs
-
 # Where a patched module keeps the report of its patch. Copies and pickles of the module keep it, too.
 REPORT = "_liger_kernels"
 
@@ -59,7 +57,6 @@ class PatchReport:
     forwards: int = 0
     never_ran: list[Replacement] = field(default_factory=list)
     offload: str | None = None
-    layer_inputs: LayerInputs = field(default_factory=LayerInputs, repr=False, compare=False)
 
     @property
     def fuses_head(self) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from liger_kernels.patching.following import following
+from liger_kernels.patching.offload import INPUTS
 from liger_kernels.patching.recipes.probe import describe
 from liger_kernels.patching.report import REPORT, Left, PatchReport
 from liger_kernels.patching.watch import WATCH, Watch, changed
@@ -147,7 +148,7 @@ def restore(undo: Undo) -> None:
 
 def forget(module: nn.Module) -> None:
     """Remove what a patch has written into the ``__dict__`` of ``module``."""
-    for name in (REPORT, RAN, BLOCKS, WATCH):
+    for name in (REPORT, RAN, BLOCKS, WATCH, INPUTS):
         module.__dict__.pop(name, None)
 
 

@@ -22,7 +22,14 @@ from convergence.arms.setups.adapters import (
     Qlora8Bit,
     with_checkpointing,
 )
-from convergence.arms.setups.one_process import Autocast, Checkpointing, Compile, DeviceMap, Fp16Scaler
+from convergence.arms.setups.one_process import (
+    Autocast,
+    Checkpointing,
+    Compile,
+    DeviceMap,
+    Fp16Scaler,
+    ReentrantCheckpointing,
+)
 from convergence.arms.setups.sharded import (
     RANKS as RANKS,
 )
@@ -38,15 +45,14 @@ from convergence.arms.setups.sharded import (
 
 _CLASSES: tuple[type[Setup], ...] = (
     Setup,
-    Autocast,
+    *with_checkpointing(Autocast),
     Fp16Scaler,
     Checkpointing,
+    ReentrantCheckpointing,
     Compile,
     *with_checkpointing(Lora, LoraDropout, LoraAutocast, LoraExperts, LoraHead, Dora, Qlora, Qdora, Qlora8Bit, Float8),
     DeviceMap,
-    Ddp,
-    Fsdp2,
-    *with_checkpointing(LoraFsdp2),
+    *with_checkpointing(Ddp, Fsdp2, LoraFsdp2),
     Fsdp1,
     Zero3,
     TensorParallel,

@@ -48,6 +48,16 @@ class Checkpointing(Setup):
         return model
 
 
+class ReentrantCheckpointing(Checkpointing):
+    name = "checkpointing-reentrant"
+    does = "the same as checkpointing, by the older kind, whose backward runs within another one"
+
+    def wrap(self, model: Any, device: torch.device) -> Any:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        return model
+
+
 class Compile(Setup):
     name = "compile"
     orders = ("before", "after")

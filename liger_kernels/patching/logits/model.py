@@ -22,6 +22,7 @@ from liger_kernels.patching.logits.lazy import LazyTensor, lazy_output
 from liger_kernels.patching.logits.packing import captured, plain_count
 from liger_kernels.patching.logits.product import count
 from liger_kernels.patching.logits.running import Forward, running
+from liger_kernels.patching.offload import INPUTS, LayerInputs
 from liger_kernels.patching.rehearsal import rehearse
 from liger_kernels.patching.report import REPORT
 from liger_kernels.patching.swap import Recipe, recipe_of
@@ -65,8 +66,8 @@ def _plain(base: Any) -> Callable[..., Any]:
         return base.forward(self, *args, **kwargs)
 
     def offloading(self: Any, *args: Any, **kwargs: Any) -> Any:
-        report = self._liger_kernels
-        with report.layer_inputs.kept(report.fallbacks):
+        inputs: LayerInputs = self.__dict__.setdefault(INPUTS, LayerInputs())
+        with inputs.kept(self._liger_kernels.fallbacks):
             return upstream(self, *args, **kwargs)
 
     wants_upstream = mode_check()
