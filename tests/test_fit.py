@@ -213,6 +213,25 @@ def test_switches_are_those_that_help() -> None:
     assert not liger_kernels.fit(config(), tokens=2048, lora=4, memory="small").switches
 
 
+def test_layer_inputs_on_the_host_are_two_layers_inputs_on_the_gpu() -> None:
+    """Of 8192 tokens of 64 features, 1 MiB each: the newest stays, all others go to the host."""
+    wide: dict[str, Any] = {"tokens": 8192, "full": "sgd"}
+    found = {n: liger_kernels.fit(config(num_hidden_layers=n), **wide, offload="layers") for n in (3, 9)}
+    assert {n: fit.host for n, fit in found.items()} == {3: 2 * 2**20, 9: 8 * 2**20}
+    kept = [fit.parts["kept for the backward"] for fit in found.values()]
+    assert kept[0] == kept[1]
+    without = liger_kernels.fit(config(num_hidden_layers=9), **wide)
+    assert without.host == 0
+    (switch,) = [switch for switch in without.switches if switch.name == 'offload="layers"']
+    assert (switch.peak, switch.host) == (found[9].peak, found[9].host)
+    assert without.peak - switch.peak > 5 * 2**20
+    assert "on the host, pinned" in str(found[9])
+    assert "0.01 GiB on the host" in str(without)
+    longest = [liger_kernels.fit(config(num_hidden_layers=9), full="sgd", gpu=2.25, offload=how).longest
+               for how in (None, "layers")]  # fmt: skip
+    assert longest[1] > longest[0]
+
+
 def test_a_square_of_tokens_is_named() -> None:
     assert any("tokens x tokens" in note for note in liger_kernels.fit(config("gemma"), tokens=512).notes)
     assert not any("tokens x tokens" in note for note in liger_kernels.fit(config(), tokens=512).notes)
@@ -278,6 +297,8 @@ def test_a_folder_a_file_and_a_class_are_one(tmp_path: Path, capsys: pytest.Capt
         ({"gpu": float("nan")}, ValueError, "gpu is nan; it must be more than 0"),
         ({"gpu": float("inf")}, ValueError, "gpu is inf; it must be more than 0"),
         ({"memory": "tiny"}, ValueError, "memory is 'tiny'"),
+        ({"offload": "disk"}, ValueError, "offload is 'disk'; it must be one of 'layers'"),
+        ({"offload": "layers", "checkpointing": False}, ValueError, "there are layer inputs with checkpointing only"),
     ],
 )
 def test_bad_input(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -17,6 +17,7 @@ from liger_kernels.fitting.step import MetaStep
 from liger_kernels.fitting.training import Training, check_training
 from liger_kernels.ops.loss.linear_cross_entropy import Memory
 from liger_kernels.ops.runtime.arguments import checked
+from liger_kernels.patching.offload import Offload
 
 __all__ = ["Fit", "Switch", "fit"]
 
@@ -33,11 +34,13 @@ class Switch:
         name: as a user writes it.
         peak: bytes of the same step with it.
         longest: tokens of the longest row with it; None without a GPU's size.
+        host: bytes of the host's memory that the same step takes with it.
     """
 
     name: str
     peak: int
     longest: int | None = None
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Fit:
         longest: tokens of the longest row that fits; 0 where none does, None without ``gpu``.
         switches: what could be switched on, where it brings something.
         notes: what else there is to know.
+        host: bytes of layer inputs in the host's memory.
     """
 
     model: str
@@ -64,6 +68,7 @@ class Fit:
     longest: int | None = None
     switches: tuple[Switch, ...] = ()
     notes: tuple[str, ...] = ()
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -75,6 +80,8 @@ class Fit:
         lines = [f"{self.model}, {self.setup}: calculated, bfloat16", ""]
         lines += [f"At the peak of a step of {self.batch} x {self.tokens:,} tokens, GiB:"]
         lines += [f"  {name:<22}{size / GIB:>8.2f}" for name, size in rows]
+        if self.host:
+            lines += [f"  {'on the host, pinned':<22}{self.host / GIB:>8.2f}"]
         if self.longest is not None:
             room = f"{self.gpu:g} GiB, of which {RESERVE / GIB:g} are for CUDA and fragments"
             found = f"{self.longest:,} tokens" if self.longest else "none: not even the shortest fits"
@@ -84,6 +91,7 @@ class Fit:
         for switch in self.switches:
             brings = f"{switch.peak / GIB:.2f} GiB"
             brings += "" if switch.longest is None else f", longest {switch.longest:,} tokens"
+            brings += f"; {switch.host / GIB:.2f} GiB on the host" if switch.host else ""
             lines += [f"  {switch.name}: {brings}"]
         return "\n".join([*lines, *(["", *self.notes] if self.notes else [])])
 
@@ -100,6 +108,7 @@ def fit(
     batch: int = 1,
     checkpointing: bool = True,
     memory: Memory | None = None,
+    offload: Offload | None = None,
     sizes: Mapping[str, Any] | None = None,
 ) -> Fit:
     """Calculate the memory of a training step of a patched causal language model in bfloat16. Needs no GPU.
@@ -115,6 +124,7 @@ def fit(
         batch: rows of a step.
         checkpointing: whether each layer is computed again in the backward, without reentry.
         memory: the schedule of the loss, as :func:`liger_kernels.patch` takes it.
+        offload: "layers" keeps the inputs of checkpointed layers in the host's memory, as there.
         sizes: attributes of the configuration that are to be others.
 
     Returns:
@@ -126,7 +136,7 @@ def fit(
         ValueError: nothing such as ``model`` is there, it is no causal language model, its step needs data, or another
             argument is out of range.
     """
-    setup = check_training(lora, qlora, full, batch, memory, checkpointing)
+    setup = check_training(lora, qlora, full, batch, memory, offload, checkpointing)
     for name, number in (("tokens", tokens), ("gpu", gpu)):
         if number is not None and not 0 < number < math.inf:
             raise ValueError(f"{name} is {number}; it must be more than 0")
@@ -138,9 +148,9 @@ def fit(
     switches = []
     for name, other in _others(setup):
         changed = MetaStep(config, other)
-        peak = changed.count(tokens).peak
-        if peak < counted.peak:
-            switches.append(Switch(name, peak, _longest(changed, gpu)))
+        found = changed.count(tokens)
+        if found.peak < counted.peak:
+            switches.append(Switch(name, found.peak, _longest(changed, gpu), found.host))
     notes = [f"The loss is not fused: {reason}." for reason in counted.fallbacks]
     if counted.square:
         notes.append(
@@ -162,6 +172,7 @@ def fit(
         most,
         tuple(switches),
         tuple(notes),
+        counted.host,
     )
 
 
@@ -173,12 +184,17 @@ def _longest(step: MetaStep, gpu: float | None) -> int | None:
 
 def _others(setup: Training) -> list[tuple[str, Training]]:
     """What takes less memory and is not on, alone and together."""
-    choices: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, Any]] = {}
     if not setup.checkpointing:
-        choices["checkpointing"] = {"checkpointing": True}
+        changes["checkpointing"] = {"checkpointing": True}
     if setup.memory != "small":
-        choices['memory="small"'] = {"memory": "small"}
-    if len(choices) > 1:
-        every = {name: value for changes in choices.values() for name, value in changes.items()}
-        choices[" and ".join(choices)] = every
-    return [(name, replace(setup, **changes)) for name, changes in choices.items()]
+        changes['memory="small"'] = {"memory": "small"}
+    if setup.offload is None:
+        changes['offload="layers"'] = {"offload": "layers"}
+    groups: list[tuple[str, ...]] = [
+        (name,) for name in changes if setup.checkpointing or "offload" not in changes[name]
+    ]
+    if len(changes) > 1:
+        groups.append(tuple(changes))
+    every = {names: {key: value for name in names for key, value in changes[name].items()} for names in groups}
+    return [(" and ".join(names), replace(setup, **options)) for names, options in every.items()]

@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--batch", metavar="N", type=int, default=1, help="rows of a step (default 1)")
     found.add_argument("--no-checkpointing", action="store_true", help="keep what every layer saves")
     found.add_argument("--memory", choices=("fast", "balanced", "small"), help="the schedule of the loss")
+    found.add_argument("--offload", choices=("layers",), help="keep layer inputs in the host's memory")
     return found
 
 

@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,14 +17,56 @@ from torch import Tensor
 from liger_kernels.ops.runtime.ahead import foreseeing
 from liger_kernels.ops.runtime.dispatch import backward_once
 from liger_kernels.ops.runtime.tiling import tiled
+from liger_kernels.patching import offload
 
 _one_at_a_time = threading.RLock()  # what is replaced below is replaced for tensors on meta, in every thread
 
 
+class MetaLane:
+    """What moves layer inputs between meta and the host, and copies nothing; ``host`` counts the host's bytes."""
+
+    def __init__(self) -> None:
+        self.host = 0
+
+    def copy(self, to: Any, source: Any) -> str:
+        return "ended"
+
+    def wait(self, event: Any) -> None:
+        return None
+
+    def finish(self) -> None:
+        return None
+
+    def memory(self, size: int) -> Any:
+        self.host += size
+        return _HostBytes(size)
+
+
+class _HostBytes:
+    """Memory of the host that nobody needs, and views of it."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    @property
+    def bytes(self) -> _HostBytes:
+        return self
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> _HostBytes:
+        return self
+
+    def view(self, dtype: torch.dtype) -> _HostBytes:
+        return self
+
+
 @contextlib.contextmanager
-def meta_as_gpu() -> Iterator[None]:
+def meta_as_gpu() -> Iterator[MetaLane]:
     """Inside, this thread's tensors on the meta device take the way of a GPU's: through the kernels of this package,
-    grouped products, fused attention. Autocast of the CPU is that of meta, which has none."""
+    grouped products, fused attention, and to the host. Autocast of the CPU is that of meta, which has none."""
+    lane = MetaLane()
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 
     def of_cpu(kind: Any) -> Any:
@@ -47,7 +90,8 @@ def meta_as_gpu() -> Iterator[None]:
             stack.callback(setattr, torch, name, getattr(torch, name))
             setattr(torch, name, value)
         stack.enter_context(tiled(grouped=lambda native, a, b: a.is_meta or native(a, b)))
-        yield
+        stack.enter_context(mock.patch.object(offload, "lane_of", return_value=lane))
+        yield lane
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:

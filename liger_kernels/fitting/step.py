@@ -14,6 +14,7 @@ import liger_kernels
 from liger_kernels.fitting.count import LiveBytes
 from liger_kernels.fitting.stand_in import meta_as_gpu
 from liger_kernels.fitting.training import Training
+from liger_kernels.patching.offload import INPUTS
 from liger_kernels.patching.recipes.probe import describe
 
 ROUNDING = 512  # CUDA's caching allocator gives multiples of it
@@ -30,11 +31,13 @@ class Counted:
         parts: bytes at the peak, by part.
         square: bytes of the largest tensor [batch, heads, tokens, tokens]; 0 where there is none.
         fallbacks: why logits were computed, and how often.
+        host: bytes of layer inputs in the host's memory.
     """
 
     parts: dict[str, int]
     square: int = 0
     fallbacks: tuple[str, ...] = ()
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -62,7 +65,7 @@ def prepare(model: Any, setup: Training) -> Any:
         if setup.rank is not None:
             model.enable_input_require_grads()
     if setup.patched:
-        liger_kernels.patch(model, memory=setup.memory)
+        liger_kernels.patch(model, memory=setup.memory, offload=setup.offload)
     return model
 
 
@@ -150,13 +153,15 @@ class MetaStep:
                 if torch.is_tensor(t) and t.is_meta:  # its count of steps is not
                     counter.add(t, OPTIMIZER)
         counter.label = KEPT
-        with meta_as_gpu():
+        for module in self.model.modules():
+            module.__dict__.pop(INPUTS, None)  # memory of the host from a step of other lengths
+        with meta_as_gpu() as lane:
             self._backward(tokens, counter)
         parts = {name: counter.at_peak[name] for name in PARTS}
         parts[WEIGHTS] -= self.saved
         parts[LAYER] += self.dequantised
         report = liger_kernels.status(self.model)
-        return Counted(parts, counter.square, () if report is None else tuple(report.fallbacks))
+        return Counted(parts, counter.square, () if report is None else tuple(report.fallbacks), lane.host)
 
     def _make_states(self) -> None:
         for p in trained(self.model):

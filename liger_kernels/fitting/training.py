@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from liger_kernels.ops.loss.linear_cross_entropy import Memory
+from liger_kernels.patching.offload import Offload
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
@@ -25,7 +26,7 @@ class Training:
         full: the optimizer, of :data:`OPTIMIZERS`; adapters have "adamw".
         batch: rows of a step.
         checkpointing: whether each layer is computed again in the backward.
-        memory: as in :func:`liger_kernels.patch`.
+        memory, offload: as in :func:`liger_kernels.patch`.
         patched: whether the model is patched at all.
     """
 
@@ -35,6 +36,7 @@ class Training:
     batch: int = 1
     checkpointing: bool = True
     memory: Memory | None = None
+    offload: Offload | None = None
     patched: bool = True
 
     def optimizer(self, parameters: Iterable[nn.Parameter], fused: bool = False) -> Any:
@@ -47,15 +49,18 @@ class Training:
         how = f"full, {self.full}" if self.rank is None else f"{adapters} of rank {self.rank}"
         options = ["checkpointing" if self.checkpointing else "no checkpointing"]
         options += [f'memory="{self.memory}"'] if self.memory is not None else []
+        options += [f'offload="{self.offload}"'] if self.offload is not None else []
         return ", ".join([how, *options])
 
 
-def check_training(lora: Any, qlora: Any, full: Any, batch: int, memory: Any, checkpointing: bool) -> Training:
+def check_training(
+    lora: Any, qlora: Any, full: Any, batch: int, memory: Any, offload: Any, checkpointing: bool
+) -> Training:
     """What the arguments of :func:`liger_kernels.fit` say.
 
     Raises:
-        ValueError: more than one of lora, qlora and full, a rank or batch below 1, an unknown optimizer, or PEFT is not
-            installed.
+        ValueError: more than one of lora, qlora and full, a rank or batch below 1, an unknown optimizer, offload
+            without checkpointing, or PEFT is not installed.
     """
     given = {"lora": lora, "qlora": qlora, "full": full}
     chosen = [name for name, value in given.items() if value is not None]
@@ -68,6 +73,10 @@ def check_training(lora: Any, qlora: Any, full: Any, batch: int, memory: Any, ch
     optimizer = "adamw" if full is None else full.lower()
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"full is {full!r}; the optimizer must be one of {list(OPTIMIZERS)}")
+    if offload is not None and not checkpointing:
+        raise ValueError(
+            f"offload is {offload!r} and checkpointing False; there are layer inputs with checkpointing only"
+        )
     if rank is not None and importlib.util.find_spec("peft") is None:
         raise ValueError(f"{chosen[0]} needs PEFT, which is not installed: pip install peft")
-    return Training(rank, qlora is not None, optimizer, batch, checkpointing, memory)
+    return Training(rank, qlora is not None, optimizer, batch, checkpointing, memory, offload)
