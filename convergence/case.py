@@ -16,6 +16,7 @@ from convergence.arms import isolate
 from convergence.arms.candidate import Candidate, PatchError, load_patch, train_candidate
 from convergence.arms.in_setup import Arms, train_in_setup
 from convergence.arms.pristine import Bystander, Fingerprint, remember_upstream
+from convergence.arms.process import ProcessState, drawing
 from convergence.arms.quantities import LOSS
 from convergence.arms.setups import SETUPS
 from convergence.arms.train import train
@@ -172,11 +173,13 @@ def train_case(case: Case, given: Inputs | None = None) -> Candidate:
         given = inputs(case.model, case.dtype, case.profile, case.seed)
     bystander = Bystander(find(case.model).bystander(given.template), given.evaluation)
 
+    state, drawn = ProcessState(), list[str]()
+
     def changes() -> list[str]:
-        return upstream.changes() + bystander.changes()
+        return list(dict.fromkeys([*upstream.changes(), *state.changes(), *drawn, *bystander.changes()]))
 
     try:
-        patch = load_patch(case.patch)  # only now: importing it may patch already
+        patch = drawing(load_patch(case.patch), drawn)  # only now: importing it may patch already
     except PatchError as error:
         return Candidate(failure=("cannot run", str(error)), changed=changes())
     run = given.run(DTYPES[case.dtype], torch.device(case.device), patch=patch, construct=construct(case))

@@ -10,9 +10,11 @@ import types
 from typing import Any
 
 import torch
+import transformers
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 
+import liger_kernels
 from tests.convergence_faults import rms_norm
 
 
@@ -90,3 +92,29 @@ def leaves(model: Any) -> None:
 
 def hangs(model: Any) -> None:
     _first_norm(model, lambda self, hidden_states: time.sleep(1e6))
+
+
+def _changes_only(change: Any) -> Any:
+    """A patch that computes what it should, and changes something for the whole process."""
+
+    def patch(model: Any) -> Any:
+        change()
+        return liger_kernels.patch(model)
+
+    return patch
+
+
+switches_benchmarks_on = _changes_only(lambda: setattr(torch.backends.cudnn, "benchmark", True))
+makes_algorithms_deterministic = _changes_only(
+    lambda: torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled(), warn_only=True)
+)
+sets_precision = _changes_only(lambda: torch.set_float32_matmul_precision("medium"))
+sets_a_variable = _changes_only(lambda: os.environ.update(TOKENIZERS_PARALLELISM="true"))
+goes_elsewhere = _changes_only(lambda: os.chdir("/"))
+hooks_all_modules = _changes_only(
+    lambda: torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+)
+seeds = _changes_only(lambda: torch.manual_seed(0))
+draws = _changes_only(lambda: torch.rand(1))
+replaces_a_function = _changes_only(lambda: setattr(torch, "svd", torch.linalg.svd))
+replaces_a_class = _changes_only(lambda: setattr(transformers, "LlamaForCausalLM", object))

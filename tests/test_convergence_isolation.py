@@ -50,6 +50,32 @@ def test_a_change_that_no_fingerprint_sees_shows_in_an_unpatched_model():
     assert "what an unpatched model computes" in record.reason
 
 
+@pytest.mark.parametrize(
+    ("patch", "shown"),
+    [
+        ("switches_benchmarks_on", "torch.backends.cudnn.benchmark (False before, True now)"),
+        ("makes_algorithms_deterministic", "whether algorithms are deterministic"),
+        ("sets_precision", "the precision of float32 products (highest before, medium now)"),
+        ("sets_a_variable", "the variable TOKENIZERS_PARALLELISM"),
+        ("goes_elsewhere", "the working directory"),
+        ("hooks_all_modules", "hooks of all modules"),
+        ("seeds", "random numbers, which the patch drew or set"),
+        ("draws", "random numbers, which the patch drew or set"),
+        ("replaces_a_function", "torch.svd"),
+        ("replaces_a_class", "transformers.LlamaForCausalLM"),
+    ],
+)
+def test_what_a_patch_of_one_model_changes_for_the_whole_process_fails(patch: str, shown: str) -> None:
+    """Though it computes what it should. Of a patch of classes it is noted."""
+    record = judged(patch)
+    assert found(record) >= PATCHED_TOO, failure(record)
+    assert shown in " ".join(part for row in record.failures for part in row)
+    if patch in ("switches_benchmarks_on", "seeds"):
+        noted = " ".join(judged(f"tests.isolation_patches:{patch}", "class").notes)
+        assert "changed for the whole process" in noted
+        assert shown in noted
+
+
 def test_a_patch_of_classes_is_judged_on_a_model_that_is_built_after_it():
     record = judged("class_replaced", "class")
     assert record.verdict == "equal", failure(record)

@@ -37,9 +37,12 @@ _border = faults("convergence.border", "test_convergence_border.py")
 _isolate = faults("convergence.arms.isolate", "test_convergence_border.py")
 _case = faults("convergence.case", "test_convergence_border.py")
 _kept = faults("convergence.kept", "test_convergence_border.py")
+_process = faults("convergence.arms.process", "test_convergence_isolation.py")
 _formulas = faults("ops.loss.formulas", "test_ops_linear_log_probs.py")
 _counted = faults("ops.loss.counted_rows", "test_ops_counted_rows.py")
 _vocab_parallel = faults("ops.loss.vocab_parallel", "test_ops_vocab_parallel.py")
+
+_PROCESS = "test_what_a_patch_of_one_model_changes_for_the_whole_process_fails[{}]"
 
 # fmt: off
 MUTANTS = (
@@ -405,6 +408,19 @@ MUTANTS = (
         "shape == mine and of is group", "shape == mine", "test_on_ranks[2-another_group]"),
     _counted("rows_that_count_left_out", "Where more targets count than were said to, the loss is that of the first.",
         "found > counted", "False", "test_too_few"),
+    _process("process_settings_not_compared", "A patch may change a switch of torch for every model.",
+        "value != self._settings[name]", "False", _PROCESS.format(
+            "switches_benchmarks_on-torch.backends.cudnn.benchmark (False before, True now)")),
+    _process("process_variables_not_compared", "A patch may set variables of the environment.",
+        "self._environment.get(name) != os.environ.get(name)", "False",
+        _PROCESS.format("sets_a_variable-the variable TOKENIZERS_PARALLELISM")),
+    _process("process_symbols_not_compared", "A patch may replace functions of torch that no model of the proof runs.",
+        "after.get(name) is not value", "False", _PROCESS.format("replaces_a_function-torch.svd")),
+    _process("process_hooks_not_compared", "A patch may hook every module of the process.",
+        "name.endswith('_hooks')", "name.endswith('_hook')", _PROCESS.format("hooks_all_modules-hooks of all modules")),
+    _process("process_draws_not_compared", "A patch may seed the generators that belong to all.",
+        "_random() != before", "False",
+        _PROCESS.format("seeds-random numbers, which the patch drew or set")),
     _border("border_field_of_any_type", "What a patch's process sends may have a field of any type.",
         "_fits(getattr(made, field), kind)", "True", "test_a_field_of_another_type_is_refused"),
     _border("border_objects_of_any_class", "An object of any class leaves a process as what its fields are.",
