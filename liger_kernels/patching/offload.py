@@ -213,7 +213,7 @@ class LayerInputs:
             if not _is_input():
                 return x if x.grad_fn is None else x.detach()  # a result would keep its own node alive
             count += 1
-            if isinstance(x, nn.Parameter) or x.numel() * x.element_size() < SMALLEST or not _is_dense(x):
+            if not _moves(x):
                 return x if x.grad_fn is None else x.detach()
             for other in arrived[:-1]:
                 other.left()
@@ -265,6 +265,13 @@ def _is_input() -> bool:
     if frame is not None and frame.f_code.co_filename == _FUNCTION:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == _CHECKPOINT
+
+
+def _moves(x: Tensor) -> bool:
+    """Whether ``x`` is worth moving: what all layers are given, such as a mask or positions, has no gradient."""
+    if not x.requires_grad or isinstance(x, nn.Parameter) or x.numel() * x.element_size() < SMALLEST:
+        return False
+    return _is_dense(x)
 
 
 def _is_dense(x: Tensor) -> bool:

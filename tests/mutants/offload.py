@@ -26,6 +26,8 @@ MUTANTS = (
         "torch.empty(shape, dtype=dtype, device=device)", "test_strides_come_back"),
     _offload("offload_of_parameters", "A parameter is copied, which lies in memory anyway.",
         "isinstance(x, nn.Parameter)", "False", "test_small_inputs_and_parameters_stay"),
+    _offload("offload_of_masks", "What every layer is given is copied for each of them.",
+        "not x.requires_grad", "False", "test_what_all_layers_are_given_stays"),
     _offload("offload_of_all_that_is_saved", "Whatever autograd saves outside of the layers is copied, too.",
         "not _is_input()", "False", _NUMBERS),
     _offload("offload_memory_never_used_again", "Every step takes new memory of the host.",
