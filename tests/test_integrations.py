@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -201,3 +202,20 @@ def test_memory_in_a_trainers_configuration():
     weighted = tiny("llama")
     report = liger_kernels.patch(weighted, loss_reduction="sample", memory="small")
     assert apply_liger_kernel_to_instance(weighted, rope=False) is report
+
+
+def test_offload_through_the_doors_and_in_a_trainers_configuration(tmp_path: Path) -> None:
+    plain = tiny("gemma2")
+    plain.save_pretrained(tmp_path)
+    auto = liger_kernels.AutoLigerKernelForCausalLM
+    for model in (auto.from_pretrained(tmp_path, offload="layers"), auto.from_config(plain.config, offload="layers")):
+        assert liger_kernels.status(model).offload == "layers"
+    model = tiny("llama")
+    report = apply_liger_kernel_to_instance(model, offload="layers")
+    assert report.offload == "layers"
+    for options in ({"offload": "layers"}, {}):  # the flag alone asks for no other
+        assert apply_liger_kernel_to_instance(model, **options) is report
+    other = tiny("llama")
+    liger_kernels.patch(other)
+    with pytest.raises(ValueError, match="already patched with offload=None, not 'layers'"):
+        apply_liger_kernel_to_instance(other, offload="layers")

@@ -25,6 +25,7 @@ from liger_kernels.ops.loss.packing import LossReduction
 from liger_kernels.ops.runtime.arguments import checked
 from liger_kernels.patching import PatchReport, check_options, patch, status
 from liger_kernels.patching.modules import kernel_names
+from liger_kernels.patching.offload import Offload
 
 __all__ = [
     "AutoLigerKernelForCausalLM",
@@ -46,8 +47,8 @@ __all__ = [
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """``AutoModelForCausalLM`` whose models come back patched.
 
-    ``from_pretrained`` and ``from_config`` take what upstream's take, and ``kernels=``, ``loss_reduction=`` and
-    ``memory=`` of :func:`liger_kernels.patch`.
+    ``from_pretrained`` and ``from_config`` take what upstream's take, and ``kernels=``, ``loss_reduction=``,
+    ``memory=`` and ``offload=`` of :func:`liger_kernels.patch`.
     """
 
     @classmethod
@@ -59,6 +60,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         kernels: Iterable[str] | None = None,
         loss_reduction: LossReduction = "token",
         memory: Memory | None = None,
+        offload: Offload | None = None,
         **kwargs: Any,
     ) -> Any:
         """``AutoModelForCausalLM.from_pretrained`` of all other arguments, patched with ``kernels`` (all by default).
@@ -69,7 +71,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         wanted = check_options(kernels, loss_reduction, memory)
         loaded = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
-        patch(model, wanted, loss_reduction, memory)
+        patch(model, wanted, loss_reduction, memory, offload)
         return loaded
 
     @classmethod
@@ -81,6 +83,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         kernels: Iterable[str] | None = None,
         loss_reduction: LossReduction = "token",
         memory: Memory | None = None,
+        offload: Offload | None = None,
         **kwargs: Any,
     ) -> Any:
         """``AutoModelForCausalLM.from_config`` of all other arguments, patched with ``kernels`` (all by default).
@@ -90,7 +93,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         """
         wanted = check_options(kernels, loss_reduction, memory)
         model = AutoModelForCausalLM.from_config(config, *args, **kwargs)
-        patch(model, wanted, loss_reduction, memory)
+        patch(model, wanted, loss_reduction, memory, offload)
         return model
 
 
@@ -148,19 +151,20 @@ def apply_liger_kernel_to_instance(
     swiglu: bool = True,
     geglu: bool = True,
     memory: Memory | None = None,
+    offload: Offload | None = None,
 ) -> PatchReport:
     """Patch ``model``, of any family, as the ``use_liger_kernel`` flag of a trainer does, with its configuration.
 
-    A model that has been patched before with at least these kernels stays as it is. ``memory`` is that of
-    :func:`liger_kernels.patch`.
+    A model that has been patched before with at least these kernels stays as it is. ``memory`` and ``offload`` are
+    those of :func:`liger_kernels.patch`.
 
     Returns:
         Its :class:`liger_kernels.PatchReport`.
 
     Raises:
         TypeError: another switch than these, or an argument of another type.
-        ValueError: both losses are asked for, an unknown ``memory`` or one without the fused linear loss, or the model
-            is patched already without one of the kernels or with another ``memory``.
+        ValueError: both losses are asked for, an unknown ``memory`` or ``offload``, a ``memory`` without the fused
+            linear loss, or the model is patched already without one of the kernels or with others of these options.
     """
     kernels = _kernels(
         memory,
@@ -174,8 +178,9 @@ def apply_liger_kernel_to_instance(
     )
     report = status(model)
     if report is None or not set(kernels) <= set(report.kernels):
-        return patch(model, kernels, memory=memory)
-    return patch(model, report.kernels, report.loss_reduction, report.memory if memory is None else memory)
+        return patch(model, kernels, memory=memory, offload=offload)
+    wanted = report.memory if memory is None else memory, report.offload if offload is None else offload
+    return patch(model, report.kernels, report.loss_reduction, *wanted)
 
 
 def _kernels(memory: str | None, **switches: bool) -> list[str]:
