@@ -7,12 +7,16 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from convergence.__main__ import main
 from convergence.arms.large import LARGE, is_large, nudged, project
+from convergence.arms.quantities import ADAMW, INITIAL
+from convergence.arms.train import train
+from convergence.case import inputs
 from convergence.models import memory
 from convergence.models.checkpoint import Checkpoint
 from convergence.models.rows import find
@@ -100,6 +104,42 @@ def test_without_a_terminal_every_arm_that_begins_has_a_line(capsys):
     first, second, *_ = capsys.readouterr().out.split("\n")
     assert re.fullmatch(r"\d+ s: truth, 1 of 2", first)
     assert re.fullmatch(r"\d+ s: baseline, 2 of 2", second)
+
+
+def test_time_left_is_known_from_the_second_step_of_the_first_arm_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a step takes: five minutes here, and ten arms of four steps."""
+    import rich.progress
+
+    made: list[Any] = []
+
+    class Clocked(rich.progress.Progress):
+        def __init__(self, *columns: Any, **options: Any) -> None:
+            super().__init__(*columns, **options, get_time=lambda: clock[0], auto_refresh=False)
+            made.append(self)
+
+    clock = [0.0]
+    monkeypatch.setattr(rich.progress, "Progress", Clocked)
+    with progress.bar(10):
+        progress.begin("truth")
+        for step in (1, 2):
+            clock[0] += 300
+            progress.reach(f"initial, step {step}", step, 4)
+        (task,) = made[0].tasks
+        assert task.description == "truth: initial, step 2"
+        assert task.completed == 0.5
+        assert task.time_remaining == pytest.approx(9.5 * 4 * 300, rel=0.01)
+    progress.reach("nobody looks", 1, 4)
+
+
+def test_an_arm_says_what_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(progress, "reach", lambda *what: said.append(what))
+    given = inputs("llama-untied", "float32", "hard", 0)
+    train(given.run(torch.float32, torch.device("cpu")))
+    assert [done for _, done, _ in said] == list(range(1, len(said) + 1))
+    assert {of for *_, of in said} == {len(said)}
+    assert said[0][0].startswith(INITIAL)
+    assert said[-1][0].startswith(ADAMW)
 
 
 def test_a_text_of_ones_own_is_what_it_trains_on(folder: Path, tmp_path: Path) -> None:

@@ -11,13 +11,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.sharded import SHAPE
 from convergence.tables import markdown
 from liger_kernels.fitting import GIB, RESERVE
 from liger_kernels.fitting.longest import longest
 from liger_kernels.fitting.step import MetaStep
 from liger_kernels.fitting.training import Training
 
+LLAMA_3_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 2**24,  # no length is beyond it
+    "tie_word_embeddings": False,
+}
 CARDS = {"24 GiB": 24, "80 GiB": 80, "one H200 (140 GiB)": 140}
 WAYS = {
     "QLoRA, rank 16": Training(rank=16, quantised=True, memory="small"),
@@ -40,7 +49,7 @@ def peak_of(setup: Training) -> Callable[[int], int]:
     """Bytes at the peak of a step of the Llama-3 8B shape, of a number of tokens."""
     from transformers import LlamaConfig
 
-    step = MetaStep(LlamaConfig(**SHAPE, max_position_embeddings=2**24), setup)
+    step = MetaStep(LlamaConfig(**LLAMA_3_8B), setup)
     return functools.cache(lambda tokens: step.count(tokens).peak)
 
 

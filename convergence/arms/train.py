@@ -39,6 +39,7 @@ from convergence.arms.quantities import (
 from convergence.arms.trajectory import Run, Trajectory, apply, build
 from convergence.judge import long_run
 from convergence.models.data import Batch, Step
+from convergence.report import progress
 
 # Small enough that the loss falls: a step that overshoots turns rounding noise into chaos, which hides faults.
 SGD_LEARNING_RATE = 0.02
@@ -91,11 +92,19 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
             weight = weight.to(run.device if is_large(weight) else "cpu", rounded)
             yield name, nudged(weight, rounded, generator)
 
+    ended, parts = 0, len(steps) + len(run.phases) * sum(step.trains for step in steps)
+
+    def accumulate(step: Step, phase: str) -> None:
+        nonlocal ended
+        _accumulate(model, step, result, phase)
+        ended += 1
+        progress.reach(f"{phase}, {step.name}", ended, parts)
+
     for seed, step in enumerate(steps):
         if run.only is not None and step.name not in run.only:
             continue
         _set_weights(model, near_initial(seed))
-        _accumulate(model, step, result, INITIAL)
+        accumulate(step, INITIAL)
     if run.phases and (run.only is None or DECODING in run.only):
         _set_weights(model, initial.items())
         _decode(model, run.evaluation, result, run.device)
@@ -111,7 +120,7 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
         optimizer = optimizers[phase]()
         for step in steps:
             if step.trains:
-                _accumulate(model, step, result, phase)
+                accumulate(step, phase)
                 optimizer.step()
         for parameter, start in zip(model.named_parameters(), near_initial(seed), strict=True):
             result.record_end([parameter], dict([start]), phase)
