@@ -16,8 +16,10 @@ from liger_kernels.fitting import step
 from liger_kernels.fitting.command import main
 from liger_kernels.fitting.count import LiveBytes
 from liger_kernels.fitting.longest import longest
+from liger_kernels.fitting.stand_in import meta_as_gpu
 from liger_kernels.fitting.training import Training
 from liger_kernels.ops.runtime.dispatch import INTERPRET
+from liger_kernels.patching import offload
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1024,
@@ -247,6 +249,15 @@ def test_nothing_of_torch_stays_replaced() -> None:
     grad_fn = torch.nn.functional.scaled_dot_product_attention(q, q, q).grad_fn
     assert "FusedAttention" not in type(grad_fn).__name__
     assert not liger_kernels.ops.runtime.ahead.foresees()
+
+
+def test_other_devices_copy_as_always_meanwhile() -> None:
+    """Another thread may train on a GPU, whose layer inputs must be copied."""
+    before = offload.copy_stream_of
+    with meta_as_gpu() as stream:
+        assert offload.copy_stream_of(torch.device("meta")) is stream
+        assert offload.copy_stream_of(torch.device("cpu")) is None
+    assert offload.copy_stream_of is before
 
 
 class ReadsData(transformers.LlamaConfig):

@@ -204,7 +204,7 @@ def test_memory_in_a_trainers_configuration():
     assert apply_liger_kernel_to_instance(weighted, rope=False) is report
 
 
-def test_offload_through_the_doors_and_in_a_trainers_configuration(tmp_path: Path) -> None:
+def test_offload_through_every_entry_point_and_in_a_trainers_configuration(tmp_path: Path) -> None:
     plain = tiny("gemma2")
     plain.save_pretrained(tmp_path)
     auto = liger_kernels.AutoLigerKernelForCausalLM

@@ -21,7 +21,7 @@ from tests.patching_checks import DEVICE, batch, fallbacks, gradients, tiny
 LAYERS = 4
 
 
-class DelayedLane:
+class DelayedCopyStream:
     """Copies nothing before somebody waits for it, as the stream of a GPU may."""
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class DelayedLane:
 
 
 @pytest.fixture
-def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayedLane]:
+def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayedCopyStream]:
     """A CPU as if it were a GPU, and inputs of any size worth moving."""
-    lane = DelayedLane()
-    monkeypatch.setattr(offload, "lane_of", lambda device: lane)
+    stream = DelayedCopyStream()
+    monkeypatch.setattr(offload, "copy_stream_of", lambda device: stream)
     monkeypatch.setattr(offload, "SMALLEST", 1)
-    return lane
+    return stream
 
 
 def model_of(reentrant: bool = False, **options: Any) -> Any:
@@ -71,21 +71,21 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_the_same_numbers_and_every_copy_is_waited_for(reentrant: bool, lane: DelayedLane) -> None:
+def test_the_same_numbers_and_every_copy_is_waited_for(reentrant: bool, stream: DelayedCopyStream) -> None:
     plain, model = model_of(reentrant), model_of(reentrant, offload="layers")
     for seed, length in enumerate((9, 14, 5, 9)):
         inputs = batch(seed, length=length)
         expected = gradients(plain, plain(**inputs).loss)
-        before = lane.done, lane.waited
+        before = stream.done, stream.waited
         loss = model(**inputs).loss
-        assert lane.done - before[0] == lane.waited - before[1] == LAYERS - 1
-        assert not lane.todo
+        assert stream.done - before[0] == stream.waited - before[1] == LAYERS - 1
+        assert not stream.todo
         assert equal(gradients(model, loss), expected)
-        assert not lane.todo
+        assert not stream.todo
     assert not fallbacks(model)
 
 
-def test_at_most_two_inputs_stay(monkeypatch: pytest.MonkeyPatch, lane: DelayedLane) -> None:
+def test_at_most_two_inputs_stay(monkeypatch: pytest.MonkeyPatch, stream: DelayedCopyStream) -> None:
     most, alive = [0], []
 
     class Watched(Input):
@@ -94,7 +94,7 @@ def test_at_most_two_inputs_stay(monkeypatch: pytest.MonkeyPatch, lane: DelayedL
             alive.append(self)
 
         def __getattribute__(self, name: str) -> Any:
-            if name in ("leave", "come_back"):
+            if name in ("start_offload", "prefetch"):
                 most[0] = max(most[0], sum(object.__getattribute__(one, "tensor") is not None for one in alive))
             return super().__getattribute__(name)
 
@@ -108,17 +108,17 @@ def test_at_most_two_inputs_stay(monkeypatch: pytest.MonkeyPatch, lane: DelayedL
     assert most[0] == 2
 
 
-def test_memory_of_the_host_is_used_again(lane: DelayedLane) -> None:
+def test_memory_of_the_host_is_used_again(stream: DelayedCopyStream) -> None:
     model = model_of(offload="layers")
     for lengths, made in (((9, 9, 9), LAYERS - 1), ((5, 9, 7), LAYERS - 1), ((14, 14, 9), 2 * (LAYERS - 1))):
         for length in lengths:
             gradients(model, model(**batch(length=length)).loss)
-        assert lane.made == made
-        (buffers,) = vars(model)[INPUTS]._buffers.values()
-        assert len(buffers.free) == LAYERS - 1
+        assert stream.made == made
+        (pool,) = vars(model)[INPUTS]._pools.values()
+        assert len(pool.free) == LAYERS - 1
 
 
-def test_two_forwards_and_then_two_backwards(lane: DelayedLane) -> None:
+def test_two_forwards_and_then_two_backwards(stream: DelayedCopyStream) -> None:
     plain, model = model_of(), model_of(offload="layers")
     found = []
     for one in (plain, model):
@@ -127,7 +127,7 @@ def test_two_forwards_and_then_two_backwards(lane: DelayedLane) -> None:
     assert equal(*found)
 
 
-def test_a_graph_that_is_kept_is_read_twice(lane: DelayedLane) -> None:
+def test_a_graph_that_is_kept_is_read_twice(stream: DelayedCopyStream) -> None:
     model = model_of(offload="layers")
     loss = model(**batch()).loss
     first = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
@@ -135,11 +135,11 @@ def test_a_graph_that_is_kept_is_read_twice(lane: DelayedLane) -> None:
     assert all(map(torch.equal, first, again))
 
 
-def test_a_graph_that_is_dropped_gives_its_memory_back(lane: DelayedLane) -> None:
+def test_a_graph_that_is_dropped_gives_its_memory_back(stream: DelayedCopyStream) -> None:
     model = model_of(offload="layers")
     for _ in range(3):
         model(**batch())
-    assert lane.made == LAYERS - 1
+    assert stream.made == LAYERS - 1
 
 
 class Layers(torch.nn.Module):
@@ -150,13 +150,13 @@ class Layers(torch.nn.Module):
         self.inputs, self.weights = inputs, torch.nn.ParameterList([torch.randn(6, 6) for _ in range(LAYERS)])
 
     def forward(self, x: torch.Tensor, between: Any = lambda x: x) -> torch.Tensor:
-        with self.inputs.kept(Counter()):
+        with self.inputs.offloaded(Counter()):
             for weight in self.weights:
                 x = checkpoint(lambda x, weight=weight: torch.tanh(x @ weight), between(x), use_reentrant=False)
         return x
 
 
-def test_strides_come_back(lane: DelayedLane) -> None:
+def test_strides_come_back(stream: DelayedCopyStream) -> None:
     """Dense inputs as they were; an expanded one stays where it is."""
     layers, seen = Layers(LayerInputs()), []
     x = torch.randn(2, 6, 6, requires_grad=True)
@@ -171,19 +171,19 @@ def test_strides_come_back(lane: DelayedLane) -> None:
     found = torch.autograd.grad(layers(x, turned).sum(), x)
     assert torch.equal(*found, *expected)
     assert seen[0] == (6, 12, 1)
-    assert lane.done
-    done = lane.done
+    assert stream.done
+    done = stream.done
     layers(torch.randn(1, 1, 6, requires_grad=True), lambda x: x.expand(2, 6, 6)).sum().backward()
-    assert lane.done == done + 2 * (LAYERS - 2)  # there and back
+    assert stream.done == done + 2 * (LAYERS - 2)  # there and back
 
 
 def _unhooked(layers: Layers) -> Layers:
     other = copy.deepcopy(layers)
-    other.inputs = type("None", (), {"kept": lambda self, _: warnings.catch_warnings()})()
+    other.inputs = type("None", (), {"offloaded": lambda self, _: warnings.catch_warnings()})()
     return other
 
 
-def test_an_input_that_is_changed_in_place_is_an_error_as_it_is_without(lane: DelayedLane) -> None:
+def test_an_input_that_is_changed_in_place_is_an_error_as_it_is_without(stream: DelayedCopyStream) -> None:
     for changed in (0, 2, LAYERS - 1):
         kept: list[torch.Tensor] = []
 
@@ -202,34 +202,34 @@ def test_an_input_that_is_changed_in_place_is_an_error_as_it_is_without(lane: De
             step()
 
 
-def test_small_inputs_and_parameters_stay(lane: DelayedLane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_inputs_and_parameters_stay(stream: DelayedCopyStream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "SMALLEST", 10**6)
     model = model_of(offload="layers")
     gradients(model, model(**batch()).loss)
-    assert not lane.made
+    assert not stream.made
     assert not fallbacks(model)
     monkeypatch.setattr(offload, "SMALLEST", 1)
     layers = Layers(LayerInputs())
     layers(torch.nn.Parameter(torch.randn(2, 6, 6))).sum().backward()
-    assert lane.made == LAYERS - 2
+    assert stream.made == LAYERS - 2
 
 
-def test_what_all_layers_are_given_stays(lane: DelayedLane) -> None:
+def test_what_all_layers_are_given_stays(stream: DelayedCopyStream) -> None:
     """A mask has no gradient, and is the same for every layer."""
 
     class Masked(Layers):
         def forward(self, x: torch.Tensor, between: Any = lambda x: x) -> torch.Tensor:
             mask = torch.ones(2, 6, 6)
-            with self.inputs.kept(Counter()):
+            with self.inputs.offloaded(Counter()):
                 for weight in self.weights:
                     x = checkpoint(lambda x, mask, weight=weight: (x @ weight) * mask, x, mask, use_reentrant=False)
             return x
 
     Masked(LayerInputs())(torch.randn(2, 6, 6, requires_grad=True)).sum().backward()
-    assert lane.made == LAYERS - 1
+    assert stream.made == LAYERS - 1
 
 
-def test_without_checkpointing_it_is_counted_and_said_once(lane: DelayedLane) -> None:
+def test_without_checkpointing_it_is_counted_and_said_once(stream: DelayedCopyStream) -> None:
     model = model_of(offload="layers")
     model.gradient_checkpointing_disable()
     with pytest.warns(UserWarning, match="trains without it"):
@@ -238,28 +238,28 @@ def test_without_checkpointing_it_is_counted_and_said_once(lane: DelayedLane) ->
         warnings.simplefilter("error", UserWarning)
         assert equal(gradients(model, model(**batch()).loss), expected)
     assert fallbacks(model) == {UNUSED: 2}
-    assert not lane.made
+    assert not stream.made
 
 
-def test_hooks_of_others_stay_alone(lane: DelayedLane) -> None:
+def test_hooks_of_others_stay_alone(stream: DelayedCopyStream) -> None:
     model, seen = model_of(offload="layers"), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         model(**batch()).loss.backward()
     assert fallbacks(model) == {OTHERS: 1}
-    assert not lane.made
+    assert not stream.made
     assert seen
 
 
-def test_nothing_happens_where_nothing_is_trained(lane: DelayedLane) -> None:
+def test_nothing_happens_where_nothing_is_trained(stream: DelayedCopyStream) -> None:
     model = model_of(offload="layers")
     with torch.no_grad():
         model(**batch())
     model.eval()(**batch()).loss.backward()
-    assert not lane.made
+    assert not stream.made
     assert not fallbacks(model)
 
 
-def test_copies_pickles_and_unpatch(lane: DelayedLane) -> None:
+def test_copies_pickles_and_unpatch(stream: DelayedCopyStream) -> None:
     model = model_of(offload="layers")
     if hasattr(model, "_require_grads_hook"):
         model.disable_input_require_grads()  # hooks of transformers that no pickle takes
@@ -267,14 +267,14 @@ def test_copies_pickles_and_unpatch(lane: DelayedLane) -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         report = liger_kernels.status(other)
         assert report.offload == "layers"
-        assert not vars(other)[INPUTS]._buffers
+        assert not vars(other)[INPUTS]._pools
         assert "offload='layers'" in str(report)
         assert equal(gradients(other, other(**batch()).loss), expected)
-    made = lane.made
+    made = stream.made
     liger_kernels.unpatch(model)
     assert INPUTS not in vars(model)
     gradients(model, model(**batch()).loss)
-    assert lane.made == made
+    assert stream.made == made
 
 
 def test_options_that_make_no_sense() -> None:
@@ -293,20 +293,20 @@ def test_no_memory_that_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = type("Runtime", (), {"cudaHostRegister": lambda *_: 2, "cudaHostUnregister": lambda *_: 0})()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     with pytest.raises(RuntimeError, match="offload='layers' needs 4096 bytes more"):
-        offload.HostMemory(4096)
+        offload.PinnedMemory(4096)
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="copies overlap on a GPU")
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device: copies to a CPU do not overlap")
 def test_a_hundred_steps_with_late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit those without: whoever reads or gives up memory waits for the copies."""
 
-    class Late(offload.Lane):
+    class Late(offload.CopyStream):
         def copy(self, to: torch.Tensor, source: torch.Tensor) -> Any:
             with torch.cuda.stream(self.stream):
                 torch.cuda._sleep(2_000_000)  # clocks: about a millisecond
             return super().copy(to, source)
 
-    monkeypatch.setattr(offload, "lane_of", Late)
+    monkeypatch.setattr(offload, "copy_stream_of", Late)
     monkeypatch.setattr(offload, "SMALLEST", 1)
     found = []
     for options in ({}, {"offload": "layers"}):

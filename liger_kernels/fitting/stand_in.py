@@ -9,7 +9,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from liger_kernels.patching import offload
 _one_at_a_time = threading.RLock()  # what is replaced below is replaced for tensors on meta, in every thread
 
 
-class MetaLane:
+class MetaCopyStream:
     """What moves layer inputs between meta and the host, and copies nothing; ``host`` counts the host's bytes."""
 
     def __init__(self) -> None:
@@ -63,10 +62,10 @@ class _HostBytes:
 
 
 @contextlib.contextmanager
-def meta_as_gpu() -> Iterator[MetaLane]:
+def meta_as_gpu() -> Iterator[MetaCopyStream]:
     """Inside, this thread's tensors on the meta device take the way of a GPU's: through the kernels of this package,
     grouped products, fused attention, and to the host. Autocast of the CPU is that of meta, which has none."""
-    lane = MetaLane()
+    stream = MetaCopyStream()
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 
     def of_cpu(kind: Any) -> Any:
@@ -90,8 +89,10 @@ def meta_as_gpu() -> Iterator[MetaLane]:
             stack.callback(setattr, torch, name, getattr(torch, name))
             setattr(torch, name, value)
         stack.enter_context(tiled(grouped=lambda native, a, b: a.is_meta or native(a, b)))
-        stack.enter_context(mock.patch.object(offload, "lane_of", return_value=lane))
-        yield lane
+        copy_stream_of = offload.copy_stream_of
+        stack.callback(setattr, offload, "copy_stream_of", copy_stream_of)
+        offload.copy_stream_of = lambda device: stream if device.type == "meta" else copy_stream_of(device)
+        yield stream
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:

@@ -155,13 +155,13 @@ class MetaStep:
         counter.label = KEPT
         for module in self.model.modules():
             module.__dict__.pop(INPUTS, None)  # memory of the host from a step of other lengths
-        with meta_as_gpu() as lane:
+        with meta_as_gpu() as stream:
             self._backward(tokens, counter)
         parts = {name: counter.at_peak[name] for name in PARTS}
         parts[WEIGHTS] -= self.saved
         parts[LAYER] += self.dequantised
         report = liger_kernels.status(self.model)
-        return Counted(parts, counter.square, () if report is None else tuple(report.fallbacks), lane.host)
+        return Counted(parts, counter.square, () if report is None else tuple(report.fallbacks), stream.host)
 
     def _make_states(self) -> None:
         for p in trained(self.model):

@@ -9,8 +9,8 @@ two are on the GPU at a time. In the backward, asking for one starts the copy of
 stream, so a buffer that is used again is written after it has been read. The newest input is never copied: its
 backward comes first.
 
-Buffers have exactly the size of what they held first, and take smaller inputs, too. They come back when autograd drops
-what was saved, and stay with the patched model.
+A buffer has exactly the size of what it held first, and holds smaller inputs later. It returns to the pool of the
+patched model when autograd drops what was saved.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from liger_kernels.ops.runtime.anchor import saved_tensors_hooks
 from liger_kernels.ops.runtime.arguments import one_of
 
 Offload = Annotated[str, one_of(("layers",))]
@@ -38,10 +39,9 @@ SMALLEST = 2**20  # bytes; what is smaller stays on the GPU
 UNUSED = "offload='layers' without activation checkpointing: nothing was moved"
 OTHERS = "offload='layers' inside of other hooks on saved tensors: nothing was moved"
 _CHECKPOINT, _FUNCTION = torch.utils.checkpoint.__file__, sys.modules[torch.autograd.Function.__module__].__file__
-_hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
-class Lane:
+class CopyStream:
     """The stream of one GPU on which everything is copied, both ways."""
 
     def __init__(self, device: torch.device):
@@ -63,11 +63,11 @@ class Lane:
         """Wait until nothing is being copied."""
         self.stream.synchronize()
 
-    def memory(self, size: int) -> HostMemory:
-        return HostMemory(size)
+    def memory(self, size: int) -> PinnedMemory:
+        return PinnedMemory(size)
 
 
-class HostMemory:
+class PinnedMemory:
     """Memory of the host that a GPU reads and writes by itself. torch's own pinned memory has powers of two for sizes,
     up to twice as much as is asked for."""
 
@@ -86,29 +86,29 @@ class HostMemory:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
 
 
-class Buffers:
+class PinnedPool:
     """The host memory of one GPU that is not in use, the smallest first."""
 
-    def __init__(self, lane: Any):
-        self.lane = lane
+    def __init__(self, stream: Any):
+        self.stream = stream
         self.free: list[Any] = []
 
-    def take(self, size: int) -> Any:
+    def acquire(self, size: int) -> Any:
         """One of at least ``size`` bytes. In place of one that is too small a new one is made, so that there are never
         more than have been in use at a time."""
         i = bisect.bisect_left(self.free, size, key=_size)
         if i < len(self.free):
             return self.free.pop(i)
         if self.free:
-            self.lane.finish()
+            self.stream.finish()
             del self.free[0]
-        return self.lane.memory(size)
+        return self.stream.memory(size)
 
-    def give_back(self, memory: Any) -> None:
+    def release(self, memory: Any) -> None:
         bisect.insort(self.free, memory, key=_size)
 
     def __del__(self) -> None:
-        self.lane.finish()
+        self.stream.finish()
 
 
 def _size(memory: Any) -> int:
@@ -118,49 +118,49 @@ def _size(memory: Any) -> int:
 class Input:
     """What autograd keeps in place of the input of a layer."""
 
-    def __init__(self, x: Tensor, buffers: Buffers | None, before: Input | None):
+    def __init__(self, x: Tensor, pool: PinnedPool | None, before: Input | None):
         self.tensor: Tensor | None = x.detach()
         self.version: int | None = x._version  # None once it is a copy
-        self.buffers = buffers
+        self.pool = pool
         self.before = None if before is None else weakref.ref(before)
         self.host: Any = None
         self.event: Any = None  # the end of the copy that is under way
         self.how = x.shape, x.stride(), x.dtype, x.device
 
-    def leave(self) -> None:
+    def start_offload(self) -> None:
         """Begin to copy it to the host."""
-        if self.buffers is not None:
+        if self.pool is not None:
             assert self.tensor is not None
             self._check()
-            self.host = self.buffers.take(self.tensor.numel() * self.tensor.element_size())
+            self.host = self.pool.acquire(self.tensor.numel() * self.tensor.element_size())
             flat = _flat(self.tensor)
-            self.event = self.buffers.lane.copy(self._on_host(flat), flat)
+            self.event = self.pool.stream.copy(self._on_host(flat), flat)
 
-    def left(self) -> None:
+    def finish_offload(self) -> None:
         """Give the tensor up; before anything else uses its memory, the copy has ended."""
         if self.host is not None and self.event is not None:
             self._check()
-            self.buffers.lane.wait(self.event)  # type: ignore[union-attr]
+            self.pool.stream.wait(self.event)  # type: ignore[union-attr]
             self.tensor = self.version = self.event = None
 
-    def come_back(self) -> None:
+    def prefetch(self) -> None:
         """Begin to copy it to the GPU."""
-        if self.tensor is None and self.buffers is not None:
+        if self.tensor is None and self.pool is not None:
             shape, stride, dtype, device = self.how
             self.tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             flat = _flat(self.tensor)
-            self.event = self.buffers.lane.copy(flat, self._on_host(flat))
+            self.event = self.pool.stream.copy(flat, self._on_host(flat))
 
-    def value(self) -> Tensor:
+    def unpack(self) -> Tensor:
         self._check()
-        self.come_back()
+        self.prefetch()
         tensor = self.tensor
         assert tensor is not None
         if self.version is None:
-            self.buffers.lane.wait(self.event)  # type: ignore[union-attr]
+            self.pool.stream.wait(self.event)  # type: ignore[union-attr]
             self.tensor = self.event = None  # a graph that is kept copies it again
         if (before := None if self.before is None else self.before()) is not None:
-            before.come_back()
+            before.prefetch()
         return tensor
 
     def _on_host(self, flat: Tensor) -> Tensor:
@@ -176,17 +176,17 @@ class Input:
             )
 
     def __del__(self) -> None:
-        if self.host is not None and self.buffers is not None:
+        if self.host is not None and self.pool is not None:
             if self.event is not None:  # a copy is under way: whoever gets the tensor's memory comes after it
-                self.buffers.lane.wait(self.event)
-            self.buffers.give_back(self.host)
+                self.pool.stream.wait(self.event)
+            self.pool.release(self.host)
 
 
 class LayerInputs:
     """The inputs of one model's checkpointed layers. Copies and pickles of it are empty."""
 
     def __init__(self) -> None:
-        self._buffers: dict[torch.device, Buffers] = {}
+        self._pools: dict[torch.device, PinnedPool] = {}
         self._here = threading.local()
 
     def __reduce__(self) -> Any:
@@ -196,16 +196,16 @@ class LayerInputs:
         return LayerInputs()
 
     @contextlib.contextmanager
-    def kept(self, fallbacks: Counter[str]) -> Iterator[None]:
+    def offloaded(self, fallbacks: Counter[str]) -> Iterator[None]:
         """Inside, what checkpointing saves of layers goes to the host. ``fallbacks`` counts where nothing does."""
         if getattr(self._here, "inside", False):  # a model inside of another one
             yield
             return
-        if _hooks(True) is not None:
+        if saved_tensors_hooks(True) is not None:
             fallbacks[OTHERS] += 1
             yield
             return
-        arrived: list[Input] = []  # those on the GPU: the newest, and before it the one that is being copied
+        on_gpu: list[Input] = []  # those on the GPU: the newest, and before it the one that is being copied
         count = 0
 
         def pack(x: Tensor) -> Any:
@@ -215,16 +215,16 @@ class LayerInputs:
             count += 1
             if not _moves(x):
                 return x if x.grad_fn is None else x.detach()
-            for other in arrived[:-1]:
-                other.left()
-            if arrived:
-                arrived[-1].leave()
-            one = Input(x, self._buffers_of(x.device), arrived[-1] if arrived else None)
-            arrived[:] = [*arrived[-1:], one]
+            for other in on_gpu[:-1]:
+                other.finish_offload()
+            if on_gpu:
+                on_gpu[-1].start_offload()
+            one = Input(x, self._pool_of(x.device), on_gpu[-1] if on_gpu else None)
+            on_gpu[:] = [*on_gpu[-1:], one]
             return one
 
         def unpack(packed: Any) -> Tensor:
-            value: Tensor = packed.value() if isinstance(packed, Input) else packed
+            value: Tensor = packed.unpack() if isinstance(packed, Input) else packed
             return value
 
         self._here.inside = True
@@ -233,9 +233,9 @@ class LayerInputs:
                 yield
         finally:
             self._here.inside = False
-            for one in arrived[:-1]:
-                one.left()
-            arrived.clear()
+            for one in on_gpu[:-1]:
+                one.finish_offload()
+            on_gpu.clear()
         if not count:
             fallbacks[UNUSED] += 1
             if fallbacks[UNUSED] == 1:
@@ -245,18 +245,18 @@ class LayerInputs:
                     stacklevel=2,
                 )
 
-    def _buffers_of(self, device: torch.device) -> Buffers | None:
+    def _pool_of(self, device: torch.device) -> PinnedPool | None:
         """None where tensors stay where they are."""
-        if device not in self._buffers:
-            if (lane := lane_of(device)) is None:
+        if device not in self._pools:
+            if (stream := copy_stream_of(device)) is None:
                 return None
-            self._buffers[device] = Buffers(lane)
-        return self._buffers[device]
+            self._pools[device] = PinnedPool(stream)
+        return self._pools[device]
 
 
-def lane_of(device: torch.device) -> Any:
+def copy_stream_of(device: torch.device) -> Any:
     """What copies between ``device`` and the host; None for the host itself."""
-    return Lane(device) if device.type == "cuda" else None
+    return CopyStream(device) if device.type == "cuda" else None
 
 
 def _is_input() -> bool:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from tests.mutants.mutant import faults
 
 _offload = faults("patching.offload", "test_patching_offload.py")
+_fit = faults("fitting.stand_in", "test_fit.py")
 _NUMBERS = "test_the_same_numbers_and_every_copy_is_waited_for[False]"
-_WAIT = "self.buffers.lane.wait(self.event)"
+_WAIT = "self.pool.stream.wait(self.event)"
 
 # fmt: off
 MUTANTS = (
-    _offload("offload_source_given_up_early", "An input is given up before its copy to the host has ended.",
-        _WAIT, "None", _NUMBERS, within="Input.left"),
-    _offload("offload_read_before_it_came_back", "An input is read before its copy to the GPU has ended.",
-        _WAIT, "None", _NUMBERS, within="Input.value"),
+    _offload("offload_source_freed_early", "An input is freed before its copy to the host has ended.",
+        _WAIT, "None", _NUMBERS, within="Input.finish_offload"),
+    _offload("offload_read_before_the_prefetch_ended", "An input is read before its copy to the GPU has ended.",
+        _WAIT, "None", _NUMBERS, within="Input.unpack"),
     _offload("offload_buffer_still_in_use", "The host's memory of an input is given to the next one.",
-        "self.tensor = self.version = self.event = None", "<old>; self.buffers.give_back(self.host)", _NUMBERS),
-    _offload("offload_all_inputs_in_one_place", "A buffer is not taken out of those that are free.",
+        "self.tensor = self.version = self.event = None", "<old>; self.pool.release(self.host)", _NUMBERS),
+    _offload("offload_buffer_stays_in_the_free_list", "A buffer that is acquired stays in the free list.",
         "self.free.pop(i)", "self.free[i]", _NUMBERS),
     _offload("offload_change_in_place_unnoticed", "An input that was changed in place is copied as it is then.",
         "self.tensor._version != self.version", "False",
@@ -33,10 +34,12 @@ MUTANTS = (
     _offload("offload_memory_never_used_again", "Every step takes new memory of the host.",
         "bisect.insort(self.free, memory, key=_size)", "pass", "test_memory_of_the_host_is_used_again"),
     _offload("offload_three_inputs_stay", "The copy of an input begins a layer too late.",
-        "arrived[:-1]", "arrived[:-2]", "test_at_most_two_inputs_stay", times=2),
+        "on_gpu[:-1]", "on_gpu[:-2]", "test_at_most_two_inputs_stay", times=2),
     _offload("offload_over_hooks_of_others", "Hooks on saved tensors of somebody else are replaced.",
-        "_hooks(True) is not None", "False", "test_hooks_of_others_stay_alone"),
+        "saved_tensors_hooks(True) is not None", "False", "test_hooks_of_others_stay_alone"),
     _offload("offload_without_checkpointing_in_silence", "Where nothing is moved, nobody is told.",
         "not count", "False", "test_without_checkpointing_it_is_counted_and_said_once"),
+    _fit("fit_copies_for_nobody", "While a step is calculated, no GPU's layer inputs are copied in other threads.",
+        "device.type == 'meta'", "True", "test_other_devices_copy_as_always_meanwhile"),
 )
 # fmt: on

@@ -17,7 +17,6 @@ Under checkpointing, everything is saved before the last product, which is not c
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -30,7 +29,7 @@ from liger_kernels.ops._glu import ACTIVATIONS, _activate
 from liger_kernels.ops.lora.adapted_linears import one_ref
 from liger_kernels.ops.lora.adapter import delta_of
 from liger_kernels.ops.lora.lora_linear import cast_as_base
-from liger_kernels.ops.lora.products import plus_delta, ranks_of_program, some_of_w, tiles_of_program
+from liger_kernels.ops.lora.products import plus_delta, ranks_of_program, remembered, some_of_w, tiles_of_program
 from liger_kernels.ops.lora.projection import (
     Kinds,
     NodeProjection,
@@ -171,13 +170,13 @@ def _lora_glu_bwd_kernel(
 
 
 @choice("gated_mlp")
-@functools.lru_cache(maxsize=1024)
+@remembered
 def _unit_shape(
     n_rows: int, n_cols: int, widest: int, backward: bool, device: torch.device
 ) -> tuple[int, dict[str, int]]:
     """Tiles of a program, and launch choices of a kernel that holds several tiles of float32. 4096 x 14336, bfloat16,
-    on an H100, with eight tiles and with one: 16 ranks forward 150 and 238 us, backward 278 and 370; 64 ranks 290 and
-    361, 498 and 594."""
+    on an H100, with eight tiles and with one: 16 ranks forward 150 and 158 us, backward 279 and 312; 64 ranks forward
+    290 and 337, backward 498 and 570."""
     rows, block = tile(n_rows, n_cols, 32 if backward and widest <= 32 else 64, 64)
     shape = {"PART": min(widest, 32), "ROWS": rows, "BLOCK": block, "num_warps": 4}
     tiles, stages = tiles_of_program(n_rows, n_cols, widest, 3 if backward else 2, shape, 8, device)

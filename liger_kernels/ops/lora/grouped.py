@@ -6,17 +6,14 @@ visits each group that has rows in there. So the host need not know where groups
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_kernels.ops.lora.products import dot, ranks_of_program, stages_that_fit
+from liger_kernels.ops.lora.products import dot, ranks_of_program, remembered, stages_that_fit
 from liger_kernels.ops.runtime.dispatch import launch, tl, triton
 from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, tile
-
-_remembered = functools.lru_cache(maxsize=1024)  # what is chosen costs the host as much as a launch
 
 
 class Groups(NamedTuple):
@@ -131,7 +128,7 @@ def _lora_experts_columns_kernel(
 
 
 @choice("lora_experts_rows")
-@_remembered
+@remembered
 def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> dict[str, int]:
     """64 rows where there are many: a tile on the border of two groups reads the matrices of both."""
     rows = min(64 if n_rows >= 4096 else 16, 128 // size)
@@ -141,7 +138,7 @@ def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.d
 
 
 @choice("lora_experts_add")
-@_remembered
+@remembered
 def _add_shape(n_rows: int, n_cols: int, ranks: int) -> dict[str, int]:
     """Most tiles are of one group and one part of the ranks: nothing is loaded ahead."""
     rows, block = tile(n_rows, n_cols, 64, 128)
@@ -149,7 +146,7 @@ def _add_shape(n_rows: int, n_cols: int, ranks: int) -> dict[str, int]:
 
 
 @choice("lora_experts_columns")
-@_remembered
+@remembered
 def _columns_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> dict[str, int]:
     rows, block = tile(n_rows, n_cols, 64 if ranks * size <= 128 else 32, 64)
     stages = stages_that_fit(device, rows * (block * size + ranks * 4))

@@ -20,14 +20,16 @@ from typing import Any
 import torch
 
 # Checkpointing is a pair of hooks on saved tensors. Where torch does not say whether there are any, there may be.
-_hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
+saved_tensors_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True
+)
 
 
 def saves_first() -> bool:
     """Whether an op saves before its last product: where hooks of a checkpoint or others get what is saved.
 
     In a traced program none does: its compiler decides what is computed again."""
-    return not torch.compiler.is_compiling() and _hooks(True) is not None and torch.is_grad_enabled()
+    return not torch.compiler.is_compiling() and saved_tensors_hooks(True) is not None and torch.is_grad_enabled()
 
 
 def anchor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -30,7 +30,7 @@ TESTED = ((3, 4), (3, 9))  # the oldest and the newest Triton of the matrix
 
 _Program = tuple[Any, tuple[Any, ...], Any]  # a program, the constants that it takes, and its kernel
 _programs: dict[tuple[Any, ...], _Program] = {}  # by the rule
-# By the numbers themselves, which costs the host less to look up. A training step has less than two hundred.
+# By the numbers themselves, which costs the host less to look up.
 _calls: dict[tuple[Any, ...], _Program] = {}
 _MOST_CALLS = 4096
 _Taking = Callable[[tuple[Any, ...]], tuple[Any, ...]]

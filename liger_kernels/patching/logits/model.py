@@ -67,7 +67,7 @@ def _plain(base: Any) -> Callable[..., Any]:
 
     def offloading(self: Any, *args: Any, **kwargs: Any) -> Any:
         inputs: LayerInputs = self.__dict__.setdefault(INPUTS, LayerInputs())
-        with inputs.kept(self._liger_kernels.fallbacks):
+        with inputs.offloaded(self._liger_kernels.fallbacks):
             return upstream(self, *args, **kwargs)
 
     wants_upstream = mode_check()
