@@ -30,7 +30,7 @@ _NAMESPACES = (
     "transformers",
     "transformers.PreTrainedModel",
 )
-_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_global_") and name.endswith("_hooks")]
+_HOOKS = [name for name in vars(nn.modules.module) if name.startswith("_global") and name.endswith("_hooks")]
 _STANDARD = (str, int, float, bool, type(None), torch.dtype, torch.device)
 
 
@@ -45,9 +45,9 @@ def _backends() -> dict[str, Any]:
     }
     for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
         found[f"torch.backends.cuda.matmul.{name}"] = getattr(cuda.matmul, name, None)
-    for name in ("flash", "mem_efficient", "math", "cudnn"):
-        enabled: Callable[[], bool] | None = getattr(cuda, f"{name}_sdp_enabled", None)
-        found[f"{name} attention"] = None if enabled is None else enabled()
+    for name in ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled"):
+        enabled: Callable[[], bool] | None = getattr(cuda, name, None)
+        found[f"torch.backends.cuda.{name}()"] = None if enabled is None else enabled()
     return found
 
 

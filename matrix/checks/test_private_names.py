@@ -205,6 +205,15 @@ def a_graph_of_operations_is_known() -> bool:
     return count > 0 and found is not None and modes() == 0 and mode(proxies) is None
 
 
+def a_mode_of_functions_is_counted() -> bool:
+    from torch.overrides import TorchFunctionMode
+
+    count = torch._C._len_torch_function_stack
+    with TorchFunctionMode():
+        inside = count()
+    return inside == count() + 1
+
+
 def a_write_counts() -> bool:
     x = torch.zeros(1)
     before = x._version
@@ -374,6 +383,12 @@ NAMES = (
         "torch:_C._get_dispatch_mode",
         "a graph of make_fx lacks what a kernel writes",
         a_graph_of_operations_is_known,
+    ),
+    Private(
+        ("_len_torch_function_stack",),
+        "torch:_C._len_torch_function_stack",
+        "a mode that a patch leaves on for the whole process is not seen",
+        a_mode_of_functions_is_counted,
     ),
     Private(("_version",), None, "logits that are stale are computed with new weights", a_write_counts),
     Private(("_post_accumulate_grad_hooks",), None, "a patch that hooks parameters goes unseen", hooks_of_a_parameter),
