@@ -76,8 +76,9 @@ def sharing(op: Op, x: torch.Tensor, *leaves: torch.Tensor, ranks: Ranks, shapes
     return result
 
 
-def check(leaves: list[torch.Tensor], **options: Any) -> None:
-    check_op(partial(mlp, gated_mlp, **options), partial(mlp, gated_mlp_ref, **options), leaves, terms=INNER)
+def check(leaves: list[torch.Tensor], recompute: bool = False, **options: Any) -> None:
+    ours = partial(mlp, gated_mlp, recompute=recompute, **options)
+    check_op(ours, partial(mlp, gated_mlp_ref, **options), leaves, terms=INNER)
 
 
 def backward_of(y: torch.Tensor, leaves: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
@@ -218,11 +219,12 @@ def checkpointed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
     return result
 
 
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 @pytest.mark.parametrize("way", [plain, checkpointed])
-def test_a_graph_is_walked_as_often_as_it_is_kept(way: Any, device: torch.device) -> None:
+def test_a_graph_is_walked_as_often_as_it_is_kept(way: Any, recompute: bool, device: torch.device) -> None:
     """The unit's gradients lie where its products lay, but for a graph that is kept."""
     leaves = leaves_of(torch.float32, device, ALL)
-    y = way(partial(mlp, gated_mlp, *leaves, ranks=ALL))
+    y = way(partial(mlp, gated_mlp, *leaves, ranks=ALL, recompute=recompute))
     passes = [backward_of(y, leaves, retain_graph=retain) for retain in (True, True, False)]
     assert equal(passes[1], passes[0])
     assert equal(passes[2], passes[0])
@@ -230,12 +232,13 @@ def test_a_graph_is_walked_as_often_as_it_is_kept(way: Any, device: torch.device
         backward_of(y, leaves)
 
 
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 @pytest.mark.parametrize("way", [plain, checkpointed])
-def test_two_forwards_then_two_backwards(way: Any, device: torch.device) -> None:
+def test_two_forwards_then_two_backwards(way: Any, recompute: bool, device: torch.device) -> None:
     leaves = leaves_of(torch.float32, device, ALL)
     other = [randn(*leaves[0].shape, dtype=torch.float32, device=device), *leaves[1:]]
     expected = [backward_of(mlp(gated_mlp, *these, ranks=ALL), these) for these in (leaves, other)]
-    results = [way(partial(mlp, gated_mlp, *these, ranks=ALL)) for these in (leaves, other)]
+    results = [way(partial(mlp, gated_mlp, *these, ranks=ALL, recompute=recompute)) for these in (leaves, other)]
     for y, these, theirs in zip(results, (leaves, other), expected, strict=True):
         assert equal(backward_of(y, these), theirs)
 
@@ -250,6 +253,68 @@ def test_recomputation_ends_before_the_last_product(trained: bool, products: int
     assert (forward.count, backward.count) == (3, products)
 
 
+IN_THREE_TILES = {"recomputed_mlp": lambda *_: 4}  # of 10 rows
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("ranks", [RANKS[0], RANKS[1], RANKS[4], RANKS[6]], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_recomputed_in_tiles(dtype: torch.dtype, ranks: Ranks, trained: bool, device: torch.device) -> None:
+    """The last tile is shorter than the others."""
+    with tiled(**IN_THREE_TILES):
+        check(leaves_of(dtype, device, ranks, trained=trained), recompute=True, ranks=ranks)
+
+
+@pytest.mark.parametrize("missing", range(6))
+def test_recomputed_gradients_of_some_alone(missing: int, device: torch.device) -> None:
+    leaves = leaves_of(torch.float32, device, ALL)
+    some = [t.detach().requires_grad_(t.requires_grad and i % 6 == missing) for i, t in enumerate(leaves)]
+    if any(t.requires_grad for t in some):
+        with tiled(**IN_THREE_TILES):
+            check(some, recompute=True, ranks=ALL)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_tile_has_the_bits_of_what_is_saved(dtype: torch.dtype, trained: bool, device: torch.device) -> None:
+    leaves = leaves_of(dtype, device, ALL, trained=trained)
+    saved, again = (mlp(gated_mlp, *leaves, ranks=ALL, recompute=recompute) for recompute in (False, True))
+    assert torch.equal(again, saved)
+    assert equal(backward_of(again, leaves), backward_of(saved, leaves))
+
+
+@pytest.mark.parametrize(("trained", "products"), [(False, 5), (True, 8)])
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_recomputed_under_checkpointing_costs_no_product(
+    trained: bool, products: int, tiles: int, device: torch.device
+) -> None:
+    """As many as :func:`test_recomputation_ends_before_the_last_product` counts, for each tile."""
+    leaves = leaves_of(torch.float32, device, ALL, trained=trained)
+    with tiled(**IN_THREE_TILES if tiles == 3 else {}):
+        with Products() as forward:
+            y = checkpointed(partial(mlp, gated_mlp, *leaves, ranks=ALL, recompute=True))
+        with Products() as backward:
+            backward_of(y, leaves)
+    assert (forward.count, backward.count) == (3 * tiles, products * tiles)
+
+
+def test_sums_over_many_tiles_are_rounded_once(device: torch.device) -> None:
+    """Weights of bfloat16, over 64 tiles: as near to the truth as in one tile."""
+    _, *others = leaves_of(torch.bfloat16, device, ALL, of_adapter=torch.bfloat16, trained=True)
+    leaves = [randn(128, HIDDEN, dtype=torch.bfloat16, device=device), *others]
+    exact = [t.detach().double().requires_grad_(t.requires_grad) for t in leaves]
+    truth = backward_of(mlp(gated_mlp_ref, *exact, ranks=ALL), exact)
+    errors = []
+    for rows in (128, 2):
+        with tiled(recomputed_mlp=lambda *_, rows=rows: rows):
+            found = backward_of(mlp(gated_mlp, *leaves, ranks=ALL, recompute=True), leaves)
+        errors.append(
+            [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, truth, strict=True)]
+        )
+    one, many = errors
+    assert all(many[i] <= 1.1 * one[i] for i in range(len(one)))
+
+
 def test_what_is_saved(device: torch.device) -> None:
     """x, the products of gate and up, and z in float32; the parameters are kept as they are."""
     leaves = leaves_of(torch.bfloat16, device, ALL)
@@ -258,6 +323,11 @@ def test_what_is_saved(device: torch.device) -> None:
         mlp(gated_mlp, *leaves, ranks=ALL)
         sharing(adapted_linears, *leaves[:16], ranks={"q": (4,), "k": (4,)}, shapes=dict([*SHARING.items()][:2]))
     sizes = [(t.dtype, t.numel()) for t in saved]
+    del saved[:]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        mlp(gated_mlp, *leaves, ranks=ALL, recompute=True)
+    assert len(saved) == 1
+    assert saved[0] is leaves[0]
     products = [(torch.bfloat16, ROWS * INNER)] * 2
     of_x, of_z = (torch.bfloat16, ROWS * HIDDEN), (torch.float32, ROWS * 8)
     assert sizes == [of_x, *products, of_z, (torch.float32, ROWS * 4), of_x, of_z]

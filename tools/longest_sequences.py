@@ -33,15 +33,19 @@ WAYS = {
     "LoRA, rank 16": Training(rank=16, memory="small"),
     "full, AdamW": Training(memory="small"),
 }
-OFFLOADED = ', `offload="layers"`'
+LESS = {
+    ', `offload="layers"`': {"offload": "layers"},
+    ', `recompute="mlp"`, too': {"offload": "layers", "recompute": "mlp"},
+}
 
 
 def ways() -> dict[str, Training]:
-    """Each of :data:`WAYS` by name, and the same with layer inputs on the host."""
+    """Each of :data:`WAYS` by name, and the same with what takes :data:`LESS` memory."""
     found = {}
     for name, setup in WAYS.items():
         found[name] = setup
-        found[name + OFFLOADED] = replace(setup, offload="layers")
+        for words, options in LESS.items():
+            found[name + words] = replace(setup, **options)
     return found
 
 

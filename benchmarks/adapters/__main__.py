@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.adapters import report, steps
-from benchmarks.adapters.arms import ARMS, DEFAULT
+from benchmarks.adapters.arms import ARMS, DEFAULT, OWN
 from benchmarks.adapters.job import CHECKPOINTING, PRECISIONS, TRUTH, AdapterJob
 from benchmarks.process import run_module
 from convergence import files
@@ -38,7 +38,6 @@ Start = Callable[[str, AdapterJob, Mapping[str, str]], Found]  # kind, job, vari
 QUANTISED = {"no": (False,), "yes": (True,), "both": (False, True)}
 LENGTHS = {"steps": (4096, 16384, 32768), "check": (512,), "start": (4096,)}
 CHECKED_LAYERS = 2
-OWN = ("eager", "ours", "ours-small", "ours-offload")  # a failure of the others does not change the exit code
 ENVIRONMENT = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "TOKENIZERS_PARALLELISM": "false",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,18 @@ class AdapterArm:
 
 
 def with_peft(base: Any, job: AdapterJob) -> Any:
-    """``base`` with adapters on every linear layer, and with transformers' checkpointing unless the job has none."""
-    import peft
+    """``base`` with adapters on every linear layer, if there are any, and with transformers' checkpointing unless the
+    job has none."""
+    model = base
+    if not job.full:
+        import peft
 
-    base.requires_grad_(False)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=job.rank, task_type="CAUSAL_LM", **ADAPTER))
+        base.requires_grad_(False)
+        model = peft.get_peft_model(base, peft.LoraConfig(r=job.rank, task_type="CAUSAL_LM", **ADAPTER))
     if job.checkpointing != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
+        if not job.full:
+            model.enable_input_require_grads()
     model.config.use_cache = False
     return model
 
@@ -65,16 +70,17 @@ def ours_small(job: AdapterJob) -> Any:
     return models.ARMS["ours-small"](eager(job))
 
 
-def ours_offload(job: AdapterJob) -> Any:
+def ours_with(job: AdapterJob, **options: Any) -> Any:
+    """With options of ``patch``."""
     model = eager(job)
-    liger_kernels.patch(model, offload="layers")
+    liger_kernels.patch(model, **options)
     return model
 
 
 def liger(job: AdapterJob) -> Any:
     """As a Trainer with ``use_liger_kernel=True`` does it."""
     model = eager(job)
-    models.ARMS["liger"](model.get_base_model())
+    models.ARMS["liger"](model if job.full else model.get_base_model())
     return model
 
 
@@ -90,6 +96,14 @@ def axolotl(job: AdapterJob) -> Any:
     return apply_lora_kernel_patches(with_peft(load(config, job), job), options)
 
 
+# Arms that are named after what they do against long sequences.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ours-offload": {"offload": "layers"},
+    "ours-recompute": {"recompute": "mlp"},
+    "ours-offload-recompute": {"offload": "layers", "recompute": "mlp"},
+}
+
+
 def truth(job: AdapterJob) -> Any:
     """PEFT's own forward in float64, of a quantised base with the dequantised weights."""
     if not job.quantised:
@@ -103,10 +117,14 @@ ARMS = {
     "eager": AdapterArm(eager),
     "ours": AdapterArm(ours, distributions=("liger-kernels",)),
     "ours-small": AdapterArm(ours_small, distributions=("liger-kernels",)),
-    "ours-offload": AdapterArm(ours_offload, distributions=("liger-kernels",)),
+    **{
+        name: AdapterArm(partial(ours_with, **options), distributions=("liger-kernels",))
+        for name, options in OPTIONS.items()
+    },
     "liger": AdapterArm(liger, ("liger_kernel",), ("liger-kernel",)),
     "axolotl": AdapterArm(axolotl, ("axolotl",), ("axolotl",)),
     "unsloth": AdapterArm(unsloth, ("unsloth",), ("unsloth", "unsloth_zoo"), own=True),
     TRUTH: AdapterArm(truth),
 }
+OWN = ("eager", "ours", "ours-small", *OPTIONS)  # a failure of the others does not change the exit code
 DEFAULT = ("eager", "ours", "liger", "axolotl", "unsloth")

@@ -29,6 +29,7 @@ class AdapterJob:
         tiny: a decoder of 64 features, which a CPU runs.
         repeats: measured steps of a length, fewer where they take long.
         rank: of each adapter.
+        full: every weight is trained, and there are no adapters.
         truth: the folder of the gradients that errors are relative to, in a check.
     """
 
@@ -41,6 +42,7 @@ class AdapterJob:
     tiny: bool = False
     repeats: int = 4
     rank: int = 16
+    full: bool = False
     truth: str = ""
 
     @property

@@ -25,6 +25,8 @@ same random weights, adapters and tokens.
 | eager | PEFT's own forward |
 | ours | `liger_kernels.patch(model)` after `get_peft_model` |
 | ours-offload | `liger_kernels.patch(model, offload="layers")`: what checkpoints keep goes to the host |
+| ours-recompute | `liger_kernels.patch(model, recompute="mlp")`: MLPs save their input alone |
+| ours-offload-recompute | both |
 | liger | liger-kernel, as a Trainer with `use_liger_kernel=True` applies it |
 | axolotl | PEFT's model with axolotl's LoRA kernels |
 | unsloth | the model of unsloth's loader, with its adapters and its checkpointing |

@@ -18,6 +18,7 @@ from liger_kernels.fitting.training import Training, check_training
 from liger_kernels.ops.loss.linear_cross_entropy import Memory
 from liger_kernels.ops.runtime.arguments import checked
 from liger_kernels.patching.offload import Offload
+from liger_kernels.patching.recompute import Recompute
 
 __all__ = ["Fit", "Switch", "fit"]
 
@@ -109,6 +110,7 @@ def fit(
     checkpointing: bool = True,
     memory: Memory | None = None,
     offload: Offload | None = None,
+    recompute: Recompute | None = None,
     sizes: Mapping[str, Any] | None = None,
 ) -> Fit:
     """Calculate the memory of a training step of a patched causal language model in bfloat16. Needs no GPU.
@@ -125,6 +127,7 @@ def fit(
         checkpointing: whether each layer is computed again in the backward, without reentry.
         memory: the schedule of the loss, as :func:`liger_kernels.patch` takes it.
         offload: "layers" keeps the inputs of checkpointed layers in the host's memory, as there.
+        recompute: "mlp" keeps the input of a gated MLP alone, as there.
         sizes: attributes of the configuration that are to be others.
 
     Returns:
@@ -136,7 +139,7 @@ def fit(
         ValueError: nothing such as ``model`` is there, it is no causal language model, its step needs data, or another
             argument is out of range.
     """
-    setup = check_training(lora, qlora, full, batch, memory, offload, checkpointing)
+    setup = check_training(lora, qlora, full, batch, memory, offload, recompute, checkpointing)
     for name, number in (("tokens", tokens), ("gpu", gpu)):
         if number is not None and not 0 < number < math.inf:
             raise ValueError(f"{name} is {number}; it must be more than 0")
@@ -191,6 +194,8 @@ def _others(setup: Training) -> list[tuple[str, Training]]:
         changes['memory="small"'] = {"memory": "small"}
     if setup.offload is None:
         changes['offload="layers"'] = {"offload": "layers"}
+    if setup.recompute is None:
+        changes['recompute="mlp"'] = {"recompute": "mlp"}
     groups: list[tuple[str, ...]] = [
         (name,) for name in changes if setup.checkpointing or "offload" not in changes[name]
     ]

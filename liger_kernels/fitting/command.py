@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--no-checkpointing", action="store_true", help="keep what every layer saves")
     found.add_argument("--memory", choices=("fast", "balanced", "small"), help="the schedule of the loss")
     found.add_argument("--offload", choices=("layers",), help="keep layer inputs in the host's memory")
+    found.add_argument("--recompute", choices=("mlp",), help="keep the input of a gated MLP alone")
     return found
 
 

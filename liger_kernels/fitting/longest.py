@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 STEP = 256  # tokens; what is found is a multiple of it
-FIRST = 16  # in units of STEP, as all numbers in here
+FIRST = 16  # in steps, as all numbers in here
 MOST = 2**16
 
 
-def longest(peak: Callable[[int], int], capacity: int) -> int:
-    """The largest multiple of :data:`STEP` whose ``peak`` is at most ``capacity``; 0 where not even the first one fits.
+def longest(peak: Callable[[int], int], capacity: int, step: int = STEP) -> int:
+    """The largest multiple of ``step`` whose ``peak`` is at most ``capacity``; 0 where not even the first one fits.
 
-    A peak grows with the tokens, and most often along a line: then four or five steps settle it."""
-    known = {0: 0}  # by multiple of STEP
+    A peak grows with the tokens, and most often along a line: then four or five calls settle it."""
+    known = {0: 0}  # by multiple of step
 
     def fits(n: int) -> bool:
         if n not in known:
-            known[n] = peak(n * STEP)
+            known[n] = peak(n * step)
         return known[n] <= capacity
 
     def guess(low: int, high: int | None) -> int:
@@ -48,4 +48,4 @@ def longest(peak: Callable[[int], int], capacity: int) -> int:
             high = n
             if n - 1 > low and fits(n - 1):
                 low = n - 1
-    return low * STEP
+    return low * step

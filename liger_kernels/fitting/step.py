@@ -65,7 +65,7 @@ def prepare(model: Any, setup: Training) -> Any:
         if setup.rank is not None:
             model.enable_input_require_grads()
     if setup.patched:
-        liger_kernels.patch(model, memory=setup.memory, offload=setup.offload)
+        liger_kernels.patch(model, memory=setup.memory, offload=setup.offload, recompute=setup.recompute)
     return model
 
 

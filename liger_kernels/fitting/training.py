@@ -12,6 +12,7 @@ from torch import nn
 
 from liger_kernels.ops.loss.linear_cross_entropy import Memory
 from liger_kernels.patching.offload import Offload
+from liger_kernels.patching.recompute import Recompute
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
@@ -26,7 +27,7 @@ class Training:
         full: the optimizer, of :data:`OPTIMIZERS`; adapters have "adamw".
         batch: rows of a step.
         checkpointing: whether each layer is computed again in the backward.
-        memory, offload: as in :func:`liger_kernels.patch`.
+        memory, offload, recompute: as in :func:`liger_kernels.patch`.
         patched: whether the model is patched at all.
     """
 
@@ -37,6 +38,7 @@ class Training:
     checkpointing: bool = True
     memory: Memory | None = None
     offload: Offload | None = None
+    recompute: Recompute | None = None
     patched: bool = True
 
     def optimizer(self, parameters: Iterable[nn.Parameter], fused: bool = False) -> Any:
@@ -50,11 +52,12 @@ class Training:
         options = ["checkpointing" if self.checkpointing else "no checkpointing"]
         options += [f'memory="{self.memory}"'] if self.memory is not None else []
         options += [f'offload="{self.offload}"'] if self.offload is not None else []
+        options += [f'recompute="{self.recompute}"'] if self.recompute is not None else []
         return ", ".join([how, *options])
 
 
 def check_training(
-    lora: Any, qlora: Any, full: Any, batch: int, memory: Any, offload: Any, checkpointing: bool
+    lora: Any, qlora: Any, full: Any, batch: int, memory: Any, offload: Any, recompute: Any, checkpointing: bool
 ) -> Training:
     """What the arguments of :func:`liger_kernels.fit` say.
 
@@ -79,4 +82,4 @@ def check_training(
         )
     if rank is not None and importlib.util.find_spec("peft") is None:
         raise ValueError(f"{chosen[0]} needs PEFT, which is not installed: pip install peft")
-    return Training(rank, qlora is not None, optimizer, batch, checkpointing, memory, offload)
+    return Training(rank, qlora is not None, optimizer, batch, checkpointing, memory, offload, recompute)

@@ -26,6 +26,7 @@ from liger_kernels.ops.runtime.arguments import checked
 from liger_kernels.patching import PatchReport, check_options, patch, status
 from liger_kernels.patching.modules import kernel_names
 from liger_kernels.patching.offload import Offload
+from liger_kernels.patching.recompute import Recompute
 
 __all__ = [
     "AutoLigerKernelForCausalLM",
@@ -48,7 +49,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """``AutoModelForCausalLM`` whose models come back patched.
 
     ``from_pretrained`` and ``from_config`` take what upstream's take, and ``kernels=``, ``loss_reduction=``,
-    ``memory=`` and ``offload=`` of :func:`liger_kernels.patch`.
+    ``memory=``, ``offload=`` and ``recompute=`` of :func:`liger_kernels.patch`.
     """
 
     @classmethod
@@ -61,6 +62,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         loss_reduction: LossReduction = "token",
         memory: Memory | None = None,
         offload: Offload | None = None,
+        recompute: Recompute | None = None,
         **kwargs: Any,
     ) -> Any:
         """``AutoModelForCausalLM.from_pretrained`` of all other arguments, patched with ``kernels`` (all by default).
@@ -71,7 +73,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         wanted = check_options(kernels, loss_reduction, memory)
         loaded = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
-        patch(model, wanted, loss_reduction, memory, offload)
+        patch(model, wanted, loss_reduction, memory, offload, recompute)
         return loaded
 
     @classmethod
@@ -84,6 +86,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         loss_reduction: LossReduction = "token",
         memory: Memory | None = None,
         offload: Offload | None = None,
+        recompute: Recompute | None = None,
         **kwargs: Any,
     ) -> Any:
         """``AutoModelForCausalLM.from_config`` of all other arguments, patched with ``kernels`` (all by default).
@@ -93,7 +96,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         """
         wanted = check_options(kernels, loss_reduction, memory)
         model = AutoModelForCausalLM.from_config(config, *args, **kwargs)
-        patch(model, wanted, loss_reduction, memory, offload)
+        patch(model, wanted, loss_reduction, memory, offload, recompute)
         return model
 
 
@@ -152,19 +155,21 @@ def apply_liger_kernel_to_instance(
     geglu: bool = True,
     memory: Memory | None = None,
     offload: Offload | None = None,
+    recompute: Recompute | None = None,
 ) -> PatchReport:
     """Patch ``model``, of any family, as the ``use_liger_kernel`` flag of a trainer does, with its configuration.
 
-    A model that has been patched before with at least these kernels stays as it is. ``memory`` and ``offload`` are
-    those of :func:`liger_kernels.patch`.
+    A model that has been patched before with at least these kernels stays as it is. ``memory``, ``offload`` and
+    ``recompute`` are those of :func:`liger_kernels.patch`.
 
     Returns:
         Its :class:`liger_kernels.PatchReport`.
 
     Raises:
         TypeError: another switch than these, or an argument of another type.
-        ValueError: both losses are asked for, an unknown ``memory`` or ``offload``, a ``memory`` without the fused
-            linear loss, or the model is patched already without one of the kernels or with others of these options.
+        ValueError: both losses are asked for, an unknown ``memory``, ``offload`` or ``recompute``, a ``memory`` without
+            the fused linear loss, or the model is patched already without one of the kernels or with others of these
+            options.
     """
     kernels = _kernels(
         memory,
@@ -178,9 +183,10 @@ def apply_liger_kernel_to_instance(
     )
     report = status(model)
     if report is None or not set(kernels) <= set(report.kernels):
-        return patch(model, kernels, memory=memory, offload=offload)
-    wanted = report.memory if memory is None else memory, report.offload if offload is None else offload
-    return patch(model, report.kernels, report.loss_reduction, *wanted)
+        return patch(model, kernels, memory=memory, offload=offload, recompute=recompute)
+    given = {"memory": memory, "offload": offload, "recompute": recompute}
+    wanted: Any = {name: getattr(report, name) if value is None else value for name, value in given.items()}
+    return patch(model, report.kernels, report.loss_reduction, **wanted)
 
 
 def _kernels(memory: str | None, **switches: bool) -> list[str]:

@@ -20,7 +20,9 @@ from liger_kernels.patching.logits.model import ModelRecipe
 from liger_kernels.patching.logits.packing import packing_denominator
 from liger_kernels.patching.modules import drop_kept_method, kernel_names, patch_modules, register
 from liger_kernels.patching.offload import Offload
+from liger_kernels.patching.recipes.glu import GluRecipe
 from liger_kernels.patching.recipes.recogniser import Recogniser
+from liger_kernels.patching.recompute import Recompute
 from liger_kernels.patching.rehearsal import wake_compiler
 from liger_kernels.patching.report import REPORT, Left, PatchReport, Replacement
 from liger_kernels.patching.swap import Recipe, Undo, forget, recipe_of, restore
@@ -55,6 +57,7 @@ def patch(
     loss_reduction: LossReduction = "token",
     memory: Memory | None = None,
     offload: Offload | None = None,
+    recompute: Recompute | None = None,
 ) -> PatchReport:
     """Let ``model`` run on this package's kernels, in place; other models of its family stay as they are.
 
@@ -81,19 +84,22 @@ def patch(
             a feature, layer and token in 16 bits, copied while the GPU computes. A step without activation
             checkpointing runs without it; ``fallbacks`` counts it, and a warning says so once. Where no pinned memory
             is left, the step raises ``RuntimeError``.
+        recompute: "mlp" lets a gated MLP save its input alone while it trains, and compute the rest again in the
+            backward, by tiles of 4096 or 8192 tokens (docs/how-to/memory.md). Where tiles would be noticed, by a hook
+            on a projection for one, the MLP saves what it always saves, and ``fallbacks`` counts why.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, ``kernels`` is a single string, or another argument is of a type
             that makes no sense.
-        ValueError: an unknown kernel, loss reduction, schedule or offload, a schedule without ``linear_cross_entropy``
-            among the kernels, a model that is patched already with others, or one without a loss that could be
-            weighted.
+        ValueError: an unknown kernel, loss reduction, schedule, offload or recompute, a schedule without
+            ``linear_cross_entropy`` among the kernels, a model that is patched already with others, or one without a
+            loss that could be weighted.
     """
     warn_of_a_newer_torch()
     wanted = check_options(kernels, loss_reduction, memory)
     with _one_at_a_time:
         wake_compiler(model)
-        asked = PatchReport(wanted, loss_reduction=loss_reduction, memory=memory, offload=offload)
+        asked = PatchReport(wanted, loss_reduction=loss_reduction, memory=memory, offload=offload, recompute=recompute)
         report = _patch(model, asked)
     if not report.replaced:
         warnings.warn(
@@ -111,6 +117,12 @@ def patch(
         warnings.warn(
             f"offload={offload!r} has no effect in this {type(model).__name__}: it takes a causal language model of "
             "transformers and, among the kernels, linear_cross_entropy or cross_entropy",
+            stacklevel=_CALLER,
+        )
+    if recompute is not None and not any(isinstance(recipe_of(module), GluRecipe) for module in model.modules()):
+        warnings.warn(
+            f"recompute={recompute!r} has no effect in this {type(model).__name__}: no gated MLP runs on a kernel. "
+            "print() the report for the reasons.",
             stacklevel=_CALLER,
         )
     return report
@@ -192,6 +204,7 @@ def patched(
     loss_reduction: LossReduction = "token",
     memory: Memory | None = None,
     offload: Offload | None = None,
+    recompute: Recompute | None = None,
 ) -> Iterator[PatchReport]:
     """``with patched(model) as report:`` runs the model patched inside the block, and as it was after it.
 
@@ -206,7 +219,7 @@ def patched(
     """
     with _one_at_a_time:
         for_good, before = patched_for_good(model), held(model)
-        report = patch(model, kernels, loss_reduction, memory, offload)
+        report = patch(model, kernels, loss_reduction, memory, offload, recompute)
         block = hold((m for m in model.modules() if REPORT in m.__dict__ and m not in for_good), before)
     try:
         yield report
@@ -228,7 +241,7 @@ def status(model: nn.Module) -> PatchReport | None:
 
 
 def _check_same_options(known: PatchReport, asked: PatchReport) -> None:
-    for name in ("kernels", "loss_reduction", "memory", "offload"):
+    for name in ("kernels", "loss_reduction", "memory", "offload", "recompute"):
         before, value = getattr(known, name), getattr(asked, name)
         if before != value:
             raise ValueError(

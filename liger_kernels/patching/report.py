@@ -38,12 +38,13 @@ class PatchReport:
         replaced: what was replaced.
         left: what was left alone, with the reason.
         fallbacks: how often real logits had to be computed in a training forward, another schedule than ``memory`` had
-            to run, PEFT's own forward ran in place of ``lora_linear`` or ``lora_experts``, or ``offload`` found nothing
-            to move, by reason; it goes on counting.
+            to run, PEFT's own forward ran in place of ``lora_linear`` or ``lora_experts``, ``offload`` found nothing
+            to move, or an MLP saved more than ``recompute`` asks for, by reason; it goes on counting.
         loss_reduction: what the loss averages over: "token", "square" or "sample".
         memory: the schedule of the fused loss that was chosen: "fast", "balanced" or "small"; None where it follows
             shape and dtype.
         offload: "layers" where the inputs of checkpointed layers go to the host's memory.
+        recompute: "mlp" where gated MLPs save their input alone.
         forwards: how often the model's forward has run since.
         never_ran: what was replaced and has run in none of these forwards, as :func:`liger_kernels.status` found it.
     """
@@ -57,6 +58,7 @@ class PatchReport:
     forwards: int = 0
     never_ran: list[Replacement] = field(default_factory=list)
     offload: str | None = None
+    recompute: str | None = None
 
     @property
     def fuses_head(self) -> bool:
@@ -96,6 +98,8 @@ class PatchReport:
             lines += ["", f"memory={self.memory!r}: {effect}"]
         if self.offload is not None:
             lines += ["", f"offload={self.offload!r}: the inputs of checkpointed layers go to the host's memory"]
+        if self.recompute is not None:
+            lines += ["", f"recompute={self.recompute!r}: gated MLPs save their input, and compute the rest again"]
         if self.fallbacks:
             lines += ["", "real logits were computed in training, or another schedule or forward ran, because:"]
             lines += [f"  {count} x {reason}" for reason, count in self.fallbacks.most_common()]

@@ -318,7 +318,7 @@ MUTANTS = (
         "The gated MLP reads the weight of its last projection past the module, so that no hook on it is called.",
         "probe.has_hooks(module)", "False", "test_hooks_on_the_projection_behind_the_product_fire", source="P6"),
     _mlp("product_kept_for_the_backward", "The gated MLP always calls its last projection, which keeps the product.",
-        "linear is not None", "False", "test_the_product_of_an_mlp_is_not_kept"),
+        "linear is None", "True", "test_the_product_of_an_mlp_is_not_kept", within="_run"),
     faults("ops.loss.operators")("p18_op_writes_its_input",
         "The custom op writes to an input that its schema says it leaves alone.",
         "return _as_results(schedule.forward(call))", "call.hidden.mul_(2.0)\n<old>",

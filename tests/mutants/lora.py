@@ -9,6 +9,7 @@ _products = faults("ops.lora.products", "test_ops_lora_linear.py")
 _adapter = faults("ops.lora.adapter", "test_ops_lora_linear.py")
 _several = faults("ops.lora.projection", "test_ops_gated_mlp.py")
 _mlp = faults("ops.lora.gated_mlp", "test_ops_gated_mlp.py")
+_unit = faults("ops.lora.adapted_glu", "test_ops_gated_mlp.py")
 _layer = faults("patching.lora.layer", "test_patching_lora.py")
 _state = faults("patching.lora.adapters", "test_patching_lora.py")
 _shared = faults("patching.lora.shared_input", "test_patching_shared_input.py")
@@ -18,8 +19,8 @@ _NUMBERS = "test_the_same_numbers[{}]"
 _STATE = "test_state_that_changes_between_steps_is_read_at_each_call"
 _ODD = "test_peft_computes_what_was_not_probed_and_the_report_counts_why[{}]"
 _ADD = "add_product(dx, g, a, None, 1.0, x.shape, x.dtype)"
-_DA = "columns_product(x, g, a[0].shape, a[0].dtype, 1.0, by_rank=True)"
-_DB = "columns_product(dy, z, b[0].shape, b[0].dtype, scales[0])"
+_DA = "columns_product(x, g, a[0].shape, dtype or a[0].dtype, 1.0, by_rank=True)"
+_DB = "columns_product(dy, z, b[0].shape, dtype or b[0].dtype, scales[0])"
 
 _PARTS = "test_sums_in_parts_and_tiles_below_one_another[torch.float32-ranks0]"
 _MLP = "test_adapters_on_some_and_on_all[torch.float32-{'gate': (4,), 'up': (4,), 'down': (4,)}-False]"
@@ -49,7 +50,7 @@ MUTANTS = (
         "(program // col_blocks).to(tl.int64) * rows_of_program", "<old> * 3 // 2", _PARTS),
     _products("lora_first_ranks_for_all", "More ranks than a program holds of w count as the first of them.",
         "first > 0", "first < 0", "test_sums_in_parts_and_tiles_below_one_another[torch.float32-ranks1]"),
-    _mlp("lora_down_with_other_columns", "The gradient of h meets the columns of down's A that lie next to its own.",
+    _unit("lora_down_with_other_columns", "The gradient of h meets the columns of down's A that lie next to its own.",
         "0, col, n_cols, down_ranks, PART", "0, col + 1, n_cols, down_ranks, PART",
         "test_tiles_below_one_another[torch.float32-4]"),
     _adapter("lora_bias_not_scaled", "Of several adapters, the biases are added as they are.",
@@ -63,7 +64,7 @@ MUTANTS = (
         _DB, "<old>.to(dy.dtype).to(b[0].dtype)",
         "test_float32_adapters_of_a_16_bit_model_lose_next_to_nothing"),
     _adapter("lora_scale_once_in_the_gradient_of_several", "Of several adapters, B has a gradient without the scale.",
-        "(s * part).to(one.dtype)", "part.to(one.dtype)", _SEVERAL),
+        "(s * part).to(dtype or one.dtype)", "part.to(one.dtype)", _SEVERAL),
     _layer("lora_not_disabled", "An adapter is added inside of disable_adapter, in DPO's reference.",
         'state.get("_disable_adapters")', "False", "test_disable_adapter_as_dpo_uses_it"),
     _layer("lora_added_to_merged_weights", "An adapter is added to weights that have it already.",
@@ -105,13 +106,13 @@ MUTANTS = (
     faults("patching.census")("lora_later_adapters_not_listed", "Adapters that came after patch() are in no list.",
         "{LORA: is_lora_layer, DORA: is_dora_layer, LORA_EXPERTS: adapts_experts}", "{LORA_EXPERTS: adapts_experts}",
         "test_patching_lora.py::test_an_adapter_that_comes_after_patch"),
-    _mlp("mlp_gates_adapter_for_up", "Up has the adapter of gate.",
-        "_delta_arguments(up_z, parts[1])", "_delta_arguments(gate_z, parts[0])", _MLP, within="_unit"),
-    _mlp("mlp_gates_adapter_for_up_in_the_backward", "The backward makes up with the adapter of gate.",
-        "_delta_arguments(up_z, parts[1])", "_delta_arguments(gate_z, parts[0])", _MLP, within="_unit_gradients"),
-    _mlp("mlp_gradient_through_downs_adapter_lost", "h has the gradient through down's weight alone.",
+    _unit("mlp_gates_adapter_for_up", "Up has the adapter of gate.",
+        "_delta_arguments(up_z, parts[1])", "_delta_arguments(gate_z, parts[0])", _MLP, within="glu_of_adapted"),
+    _unit("mlp_gates_adapter_for_up_in_the_backward", "The backward makes up with the adapter of gate.",
+        "_delta_arguments(up_z, parts[1])", "_delta_arguments(gate_z, parts[0])", _MLP, within="glu_gradients"),
+    _unit("mlp_gradient_through_downs_adapter_lost", "h has the gradient through down's weight alone.",
         "g is not None", "False", _MLP),
-    _mlp("mlp_product_not_made_again", "Down's A has a gradient by what is not h.",
+    _unit("mlp_product_not_made_again", "Down's A has a gradient by what is not h.",
         "PRODUCT=product", "PRODUCT=False", _MLP),
     _mlp("mlp_kept_graph_overwritten", "Gradients are written over products of a graph that is kept.",
         "_keeps_graph()", "False", "test_a_graph_is_walked_as_often_as_it_is_kept[plain]"),

@@ -76,27 +76,36 @@ def delta_of(
     return w, total, scale
 
 
-def gradients_of_a(x: Tensor, g: Tensor, a: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    """``needs``: those that are wanted. x is [..., in features], ``g`` float32 [tokens, ranks]."""
+def gradients_of_a(
+    x: Tensor, g: Tensor, a: Sequence[Tensor], needs: Sequence[bool], dtype: torch.dtype | None = None
+) -> list[Tensor | None]:
+    """``needs``: those that are wanted, in the dtype of each or in ``dtype``. x is [..., in features], ``g`` float32
+    [tokens, ranks]."""
     if len(a) == 1:
-        return [columns_product(x, g, a[0].shape, a[0].dtype, 1.0, by_rank=True)]
+        return [columns_product(x, g, a[0].shape, dtype or a[0].dtype, 1.0, by_rank=True)]
     ranks = [one.shape[0] for one in a]
-    dtype = a[0].dtype if all(one.dtype is a[0].dtype for one in a) else torch.float32
-    every = columns_product(x, g, (sum(ranks), x.shape[-1]), dtype, 1.0, by_rank=True)
+    of_all = dtype or (a[0].dtype if all(one.dtype is a[0].dtype for one in a) else torch.float32)
+    every = columns_product(x, g, (sum(ranks), x.shape[-1]), of_all, 1.0, by_rank=True)
     parts = zip(every.split(ranks), a, needs, strict=True)
-    return [part.to(one.dtype) if needed else None for part, one, needed in parts]
+    return [part.to(dtype or one.dtype) if needed else None for part, one, needed in parts]
 
 
 def gradients_of_b(
-    dy: Tensor, z: Tensor, b: Sequence[Tensor], scales: Sequence[float], needs: Sequence[bool]
+    dy: Tensor,
+    z: Tensor,
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    needs: Sequence[bool],
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor | None]:
-    """``needs``: those that are wanted. ``dy`` is [..., out features], ``z`` float32 [tokens, ranks]."""
+    """``needs``: those that are wanted, in the dtype of each or in ``dtype``. ``dy`` is [..., out features], ``z``
+    float32 [tokens, ranks]."""
     if len(b) == 1:
-        return [columns_product(dy, z, b[0].shape, b[0].dtype, scales[0])]
+        return [columns_product(dy, z, b[0].shape, dtype or b[0].dtype, scales[0])]
     ranks = [one.shape[1] for one in b]
     every = columns_product(dy, z, (dy.shape[-1], sum(ranks)), torch.float32, 1.0)
     parts = zip(every.split(ranks, dim=1), b, scales, needs, strict=True)
-    return [(s * part).to(one.dtype) if needed else None for part, one, s, needed in parts]
+    return [(s * part).to(dtype or one.dtype) if needed else None for part, one, s, needed in parts]
 
 
 def gradients_of_biases(

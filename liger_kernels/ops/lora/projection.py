@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._split_sum import add_product as add_to_sum
 from liger_kernels.ops.lora.adapter import (
     LoraAdapter,
     delta_of,
@@ -207,6 +208,38 @@ def gradients_of_ranks(dys: Sequence[Tensor | None], parts: Sequence[NodeProject
     return g
 
 
+class GradientSums:
+    """Gradients of ``tensors`` that are summed over tiles of tokens in float32, and rounded once."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]):
+        self.tensors = tensors
+        self.totals: list[Tensor | None] = [None] * len(tensors)
+
+    def add_product(self, i: int, a: Tensor, b: Tensor) -> None:
+        """a @ b is added to the gradient of tensor ``i``."""
+        total = self.totals[i]
+        if total is None:
+            total = self.totals[i] = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
+            add_to_sum(total, a, b, 0.0)
+        else:
+            add_to_sum(total, a, b, 1.0)
+
+    def add(self, first: int, gradients: Sequence[Tensor | None]) -> None:
+        """Those of the tensors from ``first`` on, new and in float32, are added."""
+        for i, gradient in enumerate(gradients, first):
+            if gradient is not None:
+                total = self.totals[i]
+                self.totals[i] = gradient if total is None else total.add_(gradient)
+
+    def rounded(self) -> list[Tensor | None]:
+        """Each in the dtype of its tensor. The sums are given up one after the other."""
+        found: list[Tensor | None] = []
+        for i, t in enumerate(self.tensors):
+            total, self.totals[i] = self.totals[i], None
+            found.append(total if total is None or t is None else in_dtype(total, t.dtype))
+        return found
+
+
 def gradients_of_parts(
     x: Tensor,
     dys: Sequence[Tensor | None],
@@ -214,12 +247,17 @@ def gradients_of_parts(
     g: Tensor | None,
     parts: Sequence[NodeProjection],
     needs: Sequence[Needs],
+    sums: GradientSums | None = None,
+    first_of_sums: int = 0,
 ) -> list[Tensor | None]:
     """The gradients of all tensors of ``parts``, which share ``x`` [tokens, in features], in the order of
-    :func:`flat`. ``dys`` are the gradients of their results."""
+    :func:`flat`. ``dys`` are the gradients of their results. With ``sums`` they are added there, from
+    ``first_of_sums`` on."""
+    dtype = None if sums is None else torch.float32
     das: list[Tensor | None] = [None] * sum([len(part.a) for part in parts])
     if g is not None and any(needed for need in needs for needed in need.a):
-        das = gradients_of_a(x, g, [a for part in parts for a in part.a], [n for need in needs for n in need.a])
+        every = [a for part in parts for a in part.a]
+        das = gradients_of_a(x, g, every, [n for need in needs for n in need.a], dtype)
     found: list[Tensor | None] = []
     first = 0
     for dy, part, need, own_z in zip(dys, parts, needs, columns_of(z, parts), strict=True):
@@ -229,14 +267,19 @@ def gradients_of_parts(
         if dy is None:
             found += [None] * (2 + 3 * n)
             continue
-        found.append(in_dtype(torch.mm(dy.t(), x), part.weight.dtype) if need.weight else None)
+        if need.weight and sums is not None:
+            sums.add_product(first_of_sums + len(found), dy.t(), x)
+        of_weight = need.weight and sums is None
+        found.append(in_dtype(torch.mm(dy.t(), x), part.weight.dtype) if of_weight else None)
         bias = dy.sum(0, dtype=torch.float32) if need.bias else None
-        found.append(bias if bias is None or part.bias is None else bias.to(part.bias.dtype))
+        found.append(bias if bias is None or part.bias is None else bias.to(dtype or part.bias.dtype))
         found += own_das
         wanted = own_z is not None and any(need.b)
-        found += gradients_of_b(dy, own_z, part.b, part.scales, need.b) if wanted else [None] * n  # type: ignore[arg-type]
-        dtypes = [None if one is None else one.dtype for one in part.biases]
+        found += gradients_of_b(dy, own_z, part.b, part.scales, need.b, dtype) if wanted else [None] * n  # type: ignore[arg-type]
+        dtypes = [None if one is None else dtype or one.dtype for one in part.biases]
         found += gradients_of_biases(dy, part.scales, dtypes, need.biases) if any(need.biases) else [None] * n
+    if sums is not None:
+        sums.add(first_of_sums, found)
     return found
 
 

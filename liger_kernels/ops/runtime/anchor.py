@@ -14,7 +14,9 @@ over, and ``ProductFunction`` goes backward as if the product were its own. Wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +27,30 @@ saved_tensors_hooks: Callable[[bool], Any] = getattr(
 )
 
 
+class _Anchors(threading.local):
+    only = False
+
+
+_anchors = _Anchors()
+
+
+@contextlib.contextmanager
+def anchors_only(only: bool = True) -> Iterator[None]:
+    """Inside, an op's result stays its anchor: of what is computed again only to go backward, nobody reads it."""
+    before, _anchors.only = _anchors.only, only
+    try:
+        yield
+    finally:
+        _anchors.only = before
+
+
 def saves_first() -> bool:
     """Whether an op saves before its last product: where hooks of a checkpoint or others get what is saved.
 
     In a traced program none does: its compiler decides what is computed again."""
-    return not torch.compiler.is_compiling() and saved_tensors_hooks(True) is not None and torch.is_grad_enabled()
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return _anchors.only or saved_tensors_hooks(True) is not None
 
 
 def anchor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -43,7 +64,7 @@ class Computed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[[], torch.Tensor], *like: torch.Tensor) -> torch.Tensor:
-        return compute()
+        return anchor(like[0].shape, like[0].dtype, like[0].device) if _anchors.only else compute()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

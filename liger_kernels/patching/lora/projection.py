@@ -38,9 +38,14 @@ def has_adapters(module: Any) -> bool:
 
 
 def adapted(modules: Sequence[Any], x: torch.Tensor, inner: int | None = None) -> list[Held] | None:
+    """:func:`as_projections`; None where none of ``modules`` has adapters."""
+    return as_projections(modules, x, inner) if any(map(has_adapters, modules)) else None
+
+
+def as_projections(modules: Sequence[Any], x: torch.Tensor, inner: int | None = None) -> list[Held] | None:
     """``modules`` as projections of x, with ``inner`` but for the last one, which has as many features; None where one
-    of them has to be called, or none has adapters. They count as run."""
-    if not any(map(has_adapters, modules)) or probe.has_global_hooks() or not x.dim():
+    of them has to be called. They count as run."""
+    if probe.has_global_hooks() or not x.dim():
         return None
     found = []
     last = len(modules) - 1

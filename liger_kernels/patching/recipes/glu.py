@@ -2,7 +2,7 @@
 
 The projections themselves stay the modules they are and are called as modules: adapters, hooks and quantized layers
 on them keep working. Only where calling ``down`` is ``F.linear`` and nothing else it joins the fused op, which then
-keeps no product for the backward.
+keeps no product for the backward. With adapters, or where the MLP computes again (recompute.py), all three join it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from torch import nn
 
 from liger_kernels.ops import gated_mlp, geglu, geglu_linear, swiglu, swiglu_linear
 from liger_kernels.ops.lora.gated_mlp import gated_mlp_of_checked
+from liger_kernels.ops.runtime.anchor import anchors_only
 from liger_kernels.ops.runtime.compiling import left_to_inductor
-from liger_kernels.patching.lora.projection import Held, adapted, foreseen_projection, has_adapters
+from liger_kernels.patching.lora.projection import Held, adapted, as_projections, foreseen_projection, has_adapters
 from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.probe import PLAIN, PROBED, takes_one_tensor, true_shape
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict, fingerprint
+from liger_kernels.patching.recompute import in_tiles, recomputes
 from liger_kernels.patching.swap import Calls, Recipe, mark_run
 from liger_kernels.patching.watch import unchanged
 
@@ -85,7 +87,6 @@ class GluRecipe(Recipe):
 
     def namespace(self, base: Any) -> dict[str, Any]:
         recipe = self
-        activate, fused, fused_linear = _UNITS[self.activation]
         called = {self.gate, self.up, self.down}
         projections, under_autocast = self.live, self.autocast
 
@@ -101,31 +102,43 @@ class GluRecipe(Recipe):
             ):
                 return base.forward(self, *args, **kwargs)
             mark_run(self)
-            if recipe.up is not None and (parts := _adapted(self, recipe, x)) is not None:
+            again = recomputes(self)
+            if recipe.up is not None and (parts := _projections(self, recipe, x, again)) is not None:
                 gate, up, down = parts
-                return gated_mlp_of_checked(x, gate, up, down, recipe.activation)
-            gate = getattr(self, recipe.gate)(x)
-            if recipe.up is not None:
-                up = getattr(self, recipe.up)(x)
-            else:
-                first, second = gate.chunk(2, dim=-1)
-                gate, up = (first, second) if recipe.gate_first else (second, first)
-            down = getattr(self, recipe.down)
-            # A plan that keeps DTensors, or one that is broadcast.
-            if type(gate) not in PLAIN or type(up) not in PLAIN or gate.shape != up.shape:
-                return down(activate(gate) * up)
-            linear = _just_linear(down, gate, up)
-            if linear is not None:
-                return fused_linear(gate, up, *linear)
-            return down(fused(gate, up))
+                return gated_mlp_of_checked(x, gate, up, down, recipe.activation, again)
+            return in_tiles(self, partial(_run, self, recipe), x) if again else _run(self, recipe, x)
 
         return {"forward": forward}
 
 
-def _adapted(mlp: nn.Module, recipe: GluRecipe, x: torch.Tensor) -> list[Held] | None:
-    """The projections of an MLP that runs as one op, because it has adapters; None where one has to be called."""
+def _run(mlp: Any, recipe: GluRecipe, x: torch.Tensor, backward_only: bool = False) -> torch.Tensor:
+    """The MLP of ``x`` by its modules. With ``backward_only``, its last product need not be computed."""
+    activate, fused, fused_linear = _UNITS[recipe.activation]
+    gate = getattr(mlp, recipe.gate)(x)
+    if recipe.up is not None:
+        up = getattr(mlp, recipe.up)(x)
+    else:
+        first, second = gate.chunk(2, dim=-1)
+        gate, up = (first, second) if recipe.gate_first else (second, first)
+    down = getattr(mlp, recipe.down)
+    # A plan that keeps DTensors, or one that is broadcast.
+    if type(gate) not in PLAIN or type(up) not in PLAIN or gate.shape != up.shape:
+        return down(activate(gate) * up)
+    linear = _just_linear(down, gate, up)
+    if linear is None:
+        return down(fused(gate, up))
+    if not backward_only:
+        return fused_linear(gate, up, *linear)
+    with anchors_only():
+        return fused_linear(gate, up, *linear)
+
+
+def _projections(mlp: nn.Module, recipe: GluRecipe, x: torch.Tensor, again: bool) -> list[Held] | None:
+    """The projections of an MLP that runs as one op: because it has adapters, or computes ``again``; None where one
+    has to be called."""
     modules: Any = mlp._modules
-    return adapted([modules[name] for name in recipe.live], x, modules[recipe.gate].out_features)
+    held = as_projections if again else adapted
+    return held([modules[name] for name in recipe.live], x, modules[recipe.gate].out_features)
 
 
 def skips_watched(mlp: nn.Module, called: set[str | None]) -> bool:

@@ -1,0 +1,250 @@
+"""The longest sequence that trains under a limit of memory, measured: ours and other packages', on one GPU.
+
+``python -m benchmarks.longest [--method qlora] [--gpu-memory 24,80] [--arms ours,...] [--tokens N] [--json FILE]``
+
+The model is the Llama-3 8B shape of ``benchmarks.adapters``, one sequence of random tokens, every position a target,
+with checkpointing. A length trains if two steps with their optimizer end: AdamW, over adapters of rank 16 or over every
+weight in bfloat16. PyTorch's allocator gets what a card of that size has left besides CUDA's own memory. Each search is
+a process of its own. Two short lengths give a line, and the search goes where it reaches the limit; ``--tokens`` tries
+one length and no other. Next to what is found stands what ``liger_kernels.fit`` calculates for our arms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import models, report
+from benchmarks.adapters.arms import ARMS, OPTIONS, OWN
+from benchmarks.adapters.job import TRUTH, AdapterJob
+from benchmarks.adapters.model import autocast, batch, configuration, set_adapters
+from benchmarks.adapters.steps import fallbacks
+from benchmarks.process import run_module
+from convergence import files, tables
+from liger_kernels.fitting import GIB, RESERVE
+from liger_kernels.fitting.longest import longest
+from liger_kernels.fitting.step import MetaStep
+from liger_kernels.fitting.training import Training
+
+Found = dict[str, Any]
+METHODS = ("lora", "qlora", "full")
+DEFAULT = ("ours", "ours-offload", "ours-offload-recompute", "liger", "unsloth")
+STEP = 1024  # tokens; what is found is a multiple of it
+ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def job_of(method: str, arm: str, tiny: bool = False) -> AdapterJob:
+    full = method == "full"
+    return AdapterJob(
+        arm,
+        quantised=method == "qlora",
+        checkpointing="own" if ARMS[arm].own else "hf",
+        precision="bfloat16" if full else "trainer",
+        tiny=tiny,
+        full=full,
+    )
+
+
+def calculated(job: AdapterJob, gib: float) -> int | None:
+    """What ``liger_kernels.fit`` calculates for one of our arms."""
+    if job.arm not in ("ours", *OPTIONS):
+        return None
+    setup = Training(None if job.full else job.rank, quantised=job.quantised, **OPTIONS.get(job.arm, {}))
+    step = MetaStep(configuration(job), setup)
+    return longest(lambda tokens: step.count(tokens).peak, int(gib * GIB) - RESERVE)
+
+
+def limit(gib: float) -> int:
+    """Bytes that PyTorch may take of a card of ``gib`` GiB: all but what CUDA itself holds. It takes no more."""
+    torch.zeros(1, device="cuda")
+    free, total = torch.cuda.mem_get_info()
+    most = int(gib * GIB) - (total - free - torch.cuda.memory_reserved())
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
+    return most
+
+
+class Steps:
+    """Steps of a model, of any length, each with its peak; those that were tried, in ``tried``."""
+
+    def __init__(self, model: Any, job: AdapterJob, capacity: int, keep: Callable[[list[Found]], None]):
+        self.model, self.job, self.capacity, self.keep = model, job, capacity, keep
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=job.device.type == "cuda")
+        self.tried: list[Found] = []
+
+    def peak(self, tokens: int) -> int:
+        """Bytes at the peak of the second of two steps; more than the capacity where memory ran out."""
+        run = partial(models.step, self.model, batch(self.model.config, tokens, self.job), partial(autocast, self.job))
+        found: Found = {"tokens": tokens, "bytes": None, "s": None}
+        try:
+            for _ in range(2):
+                models.release()
+                torch.cuda.reset_peak_memory_stats()
+                start = time.perf_counter()
+                run()
+                self.optimizer.step()
+                torch.cuda.synchronize()
+                found["s"] = time.perf_counter() - start
+            found["bytes"] = torch.cuda.max_memory_allocated()
+        except torch.OutOfMemoryError:
+            found["s"] = None
+        self.model.zero_grad(set_to_none=True)
+        models.release()
+        return self.known(found)
+
+    def known(self, found: Found) -> int:
+        """Bytes of what was tried, and kept. Where memory ran out, a line through what fitted tells them."""
+        self.tried.append(found)
+        self.keep(self.tried)
+        print(self.job.arm, found, file=sys.stderr, flush=True)
+        if found["bytes"] is not None:
+            return int(found["bytes"])
+        fitted = sorted((one["tokens"], one["bytes"]) for one in self.tried if one["bytes"] is not None)
+        if len(fitted) < 2:
+            return 2 * self.capacity
+        (a, low), (b, high) = fitted[-2:]
+        return max(self.capacity + 1, int(high + (found["tokens"] - b) * (high - low) / (b - a)))
+
+
+def search(plan: Found, keep: Callable[[Found], None]) -> None:
+    """What :func:`main` asks of a process of its own: the lengths that it tried."""
+    job = AdapterJob(**plan["job"])
+    arm = ARMS[job.arm]
+    if missing := arm.absent(job):
+        keep({"note": f"absent: {missing}"})
+        return
+    capacity = limit(plan["gib"])
+    try:
+        model = arm.build(job)
+        if not job.full:
+            set_adapters(model, job)
+    except torch.OutOfMemoryError:
+        keep({"note": "the model alone is too large"})
+        return
+    model.train()
+    where = report.where(torch.cuda.get_device_name(), ["torch", "transformers", "peft", *arm.distributions])
+    steps = Steps(model, job, capacity, lambda tried: keep({"where": where, "tried": tried}))
+    lengths = [plan["tokens"]] if plan["tokens"] else []
+    for tokens in lengths:
+        steps.peak(tokens)
+    most = 0 if lengths else longest(steps.peak, capacity, STEP)
+    keep({"where": where, "tried": steps.tried, "most": most, "note": fallbacks(model)})
+
+
+def row(job: AdapterJob, method: str, gib: float, found: Mapping[str, Any]) -> Found:
+    """A line of the table."""
+    fitted = [one for one in found.get("tried", ()) if one["bytes"] is not None]
+    best = max(fitted, key=lambda one: one["tokens"], default=None)
+    note = found.get("note", "the search did not end")
+    if "most" in found and best is None:
+        note = f"none of {', '.join(str(one['tokens']) for one in found['tried'])} tokens trained"
+    numbers: Found = {"tokens": 0, "gib_peak": None, "s": None}
+    if best is not None:
+        numbers = {"tokens": best["tokens"], "gib_peak": best["bytes"] / GIB, "s": best["s"]}
+    return {"method": method, "gib": gib, "arm": job.arm, **numbers, "calculated": calculated(job, gib), "note": note}
+
+
+def table(rows: Sequence[Found]) -> list[str]:
+    columns = ("method", "limit, GiB", "arm", "longest, tokens", "calculated", "peak, GiB", "step, s", "note")
+    cells = [
+        (
+            *(r["method"], f"{r['gib']:g}", r["arm"], f"{r['tokens']:,}" if r["tokens"] else "-"),
+            f"{r['calculated']:,}" if r["calculated"] else "-",
+            *("-" if r[key] is None else f"{r[key]:.2f}" for key in ("gib_peak", "s")),
+            r["note"],
+        )
+        for r in rows
+    ]
+    return tables.markdown(columns, cells)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.longest", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--method", default="qlora", help=f"of {', '.join(METHODS)} (default: %(default)s)")
+    parser.add_argument("--gpu-memory", default="24", metavar="GIB", help="limits of memory (default: %(default)s)")
+    parser.add_argument("--arms", default=",".join(DEFAULT), help=f"of {', '.join(ARMS)} (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="try this length and no other")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one search (default 3600)")
+    parser.add_argument(
+        "--path", action="append", default=[], metavar="ARM=DIR", help="a folder that hides what is installed from ARM"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a model of 64 features")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured to FILE, too")
+    options = parser.parse_args(arguments)
+    options.methods, options.arms = options.method.split(","), options.arms.split(",")
+    for kind, given, known in (("methods", options.methods, METHODS), ("arms", options.arms, [*ARMS])):
+        if unknown := sorted(set(given) - set(known) | {TRUTH} & set(given)):
+            parser.error(f"unknown {kind} {unknown}; there are {[name for name in known if name != TRUTH]}")
+    try:
+        options.limits = [float(word) for word in options.gpu_memory.split(",")]
+    except ValueError:
+        parser.error(f"--gpu-memory is {options.gpu_memory!r}; it must be like 24,80")
+    if min(*options.limits, options.tokens or 1, 1) <= 0:
+        parser.error("--gpu-memory and --tokens must be more than 0")
+    pairs = [path.partition("=") for path in options.path]
+    if wrong := [arm for arm, _, folder in pairs if arm not in ARMS or not Path(folder).is_dir()]:
+        parser.error(f"--path: {wrong} must be ARM=DIR, of an arm and a folder that is there")
+    options.path = {name: [folder for arm, _, folder in pairs if arm == name] for name in ARMS}
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {options.json.absolute().parent}")
+    return options
+
+
+def in_own_process(options: argparse.Namespace, plan: Found) -> Found:
+    """What :func:`search` kept, also of a process that ended badly."""
+    with tempfile.TemporaryDirectory() as name:
+        given, result = Path(name) / "plan.json", Path(name) / "result.json"
+        files.write_json(plan, given)
+        done = run_module(
+            "benchmarks.longest",
+            ["--search", str(given), str(result)],
+            paths=options.path[plan["job"]["arm"]],
+            environment=ENVIRONMENT,
+            timeout=options.timeout,
+        )
+        found: Found = files.read_json(result) if result.exists() else {}
+    if done.problem:
+        print(f"{plan['job']['arm']}: {done.problem}", flush=True)
+        found.setdefault("note", f"failed: {done.problem.splitlines()[0]}")
+    return found
+
+
+def main(
+    arguments: Sequence[str] | None = None, start: Callable[[argparse.Namespace, Found], Found] = in_own_process
+) -> int:
+    words = sys.argv[1:] if arguments is None else [*arguments]
+    if words[:1] == ["--search"]:
+        plan, result = files.read_json(Path(words[1])), Path(words[2])
+        search(plan, lambda found: files.write_json(found, result))
+        return 0
+    options = parse(words)
+    if start is in_own_process and not torch.cuda.is_available():
+        print("benchmarks need a GPU; torch.cuda.is_available() is False", file=sys.stderr)
+        return 2
+    rows: list[Found] = []
+    where: Found = {}
+    for method in options.methods:
+        for gib in options.limits:
+            for arm in options.arms:
+                job = job_of(method, arm, options.tiny)
+                found = start(options, {"job": asdict(job), "gib": gib, "tokens": options.tokens})
+                where = found.get("where", where)
+                rows.append(row(job, method, gib, found))
+                print(table(rows)[-1], flush=True)
+                if options.json:
+                    files.write_json({"where": where, "rows": rows}, options.json)
+    print("\n".join(["", str(where), "", *table(rows)]))
+    return int(any(r["arm"] in OWN and not r["tokens"] for r in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""``patch(recompute="mlp")``: a gated MLP that saves its input alone, and computes the rest again in the backward.
+
+Where the projections are matrices, with adapters or without, ``ops.gated_mlp`` does it. Any other MLP whose kernel runs
+on its modules does it here: forward and backward call the modules tile by tile of tokens. Both save before they
+compute, so that the recomputation of a checkpointed layer ends before the MLP.
+
+Tokens of an MLP do not depend on one another, and a module of it that draws random numbers draws the same in both
+directions. Whoever watches a module or the gradient of a parameter would be called once per tile: there, the MLP keeps
+what it always keeps, and the report counts why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_kernels.ops.lora.gated_mlp import tokens_of_tile
+from liger_kernels.ops.runtime.ahead import real_device
+from liger_kernels.ops.runtime.anchor import Computed, anchor, saves_first
+from liger_kernels.ops.runtime.arguments import one_of
+from liger_kernels.ops.runtime.dispatch import autocast_dtype, backward_once, in_dtype
+from liger_kernels.patching.recipes import probe
+from liger_kernels.patching.report import REPORT
+
+Recompute = Annotated[str, one_of(("mlp",))]
+Run = Callable[[Tensor, bool], Tensor]  # of x, and whether the result's last product is left out
+
+
+def recomputes(mlp: Any) -> bool:
+    """Whether ``mlp`` saves its input alone now: in evaluation it saves nothing."""
+    if torch.compiler.is_compiling():
+        return False
+    report = mlp.__dict__.get(REPORT)
+    return report is not None and report.recompute is not None and mlp.training
+
+
+def in_tiles(mlp: nn.Module, run: Run, x: Tensor) -> Tensor:
+    """``run(x, False)``, tile by tile, of which only ``x`` is saved; or all at once, where tiles would be noticed."""
+    parameters = list(mlp.parameters())
+    reason = _obstacle(mlp, parameters)
+    if reason is not None:
+        fallbacks = mlp.__dict__[REPORT].fallbacks
+        fallbacks[f"recompute='mlp' kept what an MLP saves: {reason}"] += 1
+        return run(x, False)
+    trained = [p for p in parameters if p.requires_grad]
+    state, first = _Surroundings(x.device), saves_first()
+    y: Tensor = _TiledFunction.apply(run, x, state, first, *trained)
+    return Computed.apply(partial(_forward, run, x), y) if first else y
+
+
+def _obstacle(mlp: nn.Module, parameters: Sequence[Tensor]) -> str | None:
+    """Who would notice tiles."""
+    if probe.has_global_hooks():
+        return "all modules have hooks"
+    for module in mlp.modules():
+        if module is not mlp and probe.has_hooks(module):
+            return "a module of it has hooks, or a forward of its own"
+        if any(isinstance(value, Tensor) and value.requires_grad for value in module.__dict__.values()):
+            return "a weight of it is no parameter"
+    if any(p._backward_hooks for p in parameters):
+        return "the gradient of a parameter has hooks"
+    return None
+
+
+class _Surroundings:
+    """What a module may compute by, apart from its input: random numbers and autocast, as they are now."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.random = torch.get_rng_state()
+        self.of_device: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+        self.random_of_device = None if self.of_device is None else self.of_device.get_rng_state(device)
+        self.autocast = autocast_dtype(device)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, these are what they were."""
+        devices = {} if self.of_device is None else {"devices": [self.device], "device_type": self.device.type}
+        kind = real_device(self.device).type
+        with (
+            torch.random.fork_rng(**devices or {"devices": []}),
+            torch.autocast(kind, self.autocast, enabled=self.autocast is not None),
+        ):
+            torch.set_rng_state(self.random)
+            if self.of_device is not None:
+                self.of_device.set_rng_state(self.random_of_device, self.device)
+            yield
+
+
+class _TiledFunction(torch.autograd.Function):
+    """Saves x. The gradients of trained parameters are summed over tiles in float32, and handed over once."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, x: Tensor, state: _Surroundings, first: bool, *trained: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.run, ctx.state, ctx.trained = run, state, trained
+        if not first:
+            return _forward(run, x)
+        return anchor(x.shape, autocast_dtype(x.device) or x.dtype, x.device)
+
+    @staticmethod
+    @backward_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        wanted = [t for t, needed in zip(ctx.trained, ctx.needs_input_grad[4:], strict=True) if needed]
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[1] else None
+        sums: list[Tensor | None] = [None] * len(wanted)
+        with torch.enable_grad(), ctx.state.restored():
+            tiles = zip(_tiles(x), _tiles(dy), _tiles(x if dx is None else dx), strict=True)
+            for of_x, of_dy, of_dx in tiles:
+                some = of_x.detach().requires_grad_(dx is not None)
+                y = ctx.run(some, True)
+                inputs = wanted if dx is None else [some, *wanted]
+                gradients = list(torch.autograd.grad(y, inputs, of_dy, allow_unused=True))
+                if dx is not None and (own := gradients.pop(0)) is not None:
+                    of_dx.copy_(own)
+                for i, gradient in enumerate(gradients):
+                    if gradient is not None:
+                        total = sums[i]
+                        sums[i] = gradient.float() if total is None else total.add_(gradient)
+        found = iter([s if s is None else in_dtype(s, t.dtype) for s, t in zip(sums, wanted, strict=True)])
+        return None, dx, None, None, *[next(found) if needed else None for needed in ctx.needs_input_grad[4:]]
+
+
+def _forward(run: Run, x: Tensor) -> Tensor:
+    results = [run(of_x, False) for of_x in _tiles(x)]
+    return results[0].view(x.shape) if len(results) == 1 else torch.cat(results, dim=-2).view(x.shape)
+
+
+def _tiles(x: Tensor) -> list[Tensor]:
+    """``x`` in tiles [1, tokens, features]; of as many dimensions as it has."""
+    rows = x.reshape(*[1] * (x.dim() - 2), -1, x.shape[-1])
+    return list(rows.split(tokens_of_tile(rows.shape[-2]), dim=-2))

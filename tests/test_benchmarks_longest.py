@@ -1,0 +1,74 @@
+"""``python -m benchmarks.longest`` without a GPU: the search, the table, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import longest
+from benchmarks.longest import GIB, STEP, Steps, job_of
+
+
+def steps(capacity: int, bytes_of: Any) -> Steps:
+    """Whose steps take ``bytes_of`` tokens instead of running."""
+    model = torch.nn.Linear(1, 1)
+    found = Steps(model, job_of("lora", "ours", tiny=True), capacity, lambda tried: None)
+
+    def peak(tokens: int) -> int:
+        taken = bytes_of(tokens)
+        return found.known({"tokens": tokens, "bytes": taken if taken <= capacity else None, "s": 1.0})
+
+    found.peak = peak
+    return found
+
+
+@pytest.mark.parametrize("slope", [100, 5000, 70000])
+def test_a_line_is_found_with_few_steps(slope: int) -> None:
+    """Steps near the limit take minutes on a GPU, and those that run out of memory tell no bytes."""
+    capacity = 2**30
+    one = steps(capacity, lambda tokens: 10**8 + slope * tokens)
+    found = longest.longest(one.peak, capacity, STEP)
+    expected = (capacity - 10**8) // slope // STEP * STEP
+    assert found == min(expected, 65535 * STEP)
+    assert len(one.tried) <= 7
+
+
+def test_the_table_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def start(options: Any, plan: dict[str, Any]) -> dict[str, Any]:
+        if plan["job"]["arm"] == "unsloth":
+            return {"note": "absent: unsloth is not installed"}
+        assert plan["job"]["full"]
+        tried = [{"tokens": 4096, "bytes": 3 * GIB, "s": 2.0}, {"tokens": 8192, "bytes": None, "s": None}]
+        return {"tried": tried if plan["gib"] > 1 else tried[1:], "most": 0, "note": "", "where": {"device": "none"}}
+
+    result = tmp_path / "result.json"
+    words = ["--method", "full", "--tiny", "--arms", "ours,unsloth", "--json", str(result)]
+    assert longest.main([*words, "--gpu-memory", "4"], start) == 0
+    shown = capsys.readouterr().out
+    assert "| full | 4 | ours | 4,096 |" in shown
+    assert "absent: unsloth is not installed" in shown
+    assert [row["tokens"] for row in json.loads(result.read_text())["rows"]] == [4096, 0]
+    assert longest.main([*words, "--gpu-memory", "1"], start) == 1
+    assert "none of 8192 tokens trained" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--method", "dora"],
+        ["--arms", "theirs"],
+        ["--arms", "truth"],
+        ["--gpu-memory", "many"],
+        ["--gpu-memory", "0"],
+        ["--tokens", "0"],
+        ["--json", "no/such/folder/file"],
+        ["--path", "ours=no/such/folder"],
+    ],
+)
+def test_bad_options(words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        longest.main(words)
