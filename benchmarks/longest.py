@@ -243,7 +243,7 @@ def main(
                 if options.json:
                     files.write_json({"where": where, "rows": rows}, options.json)
     print("\n".join(["", str(where), "", *table(rows)]))
-    return int(any(r["arm"] in OWN and not r["tokens"] for r in rows))
+    return int(any(r["arm"] in OWN and not r["tokens"] and not r["note"].startswith("absent") for r in rows))
 
 
 if __name__ == "__main__":

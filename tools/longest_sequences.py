@@ -35,7 +35,7 @@ WAYS = {
 }
 LESS = {
     ', `offload="layers"`': {"offload": "layers"},
-    ', `recompute="mlp"`, too': {"offload": "layers", "recompute": "mlp"},
+    ', `offload="layers"`, `recompute="mlp"`': {"offload": "layers", "recompute": "mlp"},
 }
 
 
