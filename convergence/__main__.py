@@ -1,16 +1,19 @@
 """``python -m convergence report RECORDS``: HTML, Markdown and JUnit XML from records of any machines and workers.
 ``python -m convergence setups RECORDS``: which set-ups are fused and equal.
 ``python -m convergence prove PATH``: is a patch the same mathematics on a checkpoint of your own?
-``python -m convergence peers DIR``: are the kernels of other packages, as far as they are installed?"""
+``python -m convergence peers DIR``: are the kernels of other packages, as far as they are installed?
+``python -m convergence op MODULE:FUNCTION --reference MODULE:FUNCTION``: is a single op that of its reference?"""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from convergence import files
+from convergence.op import command as op
 from convergence.peers import PEERS
 from convergence.report import html, report
 from convergence.report.records import load_all, newest
@@ -19,7 +22,8 @@ from convergence.tables import visible
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write what is asked for; without a file, the Markdown goes to the standard output. 0 when it was written. Of
-    ``prove``, the exit code of pytest: 0 equal, 1 different, 4 an error before anything was trained."""
+    ``prove``, the exit code of pytest: 0 equal, 1 different, 4 an error before anything was trained; ``op`` has the
+    same."""
     parser = argparse.ArgumentParser(prog="python -m convergence", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("report", help="summarise the newest record of every case")
@@ -48,12 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usage="python -m convergence peers DIR [options of pytest convergence, such as --models llama]",
     )
     command.add_argument("records", type=Path, metavar="DIR", help="where a record of every case is added")
+    single = commands.add_parser("op", help="judge a single op against its reference", description=op.EXAMPLE)
+    op.add_options(single)
+    single.error = functools.partial(op.error_of, single)  # type: ignore[method-assign]
     options, others = parser.parse_known_args(arguments)
     files.print_anything()
     if options.command == "prove":
         return _pytest("--checkpoint", options.path, *others)
     if options.command == "peers":
         return _pytest("--patch", ",".join(PEERS), "--no-blame", f"--records={options.records}", *others)
+    if options.command == "op":
+        try:
+            return op.judge(options) if not others else single.error(f"unrecognized arguments: {' '.join(others)}")
+        except (TypeError, ValueError) as error:
+            single.error(str(error))
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:

@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from convergence.judge.tolerance import three_way
+from convergence.op.call import check_call
 from liger_kernels.ops import LoraAdapter
 from liger_kernels.ops.lora.dora_linear import dora_linear, dora_linear_ref, dora_norm, dora_norm_ref
-from tests.ops_checks import DTYPES, check_op, randn
+from tests.ops_checks import DTYPES, randn
 
 ROWS, IN, OUT, RANK = 10, 24, 20, 4
 
@@ -47,17 +48,17 @@ def layer(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_with_and_without_a_bias(dtype: torch.dtype, of_adapter: torch.dtype, device: torch.device) -> None:
     leaves = leaves_of(dtype, device, of_adapter)
-    check_op(partial(layer, dora_linear), partial(layer, dora_linear_ref), leaves, terms=IN)
+    check_call(partial(layer, dora_linear), partial(layer, dora_linear_ref), leaves, terms=IN)
     without = partial(layer, with_bias=False)
     leaves[2].requires_grad_(False)
-    check_op(partial(without, dora_linear), partial(without, dora_linear_ref), leaves, terms=IN)
+    check_call(partial(without, dora_linear), partial(without, dora_linear_ref), leaves, terms=IN)
 
 
 @pytest.mark.parametrize("trained", [(0,), (1,), (2,), (3,), (4,), (5,), (0, 5), (3, 4)], ids=str)
 def test_only_the_gradients_that_are_asked_for(trained: tuple[int, ...], device: torch.device) -> None:
     leaves = leaves_of(torch.float32, device)
     leaves = [t.detach().requires_grad_(i in trained) for i, t in enumerate(leaves)]
-    check_op(partial(layer, dora_linear), partial(layer, dora_linear_ref), leaves, terms=IN)
+    check_call(partial(layer, dora_linear), partial(layer, dora_linear_ref), leaves, terms=IN)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

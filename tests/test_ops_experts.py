@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from convergence.op.call import check_call, run
 from liger_kernels.ops import GluFormula, experts, experts_ref, launches, reset_launches
 from liger_kernels.ops.runtime.dispatch import launch
-from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
+from tests.ops_checks import DTYPES, EXAMPLES, randn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN, INNER, EXPERTS = 24, 16, 6
@@ -66,7 +67,7 @@ def calls(ids: torch.Tensor, gate: GluFormula | None = None, transposed: bool = 
 )
 def test_matches_reference(device, dtype, gate, transposed, biases) -> None:
     given = leaves(device, dtype, tokens=40, choices=3, transposed=transposed, biases=biases)
-    check_op(*calls(routed(40, 3), gate, transposed), given, terms=HIDDEN)
+    check_call(*calls(routed(40, 3), gate, transposed), given, terms=HIDDEN)
 
 
 @EXAMPLES
@@ -84,14 +85,14 @@ def test_any_shape_and_option(tokens, choices, n_experts, dtype, ids_dtype, bias
     torch.manual_seed(seed)
     given = leaves(DEVICE, dtype, tokens, choices, n_experts, biases=biases)
     given = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate(given)]
-    check_op(*calls(routed(tokens, choices, n_experts).to(ids_dtype)), given, terms=HIDDEN)
+    check_call(*calls(routed(tokens, choices, n_experts).to(ids_dtype)), given, terms=HIDDEN)
 
 
 @pytest.mark.parametrize(
     ("dtype", "weights"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
 )
 def test_weights_of_another_dtype(device, dtype, weights) -> None:
-    check_op(*calls(routed(400, 4)), leaves(device, dtype, 400, 4, weights=weights), terms=HIDDEN)
+    check_call(*calls(routed(400, 4)), leaves(device, dtype, 400, 4, weights=weights), terms=HIDDEN)
 
 
 def test_weights_are_not_rounded(device) -> None:
@@ -113,7 +114,7 @@ def test_no_tokens(device) -> None:
 def test_many_experts(device, n_experts) -> None:
     """Whose numbers do not fit into the keys of eight bits that fewer are sorted by."""
     ids = torch.tensor([[0, n_experts - 1], [n_experts, 1], [n_experts - 1, 0]], device=device)
-    check_op(*calls(ids), leaves(device, tokens=3, n_experts=n_experts), terms=HIDDEN)
+    check_call(*calls(ids), leaves(device, tokens=3, n_experts=n_experts), terms=HIDDEN)
 
 
 def test_unused_experts_have_a_gradient_of_zero(device) -> None:
@@ -206,7 +207,7 @@ def test_rows_of_other_strides(device) -> None:
     weights = torch.rand(2, 9, device=device).requires_grad_()
     shapes = (9, HIDDEN + 2), (EXPERTS, 4 * INNER), (HIDDEN, EXPERTS)
     hidden, *biases = (randn(*shape, dtype=torch.float32, device=device) for shape in shapes)
-    check_op(*(partial(call, op) for op in (experts, experts_ref)), [hidden, weights, *parameters, *biases])
+    check_call(*(partial(call, op) for op in (experts, experts_ref)), [hidden, weights, *parameters, *biases])
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8], ids=str)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from convergence.op.call import check_call, run
 from liger_kernels.ops import ExpertsAdapter, experts, experts_ref, launches, reset_launches
 from liger_kernels.ops.runtime.tiling import tiled
-from tests.ops_checks import DTYPES, EXAMPLES, Products, check_op, randn, run
+from tests.ops_checks import DTYPES, EXAMPLES, Products, randn
 from tests.test_ops_experts import EXPERTS, HIDDEN, INNER, leaves, routed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,7 +51,7 @@ def adapted(
 
 
 def check(ids: torch.Tensor, given: list[torch.Tensor], **counts: int) -> tuple[list, list]:
-    return check_op(*(adapted(op, ids, **counts) for op in (experts, experts_ref)), given, terms=HIDDEN)
+    return check_call(*(adapted(op, ids, **counts) for op in (experts, experts_ref)), given, terms=HIDDEN)
 
 
 def with_adapters(dtype: torch.dtype, of_adapter: torch.dtype | None = None, **options: Any) -> list[torch.Tensor]:

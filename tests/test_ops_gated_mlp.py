@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from convergence.judge.tolerance import three_way
+from convergence.op.call import check_call
 from liger_kernels import ops
 from liger_kernels.ops import (
     LoraAdapter,
@@ -24,7 +25,7 @@ from liger_kernels.ops import (
     gated_mlp_ref,
 )
 from liger_kernels.ops.runtime.tiling import tiled
-from tests.ops_checks import DTYPES, Products, check_op, randn
+from tests.ops_checks import DTYPES, Products, randn
 
 ROWS, HIDDEN, INNER, OUT = 10, 24, 40, 20
 Shapes = dict[str, tuple[int, int]]
@@ -78,7 +79,7 @@ def sharing(op: Op, x: torch.Tensor, *leaves: torch.Tensor, ranks: Ranks, shapes
 
 def check(leaves: list[torch.Tensor], recompute: bool = False, **options: Any) -> None:
     ours = partial(mlp, gated_mlp, recompute=recompute, **options)
-    check_op(ours, partial(mlp, gated_mlp_ref, **options), leaves, terms=INNER)
+    check_call(ours, partial(mlp, gated_mlp_ref, **options), leaves, terms=INNER)
 
 
 def backward_of(y: torch.Tensor, leaves: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
@@ -159,7 +160,7 @@ def test_projections_that_share_x(dtype: torch.dtype, n: int, ranks: Ranks, devi
     leaves = leaves_of(dtype, device, ranks, shapes, trained=n == 2)
     options: dict[str, Any] = {"ranks": ranks, "shapes": shapes}
     calls = [partial(sharing, op, **options) for op in (adapted_linears, adapted_linears_ref)]
-    check_op(calls[0], calls[1], leaves, terms=HIDDEN)
+    check_call(calls[0], calls[1], leaves, terms=HIDDEN)
 
 
 def test_results_that_nobody_uses(device: torch.device) -> None:

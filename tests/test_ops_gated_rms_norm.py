@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from convergence.op.call import check_call
 from liger_kernels.ops import gated_rms_norm, gated_rms_norm_ref
 from liger_kernels.ops._gated_rms_norm import ACTIVATIONS, FORMULAS
-from tests.ops_checks import DTYPES, EXAMPLES, check_op, eps_for, randn
+from tests.ops_checks import DTYPES, EXAMPLES, eps_for, randn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OPTIONS = [
@@ -47,7 +48,7 @@ def test_any_shape_and_option(shape, width, groups, dtypes, options, eps, scale,
     of = dict(zip(("x", "gate", "weight"), dtypes, strict=True))
     given = leaves(DEVICE, *shape, width * groups, scale=scale, **of)
     chosen = {"eps": eps_for(width, eps, scale), "groups": groups, **options}
-    check_op(partial(gated_rms_norm, **chosen), partial(gated_rms_norm_ref, **chosen), given)
+    check_call(partial(gated_rms_norm, **chosen), partial(gated_rms_norm_ref, **chosen), given)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

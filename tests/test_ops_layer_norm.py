@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from convergence.judge.tolerance import three_way
+from convergence.op.call import check_call, run
 from liger_kernels.ops import layer_norm, layer_norm_ref
 from liger_kernels.ops._norm_rows import MAX_HIDDEN
-from tests.ops_checks import DTYPES, check_op, randn, run
+from tests.ops_checks import DTYPES, randn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -19,12 +20,12 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_is_torchs_own(device, dtype) -> None:
     leaves = [randn(*shape, dtype=dtype, device=device) for shape in ((9, 200), (200,), (200,))]
-    check_op(layer_norm, lambda x, *vectors: F.layer_norm(x, x.shape[-1:], *vectors), leaves)
+    check_call(layer_norm, lambda x, *vectors: F.layer_norm(x, x.shape[-1:], *vectors), leaves)
 
 
 def test_a_bias_without_a_weight(device) -> None:
     leaves = [randn(*shape, dtype=torch.float32, device=device) for shape in ((9, 200), (200,))]
-    check_op(*(lambda x, bias, op=op: op(x, None, bias) for op in (layer_norm, layer_norm_ref)), leaves)
+    check_call(*(lambda x, bias, op=op: op(x, None, bias) for op in (layer_norm, layer_norm_ref)), leaves)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -51,7 +52,7 @@ def test_a_large_mean_costs_no_variance(device, mean) -> None:
 def test_padding_does_not_count_in_16_bits(device) -> None:
     """Where a row's mean is as large as its deviation, columns beyond the row would."""
     x = (randn(16, 80, dtype=torch.bfloat16, device=device) + 1.0).detach().requires_grad_()
-    check_op(layer_norm, layer_norm_ref, [x])
+    check_call(layer_norm, layer_norm_ref, [x])
 
 
 def test_result_of_another_dtype(device) -> None:

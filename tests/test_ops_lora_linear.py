@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from convergence.op.call import check_call
 from liger_kernels import ops
 from liger_kernels.ops import LoraAdapter, lora_linear, lora_linear_ref
 from liger_kernels.ops.runtime.tiling import tiled
-from tests.ops_checks import DTYPES, Products, check_op, randn
+from tests.ops_checks import DTYPES, Products, randn
 
 ROWS, IN, OUT = 10, 24, 20
 Op = Callable[..., torch.Tensor]
@@ -64,7 +65,7 @@ def test_adapters_of_every_dtype_on_a_base_of_every_dtype(
     dtype: torch.dtype, of_adapter: torch.dtype, device: torch.device
 ) -> None:
     leaves = leaves_of(dtype, device, of_adapter=of_adapter)
-    check_op(partial(layer, lora_linear), partial(layer, lora_linear_ref), leaves, terms=IN)
+    check_call(partial(layer, lora_linear), partial(layer, lora_linear_ref), leaves, terms=IN)
 
 
 @pytest.mark.parametrize("dropping", [(), (0,), (1,), (0, 1, 2)])
@@ -76,9 +77,9 @@ def test_several_adapters_some_of_which_drop(
     leaves = leaves_of(dtype, device, (3, 16, 5))
     leaves[5] = leaves[5].detach().to(dtype).requires_grad_()
     call = partial(layer, dropping=dropping)
-    check_op(partial(call, lora_linear), partial(call, lora_linear_ref), leaves, terms=IN)
+    check_call(partial(call, lora_linear), partial(call, lora_linear_ref), leaves, terms=IN)
     frozen = [t.detach().requires_grad_(i in (0, 3, 6, 7)) for i, t in enumerate(leaves)]
-    check_op(partial(call, lora_linear), partial(call, lora_linear_ref), frozen, terms=IN)
+    check_call(partial(call, lora_linear), partial(call, lora_linear_ref), frozen, terms=IN)
 
 
 def test_float32_adapters_of_a_16_bit_model_lose_next_to_nothing(device: torch.device) -> None:
@@ -115,7 +116,7 @@ def test_sums_in_parts_and_tiles_below_one_another(
         lora_rows=lambda *_: (2, {**shape, "num_stages": 2}),
         lora_add=lambda *_: (2, {**shape, "PART": 16, "num_stages": 2}),
     ):
-        check_op(partial(layer, lora_linear), partial(layer, lora_linear_ref), leaves, terms=IN)
+        check_call(partial(layer, lora_linear), partial(layer, lora_linear_ref), leaves, terms=IN)
         first, again = (layer(lora_linear, *leaves) for _ in range(2))
     assert torch.equal(first, again)
 
@@ -137,7 +138,7 @@ def test_strided_parameters(device: torch.device) -> None:
         return layer(op, x, weight, a.t(), b.t(), bias)
 
     leaves = [x, weight, *(t.detach().t().contiguous().requires_grad_() for t in (a, b))]
-    check_op(partial(tied, lora_linear), partial(tied, lora_linear_ref), leaves, terms=IN)
+    check_call(partial(tied, lora_linear), partial(tied, lora_linear_ref), leaves, terms=IN)
 
 
 def test_the_base_is_called_once_and_its_result_stays(device: torch.device) -> None:

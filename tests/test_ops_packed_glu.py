@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convergence.judge.tolerance import three_way
+from convergence.op.call import check_call, run
 from liger_kernels.ops import GluFormula, geglu, packed_glu, packed_glu_ref, swiglu
 from liger_kernels.ops._packed_glu import gradients, product
-from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
+from tests.ops_checks import DTYPES, EXAMPLES, randn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LIMITED = {
@@ -51,7 +52,7 @@ def test_any_shape_and_option(gate, shape, dtype, scale, strided, seed) -> None:
         y = op(x[..., 1 : 2 * columns + 1], gate)
         return torch.stack((y, y.detach()), dim=-1)[..., 0]  # the gradient that comes in has gaps, too
 
-    check_op(partial(call, packed_glu), partial(call, packed_glu_ref), [x])
+    check_call(partial(call, packed_glu), partial(call, packed_glu_ref), [x])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -61,7 +62,7 @@ def test_a_number_on_the_limit_is_as_torch_has_it(device, gate, dtype) -> None:
     values = torch.tensor([0.0, 1.0, 1.5, -1.5, 3.0, -3.0, 100.0, -100.0])
     x = torch.cartesian_prod(values, values).reshape(-1, 2)
     x = (x if gate.interleaved else x.t()).reshape(1, -1).to(device, dtype).requires_grad_()
-    check_op(partial(packed_glu, gate=gate), partial(packed_glu_ref, gate=gate), [x])
+    check_call(partial(packed_glu, gate=gate), partial(packed_glu_ref, gate=gate), [x])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -104,7 +105,7 @@ def test_rows_times_a_number_of_their_own(device, gate, dtype) -> None:
             three_way(y, packed_glu_ref(x, gate) * scale[:, None], truth(x, scale), dtype, "product")
             return dx, dscale.to(scale.dtype), None
 
-    check_op(scaled, lambda x, scale: packed_glu_ref(x, gate) * scale[:, None], [x, scale], terms=70)
+    check_call(scaled, lambda x, scale: packed_glu_ref(x, gate) * scale[:, None], [x, scale], terms=70)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from convergence.op.call import check_call, run
 from liger_kernels.ops import add_rms_norm, add_rms_norm_ref, launches, reset_launches, rms_norm, rms_norm_ref
 from liger_kernels.ops._rms_norm import FORMULAS
-from tests.ops_checks import DTYPES, EXAMPLES, check_op, eps_for, randn, run
+from tests.ops_checks import DTYPES, EXAMPLES, eps_for, randn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -79,7 +80,7 @@ def test_sum_of_any_shape_and_dtypes_with_either_gradient(shape, hidden, dtypes,
     def call(op, *leaves):
         return op(*leaves, eps=eps_for(hidden, eps, 1.0), formula=formula)[results]
 
-    check_op(partial(call, add_rms_norm), partial(call, add_rms_norm_ref), leaves)
+    check_call(partial(call, add_rms_norm), partial(call, add_rms_norm_ref), leaves)
 
 
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, repeat=2)), ids=str)
@@ -124,7 +125,7 @@ def test_a_sum_of_which_the_norm_is_not_used_costs_no_backward(device) -> None:
 
 def test_sum_of_a_tensor_with_itself(device) -> None:
     x = randn(6, 48, dtype=torch.bfloat16, device=device)
-    check_op(lambda x: add_rms_norm(x, x), lambda x: add_rms_norm_ref(x, x), [x])
+    check_call(lambda x: add_rms_norm(x, x), lambda x: add_rms_norm_ref(x, x), [x])
 
 
 @pytest.mark.parametrize("results", [slice(0, 1), slice(1, 2), slice(2)], ids=["y", "total", "both"])
@@ -162,4 +163,4 @@ def test_compiled_sum_with_one_of_its_gradients(device, results) -> None:
     leaves = [randn(9, 200, dtype=torch.bfloat16, device=device) for _ in range(2)]
     leaves.append(randn(200, dtype=torch.float32, device=device, grad=results != slice(1, 2)))
     compiled = torch.compile(partial(call, add_rms_norm), fullgraph=True, backend="aot_eager")
-    check_op(compiled, partial(call, add_rms_norm_ref), leaves)
+    check_call(compiled, partial(call, add_rms_norm_ref), leaves)

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from convergence.op.call import check_call, run
 from liger_kernels.ops import launches, reset_launches, rope, rope_ref
 from liger_kernels.ops._rope import PAIRINGS
-from tests.ops_checks import DTYPES, EXAMPLES, check_op, randn, run
+from tests.ops_checks import DTYPES, EXAMPLES, randn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -21,7 +22,7 @@ def check(q, k, cos, sin, pairing="half", view=lambda x: x, **options):
     def call(op, q, k, cos, sin):
         return op(view(q), view(k), cos, sin, pairing=pairing, **options)
 
-    return check_op(partial(call, rope), partial(call, rope_ref), [q, k, cos, sin], pairing)
+    return check_call(partial(call, rope), partial(call, rope_ref), [q, k, cos, sin], pairing)
 
 
 def angles(batch: int, seq: int, rotary_dim: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
@@ -117,7 +118,7 @@ def test_gradients_of_other_strides(device, pairing) -> None:
         return tuple(y.transpose(2, 3).contiguous() for y in op(q, k, cos, sin, pairing=pairing))
 
     q, k = (randn(2, 3, 5, 16, dtype=torch.float32, device=device) for _ in range(2))
-    check_op(partial(call, rope), partial(call, rope_ref), [q, k, *angles(2, 5, 16, torch.float32, device)])
+    check_call(partial(call, rope), partial(call, rope_ref), [q, k, *angles(2, 5, 16, torch.float32, device)])
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -158,7 +159,7 @@ def test_halves_of_complex_numbers_are_read_where_they_lie(device) -> None:
 def test_one_tensor(device) -> None:
     q = randn(2, 4, 5, 16, dtype=torch.bfloat16, device=device)
     cos, sin = angles(1, 5, 16, torch.float32, device)
-    check_op(*(lambda q, op=op: op(q, None, cos, sin, inverse=True) for op in (rope, rope_ref)), [q])
+    check_call(*(lambda q, op=op: op(q, None, cos, sin, inverse=True) for op in (rope, rope_ref)), [q])
 
 
 def test_memory_order_is_kept(device) -> None:

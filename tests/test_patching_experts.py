@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import liger_kernels
+from convergence.op.call import check_call
 from liger_kernels.ops import GluFormula, launches, packed_glu_ref, reset_launches
 from liger_kernels.patching.recipes.experts import ExpertsRecipe, Parameters, recognise_experts
 from matrix.checks import zoo
-from tests.ops_checks import check_op, randn
+from tests.ops_checks import randn
 from tests.patching_checks import DEVICE, built, check_same, compare, gradients, variant
 
 WHOLE = Parameters("gate_up_proj", "down_proj")
@@ -73,7 +74,7 @@ def test_every_way_to_multiply_is_computed_alike(module, name, implementation, d
         *((t * (10 if t.dim() == 3 else 1)).detach().requires_grad_() for t in parameters),
     ]
     reset_launches()
-    check_op(call(candidate, implementation), call(experts, implementation), leaves, terms=hidden)
+    check_call(call(candidate, implementation), call(experts, implementation), leaves, terms=hidden)
     assert bool(launches().get("_experts_sum_kernel")) == (implementation != "batched_mm")
     assert launches()["_packed_glu_fwd_kernel"] == launches()["_packed_glu_bwd_kernel"] == 1
 

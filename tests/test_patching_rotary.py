@@ -14,6 +14,7 @@ import transformers
 
 import liger_kernels
 from convergence.arms.float64 import InFloat64
+from convergence.op.call import check_call
 from liger_kernels.ops import launches, reset_launches
 from liger_kernels.ops.runtime.compiling import INDUCTOR_UP_TO
 from liger_kernels.ops.runtime.dispatch import INTERPRET
@@ -21,7 +22,7 @@ from liger_kernels.patching.census import never_ran
 from liger_kernels.patching.recipes.rotary import rotary_names
 from liger_kernels.patching.recipes.rotary_call import rotary_function
 from liger_kernels.patching.recipes.rotation import LAYOUTS, Rotation, recognise_rotation
-from tests.ops_checks import check_op, randn
+from tests.ops_checks import randn
 from tests.patching_checks import DEVICE, built
 from tests.test_patching_zoo import train
 
@@ -130,7 +131,7 @@ def test_every_recognised_layout_runs_the_kernel_and_computes_what_upstream_does
         for rotary_dim in (16, 8) if rotation.partial else (16,):
             leaves, call = arguments(function, rotation, layout, dtype, rotary_dim)
             reset_launches()
-            check_op(partial(call, ours), partial(call, function), leaves, str(layout), terms=2)
+            check_call(partial(call, ours), partial(call, function), leaves, str(layout), terms=2)
             assert launches() == ({"_rope_kernel": 2} if INTERPRET or DEVICE.type == "cuda" else {}), layout
 
 
@@ -149,7 +150,7 @@ def test_a_compiled_program_is_one_graph(module, monkeypatch):
     names = inspect.signature(function).parameters
     ours.__globals__["upstream"] = None  # it is not called
     torch._dynamo.reset()
-    check_op(torch.compile(run, fullgraph=True, backend="aot_eager"), partial(call, function), leaves, terms=2)
+    check_call(torch.compile(run, fullgraph=True, backend="aot_eager"), partial(call, function), leaves, terms=2)
 
 
 # Faults that a rotation may have, each on a function that is recognised without it.

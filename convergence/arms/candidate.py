@@ -6,8 +6,6 @@ but in one of its own, and what comes back is a :class:`Candidate`: plain data.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from torch import nn
 from convergence import ours
 from convergence.arms.train import train
 from convergence.arms.trajectory import CannotApply, Run, Trajectory
+from convergence.named import NotNamed, load
 
 
 class PatchError(ValueError):
@@ -59,18 +58,10 @@ def load_patch(name: str) -> Callable[[nn.Module], Any]:
     Raises:
         PatchError: it has another form, or cannot be imported, or is not callable.
     """
-    module, colon, function = name.partition(":")
-    if not (module and colon and function):
-        raise PatchError(f"--patch {name!r} is not of the form package.module:function")
     try:
-        patch = functools.reduce(getattr, function.split("."), importlib.import_module(module))
-    except Exception as error:  # an import runs whatever the module does
-        raise PatchError(f"--patch {name!r} cannot be imported: {error}; it takes package.module:function") from error
-    if not callable(patch):
-        raise PatchError(
-            f"--patch {name!r} is a {type(patch).__name__}; it takes a function that is called with a model"
-        )
-    return patch
+        return load(name, "--patch", "with a model")
+    except NotNamed as error:
+        raise PatchError(str(error)) from error
 
 
 def check_patch(name: str) -> None:

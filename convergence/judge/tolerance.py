@@ -61,6 +61,23 @@ def three_way(
         )
 
 
+def gain_of_one_call(ours: torch.Tensor, torchs: torch.Tensor, truth: torch.Tensor, name: str) -> None:
+    """Assert that a 16-bit result is not too large or too small as a whole, which errors of single elements hide: 1% of
+    bfloat16, for one. It may be so by a unit of roundoff more than PyTorch's, which is what rounding every element once
+    can do, and by another one if it is a single element; what a formula rounds on the way is averaged over more.
+
+    Raises:
+        AssertionError: with the name, how far it is off, and the bound.
+    """
+    truth = truth.detach().double()
+    size = float(truth.square().sum())
+    our, own = (
+        abs(float(((x.detach().double() - truth) * truth).sum())) / size if size else 0.0 for x in (ours, torchs)
+    )
+    bound = own + unit_roundoff(ours.dtype) * (1 + max(1, truth.numel()) ** -0.5)
+    assert our <= bound, f"{name} ({ours.dtype}): off by {our:.3e} as a whole, more than {bound:.3e}"
+
+
 # How many standard deviations of measured noise a gain may be off. A normal variable is beyond five once in 2e6, and
 # the deviation is the larger of two estimates. Measured on plain means over steps (llama, gemma2, 6 seeds): of 1,700
 # gains of honest replicas, judged by the five others, the worst was 4.1 deviations off.
@@ -77,6 +94,10 @@ SIGMAS_OF_ONE_STEP = 12.0
 
 # Perturbed replicas of the baseline per case. With the baseline itself they are the samples of every noise.
 REPLICAS = 5
+
+# The same of one call of an op. They are drawn only where a number is off, mostly of tensors of a few elements, whose
+# error is a few draws of the noise. With as many samples of it, Student's t is beyond SIGMAS once in 15,000.
+REPLICAS_OF_A_CALL = 20
 
 
 def ratio_bound(worst_replica: float, one_draw: bool, alone: bool = False) -> float:

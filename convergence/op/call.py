@@ -1,0 +1,346 @@
+"""One call of an op and of its reference, forward and backward, compared with float64.
+
+Every call is judged by what it may not do, whatever it is called for: hand out its inputs, write to what the caller
+holds, read memory that nobody has written, or return other shapes and dtypes than the reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from convergence.arms.float64 import InFloat64
+from convergence.judge.tolerance import SIGMAS, THREE_WAY_FACTOR, gain_of_one_call, three_way
+from convergence.op.memory import same, shared, zeroed
+
+Op = Callable[..., Any]
+MaybeTensors = list[torch.Tensor | None]
+
+# What may be wrong with any call. Numbers belong to the check that the call is made for.
+RESULTS, MEMORY, ALIASING, CLOBBERING = "results", "memory", "aliasing", "clobbering"
+ACCURACY = "accuracy"
+
+
+class OpFailure(AssertionError):
+    """An op does not do what its reference does.
+
+    Attributes:
+        check: the name of the check that found it.
+        message: what it found.
+    """
+
+    def __init__(self, check: str, message: str) -> None:
+        super().__init__(f"{check}: {message}")
+        self.check, self.message = check, message
+
+
+class NoTruth(ValueError):
+    """The reference raised, or is not finite in float64, so there is nothing to compare with."""
+
+
+class How(NamedTuple):
+    """How a call is judged.
+
+    Attributes:
+        check: which check a wrong number belongs to.
+        terms: how many numbers an element of a result is a sum of.
+        views: whether a result may be a view of an input.
+        overwrites: the names of the inputs that the op may overwrite.
+        replicas: how often PyTorch's error is measured again, on inputs that were moved by units in the last place,
+            before a number counts as wrong.
+        inside: makes the context in which op and reference are called.
+        see: what is done with the gradients that come in, such as giving them other strides.
+    """
+
+    check: str = ACCURACY
+    terms: int = 1
+    views: bool = False
+    overwrites: Collection[str] = ()
+    replicas: int = 0
+    inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    see: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+
+
+class Ran(NamedTuple):
+    """The results of a call, and the gradients of the inputs that require one."""
+
+    results: MaybeTensors
+    gradients: MaybeTensors
+
+
+def results_of(found: Any) -> MaybeTensors:
+    """What an op returned, as a list.
+
+    Raises:
+        TypeError: it is neither a tensor nor a tuple or list of tensors and None.
+    """
+    results = list(found) if isinstance(found, (tuple, list)) else [found]
+    for result in results:
+        if not isinstance(result, torch.Tensor | None):
+            raise TypeError(f"it returned a {type(result).__name__}; allowed are a tensor, or a tuple of tensors")
+    return results
+
+
+def gradients_of(
+    results: MaybeTensors, leaves: Sequence[torch.Tensor], upstream: MaybeTensors | None = None, keep: bool = False
+) -> MaybeTensors:
+    """The gradients of the ``leaves`` that require one. Without ``upstream``, the gradients that come in are ones.
+    ``keep`` keeps the graph for another pass."""
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    given = [None] * len(results) if upstream is None else upstream
+    pairs = [
+        (y, torch.ones_like(y) if g is None else g.to(y.dtype))
+        for y, g in zip(results, given, strict=True)
+        if y is not None and y.requires_grad
+    ]
+    if not (wanted and pairs):
+        return [None] * len(wanted)
+    outputs, incoming = [y for y, _ in pairs], [g for _, g in pairs]
+    return list(torch.autograd.grad(outputs, wanted, incoming, retain_graph=keep, allow_unused=True))
+
+
+def run(
+    op: Op, leaves: Sequence[torch.Tensor], upstream: MaybeTensors | None = None, inside: Any = contextlib.nullcontext
+) -> Ran:
+    """``op(*leaves)`` inside of the context ``inside()``, and the gradients, outside of it, as autocast wants it."""
+    with inside():
+        results = results_of(op(*leaves))
+    return Ran(results, gradients_of(results, leaves, upstream))
+
+
+def check_call(
+    op: Op, reference: Op, leaves: Sequence[torch.Tensor], name: str = "op", terms: int = 1, how: How | None = None,
+    names: Sequence[str] = (),
+) -> Ran:  # fmt: skip
+    """Assert that ``op`` is as near to the float64 truth as ``reference`` in the inputs' own dtypes, forward and
+    backward.
+
+    Also: results and gradients have the reference's shapes and dtypes, no result is a view of an input, and nothing
+    that the caller holds was changed. ``op`` and ``reference`` take the ``leaves``; views of them (halves, transposes)
+    are made inside. An element of a result is a sum of ``terms``, one of a leaf's gradient a sum of as many as the
+    results have terms for each of the leaf's elements.
+
+    Args:
+        name: what messages call the op.
+        how: how it is judged, where that is more than ``terms``.
+        names: those of the leaves, for messages.
+
+    Returns:
+        The op's results and gradients.
+
+    Raises:
+        OpFailure: an AssertionError that says which check failed and by how much.
+        NoTruth: the reference raised, or is not finite in float64.
+    """
+    names = names or [str(i) for i in range(len(leaves))]
+    return _Comparison(op, reference, list(leaves), how or How(terms=terms), name, list(names)).judge()
+
+
+@contextlib.contextmanager
+def raising(check: str, what: str) -> Iterator[None]:
+    """Inside, whatever is raised is a failure of ``check``."""
+    try:
+        yield
+    except (OpFailure, NoTruth):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise OpFailure(check, f"{what} {type(error).__name__}: {text[:500]}") from error
+
+
+@contextlib.contextmanager
+def _reference_raised(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise NoTruth(f"{name}: the reference raised {type(error).__name__}: {error}") from error
+
+
+def fresh(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Inputs of the same values, which nobody else holds."""
+    return [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
+
+
+class _Comparison:
+    """One call, compared."""
+
+    def __init__(
+        self, op: Op, reference: Op, leaves: list[torch.Tensor], how: How, name: str, names: list[str]
+    ) -> None:
+        self.op, self.reference, self.leaves, self.how, self.name, self.names = op, reference, leaves, how, name, names
+        with torch.no_grad(), how.inside(), _reference_raised(name):
+            shapes = results_of(reference(*fresh(leaves)))
+        # Drawn on the CPU, so that every device gets the same ones.
+        drawn = [
+            how.see(torch.randn(y.shape).to(y)) if y is not None and y.is_floating_point() else None for y in shapes
+        ]
+        self.upstream: MaybeTensors = drawn
+
+    def judge(self) -> Ran:
+        truth = self._truth(self.leaves)
+        if not all(bool(torch.isfinite(t).all()) for t in (*truth.results, *truth.gradients) if t is not None):
+            raise NoTruth(f"{self.name}: the truth itself is not finite")
+        torchs = self._torchs(self.leaves)
+        ours = self._watched(torchs)
+        self._check_written(ours, truth)
+        self._check_numbers(ours, torchs, truth)
+        return ours
+
+    def _fail(self, check: str, message: str) -> OpFailure:
+        return OpFailure(check, f"{self.name}: {message}")
+
+    def _truth(self, leaves: Sequence[torch.Tensor]) -> Ran:
+        """The reference in float64, also where it asks for float32 by name."""
+        doubles = [
+            leaf.detach().double().requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else leaf
+            for leaf in fresh(leaves)
+        ]
+        with InFloat64(), _reference_raised(self.name):
+            return run(self.reference, doubles, [g if g is None else g.double() for g in self.upstream])
+
+    def _torchs(self, leaves: Sequence[torch.Tensor]) -> Ran:
+        with _reference_raised(self.name):
+            return run(self.reference, fresh(leaves), self.upstream, self.how.inside)
+
+    def _named(self, ran: Ran) -> Iterator[tuple[str, torch.Tensor | None, bool]]:
+        """Every tensor of a call: what messages call it, itself, and whether it is a gradient."""
+        yield from ((f"result {i}", y, False) for i, y in enumerate(ran.results))
+        yield from ((f"gradient {name}", g, True) for name, g in zip(self._wanted(), ran.gradients, strict=True))
+
+    def _wanted(self) -> list[str]:
+        """The inputs that require a gradient."""
+        return [name for name, leaf in zip(self.names, self.leaves, strict=True) if leaf.requires_grad]
+
+    def _watched(self, torchs: Ran) -> Ran:
+        """The op's results and gradients, of the form of ``torchs``, once it has written to nothing that the caller
+        holds."""
+        upstream = self.upstream
+        inputs = [pair for pair in zip(self.names, self.leaves, strict=True) if pair[0] not in self.how.overwrites]
+        held = [(f"the input {name}", leaf) for name, leaf in inputs]
+        held += [(f"the gradient of result {i}", g) for i, g in enumerate(upstream) if g is not None]
+        before = [t.detach().clone() for _, t in held]
+        with raising(self.how.check, f"{self.name} raised"):
+            with self.how.inside():
+                results = results_of(self.op(*self.leaves))
+            before += [y.detach().clone() for y in results if y is not None]
+            held += [(f"result {i}, by the backward,", y) for i, y in enumerate(results) if y is not None]
+            self._check_results(results, torchs.results, "result")
+            gradients = gradients_of(results, self.leaves, upstream)
+        self._check_results(gradients, torchs.gradients, "gradient")
+        for (what, t), old in zip(held, before, strict=True):
+            if not same(t, old):
+                raise self._fail(CLOBBERING, f"{what} of shape {tuple(t.shape)} was overwritten")
+        for i, result in enumerate(results):
+            for name, leaf in zip(self.names, self.leaves, strict=True):
+                if not self.how.views and result is not None and shared(result, leaf):
+                    raise self._fail(ALIASING, f"result {i} is a view of the input {name}")
+        return Ran(results, gradients)
+
+    def _check_results(self, ours: MaybeTensors, torchs: MaybeTensors, kind: str) -> None:
+        """As many as the reference's, of its shapes and dtypes, with a graph where it has one."""
+        # What only strides or no rows bring about is theirs.
+        check = RESULTS if self.how.check == ACCURACY else self.how.check
+        if len(ours) != len(torchs):
+            raise self._fail(check, f"{len(ours)} {kind}s instead of {len(torchs)}")
+        names = [*range(len(ours))] if kind == "result" else self._wanted()
+        for name, our, its in zip(names, ours, torchs, strict=True):
+            if our is None or its is None:
+                # No gradient and one of zeros are the same.
+                if our is not its and not (kind == "gradient" and _is_zero(our) and _is_zero(its)):
+                    raise self._fail(check, f"{kind} {name} is {_kind(our)} instead of {_kind(its)}")
+            elif our.dtype != its.dtype:
+                raise self._fail(check, f"{kind} {name} is {our.dtype} instead of {its.dtype}")
+            elif our.shape != its.shape:
+                raise self._fail(check, f"{kind} {name} has shape {tuple(our.shape)} instead of {tuple(its.shape)}")
+            elif its.requires_grad and not our.requires_grad:
+                raise self._fail(check, f"{kind} {name} has no gradient, and the reference's has one")
+
+    def _check_written(self, ours: Ran, truth: Ran) -> None:
+        """No element is NaN or infinite because memory was: where it is finite when memory begins as zeros, the op
+        reads what it has not written."""
+        for (what, our, _), (_, true, _) in zip(self._named(ours), self._named(truth), strict=True):
+            if our is None or true is None or bool(torch.isfinite(our).all()):
+                continue
+            found: dict[str, torch.Tensor | None] = {}
+            with zeroed(), contextlib.suppress(Exception):  # once it has raised nothing
+                leaves = fresh(self.leaves) if self.how.overwrites else self.leaves  # of the same strides
+                found = {name: t for name, t, _ in self._named(run(self.op, leaves, self.upstream))}
+            if (t := found.get(what)) is not None and bool(torch.isfinite(t).all()):
+                bad = ~torch.isfinite(our)
+                message = f"{what} has {int(bad.sum())} of {bad.numel()} elements that come from memory which nobody "
+                raise self._fail(MEMORY, f"{message}has written, the first at {bad.nonzero()[0].tolist()}")
+
+    def _check_numbers(self, ours: Ran, torchs: Ran, truth: Ran) -> None:
+        """The three-way comparison of every result and gradient; in 16 bits also of its size as a whole."""
+        how = self.how
+        all_terms = sum(y.numel() for y in ours.results if y is not None) * how.terms
+        lists = zip(self._named(ours), self._named(torchs), self._named(truth), strict=True)
+        for i, ((what, our, is_grad), (_, its, _), (_, true, _)) in enumerate(lists):
+            if our is None or its is None or true is None:
+                continue
+            if not our.is_floating_point():
+                if not torch.equal(our, its):
+                    raise self._fail(how.check, f"{what} differs in {int((our != its).sum())} of {our.numel()} places")
+                continue
+            # Accumulation is in float32: a 16-bit result is rounded once, however long the sum.
+            chain = 1
+            if our.dtype == torch.float32:
+                chain = max(1, all_terms // max(1, our.numel())) if is_grad else how.terms
+            wrong = functools.partial(_wrong, our, true, f"{self.name}: {what}", chain)
+            if (message := wrong(its)) and not self._is_noise(i, true, wrong):
+                raise OpFailure(how.check, message)
+
+    def _is_noise(self, i: int, truth: torch.Tensor, wrong: Callable[..., str]) -> bool:
+        """Whether PyTorch makes an error as large as that of the i-th tensor on replicas of the inputs. Of a few
+        elements, each of which is one draw of the noise, what counts is how far the replicas' errors scatter."""
+        squares = 0.0
+        for error in self._replicas(i):
+            if not wrong(truth + error):
+                return True
+            squares += float(error.square().mean()) / self.how.replicas
+        many = SIGMAS / truth.numel() ** 0.5 / THREE_WAY_FACTOR
+        return squares > 0 and many > 1 and not wrong(truth + many * squares**0.5, whole=False)
+
+    def _replicas(self, i: int) -> Iterator[torch.Tensor]:
+        """PyTorch's errors in the i-th tensor on inputs that were moved a little, each against a truth of its own."""
+        upstream = self.upstream
+        for _ in range(self.how.replicas):
+            leaves = [_moved(leaf) for leaf in self.leaves]
+            self.upstream = [g if g is None else _moved(g) for g in upstream]
+            its, true = ([*self._named(ran)][i][1] for ran in (self._torchs(leaves), self._truth(leaves)))
+            self.upstream = upstream
+            if its is not None and true is not None:
+                yield its.detach().double() - true.detach()
+
+
+def _wrong(our: torch.Tensor, truth: torch.Tensor, what: str, chain: int, its: torch.Tensor, whole: bool = True) -> str:
+    """How far ``our`` is off relative to PyTorch's ``its``; empty where it is near enough. ``whole``: also as a
+    whole, which of a few elements says nothing more."""
+    try:
+        three_way(our, its, truth, our.dtype, what, chain)
+        if whole and our.dtype != torch.float32:
+            gain_of_one_call(our, its, truth, what)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def _is_zero(t: torch.Tensor | None) -> bool:
+    return t is None or not bool(t.count_nonzero())
+
+
+def _kind(t: torch.Tensor | None) -> str:
+    return "None" if t is None else f"a tensor of shape {tuple(t.shape)}"
+
+
+def _moved(t: torch.Tensor) -> torch.Tensor:
+    """Every element as it is, or some units in the last place larger or smaller."""
+    if not t.is_floating_point():
+        return t
+    steps = torch.randint(-3, 4, t.shape).to(t.device, torch.float64)
+    moved = (t.detach().double() * (1 + torch.finfo(t.dtype).eps * steps)).to(t.dtype)
+    return moved.requires_grad_(t.requires_grad)

@@ -1,0 +1,80 @@
+"""``python -m convergence op MODULE:FUNCTION``: the options, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import NoReturn
+
+from convergence.tables import visible
+
+EXAMPLE = "python -m convergence op my_pkg:fused --reference my_pkg:plain [--inputs my_pkg:inputs]"
+EQUAL, DIFFERENT, USAGE = 0, 1, 4
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", metavar="MODULE:FUNCTION", help="what is judged, a function of tensors")
+    parser.add_argument("--reference", required=True, metavar="MODULE:FUNCTION", help="the same in plain torch")
+    parser.add_argument(
+        "--inputs",
+        metavar="MODULE:FUNCTION",
+        help="called with rows, columns, dtype and device: the arguments of a call",
+    )
+    parser.add_argument("--dtypes", default="float32,bfloat16,float16", help="(default: %(default)s)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--rows", default="1:40", metavar="LEAST:MOST", help="that are drawn (default: %(default)s)")
+    parser.add_argument("--columns", default="1:300", metavar="LEAST:MOST", help="(default: %(default)s)")
+    parser.add_argument("--sums", action="store_true", help="an element of a result is a sum over the columns")
+    parser.add_argument("--views", action="store_true", help="a result may be a view of an input")
+    parser.add_argument("--overwrites", default="", metavar="NAMES", help="inputs that the op may overwrite")
+    parser.add_argument("--launches", type=int, metavar="N", help="how many kernels a forward launches")
+    parser.add_argument("--without", default="", metavar="NAMES", help="checks to leave out")
+    parser.add_argument("--examples", type=int, default=20, metavar="N", help="sizes that are drawn (20)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers (0)")
+
+
+def error_of(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """An option makes no sense: exit code 4, as of every command that judges."""
+    parser.print_usage(sys.stderr)
+    parser.exit(USAGE, f"{parser.prog}: error: {visible(message)}\n")
+
+
+def judge(options: argparse.Namespace) -> int:
+    """Print a line for each check as it ends, and what failed; 0 where the op is equal, 1 where it is different.
+
+    Raises:
+        TypeError, ValueError: an option makes no sense.
+    """
+    import torch
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu":  # as Triton decides at its import
+        os.environ["TRITON_INTERPRET"] = "1"
+    from convergence.named import load
+    from convergence.op.check import judge_op
+
+    sizes = {name: _range(f"--{name}", getattr(options, name)) for name in ("rows", "columns")}
+    called = "with tensors"
+    op = load(options.op, "op", called)
+    reference = load(options.reference, "--reference", called)
+    inputs = load(options.inputs, "--inputs", "with rows, columns, dtype and device") if options.inputs else None
+    several = {name: _names(getattr(options, name)) for name in ("overwrites", "without")}
+    single = {name: getattr(options, name) for name in ("dtypes", "sums", "views", "launches", "examples", "seed")}
+    report = judge_op(
+        op, reference, inputs, device=device, name=options.op.partition(":")[2], show=print,
+        **sizes, **several, **single,
+    )  # fmt: skip
+    print("\n".join(report.ending()))
+    return DIFFERENT if report.failed() else EQUAL
+
+
+def _range(option: str, text: str) -> tuple[int, int]:
+    least, colon, most = text.partition(":")
+    if not (colon and least.isdecimal() and most.isdecimal()):
+        raise ValueError(f"{option} is {text!r}; it takes LEAST:MOST, such as 1:40")
+    return int(least), int(most)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
