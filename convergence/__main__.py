@@ -22,8 +22,8 @@ from convergence.tables import visible
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write what is asked for; without a file, the Markdown goes to the standard output. 0 when it was written. Of
-    ``prove``, the exit code of pytest: 0 equal, 1 different, 4 an error before anything was trained; ``op`` has the
-    same."""
+    ``prove``, the exit code of pytest: 0 equal, 1 different, 2 interrupted, 4 an error before anything was trained;
+    ``op`` has the same."""
     parser = argparse.ArgumentParser(prog="python -m convergence", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("report", help="summarise the newest record of every case")
@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return op.judge(options) if not others else single.error(f"unrecognized arguments: {' '.join(others)}")
         except (TypeError, ValueError) as error:
             single.error(str(error))
+        except KeyboardInterrupt:
+            return 2
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from convergence import check_op
 from convergence.judge.tolerance import REPLICAS_OF_A_CALL
 from convergence.op.call import How, check_call, run
 from liger_kernels import ops
@@ -52,6 +53,9 @@ class Op(NamedTuple):
     ) -> list[torch.Tensor]:
         shapes, needs = self.shapes(rows, columns), needs or self.differentiable()
         return [randn(*s, dtype=dtype, device=device, grad=needed) for s, needed in zip(shapes, needs, strict=True)]
+
+    def inputs(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+        return self.leaves(rows, dtype, device, columns=columns)
 
     def differentiable(self) -> tuple[bool, ...]:
         n = len(self.dims.split(","))
@@ -165,13 +169,20 @@ def test_reference_gradient(op: Op) -> None:
     assert torch.autograd.gradcheck(op.reference, leaves)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NORMS | UNITS | SUMS)
-def test_matches_reference(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """In rows that are shorter than a block, one block, and longer than a small one."""
-    for columns in (20, 128, 1155):
-        leaves = OPS[name].leaves(15, dtype, device, columns=columns)
-        check_call(OPS[name].op, OPS[name].reference, leaves, name, terms=columns if name in SUMS else 1)
+# Dynamo takes seconds for an op. The others are compiled for many sizes by test_ops_dynamic_shapes.py.
+COMPILED = ("packed_glu, gpt-oss", "geglu_linear, tanh", "lora_linear", "adapted_linears")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_check(name: str, device: torch.device) -> None:
+    """What a stranger's op is judged by: accuracy in rows shorter and longer than a block, strides, no rows, retained
+    graphs, determinism, autocast, launches, and so on."""
+    op = OPS[name]
+    check_op(
+        op.op, op.reference, op.inputs, name=name, sums=name in SUMS, examples=2,
+        columns=(12, 12) if name in ROPE else (2, 1155), launches=op.kernels if device.type == "cpu" else None,
+        without=() if name in COMPILED else ("compile",),
+    )  # fmt: skip
 
 
 @settings(EXAMPLES, max_examples=200)
@@ -327,13 +338,8 @@ def test_float64_runs_the_reference(op: Op, device: torch.device) -> None:
         torch.testing.assert_close(ours, op.reference(*mixed), rtol=0, atol=0)
 
 
-def test_no_rows(op: Op, device: torch.device) -> None:
+def test_no_rows_launch_nothing(op: Op, device: torch.device) -> None:
     leaves = op.leaves(0, torch.bfloat16, device)
-    results, gradients = run(op.op, leaves)
-    theirs, _ = run(op.reference, leaves)
-    assert [t.shape for t in results] == [t.shape for t in theirs]
-    for leaf, gradient in zip(itertools.compress(leaves, op.differentiable()), gradients, strict=True):
-        assert torch.equal(gradient, torch.zeros_like(leaf))
     ops.reset_launches()
     with torch.no_grad():
         op.op(*leaves)

@@ -8,7 +8,7 @@ _gate = faults("ops._packed_glu", "test_ops_packed_glu.py")
 _patch = faults("patching.recipes.experts", "test_patching_experts.py")
 _experts = faults("ops._experts", "test_ops_experts.py")
 _forward, _backward = both_phases("ops._experts", kernel="experts", model="mixtral")
-_REFERENCE = "test_ops_every.py::test_matches_reference[packed_glu, gpt-oss-torch.float32]"
+_REFERENCE = "test_ops_every.py::test_every_check[packed_glu, gpt-oss]"
 _SUM = "test_ops_experts.py::test_matches_reference"
 _NO_EXPERT = "test_a_choice_that_is_no_expert_counts_as_nothing"
 _AROUND = "test_whatever_is_set_around_it_the_model_is_the_same"
