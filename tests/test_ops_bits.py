@@ -12,8 +12,8 @@ import torch
 
 from liger_kernels import ops
 from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
+from tests.op_table import OPS
 from tests.ops_checks import randn
-from tests.test_ops_every import OPS
 
 # What a negated number is seen through: in the memory of the view it has the other sign.
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

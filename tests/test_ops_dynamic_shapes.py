@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from liger_kernels import ops
+from tests.op_table import LAYOUTS, OPS
 
 SIZES = (8, 10, 24, 25, 40, 9)  # the hidden size is 24, up to which a compiled fused head keeps its logits
 Inputs = tuple[torch.Tensor, ...]
@@ -19,30 +20,16 @@ def _new(device: torch.device, *shape: int) -> torch.Tensor:
     return torch.randn(shape, device=device).requires_grad_()
 
 
-def _norm(device: torch.device) -> tuple[Callable[..., object], Callable[[int], Inputs]]:
-    weight = _new(device, 24)
-    return lambda x: ops.rms_norm(x, weight, 1e-6), lambda size: (_new(device, 2, size, 24),)
+def _row(name: str, device: torch.device) -> tuple[Callable[..., object], Callable[[int], Inputs]]:
+    """Of the table: rows of any number, with weights that stay."""
+    op = OPS[name]
+    fixed = op.leaves(1, torch.float32, device, columns=24)
 
+    def inputs(size: int) -> Inputs:
+        new = op.leaves(size, torch.float32, device, columns=24)
+        return tuple(t if rows else kept for t, kept, rows in zip(new, fixed, op.has_rows(), strict=True))
 
-def _add_norm(device: torch.device) -> tuple[Callable[..., object], Callable[[int], Inputs]]:
-    weight = _new(device, 24)
-    return (
-        lambda x, residual: ops.add_rms_norm(x, residual, weight, 1e-6),
-        lambda size: (_new(device, 2, size, 24), _new(device, 2, size, 24)),
-    )
-
-
-def _layer_norm(device: torch.device) -> tuple[Callable[..., object], Callable[[int], Inputs]]:
-    weight, bias = _new(device, 24), _new(device, 24)
-    return lambda x: ops.layer_norm(x, weight, bias), lambda size: (_new(device, 2, size, 24),)
-
-
-def _gated_norm(device: torch.device) -> tuple[Callable[..., object], Callable[[int], Inputs]]:
-    weight = _new(device, 24)
-    return (
-        lambda x, gate: ops.gated_rms_norm(x, gate, weight, groups=2),
-        lambda size: (_new(device, 2, size, 24), _new(device, 2, size, 24)),
-    )
+    return op.op, inputs
 
 
 def _rope(device: torch.device) -> tuple[Callable[..., object], Callable[[int], Inputs]]:
@@ -51,16 +38,6 @@ def _rope(device: torch.device) -> tuple[Callable[..., object], Callable[[int], 
         return _new(device, 2, 3, size, 8), _new(device, 2, 1, size, 8), angles.cos(), angles.sin()
 
     return ops.rope, inputs
-
-
-def _glu(op: Callable[..., object], device: torch.device) -> tuple[Callable[..., object], Callable[[int], Inputs]]:
-    return op, lambda size: (_new(device, 2, size, 24), _new(device, 2, size, 24))
-
-
-def _glu_linear(device: torch.device) -> tuple[Callable[..., object], Callable[[int], Inputs]]:
-    weight = _new(device, 16, 24)
-    op, inputs = _glu(lambda gate, up: ops.swiglu_linear(gate, up, weight), device)
-    return op, inputs
 
 
 def _loss(device: torch.device, **options: float) -> tuple[Callable[..., object], Callable[[int], Inputs]]:
@@ -79,14 +56,8 @@ def _head(device: torch.device, **options: object) -> tuple[Callable[..., object
 
 
 CALLS: dict[str, Callable[[torch.device], tuple[Callable[..., object], Callable[[int], Inputs]]]] = {
-    "rms_norm": _norm,
-    "add_rms_norm": _add_norm,
-    "layer_norm": _layer_norm,
-    "gated_rms_norm": _gated_norm,
+    **{name: functools.partial(_row, name) for name in (*LAYOUTS, "geglu, tanh", "swiglu_linear")},
     "rope": _rope,
-    "swiglu": functools.partial(_glu, ops.swiglu),
-    "geglu": functools.partial(_glu, ops.geglu),
-    "swiglu_linear": _glu_linear,
     "cross_entropy": _loss,
     "cross_entropy, options": functools.partial(_loss, softcap=3.0, logit_scale=1.5, z_loss=0.01, label_smoothing=0.1),
     "linear_cross_entropy": _head,

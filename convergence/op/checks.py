@@ -138,7 +138,7 @@ def accuracy(judge: Judge) -> str:
     )
     def drawn(rows: int, columns: int, dtype: torch.dtype, seed: int) -> None:
         size = Size(rows, columns, dtype)
-        judge.compare(judge.example(size, seed), size, ACCURACY, f"seed={seed}")
+        judge.compare(judge.example(size, seed + options.seed), size, ACCURACY, f"seed={seed + options.seed}")
 
     if options.examples:
         drawn()

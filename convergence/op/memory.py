@@ -20,7 +20,9 @@ def poisoned() -> Iterator[None]:
     settings.fill_uninitialized_memory = True
     try:
         with deterministic(True), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
+            # A GPU without deterministic products says so.
+            for message in (".*does not have a deterministic implementation.*", "Deterministic behavior was enabled.*"):
+                warnings.filterwarnings("ignore", message=message)
             yield
     finally:
         settings.fill_uninitialized_memory = fill
