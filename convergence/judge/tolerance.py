@@ -57,7 +57,7 @@ def three_way(
         assert err <= bound, (
             f"{name} ({dtype}): {what} error {err:.3e} > {bound:.3e} "
             f"(PyTorch's own {own:.3e}, size {size:.3e}); worst at {worst}: "
-            f"{float(ours[tuple(worst)])!r} instead of {float(truth[tuple(worst)])!r}"
+            f"{float(ours.detach()[tuple(worst)])!r} instead of {float(truth[tuple(worst)])!r}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import warnings
 from collections.abc import Callable, Collection, Iterable
@@ -174,7 +175,8 @@ def _checked(
     where = _device(device)
     _prepare(where)
     own = inputs is not None
-    label = name or getattr(op, "__name__", "") or type(op).__name__
+    named = op.func if isinstance(op, functools.partial) else op
+    label = name or getattr(named, "__name__", "") or type(named).__name__
     subject = Subject(op, reference, inputs or inputs_by_name(reference), own, where, label)
     options = Options(
         checked_dtypes(dtypes), _range("rows", rows), _range("columns", columns), sums, views,

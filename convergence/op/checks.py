@@ -313,16 +313,20 @@ def launches(judge: Judge) -> str:
     counts: dict[str, list[dict[str, int]]] = {"forward": [], "without gradients": [], "backward": []}
     with deterministic(False), raising("launches", f"{judge.subject.name}({size}) raised"):
         run(*_bound(judge, size))  # compiles, and tunes
-        for _ in range(2):
-            op, leaves = _bound(judge, size)
-            with launched.counted(device) as forward:
-                results = results_of(op(*leaves))
-            with launched.counted(device) as backward:
-                gradients_of(results, leaves)
-            with launched.counted(device) as without, torch.no_grad():
+        calls = [_bound(judge, size) for _ in range(2)]
+        results = []
+        for op, leaves in calls:  # one after the other: a call may differ from the one before
+            with launched.counted(device) as found:
+                results.append(results_of(op(*leaves)))
+            counts["forward"].append(dict(found))
+        for of_one, (_, leaves) in zip(results, calls, strict=True):
+            with launched.counted(device) as found:
+                gradients_of(of_one, leaves)
+            counts["backward"].append(dict(found))
+        for op, leaves in calls:
+            with launched.counted(device) as found, torch.no_grad():
                 op(*fresh(leaves))
-            for name, found in (("forward", forward), ("without gradients", without), ("backward", backward)):
-                counts[name].append(dict(found))
+            counts["without gradients"].append(dict(found))
     totals = {name: [sum(found.values()) for found in of] for name, of in counts.items()}
     for name, (first, second) in counts.items():
         if first != second:
