@@ -31,6 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="sample",
         help="which faults the proof is tried on: some, in float32, or all, in every dtype (default: sample)",
     )
+    group = parser.getgroup("kernels", "what is compiled for GPUs that are not there")
+    group.addoption(
+        "--programs",
+        choices=("all", "largest"),
+        default="all",
+        help="which programs of tests/test_ops_compile.py: all, or what another Triton can break (default: all)",
+    )
 
 
 @pytest.fixture(scope="session")

@@ -11,14 +11,18 @@ import contextlib
 import functools
 import itertools
 import json
+import math
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from filelock import Timeout
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from convergence.files import make_once
 from liger_kernels.ops.runtime.device import LOADED_AHEAD, SHARED_MEMORY, most_warps
@@ -81,50 +85,115 @@ def signature_of(
     return signature, constants, attributes, options
 
 
-def compile_all(names: list[str], targets: list[str], number: str = "fp32") -> dict[str, list[dict[str, Any]]]:
-    """In the subprocess: compile what the cases of ``names`` launch; of each, one record per program and target. Every
-    program is compiled for the first of ``targets``. For the others, of each kernel, the one that takes the most shared
-    memory, and the one that does of those with each dtype of 16 bits: options and numbers of warps change no other
-    target's arithmetic or limits."""
+class WithoutProducts(TorchDispatchMode):
+    """Matrix products, which take most of the time of a call and decide nothing of what is launched, return memory that
+    nobody has written."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function.overloadpacket.__name__ not in ("mm", "addmm", "addmm_", "bmm", "baddbmm"):
+            return function(*args, **kwargs)
+        if "out" in kwargs:
+            return kwargs["out"]
+        if function.overloadpacket.__name__ == "addmm_":
+            return args[0]
+        a, b = [x for x in args if isinstance(x, torch.Tensor)][-2:]
+        dtype = next((x for x in args if isinstance(x, torch.dtype)), a.dtype)
+        return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype)
+
+
+@contextlib.contextmanager
+def compiled_as_far_as(last: str) -> Iterator[None]:
+    """Inside, Triton compiles for NVIDIA GPUs as far as to its own IR ("ttir"), or to where the shared memory of a
+    program is known ("llir": LLVM's IR, which LLVM does not optimize then), or to machine code ("cubin")."""
+    import triton
+    from triton._C.libtriton import llvm
+
+    backend = triton.backends.backends["nvidia"].compiler
+    add_stages = backend.add_stages
+
+    def only(self: Any, stages: dict[str, Any], *rest: Any) -> None:
+        add_stages(self, stages, *rest)
+        for name in [*stages][[*stages].index(last) + 1 :]:
+            stages[name] = lambda _, metadata: metadata.update({"shared": 0, **metadata, "name": ""}) or b""
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(backend, "add_stages", only))
+        if last == "llir":
+            for name in ("link_extern_libs", "optimize_module"):
+                stack.enter_context(mock.patch.object(llvm, name, return_value=None))
+        yield
+
+
+def loaded_at_once(ttir: str) -> int:
+    """The bytes of everything that a program loads, as often as a loop does so ahead."""
+    loads = re.findall(r"= tt\.load .* : tensor<((?:\d+x)+)!tt\.ptr<[a-z]+(\d+)>", ttir)
+    size = sum(math.prod(map(int, shape.split("x")[:-1])) * (int(bits) // 8 or 1) for shape, bits in loads)
+    return size * max(map(int, re.findall(r"tt\.num_stages = (\d+)", ttir)), default=1)
+
+
+def compile_all(
+    names: list[str], targets: list[str], programs: str = "all", number: str = "fp32"
+) -> dict[str, list[dict[str, Any]]]:
+    """In the subprocess: compile what the cases of ``names`` launch; of each, one record per program and target.
+
+    Every program is compiled for the first of ``targets`` as far as its shared memory is known, and the first of each
+    kernel with each dtype of 16 bits to machine code. For the others, of each kernel, the one that takes the most
+    shared memory, and the one that does of those with each dtype of 16 bits: options and numbers of warps change no
+    other target's arithmetic or limits.
+
+    ``programs="largest"`` is for another version of Triton, which reads every program, as far as to its own IR. It
+    compiles, for every target, the program of each kernel that loads most at once, and of all with each dtype of 16
+    bits: it may lower a kernel wrongly, or need more shared memory. ``programs="none"`` only reads them.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from liger_kernels.ops.runtime.device import _rooms as rooms
 
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # what was compiled as far as to its IR is no program
     amd = triton.backends.backends["amd"].compiler
     if hasattr(amd, "path_to_rocm_lld"):  # Triton 3.4 links by a program of ROCm's, which is not in its wheel
         amd.make_hsaco = staticmethod(lambda assembly, *_: b"")
         amd.hash = lambda self: f"not linked {self.target}"
-    programs: dict[str, tuple[Any, ...]] = {}
+    known: dict[str, tuple[Any, ...]] = {}
     launched: list[str] = []
 
     def keep(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **kwargs: Any) -> None:
         signature, constants, attributes, options = signature_of(kernel, args, kwargs, number)
         shown = {kernel.arg_names[i]: value for (i,), value in constants.items()}
         what = f"{kernel.__name__} {signature} {shown} {attributes} {options}"
-        programs[what] = (kernel, signature, constants, attributes, options)
+        known[what] = (kernel, signature, constants, attributes, options)
         launched.append(what)
 
     @functools.cache  # what several cases launch
-    def compiled(what: str, target: str) -> dict[str, Any]:
+    def compiled(what: str, target: str, last: str = "cubin") -> dict[str, Any]:
         backend, architecture, warp_size, limit = TARGETS[target]
-        kernel, signature, constants, attributes, options = programs[what]
+        kernel, signature, constants, attributes, options = known[what]
         if options.get("num_warps", 0) > most_warps(warp_size):  # as a launch there does
             options = {**options, "num_warps": most_warps(warp_size)}
         record = {"target": target, "kernel": kernel.__name__, "what": what, "limit": limit, "error": None}
         source = ASTSource(kernel, signature, constants, attributes)
         try:
-            program = triton.compile(source, target=GPUTarget(backend, architecture, warp_size), options=options)
+            with compiled_as_far_as(last):
+                program = triton.compile(source, target=GPUTarget(backend, architecture, warp_size), options=options)
         except Exception as error:
             return record | {"error": f"{type(error).__name__}: {error}"}
         ttir = program.asm["ttir"] if target == targets[0] else None
         return record | {"shared": program.metadata.shared, "ttir": ttir}
 
-    def kinds(record: dict[str, Any]) -> list[tuple[str, str]]:
-        _, signature, *_ = programs[record["what"]]
+    def kinds(what: str) -> list[tuple[str, str]]:
+        kernel, signature, *_ = known[what]
         # Targets differ in how they convert floats of 16 bits: every one loads and stores float32 and integers.
-        return [(record["kernel"], dtype) for dtype in ("any", *sorted({"*bf16", "*fp16"} & set(signature.values())))]
+        dtypes = sorted({"*bf16", "*fp16"} & set(signature.values()))
+        of = kernel.__name__ if programs == "all" else "any"
+        return [(kernel.__name__, "any"), *((of, dtype) for dtype in dtypes)]
+
+    def size(record: dict[str, Any]) -> int:
+        if record["error"]:
+            return 0
+        return int(record["shared"]) if programs == "all" else loaded_at_once(record["ttir"])
 
     for module in op_modules():
         if hasattr(module, "launch"):
@@ -134,30 +203,39 @@ def compile_all(names: list[str], targets: list[str], number: str = "fp32") -> d
     choices = [getattr(f, "__wrapped__", None) for module in op_modules() for f in vars(module).values()]
     remembered = [choose for choose in choices if hasattr(choose, "cache_clear")]
 
-    def launched_on(target: str, name: str) -> list[str]:
+    def launched_with(room: int, name: str) -> list[str]:
         """What the case launches on a GPU with that much room for loads."""
-        rooms["cpu", None] = min(LOADED_AHEAD, TARGETS[target][3] - 2048)
+        rooms["cpu", None] = room
         for choose in remembered:
             choose.cache_clear()
         launched.clear()
-        CASES[name]()
+        with WithoutProducts():
+            CASES[name]()
         return [*launched]
 
     found = {}
-    there: dict[str, dict[str, str]] = {target: {} for target in targets}  # what is launched instead
+    room_of = {target: min(LOADED_AHEAD, TARGETS[target][3] - 2048) for target in targets}
+    there: dict[int, dict[str, str]] = {room: {} for room in room_of.values()}  # what is launched instead
     largest: dict[tuple[str, str], dict[str, Any]] = {}  # of all names so far: two ops launch the same kernels
+    seen: set[tuple[str, str]] = set()
     for name in names:
-        on = {target: launched_on(target, name) for target in targets}
-        records = [compiled(what, targets[0]) for what in dict.fromkeys(on[targets[0]])]
+        on = {room: launched_with(room, name) for room in there}
+        here = on[room_of[targets[0]]]
+        records = []
+        for what in dict.fromkeys(here):
+            is_new = not seen.issuperset(kinds(what))
+            seen.update(kinds(what))
+            last = "ttir" if programs != "all" else "cubin" if is_new else "llir"
+            records.append(compiled(what, targets[0], last))
         for record in records:
-            for kind in kinds(record):
-                known = largest.setdefault(kind, record)
-                if record.get("shared", 0) > known.get("shared", 0):
+            for kind in kinds(record["what"]):
+                if size(record) > size(largest.setdefault(kind, record)):
                     largest[kind] = record
-        chosen = dict.fromkeys(largest[kind]["what"] for record in records for kind in kinds(record))
-        for target in targets[1:]:
-            there[target].update(zip(on[targets[0]], on[target], strict=True))
-        found[name] = records + [compiled(there[target][what], target) for target in targets[1:] for what in chosen]
+        chosen = dict.fromkeys(largest[kind]["what"] for record in records for kind in kinds(record["what"]))
+        for room in there:
+            there[room].update(zip(here, on[room], strict=True))
+        others = {"all": targets[1:], "largest": targets, "none": []}[programs]
+        found[name] = records + [compiled(there[room_of[target]][what], target) for target in others for what in chosen]
     return found
 
 
@@ -180,20 +258,8 @@ def compile_for_little_shared_memory() -> dict[str, int]:
 def compile_with_wide_numbers() -> list[dict[str, Any]]:
     """In the subprocess: programs with every number of a launch typed as Inductor types it, compiled no further than
     to what is looked at."""
-    import triton
-
-    backend = triton.backends.backends["nvidia"].compiler
-    add_stages = backend.add_stages
-
-    def only_ttir(self: Any, stages: dict[str, Any], *rest: Any) -> None:
-        add_stages(self, stages, *rest)
-        ttir = stages["ttir"]
-        stages.update(dict.fromkeys(stages, lambda module, metadata: metadata.update(name="", shared=0) or b""))
-        stages["ttir"] = ttir
-
-    backend.add_stages = only_ttir
     names = ["rms_norm", "cross_entropy", "linear_cross_entropy"]
-    found = compile_all(names, ["sm_90"], number="fp64")  # the target whose operations are kept
+    found = compile_all(names, ["sm_90"], "none", number="fp64")  # the target whose operations are kept
     return [record for name in names for record in found[name] if record["ttir"]]
 
 
@@ -216,7 +282,8 @@ def compiled(
         return shared_folder / f"compiled-{half[0]}.json"
 
     def make(half: list[str], file: Path) -> None:
-        (found,) = in_subprocess(tmp_path_factory.mktemp("triton"), __name__, ("compile_all", half, targets))
+        call = ("compile_all", half, targets, request.config.getoption("--programs"))
+        (found,) = in_subprocess(tmp_path_factory.mktemp("triton"), __name__, call)
         file.write_text(json.dumps(found))
 
     @functools.cache
