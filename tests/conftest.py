@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -120,6 +121,15 @@ def untouched_memory(device: torch.device, poisoned_empty: None) -> Callable[[in
             torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
     return allocate
+
+
+@pytest.fixture(scope="module")
+def references_on_a_cpu() -> Iterator[None]:
+    """Ops compute by their references on a CPU: for tests of what is around them, which the interpreter makes slow."""
+    from liger_kernels.ops.runtime import dispatch
+
+    with mock.patch.object(dispatch, "INTERPRET", False):
+        yield
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def test_autocast() -> None:
 
 def test_a_compiled_model_computes_its_logits() -> None:
     torch._dynamo.reset()
-    model = adapted(tiny("llama", num_hidden_layers=1), target_modules=["lm_head"])
+    model = adapted(tiny("llama", num_hidden_layers=0), target_modules=["lm_head"])
     expected = loss_of_no_gradient(copy.deepcopy(model))
     liger_kernels.patch(model)
     torch.testing.assert_close({"loss": torch.compile(model, backend="aot_eager")(**batch()).loss.detach()}, expected)

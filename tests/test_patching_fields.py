@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 import liger_kernels
 from tests.patching_checks import batch, tiny
 
+pytestmark = pytest.mark.usefixtures("references_on_a_cpu")
 ONE = torch.ones(1)
 
 
