@@ -15,7 +15,7 @@ from liger_kernels.ops.loss.cross_entropy import EXTRAS, CrossEntropyOutput
 from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from liger_kernels.ops.loss.linear_log_probs import OUTPUTS
 from liger_kernels.ops.runtime.tiling import tiled
-from tools.gpu_calls import slabs_of
+from tools.slabs import slabs_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "none")

@@ -22,7 +22,7 @@ from liger_kernels.ops.lora.low_rank import LowRank, ThinProducts
 from liger_kernels.ops.lora.products import MOST_RANKS
 from tests.linear_cross_entropy_checks import in_held_slabs, in_two_slabs
 from tests.ops_checks import DTYPES, randn
-from tools.gpu_calls import slabs_of
+from tools.slabs import slabs_of
 
 TOKENS, HIDDEN, VOCAB = 23, 64, 67
 SCALES = (0.7, 1.3)

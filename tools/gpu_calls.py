@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import torch
 
 from liger_kernels import ops
-from liger_kernels.ops.loss.vocabulary_slabs import SlabSizes
-from liger_kernels.ops.runtime.tiling import tiled
+from tools.slabs import slabs_of
 
 BF16 = torch.bfloat16
 
@@ -62,15 +60,6 @@ def loss(**options: Any) -> Any:
 
 def head_loss(**options: Any) -> Any:
     return ops.linear_cross_entropy(new(96, 64), new(1000, 64), targets(), new(1000), **options)
-
-
-def slabs_of(classes: int, chunk: int = 1024) -> contextlib.AbstractContextManager[None]:
-    """Inside, slabs whose logits need memory of their own have ``classes``; a first slab of more is worth it."""
-
-    def sizes(choose: Any, tokens: int, hidden_size: int) -> SlabSizes:
-        return SlabSizes(classes, classes, worth=2 * tokens * classes + min(tokens, 1), chunk=chunk)
-
-    return tiled(slabs=sizes)
 
 
 def head_loss_in_two_slabs() -> Any:
