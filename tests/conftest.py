@@ -129,7 +129,7 @@ def untouched_memory(device: torch.device, poisoned_empty: None) -> Callable[[in
     return allocate
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def references_on_a_cpu() -> Iterator[None]:
     """Ops compute by their references on a CPU: for tests of what is around them, which the interpreter makes slow."""
     from liger_kernels.ops.runtime import dispatch

@@ -62,8 +62,7 @@ CALLS: dict[str, Callable[[torch.device], tuple[Callable[..., object], Callable[
     "cross_entropy, options": functools.partial(_loss, softcap=3.0, logit_scale=1.5, z_loss=0.01, label_smoothing=0.1),
     "linear_cross_entropy": _head,
     "linear_cross_entropy, fast": functools.partial(_head, memory="fast"),
-    "linear_cross_entropy, small": functools.partial(_head, memory="small", softcap=3.0),
-    "linear_cross_entropy, smoothing": functools.partial(_head, label_smoothing=0.1),
+    "linear_cross_entropy, small": functools.partial(_head, memory="small", softcap=3.0, label_smoothing=0.1),
 }
 
 

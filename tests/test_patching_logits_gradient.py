@@ -107,7 +107,7 @@ def unsteady(model: Any) -> Any:
 
 def without(name: str) -> Callable[[], Any]:
     def model() -> Any:
-        made = tiny("llama")
+        made = tiny("llama", num_hidden_layers=1)
         for parameter in getattr(made, name).parameters():
             parameter.requires_grad_(False)
         return made
@@ -117,14 +117,14 @@ def without(name: str) -> Callable[[], Any]:
 
 WAYS = (by_hook, loss_first, retained, alone, with_others, into_inputs, with_a_loss_of_the_users, twice)
 MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: tiny("llama"),
-    "gemma2, whose logits have a soft-cap": lambda: tiny("gemma2"),
-    "gemma3, tied": lambda: tiny("gemma3", tie_word_embeddings=True),
+    "llama": lambda: tiny("llama", num_hidden_layers=1),
+    "gemma2, whose logits have a soft-cap": lambda: tiny("gemma2", num_hidden_layers=1),
+    "gemma3, tied": lambda: tiny("gemma3", num_hidden_layers=1, tie_word_embeddings=True),
     "granite, whose logits have a scale": lambda: built("granite", "GraniteForCausalLM"),
     "mixtral, whose loss has a second term": lambda: built("mixtral", "MixtralForCausalLM"),
     "a head that is frozen": without("lm_head"),
     "all but the head frozen": without("model"),
-    "a loss of its own": lambda: unsteady(tiny("llama")),
+    "a loss of its own": lambda: unsteady(tiny("llama", num_hidden_layers=0)),
 }
 PATCHES: dict[str, dict[str, Any]] = {
     "memory='small'": {"memory": "small"},

@@ -58,11 +58,10 @@ def test_what_was_chosen_runs_and_is_the_same(memory, family):
     assert fallbacks(candidate) == {}
 
 
-@pytest.mark.parametrize("memory", MEMORY)
-def test_a_compiled_model_runs_it(memory):
+def test_a_compiled_model_runs_it():
     model = tiny("llama", num_hidden_layers=0)
-    liger_kernels.patch(model, memory=memory)
-    assert ran(torch.compile(model, backend="aot_eager")) == {memory}
+    liger_kernels.patch(model, memory="small")
+    assert ran(torch.compile(model, backend="aot_eager")) == {"small"}
 
 
 def test_it_goes_with_packed_rows_and_token_accuracy():
