@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from convergence.files import make_once
-from tests import reach
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,12 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not {"compiled", "nodes"} & {*getattr(item, "fixturenames", ())})
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    reach.select(config)
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    reach.add_options(parser)
     group = parser.getgroup("evidence", "how often an honest candidate fails, and whether a fault passes")
     group.addoption("--honest-seeds", metavar="N,N", help="run every honest candidate of --models with these seeds")
     group.addoption("--honest-results", metavar="FILE", help="append a line of JSON for each honest candidate")

@@ -1,4 +1,4 @@
-"""``--changed BASE``: the tests that a change can reach by imports.
+"""A plugin of pytest, ``-p tests.reach --changed BASE``: the tests that a change can reach by imports.
 
 A test file runs where it imports a changed file, by at most ``--within`` steps. By three or more, every model that is
 patched reaches every op, and so does the proof. A package's ``__init__`` is no step: a name that it passes on is
@@ -84,7 +84,7 @@ def _exports(files: dict[str, tuple[str, str]]) -> dict[str, str]:
     return {name: base for base, *names in found for name in re.findall(r"\w+", "".join(names)) if name.islower()}
 
 
-def add_options(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("changed", "the tests that a change can reach by imports")
     group.addoption(
         "--changed", metavar="BASE", help="run what the difference from where this branch left BASE reaches"
@@ -114,8 +114,7 @@ class Selection:
         items[:] = [item for item in items if runs[item]]
 
 
-def select(config: pytest.Config) -> None:
-    """Let ``config`` run what its options choose."""
+def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--changed"):
         try:
             config.pluginmanager.register(Selection(config), "changed")
