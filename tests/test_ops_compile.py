@@ -367,6 +367,15 @@ def test_a_narrow_product_is_found() -> None:
     assert not narrow_products(head + wide)
 
 
+def test_what_a_program_loads_at_once() -> None:
+    loads = (
+        "%x = tt.load %p, %m : tensor<2x64x!tt.ptr<bf16>> loc(#l)\n%r = tt.load %q : tensor<2x!tt.ptr<f32>> loc(#l)\n"
+    )
+    assert loaded_at_once(loads) == 2 * 64 * 2 + 2 * 4
+    assert loaded_at_once(loads + "} {tt.num_stages = 3 : i32} loc(#l)") == 3 * (2 * 64 * 2 + 2 * 4)
+    assert loaded_at_once("%one = tt.load %p : !tt.ptr<f32>") == 0
+
+
 def test_every_kernel_is_compiled(compiled: Callable[[str], list[dict[str, Any]]]) -> None:
     assert kernels() == {record["kernel"] for name in CASES for record in compiled(name)}
 
