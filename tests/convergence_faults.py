@@ -79,3 +79,49 @@ def overwrites_the_logits(model: Any) -> None:
             output.register_hook(overwrite(output))
 
     model.get_output_embeddings().register_forward_hook(hook)
+
+
+# Of what no rule about patching sees anything: hooks. Only numbers can show them.
+
+
+def _scale_in_evaluation(module: Any) -> None:
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        if module.training:
+            return output
+        return output * 1.01 if isinstance(output, torch.Tensor) else (output[0] * 1.01, *output[1:])
+
+    module.register_forward_hook(hook)
+
+
+def last_norm_too_large_in_evaluation(model: Any) -> None:
+    """What the last norm returns is 1% too large, in evaluation only."""
+    _scale_in_evaluation(model.get_decoder().norm)
+
+
+def layer_too_large_in_evaluation(model: Any) -> None:
+    """The same of what the first layer returns. The norms after it divide most of it out."""
+    _scale_in_evaluation(model.get_decoder().layers[0])
+
+
+def last_norm_too_large_in_decoding(model: Any) -> None:
+    """What the last norm returns is 1% too large where one token is decoded with a cache."""
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output if module.training or output.shape[1] > 1 else output * 1.01
+
+    model.get_decoder().norm.register_forward_hook(hook)
+
+
+def last_rows_without_gradient(model: Any) -> None:
+    """The last three rows of every batch get no gradient from the norm before the last MLP."""
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(cut)
+
+    def cut(grad: torch.Tensor) -> torch.Tensor:
+        kept = grad.clone()
+        kept.flatten(0, -2)[-3:] = 0
+        return kept
+
+    model.get_decoder().layers[-1].post_attention_layernorm.register_forward_hook(hook)

@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from convergence.arms.quantities import (
+    DECODING,
+    DISPLACEMENT,
+    END,
     EVALUATION,
     EVALUATION_LOGITS,
     GRADIENT,
+    HIDDEN_GRADIENT,
     INITIAL,
     LOGITS,
     LOSS,
@@ -22,11 +26,21 @@ from convergence.arms.quantities import (
 )
 from convergence.arms.trajectory import Trajectory
 from convergence.judge.compare import compare
+from convergence.report.records import STATISTICS
 
 STEPS = [Moment(INITIAL, f"step {i}") for i in range(12)]
 A, B, C, D = (Quantity(GRADIENT, name) for name in "abcd")
 TENSORS = {A: (40, 50), B: (300,), C: (20, 30)}
 NOISE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+ENTERING = Quantity(HIDDEN_GRADIENT, "norm")
+MOVED = Quantity(DISPLACEMENT, "a")
+# What runs in another way than training does, observed a few times only.
+FEW = {
+    EVALUATION_LOGITS: [*(Moment(INITIAL, EVALUATION, i) for i in range(12)), Moment(INITIAL, DECODING)],
+    MOVED: [Moment(SGD, END), Moment("AdamW", END)],
+}
 
 
 def trajectories(dtype: torch.dtype, seed: int) -> tuple[list[tuple[Trajectory, Trajectory]], Trajectory]:
@@ -49,6 +63,11 @@ def trajectories(dtype: torch.dtype, seed: int) -> tuple[list[tuple[Trajectory, 
                 truth.record(quantity, step, torch.randn(shape, generator=generator, dtype=torch.float64))
         for step in STEPS:
             truth.record(LOSS, step, 3 + torch.rand((), generator=generator, dtype=torch.float64))
+            rows = torch.logspace(-6, 0, 20, dtype=torch.float64).view(2, 10, 1)  # of all sizes
+            truth.record(ENTERING, step, rows * torch.randn(2, 10, 30, generator=generator, dtype=torch.float64))
+        for quantity, steps in FEW.items():
+            for step in steps:
+                truth.record(quantity, step, torch.randn(30, 100, generator=generator, dtype=torch.float64))
         pairs.append((truth, noisy(truth)))
     return pairs, noisy(pairs[0][0])
 
@@ -59,9 +78,7 @@ def test_honest_noise_passes(dtype, seed):
     pairs, candidate = trajectories(dtype, seed)
     verdict = compare(pairs, candidate, dtype)
     assert verdict.passed, verdict.failures
-    assert {"error ratio", "largest error ratio", "gain", "gain against the others"} == {
-        s.statistic for s in verdict.statistics
-    }
+    assert {s.statistic for s in verdict.statistics} == set(STATISTICS)
 
 
 def change(candidate: Trajectory, quantity: Quantity, function) -> None:
@@ -77,6 +94,33 @@ def test_one_gradient_scaled_by_one_percent_fails_by_its_gain(dtype, quantity, f
     verdict = compare(pairs, candidate, dtype)
     assert any(f[0] == str(quantity) and f[2] == "gain" for f in verdict.failures)
     assert not any(f[0] != str(quantity) and f[2] in ("gain", "error ratio") for f in verdict.failures)
+
+
+@pytest.mark.parametrize("dtype", NOISE)
+@pytest.mark.parametrize("way", [EVALUATION, DECODING, END])
+def test_what_is_scaled_in_one_way_of_running_alone_fails_by_its_gain(dtype, way):
+    """In a mean over all steps, decoding is one of 13. How far the weights moved is observed once for an optimizer."""
+    pairs, candidate = trajectories(dtype, 0)
+    for quantity, steps in FEW.items():
+        for step in steps:
+            if step.step == way and step.phase != "AdamW":
+                candidate.values[quantity][step] = candidate.values[quantity][step] * 1.01
+    failures = {(f[0], f[2]) for f in compare(pairs, candidate, dtype).failures}
+    by_gain = {(str(MOVED if way == END else EVALUATION_LOGITS), "gain")}
+    assert failures >= by_gain
+    assert failures == by_gain or dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", NOISE)
+@pytest.mark.parametrize("spoil", [torch.zeros_like, lambda row: 1.5 * row], ids=["lost", "half as much more"])
+def test_one_small_row_among_many_fails_by_its_own_size(dtype, spoil):
+    pairs, candidate = trajectories(dtype, 0)
+    row = candidate.values[ENTERING][STEPS[5]][0, 3]  # a ten-thousandth of the largest
+    row.copy_(spoil(row))
+    failures = compare(pairs, candidate, dtype).failures
+    assert [f[:3] for f in failures if f[2] == "row error ratio"] == [(str(ENTERING), str(STEPS[5]), "row error ratio")]
+    if dtype is torch.bfloat16:
+        assert len(failures) == 1, "in the mean over a batch it is nothing"
 
 
 def test_what_was_measured_of_other_arms_is_not_taken():

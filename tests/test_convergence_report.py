@@ -199,7 +199,7 @@ def test_markdown_has_a_row_per_record_and_what_failed():
     assert text.startswith(f"## Convergence: 3 of {len(MIXED)} cases failed")
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert len(rows) == 2 + len(MIXED)
-    assert all(len(re.findall(r"(?<!\\)\|", row)) == 11 for row in rows)
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 12 for row in rows)
     assert rows[2].startswith("| gemma/bfloat16/scaled") and "**different**" in rows[2]  # noqa: PT018
     assert report.failure(failed()) in text
     assert "none failed" in report.markdown(ALL)

@@ -16,15 +16,14 @@ import torch
 
 from convergence.arms.pristine import remember_upstream
 from convergence.models.models import MODELS
-from convergence.report.records import load_folder
+from convergence.report.records import STATISTICS, load_folder
 from tests.mutants import ABSENT, MUTANTS, restore
 from tests.mutants.__main__ import overview
 from tests.mutants.edit import Edit, StaleMutant
 from tests.mutants.mutant import Mutant
 from tests.suite import ROOT, suite
 
-NUMBERS = {"error ratio", "largest error ratio", "gain", "gain against the others"}
-NUMBERS |= {"finite", "zero", "non-zero", "gap of the logits"}
+NUMBERS = {*STATISTICS, "finite", "zero", "non-zero", "gap of the logits"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

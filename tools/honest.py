@@ -17,7 +17,9 @@ from unittest import mock
 import torch
 
 from convergence import ours
+from convergence.arms.quantities import HIDDEN, HIDDEN_GRADIENT, HIDDEN_STATES
 from convergence.arms.train import train
+from convergence.arms.trajectory import Trajectory
 from convergence.case import DTYPES, References, references
 from convergence.judge.compare import compare
 from convergence.judge.tolerance import REPLICAS
@@ -32,12 +34,14 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Honest:
-    """One way to be honest; ``replica`` counts from 1, 0 is the baseline's own weights."""
+    """One way to be honest; ``replica`` counts from 1, 0 is the baseline's own weights. ``reversed`` says that the rows
+    of every batch are in reverse order inside."""
 
     name: str
     patch: Callable[[Any], Any]
     replica: int = 0
     around: Context = contextlib.nullcontext
+    reversed: bool = False
 
 
 def unpatched(model: Any) -> None:
@@ -148,14 +152,16 @@ def candidates(model: str, dtype: str = "float32") -> list[Honest]:
     for patch in (fused_linear, fused_cross_entropy):
         rows += [Honest(f"{patch.__name__}, replica {r}", patch, r) for r in range(REPLICAS + 1)]
         rows += [
-            Honest(f"{patch.__name__}, rows reversed", functools.partial(permuted, patch)),
+            Honest(f"{patch.__name__}, rows reversed", functools.partial(permuted, patch), reversed=True),
             Honest(f"{patch.__name__}, small tiles", patch, around=small_tiles),
         ]
         if MODELS[model].attention == "sdpa":  # the other way would lose Gemma 2's cap, which sdpa does not know
             rows.append(Honest(f"{patch.__name__}, eager attention", functools.partial(eager_attention, patch)))
     rows += [Honest(f"fused_linear, {n} chunks", fused_linear, around=functools.partial(chunks, n)) for n in (1, 2, 11)]
     reversed_only = functools.partial(permuted, unpatched)
-    rows += [Honest(f"unpatched, rows reversed, replica {r}", reversed_only, r) for r in range(REPLICAS + 1)]
+    rows += [
+        Honest(f"unpatched, rows reversed, replica {r}", reversed_only, r, reversed=True) for r in range(REPLICAS + 1)
+    ]
     return rows
 
 
@@ -178,7 +184,9 @@ def _at_scale(shape: Shape, dtype: str) -> list[Honest]:
         rows.append(Honest("fused_linear_small, narrow slabs, replica 4", fused_linear_small, 4, narrow))
     if shape.rows > 1:
         rows += [
-            Honest(f"{patch.__name__}, rows reversed, replica {r}", functools.partial(permuted, patch), r)
+            Honest(
+                f"{patch.__name__}, rows reversed, replica {r}", functools.partial(permuted, patch), r, reversed=True
+            )
             for r, patch in enumerate((unpatched, fused_linear, fused_cross_entropy), start=3)
         ]
     return rows
@@ -214,6 +222,13 @@ def as_users_run(model: str) -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=True)
 
 
+def put_back(candidate: Trajectory) -> None:
+    """Give the rows of what was observed inside the backbone the order that every other arm has them in."""
+    for quantity, by_step in candidate.values.items():
+        if quantity.kind in (HIDDEN_STATES, HIDDEN_GRADIENT) and quantity != HIDDEN:
+            by_step.update({step: value.flip(0) for step, value in by_step.items()})
+
+
 def judge(honest: Honest, model: str, dtype: str, device: str, seed: int, tf32: bool = False) -> Verdict:
     """The verdict on one honest candidate; it fails one that raises. One that starts at a replica's weights has that
     replica's truth."""
@@ -227,6 +242,8 @@ def judge(honest: Honest, model: str, dtype: str, device: str, seed: int, tf32: 
             with honest.around(), tensor_float_32(tf32):
                 candidate = train(reference.run(DTYPES[dtype], torch.device(device), patch=honest.patch, nudge=nudge))
             candidate.model = None
+            if honest.reversed:
+                put_back(candidate)
         except Exception as error:  # the frames hold the model: nobody may hold them
             verdict.fail("candidate", "", "raised", f"{type(error).__name__}: {error}")
         if find(model).is_long:  # a patched model is a cycle, and the next arm may need all the memory there is

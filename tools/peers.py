@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from convergence.peers import PEERS, Peer
-from convergence.report.records import Record, load_folder
+from convergence.report.records import STATISTICS, Record, load_folder
 from convergence.tables import markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "peers.md"
@@ -31,7 +31,7 @@ returned is overwritten, and that no gradient is missing. Speed and memory are o
 [Ops](benchmarks.md) and [Whole models](whole-models.md). liger-kernel on a GPU has
 [a page of its own](liger-kernel.md), and so has [what their own tests accept](peer-tolerances.md).
 """
-_NUMBERS = ("error ratio", "largest error ratio", "gain", "gain against the others", "finite", "zero", "non-zero")
+_NUMBERS = (*STATISTICS, "finite", "zero", "non-zero")
 _SHORT = 160
 
 

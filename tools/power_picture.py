@@ -98,8 +98,10 @@ which model or patch it bounds, so nothing is tuned per model.
   the others judge it, at least 1, over all tensors of the phase. A number alone (the loss, the
   gradient norm), and whatever the steps of an optimizer have led to, is one draw of the noise and
   may always be {sigmas:g} times it. An error below one unit of roundoff counts as one.
-- *Gain* and *gain against the others*: {sigmas:g} standard deviations of the replicas' gains, and
-  one unit of roundoff over the square root of the number of steps.
+- *Row error ratio*: as that of one draw of the noise, over all rows of the phase.
+- *Gain* and *gain against the others*: {sigmas:g} standard deviations of the replicas' gains (more
+  where one, two or three steps measure them), and one unit of roundoff over the square root of the
+  number of steps.
 
 Chosen, not derived, are the factor {factor:g} of the customary three-way comparison, the {sigmas:g}
 standard deviations and the number of replicas: three constants for all models and dtypes. Without

@@ -14,7 +14,18 @@ from torch import nn
 from convergence import ours
 from convergence.arms.float64 import InFloat64
 from convergence.arms.large import is_large, sample
-from convergence.arms.quantities import BY_ELEMENT, HIDDEN, INITIAL, LOGITS, TARGET_LOGIT, Moment, Remark
+from convergence.arms.quantities import (
+    BY_ELEMENT,
+    HIDDEN,
+    HIDDEN_GRADIENT,
+    HIDDEN_STATES,
+    INITIAL,
+    LOGITS,
+    TARGET_LOGIT,
+    Moment,
+    Quantity,
+    Remark,
+)
 from convergence.arms.trajectory import Run, Trajectory
 from convergence.models.data import IGNORE, Batch, Step
 
@@ -89,6 +100,48 @@ def observed_head(model: Any, batch: Batch, result: Trajectory, at: Moment, step
                 stack.callback(hook.remove)
         yield observer
         observer.finish()
+
+
+@contextlib.contextmanager
+def observed_hidden_states(model: nn.Module, result: Trajectory, at: Moment) -> Iterator[None]:
+    """Inside, what enters each layer and the norm after the last one is observed in one forward: without gradients its
+    values, else what arrives there in the backward pass. What is large is not kept: no row of it could be judged."""
+
+    def enter(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(hidden, torch.Tensor) or is_large(hidden):
+            return
+        if hidden.requires_grad:
+            gradient = Quantity(HIDDEN_GRADIENT, path)
+            hidden.register_hook(lambda grad: result.record(gradient, at, grad))
+        elif not torch.is_grad_enabled():
+            result.record(Quantity(HIDDEN_STATES, path), at, hidden)
+
+    with contextlib.ExitStack() as stack:
+        for path, module in _stacked(model):
+            hook = functools.partial(enter, path)
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+def _stacked(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of every stack that is in no other (of experts, say), and the norms next to it."""
+    stacks: list[str] = []
+    for path, module in model.named_modules():
+        children = dict(module.named_children())
+        own = [name for name, child in children.items() if isinstance(child, nn.ModuleList)]
+        if not own or any(path.startswith(f"{stack}.") for stack in stacks):
+            continue
+        stacks += [f"{path}.{name}" if path else name for name in own]
+        for name, child in children.items():
+            found = child.named_children() if name in own else [("", child)] if _is_norm(child) else []
+            for number, layer in found:
+                yield ".".join(filter(None, (path, name, number))), layer
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weights = list(module.parameters(recurse=False))
+    return bool(weights) and all(weight.ndim == 1 for weight in weights)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,8 @@ class Moment(NamedTuple):
 
 
 class Quantity(NamedTuple):
-    """What is observed. One of the whole model has no ``name``; else that is a parameter's, or a logged value's."""
+    """What is observed. One of the whole model has no ``name``; else that is a parameter's, a module's, or a logged
+    value's."""
 
     kind: str
     name: str = ""
@@ -48,13 +49,15 @@ class Quantity(NamedTuple):
     def parse(cls, text: str) -> Quantity:
         """The quantity that reads ``text``; of the whole model where it begins as no other does."""
         if cls(text) not in HEAD:
-            for kind in (GRADIENT, PARAMETER, DISPLACEMENT, LOGGED):
+            for kind in (HIDDEN_GRADIENT, HIDDEN_STATES, GRADIENT, PARAMETER, DISPLACEMENT, LOGGED):
                 if text.startswith(f"{kind} "):
                     return cls(kind, text.removeprefix(f"{kind} "))
         return cls(text)
 
 
 GRADIENT, PARAMETER, DISPLACEMENT, LOGGED = "gradient of", "parameter", "displacement of", "logged"
+# Of each layer, of the norm after the last one (the name is the module's), and of the head.
+HIDDEN_STATES, HIDDEN_GRADIENT = "hidden states entering", "gradient of the hidden states entering"
 LOSS = Quantity("loss")
 GRADIENT_NORM = Quantity("gradient norm")
 EVALUATION_LOGITS = Quantity("logits")
@@ -66,7 +69,7 @@ LOGITS = Quantity("gradient of the logits")
 # beside the gradient at the target.
 BY_ELEMENT = Quantity("relative gradient of the logits")
 TARGET_LOGIT = Quantity("gradient of the logits, at the target")
-HIDDEN = Quantity("gradient of the hidden states entering the head")
+HIDDEN = Quantity(HIDDEN_GRADIENT, "the head")
 HEAD = (LOGITS, BY_ELEMENT, TARGET_LOGIT, HIDDEN)  # in the order in which a backward pass computes them
 FORWARD = (LOSS, EVALUATION_LOGITS, TRAINING_LOGITS, CALLERS_LOGITS, GENERATED)  # what a forward pass alone computes
 
@@ -82,7 +85,7 @@ class Remark(NamedTuple):
 
 
 # What is judged of every quantity.
-STATISTICS = ("error ratio", "largest error ratio", "gain", "gain against the others")
+STATISTICS = ("error ratio", "largest error ratio", "row error ratio", "gain", "gain against the others")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Every arm of a case goes through the same three phases from the same initial wei
 1. *initial*: every step of the profile, one after the other, at the initial weights. This is where power comes from: no
    noise has accumulated. Each step's weights differ from the initial ones by one unit in the last place, the same in
    every arm: rounding errors that hang on the weights would otherwise be the same in every step and not average out.
-   Then decoding with a cache.
+   After each step that trains later, an evaluation at its weights. Then decoding with a cache.
 2. *SGD* over the steps that train, then evaluation and generation. SGD decides, because it shows a gradient's scale.
 3. *AdamW* over the same steps, because users run it; it hides the scale of a gradient.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from convergence import ours
-from convergence.arms.hooks import differ, kept_activations, observed_arm, observed_head
+from convergence.arms.hooks import differ, kept_activations, observed_arm, observed_head, observed_hidden_states
 from convergence.arms.large import is_large, nudged
 from convergence.arms.quantities import (
     ADAMW,
@@ -100,12 +100,21 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
         ended += 1
         progress.reach(f"{phase}, {step.name}", ended, parts)
 
+    def asked(name: str) -> bool:
+        return run.only is None or name in run.only
+
+    evaluations = 0
     for seed, step in enumerate(steps):
-        if run.only is not None and step.name not in run.only:
+        evaluates = bool(run.phases) and step.trains and asked(EVALUATION)
+        if not (asked(step.name) or evaluates):
             continue
         _set_weights(model, near_initial(seed))
-        accumulate(step, INITIAL)
-    if run.phases and (run.only is None or DECODING in run.only):
+        if asked(step.name):
+            accumulate(step, INITIAL)
+        if evaluates:
+            evaluations += 1
+            _evaluate(model, run.evaluation, result, Moment(INITIAL, EVALUATION, evaluations), run.device)
+    if run.phases and asked(DECODING):
         _set_weights(model, initial.items())
         _decode(model, run.evaluation, result, run.device)
     if run.only is not None:
@@ -125,7 +134,8 @@ def _train(run: Run, model: Any, result: Trajectory) -> None:
         for parameter, start in zip(model.named_parameters(), near_initial(seed), strict=True):
             result.record_end([parameter], dict([start]), phase)
         if phase == SGD:
-            _evaluate(model, run.evaluation, result, run.device)
+            _evaluate(model, run.evaluation, result, Moment(SGD, EVALUATION), run.device)
+            _generate(model, run.evaluation, result, run.device)
     if run.curve and run.rounded_to is None:
         _set_weights(model, initial.items())
         result.curve = long_run.train(model, run.curve, optimizers[ADAMW](), run.device)
@@ -148,6 +158,7 @@ def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
                 observed_head(model, batch, result, at, step) as head,
                 # Whoever hooks a module may be answered by other code. The optimizers' phases take these steps without.
                 kept_activations(model, result, at) if phase == INITIAL and step.trains else contextlib.nullcontext(),
+                observed_hidden_states(model, result, at) if phase == INITIAL else contextlib.nullcontext(),
             ):
                 logits: Any = None
                 before: torch.Tensor | None = None
@@ -179,22 +190,35 @@ def _decode(model: Any, batch: Batch, result: Trajectory, device: torch.device) 
     model.eval()
     with torch.no_grad():
         outputs = model(input_ids=ids[:, :PROMPT_TOKENS], past_key_values=_empty_cache(model, ids), use_cache=True)
-        logits = []
-        for token in ids[:, PROMPT_TOKENS : PROMPT_TOKENS + GENERATED_TOKENS].split(1, dim=1):
-            outputs = model(input_ids=token, past_key_values=outputs.past_key_values, use_cache=True)
-            logits.append(outputs.logits)
+        tokens = ids[:, PROMPT_TOKENS : PROMPT_TOKENS + GENERATED_TOKENS].split(1, dim=1)
+        for number, token in enumerate(tokens, start=1):
+            at = Moment(INITIAL, DECODING, number)
+            with observed_hidden_states(model, result, at):
+                outputs = model(input_ids=token, past_key_values=outputs.past_key_values, use_cache=True)
+            result.record(EVALUATION_LOGITS, at, outputs.logits)
     model.train()
-    result.record(EVALUATION_LOGITS, Moment(INITIAL, DECODING), torch.cat(logits, 1))
 
 
-def _evaluate(model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
+def _evaluate(model: Any, batch: Batch, result: Trajectory, at: Moment, device: torch.device) -> None:
+    """Loss and logits of ``batch`` without gradients; after an optimizer's steps, its loss while training, too."""
     ids, labels = batch.input_ids.to(device), batch.labels.to(device)
-    for name in (WITHOUT_GRADIENTS, EVALUATION):
+    for name in (EVALUATION,) if at.phase == INITIAL else (WITHOUT_GRADIENTS, EVALUATION):
+        at = at._replace(step=name)
         model.train(name == WITHOUT_GRADIENTS)
-        with torch.no_grad(), ours.head_in_chunks(model, labels.numel()):
+        with (
+            torch.no_grad(),
+            ours.head_in_chunks(model, labels.numel()),
+            observed_hidden_states(model, result, at) if at.phase == INITIAL else contextlib.nullcontext(),
+        ):
             outputs = model(input_ids=ids, labels=labels, use_cache=False)
-        result.record(LOSS, Moment(SGD, name), outputs.loss)
-    result.record(EVALUATION_LOGITS, Moment(SGD, EVALUATION), outputs.logits)
+        result.record(LOSS, at, outputs.loss)
+    result.record(EVALUATION_LOGITS, at, outputs.logits)
+    model.train()
+
+
+def _generate(model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
+    ids = batch.input_ids.to(device)
+    model.eval()
     with torch.no_grad():
         generated = model.generate(
             input_ids=ids[:, :PROMPT_TOKENS],

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 
 from convergence import ours
 from convergence.arms.candidate import load_patch
-from convergence.arms.quantities import DECODING, INITIAL
+from convergence.arms.quantities import DECODING, EVALUATION, INITIAL
 from convergence.arms.trajectory import Run, Trajectory, build
 from convergence.blame.changes import Changes, Part
 from convergence.blame.failing import Failure, Key, Shown
@@ -61,7 +61,7 @@ def blame(
     failure = Failure(keys, pairs, run.dtype, foreign=ours.status(model) is None)
     reruns = Reruns(dataclasses.replace(run, construct=None), changes, failure)
     step, tensor = ("", "") if candidate is None else failure.first(candidate, reruns.arrival())
-    names = [*(step.name for step in run.steps), DECODING]
+    names = [*(step.name for step in run.steps), EVALUATION, DECODING]
     if candidate is not None:  # those that show it most clearly come first
         shares = {name: _share(failure, candidate, [name]) for name in names}
         names.sort(key=lambda name: -shares[name])

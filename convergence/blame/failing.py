@@ -8,7 +8,20 @@ from dataclasses import dataclass
 
 import torch
 
-from convergence.arms.quantities import ADAMW, END, EVALUATION, FORWARD, GRADIENT, HEAD, INITIAL, SGD, Moment, Quantity
+from convergence.arms.quantities import (
+    ADAMW,
+    END,
+    EVALUATION,
+    FORWARD,
+    GRADIENT,
+    HEAD,
+    HIDDEN_GRADIENT,
+    HIDDEN_STATES,
+    INITIAL,
+    SGD,
+    Moment,
+    Quantity,
+)
 from convergence.arms.trajectory import Trajectory
 from convergence.judge.compare import Pair, compare
 from convergence.judge.verdict import Verdict
@@ -53,14 +66,17 @@ class Failure:
         return {(row[0], row[2]) for row in verdict.failures} & self.keys
 
     def shown(self, verdict: Verdict) -> Shown:
-        numbers = {(s.quantity, s.statistic): s for s in verdict.statistics}
+        numbers = [(s.quantity, s.statistic) for s in verdict.statistics]
         worst = Shown(0.0, "nothing to compare")
-        for key in sorted(self.keys & numbers.keys(), key=lambda key: key[1] == RELATIVE):
-            s = numbers[key]
-            if s.share > worst.share and not (worst.fails and s.statistic == RELATIVE):
+        for s in sorted(verdict.statistics, key=lambda s: s.statistic == RELATIVE):
+            if (
+                (s.quantity, s.statistic) in self.keys
+                and s.share > worst.share
+                and not (worst.fails and s.statistic == RELATIVE)
+            ):
                 worst = Shown(s.share, f"{s.statistic} {s.value:.3g} of {s.bound:.3g} in {s.quantity}")
         for quantity, _, statistic, value, _ in verdict.failures:
-            if (quantity, statistic) in self.keys - numbers.keys():
+            if (quantity, statistic) in self.keys.difference(numbers):
                 return Shown(math.inf, f"{quantity}: {statistic}: {value}")
         return worst
 
@@ -81,7 +97,7 @@ class Failure:
             return {key for key in failures if key[1] != RELATIVE} or failures
 
         def earliest(keys: Collection[Key]) -> str:
-            return min((quantity for quantity, _ in keys), key=lambda quantity: _order(quantity, arrival))
+            return min((quantity for quantity, _ in keys), key=lambda quantity: (_order(quantity, arrival), quantity))
 
         for phase in (INITIAL, SGD, ADAMW):
             failed = failing(set(self.keys), lambda at: at.phase == phase)  # noqa: B023  (called at once)
@@ -117,15 +133,18 @@ def _limited(trajectory: Trajectory, chosen: Chosen) -> Trajectory:
 
 def _is_forward(quantity: str) -> bool:
     """Whether a forward pass alone computes ``quantity``."""
-    return Quantity.parse(quantity) in FORWARD
+    found = Quantity.parse(quantity)
+    return found in FORWARD or found.kind == HIDDEN_STATES
 
 
 def _order(text: str, arrival: dict[str, int]) -> tuple[int, int]:
     """When a step computes a quantity: the forward pass, then the backward pass from the loss on, then the rest."""
     quantity = Quantity.parse(text)
-    if quantity in FORWARD:
-        return 0, 0
+    if _is_forward(text):
+        return 0, quantity.kind != HIDDEN_STATES
     if quantity in HEAD:
         return 1, HEAD.index(quantity)
+    if quantity.kind == HIDDEN_GRADIENT:  # after all gradients of the module that they enter
+        return 2, max((n for name, n in arrival.items() if name.startswith(f"{quantity.name}.")), default=-1)
     arrived = arrival.get(quantity.name, -1)
     return (2, arrived) if quantity.kind == GRADIENT and arrived >= 0 else (3, arrived)

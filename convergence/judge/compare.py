@@ -9,7 +9,11 @@ For a quantity (a gradient, say) at step k, with the truth t_k, a candidate c_k 
 steps of a phase. It sees whatever is larger than PyTorch's own rounding. *Largest error ratio*: the same of the largest
 error of an element; one wrong row among many is nothing in a root mean square.
 
-*Gain*: the mean of g_k over all steps, each weighted by the inverse of its measured variance. Noise averages out of it,
+*Row error ratio*: the worst e_k of one token's row, by the size of that row, over what honest arms have in it. A row
+that is small, or one of many, is nothing in either of the others.
+
+*Gain*: the mean of g_k over all steps that run the same way (training, evaluation, decoding), each weighted by the
+inverse of its measured variance. Noise averages out of it,
 so it sees a scale that is wrong by parts per thousand, where bfloat16's rounding hides it from the error ratio. What
 does not average out is that a gradient taken at noisy activations is a smoothed one: the baseline's own mean lies up to
 0.001 from 1 in bfloat16. A candidate's may lie anywhere between 1 and the replicas' mean; what is judged is how far
@@ -24,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +36,8 @@ import torch
 from convergence.arms.quantities import (
     BY_ELEMENT,
     CALLERS_LOGITS,
+    DECODING,
+    DISPLACEMENT,
     END,
     EVALUATION,
     EVALUATION_LOGITS,
@@ -39,12 +45,16 @@ from convergence.arms.quantities import (
     GRADIENT,
     GRADIENT_NORM,
     HIDDEN,
+    HIDDEN_GRADIENT,
+    HIDDEN_STATES,
     INITIAL,
     LOGITS,
     LOSS,
+    PARAMETER,
     SGD,
     TARGET_LOGIT,
     TRAINING_LOGITS,
+    WITHOUT_GRADIENTS,
     Moment,
     Quantity,
 )
@@ -52,8 +62,14 @@ from convergence.arms.trajectory import Trajectory
 from convergence.judge import long_run, tolerance
 from convergence.judge.verdict import Verdict
 
-# What a patch of somebody else need not have.
-_NOT_OBSERVABLE = (LOGITS, BY_ELEMENT, TARGET_LOGIT, HIDDEN, TRAINING_LOGITS)
+# What a patch of somebody else need not have: quantities and kinds.
+_NOT_OBSERVABLE = (LOGITS, BY_ELEMENT, TARGET_LOGIT, TRAINING_LOGITS, HIDDEN_STATES, HIDDEN_GRADIENT)
+# Quantities and kinds whose noise is alike, so that together they say how much of it each step has.
+_GRADIENTS = (GRADIENT, LOGITS, HIDDEN)
+_NUMBERS = (LOSS, GRADIENT_NORM)
+_OTHERS = ((HIDDEN_GRADIENT,), (EVALUATION_LOGITS, TRAINING_LOGITS, HIDDEN_STATES), (DISPLACEMENT, PARAMETER))
+# Those of [..., tokens, columns], of which each token's row is one that a kernel may get wrong alone.
+_IN_ROWS = (HIDDEN_GRADIENT, HIDDEN_STATES, LOGITS, EVALUATION_LOGITS, TRAINING_LOGITS)
 
 Pair = tuple[Trajectory, Trajectory]  # the truth, and the arm that is measured against it
 
@@ -96,7 +112,7 @@ def _check_presence(
     judged: dict[Quantity, list[Moment]] = {}
     for quantity in {**truth.values, **candidate.values}:
         expected, got = truth.values.get(quantity, {}), candidate.values.get(quantity, {})
-        if foreign and quantity in _NOT_OBSERVABLE and (unseen := expected.keys() - got.keys()):
+        if foreign and _need_not_be(quantity) and (unseen := expected.keys() - got.keys()):
             verdict.notes.append(f"{quantity}: not observable in {len(unseen)} of {len(expected)} steps")
             expected = {step: value for step, value in expected.items() if step in got}
         elif quantity not in candidate.values:
@@ -108,8 +124,11 @@ def _check_presence(
             elif step not in expected:
                 verdict.fail(quantity, step, "unexpected", "the baseline has none")
             elif (shape := candidate.form(quantity, step)[0]) != (wanted := truth.form(quantity, step)[0]):
-                verdict.fail(quantity, step, "shape", str(tuple(shape)), str(tuple(wanted)))
-            elif quantity not in _NOT_OBSERVABLE and (
+                if foreign and _is_inside(quantity):
+                    verdict.notes.append(f"{quantity}: has another layout in {step}, and is not compared")
+                else:
+                    verdict.fail(quantity, step, "shape", str(tuple(shape)), str(tuple(wanted)))
+            elif not _need_not_be(quantity) and (
                 (dtype := candidate.form(quantity, step)[1]) != (own := baseline.form(quantity, step)[1])
             ):
                 verdict.fail(quantity, step, "dtype", str(dtype), str(own))
@@ -128,6 +147,16 @@ def _check_presence(
     return judged
 
 
+def _need_not_be(quantity: Quantity) -> bool:
+    return quantity in _NOT_OBSERVABLE or quantity.kind in _NOT_OBSERVABLE
+
+
+def _is_inside(quantity: Quantity) -> bool:
+    """Whether it is observed between modules of the model, where a patch of somebody else may keep tokens otherwise:
+    without padding, say."""
+    return quantity.kind in (HIDDEN_STATES, HIDDEN_GRADIENT) and quantity != HIDDEN
+
+
 @dataclass
 class _Measured:
     """One quantity: errors, largest errors and gains less 1, [arms, steps]; the candidate is the last arm.
@@ -144,6 +173,12 @@ class _Measured:
     scalar: bool
     by_element: bool = False
 
+    def of(self, chosen: list[int]) -> _Measured:
+        """The same of the steps with these numbers."""
+        columns = {name: getattr(self, name)[..., chosen] for name in ("error", "largest", "gain", "floor")}
+        steps, floor = [self.steps[k] for k in chosen], self.largest_floor[chosen]
+        return dataclasses.replace(self, steps=steps, largest_floor=floor, **columns)
+
 
 def _measure(
     pairs: Sequence[Pair],
@@ -155,19 +190,32 @@ def _measure(
 ) -> _Measured:
     columns = []
     for step in steps:
-        honest = [(truth.values[quantity][step], arm.values[quantity][step]) for truth, arm in pairs]
-        own = [(honest[0][0], candidate.values[quantity][step])]
-        # Candidates are compared one after another with the same honest arms.
-        known, key = pairs[0][1].measured, (quantity, step, by_element)
-        which = [id(tensor) for pair in honest for tensor in pair]
-        if key not in known or known[key][0] != which:
-            known[key] = which, honest, _figures(honest, quantity, by_element)  # which keep their numbers while kept
-        columns.append(torch.cat([known[key][-1], _figures(own, quantity, by_element)], 1))
+        figures = functools.partial(_figures, quantity=quantity, by_element=by_element)
+        columns.append(_of_all_arms(pairs, candidate, quantity, step, figures, "element" if by_element else ""))
     error, largest, gain, peak = torch.stack(columns, 2)
     value = candidate.values[quantity][steps[0]]
     held_in = torch.float32 if quantity in (LOSS, GRADIENT_NORM) else dtype
     floor = torch.full((len(steps),), tolerance.error_floor(held_in), dtype=torch.float64)
     return _Measured(steps, error, largest, gain, floor, floor * peak[-1], value.ndim == 0, by_element)
+
+
+def _of_all_arms(
+    pairs: Sequence[Pair],
+    candidate: Trajectory,
+    quantity: Quantity,
+    step: Moment,
+    figures: Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], torch.Tensor],
+    name: str,
+) -> torch.Tensor:
+    """The ``figures`` [..., arms, all] of the honest arms and of the candidate, which is the last one; the honest arms'
+    are kept under ``name``, because candidates are compared one after another with the same ones."""
+    honest = [(truth.values[quantity][step], arm.values[quantity][step]) for truth, arm in pairs]
+    own = [(honest[0][0], candidate.values[quantity][step])]
+    known, key = pairs[0][1].measured, (quantity, step, name)
+    which = [id(tensor) for pair in honest for tensor in pair]
+    if key not in known or known[key][0] != which:
+        known[key] = which, honest, figures(honest)  # which keep their numbers while kept
+    return torch.cat([known[key][-1], figures(own)], 1)
 
 
 def _figures(arms: Sequence[tuple[torch.Tensor, torch.Tensor]], quantity: Quantity, by_element: bool) -> torch.Tensor:
@@ -202,10 +250,11 @@ def _judge_statistics(
     whole = {q: m for q, m in measured.items() if not m.scalar and q not in (TARGET_LOGIT, BY_ELEMENT)}
     largest = {q: dataclasses.replace(m, error=m.largest, floor=m.largest_floor) for q, m in whole.items()}
     _judge_error_ratios("largest error ratio", largest, verdict)
-    gradients = {q: m for q, m in measured.items() if q.kind == GRADIENT or q in (LOGITS, HIDDEN)}
-    _judge_gains(gradients, "gain", dtype, verdict)
-    _judge_gains({q: measured[q] for q in (LOSS, GRADIENT_NORM) if q in measured}, "gain", torch.float32, verdict)
-    parameters = {q: m for q, m in gradients.items() if q.kind == GRADIENT}
+    _judge_rows(pairs, candidate, comparable, dtype, verdict)
+    for held_in, kinds in ((dtype, _GRADIENTS), (torch.float32, _NUMBERS), *((dtype, kinds) for kinds in _OTHERS)):
+        chosen = {q: m for q, m in measured.items() if q in kinds or q.kind in kinds}
+        _judge_gains(chosen, "gain", held_in, verdict)
+    parameters = {q: m for q, m in measured.items() if q.kind == GRADIENT}
     _judge_gains(_against_the_others(parameters), "gain against the others", dtype, verdict)
 
 
@@ -232,6 +281,52 @@ def _judge_error_ratios(name: str, measured: dict[Quantity, _Measured], verdict:
         bound = tolerance.ratio_bound(worst_replica[kind], one_draw, alone=scalar and lone_step)
         for quantity, worst, pooled in values:
             verdict.judge(quantity, worst, name, pooled, bound)
+
+
+def _judge_rows(
+    pairs: Sequence[Pair],
+    candidate: Trajectory,
+    comparable: dict[Quantity, list[Moment]],
+    dtype: torch.dtype,
+    verdict: Verdict,
+) -> None:
+    """Judge the worst row of every quantity in every phase, each row by its own size and by what honest arms lose in
+    it: one token that gets no gradient is nothing in the mean over a batch, and need not be near the largest."""
+    found: dict[str, dict[Quantity, list[tuple[float, Moment]]]] = {}
+    worst_replica: dict[str, float] = {}
+    floor = tolerance.error_floor(dtype)
+    for quantity, steps in comparable.items():
+        if quantity not in _IN_ROWS and quantity.kind not in _IN_ROWS:
+            continue
+        for step in steps:
+            if (quantity, step) in candidate.forms or candidate.values[quantity][step].ndim < 2:  # projections
+                continue
+            error = _of_all_arms(pairs, candidate, quantity, step, _row_errors, "row")[0]
+            honest = error[:-1]
+            ratio = float((error[-1] / _row_reference(honest, floor)).max())
+            left_out = float((honest / _row_reference(honest[_others(len(honest))], floor)).max())
+            found.setdefault(step.phase, {}).setdefault(quantity, []).append((ratio, step))
+            worst_replica[step.phase] = max(worst_replica.get(step.phase, 0.0), left_out)
+    for phase, by_quantity in found.items():
+        bound = tolerance.ratio_bound(worst_replica[phase], one_draw=True)
+        for quantity, ratios in by_quantity.items():
+            ratio, step = max(ratios, key=lambda found: found[0])
+            verdict.judge(quantity, step, "row error ratio", ratio, bound)
+
+
+def _row_errors(arms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The error of every row by the size of the truth's: [1, arms, rows]. Where the truth's is 0, by the mean size."""
+    t, a = (torch.stack([arm[i].double().flatten(0, -2) for arm in arms]) for i in range(2))
+    size = t.norm(dim=-1)
+    mean = size.square().mean(-1, keepdim=True).sqrt()
+    return ((a - t).norm(dim=-1) / torch.where(size > 0, size, mean)).unsqueeze(0)
+
+
+def _row_reference(honest: torch.Tensor, floor: float) -> torch.Tensor:
+    """PyTorch's own error [..., rows] from ``honest`` [..., arms, rows]: half from the row itself, half from the row in
+    the middle."""
+    square = honest.square().mean(-2)
+    return ((square + square.median(-1, keepdim=True).values) / 2).sqrt().clamp(min=floor)
 
 
 def _is_lone(measured: dict[Quantity, _Measured]) -> bool:
@@ -274,8 +369,25 @@ def _against_the_others(parameters: dict[Quantity, _Measured]) -> dict[Quantity,
 
 
 def _judge_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dtype, verdict: Verdict) -> None:
-    """Judge the weighted mean gain of every quantity over all of its steps."""
-    lone_step = _is_lone(measured)
+    """Judge the weighted mean gain of every quantity over all of its steps that run the same way: a fault in decoding
+    alone is nothing in a mean over all steps."""
+    groups: dict[tuple[str, ...], dict[Quantity, _Measured]] = {}
+    for quantity, m in measured.items():
+        for way in dict.fromkeys(map(_way, m.steps)):
+            chosen = [k for k, step in enumerate(m.steps) if _way(step) == way]
+            groups.setdefault(way, {})[quantity] = m if len(chosen) == len(m.steps) else m.of(chosen)
+    for group in groups.values():
+        _judge_mean_gains(group, name, dtype, verdict)
+
+
+def _way(step: Moment) -> tuple[str, ...]:
+    """Training and each kind of evaluation run in a way of their own. Each optimizer ends somewhere else."""
+    if step.step == END:
+        return tuple(step[:2])
+    return (step.step,) if step.step in (DECODING, EVALUATION, WITHOUT_GRADIENTS) else ()
+
+
+def _judge_mean_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dtype, verdict: Verdict) -> None:
     noise: dict[Moment, list[torch.Tensor]] = {}
     for m in measured.values():
         for k, step in enumerate(m.steps):
@@ -295,7 +407,7 @@ def _judge_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dt
             float(means.std()) * (1 + 1 / len(means)) ** 0.5,
             float((honest.square().mean(0) @ weight.square()).sqrt()),
         )
-        bound = tolerance.gain_bound(sigma, dtype, 1 / float(weight.square().sum()), lone_step)
+        bound = tolerance.gain_bound(sigma, dtype, 1 / float(weight.square().sum()), len(m.steps))
         worst = m.steps[int((m.gain[-1].abs() * weight).argmax())]
         verdict.judge(quantity, worst, name, value, bound, shown=f"off by {value:.3g}")
 

@@ -92,6 +92,9 @@ SIGMAS = 5.0
 # by six others, none was beyond its bound. The largest share was 0.93.
 SIGMAS_OF_ONE_STEP = 12.0
 
+# And where it is two or three steps: what Student's t with 6 n - 1 degrees of freedom exceeds with the same chance.
+_SIGMAS_OF_FEW_STEPS = {2: 6.2, 3: 5.3}
+
 # Perturbed replicas of the baseline per case. With the baseline itself they are the samples of every noise.
 REPLICAS = 5
 
@@ -117,14 +120,20 @@ def ratio_bound(worst_replica: float, one_draw: bool, alone: bool = False) -> fl
     return max(SIGMAS_OF_ONE_STEP if alone else SIGMAS, bound) if one_draw else bound
 
 
-def gain_bound(sigma: float, dtype: torch.dtype, steps: float, alone: bool = False) -> float:
+def sigmas(steps: int) -> float:
+    """How many standard deviations of noise a mean over so many ``steps`` may be off, where six arms measure it."""
+    return SIGMAS_OF_ONE_STEP if steps == 1 else _SIGMAS_OF_FEW_STEPS.get(steps, SIGMAS)
+
+
+def gain_bound(sigma: float, dtype: torch.dtype, steps: float, observed: int | None = None) -> float:
     """How far a gain may lie outside of what is honest, when replicas of the baseline scatter by ``sigma``.
 
     In each of ``steps`` steps an honest candidate may round one common factor that PyTorch does not, such as the
     reciprocal of the number of targets. These roundings are independent of one another, so their mean shrinks with the
-    square root of ``steps``. ``alone``: whether only one step was observed.
+    square root of ``steps``, which counts a step by its weight in that mean. ``observed``: how many steps measured
+    ``sigma``; None where it is known.
     """
-    return (SIGMAS_OF_ONE_STEP if alone else SIGMAS) * sigma + unit_roundoff(dtype) / steps**0.5
+    return (SIGMAS if observed is None else sigmas(observed)) * sigma + unit_roundoff(dtype) / steps**0.5
 
 
 def error_floor(dtype: torch.dtype) -> float:

@@ -70,7 +70,7 @@ def progress(summary: dict[str, Any]) -> str:
 
 def summary_table(summaries: Sequence[dict[str, Any]]) -> list[str]:
     """All cases; every statistic as its worst value over its bound."""
-    short = ("error ratio", "largest", "gain", "gain against others")
+    short = ("error ratio", "largest", "row", "gain", "gain against others")
     keys = ("case", "verdict", *STATISTICS, "kernels", "launches")
     rows = [(*(str(s[key]) for key in keys), f"{s['seconds']:.1f}") for s in summaries]
     return tables.aligned(("case", "verdict", *short, "kernels", "launches", "seconds"), rows)
