@@ -255,6 +255,8 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
         for arm, losses in long_run.curves(curves, trajectory.curve).items():
             record.losses[arm] = {**record.losses.get(arm, {}), **losses}
     record.digests = {"baseline": bitwise.digest(arms.pairs[0][1]), "candidate": bitwise.digest(trajectory)}
+    for difference in candidate.layout:
+        verdict.fail("state_dict", "", "changed", difference)
     if candidate.changed and case.scope == "instance":
         verdict.fail("other models", "", "patched too", ", ".join(candidate.changed))
     elif candidate.changed and not in_setup:

@@ -118,3 +118,41 @@ seeds = _changes_only(lambda: torch.manual_seed(0))
 draws = _changes_only(lambda: torch.rand(1))
 replaces_a_function = _changes_only(lambda: setattr(torch, "svd", torch.linalg.svd))
 replaces_a_class = _changes_only(lambda: setattr(transformers, "LlamaForCausalLM", object))
+
+
+# What a checkpoint of the model would be, and what other models' tools find in it.
+
+
+def renames_a_key(model: Any) -> None:
+    def rename(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state["model.norm.scale"] = state.pop("model.norm.weight")
+
+    model.register_state_dict_post_hook(rename)
+
+
+def adds_a_buffer(model: Any) -> None:
+    model.model.norm.register_buffer("cache", torch.zeros(3))
+
+
+def adds_a_buffer_later(model: Any) -> None:
+    """In the first forward."""
+    model.model.norm.register_forward_pre_hook(lambda module, args: module.register_buffer("cache", torch.zeros(3)))
+
+
+def reorders_the_keys(model: Any) -> None:
+    norm = model.model._modules.pop("norm")
+    model.model._modules = {"norm": norm, **model.model._modules}
+
+
+def widens_a_weight(model: Any) -> None:
+    model.model.norm.weight.data = model.model.norm.weight.data.double()
+
+
+def splits_a_weight(model: Any) -> None:
+    """Two parameters that were one train apart."""
+    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
+
+
+def shares_a_weight(model: Any) -> None:
+    one, other = (layer.input_layernorm for layer in model.model.layers)
+    one.weight.data = other.weight.data

@@ -3,17 +3,24 @@ the verdict on it nor on the next one suffers."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from convergence.arms import isolate
+from convergence.arms.candidate import load_patch, train_candidate
 from convergence.arms.pristine import remember_upstream
-from convergence.case import Case, prove, train_case
+from convergence.arms.trajectory import Run, Trajectory, build
+from convergence.case import Case, inputs, prove, train_case
 from convergence.judge import bitwise
+from convergence.models.rows import find
 from convergence.patches import BUILT_IN
 from convergence.report.report import failure
 from tests.suite import suite
@@ -74,6 +81,57 @@ def test_what_a_patch_of_one_model_changes_for_the_whole_process_fails(patch: st
         noted = " ".join(judged(f"tests.isolation_patches:{patch}", "class").notes)
         assert "changed for the whole process" in noted
         assert shown in noted
+
+
+@pytest.mark.parametrize(
+    ("patch", "shown"),
+    [
+        (
+            "renames_a_key",
+            ("before training: model.norm.weight is missing", "before training: model.norm.scale is new"),
+        ),
+        ("adds_a_buffer", ("before training: model.norm.cache is new",)),
+        ("adds_a_buffer_later", ("after training: model.norm.cache is new",)),
+        ("reorders_the_keys", ("before training: the keys are in another order",)),
+        ("widens_a_weight", ("before training: model.norm.weight has (100,) torch.float64 instead of",)),
+        ("splits_a_weight", ("lm_head.weight has memory of lm_head.weight instead of memory of model.embed_tokens",)),
+        (
+            "shares_a_weight",
+            ("layernorm.weight has memory of model.layers.0.input_layernorm.weight instead of memory",),
+        ),
+    ],
+)
+def test_what_a_patch_changes_in_the_state_dict_is_named(patch: str, shown: tuple[str, ...]) -> None:
+    layout = laid_out(load_patch(f"tests.isolation_patches:{patch}"))
+    assert all(any(part in difference for difference in layout) for part in shown), layout
+    assert laid_out(lambda model: None) == []
+
+
+def laid_out(patch: Callable[[Any], Any]) -> list[str]:
+    """What is said of the state_dict of a candidate that took one step."""
+    given = inputs("llama-tied", "bfloat16", "plain", 0)
+    run = given.run(torch.bfloat16, torch.device("cpu"), patch=patch, only=frozenset({"plain 0"}))
+    return train_candidate(run, list).layout
+
+
+def test_a_model_of_a_patched_class_has_the_state_dict_of_others() -> None:
+    given = inputs("llama-untied", "float32", "plain", 0)
+    for model, expected in (("llama-untied", []), ("llama-bias", ["before training: lm_head.bias is new"])):
+        construct = functools.partial(find(model).build, 0)
+        run = given.run(torch.float32, torch.device("cpu"), patch=lambda model: None, construct=construct)
+        assert train_candidate(run, list, lambda run: built(run)).layout[:1] == expected
+
+
+def built(run: Run) -> Trajectory:
+    """What a training begins with. Weights of other names would end it there."""
+    with contextlib.suppress(RuntimeError):
+        return Trajectory(model=build(run))
+    return Trajectory(model=run.template)
+
+
+def test_another_state_dict_fails() -> None:
+    """Though every number is right."""
+    assert ("state_dict", "changed") in found(judged("adds_a_buffer"))
 
 
 def test_a_patch_of_classes_is_judged_on_a_model_that_is_built_after_it():

@@ -37,11 +37,13 @@ _border = faults("convergence.border", "test_convergence_border.py")
 _isolate = faults("convergence.arms.isolate", "test_convergence_border.py")
 _case = faults("convergence.case", "test_convergence_border.py")
 _kept = faults("convergence.kept", "test_convergence_border.py")
+_layout = faults("convergence.arms.candidate", "test_convergence_isolation.py")
 _process = faults("convergence.arms.process", "test_convergence_isolation.py")
 _formulas = faults("ops.loss.formulas", "test_ops_linear_log_probs.py")
 _counted = faults("ops.loss.counted_rows", "test_ops_counted_rows.py")
 _vocab_parallel = faults("ops.loss.vocab_parallel", "test_ops_vocab_parallel.py")
 
+_STATE_DICT = "test_what_a_patch_changes_in_the_state_dict_is_named"
 _PROCESS = "test_what_a_patch_of_one_model_changes_for_the_whole_process_fails[{}]"
 
 # fmt: off
@@ -356,6 +358,11 @@ MUTANTS = (
     _compare("row_judged_by_the_size_of_the_others", "The error of a row is measured by the mean size of all rows.",
         "torch.where(size > 0, size, mean)", "mean",
         "test_one_small_row_among_many_fails_by_its_own_size[lost-dtype1]"),
+    _layout("state_dict_without_its_memory", "Weights of the state_dict that became one, or no longer are, go unseen.",
+        "first.setdefault(_memory(value), name)", "name", f"{_STATE_DICT}[splits_a_weight-shown5]"),
+    _layout("state_dict_read_before_training_only", "What a forward adds to the state_dict is not seen.",
+        "_differences(_layout(run.template, run.dtype), _layout(trajectory.model), 'after training')", "[]",
+        f"{_STATE_DICT}[adds_a_buffer_later-shown2]"),
     _compare("proof_ignores_what_is_missing", "The proof judges what both arms have, and nothing else.",
         'verdict.fail(quantity, step, "missing", "it never arrived")', "pass",
         "test_a_gradient_that_cannot_be_judged_fails[missing in one step]", source="T8"),
