@@ -156,3 +156,33 @@ def splits_a_weight(model: Any) -> None:
 def shares_a_weight(model: Any) -> None:
     one, other = (layer.input_layernorm for layer in model.model.layers)
     one.weight.data = other.weight.data
+
+
+# What a step made, and who keeps it.
+
+KEPT: list[Any] = []
+
+
+def keeps_logits(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda module, args, output: KEPT.append(output.detach()))
+
+
+def keeps_hidden_states(model: Any) -> None:
+    model.model.norm.register_forward_pre_hook(lambda module, args: KEPT.append(args[0].detach().flatten()))
+
+
+def keeps_outputs(model: Any) -> None:
+    model.register_forward_hook(lambda module, args, output: KEPT.append(output))
+
+
+def keeps_the_graph(model: Any) -> None:
+    model.register_forward_hook(lambda module, args, output: KEPT.append(output.loss and output.loss.grad_fn))
+
+
+def keeps_a_cycle(model: Any) -> None:
+    """Python's collector frees it, whenever that runs."""
+
+    def hook(module: Any, args: Any, output: Any) -> None:
+        output.__dict__["itself"] = [output]
+
+    model.register_forward_hook(hook)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -17,12 +18,15 @@ import torch
 from convergence.arms import isolate
 from convergence.arms.candidate import load_patch, train_candidate
 from convergence.arms.pristine import remember_upstream
+from convergence.arms.train import train
 from convergence.arms.trajectory import Run, Trajectory, build
 from convergence.case import Case, inputs, prove, train_case
 from convergence.judge import bitwise
+from convergence.judge.compare import compare
 from convergence.models.rows import find
 from convergence.patches import BUILT_IN
 from convergence.report.report import failure
+from tests.isolation_patches import KEPT
 from tests.suite import suite
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -132,6 +136,49 @@ def built(run: Run) -> Trajectory:
 def test_another_state_dict_fails() -> None:
     """Though every number is right."""
     assert ("state_dict", "changed") in found(judged("adds_a_buffer"))
+
+
+@pytest.mark.parametrize(
+    ("patch", "shown"),
+    [
+        ("keeps_logits", "the logits stayed after the step"),
+        ("keeps_hidden_states", "what entered model.norm stayed after the step"),
+        ("keeps_outputs", "the outputs, the loss, the graph of the loss"),
+        ("keeps_the_graph", "the graph of the loss stayed after the step"),
+        ("keeps_a_cycle", "stayed until Python's collector ran"),
+    ],
+)
+def test_what_a_patch_keeps_of_a_step_is_named(patch: str, shown: str) -> None:
+    """Beyond a collection it fails. Until then it is noted, because memory comes back."""
+    try:
+        candidate, honest = one_step(load_patch(f"tests.isolation_patches:{patch}")), one_step(lambda model: None)
+    finally:
+        KEPT.clear()
+    assert [shown in remark.what for remark in candidate.alive] == [True], candidate.alive
+    assert honest.alive == []
+    verdict = compare([(honest, honest)] * 3, candidate, torch.float32)
+    if patch == "keeps_a_cycle":
+        assert verdict.passed, verdict.failures
+        assert any(shown in note for note in verdict.notes)
+    else:
+        assert {failure[2] for failure in verdict.failures} == {"kept alive"}
+
+
+@pytest.mark.parametrize("patch", BUILT_IN)
+def test_ours_keeps_nothing_of_a_step(patch: str) -> None:
+    assert one_step(load_patch(patch)).alive == []
+
+
+def one_step(patch: Callable[[Any], Any]) -> Trajectory:
+    """What a candidate showed that took one step, without Python's collector."""
+    given = inputs("llama-untied", "float32", "plain", 0)
+    gc.disable()
+    try:
+        result = train(given.run(torch.float32, torch.device("cpu"), patch=patch, only=frozenset({"plain 0"})))
+    finally:
+        gc.enable()
+    result.model = None
+    return result
 
 
 def test_a_patch_of_classes_is_judged_on_a_model_that_is_built_after_it():

@@ -14,6 +14,7 @@ from torch import nn
 from convergence import ours
 from convergence.arms.float64 import InFloat64
 from convergence.arms.large import is_large, sample
+from convergence.arms.lifetimes import Lifetimes
 from convergence.arms.quantities import (
     BY_ELEMENT,
     HIDDEN,
@@ -42,16 +43,18 @@ def observed_arm(run: Run) -> Iterator[Trajectory]:
 class HeadObserver:
     """Records the gradients that arrive at the logits and at the hidden states entering the head in one backward."""
 
-    def __init__(self, batch: Batch, result: Trajectory, at: Moment) -> None:
-        self.batch, self.result, self.at = batch, result, at
+    def __init__(self, batch: Batch, result: Trajectory, at: Moment, lifetimes: Lifetimes) -> None:
+        self.batch, self.result, self.at, self.lifetimes = batch, result, at, lifetimes
         self.chunks: dict[int, torch.Tensor] = {}
 
     def observe_outputs(self, logits: torch.Tensor) -> None:
         """Observe what arrives at the head's output, or where the caller's own loss reads ``outputs.logits``."""
         if self.at.phase == INITIAL and logits.requires_grad:
+            self.lifetimes.watch("the logits", logits)
             logits.register_hook(self.logits_grad)
 
     def pre_hook(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self.lifetimes.watch("what entered the head", args[0])
         if args[0].requires_grad:
             args[0].register_hook(lambda grad: self.result.record(HIDDEN, self.at, grad))
 
@@ -78,14 +81,16 @@ class HeadObserver:
 
 
 @contextlib.contextmanager
-def observed_head(model: Any, batch: Batch, result: Trajectory, at: Moment, step: Step) -> Iterator[HeadObserver]:
+def observed_head(
+    model: Any, batch: Batch, result: Trajectory, at: Moment, step: Step, lifetimes: Lifetimes
+) -> Iterator[HeadObserver]:
     """Inside, one forward and backward are observed at the head; only in the initial phase.
 
     A fused head never has logits, and a forward hook on it would make it compute them: there the op hands out each
     chunk's gradient. Everywhere else a tensor hook clones what autograd delivers. Where the caller reads the logits, a
     fused head computes them a second time or instead, so the raw output of the head is not one thing to observe there.
     """
-    observer = HeadObserver(batch, result, at)
+    observer = HeadObserver(batch, result, at, lifetimes)
     if at.phase != INITIAL:
         yield observer
         return
@@ -103,12 +108,16 @@ def observed_head(model: Any, batch: Batch, result: Trajectory, at: Moment, step
 
 
 @contextlib.contextmanager
-def observed_hidden_states(model: nn.Module, result: Trajectory, at: Moment) -> Iterator[None]:
+def observed_hidden_states(
+    model: nn.Module, result: Trajectory, at: Moment, lifetimes: Lifetimes | None = None
+) -> Iterator[None]:
     """Inside, what enters each layer and the norm after the last one is observed in one forward: without gradients its
     values, else what arrives there in the backward pass. What is large is not kept: no row of it could be judged."""
 
     def enter(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs.get("hidden_states")
+        if lifetimes is not None:
+            lifetimes.watch(f"what entered {path}", hidden)
         if not isinstance(hidden, torch.Tensor) or is_large(hidden):
             return
         if hidden.requires_grad:

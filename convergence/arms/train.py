@@ -23,6 +23,7 @@ import torch
 from convergence import ours
 from convergence.arms.hooks import differ, kept_activations, observed_arm, observed_head, observed_hidden_states
 from convergence.arms.large import is_large, nudged
+from convergence.arms.lifetimes import Lifetimes
 from convergence.arms.quantities import (
     ADAMW,
     DECODING,
@@ -153,35 +154,48 @@ def _accumulate(model: Any, step: Step, result: Trajectory, phase: str) -> None:
     with _frozen(model, step.frozen):
         for i, batch in enumerate(step.batches):
             at = Moment(phase, step.name, i + 1 if len(step.batches) > 1 else None)
-            with (
-                contextlib.nullcontext() if step.whole else ours.head_in_chunks(model, batch.labels.numel()),
-                observed_head(model, batch, result, at, step) as head,
-                # Whoever hooks a module may be answered by other code. The optimizers' phases take these steps without.
-                kept_activations(model, result, at) if phase == INITIAL and step.trains else contextlib.nullcontext(),
-                observed_hidden_states(model, result, at) if phase == INITIAL else contextlib.nullcontext(),
-            ):
-                logits: Any = None
-                before: torch.Tensor | None = None
-                if step.label_smoothing is not None:
-                    logits = model(**batch.inputs()).logits
-                    head.observe_outputs(logits)
-                    loss = step.smoothed_loss(logits, batch)
-                else:
-                    outputs = model(**step.labelled(batch))
-                    loss = step.loss(outputs)
-                    if step.reads_logits:
-                        logits = outputs.logits
-                        if logits is None:
-                            result.notes.append(Remark(at, "the caller reads outputs.logits and finds None"))
-                if logits is not None:
-                    before = logits.detach().clone()
-                    result.record(TRAINING_LOGITS, at, logits)
-                (loss * step.scale).backward()
-                if before is not None and bool(differ(logits.detach(), before)):
-                    result.complaints.append(Remark(at, "the logits that the caller holds changed during backward"))
-            result.record(LOSS, at, loss)
+            lifetimes = Lifetimes()
+            _train_batch(model, step, batch, result, at, lifetimes)
+            if not result.alive:  # once is enough, and Python's collector takes its time
+                result.alive += [Remark(at, what) for what in lifetimes.left()]
         gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
         result.record_gradients(gradients, Moment(phase, step.name))
+
+
+def _train_batch(model: Any, step: Step, batch: Batch, result: Trajectory, at: Moment, lifetimes: Lifetimes) -> None:
+    """Forward and backward of one micro batch. What it makes is gone when this returns, if nobody else holds it."""
+    is_initial = at.phase == INITIAL
+    with (
+        contextlib.nullcontext() if step.whole else ours.head_in_chunks(model, batch.labels.numel()),
+        observed_head(model, batch, result, at, step, lifetimes) as head,
+        # Whoever hooks a module may be answered by other code. The optimizers' phases take these steps without.
+        kept_activations(model, result, at) if is_initial and step.trains else contextlib.nullcontext(),
+        observed_hidden_states(model, result, at, lifetimes) if is_initial else contextlib.nullcontext(),
+    ):
+        logits: Any = None
+        before: torch.Tensor | None = None
+        if step.label_smoothing is not None:
+            logits = model(**batch.inputs()).logits
+            head.observe_outputs(logits)
+            loss = step.smoothed_loss(logits, batch)
+        else:
+            outputs = model(**step.labelled(batch))
+            lifetimes.watch("the outputs", outputs)
+            lifetimes.watch("the loss", outputs.loss)
+            lifetimes.watch_graph(outputs.loss)
+            loss = step.loss(outputs)
+            if step.reads_logits:
+                logits = outputs.logits
+                if logits is None:
+                    result.notes.append(Remark(at, "the caller reads outputs.logits and finds None"))
+        if logits is not None:
+            lifetimes.watch("the logits", logits)
+            before = logits.detach().clone()
+            result.record(TRAINING_LOGITS, at, logits)
+        (loss * step.scale).backward()
+        if before is not None and bool(differ(logits.detach(), before)):
+            result.complaints.append(Remark(at, "the logits that the caller holds changed during backward"))
+    result.record(LOSS, at, loss)
 
 
 def _decode(model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:

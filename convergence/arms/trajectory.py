@@ -82,6 +82,7 @@ class Trajectory:
         curve: the loss of every step of a long run.
         complaints: what went wrong while it ran.
         notes: what the caller was not given.
+        alive: what the first step left behind that left anything.
         model: the trained model.
         unpatched: the model before it was patched or trained, where a set-up makes another one of the template.
         costs: "step, ms" on average, and on a GPU the "peak, GiB": for trends, nothing is judged by them.
@@ -95,6 +96,7 @@ class Trajectory:
     curve: torch.Tensor | None = None
     complaints: list[Remark] = field(default_factory=list)
     notes: list[Remark] = field(default_factory=list)
+    alive: list[Remark] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     model: Any = None
     unpatched: Any = None

@@ -32,7 +32,7 @@ from convergence.report.records import Blame
 # noise of a re-run, because another choice of kernels rounds differently; then more steps are trained again.
 CLEAR = 2.0
 RAISED = ("candidate", "raised")
-_NOT_A_TENSOR = ("baseline", "candidate", "other models", "state_dict", "transformers")
+_NOT_A_TENSOR = ("baseline", "candidate", "other models", "state_dict", "transformers", "what a step made")
 
 
 def blame(

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 
 import torch
 
+from convergence.arms.lifetimes import UNTIL_COLLECTED
 from convergence.arms.quantities import (
     BY_ELEMENT,
     CALLERS_LOGITS,
@@ -93,6 +94,12 @@ def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, fo
     for complaint in candidate.complaints:
         if complaint not in baseline.complaints:
             verdict.fail("what the caller holds", "", "overwritten", str(complaint))
+    kept = {remark.what for remark in baseline.alive}
+    for remark in candidate.alive:
+        if remark.what.endswith(UNTIL_COLLECTED) or remark.what in kept:
+            verdict.notes.append(str(remark))
+        else:
+            verdict.fail("what a step made", remark.at, "kept alive", remark.what)
     for note in candidate.notes:
         if foreign:
             verdict.notes.append(str(note))

@@ -37,6 +37,7 @@ _border = faults("convergence.border", "test_convergence_border.py")
 _isolate = faults("convergence.arms.isolate", "test_convergence_border.py")
 _case = faults("convergence.case", "test_convergence_border.py")
 _kept = faults("convergence.kept", "test_convergence_border.py")
+_lifetimes = faults("convergence.arms.lifetimes", "test_convergence_isolation.py")
 _layout = faults("convergence.arms.candidate", "test_convergence_isolation.py")
 _process = faults("convergence.arms.process", "test_convergence_isolation.py")
 _formulas = faults("ops.loss.formulas", "test_ops_linear_log_probs.py")
@@ -363,6 +364,9 @@ MUTANTS = (
     _layout("state_dict_read_before_training_only", "What a forward adds to the state_dict is not seen.",
         "_differences(_layout(run.template, run.dtype), _layout(trajectory.model), 'after training')", "[]",
         f"{_STATE_DICT}[adds_a_buffer_later-shown2]"),
+    _lifetimes("tensor_watched_and_not_its_memory", "Who keeps an alias of the logits goes unseen.",
+        "StorageWeakRef(value.untyped_storage()).expired", "(lambda r: lambda: r() is None)(weakref.ref(value))",
+        "test_what_a_patch_keeps_of_a_step_is_named[keeps_logits-the logits stayed after the step]"),
     _compare("proof_ignores_what_is_missing", "The proof judges what both arms have, and nothing else.",
         'verdict.fail(quantity, step, "missing", "it never arrived")', "pass",
         "test_a_gradient_that_cannot_be_judged_fails[missing in one step]", source="T8"),
