@@ -3,6 +3,7 @@ belongs to the call that it answers."""
 
 from __future__ import annotations
 
+import copy
 import pickle
 import shutil
 from collections import Counter
@@ -13,12 +14,16 @@ from typing import Any
 import pytest
 import torch
 
+import liger_kernels
 from convergence import border, kept
 from convergence.arms import isolate
 from convergence.arms.candidate import Candidate, PatchError
-from convergence.arms.quantities import LOSS, Moment, Remark
+from convergence.arms.quantities import INITIAL, LOSS, Moment, Remark
+from convergence.arms.train import train
 from convergence.arms.trajectory import Trajectory
-from convergence.case import Case, prove, references
+from convergence.case import Case, _check_own, _is_same, inputs, prove, references
+from convergence.judge.verdict import Verdict
+from convergence.models.models import DTYPES
 from tests.border_patches import code
 from tests.suite import suite
 
@@ -61,6 +66,44 @@ def test_a_replica_is_no_candidate() -> None:
     assert record.verdict == "different"
     assert [row[2] for row in record.failures] == ["not its own"]
     assert "every bit is that of replica 1" in record.reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "setup", "launches", "refused"),
+    [
+        ("bfloat16", "plain", {"_cross_entropy_fwd_kernel": 3}, True),
+        ("float32", "plain", {"_rms_norm_fwd_kernel": 3}, True),
+        ("bfloat16", "plain", {"_rms_norm_fwd_kernel": 3}, False),  # rounding may hide another order of a sum
+        ("float32", "bf16-autocast", {"_rms_norm_fwd_kernel": 3}, False),
+        ("float32", "plain", {"_rope_kernel": 3, "_glu_fwd_kernel": 3}, False),  # has one way to be rounded
+        ("float32", "plain", {}, False),
+    ],
+)
+def test_who_launched_a_sum_has_not_every_bit_of_the_baseline(dtype, setup, launches, refused) -> None:
+    """A patch that returns what an unpatched model computed, and launches kernels for the count."""
+    generator = torch.Generator().manual_seed(0)
+    arms = [Trajectory() for _ in range(4)]
+    for arm in arms:
+        arm.record(LOSS, Moment(INITIAL, "step"), torch.rand((), generator=generator))
+    (truth, baseline), other = arms[:2], arms[2:]
+    found, verdict = Candidate(copy.deepcopy(baseline), launches=launches), Verdict()
+    case = Case("llama-untied", dtype, "my:patch", "hard", "cpu", setup=setup)
+    _check_own(case, [(truth, baseline), tuple(other)], found, verdict)
+    assert [row[2] for row in verdict.failures] == ["not its own"] * refused
+    assert not refused or next(iter(launches)) in verdict.failures[0][3]
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [("bfloat16", "cross_entropy"), ("float32", "rms_norm")])
+def test_an_honest_sum_has_other_bits_than_the_baseline(dtype, kernel) -> None:
+    given = inputs("llama-untied", dtype, "plain", 0)
+
+    def trained(patch: Any) -> Trajectory:
+        result = train(given.run(DTYPES[dtype], torch.device(DEVICE), patch=patch, only=frozenset({"plain 0"})))
+        result.model = None
+        return result
+
+    ours = trained(lambda model: liger_kernels.patch(model, kernels=[kernel]))
+    assert not _is_same(ours, trained(None))
 
 
 def changing() -> Iterator[Any]:

@@ -25,6 +25,7 @@ from convergence.arms.quantities import (
     Quantity,
 )
 from convergence.arms.trajectory import Trajectory
+from convergence.judge import tolerance
 from convergence.judge.compare import compare
 from convergence.report.records import STATISTICS
 
@@ -214,3 +215,17 @@ def test_a_generated_token_may_differ_only_where_noise_cannot_tell():
     assert compare(pairs, candidate, torch.float32).passed
     pairs[0][0].scores[1, 0, 2] = 1.0
     assert only_failure(pairs, candidate)[:2] == ("generated tokens", "row 0, token 1")
+
+
+@pytest.mark.parametrize("dtype", NOISE)
+@pytest.mark.parametrize(("name", "statistic"), [("ratio_bound", "ratio"), ("gain_bound", "gain")])
+def test_a_bound_that_no_honest_arm_comes_near_is_refused(dtype, name, statistic, monkeypatch):
+    """Whatever it is inflated by. Nothing is beyond it, the fault neither."""
+    pairs, candidate = trajectories(dtype, 0)
+    change(candidate, A, lambda value: 1.5 * value)
+    bound = getattr(tolerance, name)
+    monkeypatch.setattr(tolerance, name, lambda *args, **options: 1e6 * bound(*args, **options))
+    failures = compare(pairs, candidate, dtype).failures
+    refused = [failure for failure in failures if failure[2] == "cannot judge"]
+    assert {failure[0] for failure in refused} >= {str(q) for q in (*TENSORS, LOSS)}
+    assert all(statistic in failure[3] for failure in refused)

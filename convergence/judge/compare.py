@@ -286,8 +286,9 @@ def _judge_error_ratios(name: str, measured: dict[Quantity, _Measured], verdict:
         phase, scalar, _ = kind
         one_draw = scalar or phase != INITIAL
         bound = tolerance.ratio_bound(worst_replica[kind], one_draw, alone=scalar and lone_step)
+        limit = tolerance.ratio_limit(worst_replica[kind])
         for quantity, worst, pooled in values:
-            verdict.judge(quantity, worst, name, pooled, bound)
+            verdict.judge(quantity, worst, name, pooled, bound, limit=limit)
 
 
 def _judge_rows(
@@ -318,7 +319,8 @@ def _judge_rows(
         bound = tolerance.ratio_bound(worst_replica[phase], one_draw=True)
         for quantity, ratios in by_quantity.items():
             ratio, step = max(ratios, key=lambda found: found[0])
-            verdict.judge(quantity, step, "row error ratio", ratio, bound)
+            limit = tolerance.ratio_limit(worst_replica[phase])
+            verdict.judge(quantity, step, "row error ratio", ratio, bound, limit=limit)
 
 
 def _row_errors(arms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -414,9 +416,11 @@ def _judge_mean_gains(measured: dict[Quantity, _Measured], name: str, dtype: tor
             float(means.std()) * (1 + 1 / len(means)) ** 0.5,
             float((honest.square().mean(0) @ weight.square()).sqrt()),
         )
-        bound = tolerance.gain_bound(sigma, dtype, 1 / float(weight.square().sum()), len(m.steps))
+        count = 1 / float(weight.square().sum())
+        bound = tolerance.gain_bound(sigma, dtype, count, len(m.steps))
+        limit = tolerance.gain_limit(float(means.abs().max()), dtype, count, len(m.steps))
         worst = m.steps[int((m.gain[-1].abs() * weight).argmax())]
-        verdict.judge(quantity, worst, name, value, bound, shown=f"off by {value:.3g}")
+        verdict.judge(quantity, worst, name, value, bound, shown=f"off by {value:.3g}", limit=limit)
 
 
 def _judge_generation(truth: Trajectory, baseline: Trajectory, candidate: Trajectory, verdict: Verdict) -> None:

@@ -136,6 +136,25 @@ def gain_bound(sigma: float, dtype: torch.dtype, steps: float, observed: int | N
     return (SIGMAS if observed is None else sigmas(observed)) * sigma + unit_roundoff(dtype) / steps**0.5
 
 
+# One of six honest arms lies at least this many standard deviations from the truth. For none of them to do so has a
+# chance of 3e-13: each of six normal variables is that near to 0 with one of 0.008.
+_FARTHEST_OF_SIX = 0.01
+
+
+def ratio_limit(worst_replica: float) -> float:
+    """What a bound on error ratios may be at most. Of the honest arms, the one with the largest error has at least the
+    others' mean error, so that ``worst_replica`` is at least 1 wherever errors are above their floor, and no rule of
+    :func:`ratio_bound` allows more than :data:`SIGMAS_OF_ONE_STEP` times as much."""
+    return SIGMAS_OF_ONE_STEP * max(1.0, worst_replica)
+
+
+def gain_limit(farthest: float, dtype: torch.dtype, steps: float, observed: int) -> float:
+    """What a bound on a gain may be at most, where the honest arm that is ``farthest`` from 1 is off by so much. Noise
+    of one unit of roundoff is always allowed."""
+    roundoff = unit_roundoff(dtype)
+    return sigmas(observed) * max(farthest / _FARTHEST_OF_SIX, roundoff) + roundoff / steps**0.5
+
+
 def error_floor(dtype: torch.dtype) -> float:
     """The relative rms error below which nothing is judged; ``dtype`` is what the value itself is held in. One rounding
     costs 0.4 units of roundoff in rms, three of them (input, accumulation, output) 0.7."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from convergence.arms.quantities import Moment, Quantity
@@ -32,9 +33,13 @@ class Verdict:
         bound: float,
         shown: str = "",
         finding: str = "",
+        limit: float = math.inf,
     ) -> None:
         """Keep a statistic. Beyond its bound it fails: as ``finding``, by default the statistic, with the value as it
-        is ``shown``."""
+        is ``shown``. A bound beyond its own ``limit`` fails, too: no honest arm comes near it, so it says nothing."""
+        if not bound <= limit:
+            reason = f"the bound on the {statistic} is {bound:.3g}, and no honest arm comes near it"
+            self.fail(quantity, step, "cannot judge", reason, f"{limit:.3g}")
         self.statistics.append(Statistic(str(quantity), str(step), statistic, value, bound))
         if not self.statistics[-1].passed:
             self.fail(quantity, step, finding or statistic, shown or f"{value:.3g}", f"{bound:.3g}")
