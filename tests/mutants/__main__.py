@@ -14,6 +14,9 @@ from tests.mutants.mutant import Mutant
 
 FOLDER = Path(__file__).parents[2] / "docs" / "evidence"
 DTYPES = ("float32", "bfloat16")
+# What kills a mutant. That a patch did nothing says nothing about the power of the numbers.
+BY_NUMBERS, NOT_PATCHED, BY_ANOTHER = "Killed by numbers", "Killed as not patched", "Killed by another finding"
+BY_CHECK = "Killed by a check of their own"
 _INTRO = """\
 # Mutants
 
@@ -82,30 +85,42 @@ def page(title: str, mutants: Sequence[Mutant], records: dict[tuple[str, str], R
     trained = [m for m in mutants if m.check is None]
     checked = [m for m in mutants if m.check is not None]
     lines = [f"# Mutants: {title}", "", "Written by a command; [the overview](mutants.md) says which."]
-    if trained:
+    for kind, killed in by_kind(trained).items():
         rows = [
-            (f"`{m.name}`", m.source, m.does, where(m), *(cell(m, dtype, records) for dtype in DTYPES)) for m in trained
+            (f"`{m.name}`", m.source, m.does, where(m), *(cell(m, dtype, records) for dtype in DTYPES)) for m in killed
         ]
-        lines += ["", "## Killed by training", ""]
-        lines += [*markdown(("mutant", "row", "what it does", "model", *DTYPES), rows), _TRAINED, *measured]
+        lines += ["", f"## {kind}", "", *markdown(("mutant", "row", "what it does", "model", *DTYPES), rows)]
+    if trained:
+        lines += [_TRAINED, *measured]
     if checked:
-        lines += ["", "## Killed by a check of their own", "", _CHECKED, ""]
+        lines += ["", f"## {BY_CHECK}", "", _CHECKED, ""]
         rows = [(f"`{m.name}`", m.source, m.does, f"`{m.check}`") for m in checked]
         lines += markdown(("mutant", "row", "what it does", "test"), rows)
     return "\n".join(lines) + "\n"
 
 
+def by_kind(trained: Sequence[Mutant]) -> dict[str, list[Mutant]]:
+    """Mutants that training kills, by what does: a number, or another finding. Kinds without a mutant are left out."""
+    kinds: dict[str, list[Mutant]] = {BY_NUMBERS: [], NOT_PATCHED: [], BY_ANOTHER: []}
+    for mutant in trained:
+        kind = (
+            BY_NUMBERS if mutant.dies == "statistics" else NOT_PATCHED if mutant.dies == "not patched" else BY_ANOTHER
+        )
+        kinds[kind].append(mutant)
+    return {kind: killed for kind, killed in kinds.items() if killed}
+
+
 def overview() -> str:
     """The page that leads to the others: how many mutants of which kind, and what cannot be one."""
-    checked = {name: sum(m.check is not None for m in group) for name, (_, group) in GROUPS.items()}
-    rows: list[tuple[object, ...]] = [
-        (f"[{title}](mutants-{name}.md)", len(group) - checked[name], checked[name])
-        for name, (title, group) in GROUPS.items()
-    ]
-    total = sum(checked.values())
-    rows.append(("all", len(MUTANTS) - total, total))
+    rows: list[tuple[object, ...]] = []
+    for name, (title, group) in {**GROUPS, "": ("all", tuple(MUTANTS.values()))}.items():
+        trained = by_kind([m for m in group if m.check is None])
+        counts = [len(trained.get(kind, ())) for kind in (BY_NUMBERS, NOT_PATCHED, BY_ANOTHER)]
+        shown = f"[{title}](mutants-{name}.md)" if name else title
+        rows.append((shown, *counts, len(group) - sum(counts)))
     absent = [(row, what, why) for why, group in ABSENT.items() for row, what in group.items()]
-    lines = markdown(("faults of", "killed by training", "killed by a check of their own"), rows)
+    kinds = (BY_NUMBERS, NOT_PATCHED, BY_ANOTHER, BY_CHECK)
+    lines = markdown(("faults of", *(kind[0].lower() + kind[1:] for kind in kinds)), rows)
     lines += ["", "## Not possible here", "", *markdown(("row", "what", "why not"), sorted(absent))]
     return _INTRO + "\n".join(lines) + "\n"
 
