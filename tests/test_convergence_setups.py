@@ -110,6 +110,14 @@ def test_a_fault_is_seen(fault, request):
     assert any(row[2] in report.STATISTICS for row in record.failures), record.failures[:5]
 
 
+def test_what_a_patch_changes_for_its_process_fails():
+    """In the processes of a set-up, too, which change by the set-up itself before."""
+    patch = "tests.isolation_patches:sets_precision"
+    record = prove(Case("llama-untied", "float32", patch, "plain", setup="checkpointing"), blames=False)
+    changed = [row[3] for row in record.failures if row[2] == "patched too"]
+    assert changed == ["the precision of float32 products (highest before, medium now)"]
+
+
 def test_the_table(tmp_path, capsys):
     for setup, fused, verdict in (("plain", "yes", "equal"), ("lora", "no", "different"), ("zero3", "", "absent")):
         failures = [("loss", "SGD", "gain", "2", "1")] if verdict == "different" else []

@@ -25,6 +25,7 @@ from convergence.arms.candidate import Candidate, load_patch, train_candidate
 from convergence.arms.hooks import observed_arm
 from convergence.arms.large import nudged
 from convergence.arms.pristine import remember_upstream
+from convergence.arms.process import ProcessState, drawing
 from convergence.arms.quantities import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Moment
 from convergence.arms.setup import Setup
 from convergence.arms.setups import RANKS, SETUPS
@@ -64,6 +65,8 @@ def train_in_setup(case: Case, timeout: float) -> Arms:
     for other in others:
         both = zip(first.pairs, other.pairs, strict=True)
         first.pairs = [(mine or theirs, baseline) for (mine, baseline), (theirs, _) in both]
+        changed = first.candidate.changed
+        changed += [change for change in other.candidate.changed if change not in changed]
     return first
 
 
@@ -96,9 +99,14 @@ def train_rank(case: Case, rank: int, folder: str) -> Iterator[Any]:
     yield pairs
     if setup.ranks > 1:
         torch.distributed.barrier()
-    upstream = remember_upstream()
-    patched = replace(run, patch=load_patch(case.patch), construct=construct(case))
-    yield train_candidate(patched, upstream.changes, lambda run: train(run, setup, [own], case.order))
+    # By now the set-up has changed what it changes: six arms have trained in it.
+    upstream, state, drawn = remember_upstream(), ProcessState(), list[str]()
+    patched = replace(run, patch=drawing(load_patch(case.patch), drawn), construct=construct(case))
+
+    def changes() -> list[str]:
+        return list(dict.fromkeys([*upstream.changes(), *state.changes(), *drawn]))
+
+    yield train_candidate(patched, changes, lambda run: train(run, setup, [own], case.order))
     if setup.ranks > 1:
         torch.distributed.destroy_process_group()
     yield sum(step.reads_logits for step in own)
