@@ -33,7 +33,7 @@ WAYS = {
     "LoRA, rank 16": Training(rank=16, memory="small"),
     "full, AdamW": Training(memory="small"),
 }
-LESS = {
+LESS: dict[str, dict[str, Any]] = {
     ', `offload="layers"`': {"offload": "layers"},
     ', `offload="layers"`, `recompute="mlp"`': {"offload": "layers", "recompute": "mlp"},
 }
