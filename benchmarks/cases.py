@@ -6,8 +6,9 @@ in one pass for both). ``flops`` counts floating-point operations, roughly where
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,8 @@ EPS = 1e-6
 # Of the labels, as in instruction tuning, where the prompts' are ignored.
 SHARE = 0.3
 MASKED = " (30% of the labels)"
+# By beta.
+DIVERGENCES = {0.0: "KL", 0.5: "JSD"}
 # Of a loss; float64 logits of all rows would not fit. The other ops are compared over all rows.
 CHECKED_ROWS = 384
 
@@ -393,6 +396,76 @@ def linear_log_probs(
     return head(site, "linear_log_probs", (rows, hidden, vocab), ours, float_log_probs, truth, memory, masked)
 
 
+def log_probs_of_ids(site: Site, rows: int, hidden: int, vocab: int, ids: int, memory: str) -> BenchmarkCase:
+    """Log-probabilities of the targets and of chosen classes, both with gradient."""
+
+    def inputs(n: int) -> Tensors:
+        leaves = site.randn(n, hidden), site.randn(vocab, hidden, scale=hidden**-0.5), site.targets(n, vocab)
+        return (*leaves, torch.randint(vocab, (n, ids), device=site.device))
+
+    def both(op: Callable[..., Any]) -> Callable[..., Tensors]:
+        def run(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> Tensors:
+            out = op(hidden, weight, targets, ids=ids)
+            return out.log_probs, out.id_log_probs
+
+        return run
+
+    def eager(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> Tensors:
+        log_p = F.linear(hidden, weight).float().log_softmax(-1)
+        return log_p.gather(1, targets[:, None])[:, 0], log_p.gather(1, ids)
+
+    shape, ours = (rows, hidden, vocab), partial(ops.linear_log_probs, memory=memory)
+    truth = both(ops.linear_log_probs_ref)
+    plain = head(site, f"linear_log_probs ({ids} ids)", shape, both(ours), eager, truth, memory, masked=False)
+    return replace(plain, inputs=inputs)
+
+
+def float_divergence(beta: float) -> Callable[..., torch.Tensor]:
+    """The mean divergence as it is written in plain torch."""
+
+    def eager(h: torch.Tensor, w: torch.Tensor, teacher_h: torch.Tensor, teacher_w: torch.Tensor) -> torch.Tensor:
+        log_p, log_q = (F.linear(x, weight).float().log_softmax(-1) for x, weight in ((h, w), (teacher_h, teacher_w)))
+        if beta == 0.0:
+            return F.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
+        log_m = torch.logaddexp(log_p + math.log(1 - beta), log_q + math.log(beta))
+        of_student, of_teacher = (
+            F.kl_div(log_m, log, reduction="batchmean", log_target=True) for log in (log_p, log_q)
+        )
+        return (1 - beta) * of_student + beta * of_teacher
+
+    return eager
+
+
+def linear_divergence(
+    site: Site, rows: int, hidden: int, teacher_hidden: int, vocab: int, beta: float, memory: str
+) -> BenchmarkCase:
+    """The mean of the rows' divergences, as a trainer takes it; liger-kernel's heads return nothing else."""
+
+    def inputs(n: int) -> Tensors:
+        teacher = site.randn(n, teacher_hidden), site.randn(vocab, teacher_hidden, scale=teacher_hidden**-0.5)
+        student = site.randn(n, hidden), site.randn(vocab, hidden, scale=hidden**-0.5)
+        return (*student, *(t.detach() for t in teacher))
+
+    def mean(op: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+        return lambda *heads: op(*heads, beta).divergence.mean()
+
+    # Of student and teacher; where logits are not kept, a mixture is one pass more.
+    again = (0, 0) if memory == "fast" else (1, 1) if beta in (0.0, 1.0) else (2, 2)
+    return BenchmarkCase(
+        f"linear_divergence ({DIVERGENCES[beta]})",
+        f"{rows}x{hidden},{teacher_hidden}x{vocab}",
+        rows,
+        inputs,
+        mean(partial(ops.linear_divergence, memory=memory)),
+        float_divergence(beta),
+        2 * (rows + vocab) * (hidden + teacher_hidden) * site.dtype.itemsize,
+        2 * rows * vocab * ((3 + again[0]) * hidden + (1 + again[1]) * teacher_hidden),
+        mean(ops.linear_divergence_ref),
+        memory,
+        CHECKED_ROWS,
+    )
+
+
 def packing(site: Site, rows: int, longest: int) -> BenchmarkCase:
     """Targets, row weights and denominator of one packed row; forward only."""
 
@@ -458,5 +531,11 @@ def cases(site: Site) -> list[BenchmarkCase]:
             for memory in ("fast", "balanced", "small")
         ],
         *[linear_log_probs(site, *shape, masked=True) for shape in heads[:2]],
+        *[log_probs_of_ids(site, 8192, 2048, 128256, 64, memory) for memory in ("fast", "balanced", "small")],
+        *[
+            linear_divergence(site, 8192, 2048, 4096, 128256, beta, memory)
+            for beta in DIVERGENCES
+            for memory in ("fast", "balanced", "small")
+        ],
         packing(site, 1 << 20, 4096),
     ]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import EPS, MASKED, BenchmarkCase
+from benchmarks.cases import DIVERGENCES, EPS, MASKED, BenchmarkCase
 
 Arms = dict[str, Callable[..., Any]]
 LLAMA, GEMMA = "rms_norm (cast_then_scale)", "rms_norm (offset_scale_then_cast)"
@@ -27,6 +27,7 @@ def liger() -> dict[str, Arms]:
         LigerCrossEntropyFunction,
         LigerFusedAddRMSNormFunction,
         LigerFusedLinearCrossEntropyFunction,
+        LigerFusedLinearJSDFunction,
         LigerFusedLinearScaledCrossEntropyFunction,
         LigerGELUMulFunction,
         LigerLayerNormFunction,
@@ -47,6 +48,10 @@ def liger() -> dict[str, Arms]:
         loss, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, targets, 1.0, -100, 1, True)
         return -loss, entropy
 
+    def divergence(beta: float) -> Callable[..., Any]:
+        # no labels, beta
+        return lambda *heads: LigerFusedLinearJSDFunction.apply(*heads, None, beta)
+
     return {
         LLAMA: {"liger": lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama")},
         GEMMA: {"liger": lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 1.0, "gemma")},
@@ -60,6 +65,7 @@ def liger() -> dict[str, Arms]:
         f"linear_cross_entropy{MASKED}": {"liger": head(None)},
         "linear_log_probs": {"liger": both},
         f"linear_log_probs{MASKED}": {"liger": both, "liger-counted": of_counted_rows(both)},
+        **{f"linear_divergence ({name})": {"liger": divergence(beta)} for beta, name in DIVERGENCES.items()},
     }
 
 
@@ -154,6 +160,17 @@ def trl() -> dict[str, Arms]:
     def both(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Any:
         return run(hidden, weight, targets, ("entropy",))[:2]
 
+    def divergence(beta: float) -> Callable[..., Any]:
+        def arm(hidden: torch.Tensor, weight: torch.Tensor, *teacher: torch.Tensor) -> torch.Tensor:
+            heads = hidden, weight, None, *teacher, None
+            return (
+                importlib.import_module("trl.kernels.chunked_divergence")
+                .ChunkedDivergenceFunction.apply(*heads, beta)[0]
+                .mean()
+            )
+
+        return arm
+
     def head_of_counted(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         counts = targets != -100
         return head(hidden[counts], weight, targets[counts])
@@ -163,6 +180,7 @@ def trl() -> dict[str, Arms]:
         f"linear_cross_entropy{MASKED}": {"trl": head_of_counted},
         "linear_log_probs": {"trl": both},
         f"linear_log_probs{MASKED}": {"trl": of_counted_rows(both)},
+        **{f"linear_divergence ({name})": {"trl": divergence(beta)} for beta, name in DIVERGENCES.items()},
     }
 
 

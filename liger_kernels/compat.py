@@ -10,7 +10,7 @@ package ``liger_kernel`` and ask its distribution for a version. After :func:`in
 Patches of a model do what they do everywhere in this package. What is not provided (the chunked preference losses) can
 be imported, as trl does wherever it finds the package, and raises ``NotImplementedError`` when it is constructed.
 
-trl 1.15 and later compute the loss by a head of their own. It runs on this package's kernels, too: :mod:`trl_head`.
+trl 1.15 and later compute the loss by heads of their own. They run on this package's kernels, too: :mod:`trl_head`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ _PACKAGE = "liger_kernel"
 
 
 def install() -> None:
-    """Answer for ``liger_kernel`` in this process, and run trl's fused LM head on :func:`linear_log_probs`.
+    """Answer for ``liger_kernel`` in this process, and run trl's fused heads on our ops: log-probabilities on
+    :func:`linear_log_probs`, the divergence of its distillation trainer on :func:`linear_divergence`.
 
-    Installed already, it stays so. ``liger_kernels.report()`` says what became of trl's head.
+    Installed already, it stays so. ``liger_kernels.report()`` says what became of trl's heads.
 
     Raises:
         RuntimeError: the real package is installed, or trl has been imported and has looked for it in vain.
@@ -62,7 +63,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`: ``liger_kernel`` is not found any more, and trl's head is its own.
+    """Undo :func:`install`: ``liger_kernel`` is not found any more, and trl's heads are its own.
 
     What was imported from ``liger_kernel`` goes on working.
     """

@@ -77,7 +77,7 @@ def report() -> EnvironmentReport:
     from liger_kernels.ops.runtime.device import obstacle, shared_memory
     from liger_kernels.ops.runtime.dispatch import HAS_TRITON, INTERPRET, launcher_state
     from liger_kernels.patching import KERNELS
-    from liger_kernels.trl_head import state
+    from liger_kernels.trl_head import DIVERGENCE, state
 
     versions = {"liger-kernels": liger_kernels.__version__, "Python": platform.python_version()}
     for name in PACKAGES:
@@ -108,6 +108,7 @@ def report() -> EnvironmentReport:
     }
     if "trl" in versions:
         switches["trl's LM head"] = state()
+        switches["trl's divergence"] = state(DIVERGENCE)
     if told := newer_torch():
         switches["torch"] = told
     kernels = dict.fromkeys(KERNELS, tuple(where))

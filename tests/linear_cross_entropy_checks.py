@@ -13,7 +13,7 @@ from convergence.judge.tolerance import three_way
 from liger_kernels.ops import linear_log_probs, linear_log_probs_ref
 from liger_kernels.ops.loss.cross_entropy import EXTRAS, CrossEntropyOutput
 from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
-from liger_kernels.ops.loss.linear_log_probs import OUTPUTS
+from liger_kernels.ops.loss.linear_log_probs import OUTPUTS, LogProbsOutput
 from liger_kernels.ops.runtime.tiling import tiled
 from tools.slabs import slabs_of
 
@@ -161,29 +161,38 @@ class Case:
 
 
 class LogProbs(Case):
-    """The same for :func:`linear_log_probs`, with upstream gradients of the results that ``of`` names."""
+    """The same for :func:`linear_log_probs`, with upstream gradients of the results that ``of`` names. With ``ids``
+    chosen classes of each row, some of them equal, the target, or none."""
 
     reference = staticmethod(linear_log_probs_ref)
     everything = ("outputs", OUTPUTS)
 
-    def __init__(self, *args, function=linear_log_probs, of=GRADIENTS, **options):
+    def __init__(self, *args, function=linear_log_probs, of=GRADIENTS, ids=0, **options):
         super().__init__(*args, function=function, **options)
-        self.of = of
-        rng = torch.Generator().manual_seed(1)
-        self.upstream = (torch.randn((len(of), len(self.targets)), generator=rng) - 0.3).to(self.targets.device)
+        self.of, self.ids = (*of, *(["id_log_probs"] if ids else [])), None
+        device, rng = self.targets.device, torch.Generator().manual_seed(1)
+        upstream = [*(torch.randn((len(of), len(self.targets)), generator=rng) - 0.3).to(device)]
+        if ids:
+            chosen = torch.randint(-1, len(self.tensors[1]), (len(self.targets), ids), generator=rng).to(device)
+            chosen[::3, -1] = chosen[::3, 0]
+            chosen[::2, ids // 2] = self.targets[::2].clamp(min=-1)
+            self.ids = chosen
+            upstream.append((torch.randn(chosen.shape, generator=rng) - 0.3).to(device))
+        self.upstream: Any = upstream
 
     def call(self, leaves, function=None, *, outputs=OUTPUTS, **options):
-        return super().call(leaves, function, outputs=outputs, **options)
+        given = {} if self.ids is None else {"ids": self.ids}
+        return super().call(leaves, function, outputs=outputs, **given, **options)
 
     def differentiated(self, out):
         return [getattr(out, name) for name in self.of], self.upstream
 
     def check_results(self, ours, torchs, truth, dtype):
-        for name, our, torch_s, true in zip(OUTPUTS, ours, torchs, truth, strict=True):
+        for name, our, torch_s, true in zip(LogProbsOutput._fields, ours, torchs, truth, strict=True):
             if our is None:
                 continue
             assert not our[self.targets == self.ignored].any()
-            if name == "log_probs":
+            if name in ("log_probs", "id_log_probs"):
                 three_way(our, torch_s, true, dtype, name)
             elif name == "is_top1":
                 assert our.dtype == torch.bool

@@ -246,6 +246,25 @@ def linear_cross_entropy_cases() -> None:
     for memory in ("fast", "small"):
         options: dict[str, Any] = {"outputs": OUTPUTS, "temperature": 0.7, "memory": memory}
         run(linear_log_probs, new(64, 16), new(32000, 16), targets, softcap=30.0, **options)
+    for n_ids in (3, 64):  # of all classes in one slab, with the entropy's gradient
+        ids = torch.zeros((64, n_ids), dtype=torch.int64)
+        run(linear_log_probs, new(64, 16), new(32000, 16), targets, outputs=("entropy",), ids=ids)
+    run(linear_log_probs, new(64, 16), new(32000, 16), targets, softcap=30.0, ids=ids, memory="small")
+
+
+def linear_divergence_cases() -> None:
+    from liger_kernels.ops import linear_divergence
+
+    mask = torch.ones(64, dtype=torch.bool)
+    outputs = ("divergence", "entropy", "max_abs_difference")
+    for beta in (0.0, 1.0, 0.3):
+        heads = new(64, 16), new(128256, 16), new(64, 32, grad=False), new(128256, 32, grad=False)
+        run(linear_divergence, *heads, beta, mask=mask)
+        run(linear_divergence, *heads, beta, outputs=outputs, softcap=30.0, teacher_softcap=30.0, temperature=0.7)
+    heads = new(64, 16), new(1000, 16), new(64, 32, dtype=FP16, grad=False), new(1000, 32, dtype=FP16, grad=False)
+    run(linear_divergence, *heads, 0.3, memory="small", logit_scale=1.5)
+    run(linear_divergence, *(new(*t.shape, dtype=FP32, grad=t.requires_grad) for t in heads), 0.3, outputs=outputs)
+    run(linear_divergence, *(new(*t.shape, dtype=FP16, grad=t.requires_grad) for t in heads), 0.0)
 
 
 CASES: dict[str, Callable[[], None]] = {  # what takes longest first, and what shares kernels an even number apart
@@ -261,6 +280,7 @@ CASES: dict[str, Callable[[], None]] = {  # what takes longest first, and what s
     "lora_linear": lora_linear_cases,
     "experts with adapters": experts_adapters_cases,
     "gated_mlp": gated_mlp_cases,
+    "linear_divergence": linear_divergence_cases,
     "dora_linear": dora_linear_cases,
 }
 

@@ -40,18 +40,22 @@ NUMBER, SWITCH, INT, OPTIONAL = {"an int", "a float"}, {"a bool"}, {"an int"}, {
 # Which of them are values that a parameter takes, whatever comes of them; by its name, where it is not in every
 # function the same by "function.name".
 MEANT: dict[str, set[str]] = {
-    **dict.fromkeys(("eps", "logit_scale", "z_loss", "temperature", "alpha", "offset", "scale"), NUMBER),
-    **dict.fromkeys(("softcap", "limit"), NUMBER | OPTIONAL),
+    **dict.fromkeys(
+        ("eps", "logit_scale", "teacher_logit_scale", "z_loss", "temperature", "alpha", "offset", "scale"), NUMBER
+    ),
+    **dict.fromkeys(("softcap", "teacher_softcap", "limit"), NUMBER | OPTIONAL),
     **dict.fromkeys(("ignore_index", "groups"), INT),
     **dict.fromkeys(("rotary_dim", "chunk_size", "counted"), INT | OPTIONAL),
     **dict.fromkeys(("gate_first", "zero_centered", "inverse", "keep_dtype", "trailing", "interleaved"), SWITCH),
     **dict.fromkeys(("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "layer_norm"), SWITCH),
     **dict.fromkeys(("swiglu", "geglu", "is_packed"), SWITCH),
-    **dict.fromkeys(("bias", "gate_up_bias", "down_bias", "class_weight", "row_weight"), OPTIONAL),
+    **dict.fromkeys(
+        ("bias", "teacher_bias", "gate_up_bias", "down_bias", "class_weight", "row_weight", "mask"), OPTIONAL
+    ),
     **dict.fromkeys(
         ("cu_seqlens", "seq_idx", "position_ids", "seq_token_counts", "group", "k", "memory", "offload"), OPTIONAL
     ),
-    "label_smoothing": set(),
+    **{name: set() for name in ("label_smoothing", "beta")},
     "denominator": OPTIONAL | {"a tensor"},
     "dtype": OPTIONAL,
     "packing_weights.dtype": set(),
@@ -71,12 +75,21 @@ MEANT: dict[str, set[str]] = {
     **{name: {"a class"} for name in ("candidate", "recognise", "key")},
     "pretrained_model_name_or_path": {"a string"},
     **{f"{op}{end}.weight": OPTIONAL for op in ("rms_norm", "add_rms_norm", "layer_norm") for end in ("", "_ref")},
+    **{f"linear_log_probs{end}.ids": OPTIONAL for end in ("", "_ref")},
     **{f"{op}{end}.gate": OPTIONAL for op in ("packed_glu", "experts") for end in ("", "_ref")},
     # None says that models are patched as they are built.
     **{f"{name}.model": OPTIONAL for name in integrations.__all__ if not name.endswith("instance")},
 }
 # What nobody calls: results, values, and functions without parameters, which are found not to have any.
-RESULTS = {"CrossEntropyOutput", "LogProbsOutput", "PackedTargets", "PatchReport", "Left", "Replacement"}
+RESULTS = {
+    "CrossEntropyOutput",
+    "DivergenceOutput",
+    "LogProbsOutput",
+    "PackedTargets",
+    "PatchReport",
+    "Left",
+    "Replacement",
+}
 # Its methods are a Trainer's to call, and LossOptions are checked where they are given to an op.
 RESULTS |= {"PackingLossMixin", "LossOptions"}
 
@@ -119,7 +132,12 @@ def valid() -> dict[str, dict[str, Any]]:
         "experts": {"hidden": x, "ids": ids, "weights": torch.rand(4, 2), **experts, **biases, **of_both},
         "cross_entropy": {"logits": torch.randn(4, 5), "targets": targets, **weights},
         "linear_cross_entropy": {**head, **weights},
-        "linear_log_probs": head,
+        "linear_divergence": {
+            **{name: t for name, t in head.items() if name != "targets"},
+            **{"teacher_hidden": x, "teacher_weight": torch.randn(5, 8), "teacher_bias": torch.randn(5)},
+            **{"beta": 0.3, "mask": targets >= 0},
+        },
+        "linear_log_probs": {**head, "ids": ids[:, :1]},
     }
     model = nn.Linear(2, 2)
     recogniser = {"kernels": ("nothing",), "candidate": bool, "recognise": bool}
@@ -242,7 +260,7 @@ def test_a_dtype_that_makes_no_sense_is_named(name: str) -> None:
             if not isinstance(t, torch.Tensor):
                 continue
             other = torch.int64 if t.is_floating_point() else torch.float32
-            for dtype in (other, torch.bool, torch.complex64):
+            for dtype in {other, torch.bool, torch.complex64} - {t.dtype}:
                 arguments = {**given, parameter: torch.ones(t.shape).to(dtype)}
                 yield f"{parameter} of {dtype}", complaint(FUNCTIONS[name], arguments, (parameter,))
 
@@ -293,9 +311,11 @@ def test_what_a_patch_warns_of_points_at_the_caller() -> None:
 
 NO_NUMBERS = {
     **dict.fromkeys(("eps", "z_loss"), (math.nan, math.inf, -math.inf, -1e-6)),
-    **dict.fromkeys(("temperature", "softcap"), (math.nan, math.inf, -math.inf, -1.0, 0.0)),
-    **dict.fromkeys(("logit_scale", "alpha", "offset", "scale"), (math.nan, math.inf, -math.inf)),
-    "label_smoothing": (math.nan, math.inf, -0.1, 1.1),
+    **dict.fromkeys(("temperature", "softcap", "teacher_softcap"), (math.nan, math.inf, -math.inf, -1.0, 0.0)),
+    **dict.fromkeys(
+        ("logit_scale", "teacher_logit_scale", "alpha", "offset", "scale"), (math.nan, math.inf, -math.inf)
+    ),
+    **dict.fromkeys(("label_smoothing", "beta"), (math.nan, math.inf, -0.1, 1.1)),
     "limit": (math.nan, -math.inf, -1.0, 0.0),
     "groups": (-1, 0, 3),
     "rotary_dim": (-2, 0, 3, 100),

@@ -93,6 +93,7 @@ results = [
     (ops.geglu(x, x), ops.geglu_ref(x, x)),
     (ops.cross_entropy(x @ head.t(), targets), ops.cross_entropy_ref(x @ head.t(), targets)),
     (ops.linear_cross_entropy(x, head, targets), ops.linear_cross_entropy_ref(x, head, targets)),
+    (ops.linear_divergence(x, head, x, head, 0.5)[0], ops.linear_divergence_ref(x, head, x, head, 0.5)[0]),
 ]
 for ours, reference in results:
     torch.testing.assert_close(ours, reference)

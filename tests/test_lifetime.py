@@ -235,6 +235,10 @@ def loss_calls() -> dict[str, tuple[Any, list[torch.Tensor]]]:
         lambda h, w, b: tuple(ops.linear_log_probs(h, w, targets, b, outputs=("log_probs", "entropy"))),
         [hidden, weight, bias],
     )
+    calls["linear_divergence"] = (
+        lambda h, w, b: ops.linear_divergence(h, w, hidden.detach(), weight.detach() / 2, 0.3, b).divergence,
+        [hidden, weight, bias],
+    )
     calls["cross_entropy"] = (lambda x: ops.cross_entropy(x, targets, z_loss=1e-4), [logits])
     calls["experts"] = (
         lambda h, r, g, d: ops.experts(h, ids, r, g, d),

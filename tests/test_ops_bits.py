@@ -12,6 +12,7 @@ import torch
 
 from liger_kernels import ops
 from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
+from liger_kernels.ops.loss.linear_log_probs import OUTPUTS
 from tests.op_table import OPS
 from tests.ops_checks import randn
 
@@ -73,8 +74,15 @@ def calls(device: torch.device) -> dict[str, Call]:
             found[f"linear_cross_entropy, {memory}, {reduction}"] = Call(
                 call, {**head, **weights, **({"denominator": denominator} if reduction == "mean" else {})}
             )
-        call = partial(ops.linear_log_probs, memory=memory, outputs=ops.LogProbsOutput._fields)
-        found[f"linear_log_probs, {memory}"] = Call(call, head)
+        heads = {name: t for name, t in head.items() if name != "targets"}
+        heads |= {"teacher_hidden": new(5, 8, grad=False), "teacher_weight": new(6, 8, grad=False)}
+        heads |= {"teacher_bias": new(6, grad=False), "mask": targets >= 0}
+        call = partial(ops.linear_divergence, memory=memory, beta=0.3, outputs=ops.DivergenceOutput._fields)
+        found[f"linear_divergence, {memory}"] = Call(call, heads)
+        call = partial(ops.linear_log_probs, memory=memory, outputs=OUTPUTS)
+        found[f"linear_log_probs, {memory}"] = Call(
+            call, {**head, "ids": torch.tensor([[1, -1, 5]] * 5, device=device)}
+        )
     for name, op in OPS.items():
         leaves = op.leaves(4, torch.float32, device)
         names = [n for n in ops_parameters(op.op.func) if n not in op.op.keywords]
@@ -108,7 +116,7 @@ def test_every_argument_and_gradient_is_read_as_its_values(name: str, view: str,
     call, seen = calls(device)[name], VIEWS[view]
     expected = step(call, call.arguments, None)
     for argument, t in call.arguments.items():
-        if not t.is_floating_point() and view != "negated":
+        if t.dtype == torch.bool or (not t.is_floating_point() and view != "negated"):
             continue
         with_view = {**call.arguments, argument: seen(-t)}
         assert with_view[argument].is_neg()

@@ -211,9 +211,9 @@ def test_kept_slabs_begin_at_aligned_addresses(tokens, hidden, device):
     case.assert_right(function=in_two_slabs)
     call = Call(*case.tensors[:2], None, case.targets, *[None] * 3, LossOptions(), Needs(True, True, False))
     schedule = VocabularySlabs(40, len(case.tensors[1]) - 40)
-    d_weight, rest = schedule.allocate(call).buffers
-    parts = schedule.plan_of(call).parts
-    (_, first), (_, second) = _logits_of_parts(call, parts, d_weight, rest, known=True)
+    buffers = schedule.allocate(call).buffers
+    d_weight, parts = buffers[0], schedule.plan_of(call).parts
+    (_, first, _), (_, second, _) = _logits_of_parts(call, parts, buffers, known=True)
     assert first.data_ptr() >= d_weight[40:].data_ptr()
     assert first.data_ptr() + first.nbytes <= d_weight.data_ptr() + d_weight.nbytes
     for logits in (first, second):

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from benchmarks.cases import Site
 from benchmarks.tensor_parallel import even, measure
 from benchmarks.timing import Measured
-from liger_kernels.ops import CountedTargets, linear_cross_entropy, linear_log_probs
+from liger_kernels.ops import CountedTargets, linear_cross_entropy, linear_divergence, linear_log_probs
 from liger_kernels.ops.loss.schedule import observe_logits_grad
 from liger_kernels.ops.loss.vocab_parallel import VocabShard
 from liger_kernels.ops.loss.vocabulary_slabs import SlabSizes, VocabularySlabs
 from liger_kernels.ops.runtime.tiling import tiled
-from tests import linear_cross_entropy_checks
+from tests import divergence_checks, linear_cross_entropy_checks
+from tests.divergence_checks import BETAS, SCALING
 from tests.linear_cross_entropy_checks import ALL, ALONE, HIDDEN, REDUCTIONS, TOKENS, VOCAB
 
 CPU = torch.device("cpu")
@@ -82,6 +83,15 @@ class Loss(OverRanks, linear_cross_entropy_checks.Case):
         super().__init__(CPU, dtype, function=over_ranks(linear_cross_entropy, split), **options)
 
 
+class Divergence(OverRanks, divergence_checks.Divergence):
+    def __init__(self, split: Any, dtype: Any = torch.float32, **options: Any) -> None:
+        def over(hidden: Any, weight: Any, th: Any, tw: Any, beta: float, bias: Any, tb: Any, **options: Any) -> Any:
+            weight, tw, bias, tb = shard(split, weight, tw, bias, tb)
+            return linear_divergence(hidden, weight, th, tw, beta, bias, tb, group=dist.group.WORLD, **options)
+
+        super().__init__(CPU, dtype, function=over, **options)
+
+
 class LogProbs(OverRanks, linear_cross_entropy_checks.LogProbs):
     def __init__(self, split: Any, dtype: Any = torch.float32, **options: Any) -> None:
         super().__init__(CPU, dtype, function=over_ranks(linear_log_probs, split), **options)
@@ -89,6 +99,16 @@ class LogProbs(OverRanks, linear_cross_entropy_checks.LogProbs):
 
 def check_log_probs(split: Any, memory: str | None, dtype: Any, options: dict[str, Any]) -> None:
     LogProbs(split, dtype, **options).assert_right(memory=memory)
+
+
+def check_ids(split: Any, memory: str | None) -> None:
+    """Chosen classes of any rank, equal ones and none among them."""
+    LogProbs(split, torch.bfloat16, ids=5, **OPTIONS["all"]).assert_right(memory=memory)
+
+
+def check_divergence(split: Any, memory: str | None, beta: float) -> None:
+    """Of both heads each rank has the same classes."""
+    Divergence(split, torch.bfloat16, beta=beta, **SCALING).assert_right(memory=memory)
 
 
 def check_kept_and_held(split: Any, dtype: Any) -> None:
@@ -202,8 +222,10 @@ def checks(world: int) -> dict[str, Callable[[], None]]:
         for memory, (reduction, name) in itertools.product(MEMORY, losses):
             given = next(splits), memory, dtype, reduction, ALONE[name]
             found[f"loss-{memory}-{dtype}-{reduction}-{name}"] = partial(check_loss, *given)
-    for check, memory in itertools.product((check_frozen_parts, check_counted_rows, check_observer), MEMORY):
+    for check, memory in itertools.product((check_frozen_parts, check_counted_rows, check_observer, check_ids), MEMORY):
         found[f"{check.__name__.removeprefix('check_')}-{memory}"] = partial(check, next(splits), memory)
+    for beta, memory in itertools.product(() if few else BETAS, (*MEMORY, None)):
+        found[f"divergence-{memory}-{beta}"] = partial(check_divergence, next(splits), memory, beta)
     on_two = check_compiled, check_benchmark, check_another_group, check_bad_input
     for alone in (check_ties, check_in_float64, *(() if few else on_two)):
         found[alone.__name__.removeprefix("check_")] = partial(alone, next(splits))

@@ -238,8 +238,26 @@ def _log_probs(targets: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, 
     d_log_probs = inputs.pop("grad_loss")
     leaves = {f"grad_{name}": tensor.requires_grad_() for name, tensor in inputs.items()}
     given: dict[str, Any] = {"targets": targets, **inputs, "temperature": 0.7, "outputs": OUTPUTS}
-    rows: Tensors = ops.linear_log_probs(**given)._asdict()
-    grads = _grads((rows["log_probs"], rows["entropy"]), leaves, (d_log_probs, d_log_probs.square()))
+    ids = torch.stack([targets.clamp(min=-1), targets.clamp(min=0), targets.clamp(min=0) // 2], 1)
+    rows: Tensors = ops.linear_log_probs(**given, ids=ids)._asdict()
+    of_ids = torch.stack([d_log_probs, d_log_probs.square(), -d_log_probs], 1)
+    results = rows["log_probs"], rows["entropy"], rows["id_log_probs"]
+    grads = _grads(results, leaves, (d_log_probs, d_log_probs.square(), of_ids))
+    return rows | {"grad_hidden": grads.pop("grad_hidden")}, grads
+
+
+def _heads(sizes: Sizes, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    rows, shared = _head(sizes, dtype)
+    rows["mask"] = rows.pop("targets") >= 0
+    teacher = torch.randn(sizes.vocab, sizes.hidden, dtype=dtype)
+    return rows | {"teacher_hidden": torch.randn_like(rows["hidden"])}, shared | {"teacher_weight": teacher}
+
+
+def _divergence(grad_loss: torch.Tensor, mask: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
+    leaves = {f"grad_{name}": inputs[name].requires_grad_() for name in ("hidden", "weight", "bias")}
+    given: dict[str, Any] = {**inputs, "temperature": 0.7, "outputs": ops.DivergenceOutput._fields}
+    rows: Tensors = ops.linear_divergence(beta=0.3, mask=mask, **given)._asdict()
+    grads = _grads((rows["divergence"], rows["entropy"]), leaves, (grad_loss, grad_loss.square()))
     return rows | {"grad_hidden": grads.pop("grad_hidden")}, grads
 
 
@@ -296,6 +314,7 @@ CASES = {
     **{f"cross_entropy, {r}": _loss(ops.cross_entropy, "logits", r) for r in ("none", "mean")},
     **{f"linear_cross_entropy, {r}": _loss(ops.linear_cross_entropy, "hidden", r) for r in ("none", "mean")},
     "linear_log_probs": DeterminismCase(_head, _log_probs, (RUNS,)),
+    "linear_divergence": DeterminismCase(_heads, _divergence, (RUNS,)),
     "packing_weights": DeterminismCase(partial(_packed, class_weight=False), _packing),
     "packing_weights, class_weight": DeterminismCase(partial(_packed, class_weight=True), _packing, ()),
 }

@@ -20,6 +20,11 @@ from liger_kernels.ops._layer_norm import layer_norm, layer_norm_ref
 from liger_kernels.ops._packed_glu import GluFormula, packed_glu, packed_glu_ref
 from liger_kernels.ops._rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from liger_kernels.ops._rope import rope, rope_ref
+from liger_kernels.ops.divergence.linear_divergence import (
+    DivergenceOutput,
+    linear_divergence,
+    linear_divergence_ref,
+)
 from liger_kernels.ops.lora.adapted_linears import adapted_linears, adapted_linears_ref
 from liger_kernels.ops.lora.adapter import LoraAdapter
 from liger_kernels.ops.lora.dora_linear import dora_linear, dora_linear_ref, dora_norm, dora_norm_ref
@@ -39,6 +44,7 @@ from liger_kernels.ops.runtime.dispatch import launches, reset_launches
 __all__ = [
     "CountedTargets",
     "CrossEntropyOutput",
+    "DivergenceOutput",
     "ExpertsAdapter",
     "GluFormula",
     "LogProbsOutput",
@@ -71,6 +77,8 @@ __all__ = [
     "layer_norm_ref",
     "linear_cross_entropy",
     "linear_cross_entropy_ref",
+    "linear_divergence",
+    "linear_divergence_ref",
     "linear_log_probs",
     "linear_log_probs_ref",
     "lora_linear",

@@ -11,6 +11,7 @@ from tests.mutants import (
     dora,
     experts,
     glu,
+    heads,
     lora,
     lora_experts,
     lora_head,
@@ -47,6 +48,7 @@ GROUPS: dict[str, tuple[str, tuple[Mutant, ...]]] = {
     "recognise": ("recognisers", recognise.MUTANTS),
     "setups": ("set-ups", setups.MUTANTS),
     "scale": ("one dtype, mode, pass or size alone", scale.MUTANTS),
+    "heads": ("chosen classes and divergences", heads.MUTANTS),
     "checks": ("what no training shows", checks.MUTANTS),
 }
 _ALL = [mutant for _, group in GROUPS.values() for mutant in group]

@@ -152,8 +152,8 @@ class CountedRows(NamedTuple):
         return x if self.rows is None else _Take.apply(x, self.rows)
 
     def spread(self, x: Tensor) -> Tensor:
-        """``x`` [taken] in the place of its rows, with gradient; zero elsewhere."""
-        return x if self.rows is None else x.new_zeros(self.of).index_copy(0, self.rows, x)
+        """``x`` [taken, ...] in the place of its rows, with gradient; zero elsewhere."""
+        return x if self.rows is None else x.new_zeros((self.of, *x.shape[1:])).index_copy(0, self.rows, x)
 
 
 def checked_count(counted: CountedTargets | int | None, targets: Tensor, ignore_index: int) -> int | None:

@@ -66,12 +66,32 @@ def _store_grad_block(
 
 
 @triton.jit
+def _grad_at_ids(
+    logits_rows, id_column, id_here, id_grad,     # pointers [rows], and three of [rows, ids]
+    row_max, factor, inverse, upstream, entropy,  # [rows]
+    vocab, scaling, smoothing, PRECISE: tl.constexpr,
+):
+    """Upstream * dloss/dx at the columns of chosen classes, for which ``id_grad`` comes in."""
+    x = tl.load(logits_rows[:, None] + id_column, mask=id_here, other=0.0).to(tl.float32)
+    below = scaled_logits(x, scaling, PRECISE) - row_max[:, None]
+    e = exp(below, PRECISE)
+    if entropy is not None:
+        upstream_of_entropy, shift = entropy
+        entropy = (upstream_of_entropy[:, None], shift[:, None])
+    return finished_grad(
+        id_grad + e * factor[:, None], e, below, x, 1.0, inverse[:, None], upstream[:, None],
+        vocab, scaling, smoothing, entropy, PRECISE,
+    )
+
+
+@triton.jit
 def _store_grad(
     logits_rows, grad_rows,                       # pointers [rows]; they may be the same
     weight_ptr,                                   # [vocab] or None
     row_mask, target, column, counts, invalid,    # [rows]; column: where the target's logit would be
     upstream, row_max, total, others,             # [rows]
     entropy,                                      # two of [rows]: its upstream gradient, and itself; or None
+    ids,                                          # of chosen classes: _load_ids, or None
     vocab, z_loss, scaling, smoothing,
     PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -101,6 +121,14 @@ def _store_grad(
     # A row that does not count has factors of zero, or of NaN where its target is out of range.
     upstream = tl.where(counts, upstream, tl.where(invalid, float("nan"), 0.0))
     factor = (true_weight + z_loss_slope) * (inverse * upstream)
+    if ids is not None:
+        id_column, id_here, id_grad, ids_total, ids_at_target = ids
+        if logit_scale is not None and softcap is None:
+            id_grad *= as_float32(logit_scale)
+            ids_total *= as_float32(logit_scale)
+            ids_at_target *= as_float32(logit_scale)
+        id_here = id_here & counts[:, None]
+        factor -= inverse * ids_total
     # p - 1 at the target from the other classes' sum: subtracting would cancel.
     here = counts & (column >= 0) & (column < vocab)
     x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
@@ -108,10 +136,17 @@ def _store_grad(
     e_target = exp(below_target, PRECISE)
     p_target = e_target * inverse
     at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream
+    if ids is not None:
+        at_target += others * inverse * ids_at_target - p_target * (ids_total - ids_at_target)
     at_target = finished_grad(
         at_target, e_target, below_target, x_target, class_weight, inverse, upstream,
         vocab, scaling, smoothing, entropy, PRECISE,
     )
+    if ids is not None:
+        at_id = _grad_at_ids(
+            logits_rows, id_column, id_here, id_grad, row_max, factor, inverse, upstream, entropy,
+            vocab, scaling, smoothing, PRECISE,
+        )
     rows = (row_mask, counts, row_max, factor, inverse, upstream)
     tl.debug_barrier()  # over logits, every lane has read its target's before any lane overwrites it
     # Most of a large vocabulary are whole blocks of one row, which need no masks. Two loops that are written out: made
@@ -131,6 +166,82 @@ def _store_grad(
         )
     tl.debug_barrier()  # the target's own gradient comes after what its block wrote there
     tl.store(grad_rows + column, at_target.to(grad_rows.dtype.element_ty), mask=here)
+    if ids is not None:  # equal ids store the same number
+        id_here = id_here & ((id_column != column[:, None]) | (here == 0)[:, None])
+        tl.store(grad_rows[:, None] + id_column, at_id.to(grad_rows.dtype.element_ty), mask=id_here)
+
+
+@triton.jit
+def _id_columns(ids_ptr, row, row_mask, first, vocab, n_ids, IDS: tl.constexpr):
+    """Where the chosen classes of rows lie, [rows, IDS]: their offsets in a tensor [rows, n_ids], their columns, and
+    whether each is one of the ``vocab`` columns, which are those from ``first`` on."""
+    place = tl.arange(0, IDS)
+    offset = row[:, None] * n_ids + place[None, :]
+    column = tl.load(ids_ptr + offset, mask=row_mask[:, None] & (place < n_ids)[None, :], other=-1).to(tl.int64)
+    here = column >= 0
+    if first is not None:
+        column -= first
+        here = here & (column >= 0)
+    return offset, column, here & (column < vocab)
+
+
+@triton.jit(do_not_specialize_on_alignment=["ids_ptr", "targets_ptr"])
+def _finish_ids_kernel(
+    ids_ptr, id_logits_ptr, targets_ptr,                # [rows, n_ids] twice, [rows]
+    stats_ptr, stats_stride,                            # [3, rows]
+    n_rows, n_ids, classes, ignore_index, ROWS: tl.constexpr, IDS: tl.constexpr,
+):
+    """Overwrite the chosen classes' z by their log-probabilities: 0 for no class, NaN for one that does not exist."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_mask = row < n_rows
+    place = tl.arange(0, IDS)
+    offset = row[:, None] * n_ids + place[None, :]
+    mask = row_mask[:, None] & (place < n_ids)[None, :]
+    chosen = tl.load(ids_ptr + offset, mask=mask, other=-1).to(tl.int64)
+    target = tl.load(targets_ptr + row, mask=row_mask, other=ignore_index).to(tl.int64)
+    ignored = target == ignore_index
+    wrong_row = (ignored == 0) & ((target < 0) | (target >= classes))
+    wrong_id = ((chosen < -1) | (chosen >= classes)) & (ignored == 0)[:, None]
+    stats_rows = stats_ptr + row
+    row_max = tl.load(stats_rows, mask=row_mask, other=0.0)
+    log_total = tl.log(tl.load(stats_rows + stats_stride, mask=row_mask, other=1.0))
+    z = tl.load(id_logits_ptr + offset, mask=mask, other=0.0)
+    log_prob = tl.where(ignored[:, None] | (chosen < 0), 0.0, (z - row_max[:, None]) - log_total[:, None])
+    tl.store(id_logits_ptr + offset, tl.where(wrong_row[:, None] | wrong_id, float("nan"), log_prob), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["ids_ptr", "targets_ptr"])
+def _id_grads_kernel(
+    ids_ptr, targets_ptr,                               # [rows, n_ids], [rows]
+    upstream_ptr, upstream_stride, upstream_step,       # [rows, n_ids]
+    grads_ptr, totals_ptr, totals_stride,               # [rows, n_ids], [2, rows]
+    n_rows, n_ids, classes, ignore_index, ROWS: tl.constexpr, IDS: tl.constexpr,
+):
+    """For each chosen class of a row the sum of what comes in for it, over all ids of the row that are this class; in
+    the row's totals the sum over all ids, and over those that are the target. An ignored row has zeros, as -1 has. An
+    id that does not exist makes its row's gradient NaN."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_mask = row < n_rows
+    place = tl.arange(0, IDS)
+    offset = row[:, None] * n_ids + place[None, :]
+    mask = row_mask[:, None] & (place < n_ids)[None, :]
+    target = tl.load(targets_ptr + row, mask=row_mask, other=ignore_index).to(tl.int64)
+    counts = target != ignore_index
+    chosen = tl.load(ids_ptr + offset, mask=mask, other=-1).to(tl.int64)
+    summed = tl.zeros((ROWS, IDS), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    at_target = tl.zeros((ROWS,), tl.float32)
+    for i in range(n_ids):
+        one = tl.load(ids_ptr + row * n_ids + i, mask=row_mask, other=-1).to(tl.int64)
+        given = counts & (one != -1)
+        grad = tl.load(upstream_ptr + row * upstream_stride + i * upstream_step, mask=given, other=0.0).to(tl.float32)
+        total += tl.where(given & ((one < 0) | (one >= classes)), float("nan"), grad)
+        at_target += tl.where(one == target, grad, 0.0)
+        summed += tl.where(chosen == one[:, None], grad[:, None], 0.0)
+    tl.store(grads_ptr + offset, summed, mask=mask)
+    totals_rows = totals_ptr + row
+    tl.store(totals_rows, total, mask=row_mask)
+    tl.store(totals_rows + totals_stride, at_target, mask=row_mask)
 
 
 @triton.jit
@@ -221,10 +332,12 @@ def _cross_entropy_fwd_kernel(
     loss_ptr,                                           # [rows]
     stats_ptr, stats_stride,                            # [3, rows] or None
     log_probs_ptr, entropy_ptr, predicted_ptr, squares_ptr, mean_ptr, max_ptr,    # [rows] or None
+    ids_ptr, id_logits_ptr, n_ids,                      # [rows, n_ids] or None
     grad_ptr, grad_stride, denominator_ptr,            # [rows, vocab], 0-d, or None
     carry_ptr, carry_stride, first, classes,            # of a slab: Carried [6, rows] or None, and two numbers
     n_rows, vocab,
     ignore_index, label_smoothing, softcap, logit_scale, inverse_temperature, z_loss,
+    IDS: tl.constexpr,
     PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
 ):
     z_loss = as_float32(z_loss)
@@ -237,6 +350,10 @@ def _cross_entropy_fwd_kernel(
     logits_rows = logits_ptr + row * logits_stride
     x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
     z_target = scaled_logits(x_target, scaling, PRECISE)
+    if ids_ptr is not None:
+        offset, id_column, id_here = _id_columns(ids_ptr, row, row_mask, first, vocab, n_ids, IDS)
+        x_id = tl.load(logits_rows[:, None] + id_column, mask=id_here, other=0.0).to(tl.float32)
+        tl.store(id_logits_ptr + offset, scaled_logits(x_id, scaling, PRECISE), mask=id_here)
     carry_rows = row
     if carry_ptr is not None:
         carry_rows = carry_ptr + row  # of its six rows, each a stride after the one before: no product in 32 bits
@@ -396,7 +513,7 @@ def _cross_entropy_fwd_kernel(
         _store_grad(
             logits_rows, grad_ptr + row * grad_stride, weight_ptr,
             row_mask, target, column, counts, invalid, upstream,
-            row_max, total, others, None,
+            row_max, total, others, None, None,
             vocab, z_loss, scaling, (label_smoothing, weight_sum), PRECISE, ROWS, BLOCK,
         )
 
@@ -411,10 +528,11 @@ def _cross_entropy_bwd_kernel(
     upstream_ptr, upstream_stride, denominator_ptr,         # [rows], 0-d or None
     row_weight_ptr, skip_if_one_ptr,                    # [rows], 0-d, or None
     entropy_ptr, grad_entropy_ptr, grad_entropy_stride, # [rows] or None
+    ids_ptr, id_grads_ptr, id_totals_ptr, id_totals_stride, n_ids,    # [rows, n_ids] twice, [2, rows], or None
     first, classes,                                     # of a slab
     n_rows, vocab,
     ignore_index, label_smoothing, softcap, logit_scale, inverse_temperature, z_loss,
-    PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    IDS: tl.constexpr, PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     if skip_if_one_ptr is not None:  # noqa: SIM102 (the outer one is decided when it is compiled)
         if tl.load(skip_if_one_ptr) == 1.0:
@@ -438,13 +556,20 @@ def _cross_entropy_bwd_kernel(
     if grad_entropy_ptr is not None:
         upstream_of_entropy = tl.load(grad_entropy_ptr + row * grad_entropy_stride, mask=row_mask, other=0.0)
         entropy = (upstream_of_entropy.to(tl.float32), tl.load(entropy_ptr + row, mask=row_mask, other=0.0))
+    ids = None
+    if ids_ptr is not None:
+        offset, id_column, id_here = _id_columns(ids_ptr, row, row_mask, first, vocab, n_ids, IDS)
+        id_grad = tl.load(id_grads_ptr + offset, mask=id_here, other=0.0)
+        ids_total = tl.load(id_totals_ptr + row, mask=row_mask, other=0.0)
+        ids_at_target = tl.load(id_totals_ptr + row + id_totals_stride, mask=row_mask, other=0.0)
+        ids = (id_column, id_here, id_grad, ids_total, ids_at_target)
     stats_rows = stats_ptr + row
     _store_grad(
         logits_ptr + row * logits_stride, grad_ptr + row * grad_stride, weight_ptr,
         row_mask, target, column, counts, invalid, upstream,
         tl.load(stats_rows, mask=row_mask, other=0.0),
         tl.load(stats_rows + stats_stride, mask=row_mask, other=1.0),
-        tl.load(stats_rows + stats_stride + stats_stride, mask=row_mask, other=0.0), entropy,
+        tl.load(stats_rows + stats_stride + stats_stride, mask=row_mask, other=0.0), entropy, ids,
         vocab, z_loss, scaling, (label_smoothing, weight_sum), PRECISE, ROWS, BLOCK,
     )
 # fmt: on

@@ -131,14 +131,14 @@ def _chunk_of_balanced(hidden_size: int) -> int:
 
 
 @choice("schedule")
-def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype, sums: bool) -> tuple[str, int]:
+def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype, sums: bool, heads: int = 1) -> tuple[str, int]:
     """The schedule and the chunk size where neither is given.
 
     2 * hidden_size + C tokens' logits take about the memory of what token chunks hold instead: the logits of C tokens,
     and in 16 bits, where ``sums``, the float32 sum of grad_weight. A compiled program does not overwrite the kept
     logits, but a copy or memory of the gradient's own; of at most hidden_size tokens even both take no more."""
     chunk = _chunk_of_balanced(hidden_size)
-    few = chunk + (0 if dtype == torch.float32 or not sums else 2 * hidden_size)
+    few = chunk + (0 if dtype == torch.float32 or not sums else 2 * hidden_size // heads)
     if torch.compiler.is_compiling():
         few = min(few, hidden_size)
     return "fast" if tokens <= few else "balanced", chunk
@@ -165,9 +165,10 @@ def choose_schedule(
     chunk_size: int | None,
     memory: str | None,
     shard: VocabShard | None = None,
+    heads: int = 1,
 ) -> tuple[str, Schedule]:
     """A name of :data:`MEMORY` and what it is here: from the arguments, their shape and dtype only, so that a result
-    never depends on the state of the machine."""
+    never depends on the state of the machine. ``heads``: how many have logits, of which the first has gradients."""
     tokens, hidden_size = hidden.shape
     if memory is not None and chunk_size is not None:
         raise ValueError(
@@ -185,7 +186,7 @@ def choose_schedule(
     elif memory is None:
         # Without a gradient of the weight, chunks compute no product more than kept logits do.
         sums = needs.weight or options.reduction == "none" or not needs.hidden
-        memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype, sums)
+        memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype, sums, heads)
     if balanced_because(hidden.dtype, options.label_smoothing, memory) is not None:
         memory = "balanced"
     per_row, compiled = options.reduction == "none", torch.compiler.is_compiling()
@@ -204,7 +205,7 @@ def choose_schedule(
     in_chunks = chunk_size is not None or unsharded_because(hidden.dtype, options.label_smoothing) is not None
     if shard is None and (in_chunks or not late):
         return memory, TokenChunks(chunk, current_observer() is not None)
-    return memory, VocabularySlabs.balanced(*shape, hidden.dtype.itemsize, in_grad_weight)
+    return memory, VocabularySlabs.balanced(*shape, hidden.dtype.itemsize, in_grad_weight, heads)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -222,8 +223,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         schedule: Schedule,
         entropy: bool,
     ) -> tuple[Tensor, ...]:
-        """The loss and the extras, of which the entropy has a gradient if ``entropy`` says so. ``call`` has the tensors
-        before it, too."""
+        """The loss and the extras, of which the entropy has a gradient if ``entropy`` says so; and, if
+        there are chosen classes, their log-probabilities. ``call`` has the tensors before it, too."""
         output = schedule.forward(call)
         extras = output.rows.extras
         low = call.low if call.low is not None and schedule.reads(call.options) else (None, None)
@@ -236,19 +237,22 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         ctx.packed = None if call.packed is None else call.packed.dense
         ctx.b_dtype = None if b is None else b.dtype
         ctx.entropy = list(extras).index("entropy") if entropy else None
+        ctx.has_ids = call.ids is not None
+        ctx.teacher = None if call.teacher is None else call.teacher.as_numbers()
         ctx.like_loss = output.loss.shape, output.loss.device
         ctx.mark_non_differentiable(*[t for name, t in extras.items() if not entropy or name != "entropy"])
         ctx.set_materialize_grads(False)
-        return output.loss, *extras.values()
+        return output.loss, *extras.values(), *(() if output.rows.ids is None else [output.rows.ids])
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, grad_loss: Tensor | None, *of_extras: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_entropy = None if ctx.entropy is None else of_extras[ctx.entropy]
-        if grad_loss is None and grad_entropy is None:
+        grad_ids = of_extras[-1] if ctx.has_ids else None
+        if grad_loss is None and grad_entropy is None and grad_ids is None:
             return (None,) * 8
         schedule, saved = ctx.schedule, ctx.saved_tensors  # raises where an earlier pass was the last one
-        call = Call.of(saved[:TENSORS], ctx.options, ctx.needs)._replace(**ctx.rows_and_classes)
+        call = Call.of(saved[:TENSORS], ctx.options, ctx.needs, ctx.teacher)._replace(**ctx.rows_and_classes)
         z, b, entropy, *saved = saved[TENSORS:]
         if z is not None:
             call = call._replace(low=LowRank(z, b))
@@ -261,7 +265,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             ctx.buffers = None
         shape, device = ctx.like_loss
         grad_loss = torch.zeros(shape, device=device) if grad_loss is None else grad_loss
-        upstream = Upstream(grad_loss, None if grad_entropy is None else entropy, grad_entropy)
+        upstream = Upstream(grad_loss, None if grad_entropy is None else entropy, grad_entropy, grad_ids)
         found = schedule.backward(call, saved, buffers, upstream, overwrite)
         grads = [grad if needed else None for grad, needed in zip(found, ctx.needs, strict=False)]
         hidden, weight, bias, *low = grads
@@ -346,7 +350,7 @@ def uncompiled(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def run_schedule(schedule: Schedule, call: Call, entropy: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss, and the extras of ``call.options.written()``, of which the entropy has a gradient if ``entropy`` says
-    so. Only for reduction "none"."""
+    so. Only for reduction "none". With the ids of ``call``, "id_log_probs" are among the extras."""
     plain = type(call.hidden) in (Tensor, torch.nn.Parameter) or call.shard is not None or call.low is not None
     if torch.compiler.is_compiling() or not plain:
         loss, *extras = linear_cross_entropy_op(call, schedule, entropy)
@@ -354,7 +358,8 @@ def run_schedule(schedule: Schedule, call: Call, entropy: bool = False) -> tuple
         low = (None, None) if call.low is None else call.low
         inputs = call.hidden, call.weight, call.bias, *low
         loss, *extras = LinearCrossEntropyFunction.apply(*inputs, call, schedule, entropy)
-    return loss, dict(zip(call.options.written(), extras, strict=True))
+    ids = () if call.ids is None else ("id_log_probs",)
+    return loss, dict(zip((*call.options.written(), *ids), extras, strict=True))
 
 
 # The extras that are zero for an ignored row, or no row's. The others describe every row.

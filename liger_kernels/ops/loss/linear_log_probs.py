@@ -40,7 +40,7 @@ from liger_kernels.ops.runtime.dispatch import use_triton
 
 
 class LogProbsOutput(NamedTuple):
-    """What was asked for, ``None`` for what was not; 0 or False for ignored rows. All are [tokens].
+    """What was asked for, ``None`` for what was not; 0 or False for ignored rows. All but the last are [tokens].
 
     Attributes:
         log_probs: float32, log p of the target, with gradient.
@@ -48,6 +48,7 @@ class LogProbsOutput(NamedTuple):
         is_top1: bool, whether the target has the largest logit and no class before it has, too.
         log_sum_sq_probs: float32, log sum_c p_c^2.
         mean_logits, max_logits: float32, of z.
+        id_log_probs: float32 [tokens, K], log p of the classes ``ids``, with gradient; 0 for -1.
     """
 
     log_probs: Tensor | None = None
@@ -56,22 +57,44 @@ class LogProbsOutput(NamedTuple):
     log_sum_sq_probs: Tensor | None = None
     mean_logits: Tensor | None = None
     max_logits: Tensor | None = None
+    id_log_probs: Tensor | None = None
 
 
-OUTPUTS = LogProbsOutput._fields
+OUTPUTS = LogProbsOutput._fields[:-1]  # id_log_probs come with ids
+MOST_IDS = 256
 
 
 # The options of other losses that are options here.
 _OPTIONS = ("ignore_index", "softcap", "logit_scale", "temperature")
 
 
-def _checked(options: dict[str, Any], outputs: tuple[str, ...]) -> LossOptions:
+def _checked(options: dict[str, Any], outputs: tuple[str, ...], ids: Tensor | None) -> LossOptions:
     check_options(options, _OPTIONS)
     check_names("outputs", outputs, OUTPUTS)
-    if not outputs:
-        raise ValueError(f"outputs is empty; it must have at least one name from {', '.join(map(repr, OUTPUTS))}")
+    if not outputs and ids is None:
+        raise ValueError(
+            f"outputs is empty; it must have at least one name from {', '.join(map(repr, OUTPUTS))} where no ids are "
+            "given"
+        )
     extras = tuple([name for name in OUTPUTS[1:] if name in outputs])
     return LossOptions.checked({**options, "reduction": "none", "extras": extras})
+
+
+def _check_ids(ids: Tensor | None, tokens: int, classes: int, device: torch.device) -> None:
+    if ids is None:
+        return
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"ids are {ids.dtype}; they must be int64 or int32 class indices")
+    if ids.dim() != 2 or ids.shape[0] != tokens or not 1 <= ids.shape[1] <= MOST_IDS:
+        raise ValueError(
+            f"ids have shape {tuple(ids.shape)}; for {tokens} rows they must be [{tokens}, K], K from 1 to {MOST_IDS}"
+        )
+    if ids.device != device:
+        raise ValueError(f"ids are on {ids.device}, the rows on {device}; move the ids there")
+    if device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere looking would stall the device
+        wrong = ids[(ids < -1) | (ids >= classes)]
+        if len(wrong):
+            raise ValueError(f"ids have {int(wrong[0])}; there are {classes} classes, and -1 is no class")
 
 
 @takes_options(*_OPTIONS)
@@ -83,22 +106,26 @@ def linear_log_probs_ref(
     bias: Tensor | None = None,
     *,
     outputs: tuple[str, ...] = ("log_probs",),
+    ids: Tensor | None = None,
     adapters: Sequence[LoraAdapter] = (),
     dense: Callable[[Tensor], Tensor] = as_it_is,
     group: Any = None,
     **options: Any,
 ) -> LogProbsOutput:
     """What :func:`linear_log_probs` computes, in plain torch, holding all logits in the input's dtype."""
-    o = _checked(options, outputs)
+    o = _checked(options, outputs, ids)
     if dense is not as_it_is:
         weight, _ = as_matrix(weight, dense, hidden)
     hidden, weight, bias, _, shard = checked_head(hidden, weight, targets, bias, o, group=group)
     if adapters:
         check_head_adapters(hidden, weight, adapters, shard)
-    return _reference(reference_logits(hidden, weight, bias, adapters, shard), targets, o, outputs)
+    _check_ids(ids, len(hidden), classes_of(weight, shard), hidden.device)
+    return _reference(reference_logits(hidden, weight, bias, adapters, shard), targets, o, outputs, ids)
 
 
-def _reference(z: Tensor, targets: Tensor, o: LossOptions, outputs: tuple[str, ...]) -> LogProbsOutput:
+def _reference(
+    z: Tensor, targets: Tensor, o: LossOptions, outputs: tuple[str, ...], ids: Tensor | None
+) -> LogProbsOutput:
     """:func:`linear_log_probs_ref` of the logits ``z``."""
     z = o.logit_scale * (z if z.dtype == torch.float64 else z.float())
     if o.softcap is not None:
@@ -117,7 +144,11 @@ def _reference(z: Tensor, targets: Tensor, o: LossOptions, outputs: tuple[str, .
         }
     found["log_probs"] = log_p.gather(1, safe[:, None])[:, 0]
     found["entropy"] = -(p * log_p.where(p > 0, 0.0)).sum(-1)
-    return LogProbsOutput(**{name: found[name].where(counted, False) for name in OUTPUTS if name in outputs})
+    results = {name: found[name].where(counted, False) for name in OUTPUTS if name in outputs}
+    if ids is not None:
+        of_ids = log_p.gather(1, ids.long().clamp(min=0))
+        results["id_log_probs"] = of_ids.where((ids >= 0) & counted[:, None], 0.0)
+    return LogProbsOutput(**results)
 
 
 @takes_options(*_OPTIONS)
@@ -129,6 +160,7 @@ def linear_log_probs(
     bias: Tensor | None = None,
     *,
     outputs: tuple[str, ...] = ("log_probs",),
+    ids: Tensor | None = None,
     memory: Memory | None = None,
     counted: CountedTargets | int | None = None,
     adapters: Sequence[LoraAdapter] = (),
@@ -146,7 +178,10 @@ def linear_log_probs(
         weight: [vocab, hidden size], of the same dtype.
         targets: [tokens], int64 or int32.
         bias: [vocab], of the same dtype, or None.
-        outputs: the fields of :class:`LogProbsOutput` to compute.
+        outputs: the fields of :class:`LogProbsOutput` to compute; it may be empty with ``ids``.
+        ids: [tokens, K], int64 or int32, K from 1 to 256: the classes of each row whose log-probabilities are wanted,
+            in addition to ``outputs``. -1 is no class: log-probability 0, and no gradient. Equal ids of a row count
+            each.
         memory, counted, adapters, dense, group: as for :func:`linear_cross_entropy`.
         options: ``temperature``, ``softcap``, ``logit_scale`` and ``ignore_index``, as in :class:`LossOptions`. Ignored
             rows have log-probability and entropy 0, and no gradient.
@@ -156,19 +191,21 @@ def linear_log_probs(
 
     Raises:
         TypeError, ValueError: for an argument of a wrong type, shape, device or range; for targets out of range as
-            :func:`cross_entropy` does.
+            :func:`cross_entropy` does. An id out of range raises on a CPU; on a GPU its log-probability and the
+            gradient of its row are NaN.
     """
     if (group is not None or adapters or dense is not as_it_is) and torch.compiler.is_compiling():
         how: dict[str, Any] = {"outputs": outputs, "memory": memory, "counted": counted, "group": group}
-        how |= {"adapters": adapters, "dense": dense}
+        how |= {"adapters": adapters, "dense": dense, "ids": ids}
         return uncompiled(linear_log_probs, hidden, weight, targets, bias, **how, **options)
-    o = _checked(options, outputs)
+    o = _checked(options, outputs, ids)
     packed, low = None, None
     if dense is not as_it_is:
         weight, packed = as_matrix(weight, dense, hidden)
     hidden, weight, bias, needs, shard = checked_head(hidden, weight, targets, bias, o, group=group)
     if adapters:
         check_head_adapters(hidden, weight, adapters, shard)
+    _check_ids(ids, len(hidden), classes_of(weight, shard), hidden.device)
     taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, o.ignore_index)
     rows = taken.take(hidden)
     runs = use_triton(hidden, opaque=True) and not (adapters and has_float64(adapters))
@@ -176,13 +213,15 @@ def linear_log_probs(
         rows, low, needs = with_adapters(rows, adapters, taken, needs)
     _, schedule = choose_schedule(rows, weight.shape[0], o, needs, None, memory, shard)
     if not runs:
-        return _reference(reference_logits(hidden, weight, bias, adapters, shard), targets, o, outputs)
-    call = Call(rows, weight, bias, taken.targets, None, None, None, o, needs, taken, shard, low, packed)
+        return _reference(reference_logits(hidden, weight, bias, adapters, shard), targets, o, outputs, ids)
+    ids = None if ids is None else taken.take(ids.contiguous())
+    call = Call(rows, weight, bias, taken.targets, None, None, None, o, needs, taken, shard, low, packed, ids)
     loss, found = run_schedule(schedule, call, entropy="entropy" in outputs)
     if "is_top1" in outputs:
         found["is_top1"] = found["predicted_tokens"] == taken.targets
     counts = taken.targets != o.ignore_index
-    found = {name: taken.spread(found[name].where(counts, False)) for name in o.extras}
+    of_ids = {} if ids is None else {"id_log_probs": taken.spread(found["id_log_probs"])}
+    found = {name: taken.spread(found[name].where(counts, False)) for name in o.extras} | of_ids
     if "log_probs" in outputs:
         found["log_probs"] = taken.spread(0.0 - loss)  # 0, not -0, for ignored rows
     return LogProbsOutput(**found)

@@ -22,6 +22,7 @@ EXTRAS = (
     "mean_logits",
     "max_logits",
 )
+OF_DIVERGENCE = "max_abs_difference"  # which no other loss has
 # What a kernel writes for each row, and in which dtype; the others come of it.
 WRITTEN = {
     "log_probs": torch.float32,
@@ -30,6 +31,7 @@ WRITTEN = {
     "log_sum_sq_probs": torch.float32,
     "mean_logits": torch.float32,
     "max_logits": torch.float32,
+    OF_DIVERGENCE: torch.float32,
 }
 
 Positive = Annotated[float, POSITIVE]

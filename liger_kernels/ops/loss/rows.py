@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from liger_kernels.ops.loss import kernels as kernels
-from liger_kernels.ops.loss.options import WRITTEN, LossOptions
+from liger_kernels.ops.loss.options import OF_DIVERGENCE, WRITTEN, LossOptions
 from liger_kernels.ops.runtime.dispatch import INTERPRET, launch
 from liger_kernels.ops.runtime.tiling import cdiv, choice, next_power_of_2, tile
 
@@ -19,19 +19,37 @@ class Rows(NamedTuple):
     loss: torch.Tensor  # [tokens]
     stats: torch.Tensor | None  # [3, tokens]: the maximum of z, the sum of exp(z - maximum), the same without y's
     extras: dict[str, torch.Tensor]  # [tokens] each: of WRITTEN
+    ids: torch.Tensor | None = None  # float32 [tokens, K]: of the chosen classes z, and in the end the log-probability
 
     @classmethod
-    def empty(cls, tokens: int, device: torch.device, options: LossOptions, stats: bool) -> Rows:
+    def empty(cls, tokens: int, device: torch.device, options: LossOptions, stats: bool, n_ids: int = 0) -> Rows:
+        """With ``n_ids`` chosen classes of each row; 0: none."""
+
         def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         extras = {name: rows(tokens, dtype=WRITTEN[name]) for name in options.written()}
-        return cls(rows(tokens), rows(3, tokens) if stats else None, extras)
+        # Each slab writes the classes that it has.
+        ids = torch.zeros((tokens, n_ids), dtype=torch.float32, device=device) if n_ids else None
+        return cls(rows(tokens), rows(3, tokens) if stats or n_ids else None, extras, ids)
 
     def chunk(self, start: int, stop: int) -> Rows:
         """Views of rows ``start`` to ``stop``."""
         stats = None if self.stats is None else self.stats[:, start:stop]
-        return Rows(self.loss[start:stop], stats, {name: t[start:stop] for name, t in self.extras.items()})
+        ids = None if self.ids is None else self.ids[start:stop]
+        return Rows(self.loss[start:stop], stats, {name: t[start:stop] for name, t in self.extras.items()}, ids)
+
+
+class IdGrads(NamedTuple):
+    """What a backward adds for the log-probabilities of chosen classes."""
+
+    ids: torch.Tensor  # [tokens, K]
+    grads: torch.Tensor  # float32 [tokens, K]: what comes in for this class, from all of the row's ids that are it
+    totals: torch.Tensor  # float32 [2, tokens]: the sum over all ids, and over those that are the target
+
+    def chunk(self, start: int, stop: int) -> IdGrads:
+        """Views of rows ``start`` to ``stop``."""
+        return IdGrads(self.ids[start:stop], self.grads[start:stop], self.totals[:, start:stop])
 
 
 class Carried(IntEnum):
@@ -95,7 +113,7 @@ def _launch_shape(logits: torch.Tensor, passes: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(1, rows * block // (32 * lane)))}
 
 
-def _lane_shape(shape: dict[str, int], logits: torch.Tensor) -> dict[str, int]:
+def lane_shape(shape: dict[str, int], logits: torch.Tensor) -> dict[str, int]:
     """How Triton lays out a row's block over the lanes: vectors of 16 bytes, or single elements where rows are not
     aligned, one to each lane, in as many chunks as it takes. Only the speed depends on it."""
     # The interpreter has no lanes, and rows a program that follow the batch: what a row is added up in may not.
@@ -117,9 +135,48 @@ def _weight_sum(class_weight: torch.Tensor | None, options: LossOptions) -> torc
     return class_weight.sum() if class_weight is not None and options.label_smoothing else None
 
 
-def _as_arguments(options: LossOptions) -> tuple[float | None, ...]:
-    """ignore_index, label_smoothing, softcap, logit_scale, 1 / temperature and z_loss for a kernel, None for what
-    changes nothing."""
+def _ids_block(ids: torch.Tensor | None) -> dict[str, int]:
+    return {"IDS": 1 if ids is None else next_power_of_2(ids.shape[1])}
+
+
+@choice("ids")
+def _ids_shape(ids: torch.Tensor) -> dict[str, int]:
+    """Launch choices of what goes over the ids alone: two of them for each lane."""
+    n_rows, n_ids = ids.shape
+    block = next_power_of_2(n_ids)
+    rows, _ = tile(n_rows, n_ids, max(1, 128 // block), block)
+    return {"ROWS": rows, "IDS": block, "num_warps": min(4, max(1, rows * block // 64))}
+
+
+def finish_ids(rows: Rows, ids: torch.Tensor | None, targets: torch.Tensor, ignore_index: int, classes: int) -> None:
+    """``rows.ids`` become log-probabilities, once ``rows`` know all ``classes``."""
+    if ids is None:
+        return
+    assert rows.stats is not None
+    shape, (n_rows, n_ids) = _ids_shape(ids), ids.shape
+    tensors, numbers = (ids, rows.ids, targets, rows.stats), (n_rows, n_ids, classes, ignore_index)
+    grid = (cdiv(n_rows, shape["ROWS"]),)
+    launch(kernels._finish_ids_kernel, grid, ids.device, *tensors, _row_stride(rows.stats), *numbers, **shape)
+
+
+def id_grads(
+    ids: torch.Tensor, targets: torch.Tensor, upstream: torch.Tensor, ignore_index: int, classes: int
+) -> IdGrads:
+    """``upstream`` [tokens, K], the gradient of the log-probabilities, as :func:`backward_rows` takes it. Equal ids of
+    a row are added up here, so that they may all store the same number there."""
+    shape, (n_rows, n_ids) = _ids_shape(ids), ids.shape
+    grads = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+    totals = torch.empty((2, n_rows), dtype=torch.float32, device=ids.device)
+    launch(
+        kernels._id_grads_kernel, (cdiv(n_rows, shape["ROWS"]),), ids.device,
+        ids, targets, upstream, upstream.stride(0), upstream.stride(1), grads, totals, _row_stride(totals),
+        n_rows, n_ids, classes, ignore_index, **shape,
+    )  # fmt: skip
+    return IdGrads(ids, grads, totals)
+
+
+def scaling_of(options: LossOptions) -> tuple[float | None, float | None, float | None]:
+    """softcap, logit_scale and 1 / temperature for a kernel, None for what changes nothing."""
     scale: float | None = options.logit_scale
     inverse: float | None = 1.0 / options.temperature
     if options.softcap is None:  # then one factor does
@@ -127,7 +184,14 @@ def _as_arguments(options: LossOptions) -> tuple[float | None, ...]:
         scale = None if scale == 1.0 else scale
     elif inverse == 1.0:
         inverse = None
-    return options.ignore_index, options.label_smoothing or None, options.softcap, scale, inverse, options.z_loss
+    return options.softcap, scale, inverse
+
+
+def _as_arguments(options: LossOptions) -> tuple[float | None, ...]:
+    """ignore_index, label_smoothing, softcap, logit_scale, 1 / temperature and z_loss for a kernel, None for what
+    changes nothing."""
+    softcap, scale, inverse = scaling_of(options)
+    return options.ignore_index, options.label_smoothing or None, softcap, scale, inverse, options.z_loss
 
 
 def forward_rows(
@@ -140,23 +204,26 @@ def forward_rows(
     grad: torch.Tensor | None = None,
     denominator: torch.Tensor | None = None,
     slab: Slab | None = None,
+    ids: torch.Tensor | None = None,
 ) -> None:
     """Fill ``rows``, with a ``slab`` from the classes up to its last one; ``grad``, which may be ``logits``, gets
-    dloss/dlogits over ``denominator`` (0-d, default 1). ``row_weight`` is float32 [tokens] and contiguous."""
+    dloss/dlogits over ``denominator`` (0-d, default 1). ``row_weight`` is float32 [tokens] and contiguous. ``rows.ids``
+    get z of the classes ``ids``, [tokens, K] and contiguous: :func:`finish_ids` makes log-probabilities of them."""
     tokens, vocab = logits.shape
     shape = _launch_shape(logits, passes=2)
     first, classes, carry = (None, None, None) if slab is None else slab
-    extras = [rows.extras.get(name) for name in WRITTEN]
+    extras = [rows.extras.get(name) for name in WRITTEN if name != OF_DIVERGENCE]
     # fmt: off
     launch(
         kernels._cross_entropy_fwd_kernel, (cdiv(tokens, shape["ROWS"]),), logits.device,
         logits, logits.stride(0),
         targets, class_weight, _weight_sum(class_weight, options), row_weight,
         rows.loss, rows.stats, _row_stride(rows.stats), *extras,
+        ids, rows.ids, 0 if ids is None else ids.shape[1],
         grad, _row_stride(grad), denominator,
         carry, _row_stride(carry), first, classes,
-        tokens, vocab, *_as_arguments(options), PRECISE=logits.dtype == torch.float32,
-        enable_fp_fusion=_FUSION, **_lane_shape(shape, logits), **shape,
+        tokens, vocab, *_as_arguments(options), **_ids_block(ids), PRECISE=logits.dtype == torch.float32,
+        enable_fp_fusion=_FUSION, **lane_shape(shape, logits), **shape,
     )
     # fmt: on
 
@@ -175,15 +242,17 @@ def backward_rows(
     skip_if_one: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
     grad_entropy: torch.Tensor | None = None,
+    ids: IdGrads | None = None,
     slab: Slab | None = None,
 ) -> None:
     """Write upstream / denominator * row weight * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is
     0-d or [tokens], ``denominator`` 0-d, ``row_weight`` float32 [tokens] and contiguous. Where ``skip_if_one`` (0-d) is
     1, ``grad`` is left as it is: only the device knows, and nobody waits for it. With ``grad_entropy`` [tokens], the
-    gradient of the rows' ``entropy`` times it is added."""
+    gradient of the rows' ``entropy`` times it is added, and that of chosen classes with ``ids``."""
     tokens, vocab = logits.shape
     shape = _launch_shape(logits, passes=1)
     first, classes, _ = (None, None, None) if slab is None else slab
+    chosen, of_ids, totals = (None, None, None) if ids is None else ids
     # fmt: off
     launch(
         kernels._cross_entropy_bwd_kernel, (cdiv(tokens, shape["ROWS"]),), logits.device,
@@ -191,8 +260,9 @@ def backward_rows(
         targets, class_weight, _weight_sum(class_weight, options), stats, stats.stride(0),
         upstream, upstream.stride(0) if upstream.dim() else 0, denominator, row_weight, skip_if_one,
         entropy, grad_entropy, 0 if grad_entropy is None else grad_entropy.stride(0),
+        chosen, of_ids, totals, _row_stride(totals), 0 if chosen is None else chosen.shape[1],
         first, classes,
-        tokens, vocab, *_as_arguments(options), PRECISE=logits.dtype == torch.float32,
+        tokens, vocab, *_as_arguments(options), **_ids_block(chosen), PRECISE=logits.dtype == torch.float32,
         enable_fp_fusion=_FUSION, **shape,
     )
     # fmt: on

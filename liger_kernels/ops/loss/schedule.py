@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from liger_kernels.ops.divergence.rows import Teacher
 from liger_kernels.ops.lora.low_rank import LowRank, ThinProducts
 from liger_kernels.ops.loss.counted_rows import CountedRows
 from liger_kernels.ops.loss.mean import mean_denominator
 from liger_kernels.ops.loss.options import LossOptions
-from liger_kernels.ops.loss.rows import Rows
+from liger_kernels.ops.loss.rows import IdGrads, Rows, id_grads
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of
 from liger_kernels.ops.runtime.ahead import foresees
 from liger_kernels.ops.runtime.arguments import checked, describe
@@ -93,10 +94,13 @@ class Call(NamedTuple):
     shard: VocabShard | None = None  # whose classes the weight has, if not all
     low: LowRank | None = None  # what adapters add to the logits
     packed: Packed | None = None  # what the weight was made of
+    ids: Tensor | None = None  # [tokens, K]: the classes whose log-probabilities are asked for, -1 for none
+    teacher: Teacher | None = None  # the loss is the divergence from this head; every target is 0 or ignore_index then
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        tensors: tuple[Any, ...] = (*self,)[:TENSORS]  # Dynamo of torch 2.8 takes no slice of a named tuple
-        return tensors
+        tensors: tuple[Any, ...] = (*self,)[:_FIRST]  # Dynamo of torch 2.8 takes no slice of a named tuple
+        of_teacher = (None, None, None) if self.teacher is None else (*self.teacher,)[:_OF_TEACHER]
+        return *tensors, self.ids, *of_teacher
 
     def for_backward(self, schedule: Schedule) -> tuple[Tensor | None, ...]:
         """:meth:`tensors`, None for what the backward does not read: never the denominator, which the caller may fill
@@ -111,10 +115,18 @@ class Call(NamedTuple):
         return None if self.low is None else ThinProducts(self.low, self.hidden.dtype, needs.z, needs.b)
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor | None], options: LossOptions, needs: Needs) -> Call:
-        """What :meth:`tensors` came from."""
-        fields: Any = *tensors, options, needs
-        return cls(*fields)
+    def of(
+        cls,
+        tensors: Sequence[Tensor | None],
+        options: LossOptions,
+        needs: Needs,
+        teacher: Sequence[float] | None = None,
+    ) -> Call:
+        """What :meth:`tensors` came from; ``teacher`` has the numbers of one."""
+        fields: Any = *tensors[:_FIRST], options, needs
+        rest = tensors[_FIRST:]
+        known = None if teacher is None else Teacher.of_numbers(rest[1:], teacher)
+        return cls(*fields)._replace(ids=rest[0] if rest else None, teacher=known)
 
     def observe(self, start: int, grad: Tensor) -> None:
         """Hand the float32 gradient of the logits from row ``start`` on to the observer."""
@@ -139,12 +151,30 @@ class Call(NamedTuple):
         """How many there are, on all ranks."""
         return classes_of(self.weight, self.shard)
 
+    def of_rows(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """targets, class_weight and row_weight."""
+        return self.targets, self.class_weight, self.row_weight
+
+    def empty_rows(self, stats: bool) -> Rows:
+        """What the forward writes for each row."""
+        if self.teacher is not None:
+            return self.teacher.empty_rows(len(self.hidden), self.hidden.device, self.options)
+        n_ids = 0 if self.ids is None else self.ids.shape[1]
+        return Rows.empty(len(self.hidden), self.hidden.device, self.options, stats, n_ids)
+
+    def id_grads(self, upstream: Upstream) -> IdGrads | None:
+        """What the backward adds for the chosen classes."""
+        if self.ids is None or upstream.ids is None:
+            return None
+        return id_grads(self.ids, self.targets, upstream.ids, self.options.ignore_index, self.classes)
+
     def new(self, wanted: bool, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised, without elements unless it is ``wanted``; of hidden's dtype if no other is given."""
         return torch.empty(shape if wanted else (0,), dtype=dtype or self.hidden.dtype, device=self.hidden.device)
 
 
-TENSORS = 7  # of a call
+_FIRST, _OF_TEACHER = 7, 3  # fields of a call and of a teacher that are tensors
+TENSORS = _FIRST + 1 + _OF_TEACHER  # of a call
 
 
 class Output(NamedTuple):
@@ -166,6 +196,7 @@ class Upstream(NamedTuple):
     loss: Tensor  # the gradient of the loss, 0-d or [tokens]
     entropy: Tensor | None = None  # the rows' entropy, and
     grad_entropy: Tensor | None = None  # its gradient, both [tokens]
+    ids: Tensor | None = None  # the gradient of the chosen classes' log-probabilities, [tokens, K]
 
 
 # Of hidden, weight and bias, and behind them of z and b where there are adapters, each without elements if it is not

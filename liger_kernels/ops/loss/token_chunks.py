@@ -11,16 +11,17 @@ The backward multiplies both in, in float32, with one rounding to the gradient's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_kernels.ops._split_sum import SplitSum, rounded
+from liger_kernels.ops.divergence.rows import backward_divergence, forward_divergence
 from liger_kernels.ops.loss.mean import mean
 from liger_kernels.ops.loss.options import LossOptions
-from liger_kernels.ops.loss.rows import Rows, backward_rows, forward_rows
+from liger_kernels.ops.loss.rows import IdGrads, Rows, backward_rows, finish_ids, forward_rows
 from liger_kernels.ops.loss.schedule import (
     NO_GRADIENTS,
     Call,
@@ -32,6 +33,7 @@ from liger_kernels.ops.loss.schedule import (
     logits_buffer,
     logits_of,
     new_gradients,
+    padded,
 )
 
 
@@ -101,8 +103,7 @@ class TokenChunks(NamedTuple):
 
     def allocate(self, call: Call) -> Output:
         tokens, (vocab, _), wanted = call.hidden.shape[0], call.weight.shape, self._wanted(call)
-        stats = any(call.needs) and not any(wanted)
-        rows = Rows.empty(tokens, call.hidden.device, call.options, stats)
+        rows = call.empty_rows(stats=any(call.needs) and not any(wanted))
         d_logits = call.new(self.observed and any(wanted), tokens, vocab)
         denominator = call.new(True, dtype=torch.float32) if rows.stats is None else rows.stats
         return Output(rows.loss, rows, (denominator,), (*_GradientSums.empty(call, wanted).buffers, d_logits))
@@ -118,10 +119,14 @@ class TokenChunks(NamedTuple):
         buffer = logits_buffer(call, min(self.chunk_size, tokens), len(call.weight))
         row_weight, largest = call.row_weight, None
         if any(wanted) and row_weight is not None:  # the weights' size, too, stays out of 16-bit gradients
-            row_weight, largest = _normalised(row_weight)
+            (row_weight,), largest = _normalised(row_weight)
+        of_teacher = self._of_teacher(call)
         for start, stop in self._chunks(tokens):
             added = None if thin is None else thin.added(slice(start, stop), classes)
             logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer, added)
+            if call.teacher is not None:
+                self._divergence(call, logits, of_teacher(start, stop), start, rows)
+                continue
             forward_rows(
                 logits,
                 call.targets[start:stop],
@@ -130,12 +135,14 @@ class TokenChunks(NamedTuple):
                 call.options,
                 rows.chunk(start, stop),
                 grad=logits if any(wanted) else None,
+                ids=None if call.ids is None else call.ids[start:stop],
             )
             sums.add(call, wanted, start, stop, logits)
             if thin is not None:
                 thin.add(logits, slice(start, stop), classes)
             if d_logits.dim() == 2:
                 d_logits[start:stop] = logits
+        finish_ids(output.rows, call.ids, call.targets, call.options.ignore_index, call.classes)
         if call.options.reduction == "none":
             return output
         denominator = call.mean_denominator()
@@ -180,26 +187,40 @@ class TokenChunks(NamedTuple):
         grad_loss = upstream.loss.to(torch.float32)
         grad_loss = grad_loss if call.row_weight is None else grad_loss * call.row_weight
         grads = [grad_loss] if upstream.grad_entropy is None else [grad_loss, upstream.grad_entropy.to(torch.float32)]
-        (grad_loss, *grad_entropy), scale = _normalised(torch.stack(grads))
+        ids = call.id_grads(upstream)
+        if ids is not None:
+            grads += [ids.grads, ids.totals]
+        grads, scale = _normalised(*grads)
+        if ids is not None:
+            ids = IdGrads(ids.ids, *grads[-2:])
+        grad_loss, grad_entropy = grads[0], None if upstream.grad_entropy is None else grads[1]
         tokens = len(call.hidden)
         buffer = logits_buffer(call, min(self.chunk_size, tokens), len(call.weight))
         sums = _GradientSums.empty(call, call.needs)
         sums.zero_without(tokens)
         thin, classes = call.thin(call.needs), slice(None)
+        of_teacher = self._of_teacher(call)
         for start, stop in self._chunks(tokens):
             added = None if thin is None else thin.added(slice(start, stop), classes)
             logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer, added)
-            backward_rows(
-                logits,
-                call.targets[start:stop],
-                call.class_weight,
-                call.options,
-                stats[:, start:stop],
-                grad_loss[start:stop],  # the row weights, too
-                grad=logits,
-                entropy=None if upstream.entropy is None else upstream.entropy[start:stop],
-                grad_entropy=grad_entropy[0][start:stop] if grad_entropy else None,
-            )
+            entropy = None if upstream.entropy is None else upstream.entropy[start:stop]
+            of_entropy = entropy, None if grad_entropy is None else grad_entropy[start:stop]
+            of_rows = stats[:, start:stop], grad_loss[start:stop]  # the row weights, too
+            if call.teacher is not None:
+                given = call.targets[start:stop], call.options, call.teacher
+                backward_divergence(logits, of_teacher(start, stop), *given, *of_rows, *of_entropy)
+            else:
+                backward_rows(
+                    logits,
+                    call.targets[start:stop],
+                    call.class_weight,
+                    call.options,
+                    *of_rows,
+                    grad=logits,
+                    entropy=of_entropy[0],
+                    grad_entropy=of_entropy[1],
+                    ids=None if ids is None else ids.chunk(start, stop),
+                )
             if current_observer() is not None:
                 call.observe(start, logits.float() * scale)
             sums.add(call, call.needs, start, stop, logits)
@@ -212,13 +233,36 @@ class TokenChunks(NamedTuple):
         """Which gradients the forward computes."""
         return NO_GRADIENTS if call.options.reduction == "none" else call.needs
 
+    def _divergence(self, call: Call, logits: Tensor, of_teacher: Tensor, start: int, rows: Rows) -> None:
+        """Fill the ``rows`` of a chunk from the logits of both heads."""
+        stop = start + len(logits)
+
+        def parts(again: bool) -> list[tuple[Tensor, Tensor]]:
+            return [(logits, of_teacher)]
+
+        assert call.teacher is not None
+        forward_divergence(parts, call.targets[start:stop], call.options, call.teacher, rows.chunk(start, stop))
+
+    def _of_teacher(self, call: Call) -> Callable[[int, int], Tensor]:
+        """The logits of a teacher's head for some rows; the next ones overwrite them."""
+        teacher, shape = call.teacher, (min(self.chunk_size, len(call.hidden)), padded(len(call.weight)))
+        buffer = None if teacher is None else teacher.new(*shape)
+
+        def logits(start: int, stop: int) -> Tensor:
+            assert teacher is not None
+            assert buffer is not None
+            return logits_of(teacher.hidden[start:stop], teacher.weight, teacher.bias, buffer)
+
+        return logits
+
     def _chunks(self, tokens: int) -> Iterator[tuple[int, int]]:
         for start in range(0, tokens, self.chunk_size):
             yield start, min(start + self.chunk_size, tokens)
 
 
-def _normalised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``weight`` [..., tokens] in units of its largest magnitude, and that, 0-d; 1 for no or only zero weights."""
-    largest = weight.abs().amax() if weight.numel() else torch.ones((), dtype=torch.float32, device=weight.device)
+def _normalised(*weights: Tensor) -> tuple[list[Tensor], Tensor]:
+    """``weights`` in units of the largest magnitude in them, and that, 0-d; 1 for no or only zero weights."""
+    magnitudes = [weight.abs().amax() for weight in weights if weight.numel()]
+    largest = torch.stack([*magnitudes, weights[0].new_zeros(())]).amax()
     largest = largest.masked_fill(largest == 0, 1.0)
-    return weight / largest, largest
+    return [weight / largest for weight in weights], largest

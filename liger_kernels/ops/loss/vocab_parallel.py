@@ -104,6 +104,10 @@ class VocabShard(NamedTuple):
             if part.numel():
                 dist.all_reduce(part, group=self.group)
 
+    def gathered(self, x: Tensor) -> Tensor:
+        """[ranks, ...], from each rank's ``x``."""
+        return _gathered(x, self.group)
+
     def gather(self, columns: Tensor) -> Tensor:
         """[tokens, all classes], from this rank's ``columns``."""
         padded = columns.new_zeros((len(columns), max(self.sizes)))

@@ -26,17 +26,18 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_kernels.ops._split_sum import SplitSum, add_product, rounded
+from liger_kernels.ops.divergence.rows import DivergenceStats, backward_divergence, forward_divergence, merged
 from liger_kernels.ops.lora.low_rank import ThinProducts
 from liger_kernels.ops.loss.mean import mean
 from liger_kernels.ops.loss.options import LossOptions
-from liger_kernels.ops.loss.rows import Rows, Slab, backward_rows, forward_rows
+from liger_kernels.ops.loss.rows import Slab, backward_rows, finish_ids, forward_rows
 from liger_kernels.ops.loss.schedule import (
     NO_GRADIENTS,
     Call,
@@ -106,14 +107,16 @@ def kept_by_small(tokens: int, hidden_size: int, vocab: int) -> int:
     return size if size > sizes.backward else 0
 
 
-def held_by_balanced(tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool) -> int:
+def held_by_balanced(
+    tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool, heads: int = 1
+) -> int:
     """How many classes' logits take what token chunks hold beyond grad_weight and grad_hidden: the logits of a chunk,
     and in 16 bits the second half of the float32 sum of grad_weight; that of grad_hidden goes off. 0 where a slab of
     "small" is as wide."""
     sizes = slab_sizes(tokens, hidden_size)
     spared = itemsize * vocab * sizes.chunk
     if itemsize < 4:
-        spared += 2 * hidden_size * (vocab * in_grad_weight - tokens)
+        spared += 2 * hidden_size * (vocab * in_grad_weight - tokens) // heads
     step = _step(sizes.forward, sizes.step)
     held = spared // (itemsize * max(tokens, 1)) // step * step
     return held if held > sizes.forward else 0
@@ -215,11 +218,11 @@ class VocabularySlabs(NamedTuple):
 
     @classmethod
     def balanced(
-        cls, tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool
+        cls, tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool, heads: int = 1
     ) -> VocabularySlabs:
         """What takes no more memory than token chunks."""
         kept = kept_by_small(tokens, hidden_size, vocab) if in_grad_weight else 0
-        held = held_by_balanced(tokens, hidden_size, vocab, itemsize, in_grad_weight)
+        held = held_by_balanced(tokens, hidden_size, vocab, itemsize, in_grad_weight, heads)
         if not held:
             return cls.small(tokens, hidden_size, vocab, in_grad_weight)
         between = vocab - kept - held
@@ -244,35 +247,68 @@ class VocabularySlabs(NamedTuple):
 
     def allocate(self, call: Call) -> Output:
         tokens, (vocab, hidden_size), kept = call.hidden.shape[0], call.weight.shape, self.kept_classes
-        rows = Rows.empty(tokens, call.hidden.device, call.options, stats=any(call.needs))
+        rows = call.empty_rows(stats=any(call.needs))
         stats = call.new(False) if rows.stats is None else rows.stats
         grad_weight = call.new(bool(kept), vocab, hidden_size)
         other_logits = call.new(self._holds, tokens, padded(self.held_classes))
-        return Output(rows.loss, rows, (call.new(True, dtype=torch.float32), stats), (grad_weight, other_logits))
+        buffers = grad_weight, other_logits, self._kept_of_teacher(call)
+        return Output(rows.loss, rows, (call.new(True, dtype=torch.float32), stats), buffers)
+
+    def _kept_of_teacher(self, call: Call) -> Tensor:
+        """Room for the teacher's logits of the parts that stay, one after the other."""
+        if call.teacher is None or not (self.kept_classes or self._holds):
+            return call.new(False)
+        classes = self.kept_classes + padded(self.held_classes) * self._holds
+        return call.teacher.new(len(call.hidden) * classes)
 
     def forward(self, call: Call) -> Output:
         output = self.allocate(call)
         rows, (_, stats), buffers = output.rows, output.saved, output.buffers
         carry, shard, classes, plan = None, call.shard, call.classes, self.plan_of(call)
+        if call.teacher is not None:
+            return self._divergence(call, output)
         thin = call.thin(NO_GRADIENTS)
         if not plan.whole or shard is not None:
             if "predicted_tokens" in rows.extras:
                 rows.extras["predicted_tokens"].zero_()
             carry = Slab.no_class(len(call.hidden), call.hidden.device)
-        for part, logits in _logits_of_parts(call, plan.parts, *buffers, thin=thin):
+        for part, logits, _ in _logits_of_parts(call, plan.parts, buffers, thin=thin):
             slab = None if carry is None else Slab(self._first(call) + part.first, classes, carry)
-            forward_rows(logits, call.targets, call.class_weight, call.row_weight, call.options, rows, slab=slab)
+            forward_rows(logits, *call.of_rows(), call.options, rows, slab=slab, ids=call.ids)
         if shard is not None and carry is not None:
             shard.merge(carry, rows.extras.get("predicted_tokens"))
             none = call.new(True, len(call.hidden), 1)[:, :0]  # what is known of the rows is in carry
             slab = Slab(classes, classes, carry)
-            forward_rows(none, call.targets, call.class_weight, call.row_weight, call.options, rows, slab=slab)
+            forward_rows(none, *call.of_rows(), call.options, rows, slab=slab)
+            if rows.ids is not None:
+                shard.add(rows.ids)
+        finish_ids(rows, call.ids, call.targets, call.options.ignore_index, classes)
         denominator = call.mean_denominator()
         loss = rows.loss if call.options.reduction == "none" else mean(rows.loss, denominator)
         return Output(loss, rows, (denominator, stats), buffers)
 
+    def _divergence(self, call: Call, output: Output) -> Output:
+        """The same of the divergence from a teacher's head."""
+        teacher, shard, plan = call.teacher, call.shard, self.plan_of(call)
+        assert teacher is not None
+
+        def parts(again: bool) -> Iterator[tuple[Tensor, Tensor]]:
+            for _, logits, of_teacher in _logits_of_parts(call, plan.parts, output.buffers, known=again, again=again):
+                assert of_teacher is not None
+                yield logits, of_teacher
+
+        def merge(stats: Tensor, again: bool) -> None:
+            assert shard is not None
+            if again:
+                shard.add(stats[DivergenceStats.MIXTURE :])
+            else:
+                stats.copy_(merged(shard.gathered(stats), teacher.mode))
+
+        forward_divergence(parts, call.targets, call.options, teacher, output.rows, None if shard is None else merge)
+        return output._replace(saved=(call.mean_denominator(), output.saved[1]))
+
     def split(self, state: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return tuple(state[:2]), tuple(state[2:4])
+        return tuple(state[:2]), tuple(state[2:5])
 
     def reads(self, options: LossOptions) -> bool:
         return True
@@ -290,16 +326,16 @@ class VocabularySlabs(NamedTuple):
         if buffers is None or not known:
             buffers = self.allocate(call).buffers
             if plan.last_stays:
-                for _ in _logits_of_parts(call, plan.parts, *buffers, thin=thin):
+                for _ in _logits_of_parts(call, plan.parts, buffers, thin=thin):
                     pass  # those that stay are known then
                 known = True
         elif not overwrite:
-            buffers = tuple(t.clone() for t in buffers)
-        grad_weight, other_logits = buffers
+            buffers = (*[t.clone() for t in buffers[:2]], buffers[2])  # nothing is written over the teacher's
+        grad_weight, other_logits, of_teacher = buffers
         if not self.kept_classes:
             grad_weight = call.new(call.needs.weight, *call.weight.shape)
         slabs = _logits_of_parts(
-            call, plan.in_backward(), grad_weight, other_logits, thin=thin, backward=True, known=known
+            call, plan.in_backward(), (grad_weight, other_logits, of_teacher), thin=thin, backward=True, known=known
         )
         last = plan.grad_weight_last and call.shard is None
         gradients = self._gradients_of_kept if last else self._gradients_of_slabs
@@ -318,7 +354,7 @@ class VocabularySlabs(NamedTuple):
     def _overwritten(
         self,
         call: Call,
-        slabs: Iterable[tuple[SlabPart, Tensor]],
+        slabs: Iterable[tuple[SlabPart, Tensor, Tensor | None]],
         saved: tuple[Tensor, ...],
         upstream: Upstream,
         grad_bias: Tensor,
@@ -327,23 +363,30 @@ class VocabularySlabs(NamedTuple):
         """``slabs``, their logits overwritten by the gradient, of which ``grad_bias``, adapters and the observer get
         theirs."""
         (denominator, stats), vocab, observer = saved, len(call.weight), current_observer()
-        known = self.plan_of(call).whole and call.shard is None
+        known, ids = self.plan_of(call).whole and call.shard is None, call.id_grads(upstream)
         observed = call.new(observer is not None, len(call.hidden), vocab, dtype=torch.float32)
-        for (first, stop, *_), logits in slabs:
-            backward_rows(
-                logits,
-                call.targets,
-                call.class_weight,
-                call.options,
-                stats,
-                upstream.loss,
-                grad=logits,
-                denominator=denominator,
-                row_weight=call.row_weight,
-                entropy=upstream.entropy,
-                grad_entropy=upstream.grad_entropy,
-                slab=None if known else Slab(self._first(call) + first, call.classes),
-            )
+        of_entropy = upstream.entropy, upstream.grad_entropy
+        for (first, stop, *_), logits, of_teacher in slabs:
+            if call.teacher is not None:
+                assert of_teacher is not None
+                given = call.targets, call.options, call.teacher, stats
+                backward_divergence(logits, of_teacher, *given, upstream.loss, *of_entropy)
+            else:
+                backward_rows(
+                    logits,
+                    call.targets,
+                    call.class_weight,
+                    call.options,
+                    stats,
+                    upstream.loss,
+                    grad=logits,
+                    denominator=denominator,
+                    row_weight=call.row_weight,
+                    entropy=upstream.entropy,
+                    grad_entropy=upstream.grad_entropy,
+                    ids=ids,
+                    slab=None if known else Slab(self._first(call) + first, call.classes),
+                )
             if observer is not None:
                 observed[:, first:stop] = logits
             if call.needs.bias:
@@ -455,35 +498,67 @@ def _parts_in_grad_weight(
 def _logits_of_parts(
     call: Call,
     parts: Iterable[SlabPart],
-    grad_weight: Tensor,
-    other_logits: Tensor,
+    buffers: tuple[Tensor, ...],
     *,
     thin: ThinProducts | None = None,
     backward: bool = False,
     known: bool = False,
-) -> Iterator[tuple[SlabPart, Tensor]]:
-    """Each part and its logits, which the next one overwrites unless they stay.
+    again: bool = False,
+) -> Iterator[tuple[SlabPart, Tensor, Tensor | None]]:
+    """Each part, its logits, and those of a teacher's head. The next one overwrites them unless they stay.
 
     Args:
+        buffers: those of the schedule's output.
         known: whether the logits that stay have been computed.
+        again: whether the forward has passed over all of them before.
     """
+    grad_weight, other_logits, kept_of_teacher = buffers
     shared = None  # freed with this generator
+    of_teacher = _of_teacher(call, kept_of_teacher, known)
     for part in parts:
         place = part.backward if backward else part.forward
+        if again and place is SlabPlace.LAST and not part.stays:
+            place = SlabPlace.SHARED  # there are the logits that stay
         if place is SlabPlace.SHARED and shared is None:
             shared = logits_buffer(call, len(call.hidden), part.stride)
-        buffer = _memory(call, part, place, grad_weight, other_logits if shared is None else shared)
+        room = other_logits if shared is None or place is SlabPlace.LAST else shared
+        buffer = _memory(call, part, place, grad_weight, room)
         if known and part.stays:
-            yield part, buffer[:, : part.stop - part.first]
+            yield part, buffer[:, : part.stop - part.first], of_teacher(part)
         else:
             bias = None if call.bias is None else call.bias[part.first : part.stop]
             added = None if thin is None else thin.added(slice(None), slice(part.first, part.stop))
-            yield part, logits_of(call.hidden, call.weight[part.first : part.stop], bias, buffer, added)
+            logits = logits_of(call.hidden, call.weight[part.first : part.stop], bias, buffer, added)
+            yield part, logits, of_teacher(part)
+
+
+def _of_teacher(call: Call, kept: Tensor, known: bool) -> Callable[[SlabPart], Tensor | None]:
+    """The teacher's logits of a part, which are in ``kept`` if they stay; the next part overwrites the others."""
+    teacher, tokens = call.teacher, len(call.hidden)
+    if teacher is None:
+        return lambda part: None
+    shared: list[Tensor] = []
+
+    def logits(part: SlabPart) -> Tensor:
+        columns, classes = padded(part.stride), slice(part.first, part.stop)
+        if part.stays:
+            first = tokens * part.first if not part.first else len(kept) - tokens * columns
+            buffer = kept[first : first + tokens * columns].view(tokens, columns)
+            if known:
+                return buffer[:, : part.stop - part.first]
+        else:
+            if not shared:
+                shared.append(teacher.new(tokens * columns))
+            buffer = shared[0][: tokens * columns].view(tokens, columns)
+        bias = None if teacher.bias is None else teacher.bias[classes]
+        return logits_of(teacher.hidden, teacher.weight[classes], bias, buffer)
+
+    return logits
 
 
 def _memory(call: Call, part: SlabPart, place: SlabPlace, grad_weight: Tensor, buffer: Tensor) -> Tensor:
-    """Room for the logits of ``part`` at ``place``, [tokens, stride]. ``buffer`` is the last part's or the shared one:
-    no plan has both."""
+    """Room for the logits of ``part`` at ``place``, [tokens, stride]. ``buffer`` is the last part's or the shared
+    one."""
     tokens, stride = len(call.hidden), part.stride
     if place is SlabPlace.BEHIND:
         return _behind(call, grad_weight, part.stop, stride)
