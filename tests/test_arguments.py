@@ -53,8 +53,11 @@ MEANT: dict[str, set[str]] = {
         ("bias", "teacher_bias", "gate_up_bias", "down_bias", "class_weight", "row_weight", "mask"), OPTIONAL
     ),
     **dict.fromkeys(
-        ("cu_seqlens", "seq_idx", "position_ids", "seq_token_counts", "group", "k", "memory", "offload"), OPTIONAL
+        ("cu_seqlens", "seq_idx", "position_ids", "seq_token_counts", "group", "k", "memory", "offload", "recompute"),
+        OPTIONAL,
     ),
+    "gated_mlp.recompute": SWITCH,
+    **{f"linear_log_probs{end}.outputs": {"an empty list"} for end in ("", "_ref")},  # the calls have ids, too
     **{name: set() for name in ("label_smoothing", "beta")},
     "denominator": OPTIONAL | {"a tensor"},
     "dtype": OPTIONAL,

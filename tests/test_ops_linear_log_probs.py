@@ -184,7 +184,7 @@ def test_backward_twice_and_nothing_overwritten(memory, device):
     leaves, targets = case.leaves(), case.targets.clone()
     out = case.call(leaves, memory=memory)
     results, upstream = case.differentiated(out)
-    before = [t.clone() for t in out]
+    before = [None if t is None else t.clone() for t in out]
     first = torch.autograd.grad(results, leaves, list(upstream), retain_graph=True)
     copies = [grad.clone() for grad in first]
     assert_equal(torch.autograd.grad(results, leaves, list(upstream)), copies)
