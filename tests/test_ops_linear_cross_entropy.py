@@ -445,7 +445,8 @@ def test_ops_are_registered_as_torch_wants_them(schedule, reduction, device):
     case = Case(device, torch.bfloat16, **ALL)
     options = LossOptions(0, 0.2, 5.0, 1.7, 0.02, 0.5, reduction, EXTRAS)
     class_weight, row_weight = case.options["class_weight"], case.options["row_weight"]
-    tensors = *case.leaves(), case.targets, class_weight, row_weight, row_weight.sum()
+    ids = case.targets.clamp(min=0)[:, None].expand(-1, 3).contiguous() if reduction == "none" else None
+    tensors = *case.leaves(), case.targets, class_weight, row_weight, row_weight.sum(), ids
 
     def check(operator, arguments):
         wanted = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -453,12 +454,14 @@ def test_ops_are_registered_as_torch_wants_them(schedule, reduction, device):
 
     for needs in (Needs(True, True, True), Needs(False, True, False)):
         check(forward_op, _as_arguments(Call.of(tensors, options, needs), schedule))
-        arguments = _as_arguments(Call.of([t.detach() for t in tensors], options, needs), schedule)
+        detached = [None if t is None else t.detach() for t in tensors]
+        arguments = _as_arguments(Call.of(detached, options, needs), schedule)
         loss, *results = forward_op(*arguments)
-        entropy, state = results[list(WRITTEN).index("entropy")], results[len(WRITTEN) :]
-        check(backward_op, (torch.ones_like(loss), None, None, state, *arguments))
+        entropy, of_ids, *state = results[list(WRITTEN).index("entropy")], *results[len(WRITTEN) :]
+        check(backward_op, (torch.ones_like(loss), None, None, None, state, *arguments))
         if reduction == "none":
-            check(backward_op, (torch.ones_like(loss), entropy, torch.ones_like(entropy), state, *arguments))
+            upstream = torch.ones_like(loss), entropy, torch.ones_like(entropy), torch.ones_like(of_ids)
+            check(backward_op, (*upstream, state, *arguments))
 
 
 @pytest.mark.parametrize("memory", MEMORY)
