@@ -237,7 +237,7 @@ def test_backward_twice_and_nothing_overwritten(beta, memory, device):
     assert_equal([list(out), leaves, case.teacher], [before, case.tensors, teacher])
 
 
-@pytest.mark.parametrize(("memory", "beta"), zip(MEMORY, BETAS, strict=True))
+@pytest.mark.parametrize(("memory", "beta"), [*zip(MEMORY, BETAS, strict=True)])
 def test_compiles_without_a_graph_break(beta, memory, device):
     torch.compiler.reset()
     compiled = torch.compile(linear_divergence, fullgraph=True, backend="aot_eager")
@@ -330,7 +330,6 @@ def new(*shape):
         ({"outputs": ()}, ValueError, "outputs is empty"),
         ({"outputs": ("kl",)}, ValueError, "outputs is"),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("op", [linear_divergence, linear_divergence_ref])
 def test_bad_input(op, change, error, message):

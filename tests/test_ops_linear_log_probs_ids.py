@@ -210,7 +210,6 @@ def test_an_id_out_of_range_makes_its_row_nan(device):
         (torch.full((TOKENS, 2), -2), ValueError, "ids have -2"),
         ([[1]], TypeError, "ids is a list"),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("op", [linear_log_probs, linear_log_probs_ref])
 def test_bad_input(op, ids, error, message):
