@@ -204,18 +204,21 @@ def test_memory_in_a_trainers_configuration():
     assert apply_liger_kernel_to_instance(weighted, rope=False) is report
 
 
-def test_offload_through_every_entry_point_and_in_a_trainers_configuration(tmp_path: Path) -> None:
-    plain = tiny("gemma2")
+@pytest.mark.parametrize(("name", "value"), [("offload", "layers"), ("recompute", "mlp")])
+def test_less_memory_through_every_entry_point_and_in_a_trainers_configuration(
+    name: str, value: str, tmp_path: Path
+) -> None:
+    plain, given = tiny("gemma2"), {name: value}
     plain.save_pretrained(tmp_path)
     auto = liger_kernels.AutoLigerKernelForCausalLM
-    for model in (auto.from_pretrained(tmp_path, offload="layers"), auto.from_config(plain.config, offload="layers")):
-        assert liger_kernels.status(model).offload == "layers"
+    for model in (auto.from_pretrained(tmp_path, **given), auto.from_config(plain.config, **given)):
+        assert getattr(liger_kernels.status(model), name) == value
     model = tiny("llama")
-    report = apply_liger_kernel_to_instance(model, offload="layers")
-    assert report.offload == "layers"
-    for options in ({"offload": "layers"}, {}):  # the flag alone asks for no other
+    report = apply_liger_kernel_to_instance(model, **given)
+    assert getattr(report, name) == value
+    for options in (given, {}):  # the flag alone asks for no other
         assert apply_liger_kernel_to_instance(model, **options) is report
     other = tiny("llama")
     liger_kernels.patch(other)
-    with pytest.raises(ValueError, match="already patched with offload=None, not 'layers'"):
-        apply_liger_kernel_to_instance(other, offload="layers")
+    with pytest.raises(ValueError, match=f"already patched with {name}=None, not '{value}'"):
+        apply_liger_kernel_to_instance(other, **given)
