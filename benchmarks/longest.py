@@ -188,7 +188,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.limits = [float(word) for word in options.gpu_memory.split(",")]
     except ValueError:
         parser.error(f"--gpu-memory is {options.gpu_memory!r}; it must be like 24,80")
-    if min(*options.limits, options.tokens or 1, 1) <= 0:
+    if min(*options.limits, 1 if options.tokens is None else options.tokens) <= 0:
         parser.error("--gpu-memory and --tokens must be more than 0")
     pairs = [path.partition("=") for path in options.path]
     if wrong := [arm for arm, _, folder in pairs if arm not in ARMS or not Path(folder).is_dir()]:

@@ -65,7 +65,7 @@ STAGES = {
         Stage(
             "packing",
             "the loss of packed samples, through this version's collators, Trainer and trl's SFT; trl's fused head",
-            ("tests/test_packing.py", "tests/test_compat_head.py"),
+            ("tests/test_packing.py", "tests/test_compat_head.py", "tests/test_compat_divergence.py"),
         ),
     ),
     "torch": (
