@@ -197,15 +197,15 @@ def trained_mutants(folder: Path = PAGES) -> list[tuple[str, str]]:
     """The name of every mutant that is trained, with each dtype in which it is a fault: what their pages list."""
     found = []
     for path in sorted(folder.glob("mutants-*.md")):
-        _, _, table = path.read_text(encoding="utf-8").partition("## Killed by training\n")
-        rows = [line.strip("| ").split(" | ") for line in table.partition("\n## ")[0].splitlines() if line[:1] == "|"]
-        if not rows:
-            continue
-        header, _, *mutants = rows
-        dtypes = header[header.index("model") + 1 :]
-        for row in mutants:
-            cells = zip(dtypes, row[-len(dtypes) :], strict=True)
-            found += [(row[0].strip("`"), dtype) for dtype, cell in cells if cell.strip() != "-"]
+        for section in path.read_text(encoding="utf-8").split("\n## ")[1:]:
+            rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
+            if not rows or "model" not in rows[0]:  # those of checks have none
+                continue
+            header, _, *mutants = rows
+            dtypes = header[header.index("model") + 1 :]
+            for row in mutants:
+                cells = zip(dtypes, row[-len(dtypes) :], strict=True)
+                found += [(row[0].strip("`"), dtype) for dtype, cell in cells if cell.strip() != "-"]
     return found
 
 
