@@ -158,9 +158,9 @@ class Call(NamedTuple):
     def empty_rows(self, stats: bool) -> Rows:
         """What the forward writes for each row."""
         if self.teacher is not None:
-            return self.teacher.empty_rows(len(self.hidden), self.hidden.device, self.options)
+            return self.teacher.empty_rows(self.hidden.shape[0], self.hidden.device, self.options)
         n_ids = 0 if self.ids is None else self.ids.shape[1]
-        return Rows.empty(len(self.hidden), self.hidden.device, self.options, stats, n_ids)
+        return Rows.empty(self.hidden.shape[0], self.hidden.device, self.options, stats, n_ids)
 
     def id_grads(self, upstream: Upstream) -> IdGrads | None:
         """What the backward adds for the chosen classes."""
