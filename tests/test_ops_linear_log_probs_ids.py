@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+from convergence.judge.tolerance import three_way
 from liger_kernels.ops import CountedTargets, LossOptions, linear_log_probs, linear_log_probs_ref
 from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
 from liger_kernels.ops.loss.linear_log_probs import MOST_IDS
@@ -80,9 +81,10 @@ def test_one_id_that_is_the_target_is_the_label(device):
     wanted = torch.autograd.grad(out.log_probs, leaves, case.upstream[0], retain_graph=True)
     got = torch.autograd.grad(out.id_log_probs, leaves, case.upstream[0][:, None])
     assert float(out.log_probs.detach().max()) > -1e-3
-    torch.testing.assert_close(out.id_log_probs[:, 0], out.log_probs, rtol=0, atol=1e-6)
-    for ours, label in zip(got, wanted, strict=True):
-        torch.testing.assert_close(ours, label, rtol=1e-5, atol=1e-6 * float(label.abs().max()))
+    truth, true_grads = case.run(linear_log_probs_ref, torch.float64, outputs=("log_probs",))
+    three_way(out.id_log_probs[:, 0], out.log_probs, truth.log_probs, FP32, "log_probs")
+    for *three, name in zip(got, wanted, true_grads, ("hidden", "weight", "bias"), strict=True):
+        three_way(*three, FP32, f"gradient of {name}", chain=3)
 
 
 @every_memory
@@ -167,11 +169,12 @@ def test_autocast_of_float32_masters(device):
     with torch.autocast(device.type, BF16):
         ours, grads = case.run()
         torchs, torch_grads = case.run(linear_log_probs_ref)
+    truth, true_grads = case.run(linear_log_probs_ref, torch.float64)
     assert ours.id_log_probs.dtype == FP32
-    torch.testing.assert_close(ours.id_log_probs, torchs.id_log_probs.float(), rtol=0.02, atol=0.02)
-    for grad, theirs in zip(grads, torch_grads, strict=True):
+    three_way(ours.id_log_probs, torchs.id_log_probs, truth.id_log_probs, BF16, "id_log_probs")
+    for grad, theirs, true in zip(grads, torch_grads, true_grads, strict=True):
         assert grad.dtype == FP32
-        torch.testing.assert_close(grad, theirs, rtol=0.05, atol=0.03 * float(theirs.abs().max()))
+        three_way(grad, theirs, true, BF16, "gradient", chain=3)
 
 
 def test_reference_gradient():
