@@ -313,6 +313,8 @@ def test_sums_over_many_tiles_are_rounded_once(device: torch.device) -> None:
             [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, truth, strict=True)]
         )
     one, many = errors
+    # Another kernel of a GPU may round the 800 elements of a weight anew, whose rms then scatters by 1 / sqrt(800), or
+    # 3.5%: three of these.
     assert all(many[i] <= 1.1 * one[i] for i in range(len(one)))
 
 

@@ -151,9 +151,11 @@ def test_nothing_diverges_from_itself(beta, memory, device):
     case.teacher = [hidden, weight, bias]
     out = case.call(leaves, memory=memory)
     grads = torch.autograd.grad(out.divergence.sum(), leaves)
-    assert float(out.divergence.abs().max()) < 1e-6
-    assert float(out.max_abs_difference.max()) < 1e-6
-    assert all(float(grad.abs().max()) < 1e-5 for grad in grads)
+    # A compiler may fuse operations of one head and not of the other, and a mixture rounds once more.
+    few = 8 * torch.finfo(FP32).eps
+    assert float(out.divergence.abs().max()) < few
+    assert float(out.max_abs_difference.max()) < few
+    assert all(float(grad.abs().max()) < few for grad in grads)
 
 
 @every_memory

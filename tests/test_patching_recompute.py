@@ -19,6 +19,7 @@ from tests.ops_checks import Products
 from tests.patching_checks import batch, check_same, fallbacks, gradients, tiny, train
 
 KEPT = "recompute='mlp' kept what an MLP saves: {}"
+ROUNDINGS = 10  # to bfloat16, of a gradient on its way through two layers, each of at most 2^-9
 TILE = 4  # of 18 tokens: four tiles, and one of two
 
 
@@ -33,7 +34,7 @@ def patch(model: Any) -> Any:
 
 
 def with_adapters(model: Any, dropout: float = 0.0) -> Any:
-    peft = pytest.importorskip("peft", reason="this environment has no peft")
+    peft = pytest.importorskip("peft", reason="this version of transformers is tested without peft")
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout, init_lora_weights=False)
     return peft.get_peft_model(model, config)
@@ -146,7 +147,7 @@ def test_autocast_is_that_of_the_forward() -> None:
         for name, value in found[1].items():
             assert found[0][name].dtype == value.dtype
             difference = (found[0][name] - value).norm() / value.norm()
-            assert difference <= 0.02, f"{name}: {difference}"  # a few roundings of 2^-9 each
+            assert difference <= ROUNDINGS * 2**-9, f"{name}: {difference}"
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
