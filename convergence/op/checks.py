@@ -344,7 +344,7 @@ def launches(judge: Judge) -> str:
         )
     if not any(map(any, totals.values())):
         raise NotJudged(
-            "no Triton kernel ran; on a CPU they run where TRITON_INTERPRET=1 is set before Triton is imported"
+            "no Triton kernel ran; a CPU needs TRITON_INTERPRET=1 before Triton is imported"
         )
     return f"{totals['forward'][0]} forward, {totals['backward'][0]} backward"
 
