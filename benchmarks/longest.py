@@ -28,7 +28,7 @@ from benchmarks.adapters.arms import ARMS, OPTIONS, OWN
 from benchmarks.adapters.job import TRUTH, AdapterJob
 from benchmarks.adapters.model import autocast, batch, configuration, set_adapters
 from benchmarks.adapters.steps import fallbacks
-from benchmarks.process import run_module
+from benchmarks.process import add_options, check_options, run_module
 from convergence import files, tables
 from liger_kernels.fitting import GIB, RESERVE
 from liger_kernels.fitting.longest import longest
@@ -174,11 +174,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", default=",".join(DEFAULT), help=f"of {', '.join(ARMS)} (default: %(default)s)")
     parser.add_argument("--tokens", type=int, metavar="N", help="try this length and no other")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one search (default 3600)")
-    parser.add_argument(
-        "--path", action="append", default=[], metavar="ARM=DIR", help="a folder that hides what is installed from ARM"
-    )
     parser.add_argument("--tiny", action="store_true", help="a model of 64 features")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured to FILE, too")
+    add_options(parser)
     options = parser.parse_args(arguments)
     options.methods, options.arms = options.method.split(","), options.arms.split(",")
     for kind, given, known in (("methods", options.methods, METHODS), ("arms", options.arms, [*ARMS])):
@@ -190,12 +187,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--gpu-memory is {options.gpu_memory!r}; it must be like 24,80")
     if min(*options.limits, 1 if options.tokens is None else options.tokens) <= 0:
         parser.error("--gpu-memory and --tokens must be more than 0")
-    pairs = [path.partition("=") for path in options.path]
-    if wrong := [arm for arm, _, folder in pairs if arm not in ARMS or not Path(folder).is_dir()]:
-        parser.error(f"--path: {wrong} must be ARM=DIR, of an arm and a folder that is there")
-    options.path = {name: [folder for arm, _, folder in pairs if arm == name] for name in ARMS}
-    if options.json and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json: there is no folder {options.json.absolute().parent}")
+    check_options(parser, options, ARMS)
     return options
 
 

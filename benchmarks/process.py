@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,24 @@ class Finished:
     started: float
     output: str
     problem: str = ""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """--path and --json, of a benchmark whose arms are processes; :func:`check_options` looks at them."""
+    parser.add_argument(
+        "--path", action="append", default=[], metavar="ARM=DIR", help="a folder that hides what is installed from ARM"
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured to FILE, too")
+
+
+def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, arms: Iterable[str]) -> None:
+    """``options.path`` becomes the folders of each of ``arms``. What is not there ends the program."""
+    pairs, arms = [path.partition("=") for path in options.path], [*arms]
+    if wrong := [arm for arm, _, folder in pairs if arm not in arms or not Path(folder).is_dir()]:
+        parser.error(f"--path: {wrong} must be ARM=DIR, of an arm and a folder that is there")
+    options.path = {name: [folder for arm, _, folder in pairs if arm == name] for name in arms}
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {options.json.absolute().parent}")
 
 
 def run_module(

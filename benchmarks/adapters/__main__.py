@@ -30,7 +30,7 @@ import torch
 from benchmarks.adapters import report, steps
 from benchmarks.adapters.arms import ARMS, DEFAULT, OWN
 from benchmarks.adapters.job import CHECKPOINTING, PRECISIONS, TRUTH, AdapterJob
-from benchmarks.process import run_module
+from benchmarks.process import add_options, check_options, run_module
 from convergence import files
 
 Found = dict[str, Any]
@@ -64,11 +64,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, metavar="N", help="cut the model to its first N layers")
     parser.add_argument("--repeats", type=int, default=4, help="measured steps, fewer of slow ones (default 4)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one process (default 300)")
-    parser.add_argument(
-        "--path", action="append", default=[], metavar="ARM=DIR", help="a folder that hides what is installed from ARM"
-    )
     parser.add_argument("--tiny", action="store_true", help="a model of 64 features, which a CPU runs, too")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything that was measured to FILE, too")
+    add_options(parser)
     options = parser.parse_args(arguments)
     options.command = command(sys.argv[1:] if arguments is None else arguments)
     options.kind = "check" if options.check else "start" if options.from_start else "steps"
@@ -87,12 +84,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if min(*options.lengths, options.repeats, options.layers or 1, 1) < 1:
         parser.error("--lengths, --repeats and --layers must be at least 1")
     options.layers = options.layers or (CHECKED_LAYERS if options.check else None)
-    pairs = [path.partition("=") for path in options.path]
-    if wrong := [arm for arm, _, folder in pairs if arm not in ARMS or not Path(folder).is_dir()]:
-        parser.error(f"--path: {wrong} must be ARM=DIR, of an arm and a folder that is there")
-    options.path = {name: [folder for arm, _, folder in pairs if arm == name] for name in ARMS}
-    if options.json and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json: there is no folder {options.json.absolute().parent}")
+    check_options(parser, options, ARMS)
     return options
 
 
