@@ -204,6 +204,18 @@ def test_a_weight_that_is_no_parameter_has_its_gradient() -> None:
     assert fallbacks(model) == {KEPT.format("a weight of it is no parameter"): 1}
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_a_weight_that_was_changed_before_the_backward_is_refused(family: str) -> None:
+    """As torch refuses it."""
+    model = tiny(family, num_hidden_layers=1)
+    patch(model)
+    loss = model(**batch()).loss
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_frozen_weights_and_a_frozen_input() -> None:
     for family in ("llama", "phi3"):
         model = tiny(family, num_hidden_layers=1).requires_grad_(False)

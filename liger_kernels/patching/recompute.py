@@ -24,6 +24,7 @@ from liger_kernels.ops.runtime.ahead import real_device
 from liger_kernels.ops.runtime.anchor import Computed, anchor, saves_first
 from liger_kernels.ops.runtime.arguments import one_of
 from liger_kernels.ops.runtime.dispatch import autocast_dtype, backward_once, in_dtype
+from liger_kernels.ops.runtime.kept import keep, kept
 from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.report import REPORT
 
@@ -98,7 +99,8 @@ class _TiledFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, x: Tensor, state: _Surroundings, first: bool, *trained: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.run, ctx.state, ctx.trained = run, state, trained
+        keep(ctx, trained)
+        ctx.run, ctx.state = run, state
         if not first:
             return _forward(run, x)
         return anchor(x.shape, autocast_dtype(x.device) or x.dtype, x.device)
@@ -107,7 +109,7 @@ class _TiledFunction(torch.autograd.Function):
     @backward_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        wanted = [t for t, needed in zip(ctx.trained, ctx.needs_input_grad[4:], strict=True) if needed]
+        wanted: Any = [t for t, needed in zip(kept(ctx), ctx.needs_input_grad[4:], strict=True) if needed]
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[1] else None
         sums: list[Tensor | None] = [None] * len(wanted)
         with torch.enable_grad(), ctx.state.restored():
