@@ -15,12 +15,13 @@ _DROPOUT = "test_dropout_draws_the_same_in_both_directions"
 
 # fmt: off
 MUTANTS = (
-    _op("recompute_gradients_of_the_last_tile", "Parameters have the gradient of the last tile alone.",
-        "sums=sums", "sums=None", _IN_TILES, within="RecomputedMLPFunction.backward"),
-    _op("recompute_last_tile_lost", "The last tile, which is shorter, has no gradient.",
-        "range(0, len(rows), tile)", "range(0, len(rows) // tile * tile, tile)", _IN_TILES),
-    _op("recompute_tile_at_the_wrong_place", "The gradient of x of every tile is written to the first one's rows.",
-        "dx[some]", "dx[:len(own_dx)]", _IN_TILES),
+    _sums("recompute_gradients_of_the_last_tile", "Weights have the gradient of the last tile alone.",
+        "add_to_sum(total, a, b, 1.0)", "add_to_sum(total, a, b, 0.0)", _IN_TILES),
+    _op("recompute_last_tile_lost", "The last tile, which is shorter, adds nothing to the gradients of parameters.",
+        "sums=sums", "sums=sums if start + tile < len(rows) else GradientSums(tensors)", _IN_TILES,
+        within="RecomputedMLPFunction.backward"),
+    _op("recompute_tile_at_the_wrong_place", "Within a tile, the gradients of x are in reversed order.",
+        "dx[some] = own_dx", "dx[some] = own_dx.flip(0)", _IN_TILES),
     _op("recompute_saves_too_late", "Under checkpointing, the MLP is computed once more before its tiles are.",
         "RecomputedMLPFunction.apply(x, activation, kinds, first, *tensors)",
         "RecomputedMLPFunction.apply(x, activation, kinds, False, *tensors)",
