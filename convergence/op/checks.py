@@ -343,9 +343,7 @@ def launches(judge: Judge) -> str:
             "launches", f"{judge.subject.name}: a forward launches {counts['forward'][0] or 'nothing'}, not {wanted}"
         )
     if not any(map(any, totals.values())):
-        raise NotJudged(
-            "no Triton kernel ran; a CPU needs TRITON_INTERPRET=1 before Triton is imported"
-        )
+        raise NotJudged("no Triton kernel ran; a CPU needs TRITON_INTERPRET=1 before Triton is imported")
     return f"{totals['forward'][0]} forward, {totals['backward'][0]} backward"
 
 
