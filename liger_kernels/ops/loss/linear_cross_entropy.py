@@ -2,8 +2,8 @@ r"""Cross entropy of a linear head, from hidden states to loss and gradients.
 
     logits = hidden @ weight^T + bias,    loss = cross_entropy(logits, targets)  (formula in cross_entropy.py)
 
-With T tokens, hidden size H, V classes, chunks of C tokens, slabs of S classes and b bytes an element, the operations
-of the GEMMs and the peak of memory beyond the inputs, both gradients included, are
+T tokens, hidden size H, V classes, chunks of C tokens, slabs of S classes, b bytes an element. "operations" counts the
+GEMMs; "memory" is the peak beyond the inputs, both gradients included:
 
     schedule      operations          memory
     "fast"        6 T H V             b (T (V - K) + V H + T H)
@@ -11,33 +11,37 @@ of the GEMMs and the peak of memory beyond the inputs, both gradients included, 
       "none"      8 T H V - 2 T H (K + M)   the same
     "small"       8 T H V - 2 T H K   b (V H + T S) + 4 T H
 
-- "fast" is one chunk. The logits are kept for the backward, which overwrites them by their gradient: those of the first
-  K = V H / (T + H) classes in the memory of grad_weight, behind these classes' rows. K is 0 where that would spare less
-  than 512 MiB, or the first K rows cannot hold grad_hidden in float32, b K < 4 T; where weight needs no gradient; with
-  label smoothing; and in what ``torch.compile`` compiles, which on a GPU sees the two products and the kernels of
-  cross_entropy.py instead of an operator. More than 8192 tokens are chunks of 8192, whose float32 sum of grad_weight
-  holds less than all logits would.
-- "balanced" goes in token chunks. The gradients are computed in the forward and summed over the chunks in float32,
-  after Liger Kernel's idea (arXiv:2410.10989), and grad_weight is rounded in the memory of its sum; a backward pass
-  that retains the graph makes copies. Reduction "none" has no gradient in the forward. It goes in vocabulary slabs, and
-  what chunks of 1024 tokens would hold has the logits of M classes more, M = V (H + 1024) / T - H in 16 bits and
-  1024 V / T in float32. In float16, with label smoothing, of a given ``chunk_size`` and in compiled programs it goes in
-  token chunks, whose backward computes the logits again.
-- "small" goes in vocabulary slabs. The forward only takes the loss from each slab of logits; the backward computes it
-  again and finishes its rows of grad_weight. What is not written yet of grad_weight holds the logits of wider slabs,
-  and between forward and backward those of the first K classes, which are not computed again. It is never chosen by
-  default.
+- "fast" is one chunk. It keeps the logits, and the backward overwrites them by their gradient. The logits of the first
+  K = V H / (T + H) classes lie in the memory of grad_weight, behind the rows of these classes. K is 0 if
 
-Token chunks are in ``token_chunks.py``, slabs are in ``vocabulary_slabs.py``.
+  - that saves less than 512 MiB,
+  - the first K rows of grad_weight cannot hold grad_hidden in float32 (b K < 4 T),
+  - the weight needs no gradient,
+  - the loss has label smoothing, or
+  - ``torch.compile`` compiles it: on a GPU it sees the two products and the kernels of cross_entropy.py.
 
-Without gradients only the loss is computed; what needs no gradient costs no buffer and no GEMM.
+  More than 8192 tokens go in chunks of 8192: their float32 sum of grad_weight is smaller than all logits.
+- "balanced" goes in token chunks. The forward computes the gradients and sums them over the chunks in float32, after
+  Liger Kernel's idea (arXiv:2410.10989). grad_weight is rounded in the memory of its sum. A backward pass that retains
+  the graph makes copies.
 
-Where the classes are split over the ranks of a process group (``vocab_parallel.py``), every schedule goes in slabs of
-those of a rank, each rank's V above.
+  Reduction "none" has no gradient in the forward, so it goes in vocabulary slabs. It keeps the logits of M more classes
+  in as much memory as chunks of 1024 tokens need: M = V (H + 1024) / T - H in 16 bits, 1024 V / T in float32. float16,
+  label smoothing, a given ``chunk_size`` and compiled programs go in token chunks; their backward computes the logits
+  again.
+- "small" goes in vocabulary slabs. The forward keeps the loss and the logits of the first K classes. The backward
+  computes the other logits again. Logits lie in the rows of grad_weight that are not written yet. "small" does not
+  support label smoothing, and is never the default.
 
-float16 always goes in token chunks, also where one covers all tokens: the other schedules have the upstream gradient
-and 1 / denominator in the logits' gradient, most of which float16 would flush to zero. Label smoothing does not go with
-"small".
+Token chunks are in ``token_chunks.py``, slabs in ``vocabulary_slabs.py``.
+
+Without gradients only the loss is computed. An input that needs no gradient costs no buffer and no GEMM.
+
+If the classes are split over the ranks of a process group (``vocab_parallel.py``), every schedule goes in slabs, and V
+is the number of a rank's classes.
+
+float16 always goes in token chunks, even in a single one. In the other schedules the gradient of the logits contains
+the upstream gradient and 1 / denominator, and float16 would flush most of it to zero.
 """
 
 from __future__ import annotations
@@ -77,7 +81,7 @@ MEMORY = ("fast", "balanced", "small")
 Memory = Annotated[str, one_of(MEMORY)]
 ChunkSize = Annotated[int, Limit("{x} >= 1", "at least 1 token")]
 
-# Tokens of a chunk of "fast". One chunk of more takes longer than several of so many do, and holds more.
+# Tokens of a chunk of "fast". One larger chunk is slower than several of this size, and holds more.
 FAST_CHUNK = 8192
 
 
@@ -97,7 +101,7 @@ def linear_cross_entropy_ref(
     group: Any = None,
     **options: Any,
 ) -> Tensor | CrossEntropyOutput:
-    """What :func:`linear_cross_entropy` computes, in plain torch, holding all logits in the input's dtype."""
+    """:func:`linear_cross_entropy` in plain torch. It holds all logits, in the input's dtype."""
     o = LossOptions.checked(options)
     weights = class_weight, row_weight, denominator
     if dense is not as_it_is:
@@ -120,23 +124,24 @@ def _reference(
     options: LossOptions,
     shard: VocabShard | None,
 ) -> Tensor | CrossEntropyOutput:
-    """:func:`linear_cross_entropy_ref` of what has been checked."""
+    """:func:`linear_cross_entropy_ref` of checked arguments."""
     logits = reference_logits(hidden, weight, bias, adapters, shard)
     return reference(logits, targets, class_weight, row_weight, denominator, options)
 
 
 def _chunk_of_balanced(hidden_size: int) -> int:
-    """Every chunk reads and writes the float32 grad_weight once; the logits of a narrow head are large next to it."""
+    """Tokens of a chunk. Every chunk reads and writes the float32 grad_weight once, so large chunks are faster. Next to
+    the grad_weight of a narrow head, their logits are too large."""
     return 2048 if hidden_size >= 2048 else 1024
 
 
 @choice("schedule")
 def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype, sums: bool, heads: int = 1) -> tuple[str, int]:
-    """The schedule and the chunk size where neither is given.
+    """The schedule and the chunk size if neither is given: "fast" where it needs no more memory than token chunks.
 
-    2 * hidden_size + C tokens' logits take about the memory of what token chunks hold instead: the logits of C tokens,
-    and in 16 bits, where ``sums``, the float32 sum of grad_weight. A compiled program does not overwrite the kept
-    logits, but a copy or memory of the gradient's own; of at most hidden_size tokens even both take no more."""
+    Token chunks hold the logits of C tokens. In 16 bits, if ``sums``, they also hold the float32 sum of grad_weight,
+    which is as large as the logits of 2 * hidden_size tokens. A compiled program holds the kept logits and their
+    gradient, both, so there the limit is hidden_size tokens."""
     chunk = _chunk_of_balanced(hidden_size)
     few = chunk + (0 if dtype == torch.float32 or not sums else 2 * hidden_size // heads)
     if torch.compiler.is_compiling():
@@ -145,10 +150,10 @@ def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype, sums: b
 
 
 def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | None) -> str | None:
-    """What ``memory`` does not go with, so that "balanced", which goes with everything, runs instead; None if it runs.
+    """Why "balanced" runs instead of ``memory``: the name of what ``memory`` does not support. None if it runs.
 
     Args:
-        dtype: of the product: where autocast is enabled, its dtype.
+        dtype: of the product. Under autocast, autocast's dtype.
     """
     if memory in ("fast", "small") and dtype == torch.float16:
         return "float16"
@@ -223,14 +228,18 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         schedule: Schedule,
         entropy: bool,
     ) -> tuple[Tensor, ...]:
-        """The loss and the extras, of which the entropy has a gradient if ``entropy`` says so; and, if
-        there are chosen classes, their log-probabilities. ``call`` has the tensors before it, too."""
+        """The loss, the extras, and the log-probabilities of the chosen classes if there are any.
+
+        Args:
+            call: contains the tensors before it, too.
+            entropy: whether the extra "entropy" has a gradient.
+        """
         output = schedule.forward(call)
         extras = output.rows.extras
         low = call.low if call.low is not None and schedule.reads(call.options) else (None, None)
         kept = *call.for_backward(schedule), *low, extras["entropy"] if entropy else None
         ctx.save_for_backward(*kept, *output.saved)
-        # Not saved: a backward pass overwrites them, and autograd would then refuse a second one.
+        # Not saved with save_for_backward: a backward overwrites them, and autograd would refuse a second backward.
         ctx.buffers = output.buffers
         ctx.schedule, ctx.options, ctx.needs = schedule, call.options, call.needs
         ctx.rows_and_classes = {"taken": call.taken, "shard": call.shard}
@@ -251,14 +260,14 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         grad_ids = of_extras[-1] if ctx.has_ids else None
         if grad_loss is None and grad_entropy is None and grad_ids is None:
             return (None,) * 8
-        schedule, saved = ctx.schedule, ctx.saved_tensors  # raises where an earlier pass was the last one
+        schedule, saved = ctx.schedule, ctx.saved_tensors  # raises if an earlier backward freed the graph
         call = Call.of(saved[:TENSORS], ctx.options, ctx.needs, ctx.teacher)._replace(**ctx.rows_and_classes)
         z, b, entropy, *saved = saved[TENSORS:]
         if z is not None:
             call = call._replace(low=LowRank(z, b))
         if ctx.packed is not None and call.weight is not None:
             call = call._replace(weight=Packed(call.weight, ctx.packed).matrix(call.hidden.dtype))
-        # What reads the arguments computes again what it has overwritten.
+        # A schedule that reads the arguments can compute overwritten logits again.
         overwrite = schedule.reads(ctx.options) or not torch._C._autograd._get_current_graph_task_keep_graph()
         buffers = ctx.buffers
         if overwrite:
@@ -274,10 +283,10 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def _is_traced_whole(hidden: Tensor, vocab: int) -> bool:
-    """Whether "fast" is two products and the kernels of :func:`cross_entropy`, which ``torch.compile`` sees itself.
+    """Whether ``torch.compile`` sees "fast" as a product and the kernels of :func:`cross_entropy`, not as an operator.
 
-    That spares what an operator costs the host, and the copy of the logits that an operator overwrites in a compiled
-    program. The operator pads the rows of an odd vocabulary, and knows what an observer wants."""
+    That saves the operator's host time, and a copy of the logits: a compiled program copies what an operator
+    overwrites. Only the operator pads rows of an odd vocabulary and serves an observer."""
     aligned = padded(vocab) == vocab
     return torch.compiler.is_compiling() and use_triton(hidden) and aligned and current_observer() is None
 
@@ -293,11 +302,14 @@ def checked_head(
     denominator: Tensor | None = None,
     group: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Needs, VocabShard | None]:
-    """hidden, weight and bias, cast under autocast as ``F.linear`` casts them, which of them need a gradient, and which
-    classes these are.
+    """Check the arguments of a head.
+
+    Returns:
+        hidden, weight and bias, cast under autocast as ``F.linear`` casts them; which of them need a gradient; and this
+        rank's classes.
 
     Raises:
-        TypeError, ValueError: something does not fit.
+        TypeError, ValueError: for an argument of a wrong type, shape, dtype or device.
     """
     for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if t is not None and not t.is_floating_point():
@@ -330,7 +342,7 @@ def checked_head(
 
 
 def unsharded_because(dtype: torch.dtype, label_smoothing: float) -> str | None:
-    """What goes in token chunks only, and so not with classes that are split over ranks."""
+    """Why a head runs in token chunks only, and not with classes that are split over ranks. None if it can."""
     return balanced_because(dtype, label_smoothing, "small")
 
 
@@ -349,8 +361,11 @@ def uncompiled(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def run_schedule(schedule: Schedule, call: Call, entropy: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and the extras of ``call.options.written()``, of which the entropy has a gradient if ``entropy`` says
-    so. Only for reduction "none". With the ids of ``call``, "id_log_probs" are among the extras."""
+    """The loss, and the extras of ``call.options.written()`` by name, with "id_log_probs" if ``call`` has ids.
+
+    Args:
+        entropy: whether the extra "entropy" has a gradient. Only for reduction "none".
+    """
     plain = type(call.hidden) in (Tensor, torch.nn.Parameter) or call.shard is not None or call.low is not None
     if torch.compiler.is_compiling() or not plain:
         loss, *extras = linear_cross_entropy_op(call, schedule, entropy)
@@ -362,7 +377,7 @@ def run_schedule(schedule: Schedule, call: Call, entropy: bool = False) -> tuple
     return loss, dict(zip((*call.options.written(), *ids), extras, strict=True))
 
 
-# The extras that are zero for an ignored row, or no row's. The others describe every row.
+# These extras are zero for an ignored row, or have no rows. The others describe every row.
 _OF_COUNTED_ROWS = ("token_accuracy", "log_probs", "is_top1")
 
 
@@ -374,7 +389,7 @@ def counted_rows(
     ignore_index: int,
     extras: tuple[str, ...] = (),
 ) -> CountedRows:
-    """The rows to multiply for the loss and those ``extras`` that describe every row.
+    """The rows to multiply: all of them if one of ``extras`` describes every row, otherwise those that count.
 
     Raises:
         TypeError, ValueError: as :func:`checked_count`.
@@ -417,31 +432,31 @@ def linear_cross_entropy(
         targets: [tokens], int64 or int32.
         bias: [vocab], of the same dtype, or None.
         class_weight, row_weight, denominator: as in :func:`cross_entropy`.
-        chunk_size: tokens whose logits are held at once; where that is all of them, as with "fast".
-        memory: how much of it may buy time; the numbers stand at the top of this file. "fast" holds all logits between
-            forward and backward, some of them where grad_weight will be, and takes the fewest operations; of more than
-            8192 tokens it holds those of 8192 at a time (with "none" all). "balanced" holds those of C = 2048 tokens,
-            or of 1024 for a hidden size below 2048. "small" holds little but the gradients, and computes most logits
-            twice (label smoothing: as "balanced"). float16 is always "balanced". By default "fast" for at most
-            2 * hidden size + C tokens in bfloat16, for at most C in float32, and else "balanced"; in a program that
-            ``torch.compile`` compiles, where "fast" holds the logits twice, for no more than hidden size tokens.
-            Without gradients there is nothing to keep logits for: "fast" is "balanced". Not together with
-            ``chunk_size``.
-        counted: at most how many targets are not ``ignore_index``: an int, or :class:`CountedTargets`, which was made
-            where the targets were first seen and does not stop the GPU. If they are at most 15/16 of the tokens,
-            only their rows are multiplied; with extras that describe ignored rows, too, all are. Where more targets
-            count than that, the loss is NaN, or a ``ValueError`` on a CPU. None: all rows.
-        adapters: :class:`LoraAdapter` of the head. What they add to the logits is added to each part of these. Any
-            float dtype but float64, which runs the reference. Not with ``group``; ``torch.compile`` leaves them to
-            Python.
-        dense: what makes the matrix of a ``weight`` that is none, such as that of four bits, in any float dtype. It is
-            called in the forward, and once more in a backward that reads the matrix; the weight itself is saved.
-            ``torch.compile`` leaves it to Python.
-        group: the ``torch.distributed.ProcessGroup`` over whose ranks the classes are split, in the order of the ranks:
-            ``weight`` and ``bias`` are those of this rank's classes, of any number. Everything else is the same on
-            every rank and of all classes, and so are the results and the gradient of hidden. The host waits for the GPU
-            in the first call with a weight. Not with ``chunk_size``, label smoothing or float16; ``torch.compile``
-            leaves it to Python.
+        chunk_size: tokens whose logits are held at once. If that is all tokens, it is "fast". Not with ``memory``.
+        memory: the schedule. The top of this file has its operations and its memory.
+
+            - "fast" keeps all logits until the backward: fewest operations, most memory. More than 8192 tokens go in
+              chunks of 8192, except with "none". Without gradients, "fast" is "balanced".
+            - "balanced" holds the logits of C = 2048 tokens, or of 1024 for a hidden size below 2048.
+            - "small" holds little more than the gradients, and computes most logits twice. With label smoothing it is
+              "balanced".
+
+            float16 is always "balanced". By default it is "fast" for at most 2 * hidden size + C tokens in bfloat16 and
+            for at most C tokens in float32, and otherwise "balanced". Under ``torch.compile``, "fast" holds the logits
+            twice; there the limit is at most hidden size tokens.
+        counted: an upper bound on the number of targets that are not ``ignore_index``: an int, or a
+            :class:`CountedTargets`, which does not stop the GPU. If it is at most 15/16 of the tokens, only these rows
+            are multiplied, unless ``extras`` describe ignored rows, too. If more targets count, the loss is NaN, or on
+            a CPU a ``ValueError`` is raised. None: all rows.
+        adapters: :class:`LoraAdapter` of the head, of any float dtype. float64 runs the reference. Not with ``group``.
+            ``torch.compile`` runs them in Python.
+        dense: makes a matrix of a packed ``weight``, such as one of four bits, in any float dtype. The forward calls
+            it, and a backward that reads the matrix calls it again; only the packed weight is saved. ``torch.compile``
+            runs it in Python.
+        group: the ``torch.distributed.ProcessGroup`` over whose ranks the classes are split, in the order of the ranks.
+            ``weight`` and ``bias`` have this rank's classes, in any number. All other arguments, the results and the
+            gradient of hidden are the same on every rank. The host waits for the GPU in the first call with a weight.
+            Not with ``chunk_size``, label smoothing or float16. ``torch.compile`` runs it in Python.
         options: the fields of :class:`LossOptions`, by name.
 
     Returns:

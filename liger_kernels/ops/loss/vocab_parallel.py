@@ -1,9 +1,9 @@
 """A head whose classes are split over the ranks of a process group (tensor parallelism): what the ranks exchange.
 
-Every rank has the same hidden states and targets, and the weight's rows of its own classes. It takes the sums of each
-row over its own classes; one all-gather of at most seven numbers a row then makes them those of all classes, on every
-rank in the same order and so to the same bit. The gradient of the weight stays on its rank; that of the hidden states
-is summed over the ranks in float32.
+Every rank has all hidden states and targets, and the weight's rows of its own classes. It sums each row of logits over
+its own classes. One all-gather, of at most seven numbers a row, then gives every rank the sums of all ranks. All ranks
+add them in the same order, and so get the same bits. The gradient of the weight stays on its rank. The gradient of the
+hidden states is summed over the ranks in float32.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from liger_kernels.ops.loss.rows import Carried
 
-# By weight: its shape, the group, and what they gave. Not by shape alone: where a vocabulary grows, some ranks keep
-# theirs.
+# By weight: its shape, the group, and the VocabShard. The shape alone is no key: when a vocabulary grows, the shapes of
+# some ranks stay the same.
 _known = WeakTensorKeyDictionary()
 
 
 class VocabShard(NamedTuple):
-    """This rank's part of the classes. It is a ``group`` for the ops of which nobody has to ask for the sizes.
+    """This rank's part of the classes. Ops accept it as their ``group``, and need not exchange the sizes again.
 
     Attributes:
-        group: the ranks that have all of them, in the order of the ranks.
-        sizes: how many classes each has.
+        group: the ranks that together have all classes, in the order of the ranks.
+        sizes: the number of classes of each rank.
     """
 
     group: Any
@@ -35,13 +35,13 @@ class VocabShard(NamedTuple):
 
     @classmethod
     def of(cls, group: Any, weight: Tensor) -> VocabShard | None:
-        """The part that ``weight`` [classes of this rank, hidden size] is; None without a group, or of one rank.
+        """The part that ``weight`` [classes of this rank, hidden size] has. None without a group, or for one rank.
 
-        The ranks exchange what they have the first time that they see a weight, for which the host waits.
+        In the first call with a weight the ranks exchange their shapes, and the host waits.
 
         Raises:
-            TypeError, ValueError: ``group`` is no process group, this process is not in it, or the ranks' weights do
-                not have one hidden size and dtype.
+            TypeError, ValueError: ``group`` is not a process group, this process is not in it, or the ranks' weights
+                differ in hidden size or dtype.
         """
         if group is None or isinstance(group, VocabShard):
             return group
@@ -76,18 +76,18 @@ class VocabShard(NamedTuple):
 
     @property
     def classes(self) -> int:
-        """How many there are on all ranks."""
+        """The number of classes of all ranks."""
         return sum(self.sizes)
 
     def merge(self, carry: Tensor, predicted: Tensor | None) -> None:
-        """``carry`` (of a :class:`Slab`) and ``predicted``, int64 [tokens], become those of all ranks' classes."""
+        """Merge ``carry`` (of a :class:`Slab`) and ``predicted``, int64 [tokens], over all ranks' classes, in place."""
         known = carry if predicted is None else torch.cat([carry, predicted.to(torch.int32).view(torch.float32)[None]])
         target, highest, others, distance, squares, total, *classes = _gathered(known, self.group).unbind(1)
         maximum = highest.amax(0)
         some = highest > float("-inf")
         below = (highest - maximum).where(some, 0.0)
         decay = below.exp().where(some, 0.0)
-        carry[Carried.TARGET] = target.sum(0)  # zero but on the rank that has it
+        carry[Carried.TARGET] = target.sum(0)  # zero except on the rank that has the target
         carry[Carried.MAXIMUM] = maximum
         carry[Carried.OTHERS] = (others * decay).sum(0)
         carry[Carried.DISTANCE] = ((distance + below * others) * decay).sum(0)
@@ -105,7 +105,7 @@ class VocabShard(NamedTuple):
                 dist.all_reduce(part, group=self.group)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """[ranks, ...], from each rank's ``x``."""
+        """Each rank's ``x``, [ranks, ...]."""
         return _gathered(x, self.group)
 
     def gather(self, columns: Tensor) -> Tensor:
@@ -117,19 +117,19 @@ class VocabShard(NamedTuple):
 
 
 def classes_of(weight: Tensor, shard: VocabShard | None) -> int:
-    """How many there are, on all ranks."""
+    """The number of classes of all ranks."""
     return weight.shape[0] if shard is None else shard.classes
 
 
 def _gathered(x: Tensor, group: Any) -> Tensor:
-    """[ranks, ...]."""
+    """Each rank's ``x``, [ranks, ...]."""
     every = x.new_empty((dist.get_world_size(group), *x.shape))
     dist.all_gather(list(every.unbind()), x.contiguous(), group=group)
     return every
 
 
 class _Replicated(torch.autograd.Function):
-    """``hidden``, which every rank uses with its own classes: the gradient is the sum of theirs."""
+    """``hidden`` unchanged. Every rank multiplies it by its own classes, so its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, shard: VocabShard) -> Tensor:
@@ -144,8 +144,8 @@ class _Replicated(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """[tokens, all classes] from the logits of this rank's, of which the gradient is this rank's part: every rank
-    computes the same from them."""
+    """The logits of all classes, [tokens, all classes], from this rank's. The gradient is this rank's columns, because
+    every rank computes the same loss."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, shard: VocabShard) -> Tensor:
@@ -158,7 +158,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def logits_of_all(hidden: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None) -> Tensor:
-    """``F.linear(hidden, weight, bias)`` [..., all classes] with the weights of all ranks, on each of them."""
+    """``F.linear(hidden, weight, bias)`` with the weights of all ranks, [..., all classes], on every rank."""
     linear = torch.nn.functional.linear
     if shard is None:
         return linear(hidden, weight, bias)

@@ -1,23 +1,23 @@
-"""Linear cross entropy in slabs of the vocabulary; which schedule is for what stands in linear_cross_entropy.py.
+"""Linear cross entropy in slabs of the vocabulary. linear_cross_entropy.py says which schedule is for what.
 
-The forward goes through the logits of all tokens, some classes at a time, and keeps of them what the loss needs of each
-row. The backward knows the upstream gradient and the denominator: it overwrites each slab's logits by their gradient,
-rounded once, and finishes the slab's rows of grad_weight by one GEMM straight into its dtype; grad_hidden is summed
-over the slabs in float32.
+A slab is a range of classes. The forward computes the logits of one slab after the other, for all tokens. It keeps a
+few numbers a row, from which the loss follows. The backward overwrites each slab's logits by their gradient, rounded
+once. One GEMM then writes the slab's rows of grad_weight, in the weight's dtype. grad_hidden is summed over the slabs
+in float32.
 
-The logits of the first slab lie in the memory of grad_weight, behind the rows that are its own, from the forward to the
-backward, which needs that memory anyway and finds them computed. What becomes of the others makes three schedules:
+The backward allocates grad_weight anyway. The forward allocates it early and keeps the first slab's logits there,
+behind the rows of the first slab's classes. Three schedules differ in the other logits:
 
-- "fast" keeps them, too, in one buffer of their own, and computes nothing twice. grad_weight is written last, so that
-  its first rows are free for the sum of grad_hidden. Where the first slab would be too small to be worth it, and for
-  label smoothing, which adds up the distance of every logit to the target's, which an early slab does not know, all
-  classes are one slab in that buffer. Each gradient is one GEMM then.
-- "balanced", for results of each row and for classes that are split over ranks, keeps those of the last classes in
-  such a buffer, as large as what token chunks would hold. Before they are computed, and after their gradient is used,
-  the logits of the classes between lie there, which are computed twice.
-- "small" takes them slab by slab in memory that the next one overwrites: in the forward the first rows of grad_weight,
-  in the backward, which computes them again by products of the same shapes, those that are not finished yet. Not for
-  label smoothing.
+- "fast" keeps them all in one more buffer and computes nothing twice. It writes grad_weight last, so that the first
+  rows of grad_weight can hold the sum of grad_hidden. If the first slab saves too little memory, all classes are one
+  slab in that buffer, and each gradient is one GEMM. Label smoothing does the same: it sums the distances of all logits
+  to the target's logit, which an early slab does not know yet.
+- "balanced" keeps the logits of the last slab in such a buffer, which is as large as what token chunks would hold. The
+  slabs between use the same buffer, before the last slab in the forward and after it in the backward. Their logits are
+  computed twice. It runs for results of each row, and for classes that are split over ranks.
+- "small" keeps no other logits. Each slab overwrites the logits of the one before: in the forward in the first rows of
+  grad_weight, in the backward in the rows that are not written yet. The backward computes them again, by products of
+  the same shapes. It does not support label smoothing.
 
 A second backward pass (``retain_graph``) computes the logits again.
 """
@@ -53,22 +53,28 @@ from liger_kernels.ops.loss.schedule import (
 )
 from liger_kernels.ops.runtime.tiling import choice
 
-# 8192 x 2048 x 262144 on an H200, with 1, 2, 4, 8: 58.4, 54.8, 54.9, 54.5 ms.
-WIDER = 8  # how many times as many classes a slab has at most where its logits need no memory of their own
+# Logits that need no memory of their own may be wider, at most by this factor. 8192 x 2048 x 262144 on an H200:
+# factor   1     2     4     8
+# ms       58.4  54.8  54.9  54.5
+WIDER = 8
 
 
 class SlabSizes(NamedTuple):
     """How wide slabs are.
 
     Attributes:
-        forward: classes of a slab of "small" if its logits take memory of their own.
-        backward: the same next to grad_weight.
-        step: widths are multiples of it: a product then fills whole waves of an H200's multiprocessors, or nearly so.
-        worth: bytes that a first slab has to spare "fast", whose time is what it is chosen for. On an H200, bfloat16,
-            one slab and two: 8192 x 4096 x 128256 38.5, 39.1 ms (656 MiB spared), 8192 x 2048 x 262144 41.7, 41.4
-            (816), 8192 x 2048 x 128256 20.2, 20.7 (400), 2048 x 4096 x 128256 9.9, 10.7 (332), 512 x 2048 x 128256
-            2.0, 2.5 (100).
-        chunk: "balanced" in slabs takes no more memory than chunks of that many tokens.
+        forward: classes of a slab of "small" whose logits need memory of their own.
+        backward: the same while grad_weight exists, too.
+        step: widths are multiples of it, so that a product nearly fills whole waves of an H200's multiprocessors.
+        worth: bytes that a first slab must save; otherwise "fast" has one slab, which is faster. H200, bfloat16:
+
+                shape                   one slab   two slabs   saved
+                8192 x 4096 x 128256    38.5 ms    39.1 ms     656 MiB
+                8192 x 2048 x 262144    41.7       41.4        816
+                8192 x 2048 x 128256    20.2       20.7        400
+                2048 x 4096 x 128256    9.9        10.7        332
+                512 x 2048 x 128256     2.0        2.5         100
+        chunk: "balanced" in slabs needs no more memory than chunks of that many tokens.
     """
 
     forward: int
@@ -80,28 +86,27 @@ class SlabSizes(NamedTuple):
 
 @choice("slabs")
 def slab_sizes(tokens: int, hidden_size: int) -> SlabSizes:
-    """Every slab reads and writes the float32 grad_hidden once: the more classes, the less that weighs, and the more
-    memory its logits take. Next to grad_weight that is at most 64 MiB in 16 bits, as long as it leaves slabs of 1024
-    classes."""
+    """Every slab reads and writes the float32 grad_hidden once. Wider slabs do so less often, but their logits need
+    more memory. While grad_weight exists, they have at most 64 MiB in 16 bits, or 1024 classes if that is more."""
     columns = max(2048, -(-hidden_size // 256) * 256)
     return SlabSizes(columns, min(columns, max(1024, 2**25 // max(tokens, 1) // 1024 * 1024)))
 
 
 def _fit(tokens: int, hidden_size: int, classes: int, step: int) -> int:
-    """How many of the last ``classes`` can have their logits in grad_weight, behind their own rows."""
+    """The largest slab at the start of the last ``classes`` whose logits fit into grad_weight, behind its own rows."""
     return max(0, (classes * hidden_size - step) // (tokens + hidden_size) // step * step)
 
 
 def kept_by_fast(tokens: int, hidden_size: int, vocab: int, itemsize: int) -> int:
-    """The first slab of "fast", whose rows of grad_weight hold the float32 sum of grad_hidden; 0 where it is not worth
-    it."""
+    """Classes of the first slab of "fast". Its rows of grad_weight hold the float32 sum of grad_hidden. 0 if it would
+    save too little memory."""
     sizes = slab_sizes(tokens, hidden_size)
     size = _fit(tokens, hidden_size, vocab, _step(sizes.forward, sizes.step))
     return size if size and tokens * size * itemsize >= sizes.worth and size * itemsize >= 4 * tokens else 0
 
 
 def kept_by_small(tokens: int, hidden_size: int, vocab: int) -> int:
-    """The first slab of "small": as wide as it can be, because it is not computed twice."""
+    """Classes of the first slab of "small": as many as fit, because it is not computed twice."""
     sizes = slab_sizes(tokens, hidden_size)
     size = _fit(tokens, hidden_size, vocab, _step(sizes.backward, sizes.step))
     return size if size > sizes.backward else 0
@@ -110,9 +115,10 @@ def kept_by_small(tokens: int, hidden_size: int, vocab: int) -> int:
 def held_by_balanced(
     tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool, heads: int = 1
 ) -> int:
-    """How many classes' logits take what token chunks hold beyond grad_weight and grad_hidden: the logits of a chunk,
-    and in 16 bits the second half of the float32 sum of grad_weight; that of grad_hidden goes off. 0 where a slab of
-    "small" is as wide."""
+    """Classes of the last slab of "balanced", whose logits fit into what token chunks hold beyond the gradients.
+
+    Token chunks hold the logits of one chunk. In 16 bits they also hold the second half of the float32 sum of
+    grad_weight, less that of grad_hidden, which slabs hold. 0 if a slab of "small" is as wide."""
     sizes = slab_sizes(tokens, hidden_size)
     spared = itemsize * vocab * sizes.chunk
     if itemsize < 4:
@@ -136,15 +142,15 @@ class SlabPlace(enum.Enum):
 
 
 class SlabPart(NamedTuple):
-    """Some classes in a row, whose logits are computed by one product.
+    """A range of classes, whose logits are computed by one product.
 
     Attributes:
         first: the first class, counted from the weight's first row.
         stop: the last class + 1.
-        stride: how many logits the memory has room for in each row.
+        stride: the columns of the memory.
         forward: where the logits lie in the forward.
         backward: where they lie in the backward.
-        stays: whether the backward finds the logits of the forward. It computes the others again.
+        stays: whether the logits are kept until the backward. Otherwise the backward computes them again.
     """
 
     first: int
@@ -156,7 +162,7 @@ class SlabPart(NamedTuple):
 
 
 class SlabPlan(NamedTuple):
-    """What a head does. ``print`` shows it.
+    """The parts of the vocabulary, and where their logits lie. ``print`` shows it.
 
     Attributes:
         parts: in the order of the forward.
@@ -169,12 +175,12 @@ class SlabPlan(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether one part has all classes, and stays."""
+        """Whether there is one part, with all classes, and it stays."""
         return len(self.parts) == 1 and self.parts[0].stays
 
     @property
     def last_stays(self) -> bool:
-        """Whether the last part has a buffer that is kept. It may have no class: a rank may have none."""
+        """Whether the last part stays. It may have no class, on a rank that has none."""
         return bool(self.parts) and self.parts[-1].stays
 
     def in_backward(self) -> list[SlabPart]:
@@ -190,13 +196,13 @@ class SlabPlan(NamedTuple):
 
 
 class VocabularySlabs(NamedTuple):
-    """The schedules in slabs: how the vocabulary is cut. :meth:`plan` unfolds it.
+    """The schedules in slabs, as five integers. :meth:`plan` makes the list of parts from them.
 
     Attributes:
-        kept_classes: those of the first slab, whose logits stay in the memory of grad_weight until the backward; or 0.
-        held_classes: those of the last slab, whose logits stay in memory of their own until the backward; or 0.
-        slab: how many classes a slab between has at most whose logits need memory; 0: there is none.
-        backward_slab: the same where there is a gradient of the weight, and no held slab.
+        kept_classes: classes of the first slab, whose logits stay in grad_weight until the backward, or 0.
+        held_classes: classes of the last slab, whose logits stay in a buffer of their own until the backward, or 0.
+        slab: most classes of a slab between these two, whose logits need memory. 0: there is no such slab.
+        backward_slab: the same if the weight has a gradient and no last slab is held.
         step: as in :class:`SlabSizes`; slabs that are narrower than it are multiples of 8 classes.
     """
 
@@ -208,7 +214,7 @@ class VocabularySlabs(NamedTuple):
 
     @property
     def _holds(self) -> bool:
-        """Whether logits of the last slab are held, also of no class: a rank may have none."""
+        """Whether the last slab's logits are held. It may have no class, on a rank that has none."""
         return bool(self.held_classes) or not self.slab
 
     @classmethod
@@ -220,7 +226,7 @@ class VocabularySlabs(NamedTuple):
     def balanced(
         cls, tokens: int, hidden_size: int, vocab: int, itemsize: int, in_grad_weight: bool, heads: int = 1
     ) -> VocabularySlabs:
-        """What takes no more memory than token chunks."""
+        """Slabs that need no more memory than token chunks."""
         kept = kept_by_small(tokens, hidden_size, vocab) if in_grad_weight else 0
         held = held_by_balanced(tokens, hidden_size, vocab, itemsize, in_grad_weight, heads)
         if not held:
@@ -255,7 +261,7 @@ class VocabularySlabs(NamedTuple):
         return Output(rows.loss, rows, (call.new(True, dtype=torch.float32), stats), buffers)
 
     def _kept_of_teacher(self, call: Call) -> Tensor:
-        """Room for the teacher's logits of the parts that stay, one after the other."""
+        """Memory for the teacher's logits of the parts that stay, one after the other."""
         if call.teacher is None or not (self.kept_classes or self._holds):
             return call.new(False)
         classes = self.kept_classes + padded(self.held_classes) * self._holds
@@ -288,7 +294,7 @@ class VocabularySlabs(NamedTuple):
         return Output(loss, rows, (denominator, stats), buffers)
 
     def _divergence(self, call: Call, output: Output) -> Output:
-        """The same of the divergence from a teacher's head."""
+        """The forward of the divergence from a teacher's head."""
         teacher, shard, plan = call.teacher, call.shard, self.plan_of(call)
         assert teacher is not None
 
@@ -360,8 +366,9 @@ class VocabularySlabs(NamedTuple):
         grad_bias: Tensor,
         thin: ThinProducts | None,
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """``slabs``, their logits overwritten by the gradient, of which ``grad_bias``, adapters and the observer get
-        theirs."""
+        """Overwrite the logits of ``slabs`` by their gradient, one slab after the other.
+
+        Each gradient is also added to ``grad_bias``, to the adapters' sums, and shown to the observer."""
         (denominator, stats), vocab, observer = saved, len(call.weight), current_observer()
         known, ids = self.plan_of(call).whole and call.shard is None, call.id_grads(upstream)
         observed = call.new(observer is not None, len(call.hidden), vocab, dtype=torch.float32)
@@ -398,7 +405,7 @@ class VocabularySlabs(NamedTuple):
             call.observe(0, observed if call.shard is None else call.shard.gather(observed))
 
     def _gradients_of_kept(self, call: Call, slabs: Iterator[tuple[int, int, Tensor]], grad_weight: Tensor) -> Tensor:
-        """grad_hidden of "fast"; ``grad_weight`` is written where it is needed."""
+        """grad_hidden of "fast". ``grad_weight`` is written if it is needed."""
         hidden, weight, every = call.hidden, call.weight, list(slabs)
         grad_hidden = call.new(call.needs.hidden, *hidden.shape)
         if call.needs.hidden and len(every) == 1:
@@ -409,12 +416,13 @@ class VocabularySlabs(NamedTuple):
                 add_product(sums, d_logits, weight[first:stop], keep=1.0 if first else 0.0)
             rounded(sums, None, grad_hidden)
         if call.needs.weight:
-            for first, stop, d_logits in every:  # the first one's rows end where its gradient begins, the second's not
+            # In this order: the second slab's rows overlap the gradient of the first slab, whose own rows do not.
+            for first, stop, d_logits in every:
                 torch.mm(d_logits.t(), hidden, out=grad_weight[first:stop])
         return grad_hidden
 
     def _gradients_of_slabs(self, call: Call, slabs: Iterator[tuple[int, int, Tensor]], grad_weight: Tensor) -> Tensor:
-        """The same of the others, and of all where the classes are split over ranks: the sum is theirs, too."""
+        """grad_hidden of the other schedules, and of all schedules if the classes are split over ranks."""
         hidden, weight = call.hidden, call.weight
         sums = SplitSum.empty(call.needs.hidden, hidden.shape, hidden.dtype, hidden.device)
         logits, keep = None, 0.0
@@ -443,7 +451,7 @@ def _plan(slabs: VocabularySlabs, tokens: int, hidden_size: int, vocab: int, ite
 
 
 def _parts_with_a_buffer(slabs: VocabularySlabs, vocab: int) -> tuple[SlabPart, ...]:
-    """Those of "fast" and "balanced": the last part's buffer also takes the logits of the parts between."""
+    """The parts of "fast" and "balanced". The parts between use the last part's buffer."""
     kept, last = slabs.kept_classes, vocab - slabs.held_classes
     first = [SlabPart(0, kept, kept, SlabPlace.BEHIND, SlabPlace.BEHIND, stays=True)] if kept else []
     between = [
@@ -460,27 +468,28 @@ def _parts_with_a_buffer(slabs: VocabularySlabs, vocab: int) -> tuple[SlabPart, 
 def _parts_in_grad_weight(
     slabs: VocabularySlabs, tokens: int, hidden_size: int, vocab: int, itemsize: int, needs: Needs
 ) -> tuple[SlabPart, ...]:
-    """Those of "small".
+    """The parts of "small".
 
-    A part is as wide in the forward as in the backward: products of one shape have the same bits. Where a softmax has
-    nearly all of its weight on one class, logits that round another way than those of which the loss was taken give a
-    gradient that is wrong by the rounding of the logit itself: 0.25 for a logit of 100 in bfloat16.
+    A part is as wide in the forward as in the backward, because products of one shape have the same bits. The loss and
+    the gradient then see the same logits. Otherwise, if one class has nearly all of the softmax, the gradient is wrong
+    by the rounding of the logit itself: by 0.25 for a logit of 100 in bfloat16.
 
-    In the backward every part finishes its rows of grad_weight. The rows behind hold its logits, as long as those of
-    more than ``backward_slab`` classes fit: wide parts cost nothing there, and read and write grad_hidden less often.
+    In the backward every part writes its rows of grad_weight. The rows behind these hold the part's logits, while more
+    than ``backward_slab`` classes fit there. Such parts need no memory, and wider parts read grad_hidden less often.
     """
     kept, columns = slabs.kept_classes, slabs.backward_slab
     if not needs.weight:
         columns = slabs.slab if any(needs) else 2 * slabs.slab  # without a gradient, little else is held
     step = _step(columns, slabs.step)
-    # What the forward has memory for: the first part's rows, or what it allocates before there is a grad_weight; or as
-    # much as the backward takes for the float32 sum of grad_hidden. 32768 x 4096 x 128256 on an H200, without the
-    # latter and with it: 112 slabs in 223 ms, 37 in 205.
+    # The forward has the first part's rows, or what it may allocate before grad_weight exists. It may also use as much
+    # as the backward needs for the float32 sum of grad_hidden. 32768 x 4096 x 128256 on an H200:
+    # without the latter   112 slabs   223 ms
+    # with it               37         205
     room = kept * hidden_size // max(tokens, 1) if kept else 2 * slabs.slab
     room = max(room, needs.hidden * 4 * hidden_size // itemsize)
     widest = min(WIDER * columns, room // step * step)
     parts: list[SlabPart] = []
-    first, forward = 0, SlabPlace.FIRST_ROWS  # which the backward writes
+    first, forward = 0, SlabPlace.FIRST_ROWS  # the backward writes these rows
     while first < vocab:
         stays = bool(kept) and not first
         size = _fit(tokens, hidden_size, vocab - first, step) if needs.weight else 0
@@ -488,7 +497,7 @@ def _parts_in_grad_weight(
         narrow = size <= columns
         stop, stride = (min(first + columns, vocab), padded(min(columns, vocab))) if narrow else (first + size, size)
         if not stays and kept * hidden_size < tokens * stride:
-            forward = SlabPlace.SHARED  # so do the parts after it, none of which is wider
+            forward = SlabPlace.SHARED  # and for the parts behind it: none of them is wider
         backward = SlabPlace.SHARED if narrow else SlabPlace.BEHIND
         parts.append(SlabPart(first, stop, stride, SlabPlace.BEHIND if stays else forward, backward, stays))
         first = stop
@@ -505,12 +514,12 @@ def _logits_of_parts(
     known: bool = False,
     again: bool = False,
 ) -> Iterator[tuple[SlabPart, Tensor, Tensor | None]]:
-    """Each part, its logits, and those of a teacher's head. The next one overwrites them unless they stay.
+    """Yield each part with its logits and the teacher's. The next part overwrites them unless they stay.
 
     Args:
-        buffers: those of the schedule's output.
+        buffers: of the schedule's output.
         known: whether the logits that stay have been computed.
-        again: whether the forward has passed over all of them before.
+        again: whether this is the second pass of a forward.
     """
     grad_weight, other_logits, kept_of_teacher = buffers
     shared = None  # freed with this generator
@@ -518,7 +527,7 @@ def _logits_of_parts(
     for part in parts:
         place = part.backward if backward else part.forward
         if again and place is SlabPlace.LAST and not part.stays:
-            place = SlabPlace.SHARED  # there are the logits that stay
+            place = SlabPlace.SHARED  # the last part's logits lie there and stay
         if place is SlabPlace.SHARED and shared is None:
             shared = logits_buffer(call, len(call.hidden), part.stride)
         room = other_logits if shared is None or place is SlabPlace.LAST else shared
@@ -533,7 +542,8 @@ def _logits_of_parts(
 
 
 def _of_teacher(call: Call, kept: Tensor, known: bool) -> Callable[[SlabPart], Tensor | None]:
-    """The teacher's logits of a part, which are in ``kept`` if they stay; the next part overwrites the others."""
+    """A function of a part: the teacher's logits. They lie in ``kept`` if they stay; the next part overwrites the
+    others."""
     teacher, tokens = call.teacher, len(call.hidden)
     if teacher is None:
         return lambda part: None
@@ -557,7 +567,7 @@ def _of_teacher(call: Call, kept: Tensor, known: bool) -> Callable[[SlabPart], T
 
 
 def _memory(call: Call, part: SlabPart, place: SlabPlace, grad_weight: Tensor, buffer: Tensor) -> Tensor:
-    """Room for the logits of ``part`` at ``place``, [tokens, stride]. ``buffer`` is the last part's or the shared
+    """Memory for the logits of ``part`` at ``place``, [tokens, stride]. ``buffer``: the last part's or the shared
     one."""
     tokens, stride = len(call.hidden), part.stride
     if place is SlabPlace.BEHIND:
@@ -567,7 +577,7 @@ def _memory(call: Call, part: SlabPart, place: SlabPlace, grad_weight: Tensor, b
 
 
 def _behind(call: Call, grad_weight: Tensor, stop: int, size: int) -> Tensor:
-    """Room for the logits of ``size`` classes behind the rows of those before ``stop``, at an aligned address."""
+    """Memory for the logits of ``size`` classes in grad_weight, behind row ``stop``, at an aligned address."""
     tokens, hidden_size = call.hidden.shape
     begin = padded(stop * hidden_size)
     return grad_weight.view(-1)[begin : begin + tokens * size].view(tokens, size)
