@@ -1,8 +1,8 @@
-"""The truth's arithmetic: what upstream computes in float32 by name, computed in float64.
+"""The truth's arithmetic: computes in float64 what upstream explicitly computes in float32.
 
-At real size two of upstream's functions take more memory in float64 than a GPU has: attention, for which no kernel
-spares the scores, and the loss, which holds the logits four times. Both are computed in blocks there, by the same
-formulas. A mini model's are far below :data:`BLOCK` and run as they are.
+At real size two of upstream's functions need more memory in float64 than a GPU has. Attention materializes its scores,
+because no kernel avoids that in float64. The loss holds the logits four times. Both are computed in blocks, by the same
+formulas. In a mini model both are smaller than :data:`BLOCK`, and run unchanged.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-# Elements of scores, or of logits, beyond which they are computed in blocks of about that many: 2 GiB in float64.
+# Scores or logits with more elements are computed in blocks of about this many: 2 GiB in float64.
 BLOCK = 2**28
 
 
 class InFloat64(TorchFunctionMode):
-    """Turns every explicit float32 into float64: upstream's norms, rotary angles, softmax and loss ask for float32 by
-    name, and a truth that is rounded there is as noisy as the float32 baseline that it judges."""
+    """Turns every explicit float32 into float64.
+
+    Upstream's norms, rotary angles, softmax and loss cast to float32. A truth that is rounded there would be as noisy
+    as the float32 baseline that it judges."""
 
     widens = True
 
@@ -40,7 +42,7 @@ class InFloat64(TorchFunctionMode):
             return attention(*args, **kwargs)
         if func is F.cross_entropy and _is_large(args, kwargs):
             return cross_entropy(*args, **kwargs)
-        if func is torch.multinomial:  # a GPU draws other random numbers in float64: the truth samples what others do
+        if func is torch.multinomial:  # in float64 a GPU draws other random numbers than the other arms
             return func(args[0].to(torch.float32), *args[1:], **kwargs)
 
         def widen(value: Any) -> Any:
@@ -52,8 +54,10 @@ class InFloat64(TorchFunctionMode):
         self, loss: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
         inputs: Any = None,
     ) -> None:  # fmt: skip
-        """What a backward pass computes again (checkpointing) is widened, too. A mode is off inside of its own handler,
-        and in ``torch.autograd.backward``, which asks for a handler as well: so this is what that function calls."""
+        """Widen what a backward pass computes again (checkpointing), too.
+
+        Torch disables a mode inside of its own handler, so the mode is entered again. ``torch.autograd.backward`` would
+        call the handler once more, so the engine is called directly."""
         gradients = (torch.ones_like(loss) if gradient is None else gradient,)
         wanted = () if inputs is None else tuple(inputs)
         keep = create_graph if retain_graph is None else retain_graph
@@ -65,7 +69,7 @@ class InFloat64(TorchFunctionMode):
 
 @contextlib.contextmanager
 def as_asked() -> Iterator[None]:
-    """Inside, what asks for float32 gets it, in a truth, too."""
+    """Inside, float32 stays float32, also in a truth."""
     before, InFloat64.widens = InFloat64.widens, False
     try:
         yield
@@ -74,7 +78,7 @@ def as_asked() -> Iterator[None]:
 
 
 def _is_long(args: Any, options: dict[str, Any]) -> bool:
-    """Whether the scores of this attention, which upstream calls with three tensors in place, are more than a block."""
+    """Whether the scores of this attention are more than a block. Upstream passes three tensors by position."""
     return len(args) == 3 and not options.get("dropout_p") and _scores(*args[:2]) > BLOCK
 
 
@@ -86,8 +90,8 @@ def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """``F.scaled_dot_product_attention`` of [..., heads, length, head_dim] without dropout, a block of queries at a
-    time. The backward pass computes each block's scores again."""
+    """``F.scaled_dot_product_attention`` without dropout, [..., heads, length, head_dim], in blocks of queries. The
+    backward computes each block's scores again."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -112,7 +116,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
 
 
 def _is_large(args: Any, options: dict[str, Any]) -> bool:
-    """Whether these logits [tokens, classes] are more than a block, in a loss as causal models of upstream ask for."""
+    """Whether the logits [tokens, classes] of a causal model's loss are more than a block."""
     as_upstream = options.get("weight") is None and not options.get("label_smoothing")
     return (
         len(args) == 2 and args[0].ndim == 2 and args[1].ndim == 1 and args[0].numel() > BLOCK
@@ -123,13 +127,13 @@ def _is_large(args: Any, options: dict[str, Any]) -> bool:
 def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100, reduction: str = "mean", **others: Any
 ) -> torch.Tensor:
-    """``F.cross_entropy`` of logits [tokens, classes], with no copy of them but their gradient."""
+    """``F.cross_entropy`` of logits [tokens, classes]. Its only other tensor of this size is their gradient."""
     losses: torch.Tensor = _CrossEntropy.apply(logits, targets, ignore_index)
     return losses.sum() if reduction == "sum" else losses.sum() / (targets != ignore_index).sum()
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Every token's loss, a block of tokens at a time; 0 where the target is ignored."""
+    """The loss of every token, in blocks of tokens; 0 if the target is ignored."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:

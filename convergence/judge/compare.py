@@ -5,23 +5,23 @@ For a quantity (a gradient, say) at step k, with the truth t_k, a candidate c_k 
     error   e_k(c)  = |c_k - t_k| / |t_k|
     gain    g_k(c)  = <c_k, t_k> / <t_k, t_k>
 
-*Error ratio*: e_k(c) over the root mean square of e_k over the baseline and its replicas, root mean square over the
-steps of a phase. It sees whatever is larger than PyTorch's own rounding. *Largest error ratio*: the same of the largest
-error of an element; one wrong row among many is nothing in a root mean square.
+A *replica* is a baseline whose initial weights were moved by one unit in the last place. It has a truth of its own, so
+its errors are a fresh sample of rounding noise. The *honest arms* are the baseline and its replicas. Five statistics
+judge:
 
-*Row error ratio*: the worst e_k of one token's row, by the size of that row, over what honest arms have in it. A row
-that is small, or one of many, is nothing in either of the others.
-
-*Gain*: the mean of g_k over all steps that run the same way (training, evaluation, decoding), each weighted by the
-inverse of its measured variance. Noise averages out of it,
-so it sees a scale that is wrong by parts per thousand, where bfloat16's rounding hides it from the error ratio. What
-does not average out is that a gradient taken at noisy activations is a smoothed one: the baseline's own mean lies up to
-0.001 from 1 in bfloat16. A candidate's may lie anywhere between 1 and the replicas' mean; what is judged is how far
-outside it lies. *Gain against the others*: rounding in the loss moves the gains of all parameters of a step together;
-the difference from the step's median over the parameters sees one parameter more sharply.
-
-The replicas are baselines whose initial weights were moved by one unit in the last place, each with a truth of its own,
-so that their errors are fresh samples of rounding noise and nothing else.
+- *Error ratio*: e_k(c) divided by the root mean square of e_k over the honest arms. The root mean square of this ratio
+  over the steps of a phase is judged. It sees errors that are larger than PyTorch's own rounding.
+- *Largest error ratio*: the same of the largest error of an element. It sees one wrong row among many, which a root
+  mean square hides.
+- *Row error ratio*: the worst e_k of one token's row, relative to the size of that row and to the honest arms' error in
+  it. It sees a wrong row even if the row is small.
+- *Gain*: the mean of g_k over all steps that run the same way (training, evaluation, decoding). Each step is weighted
+  by the inverse of its measured variance. Noise averages out, so the gain sees a wrong scale that bfloat16's rounding
+  hides from the error ratio. One bias remains: a gradient at noisy activations is a smoothed gradient, so the
+  baseline's own mean lies up to 0.001 from 1 in bfloat16. A candidate's gain may therefore lie anywhere between 1 and
+  the replicas' mean. Its distance from this interval is judged.
+- *Gain against the others*: the gain less the step's median over all parameters. Rounding in the loss moves the gains
+  of all parameters of a step together. The difference shows a single parameter more sharply.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ from convergence.arms.trajectory import Trajectory
 from convergence.judge import long_run, tolerance
 from convergence.judge.verdict import Verdict
 
-# What a patch of somebody else need not have: quantities and kinds.
+# Quantities and kinds that a patch of another package need not have.
 _NOT_OBSERVABLE = (LOGITS, BY_ELEMENT, TARGET_LOGIT, TRAINING_LOGITS, HIDDEN_STATES, HIDDEN_GRADIENT)
-# Quantities and kinds whose noise is alike, so that together they say how much of it each step has.
+# Quantities and kinds with similar noise. Each group measures the noise of a step together.
 _GRADIENTS = (GRADIENT, LOGITS, HIDDEN)
 _NUMBERS = (LOSS, GRADIENT_NORM)
 _OTHERS = ((HIDDEN_GRADIENT,), (EVALUATION_LOGITS, TRAINING_LOGITS, HIDDEN_STATES), (DISPLACEMENT, PARAMETER))
-# Those of [..., tokens, columns], of which each token's row is one that a kernel may get wrong alone.
+# Quantities [..., tokens, columns]. A kernel may get a single token's row wrong.
 _IN_ROWS = (HIDDEN_GRADIENT, HIDDEN_STATES, LOGITS, EVALUATION_LOGITS, TRAINING_LOGITS)
 
 Pair = tuple[Trajectory, Trajectory]  # the truth, and the arm that is measured against it
@@ -79,9 +79,9 @@ def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, fo
     """Judge ``candidate`` against ``pairs``: (truth, baseline) first, then each replica's truth and replica.
 
     Args:
-        dtype: what baseline and candidate trained in.
-        foreign: whether the patch is not ours, so that logits that never exist, and a head that is never called, are
-            its right and only noted.
+        dtype: the dtype that baseline and candidate trained in.
+        foreign: whether the patch is another package's. It may never make logits and never call the head: that is
+            noted, and does not fail.
     """
     truth, baseline = pairs[0]
     verdict = Verdict()
@@ -113,8 +113,10 @@ def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, fo
 def _check_presence(
     pairs: Sequence[Pair], candidate: Trajectory, verdict: Verdict, foreign: bool
 ) -> dict[Quantity, list[Moment]]:
-    """Same names, same shapes, finite, zero where the truth is, and not zero where neither the truth nor any honest arm
-    is (a small step may round away in bfloat16); returns the steps that can be judged."""
+    """Check names, shapes, dtypes and finiteness, and return the steps that can be judged.
+
+    A value must be zero if the truth is zero. It may be zero only if the truth or an honest arm is: a small step may
+    round away in bfloat16."""
     truth, baseline = pairs[0]
     judged: dict[Quantity, list[Moment]] = {}
     for quantity in {**truth.values, **candidate.values}:
@@ -159,16 +161,16 @@ def _need_not_be(quantity: Quantity) -> bool:
 
 
 def _is_inside(quantity: Quantity) -> bool:
-    """Whether it is observed between modules of the model, where a patch of somebody else may keep tokens otherwise:
-    without padding, say."""
+    """Whether it is observed between modules of the model. There another package may store tokens in another layout,
+    such as without padding."""
     return quantity.kind in (HIDDEN_STATES, HIDDEN_GRADIENT) and quantity != HIDDEN
 
 
 @dataclass
 class _Measured:
-    """One quantity: errors, largest errors and gains less 1, [arms, steps]; the candidate is the last arm.
+    """One quantity: errors, largest errors, and gains less 1, all [arms, steps]. The candidate is the last arm.
 
-    ``floor`` and ``largest_floor`` [steps] are what one rounding costs.
+    ``floor`` and ``largest_floor`` [steps] are the cost of one rounding.
     """
 
     steps: list[Moment]
@@ -214,25 +216,28 @@ def _of_all_arms(
     figures: Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], torch.Tensor],
     name: str,
 ) -> torch.Tensor:
-    """The ``figures`` [..., arms, all] of the honest arms and of the candidate, which is the last one; the honest arms'
-    are kept under ``name``, because candidates are compared one after another with the same ones."""
+    """The ``figures`` [..., arms, all] of the honest arms and of the candidate, which is the last arm. Those of the
+    honest arms are cached under ``name``, because many candidates are compared with the same honest arms."""
     honest = [(truth.values[quantity][step], arm.values[quantity][step]) for truth, arm in pairs]
     own = [(honest[0][0], candidate.values[quantity][step])]
     known, key = pairs[0][1].measured, (quantity, step, name)
     which = [id(tensor) for pair in honest for tensor in pair]
     if key not in known or known[key][0] != which:
-        known[key] = which, honest, figures(honest)  # which keep their numbers while kept
+        known[key] = which, honest, figures(honest)  # a tensor that is kept keeps its id
     return torch.cat([known[key][-1], figures(own)], 1)
 
 
 def _figures(arms: Sequence[tuple[torch.Tensor, torch.Tensor]], quantity: Quantity, by_element: bool) -> torch.Tensor:
-    """Error, largest error, gain less 1 and largest element of the truth, by the truth's size: [4, arms]. Of each arm
-    the truth's tensor comes first."""
+    """Error, largest error, gain less 1, and the truth's largest element, relative to the truth's size: [4, arms].
+
+    Args:
+        arms: the truth's tensor and the arm's, for each arm.
+    """
     t, a = (torch.stack([arm[i].double().flatten() for arm in arms]) for i in range(2))
     count: torch.Tensor | int = t.shape[1]
     if quantity == TARGET_LOGIT or by_element:
-        # p - 1, over many orders of magnitude: each row counts by its own size. By element it is p, which is positive;
-        # where label smoothing cancels it, all that is known is its size.
+        # The target's p - 1 spans many orders of magnitude, so each row counts relative to its own size. By element it
+        # is p, which is positive. Label smoothing may cancel it: such elements do not count.
         counts = t > 0 if by_element else t != 0
         a = torch.where(counts, (a / t).clamp(0, 2) if by_element else a / t, 0.0)
         t, count = counts.double(), counts.sum(1)
@@ -250,10 +255,10 @@ def _judge_statistics(
     verdict: Verdict,
 ) -> None:
     measured = {q: _measure(pairs, candidate, q, steps, dtype, q == BY_ELEMENT) for q, steps in comparable.items()}
-    if LOGITS in comparable and BY_ELEMENT not in comparable:  # else they are too large to be kept by element
+    if LOGITS in comparable and BY_ELEMENT not in comparable:  # else the logits are too large to be kept
         measured[BY_ELEMENT] = _measure(pairs, candidate, LOGITS, comparable[LOGITS], dtype, by_element=True)
     _judge_error_ratios("error ratio", measured, verdict)
-    # Where every element counts by its own size, the largest error is that of whatever is nearest to 0.
+    # If every element counts relative to its own size, the element nearest to 0 has the largest error.
     whole = {q: m for q, m in measured.items() if not m.scalar and q not in (TARGET_LOGIT, BY_ELEMENT)}
     largest = {q: dataclasses.replace(m, error=m.largest, floor=m.largest_floor) for q, m in whole.items()}
     _judge_error_ratios("largest error ratio", largest, verdict)
@@ -266,7 +271,8 @@ def _judge_statistics(
 
 
 def _judge_error_ratios(name: str, measured: dict[Quantity, _Measured], verdict: Verdict) -> None:
-    """Judge every quantity in every phase by what honest ratios are in this phase, over all quantities of one kind."""
+    """Judge every quantity in every phase. The bound follows from the honest arms' ratios in this phase, over all
+    quantities of one kind."""
     lone_step = _is_lone(measured)
     ratios: dict[tuple[str, bool, bool], list[tuple[Quantity, Moment, float]]] = {}
     worst_replica: dict[tuple[str, bool, bool], float] = {}
@@ -298,8 +304,9 @@ def _judge_rows(
     dtype: torch.dtype,
     verdict: Verdict,
 ) -> None:
-    """Judge the worst row of every quantity in every phase, each row by its own size and by what honest arms lose in
-    it: one token that gets no gradient is nothing in the mean over a batch, and need not be near the largest."""
+    """Judge the worst row of every quantity in every phase, relative to its size and to the honest arms' error in it.
+
+    A token without a gradient is invisible in the mean over a batch, and need not have the largest error."""
     found: dict[str, dict[Quantity, list[tuple[float, Moment]]]] = {}
     worst_replica: dict[str, float] = {}
     floor = tolerance.error_floor(dtype)
@@ -324,7 +331,7 @@ def _judge_rows(
 
 
 def _row_errors(arms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """The error of every row by the size of the truth's: [1, arms, rows]. Where the truth's is 0, by the mean size."""
+    """The error of every row relative to the truth's row, or to the mean row if that is 0: [1, arms, rows]."""
     t, a = (torch.stack([arm[i].double().flatten(0, -2) for arm in arms]) for i in range(2))
     size = t.norm(dim=-1)
     mean = size.square().mean(-1, keepdim=True).sqrt()
@@ -332,8 +339,7 @@ def _row_errors(arms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tens
 
 
 def _row_reference(honest: torch.Tensor, floor: float) -> torch.Tensor:
-    """PyTorch's own error [..., rows] from ``honest`` [..., arms, rows]: half from the row itself, half from the row in
-    the middle."""
+    """PyTorch's own error [..., rows] from ``honest`` [..., arms, rows]: half from the row, half from the median."""
     square = honest.square().mean(-2)
     return ((square + square.median(-1, keepdim=True).values) / 2).sqrt().clamp(min=floor)
 
@@ -345,21 +351,21 @@ def _is_lone(measured: dict[Quantity, _Measured]) -> bool:
 
 @functools.cache
 def _others(n: int) -> torch.Tensor:
-    """[n, n - 1]: of each of ``n`` arms, the other ones."""
+    """The other arms of each of ``n`` arms, [n, n - 1]."""
     return torch.tensor([[other for other in range(n) if other != arm] for arm in range(n)])
 
 
 def _reference(honest: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own error [..., steps] from ``honest`` [..., arms, steps]: half from the step itself, half from its
-    phase."""
+    """PyTorch's own error [..., steps] from ``honest`` [..., arms, steps]: half from the step, half from its phase."""
     square = honest.square()
     return ((square.mean(-2) + square.mean((-2, -1)).unsqueeze(-1)) / 2).sqrt().maximum(floor)
 
 
 def _against_the_others(parameters: dict[Quantity, _Measured]) -> dict[Quantity, _Measured]:
-    """The same with, in every arm and step, the median gain over the parameters taken off.
+    """``parameters`` with the median gain over all parameters subtracted, in every arm and step.
 
-    Of a single step it is the median over the others: the parameter in the middle would show no noise at all there."""
+    If there is a single step, it is the median over the other parameters: otherwise the median parameter would have no
+    noise at all."""
     steps = {step for m in parameters.values() for step in m.steps}
     common = {
         step: torch.stack([m.gain[:, m.steps.index(step)] for m in parameters.values() if step in m.steps])
@@ -378,8 +384,8 @@ def _against_the_others(parameters: dict[Quantity, _Measured]) -> dict[Quantity,
 
 
 def _judge_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dtype, verdict: Verdict) -> None:
-    """Judge the weighted mean gain of every quantity over all of its steps that run the same way: a fault in decoding
-    alone is nothing in a mean over all steps."""
+    """Judge the weighted mean gain of every quantity over its steps that run the same way. A mean over all steps would
+    hide a fault that is in decoding alone."""
     groups: dict[tuple[str, ...], dict[Quantity, _Measured]] = {}
     for quantity, m in measured.items():
         for way in dict.fromkeys(map(_way, m.steps)):
@@ -390,7 +396,7 @@ def _judge_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dt
 
 
 def _way(step: Moment) -> tuple[str, ...]:
-    """Training and each kind of evaluation run in a way of their own. Each optimizer ends somewhere else."""
+    """The way a step runs: training, one of the kinds of evaluation, or the end of one optimizer's steps."""
     if step.step == END:
         return tuple(step[:2])
     return (step.step,) if step.step in (DECODING, EVALUATION, WITHOUT_GRADIENTS) else ()
@@ -409,9 +415,9 @@ def _judge_mean_gains(measured: dict[Quantity, _Measured], name: str, dtype: tor
         means = honest @ weight
         centre = float(means.mean())
         value = max(gain - max(centre, 0.0), min(centre, 0.0) - gain, 0.0)
-        # Two estimates of one number: from the replicas' means (few samples, every correlation between steps included;
-        # their centre is as uncertain as a mean of so many is) and from single steps (many samples, taken as
-        # independent, with what the data of a step does to all replicas alike). The larger counts.
+        # Two estimates of the same deviation; the larger counts. The replicas' means are few samples, but include every
+        # correlation between steps; the factor is the uncertainty of their centre. Single steps are many samples, and
+        # include what the data of a step does to all replicas, but are treated as independent.
         sigma = max(
             float(means.std()) * (1 + 1 / len(means)) ** 0.5,
             float((honest.square().mean(0) @ weight.square()).sqrt()),
@@ -424,7 +430,7 @@ def _judge_mean_gains(measured: dict[Quantity, _Measured], name: str, dtype: tor
 
 
 def _judge_generation(truth: Trajectory, baseline: Trajectory, candidate: Trajectory, verdict: Verdict) -> None:
-    """The first token that differs from the truth's must be one that the baseline's noise cannot tell from it."""
+    """If a generated token differs from the truth's, their logits must be closer than the baseline's noise."""
     if truth.generated is None or truth.scores is None:
         return
     if candidate.generated is None or candidate.generated.shape != truth.generated.shape:

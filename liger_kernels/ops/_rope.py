@@ -1,6 +1,6 @@
 """Rotary position embedding of queries and keys (Su et al., arXiv:2104.09864), in one launch.
 
-Pairs (a, b) of a head's first (or last) rotary_dim elements are rotated; the others pass through (partial rotation):
+Pairs (a, b) of a head's first (or last) rotary_dim elements are rotated. The other elements pass through:
 
     a' = a * cos_a - b * sin_a        b' = b * cos_b + a * sin_b
 
@@ -10,8 +10,8 @@ Pairs (a, b) of a head's first (or last) rotary_dim elements are rotated; the ot
     interleaved_to_half    2 i, 2 i + 1       i, i + d/2             i, i + d/2      half of x[0::2] and x[1::2]
     *_repeat               as the above       as the above           i, i            one angle a pair, in d/2 columns
 
-with d = rotary_dim and i < d/2. cos and sin are taken as they come, also where a pair's two angles differ, so the
-gradient is the transposed map rather than the rotation by the negative angle (the same thing for equal angles):
+with d = rotary_dim and i < d/2. The two angles of a pair may differ, so the gradient is the transposed map. For equal
+angles it is the rotation by the negative angle:
 
     da = da' * cos_a + db' * sin_b    db = db' * cos_b - da' * sin_a
 """
@@ -32,8 +32,8 @@ class Pairing(NamedTuple):
     """Where the elements of a pair are: next to each other (interleaved), or half of rotary_dim apart."""
 
     interleaved: bool  # in q and k
-    interleaved_out: bool  # in the results, and in cos and sin where these have an angle for each element
-    repeat: bool  # both elements have the angle that stands in the first half of the columns
+    interleaved_out: bool  # in the results, and in cos and sin unless ``repeat``
+    repeat: bool  # both elements have one angle, from the first half of the columns
 
 
 _PAIRINGS = {
@@ -91,14 +91,15 @@ def rope_ref(
 
 @triton.jit
 def _load_pairs(ptr, offset, mask, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
-    """Both elements of ``PAIRS`` pairs, [tokens, heads, BLOCK] each in float32; ``offset`` and ``mask`` end in a 1."""
+    """Both elements of ``PAIRS`` pairs, each [tokens, heads, BLOCK] in float32. The last dimension of ``offset`` and
+    ``mask`` is 1."""
     col = tl.arange(0, BLOCK)
     if not INTERLEAVED:
         mask = mask & (col < PAIRS)
         a = tl.load(ptr + offset + col, mask=mask, other=0.0)
         b = tl.load(ptr + offset + PAIRS + col, mask=mask, other=0.0)
     else:
-        # One contiguous load, taken apart in registers: two loads with a stride of 2 would touch every byte twice.
+        # One contiguous load, split in registers: two loads with a stride of 2 would read every byte twice.
         col = tl.arange(0, 2 * BLOCK)
         both = tl.load(ptr + offset + col, mask=mask & (col < 2 * PAIRS), other=0.0)
         a, b = tl.split(tl.reshape(both, (both.shape[0], both.shape[1], BLOCK, 2)))
@@ -191,8 +192,8 @@ def _rope_kernel(
     REPEAT: tl.constexpr, INVERSE: tl.constexpr, TRAILING: tl.constexpr, TRANSPOSED: tl.constexpr,
     TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):
-    """A tensor that is None is not rotated. TRANSPOSED applies the transposed map."""
-    # In 32 bits up to here: a division in 64 would take longer than the loads that wait for it.
+    """Rotate q and k, unless they are None. TRANSPOSED applies the transposed map."""
+    # The division is in 32 bits: in 64 bits it would be slower than the loads that wait for it.
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     in_range = token < n_tokens
     batch = (token // seq_len).to(tl.int64)
@@ -227,9 +228,13 @@ Options = tuple[str, int, bool, bool, bool]  # pairing, rotary_dim, inverse, kee
 
 @choice("rope")
 def _launch_shape(n_tokens: int, q_heads: int, k_heads: int, rotary_dim: int, head_dim: int) -> dict[str, int]:
-    """Launch choices: one token a program, so that its angles are read once, and a loop over blocks of 8 heads; more
-    tokens where heads are few. Where columns are padded, a single warp with two tokens: 16 heads of 80 take 0.066 ms
-    so, and 0.097 in two warps with a token (H200, bfloat16, 16384 tokens)."""
+    """Launch choices. A program has one token, reads its angles once, and loops over blocks of 8 heads. With few heads
+    it has more tokens. If columns are padded, it has two tokens and one warp. 16 heads of 80 (H200, bfloat16, 16384
+    tokens):
+
+        two tokens, one warp     0.066 ms
+        one token, two warps     0.097
+    """
     half = next_power_of_2(rotary_dim // 2)
     padded = half > rotary_dim // 2
     heads = max(1, min(8, 512 // half))
@@ -247,18 +252,17 @@ def _launch_shape(n_tokens: int, q_heads: int, k_heads: int, rotary_dim: int, he
 
 
 def _unit_stride(x: torch.Tensor) -> torch.Tensor:
-    """``x``, copied only where its last dimension is not contiguous."""
+    """``x``, copied only if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """From token to token, from head to head, and what lies between the last token of a batch and the next batch.
+    """The strides of tokens and heads, and the gap between the last token of a batch and the next batch.
 
-    The stride of a batch itself depends on the number of tokens. In a program that torch.compile made for any number
-    it would be ``x.stride(0)`` of that program, and Inductor pads a product with odd features without telling the
-    kernel; what lies between is 0 there."""
+    A compiled program for any number of tokens cannot have the stride of a batch as a number. As a symbol it would be
+    wrong if Inductor pads a product with odd features, because the kernel is not told. The gap is 0 there."""
     batch, head, seq, _ = x.stride()
-    return seq, head, batch - x.size(2) * seq  # shape[2] makes a symbol of each size, of which torch 2.11 loses one
+    return seq, head, batch - x.size(2) * seq  # not shape[2]: it makes a symbol of each size, and torch 2.11 loses one
 
 
 def _rotate(
@@ -271,7 +275,7 @@ def _rotate(
     options: Options,
     transposed: bool,
 ) -> None:
-    """Write the rotated ``q`` into ``q_out``, ``k`` into ``k_out``; either pair may be None."""
+    """Write the rotated ``q`` into ``q_out`` and ``k`` into ``k_out``. Either pair may be None."""
     pairing, rotary_dim, inverse, _, trailing = options
     read, written, repeat = _PAIRINGS[pairing]
     angles = written
@@ -280,11 +284,11 @@ def _rotate(
     some = q if q is not None else k
     assert some is not None
     batch, _, seq_len, head_dim = some.shape
-    # Lists, also below: Dynamo of torch 2.15 fails on a generator inside of an autograd.Function.
+    # Lists, here and below: Dynamo of torch 2.15 fails on a generator in an autograd.Function.
     q, k = [None if x is None else _unit_stride(x) for x in (q, k)]
     q_heads, k_heads = [0 if x is None else x.shape[1] for x in (q, k)]
     strides = [(0, 0, 0) if x is None else _strides(x) for x in (q, q_out, k, k_out)]
-    # A batch of 1 stands for every batch.
+    # A batch of 1 is broadcast.
     cos_strides, sin_strides = [(x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2)) for x in (cos, sin)]
     n_tokens = batch * seq_len
     shape = _launch_shape(n_tokens, q_heads, k_heads, rotary_dim, head_dim)
@@ -302,11 +306,11 @@ def _rotate(
 
 
 def _empty(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised, of these strides; in a compiled program, with heads inside of tokens or tokens inside of heads."""
+    """Uninitialised, with these strides. A compiled program keeps only the order of tokens and heads."""
     if not torch.compiler.is_compiling():
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    # All calls of empty_strided for one shape are one tensor to torch.compile, and whoever writes to it gets a copy;
-    # from empty alone every call gets its own.
+    # torch.compile merges all calls of empty_strided of one shape into one tensor, and copies it before every write.
+    # It does not merge calls of empty.
     if strides[1] >= strides[2]:
         return torch.empty(shape, dtype=dtype, device=device)
     batch, heads, seq_len, head_dim = shape
@@ -314,13 +318,13 @@ def _empty(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, devi
 
 
 class RopeFunction(torch.autograd.Function):
-    """Saves cos and sin alone. Results and gradients lie in memory as q and k did."""
+    """Saves only cos and sin. Results and gradients have the memory order of q and k."""
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, options: Options
     ) -> tuple[torch.Tensor, ...]:
-        # Before the results take over the memory order of q and k: the kernel writes unit strides, too.
+        # Before the results get the memory order of q and k, because the kernel also writes unit strides.
         tensors = [None if x is None else _unit_stride(x) for x in (q, k)]
         if not _PAIRINGS[options[0]].repeat:
             cos, sin = _unit_stride(cos), _unit_stride(sin)
