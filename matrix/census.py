@@ -155,7 +155,9 @@ _INTRO = """\
 # Census
 
 Written by `python -m matrix census --write`, which runs in any environment and adds a row for its
-transformers. [What is counted](../reference/matrix.md#census)."""
+transformers. [What is counted](../reference/matrix.md#census).
+
+Not measured: speed, memory and numbers. The models are on the meta device, where no kernel runs."""
 
 
 def _section(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Lists on the reference pages name what the code has."""
+"""Lists on the reference pages name what the code has. Pages of evidence say what was not measured."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from liger_kernels import ops
 from matrix.stages import STAGES
 from matrix.trainers.cases import CASES
 from tests.pages import ROOT
+from tools import determinism
 
 PAGES = ROOT / "docs" / "reference"
+EVIDENCE = ROOT / "docs" / "evidence"
 # Functions of ops.__all__ that compute nothing.
 ABOUT_LAUNCHES = {"launches", "reset_launches", "observe_logits_grad"}
 
@@ -154,3 +156,28 @@ def test_every_environment_variable_is_listed() -> None:
             read.add(constant)
     table = rows(section("api.md", "## Environment variables"))
     assert {name for row in table for name in names(row[0])} == read
+
+
+def not_measured(page: Path) -> str:
+    """The paragraphs that say it."""
+    paragraphs = page.read_text(encoding="utf-8").split("\n\n")
+    return "\n".join(text for text in paragraphs if "Not measured: " in text)
+
+
+def test_every_page_of_evidence_says_what_was_not_measured() -> None:
+    """Pages of parts (mutants-norms.md) leave that to the page of the whole."""
+    pages = {page.stem: page for page in EVIDENCE.glob("*.md")}
+    wholes = {name: page for name, page in pages.items() if name.partition("-")[0] not in {*pages} - {name, "setups"}}
+    assert [name for name, page in wholes.items() if not not_measured(page)] == []
+
+
+def test_ops_without_a_measurement_are_named() -> None:
+    """The lists on the two pages that have every op."""
+    page = EVIDENCE / "benchmarks.md"
+    functions = {name for name in ops.__all__ if name.islower() and not name.endswith("_ref")} - ABOUT_LAUNCHES
+    missing = not_measured(page)
+    measured = {word for row in rows(page.read_text(encoding="utf-8")) for word in re.findall(r"\w+", row[0])}
+    assert {*names(missing)} == functions - measured
+    page = EVIDENCE / "determinism.md"
+    measured = {row[0] for row in rows(page.read_text(encoding="utf-8"))}
+    assert {*names(not_measured(page))} == {*determinism.CASES} - measured

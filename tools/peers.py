@@ -30,6 +30,8 @@ judged by. "Equal" also asks for what a caller can see: that no other model is p
 returned is overwritten, and that no gradient is missing. Speed and memory are on
 [Ops](benchmarks.md) and [Whole models](whole-models.md). liger-kernel on a GPU has
 [a page of its own](liger-kernel.md), and so has [what their own tests accept](peer-tolerances.md).
+
+Not measured: set-ups, real widths, and models that are not `core`.
 """
 _NUMBERS = (*STATISTICS, "finite", "zero", "non-zero")
 _SHORT = 160

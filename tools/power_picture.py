@@ -87,6 +87,9 @@ $ python -m tools.power_picture honest.jsonl records/
 and the table says what was run. A candidate that ran more than once counts once, as its worst run;
 of a mutant, the newest record counts.
 
+Not measured: models, dtypes and mutants that are not in the table, and other machines than those
+named above.
+
 ## Where the bounds come from
 
 `convergence/judge/tolerance.py` computes every bound from the unit roundoff of the dtype, a count, or

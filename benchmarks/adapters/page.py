@@ -80,7 +80,7 @@ def page(results: Sequence[report.Result]) -> str:
             lines += [*textwrap.wrap(report.caption(found), 100, break_long_words=False, break_on_hyphens=False), ""]
             lines += [*table, ""]
         if not of_kind:
-            lines += [f"Not measured yet: `python -m benchmarks.adapters{_OPTIONS[kind]}`.", ""]
+            lines += [f"Not measured: `python -m benchmarks.adapters{_OPTIONS[kind]}`.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

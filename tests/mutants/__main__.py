@@ -34,6 +34,9 @@ added here.
 
 A fault is a change of a few characters of source. A mutant whose place is gone fails as stale.
 
+Not measured: a mutant in other models than the one in its row. [Power](power.md) has those that
+were trained on a GPU.
+
 """
 _TRAINED = """
 A cell names the statistic farthest beyond its bound, with value / bound, tensor and step, then the
