@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,6 +46,11 @@ class Op(NamedTuple):
 
     def inputs(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
         return self.leaves(rows, dtype, device, columns=columns)
+
+    def named(self, leaves: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The leaves by the names of the op's parameters."""
+        names = [name for name in inspect.signature(self.op.func).parameters if name not in self.op.keywords]
+        return dict(zip(names, leaves, strict=False))
 
     def differentiable(self) -> tuple[bool, ...]:
         n = len(self.dims.split(","))

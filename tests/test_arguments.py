@@ -22,6 +22,7 @@ import liger_kernels
 import liger_kernels.compat
 from liger_kernels import integrations, ops, patching
 from liger_kernels.patching.recipes.recogniser import Recogniser
+from tests import op_table
 
 WRONG: dict[str, Any] = {
     "None": None,
@@ -99,9 +100,8 @@ RESULTS |= {"PackingLossMixin", "LossOptions"}
 
 def valid() -> dict[str, dict[str, Any]]:
     """The arguments of a call of each function that no other makes unnecessary."""
-    x, row, ids = torch.randn(4, 8), torch.randn(8), torch.tensor([[0, 1], [1, 2], [2, 0], [1, 1]])
+    x, ids = torch.randn(4, 8), torch.tensor([[0, 1], [1, 2], [2, 0], [1, 1]])
     targets = torch.tensor([1, -100, 3, 0])
-    q, angles = torch.randn(1, 2, 4, 8), torch.randn(1, 4, 8)
     head = {"hidden": x, "weight": torch.randn(5, 8), "targets": targets, "bias": torch.randn(5)}
     weights = {"class_weight": torch.ones(5), "row_weight": torch.ones(4)}
     experts = {"gate_up": torch.randn(3, 12, 8), "down": torch.randn(3, 8, 6)}
@@ -109,21 +109,15 @@ def valid() -> dict[str, dict[str, Any]]:
     of_up = {"a": torch.randn(3, 2, 8), "b": torch.randn(3, 12, 2)}
     of_down = ops.ExpertsAdapter(torch.randn(3, 2, 6), torch.randn(3, 8, 2))
     of_both = {"gate_up_adapters": [ops.ExpertsAdapter(**of_up)], "down_adapters": [of_down]}
-    linear = {"gate": x, "up": x, "weight": torch.randn(6, 8), "bias": torch.randn(6)}
     adapter = {"a": torch.randn(3, 8), "b": torch.randn(6, 3), "bias": torch.randn(6), "dropped": x}
     plain = ops.LoraAdapter(torch.randn(3, 8), torch.randn(6, 3))
     projection = ops.Projection(torch.randn(6, 8))
-    by_op = {
-        "rms_norm": {"x": x, "weight": row},
-        "add_rms_norm": {"x": x, "residual": x, "weight": row},
-        "layer_norm": {"x": x, "weight": row, "bias": row},
-        "gated_rms_norm": {"x": x, "gate": x, "weight": row},
-        "rope": {"q": q, "k": q, "cos": angles, "sin": angles},
-        "swiglu": {"gate": x, "up": x},
-        "geglu": {"gate": x, "up": x},
-        "swiglu_linear": linear,
-        "geglu_linear": linear,
-        "packed_glu": {"x": x},
+    by_op: dict[str, dict[str, Any]] = {}
+    for op in op_table.OPS.values():  # the first row of an op has the most tensors
+        leaves = op.leaves(4, torch.float32, torch.device("cpu"), columns=8)
+        by_op.setdefault(op.op.func.__name__, {**op.named([leaf.detach() for leaf in leaves])})
+    by_op = {name: given for name, given in by_op.items() if name in ops.__all__}
+    by_op |= {
         "lora_linear": {"x": x, "base": nn.Linear(8, 6), "adapters": [ops.LoraAdapter(**adapter)]},
         "dora_linear": {
             **{"x": x, "base": nn.Linear(8, 6), "adapter": plain},

@@ -84,16 +84,8 @@ def calls(device: torch.device) -> dict[str, Call]:
             call, {**head, "ids": torch.tensor([[1, -1, 5]] * 5, device=device)}
         )
     for name, op in OPS.items():
-        leaves = op.leaves(4, torch.float32, device)
-        names = [n for n in ops_parameters(op.op.func) if n not in op.op.keywords]
-        found[name] = Call(op.op, dict(zip(names, leaves, strict=False)))
+        found[name] = Call(op.op, op.named(op.leaves(4, torch.float32, device)))
     return found
-
-
-def ops_parameters(function: Callable[..., Any]) -> list[str]:
-    import inspect
-
-    return list(inspect.signature(function).parameters)
 
 
 def step(call: Call, arguments: dict[str, torch.Tensor], seen: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
