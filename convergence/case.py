@@ -32,7 +32,7 @@ from convergence.models.models import DTYPES, MODELS, Row
 from convergence.models.rows import construct, find
 from convergence.patches import BUILT_IN
 from convergence.report import progress
-from convergence.report.records import Blame, Case, Record, environment
+from convergence.report.records import CANNOT_RUN, Blame, Case, Record, environment
 
 # Between these probabilities a prediction counts as confident, and the hard profile asks for it. Nearer to 1, p - 1
 # would have too few digits left in the truth itself: float64 keeps ten of them here.
@@ -160,8 +160,9 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
     record.notes = [*row.notes(), *verdict.notes]
     record.statistics = verdict.statistics
     if not verdict.passed:
-        record.verdict = "cannot run" if verdict.failures[0][2] == "cannot run" else "different"
-        record.reason = " ".join(part for part in verdict.failures[0] if part)
+        first = verdict.failures[0]
+        record.verdict = CANNOT_RUN if first.statistic == CANNOT_RUN else "different"
+        record.reason = str(first)
     record.seconds = round(time.perf_counter() - began, 2)
     return record
 
@@ -181,7 +182,7 @@ def train_case(case: Case, given: Inputs | None = None) -> Candidate:
     try:
         patch = drawing(load_patch(case.patch), drawn)  # only now: importing it may patch already
     except PatchError as error:
-        return Candidate(failure=("cannot run", str(error)), changed=changes())
+        return Candidate(failure=(CANNOT_RUN, str(error)), changed=changes())
     run = given.run(DTYPES[case.dtype], torch.device(case.device), patch=patch, construct=construct(case))
     return train_candidate(run, changes)
 
@@ -193,7 +194,7 @@ def _is_isolated(case: Case) -> bool:
 
 def _blame(case: Case, record: Record, verdict: Verdict, trajectory: Trajectory | None, timeout: float) -> None:
     """Say in ``record`` who made ``verdict`` fail. That changes no verdict, and when it fails itself, it is noted."""
-    failed = {(row[0], row[2]) for row in verdict.failures}
+    failed = {failure.key for failure in verdict.failures}
     if not searched(failed):  # no other process need be given all that was observed
         return
     arguments = case, _references(case), failed, trajectory

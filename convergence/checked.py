@@ -21,7 +21,7 @@ def checked(value: Any, kind: Any, where: str, more: bool = False) -> Any:
     Args:
         value: what JSON gave.
         kind: str, int, float (which "nan", "inf" and "-inf" are, too), bool, Any, or a list, tuple, dict, union with
-            None, dataclass or TypedDict of these. An object has exactly their fields.
+            None, dataclass or NamedTuple or TypedDict of these. An object has exactly their fields.
         where: what a message calls it: the file, and the field of it.
         more: whether objects may have other fields, too. A TypedDict keeps them unchecked, a dataclass does not.
 
@@ -44,6 +44,9 @@ def checked(value: Any, kind: Any, where: str, more: bool = False) -> Any:
             raise Unusable(f"{where} is {shown(value)}; allowed are {len(each)} items")
         items = [checked(item, each[i], f"{where}[{i}]", more) for i, item in enumerate(value)]
         return items if origin is list else tuple(items)
+    if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple, which JSON has as a list
+        fields = _types(kind)
+        return kind(*checked(value, tuple[tuple(fields.values())], where, more))  # type: ignore[misc]
     if type(value) is not dict:
         raise Unusable(f"{where} is {shown(value)}; allowed is an object of named values")
     if origin is dict:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from convergence.arms.quantities import Moment, Quantity
+from convergence.arms.quantities import Failure, Moment, Quantity
 from convergence.arms.trajectory import Trajectory
 from convergence.judge import bitwise
 from convergence.report.records import (
@@ -41,14 +41,16 @@ def test_what_is_written_is_read_back(tmp_path):
     written = record(
         verdict="different",
         reason="loss differs",
-        failures=[("loss", "SGD: masked", "error ratio", "nan", "2")],
+        failures=[Failure("loss", "SGD: masked", "error ratio", "nan", "2")],
         statistics=[Statistic("loss", "SGD: masked", "error ratio", math.inf, 2.0)],
         blame=[{"kernel": "rope", "module": "model", "pass": "forward", "step": "s", "tensor": "loss", "note": ""}],
         losses={"truth": {"SGD: masked": 1.5}, "candidate": {"SGD: masked": -math.inf}},
         digests={"candidate": [{"steps": ["a", "b"], "quantities": {"loss": "0f 1f"}}]},
         census={"rope": 2},
     )
-    assert load(write(written, tmp_path)) == written
+    read = load(write(written, tmp_path))
+    assert read == written
+    assert read.failures[0].statistic == "error ratio"
 
 
 def test_a_number_that_json_does_not_have_is_text():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from convergence.__main__ import main
-from convergence.arms.quantities import Moment
+from convergence.arms.quantities import Failure, Moment
 from convergence.arms.setups import SETUPS, select
 from convergence.case import Case, absent, prove
 from convergence.report import report
@@ -120,7 +120,7 @@ def test_what_a_patch_changes_for_its_process_fails():
 
 def test_the_table(tmp_path, capsys):
     for setup, fused, verdict in (("plain", "yes", "equal"), ("lora", "no", "different"), ("zero3", "", "absent")):
-        failures = [("loss", "SGD", "gain", "2", "1")] if verdict == "different" else []
+        failures = [Failure("loss", "SGD", "gain", "2", "1")] if verdict == "different" else []
         given = {"setup": setup, "fused": fused, "verdict": verdict, "reason": "why", "order": SETUPS[setup].orders[0]}
         write(Record("llama-tied", "float32", OURS, "hard", "cpu", 0, failures=failures, **given), tmp_path)
     assert main(["setups", str(tmp_path)]) == 0

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from convergence.__main__ import main as convergence
+from convergence.arms.quantities import Failure
 from convergence.checked import checked
 from convergence.files import Unusable, plain, read_json
 from convergence.report import html, report
@@ -55,7 +56,7 @@ def accepted(text: str = "some text") -> dict[str, Any]:
 def proof_record(text: str = "some text", verdict: str = "different") -> dict[str, Any]:
     record = Record("llama-tied", "float32", "package.module:function", "hard", "cpu", 0, versions={"torch": text})
     record.verdict, record.reason, record.notes = verdict, text, [text]
-    record.failures = [(text, text, text, text, text)]
+    record.failures = [Failure(text, text, text, text, text)]
     record.blame = [{"kernel": text, "module": text, "pass": text, "step": text, "tensor": text, "note": text}]
     record.census = record.launches = record.fallbacks = {text: 1}
     record.losses = {"truth": {text: 1.5, "SGD: a": 1.25}, "candidate": {text: 1.5}}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from convergence import case, kept, peers
 from convergence.__main__ import main
 from convergence.arms.candidate import load_patch
-from convergence.arms.quantities import Statistic
+from convergence.arms.quantities import Failure, Statistic
 from convergence.models.models import MODELS
 from convergence.report.records import Record, load_folder
 from tests.suite import suite
@@ -85,7 +85,12 @@ def test_the_page_says_whether_the_numbers_are_right(said: str) -> None:
     statistics = [Statistic("loss", "initial: a", "error ratio", 1.1, 2.0)]
     versions = {"trl": "1.16.0", "torch": "2"}
     record = Record(
-        **RECORD, patch=patch, verdict="different", failures=FAILURES[said], statistics=statistics, versions=versions
+        **RECORD,
+        patch=patch,
+        verdict="different",
+        failures=[Failure(*row) for row in FAILURES[said]],
+        statistics=statistics,
+        versions=versions,
     )
     assert verdict(record) == said
     text = page([record])
@@ -106,7 +111,7 @@ def test_a_page_says_what_every_peers_own_tests_accept_and_where_that_was_read()
 
 
 def test_one_reason_for_all_models_is_one_row() -> None:
-    failures = [("candidate", "", "cannot run", "No module named 'unsloth'", "")]
+    failures = [Failure("candidate", "", "cannot run", "No module named 'unsloth'", "")]
     cannot = {**RECORD, "patch": "convergence.peers:unsloth", "verdict": "cannot run", "failures": failures}
     text = page([Record(**{**cannot, "model": model}) for model in ("llama-tied", "gemma")])
     said = "candidate cannot run No module named 'unsloth'"

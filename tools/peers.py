@@ -43,7 +43,7 @@ def verdict(record: Record) -> str:
         return "cannot run"
     if record.verdict == "equal":
         return "equal"
-    wrong = {failure[2] for failure in record.failures}
+    wrong = {failure.statistic for failure in record.failures}
     if wrong & {*_NUMBERS, "gap of the logits"}:
         return "numbers differ"
     return "raises" if wrong & {"raised", "died"} else "numbers right; " + ", ".join(sorted(wrong))

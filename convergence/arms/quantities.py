@@ -111,6 +111,24 @@ class Statistic:
         return f"{self.value:.2g} / {self.bound:.2g}"
 
 
+class Failure(NamedTuple):
+    """One thing held against a candidate, in words; ``statistic`` names a judged number or another finding."""
+
+    quantity: str
+    step: str
+    statistic: str
+    value: str
+    bound: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What is wrong with what, at whichever step."""
+        return self.quantity, self.statistic
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, self))
+
+
 def share(value: float, bound: float) -> float:
     if not bound:
         return 0.0 if value <= bound else math.inf

@@ -63,7 +63,7 @@ class Failure:
 
     def found(self, verdict: Verdict) -> set[Key]:
         """What of this failure ``verdict`` has."""
-        return {(row[0], row[2]) for row in verdict.failures} & self.keys
+        return {failure.key for failure in verdict.failures} & self.keys
 
     def shown(self, verdict: Verdict) -> Shown:
         numbers = [(s.quantity, s.statistic) for s in verdict.statistics]
@@ -75,9 +75,9 @@ class Failure:
                 and not (worst.fails and s.statistic == RELATIVE)
             ):
                 worst = Shown(s.share, f"{s.statistic} {s.value:.3g} of {s.bound:.3g} in {s.quantity}")
-        for quantity, _, statistic, value, _ in verdict.failures:
-            if (quantity, statistic) in self.keys.difference(numbers):
-                return Shown(math.inf, f"{quantity}: {statistic}: {value}")
+        for failure in verdict.failures:
+            if failure.key in self.keys.difference(numbers):
+                return Shown(math.inf, f"{failure.quantity}: {failure.statistic}: {failure.value}")
         return worst
 
     def is_forward(self, verdict: Verdict, at_first: Verdict) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from convergence.arms.quantities import END, GENERATED, LOSS, SCORES, SGD, Moment
+from convergence.arms.quantities import END, GENERATED, LOSS, SCORES, SGD, Failure, Moment
 from convergence.arms.trajectory import Trajectory
 from convergence.report.records import BIT_FOR_BIT, Digests, Record
 
@@ -76,20 +76,20 @@ def compare(record: Record, before: Record) -> None:
     if baseline:
         quantity, step = baseline[0]
         value = f"the baseline differs, too, in {len(baseline)} values, and no patch touches it"
-        rows = [(quantity, step, BIT_FOR_BIT, value, "the same environment")]
+        rows = [Failure(quantity, step, BIT_FOR_BIT, value, "the same environment")]
         record.notes.append(
             "The environment, or the proof itself, is another than in the earlier run, or is not deterministic: "
             "nothing follows for the patch."
         )
     else:
         rows = [
-            (quantity, step, BIT_FOR_BIT, "differs", f"as on {before.at[:19]}")
+            Failure(quantity, step, BIT_FOR_BIT, "differs", f"as on {before.at[:19]}")
             for quantity, step in _differences(record, before, "candidate")
         ]
     if rows:
         record.failures = [*record.failures, *rows]
         record.verdict = "different"
-        record.reason = record.reason or " ".join(rows[0])
+        record.reason = record.reason or str(rows[0])
 
 
 def _differences(record: Record, before: Record, arm: str) -> Iterator[tuple[str, str]]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from convergence.arms.quantities import Moment, Quantity
-from convergence.report.records import Statistic
+from convergence.arms.quantities import Failure, Moment, Quantity, Statistic
 
 
 @dataclass
 class Verdict:
-    """All statistics, and the failures in words (quantity, step, statistic, value, bound)."""
+    """All statistics, and the failures in words."""
 
     statistics: list[Statistic] = field(default_factory=list)
-    failures: list[tuple[str, str, str, str, str]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -22,7 +21,7 @@ class Verdict:
         return not self.failures
 
     def fail(self, quantity: Quantity | str, step: Moment | str, statistic: str, value: str, bound: str = "") -> None:
-        self.failures.append((str(quantity), str(step), statistic, value, bound))
+        self.failures.append(Failure(str(quantity), str(step), statistic, value, bound))
 
     def judge(
         self,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from convergence import files
-from convergence.arms.quantities import STATISTICS, Statistic, worst
+from convergence.arms.quantities import STATISTICS, Failure, Statistic, worst
 from convergence.checked import checked, cut, shown
 from convergence.files import Unusable
 from convergence.peers import PEERS
@@ -29,8 +29,9 @@ from convergence.peers import PEERS
 SCHEMA = 5
 # What a record of an earlier schema did not hold yet: it was always the same, or not measured.
 _ALWAYS: dict[int, dict[str, Any]] = {3: {"truth": "float64", "costs": {}}, 4: {"costs": {}}}
+CANNOT_RUN = "cannot run"  # the verdict, and the failure, of a patch that itself raised
 BIT_FOR_BIT = "bit for bit"  # the statistic of a value that is not what it was in an earlier run
-VERDICTS = ("equal", "different", "cannot run", "absent")
+VERDICTS = ("equal", "different", CANNOT_RUN, "absent")
 # What does not decide a single bit of a result; everything else in ``versions`` does.
 _DECIDES_NO_BIT = ("platform", "liger-kernels")
 
@@ -107,7 +108,7 @@ class Record:
     order: str = "before"
     verdict: str = "equal"
     reason: str = ""
-    failures: list[tuple[str, str, str, str, str]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     statistics: list[Statistic] = field(default_factory=list)
     blame: list[Blame] = field(default_factory=list)

@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from convergence import tables
+from convergence.arms.quantities import Failure
 from convergence.report.records import BIT_FOR_BIT, STATISTICS, Record
 
 ARMS = ("truth", "baseline", "candidate")
@@ -22,21 +23,20 @@ def passed(record: Record) -> bool | None:
     return None if record.verdict == "absent" else record.verdict == "equal"
 
 
-def failures_by_tensor(record: Record) -> list[tuple[str, ...]]:
+def failures_by_tensor(record: Record) -> list[Failure]:
     """The failures, with all steps of one tensor and statistic in one row: the first, and how many more there are."""
-    groups: dict[tuple[str, str], list[tuple[str, ...]]] = {}
-    for row in record.failures:
-        groups.setdefault((row[0], row[2]), []).append(row)
+    groups: dict[tuple[str, str], list[Failure]] = {}
+    for failed in record.failures:
+        groups.setdefault(failed.key, []).append(failed)
     return [
-        (first[0], first[1] + (f" and {len(more)} more" if more else ""), *first[2:])
-        for first, *more in groups.values()
+        first._replace(step=first.step + (f" and {len(more)} more" if more else "")) for first, *more in groups.values()
     ]
 
 
 def failure(record: Record) -> str:
     """What failed in one case: tensor, step, statistic, value and bound."""
     what = "the candidate is not the baseline's mathematics"
-    if all(row[2] == BIT_FOR_BIT for row in record.failures):
+    if all(failed.statistic == BIT_FOR_BIT for failed in record.failures):
         what = "not bit for bit what the earlier run observed"
     if record.verdict == "cannot run":
         what = "the patch cannot run here"

@@ -13,12 +13,11 @@ import torch
 
 import liger_kernels
 from convergence import files
-from convergence.arms.quantities import GRADIENT_NORM, LOGGED, Quantity
+from convergence.arms.quantities import GRADIENT_NORM, LOGGED, STATISTICS, Failure, Quantity, Statistic
 from convergence.arms.trajectory import Trajectory
 from convergence.judge import tolerance
 from convergence.judge.compare import compare
 from convergence.judge.verdict import Verdict
-from convergence.report.records import STATISTICS, Statistic
 from liger_kernels import trl_head
 from matrix.trainers.cases import CASES
 from matrix.trainers.observe import Arm, Seen, run
@@ -46,7 +45,7 @@ class TrainerRecord:
     patched: list[dict[str, float]] = field(default_factory=list)
     replicas: int = 0
     statistics: list[Statistic] = field(default_factory=list)
-    failures: Sequence[tuple[str, ...]] = field(default_factory=list)
+    failures: Sequence[Failure] = field(default_factory=list)
     census: dict[str, int] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
     head: str = ""
@@ -108,7 +107,7 @@ def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> TrainerRe
     _, baseline = honest(case, folder, None)
     seen = run(functools.partial(CASES[case].make, folder, folder / "output"), arm, folder)
     verdict = _compare(case, folder, seen, tolerance.REPLICAS, record)
-    if verdict.failures and all(name in STATISTICS for _, _, name, *_ in verdict.failures):
+    if verdict.failures and all(failure.statistic in STATISTICS for failure in verdict.failures):
         # A few steps and a few replicas know the noise of one number badly. What is beyond it is judged once more by
         # many: what is wrong stays wrong, and by the same factor of a noise that is better known.
         verdict = _compare(case, folder, seen, MANY_REPLICAS, record)
@@ -118,7 +117,7 @@ def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> TrainerRe
     record.statistics = verdict.statistics
     record.failures = verdict.failures
     if not verdict.passed:
-        record.verdict, record.reason = "different", "; ".join(" ".join(filter(None, f)) for f in verdict.failures[:5])
+        record.verdict, record.reason = "different", "; ".join(map(str, verdict.failures[:5]))
     return record
 
 
