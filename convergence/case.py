@@ -337,7 +337,7 @@ def _check_kernels(
         if not record.census.get(kernel):
             why = "; ".join(f"{left.path}: {left.reason}" for left in report.left) or "no candidate was found"
             verdict.fail("candidate", "", "not patched", f"{kernel} replaced nothing: {why}", "at least 1")
-        elif not any(_KERNEL_NAMES.get(kernel, kernel) in name for name in record.launches):
+        elif not ours.is_launched(kernel, record.launches):
             verdict.fail("candidate", "", "not launched", f"{kernel} was never launched", "at least 1")
 
 
@@ -354,10 +354,6 @@ def _check_ours(case: Case, arms: Arms, record: Record, verdict: Verdict) -> Non
     changed = sum(candidate.census.values()) - 1  # the model itself, which arms its head
     if changed < len(listed):
         verdict.fail("candidate", "", "not patched", f"{changed} modules changed", f"the {len(listed)} that are listed")
-
-
-# What is launched under another name.
-_KERNEL_NAMES = {"swiglu": "glu", "geglu": "glu", "experts": "packed_glu", "linear_cross_entropy": "cross_entropy"}
 
 
 def _check_foreign(case: Case, arms: Arms, record: Record, verdict: Verdict) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +50,15 @@ def launches() -> dict[str, int]:
     from liger_kernels.ops import launches
 
     return launches()
+
+
+# What is launched under another name than a report has.
+_LAUNCHED = {"swiglu": "glu", "geglu": "glu", "experts": "packed_glu", "linear_cross_entropy": "cross_entropy"}
+
+
+def is_launched(kernel: str, launches: Iterable[str]) -> bool:
+    """Whether a ``kernel`` that a report names is among those that were launched."""
+    return any(_LAUNCHED.get(kernel, kernel) in name for name in launches)
 
 
 def kernel_of(module: nn.Module) -> str | None:
