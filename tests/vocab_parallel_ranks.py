@@ -106,6 +106,27 @@ def check_ids(split: Any, memory: str | None) -> None:
     LogProbs(split, torch.bfloat16, ids=5, **OPTIONS["all"]).assert_right(memory=memory)
 
 
+def check_invariant(split: Any, memory: str | None) -> None:
+    """Rows alone have the bits that they have among others, their gradients, too."""
+    with tiled(rows_of_block=lambda choose: 8):
+        case = LogProbs(split)
+        case.assert_right(memory=memory, invariant=True)
+        hidden, weight, bias = case.tensors
+
+        def of(rows: slice) -> list[torch.Tensor]:
+            some = hidden[rows].detach().requires_grad_()
+            call = over_ranks(linear_log_probs, split)
+            how = {"memory": memory, "outputs": ("log_probs", "entropy"), "invariant": True}
+            out = call(some, weight, case.targets[rows], bias, **how)
+            upstream = [g[rows] for g in case.upstream]
+            return [*out[:2], torch.autograd.grad(out[:2], some, upstream)[0]]
+
+        whole = of(slice(None))
+        for rows in (slice(4, 5), slice(3, 22)):
+            for part, every in zip(of(rows), whole, strict=True):
+                assert torch.equal(part, every[rows])
+
+
 def check_divergence(split: Any, memory: str | None, beta: float) -> None:
     """Of both heads each rank has the same classes."""
     Divergence(split, torch.bfloat16, beta=beta, **SCALING).assert_right(memory=memory)
@@ -207,6 +228,9 @@ def check_another_group(split: Any) -> None:
         assert part.sizes == split
 
 
+_ON_ANY = check_frozen_parts, check_counted_rows, check_observer, check_ids, check_invariant
+
+
 def checks(world: int) -> dict[str, Callable[[], None]]:
     """Every check by name."""
     splits = itertools.cycle(SPLITS[world])
@@ -222,7 +246,7 @@ def checks(world: int) -> dict[str, Callable[[], None]]:
         for memory, (reduction, name) in itertools.product(MEMORY, losses):
             given = next(splits), memory, dtype, reduction, ALONE[name]
             found[f"loss-{memory}-{dtype}-{reduction}-{name}"] = partial(check_loss, *given)
-    for check, memory in itertools.product((check_frozen_parts, check_counted_rows, check_observer, check_ids), MEMORY):
+    for check, memory in itertools.product(_ON_ANY, MEMORY):
         found[f"{check.__name__.removeprefix('check_')}-{memory}"] = partial(check, next(splits), memory)
     for beta, memory in itertools.product(() if few else BETAS, (*MEMORY, None)):
         found[f"divergence-{memory}-{beta}"] = partial(check_divergence, next(splits), memory, beta)

@@ -234,10 +234,16 @@ def _loss(op: Callable[..., Any], first: str, reduction: str) -> DeterminismCase
     return DeterminismCase(_logits, compute) if first == "logits" else DeterminismCase(_head, compute, (RUNS,))
 
 
-def _log_probs(targets: torch.Tensor, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
+def _log_probs(targets: torch.Tensor, invariant: bool = False, **inputs: torch.Tensor) -> tuple[Tensors, Tensors]:
     d_log_probs = inputs.pop("grad_loss")
     leaves = {f"grad_{name}": tensor.requires_grad_() for name, tensor in inputs.items()}
-    given: dict[str, Any] = {"targets": targets, **inputs, "temperature": 0.7, "outputs": OUTPUTS}
+    given: dict[str, Any] = {
+        "targets": targets,
+        **inputs,
+        "temperature": 0.7,
+        "outputs": OUTPUTS,
+        "invariant": invariant,
+    }
     ids = torch.stack([targets.clamp(min=-1), targets.clamp(min=0), targets.clamp(min=0) // 2], 1)
     rows: Tensors = ops.linear_log_probs(**given, ids=ids)._asdict()
     of_ids = torch.stack([d_log_probs, d_log_probs.square(), -d_log_probs], 1)
@@ -314,6 +320,7 @@ CASES = {
     **{f"cross_entropy, {r}": _loss(ops.cross_entropy, "logits", r) for r in ("none", "mean")},
     **{f"linear_cross_entropy, {r}": _loss(ops.linear_cross_entropy, "hidden", r) for r in ("none", "mean")},
     "linear_log_probs": DeterminismCase(_head, _log_probs, (RUNS,)),
+    "linear_log_probs, invariant": DeterminismCase(_head, partial(_log_probs, invariant=True)),
     "linear_divergence": DeterminismCase(_heads, _divergence, (RUNS,)),
     "packing_weights": DeterminismCase(partial(_packed, class_weight=False), _packing),
     "packing_weights, class_weight": DeterminismCase(partial(_packed, class_weight=True), _packing, ()),

@@ -9,16 +9,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._row_blocks import by_rows
 from liger_kernels.ops.runtime.dispatch import launch, tl, triton
 from liger_kernels.ops.runtime.tiling import cdiv, choice, tile
 
 
-def add_product(out: Tensor, a: Tensor, b: Tensor, keep: float) -> None:
-    """float32 ``out`` becomes keep * out + a @ b, summed in float32. With 0, ``out`` is not read."""
-    if a.dtype != torch.float32 and a.is_cuda and torch.version.hip is None:
-        torch.addmm(out, a, b, beta=keep, out_dtype=torch.float32, out=out)
-    else:  # no GEMM here reads 16 bits and writes 32
-        torch.addmm(out, a.float(), b.float(), beta=keep, out=out)
+def add_product(out: Tensor, a: Tensor, b: Tensor, keep: float, invariant: bool = False) -> None:
+    """float32 ``out`` becomes keep * out + a @ b, summed in float32. With 0, ``out`` is not read. ``invariant``: the
+    bits of a row do not depend on the other rows."""
+
+    def product(out: Tensor, a: Tensor) -> None:
+        if a.dtype != torch.float32 and a.is_cuda and torch.version.hip is None:
+            torch.addmm(out, a, b, beta=keep, out_dtype=torch.float32, out=out)
+        else:  # no GEMM here reads 16 bits and writes 32
+            torch.addmm(out, a.float(), b.float(), beta=keep, out=out)
+
+    by_rows(invariant, product, out, a)
 
 
 @triton.jit
@@ -63,12 +69,12 @@ class SplitSum(NamedTuple):
         shapes = (rows, *shape[1:]), (shape[0] - rows, *shape[1:])
         return cls(*[torch.empty(s if wanted else (0,), dtype=torch.float32, device=device) for s in shapes])
 
-    def add(self, a: Tensor, b: Tensor, keep: float) -> None:
+    def add(self, a: Tensor, b: Tensor, keep: float, invariant: bool = False) -> None:
         """:func:`add_product` over all rows. A view of ``a`` must not outlive it: ``a`` is a slab of logits, whose
         memory is freed before the sums are rounded."""
         for part, rows in zip(self, a.split([len(part) for part in self]), strict=True):
             if len(part):
-                add_product(part, rows, b, keep)
+                add_product(part, rows, b, keep, invariant)
 
     def rounded(self, scale: Tensor | None, dtype: torch.dtype, overwrite: bool) -> Tensor:
         """All rows times the 0-d float32 ``scale`` (default 1), in ``dtype``: with ``overwrite`` in the memory of the

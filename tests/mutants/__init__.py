@@ -12,6 +12,7 @@ from tests.mutants import (
     experts,
     glu,
     heads,
+    invariant,
     lora,
     lora_experts,
     lora_head,
@@ -49,6 +50,7 @@ GROUPS: dict[str, tuple[str, tuple[Mutant, ...]]] = {
     "setups": ("set-ups", setups.MUTANTS),
     "scale": ("one dtype, mode, pass or size alone", scale.MUTANTS),
     "heads": ("chosen classes and divergences", heads.MUTANTS),
+    "invariant": ("rows in any batch", invariant.MUTANTS),
     "checks": ("what no training shows", checks.MUTANTS),
 }
 _ALL = [mutant for _, group in GROUPS.values() for mutant in group]

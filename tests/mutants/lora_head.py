@@ -9,7 +9,7 @@ _forward, _backward = both_phases("ops.lora.low_rank", **_where)
 _op = faults("ops.lora.low_rank", "test_ops_adapted_head.py")
 _head = faults("ops.loss.linear_cross_entropy", "test_ops_adapted_head.py")
 _held = faults("patching.logits.held_head", "test_patching_adapted_head.py")
-_DX = "plus_product(dx, dz, [a], None, ctx.scale, x.shape, x.dtype)"
+_DX = "plus_product(dx, dz, [a], None, ctx.scale, x.shape, x.dtype, invariant=ctx.invariant)"
 _DA = "columns_product(x, dz, a.shape, a.dtype, ctx.scale, by_rank=True)"
 _EXACT = "test_gradients_of_float32_adapters_are_sums_of_all_digits[{}]"
 _EVERY = "test_every_schedule_and_dtype[(torch.float32, torch.float32)-{}]"

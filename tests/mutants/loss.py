@@ -81,7 +81,7 @@ MUTANTS = (
     _chunks_backward("bias_gradient_of_the_first_chunk", "Later chunks add nothing to the gradient of the head's bias.",
         "self.bias.add_(d_logits.sum(0, dtype=torch.float32))", "pass", model="llama-bias"),
     _fused_forward("bias_ignored", "The head's bias is not added to the logits.",
-        "return torch.addmm(bias, hidden, weight.t(), out=out)", "return torch.mm(hidden, weight.t(), out=out)",
+        "torch.addmm(first, hidden, weight.t(), out=out)", "torch.mm(hidden, weight.t(), out=out)",
         model="llama-bias", module="ops.loss.schedule"),
     _chunks_forward("c21_sum_of_chunk_means",
         "Every chunk's loss is divided by its own count, and these means are added up.",

@@ -44,11 +44,11 @@ def check_head_adapters(
 
 
 def with_adapters(
-    hidden: Tensor, adapters: Sequence[LoraAdapter], taken: CountedRows, needs: Needs
+    hidden: Tensor, adapters: Sequence[LoraAdapter], taken: CountedRows, needs: Needs, invariant: bool = False
 ) -> tuple[Tensor, LowRank, Needs]:
     """``hidden``, of the rows that are ``taken``, to be used in its place, what ``adapters`` add, and what needs a
     gradient then."""
-    hidden, low = low_rank(hidden, adapters, taken.take)
+    hidden, low = low_rank(hidden, adapters, taken.take, invariant)
     grad = torch.is_grad_enabled()
     return hidden, low, needs._replace(z=grad and low.z.requires_grad, b=grad and low.b.requires_grad)
 
@@ -60,10 +60,16 @@ def has_float64(adapters: Sequence[LoraAdapter]) -> bool:
 
 
 def reference_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[LoraAdapter], shard: VocabShard | None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    adapters: Sequence[LoraAdapter],
+    shard: VocabShard | None,
+    invariant: bool = False,
 ) -> Tensor:
-    """All logits, whose gradient an observer gets if there is one."""
-    logits = logits_of_all(hidden, weight, bias, shard)
+    """All logits, whose gradient an observer gets if there is one. ``invariant``: the bits of what ``weight`` makes of
+    a row do not depend on the other rows."""
+    logits = logits_of_all(hidden, weight, bias, shard, invariant)
     if adapters:
         logits = lora_linear_ref(hidden, lambda _: logits, adapters)
     if current_observer() is not None and logits.requires_grad:

@@ -36,21 +36,22 @@ class LowRank(NamedTuple):
 
 
 def low_rank(
-    hidden: Tensor, adapters: Sequence[LoraAdapter], take: Callable[[Tensor], Tensor]
+    hidden: Tensor, adapters: Sequence[LoraAdapter], take: Callable[[Tensor], Tensor], invariant: bool = False
 ) -> tuple[Tensor, LowRank]:
     """``hidden`` [tokens, hidden size], from here on to be used in its place, and what ``adapters`` of a head make of
-    it. A bias is one rank more, whose z is the scale. ``take`` takes of what was dropped the rows that hidden has."""
+    it. A bias is one rank more, whose z is the scale. ``take`` takes of what was dropped the rows that hidden has.
+    ``invariant``: the bits of a row do not depend on the other rows."""
     zs, bs = [], []
     passes = hidden.requires_grad and torch.is_grad_enabled()
     for one in adapters:
         dropped = None if one.dropped is None else take(one.dropped)
         for a, b in _of_few_ranks(one):
             if dropped is not None:
-                (z,) = RanksFunction.apply(*as_values(dropped, a), one.scale, False)
+                (z,) = RanksFunction.apply(*as_values(dropped, a), one.scale, False, invariant)
             elif passes:
-                z, hidden = RanksFunction.apply(*as_values(hidden, a), one.scale, True)
+                z, hidden = RanksFunction.apply(*as_values(hidden, a), one.scale, True, invariant)
             else:
-                (z,) = RanksFunction.apply(*as_values(hidden, a), one.scale, False)
+                (z,) = RanksFunction.apply(*as_values(hidden, a), one.scale, False, invariant)
             zs.append(z)
             bs.append(b)
         if one.bias is not None:
@@ -71,11 +72,11 @@ class RanksFunction(torch.autograd.Function):
     then adds the adapter's part to what comes back from there in one pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, scale: float, passes: bool) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, a: Tensor, scale: float, passes: bool, invariant: bool) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, a)
-        ctx.scale = scale
+        ctx.scale, ctx.invariant = scale, invariant
         ctx.set_materialize_grads(False)
-        z = rows_product(x, [a], scale)
+        z = rows_product(x, [a], scale, invariant=invariant)
         return (z, x) if passes else (z,)
 
     @staticmethod
@@ -83,11 +84,11 @@ class RanksFunction(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor | None, dx: Tensor | None = None) -> tuple[Tensor | None, ...]:
         needs_x, needs_a, *_ = ctx.needs_input_grad
         if dz is None:  # only what lies between this node and the result was differentiated
-            return dx, None, None, None
+            return dx, None, None, None, None
         x, a = ctx.saved_tensors
         da = columns_product(x, dz, a.shape, a.dtype, ctx.scale, by_rank=True) if needs_a else None
-        dx = plus_product(dx, dz, [a], None, ctx.scale, x.shape, x.dtype) if needs_x else None
-        return dx, da, None, None
+        dx = plus_product(dx, dz, [a], None, ctx.scale, x.shape, x.dtype, invariant=ctx.invariant) if needs_x else None
+        return dx, da, None, None, None
 
 
 class ThinProducts:
@@ -113,10 +114,11 @@ class ThinProducts:
         """z and B for ``rows`` and ``classes``, whose product in the logits' dtype is what is added."""
         return self._z_added[rows], self._b_added[classes]
 
-    def add(self, d_logits: Tensor, rows: slice, classes: slice) -> None:
-        """What the gradient of these logits adds to those of z and B."""
+    def add(self, d_logits: Tensor, rows: slice, classes: slice, invariant: bool = False) -> None:
+        """What the gradient of these logits adds to those of z and B. ``invariant``: the bits of a row of z's do not
+        depend on the other rows."""
         if self._b is not None and self._dz is not None:
-            add_product(self._dz[rows], d_logits, self._b[classes], keep=1.0)
+            add_product(self._dz[rows], d_logits, self._b[classes], 1.0, invariant)
         if self._z is not None and self._db is not None:
             add_product(self._db[classes], d_logits.t(), self._z[rows], keep=1.0)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._row_blocks import rows_of_block
 from liger_kernels.ops.runtime.ahead import real_device
 from liger_kernels.ops.runtime.device import room_for_loads
 from liger_kernels.ops.runtime.dispatch import INTERPRET, launch, tl, triton
@@ -339,19 +340,29 @@ def _zeros_left_behind(n: int, device: torch.device) -> Tensor:
     return known
 
 
+def _chosen_for(n_rows: int, invariant: bool) -> int:
+    """For how many rows tiles, and the parts of a row's sum, are chosen."""
+    return rows_of_block() if invariant else n_rows
+
+
 def rows_product(
-    x: Tensor, ws: Sequence[Tensor], scale: float, out: Tensor | None = None, by_column: bool = False
+    x: Tensor,
+    ws: Sequence[Tensor],
+    scale: float,
+    out: Tensor | None = None,
+    by_column: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
     """scale * x w^T, float32 [tokens, ranks], of ``x`` [..., columns] and one or more ``ws`` [ranks, columns] of any
     strides, whose ranks follow one another, or with ``by_column`` one that is [columns, ranks]. ``out`` may be columns
-    of a larger tensor."""
+    of a larger tensor. ``invariant``: the bits of a row do not depend on the other rows."""
     x_rows, x_stride = as_rows(x)
     w_args, n_ranks = _stack(ws, by_column)
     n_cols = x.shape[-1]
     n_rows = x.numel() // max(1, n_cols)
     z = torch.empty((n_rows, n_ranks), dtype=torch.float32, device=x.device) if out is None else out
     ranks = ranks_of_program(n_ranks)
-    parts, shape = _rows_shape(n_rows, n_cols, ranks, x.element_size(), x.device)
+    parts, shape = _rows_shape(_chosen_for(n_rows, invariant), n_cols, ranks, x.element_size(), x.device)
     tiles, cols_of_part = cdiv(n_rows, shape["ROWS"]), cdiv(cdiv(n_cols, parts), shape["BLOCK"]) * shape["BLOCK"]
     sums = done = None
     if parts > 1:
@@ -374,17 +385,18 @@ def add_product(
     dtype: torch.dtype,
     in_place: bool = False,
     by_column: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
     """y0 + scale * (z w + bias), a new tensor of ``shape`` [..., columns] and ``dtype``, or with ``in_place`` a
     contiguous y0 itself. ``y0`` of None counts as zero. ``z`` is float32 [tokens, ranks]; ``ws`` are as
-    :func:`rows_product` takes them."""
+    :func:`rows_product` takes them, and so is ``invariant``."""
     y = y0 if in_place else torch.empty(shape, dtype=dtype, device=z.device)
     w_args, n_ranks = _stack(ws, by_column)
     n_rows, n_cols = z.shape[0], shape[-1]
     y0_rows = (None, 0) if y0 is None else as_rows(y0)
     ranks = ranks_of_program(n_ranks)
     bias = None if bias is None else bias.contiguous()
-    tiles, options = _add_shape(n_rows, n_cols, ranks, z.device)
+    tiles, options = _add_shape(_chosen_for(n_rows, invariant), n_cols, ranks, z.device)
     col_blocks, rows_of_program = cdiv(n_cols, options["BLOCK"]), tiles * options["ROWS"]
     grid, exact = (cdiv(n_rows, rows_of_program) * col_blocks,), dtype is not torch.bfloat16
     tensors = (*y0_rows, z, z.stride(0), *w_args, bias, y)

@@ -53,6 +53,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernels.ops._row_blocks import as_canonical
 from liger_kernels.ops.lora.adapter import LoraAdapter
 from liger_kernels.ops.lora.head import as_matrix, check_head_adapters, has_float64, reference_logits, with_adapters
 from liger_kernels.ops.lora.low_rank import LowRank
@@ -123,9 +124,10 @@ def _reference(
     denominator: Tensor | None,
     options: LossOptions,
     shard: VocabShard | None,
+    invariant: bool = False,
 ) -> Tensor | CrossEntropyOutput:
     """:func:`linear_cross_entropy_ref` of checked arguments."""
-    logits = reference_logits(hidden, weight, bias, adapters, shard)
+    logits = reference_logits(hidden, weight, bias, adapters, shard, invariant)
     return reference(logits, targets, class_weight, row_weight, denominator, options)
 
 
@@ -171,9 +173,11 @@ def choose_schedule(
     memory: str | None,
     shard: VocabShard | None = None,
     heads: int = 1,
+    invariant: bool = False,
 ) -> tuple[str, Schedule]:
     """A name of :data:`MEMORY` and what it is here: from the arguments, their shape and dtype only, so that a result
-    never depends on the state of the machine. ``heads``: how many have logits, of which the first has gradients."""
+    never depends on the state of the machine. ``heads``: how many have logits, of which the first has gradients.
+    ``invariant``: one in which the bits of a row do not depend on the other rows."""
     tokens, hidden_size = hidden.shape
     if memory is not None and chunk_size is not None:
         raise ValueError(
@@ -195,6 +199,8 @@ def choose_schedule(
     if balanced_because(hidden.dtype, options.label_smoothing, memory) is not None:
         memory = "balanced"
     per_row, compiled = options.reduction == "none", torch.compiler.is_compiling()
+    if invariant:
+        return _of_any_rows(memory, chunk, hidden_size, vocab, shard, per_row and any(needs))
     if memory == "fast" and not any(needs):  # nothing to keep logits for
         memory = "balanced"
     if memory == "fast" and tokens > FAST_CHUNK and chunk_size is None and shard is None and not per_row:
@@ -211,6 +217,19 @@ def choose_schedule(
     if shard is None and (in_chunks or not late):
         return memory, TokenChunks(chunk, current_observer() is not None)
     return memory, VocabularySlabs.balanced(*shape, hidden.dtype.itemsize, in_grad_weight, heads)
+
+
+def _of_any_rows(
+    memory: str, chunk: int, hidden_size: int, vocab: int, shard: VocabShard | None, late: bool
+) -> tuple[str, Schedule]:
+    """What ``memory`` is where the number of rows may decide nothing that shows. "fast" and "balanced" have the same
+    bits, with gradients and without, so that shape and dtype may still choose between these. ``late``: the gradients
+    are computed in the backward."""
+    if memory == "small" or shard is not None:
+        return "small", VocabularySlabs.of_any_rows(hidden_size, vocab, all_stay=False)
+    if memory == "fast" and late:
+        return memory, VocabularySlabs.of_any_rows(hidden_size, vocab, all_stay=True)
+    return "balanced", TokenChunks(chunk, current_observer() is not None, invariant=True)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -420,6 +439,7 @@ def linear_cross_entropy(
     adapters: Sequence[LoraAdapter] = (),
     dense: Callable[[Tensor], Tensor] = as_it_is,
     group: Any = None,
+    invariant: bool = False,
     **options: Any,
 ) -> Tensor | CrossEntropyOutput:
     """:func:`cross_entropy` of ``F.linear(hidden, weight, bias)`` with one buffer of logits, all or a chunk of them.
@@ -457,6 +477,10 @@ def linear_cross_entropy(
             ``weight`` and ``bias`` have this rank's classes, in any number. All other arguments, the results and the
             gradient of hidden are the same on every rank. The host waits for the GPU in the first call with a weight.
             Not with ``chunk_size``, label smoothing or float16. ``torch.compile`` runs it in Python.
+        invariant: the bits of a row's loss and extras depend on this row alone, not on how many rows there are nor on
+            where it stands, and so do those of its gradient for one ``denominator`` and upstream gradient (not in
+            float16). Products go in blocks of 1024 rows, the last one padded. "fast" keeps logits for "none" alone, all
+            of them, and "balanced" computes them twice there; with ``group``, "small" runs.
         options: the fields of :class:`LossOptions`, by name.
 
     Returns:
@@ -470,7 +494,7 @@ def linear_cross_entropy(
     named: dict[str, Any] = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator}
     if (group is not None or adapters or dense is not as_it_is) and torch.compiler.is_compiling():
         how: dict[str, Any] = {"chunk_size": chunk_size, "memory": memory, "counted": counted, "group": group}
-        how |= {"adapters": adapters, "dense": dense}
+        how |= {"adapters": adapters, "dense": dense, "invariant": invariant}
         return uncompiled(linear_cross_entropy, hidden, weight, targets, bias, **named, **how, **options)
     o = LossOptions.checked(options)
     weights = class_weight, row_weight, denominator
@@ -481,15 +505,15 @@ def linear_cross_entropy(
     if adapters:
         check_head_adapters(hidden, weight, adapters, shard)
     taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, o.ignore_index, o.extras)
-    rows = taken.take(hidden)
+    rows = as_canonical(taken.take(hidden)) if invariant else taken.take(hidden)
     runs = use_triton(hidden, opaque=True) and not (adapters and has_float64(adapters))
     if runs and adapters:
-        rows, low, needs = with_adapters(rows, adapters, taken, needs)
-    memory, schedule = choose_schedule(rows, weight.shape[0], o, needs, chunk_size, memory, shard)
+        rows, low, needs = with_adapters(rows, adapters, taken, needs, invariant)
+    memory, schedule = choose_schedule(rows, weight.shape[0], o, needs, chunk_size, memory, shard, invariant=invariant)
     named |= o.as_arguments()
     if not runs:
-        return _reference(hidden, weight, targets, bias, adapters, *weights, o, shard)
-    if memory == "fast" and _is_traced_whole(hidden, weight.shape[0]):
+        return _reference(hidden, weight, targets, bias, adapters, *weights, o, shard, invariant)
+    if memory == "fast" and not invariant and _is_traced_whole(hidden, weight.shape[0]):
         return cross_entropy(F.linear(hidden, weight, bias), targets, **named)
     row_weight = None if row_weight is None else taken.take(row_weight)
     weights = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._row_blocks import as_canonical
 from liger_kernels.ops.lora.adapter import LoraAdapter
 from liger_kernels.ops.lora.head import as_matrix, check_head_adapters, has_float64, reference_logits, with_adapters
 from liger_kernels.ops.lora.projection import as_it_is
@@ -166,6 +167,7 @@ def linear_log_probs(
     adapters: Sequence[LoraAdapter] = (),
     dense: Callable[[Tensor], Tensor] = as_it_is,
     group: Any = None,
+    invariant: bool = False,
     **options: Any,
 ) -> LogProbsOutput:
     """The log-probability of each target, and what else is asked for, of ``F.linear(hidden, weight, bias)``.
@@ -183,6 +185,11 @@ def linear_log_probs(
             in addition to ``outputs``. -1 is no class: log-probability 0, and no gradient. Equal ids of a row count
             each.
         memory, counted, adapters, dense, group: as for :func:`linear_cross_entropy`.
+        invariant: the bits of a row's results and of the gradient of its hidden states depend on this row alone, not on
+            how many rows there are, nor on where it stands, nor on whether gradients are computed. Products go in
+            blocks of 1024 rows, the last one padded: "fast" keeps all logits, "balanced" computes them twice, with the
+            same bits, and "small" runs wherever a ``group`` is given. In float16 the gradient is in units of the
+            batch's largest one, and is not invariant.
         options: ``temperature``, ``softcap``, ``logit_scale`` and ``ignore_index``, as in :class:`LossOptions`. Ignored
             rows have log-probability and entropy 0, and no gradient.
 
@@ -196,7 +203,7 @@ def linear_log_probs(
     """
     if (group is not None or adapters or dense is not as_it_is) and torch.compiler.is_compiling():
         how: dict[str, Any] = {"outputs": outputs, "memory": memory, "counted": counted, "group": group}
-        how |= {"adapters": adapters, "dense": dense, "ids": ids}
+        how |= {"adapters": adapters, "dense": dense, "ids": ids, "invariant": invariant}
         return uncompiled(linear_log_probs, hidden, weight, targets, bias, **how, **options)
     o = _checked(options, outputs, ids)
     packed, low = None, None
@@ -207,13 +214,14 @@ def linear_log_probs(
         check_head_adapters(hidden, weight, adapters, shard)
     _check_ids(ids, len(hidden), classes_of(weight, shard), hidden.device)
     taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, o.ignore_index)
-    rows = taken.take(hidden)
+    rows = as_canonical(taken.take(hidden)) if invariant else taken.take(hidden)
     runs = use_triton(hidden, opaque=True) and not (adapters and has_float64(adapters))
     if runs and adapters:
-        rows, low, needs = with_adapters(rows, adapters, taken, needs)
-    _, schedule = choose_schedule(rows, weight.shape[0], o, needs, None, memory, shard)
+        rows, low, needs = with_adapters(rows, adapters, taken, needs, invariant)
+    _, schedule = choose_schedule(rows, weight.shape[0], o, needs, None, memory, shard, invariant=invariant)
     if not runs:
-        return _reference(reference_logits(hidden, weight, bias, adapters, shard), targets, o, outputs, ids)
+        logits = reference_logits(hidden, weight, bias, adapters, shard, invariant)
+        return _reference(logits, targets, o, outputs, ids)
     ids = None if ids is None else taken.take(ids.contiguous())
     call = Call(rows, weight, bias, taken.targets, None, None, None, o, needs, taken, shard, low, packed, ids)
     loss, found = run_schedule(schedule, call, entropy="entropy" in outputs)

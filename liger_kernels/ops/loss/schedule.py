@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._row_blocks import by_rows
 from liger_kernels.ops.divergence.rows import Teacher
 from liger_kernels.ops.lora.low_rank import LowRank, ThinProducts
 from liger_kernels.ops.loss.counted_rows import CountedRows
@@ -267,14 +268,22 @@ def logits_of(
     bias: Tensor | None,
     buffer: Tensor,
     added: tuple[Tensor, Tensor] | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """The logits [rows, vocab], in ``buffer``. The product of ``added``, [rows, ranks] and [vocab, ranks], is part of
-    them."""
-    out = buffer[: len(hidden), : len(weight)]
+    them. ``invariant``: with bits that do not depend on the other rows."""
+
     # Every GEMM of the schedules is given its ``out``, which also keeps autocast from casting its operands again.
-    if added is not None:
-        z, b = added
-        bias = torch.mm(z, b.t(), out=out) if bias is None else torch.addmm(bias, z, b.t(), out=out)
-    if bias is None:
-        return torch.mm(hidden, weight.t(), out=out)
-    return torch.addmm(bias, hidden, weight.t(), out=out)
+    def product(out: Tensor, hidden: Tensor, *zs: Tensor) -> None:
+        first = bias
+        for z in zs:
+            first = torch.mm(z, b.t(), out=out) if bias is None else torch.addmm(bias, z, b.t(), out=out)
+        if first is None:
+            torch.mm(hidden, weight.t(), out=out)
+        else:
+            torch.addmm(first, hidden, weight.t(), out=out)
+
+    zs, b = ((), weight) if added is None else (added[:1], added[1])
+    out = buffer[: len(hidden), : len(weight)]
+    by_rows(invariant, product, out, hidden, *zs)
+    return out

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._row_blocks import multiply_rows
 from liger_kernels.ops._split_sum import SplitSum, rounded
 from liger_kernels.ops.divergence.rows import backward_divergence, forward_divergence
 from liger_kernels.ops.loss.mean import mean
@@ -62,11 +63,11 @@ class _GradientSums(NamedTuple):
     def buffers(self) -> tuple[Tensor, ...]:
         return self.hidden, *self.weight, self.bias
 
-    def add(self, call: Call, wanted: Needs, start: int, stop: int, d_logits: Tensor) -> None:
+    def add(self, call: Call, wanted: Needs, start: int, stop: int, d_logits: Tensor, invariant: bool) -> None:
         """Those of one chunk. The first one writes what later ones add to."""
         rows, keep = call.hidden[start:stop], 1.0 if start else 0.0
         if wanted.hidden:
-            torch.mm(d_logits, call.weight, out=self.hidden[start:stop])
+            multiply_rows(self.hidden[start:stop], d_logits, call.weight, invariant)
         if wanted.weight:
             self.weight.add(d_logits.t(), rows, keep)
         if wanted.bias and start:
@@ -100,6 +101,7 @@ class TokenChunks(NamedTuple):
 
     chunk_size: int
     observed: bool  # whether the forward keeps the logits' gradient for an observer
+    invariant: bool = False  # whether the bits of a row do not depend on the other rows
 
     def allocate(self, call: Call) -> Output:
         tokens, (vocab, _), wanted = call.hidden.shape[0], call.weight.shape, self._wanted(call)
@@ -118,12 +120,12 @@ class TokenChunks(NamedTuple):
         thin, classes = call.thin(wanted), slice(None)
         buffer = logits_buffer(call, min(self.chunk_size, tokens), len(call.weight))
         row_weight, largest = call.row_weight, None
-        if any(wanted) and row_weight is not None:  # the weights' size, too, stays out of 16-bit gradients
+        if any(wanted) and row_weight is not None and self._scales(call):  # the weights' size, too, stays out
             (row_weight,), largest = _normalised(row_weight)
         of_teacher = self._of_teacher(call)
         for start, stop in self._chunks(tokens):
             added = None if thin is None else thin.added(slice(start, stop), classes)
-            logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer, added)
+            logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer, added, self.invariant)
             if call.teacher is not None:
                 self._divergence(call, logits, of_teacher(start, stop), start, rows)
                 continue
@@ -137,9 +139,9 @@ class TokenChunks(NamedTuple):
                 grad=logits if any(wanted) else None,
                 ids=None if call.ids is None else call.ids[start:stop],
             )
-            sums.add(call, wanted, start, stop, logits)
+            sums.add(call, wanted, start, stop, logits, self.invariant)
             if thin is not None:
-                thin.add(logits, slice(start, stop), classes)
+                thin.add(logits, slice(start, stop), classes, self.invariant)
             if d_logits.dim() == 2:
                 d_logits[start:stop] = logits
         finish_ids(output.rows, call.ids, call.targets, call.options.ignore_index, call.classes)
@@ -190,7 +192,7 @@ class TokenChunks(NamedTuple):
         ids = call.id_grads(upstream)
         if ids is not None:
             grads += [ids.grads, ids.totals]
-        grads, scale = _normalised(*grads)
+        grads, scale = _normalised(*grads) if self._scales(call) else (grads, stats.new_ones(()))
         if ids is not None:
             ids = IdGrads(ids.ids, *grads[-2:])
         grad_loss, grad_entropy = grads[0], None if upstream.grad_entropy is None else grads[1]
@@ -202,7 +204,7 @@ class TokenChunks(NamedTuple):
         of_teacher = self._of_teacher(call)
         for start, stop in self._chunks(tokens):
             added = None if thin is None else thin.added(slice(start, stop), classes)
-            logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer, added)
+            logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer, added, self.invariant)
             entropy = None if upstream.entropy is None else upstream.entropy[start:stop]
             of_entropy = entropy, None if grad_entropy is None else grad_entropy[start:stop]
             of_rows = stats[:, start:stop], grad_loss[start:stop]  # the row weights, too
@@ -223,15 +225,19 @@ class TokenChunks(NamedTuple):
                 )
             if current_observer() is not None:
                 call.observe(start, logits.float() * scale)
-            sums.add(call, call.needs, start, stop, logits)
+            sums.add(call, call.needs, start, stop, logits, self.invariant)
             if thin is not None:
-                thin.add(logits, slice(start, stop), classes)
+                thin.add(logits, slice(start, stop), classes, self.invariant)
         low = () if thin is None else [t * scale for t in thin.gradients()]
         return *sums.rounded(call.needs, scale, overwrite=True), *low
 
     def _wanted(self, call: Call) -> Needs:
         """Which gradients the forward computes."""
         return NO_GRADIENTS if call.options.reduction == "none" else call.needs
+
+    def _scales(self, call: Call) -> bool:
+        """Whether the gradients of rows are in units of the largest one, which is the batch's. float16 has to."""
+        return not self.invariant or call.hidden.dtype == torch.float16
 
     def _divergence(self, call: Call, logits: Tensor, of_teacher: Tensor, start: int, rows: Rows) -> None:
         """Fill the ``rows`` of a chunk from the logits of both heads."""

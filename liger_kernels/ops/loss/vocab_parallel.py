@@ -8,6 +8,7 @@ hidden states is summed over the ranks in float32.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from liger_kernels.ops._row_blocks import invariant_linear, rows_of_block
 from liger_kernels.ops.loss.rows import Carried
 
 # By weight: its shape, the group, and the VocabShard. The shape alone is no key: when a vocabulary grows, the shapes of
@@ -98,10 +100,14 @@ class VocabShard(NamedTuple):
             first = classes[0].contiguous().view(torch.int32).where(highest == maximum, none).amin(0)
             predicted.copy_(first.masked_fill(first == none, 0))
 
-    def add(self, *parts: Tensor) -> None:
-        """The sum over the ranks, in place."""
+    def add(self, *parts: Tensor, invariant: bool = False) -> None:
+        """The sum over the ranks, in place. ``invariant``: in the order of the ranks, block by block of rows; an
+        all-reduce adds in an order that depends on where a number lies among how many."""
         for part in parts:
-            if part.numel():
+            if part.numel() and invariant:
+                for block in part.split(rows_of_block()):
+                    block.copy_(functools.reduce(torch.add, self.gathered(block).unbind()))
+            elif part.numel():
                 dist.all_reduce(part, group=self.group)
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -132,15 +138,15 @@ class _Replicated(torch.autograd.Function):
     """``hidden`` unchanged. Every rank multiplies it by its own classes, so its gradient is summed over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, shard: VocabShard) -> Tensor:
-        ctx.shard = shard
+    def forward(ctx: Any, hidden: Tensor, shard: VocabShard, invariant: bool) -> Tensor:
+        ctx.shard, ctx.invariant = shard, invariant
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         summed = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True).contiguous()
-        ctx.shard.add(summed)
-        return summed.to(grad.dtype), None
+        ctx.shard.add(summed.flatten(0, -2), invariant=ctx.invariant)
+        return summed.to(grad.dtype), None, None
 
 
 class _Gathered(torch.autograd.Function):
@@ -157,11 +163,14 @@ class _Gathered(torch.autograd.Function):
         return grad[:, ctx.mine], None
 
 
-def logits_of_all(hidden: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None) -> Tensor:
-    """``F.linear(hidden, weight, bias)`` with the weights of all ranks, [..., all classes], on every rank."""
-    linear = torch.nn.functional.linear
+def logits_of_all(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None, invariant: bool = False
+) -> Tensor:
+    """``F.linear(hidden, weight, bias)`` with the weights of all ranks, [..., all classes], on every rank.
+    ``invariant``: the bits of a row do not depend on the other rows."""
+    linear = invariant_linear if invariant else torch.nn.functional.linear
     if shard is None:
         return linear(hidden, weight, bias)
-    logits = linear(_Replicated.apply(hidden, shard), weight, bias)
+    logits = linear(_Replicated.apply(hidden, shard, invariant), weight, bias)
     whole = _Gathered.apply(logits.flatten(0, -2), shard)
     return whole.unflatten(0, hidden.shape[:-1])

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._row_blocks import multiply_rows
 from liger_kernels.ops._split_sum import SplitSum, add_product, rounded
 from liger_kernels.ops.divergence.rows import DivergenceStats, backward_divergence, forward_divergence, merged
 from liger_kernels.ops.lora.low_rank import ThinProducts
@@ -204,6 +205,8 @@ class VocabularySlabs(NamedTuple):
         slab: most classes of a slab between these two, whose logits need memory. 0: there is no such slab.
         backward_slab: the same if the weight has a gradient and no last slab is held.
         step: as in :class:`SlabSizes`; slabs that are narrower than it are multiples of 8 classes.
+        invariant: whether the bits of a row do not depend on the other rows: products go in blocks of rows, and every
+            slab between has ``slab`` classes.
     """
 
     kept_classes: int = 0
@@ -211,6 +214,7 @@ class VocabularySlabs(NamedTuple):
     slab: int = 0
     backward_slab: int = 0
     step: int = 1024
+    invariant: bool = False
 
     @property
     def _holds(self) -> bool:
@@ -243,6 +247,15 @@ class VocabularySlabs(NamedTuple):
         sizes = slab_sizes(tokens, hidden_size)
         kept = kept_by_small(tokens, hidden_size, vocab) if in_grad_weight else 0
         return cls(kept, 0, sizes.forward, sizes.backward, sizes.step)
+
+    @classmethod
+    def of_any_rows(cls, hidden_size: int, vocab: int, all_stay: bool) -> VocabularySlabs:
+        """The one whose plan is the same for any number of rows: one slab of all classes that stays, as "fast", or
+        slabs that are computed twice, as "small"."""
+        if all_stay:
+            return cls(0, vocab, invariant=True)
+        columns = slab_sizes(0, hidden_size).forward
+        return cls(0, 0, columns, columns, invariant=True)
 
     def plan(self, tokens: int, hidden_size: int, vocab: int, itemsize: int, needs: Needs) -> SlabPlan:
         """The parts of a head of that shape; ``itemsize`` is that of its dtype in bytes."""
@@ -278,7 +291,7 @@ class VocabularySlabs(NamedTuple):
             if "predicted_tokens" in rows.extras:
                 rows.extras["predicted_tokens"].zero_()
             carry = Slab.no_class(len(call.hidden), call.hidden.device)
-        for part, logits, _ in _logits_of_parts(call, plan.parts, buffers, thin=thin):
+        for part, logits, _ in _logits_of_parts(call, plan.parts, buffers, thin=thin, invariant=self.invariant):
             slab = None if carry is None else Slab(self._first(call) + part.first, classes, carry)
             forward_rows(logits, *call.of_rows(), call.options, rows, slab=slab, ids=call.ids)
         if shard is not None and carry is not None:
@@ -332,7 +345,7 @@ class VocabularySlabs(NamedTuple):
         if buffers is None or not known:
             buffers = self.allocate(call).buffers
             if plan.last_stays:
-                for _ in _logits_of_parts(call, plan.parts, buffers, thin=thin):
+                for _ in _logits_of_parts(call, plan.parts, buffers, thin=thin, invariant=self.invariant):
                     pass  # those that stay are known then
                 known = True
         elif not overwrite:
@@ -340,9 +353,8 @@ class VocabularySlabs(NamedTuple):
         grad_weight, other_logits, of_teacher = buffers
         if not self.kept_classes:
             grad_weight = call.new(call.needs.weight, *call.weight.shape)
-        slabs = _logits_of_parts(
-            call, plan.in_backward(), (grad_weight, other_logits, of_teacher), thin=thin, backward=True, known=known
-        )
+        buffers, how = (grad_weight, other_logits, of_teacher), {"backward": True, "known": known}
+        slabs = _logits_of_parts(call, plan.in_backward(), buffers, thin=thin, invariant=self.invariant, **how)
         last = plan.grad_weight_last and call.shard is None
         gradients = self._gradients_of_kept if last else self._gradients_of_slabs
         grad_bias = call.new(call.needs.bias, len(call.weight))
@@ -399,7 +411,7 @@ class VocabularySlabs(NamedTuple):
             if call.needs.bias:
                 torch.sum(logits, 0, out=grad_bias[first:stop])
             if thin is not None:
-                thin.add(logits, slice(None), slice(first, stop))
+                thin.add(logits, slice(None), slice(first, stop), self.invariant)
             yield first, stop, logits
         if observer is not None:
             call.observe(0, observed if call.shard is None else call.shard.gather(observed))
@@ -409,7 +421,7 @@ class VocabularySlabs(NamedTuple):
         hidden, weight, every = call.hidden, call.weight, list(slabs)
         grad_hidden = call.new(call.needs.hidden, *hidden.shape)
         if call.needs.hidden and len(every) == 1:
-            torch.mm(every[0][2], weight, out=grad_hidden)
+            multiply_rows(grad_hidden, every[0][2], weight, self.invariant)
         elif call.needs.hidden:
             sums = grad_weight[: self.kept_classes].view(-1).view(torch.float32)[: hidden.numel()].view(hidden.shape)
             for first, stop, d_logits in every:
@@ -433,11 +445,11 @@ class VocabularySlabs(NamedTuple):
             if call.needs.weight:
                 torch.mm(logits.t(), hidden, out=grad_weight[first:stop])
             if call.needs.hidden:
-                sums.add(logits, weight[first:stop], keep)
+                sums.add(logits, weight[first:stop], keep, self.invariant)
             keep = 1.0
         del logits, slabs  # the slab's memory is freed before grad_hidden is rounded
         if call.shard is not None and call.needs.hidden:
-            call.shard.add(*sums)
+            call.shard.add(*sums, invariant=self.invariant)
         if hidden.dtype == torch.float32 or not call.needs.hidden:
             return sums.first
         return sums.rounded(None, hidden.dtype, overwrite=True)
@@ -478,6 +490,11 @@ def _parts_in_grad_weight(
     than ``backward_slab`` classes fit there. Such parts need no memory, and wider parts read grad_hidden less often.
     """
     kept, columns = slabs.kept_classes, slabs.backward_slab
+    if slabs.invariant:
+        return tuple(
+            SlabPart(first, min(first + columns, vocab), columns, SlabPlace.SHARED, SlabPlace.SHARED, stays=False)
+            for first in range(0, vocab, columns)
+        )
     if not needs.weight:
         columns = slabs.slab if any(needs) else 2 * slabs.slab  # without a gradient, little else is held
     step = _step(columns, slabs.step)
@@ -513,6 +530,7 @@ def _logits_of_parts(
     backward: bool = False,
     known: bool = False,
     again: bool = False,
+    invariant: bool = False,
 ) -> Iterator[tuple[SlabPart, Tensor, Tensor | None]]:
     """Yield each part with its logits and the teacher's. The next part overwrites them unless they stay.
 
@@ -520,6 +538,7 @@ def _logits_of_parts(
         buffers: of the schedule's output.
         known: whether the logits that stay have been computed.
         again: whether this is the second pass of a forward.
+        invariant: as in :class:`VocabularySlabs`.
     """
     grad_weight, other_logits, kept_of_teacher = buffers
     shared = None  # freed with this generator
@@ -537,7 +556,8 @@ def _logits_of_parts(
         else:
             bias = None if call.bias is None else call.bias[part.first : part.stop]
             added = None if thin is None else thin.added(slice(None), slice(part.first, part.stop))
-            logits = logits_of(call.hidden, call.weight[part.first : part.stop], bias, buffer, added)
+            weight = call.weight[part.first : part.stop]
+            logits = logits_of(call.hidden, weight, bias, buffer, added, invariant)
             yield part, logits, of_teacher(part)
 
 
