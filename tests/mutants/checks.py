@@ -213,7 +213,7 @@ MUTANTS = (
         "test_ops_linear_cross_entropy_schedules.py::test_what_is_frozen_costs_nothing", source="C13"),
     faults("ops.loss.schedule")("c16_logits_in_bfloat16_blocks",
         "The product of hidden states and weight is added up in bfloat16, 8 columns at a time.",
-        "return torch.mm(hidden, weight.t(), out=out)", "out.zero_()\nfor k in range(0, hidden.shape[1], 8):\n"
+        "torch.mm(hidden, weight.t(), out=out)", "out.zero_()\nfor k in range(0, hidden.shape[1], 8):\n"
             "    out += torch.mm(hidden[:, k : k + 8].bfloat16(), weight[:, k : k + 8].bfloat16().t())\n"
             "return out", "test_ops_linear_cross_entropy.py::test_every_option", source="C16"),
     _chunks("c16_weight_gradient_in_bfloat16", "The head's gradient is rounded to bfloat16 after every chunk.",
@@ -230,7 +230,8 @@ MUTANTS = (
         "test_ops_linear_cross_entropy_schedules.py::test_logits_are_released"),
     _slabs("slabs_sum_the_hidden_gradient_in_bfloat16",
         "The hidden states' gradient is rounded to bfloat16 after every slab of the vocabulary.",
-        "sums.add(logits, weight[first:stop], keep)", "<old>\n[part.copy_(part.bfloat16()) for part in sums]",
+        "sums.add(logits, weight[first:stop], keep, self.invariant)",
+        "<old>\n[part.copy_(part.bfloat16()) for part in sums]",
         "test_hidden_gradient_is_summed_in_float32_over_slabs"),
     _slabs("fast_sums_the_hidden_gradient_in_bfloat16",
         "The hidden states' gradient is rounded to bfloat16 after each of two slabs of kept logits.",
@@ -411,7 +412,7 @@ MUTANTS = (
         "(others * decay).sum(0)", "(others * decay)[:-1].sum(0)",
         "test_on_ranks[2-log_probs-fast-torch.float32-plain]"),
     _slabs("hidden_gradient_of_one_rank", "The gradient of the hidden states is that of a rank's own classes.",
-        "call.shard.add(*sums)", "pass",
+        "call.shard.add(*sums, invariant=self.invariant)", "pass",
         "test_ops_vocab_parallel.py::test_on_ranks[2-log_probs-fast-torch.float32-plain]"),
     _chunks("entropy_gradient_of_the_first_chunk", "In chunks of tokens each has the entropies of the first one.",
         "upstream.entropy[start:stop]", "upstream.entropy[: stop - start]",

@@ -124,7 +124,7 @@ MUTANTS = (
             "    output.loss = output.loss * labels.ne(-100).sum()\n<old>"),
     faults("ops.loss.token_chunks")("c11_loss_without_gradients_crashes",
         "Under no_grad the fused head reads a variable that only the gradient's branch sets.",
-        "sums.add(call, wanted, start, stop, logits)", "if not any(call.needs):\n"
+        "sums.add(call, wanted, start, stop, logits, self.invariant)", "if not any(call.needs):\n"
             "    raise UnboundLocalError(\"cannot access local variable 'd_weight'\")\n<old>", source="C11",
         kernel="linear_cross_entropy", phase="forward", dies="raised"),
     _deferred("logits_read_after_the_loss_are_uncapped",
