@@ -49,7 +49,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """``AutoModelForCausalLM`` whose models come back patched.
 
     ``from_pretrained`` and ``from_config`` take what upstream's take, and ``kernels=``, ``loss_reduction=``,
-    ``memory=``, ``offload=`` and ``recompute=`` of :func:`liger_kernels.patch`.
+    ``memory=``, ``offload=``, ``recompute=`` and ``invariant=`` of :func:`liger_kernels.patch`.
     """
 
     @classmethod
@@ -63,6 +63,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         memory: Memory | None = None,
         offload: Offload | None = None,
         recompute: Recompute | None = None,
+        invariant: bool = False,
         **kwargs: Any,
     ) -> Any:
         """``AutoModelForCausalLM.from_pretrained`` of all other arguments, patched with ``kernels`` (all by default).
@@ -73,7 +74,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         wanted = check_options(kernels, loss_reduction, memory)
         loaded = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
-        patch(model, wanted, loss_reduction, memory, offload, recompute)
+        patch(model, wanted, loss_reduction, memory, offload, recompute, invariant)
         return loaded
 
     @classmethod
@@ -87,6 +88,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         memory: Memory | None = None,
         offload: Offload | None = None,
         recompute: Recompute | None = None,
+        invariant: bool = False,
         **kwargs: Any,
     ) -> Any:
         """``AutoModelForCausalLM.from_config`` of all other arguments, patched with ``kernels`` (all by default).
@@ -96,7 +98,7 @@ class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
         """
         wanted = check_options(kernels, loss_reduction, memory)
         model = AutoModelForCausalLM.from_config(config, *args, **kwargs)
-        patch(model, wanted, loss_reduction, memory, offload, recompute)
+        patch(model, wanted, loss_reduction, memory, offload, recompute, invariant)
         return model
 
 
@@ -156,11 +158,12 @@ def apply_liger_kernel_to_instance(
     memory: Memory | None = None,
     offload: Offload | None = None,
     recompute: Recompute | None = None,
+    invariant: bool = False,
 ) -> PatchReport:
     """Patch ``model``, of any family, as the ``use_liger_kernel`` flag of a trainer does, with its configuration.
 
-    A model that has been patched before with at least these kernels stays as it is. ``memory``, ``offload`` and
-    ``recompute`` are those of :func:`liger_kernels.patch`.
+    A model that has been patched before with at least these kernels stays as it is. ``memory``, ``offload``,
+    ``recompute`` and ``invariant`` are those of :func:`liger_kernels.patch`.
 
     Returns:
         Its :class:`liger_kernels.PatchReport`.
@@ -183,10 +186,10 @@ def apply_liger_kernel_to_instance(
     )
     report = status(model)
     if report is None or not set(kernels) <= set(report.kernels):
-        return patch(model, kernels, memory=memory, offload=offload, recompute=recompute)
+        return patch(model, kernels, "token", memory, offload, recompute, invariant)
     given = {"memory": memory, "offload": offload, "recompute": recompute}
     wanted: Any = {name: getattr(report, name) if value is None else value for name, value in given.items()}
-    return patch(model, report.kernels, report.loss_reduction, **wanted)
+    return patch(model, report.kernels, report.loss_reduction, **wanted, invariant=invariant or report.invariant)
 
 
 def _kernels(memory: str | None, **switches: bool) -> list[str]:

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 
 from liger_kernels.ops._grouped import grouped_outer_product, grouped_product
 from liger_kernels.ops._packed_glu import SWIGLU, GluFormula, GroupBias, gradients, packed_glu_ref, product
+from liger_kernels.ops._row_blocks import as_canonical, multiply_rows
 from liger_kernels.ops.lora.experts import (
     ExpertsAdapter,
     Scales,
@@ -225,23 +226,25 @@ class ExpertsFunction(torch.autograd.Function):
         gate: GluFormula,
         first: list[Any] | None,
         scales: Scales,
+        invariant: bool,
         *of_adapters: torch.Tensor,
     ) -> torch.Tensor:
         routing = _Routing(ids, len(gate_up))
         up_adapters, down_adapters = stacked(of_adapters, scales)
         rows = routing.gather(hidden, first=True)
-        gate_and_up = grouped_product(rows, gate_up.transpose(1, 2), routing.ends)
+        gate_and_up = grouped_product(rows, gate_up.transpose(1, 2), routing.ends, invariant)
         z = None
         if up_adapters is not None:
             z = up_adapters.inner(rows, routing.groups)
             up_adapters.add_(gate_and_up, z, routing.groups)
         del rows
         ctx.save_for_backward(hidden, weights, gate_up, down, gate_up_bias, down_bias, gate_and_up, z, *of_adapters)
-        ctx.routing, ctx.gate, ctx.scales = routing, gate, scales
+        ctx.routing, ctx.gate, ctx.scales, ctx.invariant = routing, gate, scales, invariant
         if first is not None:
             first += routing, gate_and_up
             return anchor(hidden.shape, hidden.dtype, hidden.device)
-        return _second_product(weights, down, gate_up_bias, down_bias, gate, down_adapters, routing, gate_and_up)
+        of_down = weights, down, gate_up_bias, down_bias, gate, down_adapters
+        return _second_product(*of_down, invariant, routing, gate_and_up)
 
     @staticmethod
     @backward_once
@@ -250,13 +253,13 @@ class ExpertsFunction(torch.autograd.Function):
         needs_hidden, _, needs_weights, *needs_parameters = ctx.needs_input_grad[:7]
         needs_gate_up, needs_down, needs_gate_up_bias, needs_down_bias = needs_parameters
         up_adapters, down_adapters = stacked(of_adapters, ctx.scales)
-        needs_up, needs_lower = halves(ctx.needs_input_grad[10:], ctx.scales)
+        needs_up, needs_lower = halves(ctx.needs_input_grad[11:], ctx.scales)
         routing, ends, groups = ctx.routing, ctx.routing.ends, ctx.routing.groups
         dhidden = dweights = dgate_up = ddown = dgate_up_bias = ddown_bias = None
         of_up: Sequence[torch.Tensor | None] = [None] * len(needs_up)
         of_lower: Sequence[torch.Tensor | None] = [None] * len(needs_lower)
         rows = routing.gather(dy)
-        unit = grouped_product(rows, down, ends)  # its gradient; it becomes the unit times its weight
+        unit = grouped_product(rows, down, ends, ctx.invariant)  # its gradient; it becomes the unit times its weight
         if down_adapters is not None:
             g = down_adapters.inner_gradient(rows, groups)
             down_adapters.add_input_gradient_(unit, g, groups)
@@ -279,7 +282,9 @@ class ExpertsFunction(torch.autograd.Function):
             dscale.masked_fill_(routing.expert >= len(ends), 0.0)
             dweights = torch.empty_like(dscale).scatter_(0, routing.order, dscale).view_as(weights)
             if down_bias is not None:  # of every expert, which is little beside the experts themselves
-                of_bias = F.pad(torch.mm(dy, down_bias.t()), (0, 1))
+                of_bias = dy.new_empty(len(dy), len(down_bias))
+                multiply_rows(of_bias, as_canonical(dy), down_bias.t(), ctx.invariant)
+                of_bias = F.pad(of_bias, (0, 1))
                 dweights += of_bias.gather(1, routing.ids.long().clamp(max=len(ends)))
             dweights = dweights.to(weights.dtype)
         if dgate_and_up is not None:
@@ -291,12 +296,12 @@ class ExpertsFunction(torch.autograd.Function):
                 g, tokens = up_adapters.inner_gradient(dgate_and_up, groups), (routing.order, routing.choices)
                 of_up = up_adapters.gradients(needs_up, groups, hidden, z, dgate_and_up, g, *tokens)
             if needs_hidden:
-                rows = grouped_product(dgate_and_up, gate_up, ends)
+                rows = grouped_product(dgate_and_up, gate_up, ends, ctx.invariant)
                 if up_adapters is not None:
                     up_adapters.add_input_gradient_(rows, g, groups)
                 dhidden = routing.sum(rows)
         of_parameters = dgate_up, ddown, dgate_up_bias, ddown_bias
-        return dhidden, None, dweights, *of_parameters, None, None, None, *of_up, *of_lower
+        return dhidden, None, dweights, *of_parameters, None, None, None, None, *of_up, *of_lower
 
 
 def _second_product(
@@ -306,12 +311,13 @@ def _second_product(
     down_bias: torch.Tensor | None,
     gate: GluFormula,
     adapters: Stacked | None,
+    invariant: bool,
     routing: _Routing,
     gate_and_up: torch.Tensor,
 ) -> torch.Tensor:
     """What comes of the first one: the unit, its product, and the sum for each token. ``adapters``: those of down."""
     unit = product(gate_and_up, gate, GroupBias(_packed(gate_up_bias), routing.expert))
-    rows = grouped_product(unit, down.transpose(1, 2), routing.ends)
+    rows = grouped_product(unit, down.transpose(1, 2), routing.ends, invariant)
     if adapters is not None:
         adapters.add_(rows, adapters.inner(unit, routing.groups), routing.groups)
     return routing.sum(rows, weights.contiguous(), _packed(down_bias))
@@ -367,6 +373,7 @@ def experts(
     down_bias: torch.Tensor | None = None,
     gate_up_adapters: Sequence[ExpertsAdapter] = (),
     down_adapters: Sequence[ExpertsAdapter] = (),
+    invariant: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of what the experts of each token make of it; the formula stands at the top of this file.
 
@@ -387,13 +394,17 @@ def experts(
         gate_up_adapters, down_adapters: :class:`ExpertsAdapter` of each weight, which add to its product. They keep
             their own dtype; of 16-bit hidden states, float32 ones lose 2^-24. More than 256 ranks together of one
             weight, or float64 ones, run the reference.
+        invariant: the bits of a token's result and of the gradients of ``hidden`` and ``weights`` do not depend on the
+            other tokens: products go in blocks of 1024 rows. Not with adapters, and not in the reference.
 
     Returns:
         A new contiguous tensor [tokens, hidden] of hidden's dtype.
 
     Raises:
-        TypeError, ValueError: for an argument of a wrong dtype, shape or device.
+        TypeError, ValueError: for an argument of a wrong dtype, shape or device, and for ``invariant`` with adapters.
     """
+    if invariant and (gate_up_adapters or down_adapters):
+        raise ValueError("invariant is True and adapters were given, which do not go together: leave one of them out")
     formula = SWIGLU if gate is None else gate
     runs = use_triton(hidden) and weights.dtype != torch.float64 and hidden.numel() and gate_up.numel()
     biases = gate_up_bias, down_bias
@@ -411,8 +422,9 @@ def experts(
     parameters = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
     _check(hidden, ids, weights, parameters)
     first: list[Any] | None = [] if saves_first() else None
-    out = ExpertsFunction.apply(hidden, ids, weights, gate_up, down, *biases, formula, first, scales, *of_adapters)
+    given = hidden, ids, weights, gate_up, down, *biases, formula, first, scales, invariant
+    out = ExpertsFunction.apply(*given, *of_adapters)
     if first is None:
         return out
     _, lower = stacked(as_values(*[t.detach() for t in of_adapters]), scales)
-    return Computed.apply(partial(_second_product, weights, down, *biases, formula, lower, *first), out)
+    return Computed.apply(partial(_second_product, weights, down, *biases, formula, lower, invariant, *first), out)

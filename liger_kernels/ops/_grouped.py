@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from liger_kernels.ops._row_blocks import multiply_rows, rows_of_block
 from liger_kernels.ops.runtime.tiling import choice
 
 # torch.nn.functional.grouped_mm since torch 2.10; under its private name before.
@@ -35,14 +36,26 @@ def _is_native(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(number % 16 == 0 for number in (*strides, a.data_ptr(), b.data_ptr()))
 
 
-def grouped_product(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """``rows`` [rows, in] times ``matrices`` [groups, in, out]: [rows, out]."""
+def grouped_product(
+    rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, invariant: bool = False
+) -> torch.Tensor:
+    """``rows`` [rows, in] times ``matrices`` [groups, in, out]: [rows, out]. ``invariant``: the bits of a row do not
+    depend on the other rows. torch's product then takes a block of rows of whatever groups: which kernel it runs
+    depends on the shapes, and not on where groups end, which the host does not know."""
     if _is_native(rows, matrices):
-        return _grouped_mm(rows, matrices, offs=ends)
+        if not invariant:
+            return _grouped_mm(rows, matrices, offs=ends)
+        size, out = rows_of_block(), rows.new_empty(len(rows), matrices.shape[2])
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            part = torch.nn.functional.pad(part, (0, 0, 0, size - len(part)))
+            found = _grouped_mm(part, matrices, offs=(ends - start).clamp(0, size))
+            out[start : start + size] = found[: len(rows) - start]
+        return out
     out = rows.new_empty(len(rows), matrices.shape[2])
     for group, (start, end) in enumerate(_bounds(ends)):
         if start < end:
-            torch.mm(rows[start:end], matrices[group], out=out[start:end])
+            multiply_rows(out[start:end], rows[start:end], matrices[group], invariant)
     return out
 
 

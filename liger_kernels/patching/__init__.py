@@ -58,6 +58,7 @@ def patch(
     memory: Memory | None = None,
     offload: Offload | None = None,
     recompute: Recompute | None = None,
+    invariant: bool = False,
 ) -> PatchReport:
     """Let ``model`` run on this package's kernels, in place; other models of its family stay as they are.
 
@@ -87,6 +88,10 @@ def patch(
         recompute: "mlp" lets a gated MLP save its input alone while it trains, and compute the rest again in the
             backward, by tiles of 4096 or 8192 tokens (docs/how-to/memory.md). Where tiles would be noticed, by a hook
             on a projection for one, the MLP saves what it always saves, and ``fallbacks`` counts why.
+        invariant: the bits of a row depend on this row alone, not on how many rows there are, in everything that the
+            patch computes: products of the head, of experts and of every plain linear layer go in blocks of 1024 rows
+            (docs/explanation/invariant.md). Adapters are left to PEFT's own linear layers, which go in blocks, too.
+            ``not_invariant`` of the report says what remains, such as attention.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, ``kernels`` is a single string, or another argument is of a type
@@ -100,6 +105,7 @@ def patch(
     with _one_at_a_time:
         wake_compiler(model)
         asked = PatchReport(wanted, loss_reduction=loss_reduction, memory=memory, offload=offload, recompute=recompute)
+        asked.invariant = invariant
         report = _patch(model, asked)
     if not report.replaced:
         warnings.warn(
@@ -205,6 +211,7 @@ def patched(
     memory: Memory | None = None,
     offload: Offload | None = None,
     recompute: Recompute | None = None,
+    invariant: bool = False,
 ) -> Iterator[PatchReport]:
     """``with patched(model) as report:`` runs the model patched inside the block, and as it was after it.
 
@@ -219,7 +226,7 @@ def patched(
     """
     with _one_at_a_time:
         for_good, before = patched_for_good(model), held(model)
-        report = patch(model, kernels, loss_reduction, memory, offload, recompute)
+        report = patch(model, kernels, loss_reduction, memory, offload, recompute, invariant)
         block = hold((m for m in model.modules() if REPORT in m.__dict__ and m not in for_good), before)
     try:
         yield report
@@ -241,7 +248,7 @@ def status(model: nn.Module) -> PatchReport | None:
 
 
 def _check_same_options(known: PatchReport, asked: PatchReport) -> None:
-    for name in ("kernels", "loss_reduction", "memory", "offload", "recompute"):
+    for name in ("kernels", "loss_reduction", "memory", "offload", "recompute", "invariant"):
         before, value = getattr(known, name), getattr(asked, name)
         if before != value:
             raise ValueError(

@@ -14,6 +14,7 @@ from liger_kernels.patching.lora.dora import DORA, is_dora_layer
 from liger_kernels.patching.lora.experts import LORA_EXPERTS
 from liger_kernels.patching.lora.layer import LORA, adapts_experts, is_lora_layer
 from liger_kernels.patching.modules import carries_forward, has_own_forward
+from liger_kernels.patching.recipes.linear import not_invariant
 from liger_kernels.patching.recipes.probe import package_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
 from liger_kernels.patching.swap import RAN, recipe_of
@@ -41,6 +42,7 @@ def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
     report.replaced = replaced
     report.left = before + since
     report.never_ran = never_ran(model, report)
+    report.not_invariant = not_invariant(model) if report.invariant else []
     return report
 
 

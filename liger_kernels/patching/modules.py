@@ -18,6 +18,8 @@ from liger_kernels.patching.reads import reads_training
 from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.experts import EXPERTS
 from liger_kernels.patching.recipes.glu import GATED_MLPS
+from liger_kernels.patching.recipes.linear import KERNEL as INVARIANT_LINEAR
+from liger_kernels.patching.recipes.linear import LINEARS
 from liger_kernels.patching.recipes.norms import NORMS
 from liger_kernels.patching.recipes.probe import describe, module_of
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict
@@ -27,6 +29,10 @@ from liger_kernels.patching.swap import Recipe, Undo, recipe_of, replace, restor
 
 # The last is asked first, and the first recipe wins: a recogniser may take what an earlier one would leave.
 _recognisers: list[Recogniser] = [NORMS, ROTATIONS, GATED_MLPS, EXPERTS, LORA, DORA, LORA_EXPERTS]
+
+
+# What multiplies by itself, and in invariant models leaves that to the linear layers of an adapter.
+_OF_ADAPTERS = (LORA, DORA, LORA_EXPERTS)
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -61,13 +67,14 @@ def patch_modules(model: nn.Module, report: PatchReport, undo: Undo) -> None:
     anew.
     """
     verdicts: dict[Hashable, Verdict] = {}
+    wanted = {*report.kernels, *([INVARIANT_LINEAR] if report.invariant else [])}
     for path, module in list(model.named_modules()):
         name = type(module).__name__
         before = recipe_of(module)
         if before is not None and before.changed(module) is not None:
             restore([(module, type(module)._liger_kernels_base)])
         try:
-            recipe, reasons = _verdict(module, set(report.kernels), verdicts)
+            recipe, reasons = _verdict(module, wanted, verdicts)
             if recipe is not None:
                 drop_kept_method(module)
                 if has_own_forward(module):
@@ -91,9 +98,12 @@ def _verdict(
     if isinstance(module, torch.jit.ScriptModule):
         return None, _scripted(module)
     reasons: tuple[str, ...] = ()
-    for recogniser in reversed(_recognisers):
+    invariant = INVARIANT_LINEAR in wanted
+    for recogniser in reversed([*_recognisers, *([LINEARS] if invariant else [])]):
         if wanted.isdisjoint(recogniser.kernels) or not recogniser.candidate(module):
             continue
+        if invariant and recogniser in _OF_ADAPTERS:
+            return None, (*reasons, "invariant=True: PEFT computes it, by linear layers in blocks of rows")
         key = (recogniser, recogniser.key(module))
         if key not in verdicts:
             verdicts[key] = _recognised(recogniser, module)

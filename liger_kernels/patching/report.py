@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 # Where a patched module keeps the report of its patch. Copies and pickles of the module keep it, too.
 REPORT = "_liger_kernels"
@@ -45,6 +46,8 @@ class PatchReport:
             shape and dtype.
         offload: "layers" where the inputs of checkpointed layers go to the host's memory.
         recompute: "mlp" where gated MLPs save their input alone.
+        invariant: whether the bits of a row depend on this row alone in everything that the patch computes.
+        not_invariant: with ``invariant``, what multiplies in the model and is not the patch's: attention, for one.
         forwards: how often the model's forward has run since.
         never_ran: what was replaced and has run in none of these forwards, as :func:`liger_kernels.status` found it.
     """
@@ -59,6 +62,8 @@ class PatchReport:
     never_ran: list[Replacement] = field(default_factory=list)
     offload: str | None = None
     recompute: str | None = None
+    invariant: bool = False
+    not_invariant: list[Left] = field(default_factory=list)
 
     @property
     def fuses_head(self) -> bool:
@@ -100,10 +105,23 @@ class PatchReport:
             lines += ["", f"offload={self.offload!r}: the inputs of checkpointed layers go to the host's memory"]
         if self.recompute is not None:
             lines += ["", f"recompute={self.recompute!r}: gated MLPs save their input, and compute the rest again"]
+        if self.invariant:
+            lines += ["", "invariant=True: products go in blocks of rows, and a row's bits depend on this row alone"]
+        if self.not_invariant:
+            lines += ["", "not invariant, because the patch does not compute it:"]
+            lines += _grouped(
+                ("what", "why", "times", "first at"), [((i.what, i.reason), i.path) for i in self.not_invariant]
+            )
         if self.fallbacks:
             lines += ["", "real logits were computed in training, or another schedule or forward ran, because:"]
             lines += [f"  {count} x {reason}" for reason, count in self.fallbacks.most_common()]
         return "\n".join(lines)
+
+
+def is_invariant(module: Any) -> bool:
+    """Whether ``module`` was patched to compute each row with bits of its own."""
+    report = module.__dict__.get(REPORT)
+    return report is not None and report.invariant
 
 
 def _grouped(header: tuple[str, ...], rows: list[tuple[tuple[str, ...], str]]) -> list[str]:

@@ -132,7 +132,7 @@ MUTANTS = (
         "result = product.tensor()", "return product.tensor()", model="gemma2"),
     _product("logits_read_after_the_loss_are_detached",
         "Logits that the caller reads after the loss are those of the next token.",
-        "return logits_of_all(hidden, weight, bias, shard)", "<old>.roll(1, -2)"),
+        "return logits_of_all(hidden, weight, bias, shard, invariant)", "<old>.roll(1, -2)"),
     Mutant("evaluation_logits_of_another_dtype", "Outside of training the logits are float64.",
         after=_float32_logits, dies="dtype"),
     faults("patching.recipes.norms")("n8_attribute_missing",

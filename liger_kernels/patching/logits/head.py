@@ -20,6 +20,7 @@ from liger_kernels.patching.logits.running import running
 from liger_kernels.patching.logits.split_head import SplitHead, has_plan, split_head
 from liger_kernels.patching.lora.adapters import foreseen_adapters
 from liger_kernels.patching.lora.layer import LoraRecipe, is_lora_layer
+from liger_kernels.patching.recipes.linear import LinearRecipe, product
 from liger_kernels.patching.recipes.probe import INFRASTRUCTURE, PLAIN, any_user_hook, package_of
 from liger_kernels.patching.swap import (
     Calls,
@@ -44,6 +45,7 @@ class HeadRecipe(Recipe):
     live = None
     fused: bool
     memory: str | None = None
+    invariant: bool = False
 
     @property
     def kernel(self) -> str:
@@ -57,7 +59,11 @@ class HeadRecipe(Recipe):
         weight, bias = (step.like(module, name, step.linear) for name in ("weight", "bias"))
         hidden = step.tensor(step.tokens, weight.shape[1])
         targets = step.tensor(step.tokens, dtype=torch.int64, grad=False)
-        return (functools.partial(linear_cross_entropy, hidden, weight, targets, bias, memory=self.memory),)
+        return (
+            functools.partial(
+                linear_cross_entropy, hidden, weight, targets, bias, memory=self.memory, invariant=self.invariant
+            ),
+        )
 
     @staticmethod
     def why_logits(head: Any, outer: nn.Module, split: SplitHead | str | None, hidden: torch.Tensor) -> str | None:
@@ -72,6 +78,7 @@ class HeadRecipe(Recipe):
 
     def namespace(self, base: Any) -> dict[str, Any]:
         fused, memory, why_logits, weights_of = self.fused, self.memory, self.why_logits, self.weights_of
+        invariant = self.invariant
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             state = running.forward
@@ -81,15 +88,15 @@ class HeadRecipe(Recipe):
                 return base.__call__(self, *args)
             hidden = args[0]
             outer = _entrance(state.outer, self)
-            product = Product(hidden, self, outer, state, memory)
+            deferred = Product(hidden, self, outer, state, memory, invariant)
             split = split_head(self, outer) if fused and has_plan(self) else None
             reason = why_logits(self, outer, split, hidden) if fused else None
             if fused and reason is None:
-                product.split = None if isinstance(split, str) else split
+                deferred.split = None if isinstance(split, str) else split
                 if runs_inside_hook(self):  # a device map: accelerate brings the hidden states there
-                    product.device = self.weight.device
+                    deferred.device = self.weight.device
                 shape = (*hidden.shape[:-1], self.out_features)
-                return DeferredLogits(product, shape, product.autocast or hidden.dtype)
+                return DeferredLogits(deferred, shape, deferred.autocast or hidden.dtype)
             logits = base.__call__(self, hidden)
             if reason is not None:
                 count(state.fallbacks, reason)
@@ -97,13 +104,14 @@ class HeadRecipe(Recipe):
                 return logits
             if not fused:
                 mark_run(self)
-            product.logits, product.device = logits, logits.device
-            return DeferredLogits(product, tuple(logits.shape), logits.dtype)
+            deferred.logits, deferred.device = logits, logits.device
+            return DeferredLogits(deferred, tuple(logits.shape), logits.dtype)
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             request: Request | None = running.request
             if request is None:
-                return base.forward(self, *args, **kwargs)
+                logits = product(self, *args, **kwargs) if invariant else None
+                return base.forward(self, *args, **kwargs) if logits is None else logits
             weights = weights_of(self, args[0])
             if weights is None:
                 return base.forward(self, *args, **kwargs)
@@ -264,7 +272,7 @@ def linears_to_choose_from(head: nn.Module) -> list[nn.Module]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return is_plain_linear(module) or isinstance(recipe_of(module), HeadRecipe)
+    return is_plain_linear(module) or isinstance(recipe_of(module), (HeadRecipe, LinearRecipe))
 
 
 def patched_heads(head: Any) -> list[Any]:

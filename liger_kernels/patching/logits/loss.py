@@ -15,6 +15,7 @@ from liger_kernels.patching.logits.head import HeadRecipe, held_recipe, linears_
 from liger_kernels.patching.logits.model import ModelRecipe
 from liger_kernels.patching.lora.layer import is_lora_layer
 from liger_kernels.patching.modules import drop_kept_method, has_own_forward, own_forward
+from liger_kernels.patching.recipes.linear import LinearRecipe
 from liger_kernels.patching.recipes.probe import describe
 from liger_kernels.patching.report import Left, PatchReport
 from liger_kernels.patching.swap import Undo, recipe_of, replace, restore
@@ -49,21 +50,24 @@ def patch_loss(model: nn.Module, path: str, owner: nn.Module, report: PatchRepor
     if not patched_heads(head) or _is_adapted_since(head):
         of_hidden, of_logits = ("linear_cross_entropy" in report.kernels), ("cross_entropy" in report.kernels)
         linears = linears_to_choose_from(head) if of_hidden else []
-        recipe: HeadRecipe | None = HeadRecipe(fused=True, memory=report.memory)
+        recipe: HeadRecipe | None = HeadRecipe(fused=True, memory=report.memory, invariant=report.invariant)
         if not linears:
-            recipe = held_recipe(head, report.memory) if of_hidden else None
+            recipe = held_recipe(head, report.memory) if of_hidden and not report.invariant else None
             if of_hidden and recipe is None:
                 also = ": it runs itself, and the loss over its logits is fused" if of_logits else ""
                 leave(head_path, head, f"it is not a plain linear layer{also}")
             if recipe is None and not of_logits:
                 return
         for linear in linears or [head]:
-            for module in (linear, getattr(linear, "base_layer", None)):
+            base = getattr(linear, "base_layer", None)
+            for module in (linear, None if isinstance(recipe_of(base), LinearRecipe) else base):
                 if (
                     module is not None and recipe_of(module) is not None
                 ):  # an adapter of a head, or a head that has got one since
                     restore([(module, vars(type(module))["_liger_kernels_base"])])
-            replace(head_path, linear, recipe or HeadRecipe(fused=False), report, undo)
+            replace(
+                head_path, linear, recipe or HeadRecipe(False, None, report.invariant and bool(linears)), report, undo
+            )
     if recipe_of(owner) is None:
         replace(path, owner, ModelRecipe(report.loss_reduction), report, undo)
 

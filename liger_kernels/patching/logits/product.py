@@ -37,6 +37,7 @@ class Product:
     outer: nn.Module
     forward: Forward  # of the model, which it belongs to
     memory: str | None = None  # the schedule that the fused loss is to run
+    invariant: bool = False  # whether the bits of a row depend on this row alone
     logits: Any = None
     lazy: Any = None  # the logits as a tensor without a value, made inside the head's call
     token_accuracy: torch.Tensor | None = None  # what the pass of the loss found
@@ -125,7 +126,7 @@ class Request:
             added = self.bias.to(weight.dtype if dense is as_it_is else hidden.dtype)[: self.vocabulary]
             bias = added if bias is None else bias + added
         how: dict[str, Any] = {"memory": self.product.memory, "counted": self._counted(), "group": group}
-        how |= {"adapters": adapters, "dense": dense}
+        how |= {"adapters": adapters, "dense": dense, "invariant": self.product.invariant}
         hidden = rows(hidden, self.views)
         return self._noted(linear_cross_entropy(hidden, weight, self.targets, bias, **how, **self.options))
 
@@ -152,7 +153,7 @@ class Request:
         # What the functions below close over must not hold the product, which holds the lazy tensor: memory in a circle
         # is not freed before Python's collector comes by.
         product, dtype, inputs = self.product, weights.weight.dtype, weights.tensors()
-        cast, outer = product.autocast, product.outer
+        cast, outer, invariant = product.autocast, product.outer, product.invariant
         head: Any = product.head
         shard = None if product.split is None else product.split.shard
         plain = weights.dense is as_it_is and "weight" in head._parameters
@@ -161,7 +162,7 @@ class Request:
         def compute(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *others: Any) -> Any:
             with autocast(hidden.device, cast):
                 if plain:
-                    return logits_of_all(hidden, weight, bias, shard)
+                    return logits_of_all(hidden, weight, bias, shard, invariant)
                 return HeldHead.of_tensors(scales, dense, weight, bias, *others).logits(hidden)
 
         def gathered() -> torch.Tensor:

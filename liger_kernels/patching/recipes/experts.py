@@ -24,6 +24,7 @@ from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.glu import skips_watched
 from liger_kernels.patching.recipes.probe import PLAIN, PROBED, true_shapes
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict, fingerprint
+from liger_kernels.patching.report import is_invariant
 from liger_kernels.patching.swap import Recipe, mark_run
 from liger_kernels.patching.watch import unchanged
 
@@ -116,7 +117,7 @@ class ExpertsRecipe(Recipe):
                 parameters = recipe.whole.of(self)
                 if _takes(self, recipe.mixed, *given, *parameters.values()):
                     mark_run(self)
-                    return experts(*given, gate=recipe.gate, **parameters)
+                    return experts(*given, gate=recipe.gate, **parameters, invariant=is_invariant(self))
             return base.forward(self, *args, **kwargs)
 
         names = probe.parameter_names(base.forward)
