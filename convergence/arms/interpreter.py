@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels on a CPU: one repair, and what makes it faster.
+"""Triton's interpreter, which runs kernels on a CPU: what it gets wrong or lacks, and what makes it faster.
 
 It replaces functions of Triton's in this process, for the kernels of every package: so it belongs to the proof, and a
 program that uses the kernels never does it.
@@ -7,11 +7,13 @@ program that uses the kernels never does it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
 
@@ -21,6 +23,7 @@ def prepare() -> None:
     is used: in another process, the compiler would run what is replaced."""
     if isinstance(tl.sum, interpreter.InterpretedFunction):
         _repair_bfloat16()
+        _define_libdevice()
         from convergence.arms import hurried  # it takes Triton's own functions as they are now
 
         hurried.install()
@@ -42,3 +45,24 @@ def _repair_bfloat16() -> None:
         return convert(data, source, target, rounding)
 
     interpreter._convert_float = convert_float
+
+
+def _define_libdevice() -> None:
+    """Give the interpreter CUDA's mathematical functions, which it has no body for: ``libdevice.tanh`` and others return
+    None there, so a kernel that calls one cannot run on a CPU. torch computes those that it has under the same name.
+
+    A package imports them by name, so this must come before the package.
+    """
+    for name, stub in list(vars(libdevice).items()):
+        function = getattr(torch, name, None)
+        if callable(stub) and not name.startswith("_") and callable(function):
+            setattr(libdevice, name, functools.partial(_elementwise, function))
+
+
+def _elementwise(function: Callable[..., torch.Tensor], *args: Any, **_: Any) -> Any:
+    shaped = next(x for x in args if isinstance(x, tl.tensor))
+    values = [torch.from_numpy(np.array(x.handle.data)) if isinstance(x, tl.tensor) else torch.tensor(x) for x in args]
+    result = function(*values).numpy()
+    kind = tl.int1 if result.dtype == np.bool_ else shaped.dtype
+    shape = shaped.type.with_element_ty(kind) if shaped.type.is_block() else kind
+    return tl.tensor(interpreter.TensorHandle(result, kind), shape)
