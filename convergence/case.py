@@ -275,12 +275,12 @@ def _check_own(case: Case, pairs: list[Pair], found: Candidate, verdict: Verdict
     candidate = found.trajectory
     assert candidate is not None
     summed = _summed(case, found.launches)
-    if summed and _is_same(candidate, pairs[0][1]):
+    if summed and bitwise.is_same(candidate, pairs[0][1]):
         verdict.fail("candidate", "", "not its own", f"every bit is the baseline's, though it launched {summed}")
     others = {f"replica {number}": arm for number, (_, arm) in enumerate(pairs) if number}
     others |= {f"truth {number}": truth for number, (truth, _) in enumerate(pairs)}
     for which, other in others.items():
-        if _is_same(candidate, other):
+        if bitwise.is_same(candidate, other):
             verdict.fail("candidate", "", "not its own", f"every bit is that of {which}")
 
 
@@ -289,16 +289,6 @@ def _summed(case: Case, launches: dict[str, int]) -> str:
     returns in the case's dtype. In 16 bits, rounding could hide an order."""
     shows = ("cross_entropy", *(("norm",) if (case.dtype, case.setup) == ("float32", "plain") else ()))
     return ", ".join(name for name in launches if any(part in name for part in shows))
-
-
-def _is_same(one: Trajectory, other: Trajectory) -> bool:
-    """Whether all that was observed of ``one`` is, bit for bit, what was observed of ``other``."""
-    for quantity, by_step in one.values.items():
-        for step, value in by_step.items():
-            found = other.values.get(quantity, {}).get(step)
-            if found is None or found.dtype is not value.dtype or not torch.equal(found, value):
-                return False
-    return True
 
 
 def _check_in_setup(case: Case, arms: Arms, record: Record, verdict: Verdict) -> None:
@@ -364,7 +354,7 @@ def _check_foreign(case: Case, arms: Arms, record: Record, verdict: Verdict) -> 
     record.census = candidate.census
     classes = {cls for module in _references(case).template.modules() for cls in type(module).__mro__}
     own = tuple(f"{cls.__module__}." for cls in classes)
-    same = _is_same(arms.pairs[0][1], candidate.trajectory)
+    same = bitwise.is_same(arms.pairs[0][1], candidate.trajectory)
     reached = any(symbol.startswith(own) for symbol in candidate.changed)
     if same and not (candidate.census or reached or candidate.launches):
         verdict.fail("candidate", "", "not patched", "no module changed and every bit is the baseline's")

@@ -48,10 +48,11 @@ def _repair_bfloat16() -> None:
 
 
 def _define_libdevice() -> None:
-    """Give the interpreter CUDA's mathematical functions, which it has no body for: ``libdevice.tanh`` and others return
-    None there, so a kernel that calls one cannot run on a CPU. torch computes those that it has under the same name.
+    """Give the interpreter CUDA's mathematical functions.
 
-    A package imports them by name, so this must come before the package.
+    It has no body for ``libdevice.tanh`` and others: they return None, and a kernel that calls one cannot run on a CPU.
+    Those that torch has under the same name are computed by torch. A package imports them by name, so this must come
+    before the package.
     """
     for name, stub in list(vars(libdevice).items()):
         function = getattr(torch, name, None)

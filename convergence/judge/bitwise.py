@@ -121,3 +121,13 @@ def _time(keys: Mapping[tuple[str, str], str]) -> Callable[[tuple[str, str]], tu
         return phases.index(at.phase), steps.index(at.whole()), quantity != str(LOSS), quantities.index(quantity)
 
     return key
+
+
+def is_same(one: Trajectory, other: Trajectory) -> bool:
+    """Whether all that was observed of ``one`` is, bit for bit, what was observed of ``other``."""
+    for quantity, by_step in one.values.items():
+        for step, value in by_step.items():
+            found = other.values.get(quantity, {}).get(step)
+            if found is None or found.dtype is not value.dtype or not torch.equal(found, value):
+                return False
+    return True

@@ -11,8 +11,13 @@ import pytest
 import liger_kernels.compat
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-# trl looks for the package when its modules are imported; without a flag it does nothing with it.
-liger_kernels.compat.install()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # trl looks for the package when its modules are imported; without a flag it does nothing with it. A patch to judge
+    # may be of the package that has this name.
+    if not config.getoption("--patch"):
+        liger_kernels.compat.install()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,3 +41,13 @@ def folders(tmp_path_factory: Any) -> dict[str, Path]:
 def records(pytestconfig: pytest.Config) -> str | None:
     """The folder that records go to."""
     return pytestconfig.getoption("records")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--patch``, what is about this package's own patch is left out."""
+    if config.getoption("--patch"):
+        left = [
+            item for item in items if "matrix/trainers" in item.path.as_posix() and item.originalname != "test_trainer"
+        ]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]

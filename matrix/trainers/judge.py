@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-import liger_kernels
 from convergence import files, ours
+from convergence.arms import isolate
+from convergence.arms.candidate import PatchError
 from convergence.arms.quantities import GRADIENT_NORM, LOGGED, STATISTICS, Failure, Quantity, Statistic
-from convergence.arms.trajectory import Trajectory
-from convergence.judge import tolerance
+from convergence.arms.trajectory import CannotApply, Trajectory
+from convergence.judge import bitwise, tolerance
 from convergence.judge.compare import compare
 from convergence.judge.verdict import Verdict
+from convergence.report.records import CANNOT_RUN
 from liger_kernels import trl_head
 from matrix.trainers.cases import CASES
-from matrix.trainers.observe import Arm, Seen, run
+from matrix.trainers.observe import Arm, Seen, run, run_foreign
 
 MANY_REPLICAS = 4 * tolerance.REPLICAS
 ROUNDING = tolerance.FLOOR_ROUNDOFFS * tolerance.unit_roundoff(torch.float32)
@@ -92,13 +94,46 @@ def _compare(case: str, folder: Path, seen: Seen, replicas: int, record: Trainer
     record.not_logged = list(map(str, left))
     zero = CASES[case].zero
     pairs = [(without(truth, zero, left), without(arm, zero, left)) for truth, arm in pairs]
-    verdict = compare(pairs, without(seen.trajectory, zero), torch.float32)
+    verdict = compare(pairs, without(seen.trajectory, zero), torch.float32, foreign=seen.report is None)
     for quantity in zero:
         for step, value in seen.trajectory.values.get(quantity, {}).items():
             # the terms are of the size of 1
             shown, finding = f"{float(value):.3g}", "not 0 by rounding"
             verdict.judge(quantity, step, "size", float(value.abs()), ROUNDING, shown, finding)
     return verdict
+
+
+def _compared(case: str, folder: Path, seen: Seen, record: TrainerRecord) -> Verdict:
+    verdict = _compare(case, folder, seen, tolerance.REPLICAS, record)
+    if verdict.failures and all(failure.statistic in STATISTICS for failure in verdict.failures):
+        # A few steps and a few replicas know the noise of one number badly. What is beyond it is judged once more by
+        # many: what is wrong stays wrong, and by the same factor of a noise that is better known.
+        verdict = _compare(case, folder, seen, MANY_REPLICAS, record)
+    record.statistics = verdict.statistics
+    return verdict
+
+
+def judge_foreign(case: str, family: str, folder: Path, patch: str, scope: str, timeout: float) -> TrainerRecord:
+    """As :func:`judge`, of a ``patch`` that is not ours (``module:function``), in a process of its own."""
+    record = TrainerRecord(case, family, f"{patch.partition(':')[2]}-{scope}")
+    _, baseline = honest(case, folder, None)
+    verdict = Verdict()
+    try:
+        seen = Seen(*isolate.call(run_foreign, case, folder, patch, scope, timeout=timeout))
+    except isolate.ProcessDied as death:
+        verdict.fail("candidate", "", "died", str(death))
+    except (PatchError, CannotApply) as error:
+        verdict.fail("candidate", "", CANNOT_RUN, str(error))
+    except Exception as error:  # a trainer that crashes on a patched model is a verdict like any other
+        verdict.fail("candidate", "", "raised", f"{type(error).__name__}: {error}")
+    else:
+        verdict = _compared(case, folder, seen, record)
+        record.unpatched, record.patched = baseline.logged, seen.logged
+        if not seen.launches and bitwise.is_same(baseline.trajectory, seen.trajectory):
+            verdict.fail("candidate", "", "not patched", "every bit is the baseline's")
+        _check_trained(verdict, baseline)
+        _check_rounded_logs(verdict, baseline, seen)
+    return _decided(record, verdict)
 
 
 def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> TrainerRecord:
@@ -109,15 +144,14 @@ def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> TrainerRe
     record = TrainerRecord(case, family, way)
     _, baseline = honest(case, folder, None)
     seen = run(functools.partial(CASES[case].make, folder, folder / "output"), arm, folder)
-    verdict = _compare(case, folder, seen, tolerance.REPLICAS, record)
-    if verdict.failures and all(failure.statistic in STATISTICS for failure in verdict.failures):
-        # A few steps and a few replicas know the noise of one number badly. What is beyond it is judged once more by
-        # many: what is wrong stays wrong, and by the same factor of a noise that is better known.
-        verdict = _compare(case, folder, seen, MANY_REPLICAS, record)
+    verdict = _compared(case, folder, seen, record)
     _check_what_ran(verdict, baseline, seen, record)
     _check_rounded_logs(verdict, baseline, seen)
     record.unpatched, record.patched = baseline.logged, seen.logged
-    record.statistics = verdict.statistics
+    return _decided(record, verdict)
+
+
+def _decided(record: TrainerRecord, verdict: Verdict) -> TrainerRecord:
     record.failures = verdict.failures
     if not verdict.passed:
         record.verdict, record.reason = "different", "; ".join(map(str, verdict.failures[:5]))
@@ -134,7 +168,7 @@ def _check_what_ran(verdict: Verdict, baseline: Seen, seen: Seen, record: Traine
     record.launches = seen.launches
     if baseline.launches:
         verdict.fail("baseline", "", "not pristine", f"it launched {sorted(baseline.launches)}")
-    report = liger_kernels.status(seen.trainer.accelerator.unwrap_model(seen.trainer.model))
+    report = seen.report
     if report is None:
         verdict.fail("candidate", "", "not patched", "the trained model has no report")
         return
@@ -147,6 +181,10 @@ def _check_what_ran(verdict: Verdict, baseline: Seen, seen: Seen, record: Traine
     record.head = _head(seen, report)
     if (replaced := trl_head.current()) is not None and replaced.difference:
         verdict.fail("candidate", "", "trl's head not replaced", replaced.difference)
+    _check_trained(verdict, baseline)
+
+
+def _check_trained(verdict: Verdict, baseline: Seen) -> None:
     norms = [float(value) for value in baseline.trajectory.values[GRADIENT_NORM].values()]
     if len(set(norms)) < 2:  # not the losses: GRPO's is 0 by construction, as long as it is on policy
         verdict.fail("baseline", "", "did not train", f"its gradient norms are {norms}")

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import liger_kernels
+from convergence.arms.candidate import load_patch
 from convergence.arms.float64 import InFloat64
 from convergence.arms.hooks import logged_warnings
 from convergence.arms.quantities import GRADIENT, GRADIENT_NORM, LOGGED, LOSS, SGD, Moment, Quantity
-from convergence.arms.trajectory import Trajectory, nudged
+from convergence.arms.trajectory import Trajectory, apply, nudged
 from liger_kernels import trl_head
 from liger_kernels.ops import launches, reset_launches
+from matrix.trainers.cases import CASES
 
 # What a trainer logs about the clock and its own progress, not about the model.
 _NOT_JUDGED = ("runtime", "per_second", "time", "epoch", "flos", "learning_rate")
@@ -35,6 +39,7 @@ class Arm:
         dtype: what it trains in. float64 is the truth.
         nudge: the seed of a perturbation of every initial weight by one unit in the last place of float32.
         load: from a folder to the model (or to whatever the trainer takes for one).
+        ours: whether what ``load`` returns is patched by this package; trl's head then runs on its kernels, too.
         options: what this arm asks of the trainer's configuration beyond the case's own.
         expects: parts of warnings that belong to what this arm does.
     """
@@ -42,6 +47,7 @@ class Arm:
     dtype: torch.dtype = torch.float32
     nudge: int | None = None
     load: Callable[[Path], Any] | None = None
+    ours: bool = True
     options: tuple[tuple[str, Any], ...] = ()
     expects: tuple[str, ...] = ()
 
@@ -64,16 +70,16 @@ def plain(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-@dataclass
-class Seen:
+class Seen(NamedTuple):
     """One arm's outcome: what is judged, the logged values, which kernels ran how often, how often the model's head was
-    called while it trained and was evaluated, the trainer itself, and how many calls of trl's own head ran on ours."""
+    called while it trained and was evaluated, the report of our patch (None: unpatched, or a patch of others), and how
+    many calls of trl's own head ran on ours."""
 
     trajectory: Trajectory
     logged: list[dict[str, float]]
     launches: dict[str, int]
     head_calls: int
-    trainer: Any
+    report: Any
     trls_head: int = 0
 
 
@@ -93,7 +99,7 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, refe
         calls: list[None] = []
         trainer.model.get_output_embeddings().register_forward_pre_hook(lambda *call: calls.append(None))
         reset_launches()
-        with mode, _observed(trainer, result), _trls_head(patched=arm.load is not None) as taken:
+        with mode, _observed(trainer, result), _trls_head(patched=arm.load is not None and arm.ours) as taken:
             trainer.train()
             if trainer.eval_dataset is not None:
                 trainer.evaluate()
@@ -110,7 +116,29 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, refe
                 quantity = GRADIENT_NORM if name == "grad_norm" else Quantity(LOGGED, name)
                 result.record(quantity, Moment(SGD, str(i)), torch.tensor(float(value), dtype=torch.float64))
     result.to_cpu()
-    return Seen(result, logged, ran, len(calls), trainer, taken())
+    report = liger_kernels.status(trainer.accelerator.unwrap_model(trainer.model))
+    return Seen(result, logged, ran, len(calls), report, taken())
+
+
+def run_foreign(case: str, folder: Path, patch: str, scope: str) -> tuple[Any, ...]:
+    """Train ``case`` on a model of ``patch``, which is not ours, in this process; returns the fields of :class:`Seen`.
+
+    With the scope "class" the patch sees a model of that class, and the one that trains is loaded afterwards. What it
+    replaces stays replaced, so nothing else may train in this process.
+
+    Raises:
+        PatchError: the patch cannot be imported.
+        CannotApply: it raised. Whatever the trainer raises comes as it is.
+    """
+    patched = load_patch(patch)
+
+    def load(folder: Path) -> Any:
+        model = plain(folder)
+        apply(patched, model)
+        return plain(folder) if scope == "class" else model
+
+    make = functools.partial(CASES[case].make, folder, folder / "output")
+    return tuple(run(make, Arm(load=load, ours=False), folder))
 
 
 def _prepare_reference(trainer: Any, dtype: torch.dtype, distance: float) -> None:

@@ -1,4 +1,7 @@
-"""Every trainer of the installed trl, patched and unpatched, on a tiny Llama and a tiny Gemma."""
+"""Every trainer of the installed trl, patched and unpatched, on a tiny Llama and a tiny Gemma.
+
+With ``--patch module:function`` the patch is somebody else's.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 
 import liger_kernels
 from matrix.trainers.cases import CASES
-from matrix.trainers.judge import judge, skip_if_missing
+from matrix.trainers.judge import judge, judge_foreign, skip_if_missing
 from matrix.trainers.observe import Arm, plain
 
 
@@ -45,7 +48,20 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "family", "way"), [pytest.param(*row, id="-".join(row)) for row in sorted(ROWS)])
-def test_trainer(case: str, family: str, way: str, folders: dict[str, Path], records: str | None) -> None:
-    skip_if_missing(case, family, way, records)
-    judge(case, family, folders[family], way, Arm(load=WAYS[way])).check(records)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """With ``--patch``, every trainer on Llama for each patch that it names."""
+    patches = metafunc.config.getoption("--patch")
+    rows = [(case, "llama", patch) for patch in patches.split(",") for case in CASES] if patches else ROWS
+    metafunc.parametrize(("case", "family", "way"), [pytest.param(*row, id="-".join(row)) for row in sorted(rows)])
+
+
+def test_trainer(
+    case: str, family: str, way: str, folders: dict[str, Path], records: str | None, pytestconfig: pytest.Config
+) -> None:
+    skip_if_missing(case, family, way.rpartition(":")[2], records)
+    if way in WAYS:
+        record = judge(case, family, folders[family], way, Arm(load=WAYS[way]))
+    else:
+        scope, timeout = pytestconfig.getoption("--scope"), pytestconfig.getoption("--patch-timeout")
+        record = judge_foreign(case, family, folders[family], way, scope, timeout)
+    record.check(records)
