@@ -11,7 +11,7 @@ from pathlib import Path
 
 from convergence.files import print_anything
 from convergence.tables import visible
-from matrix import cells, census, cluster, gate, new, report, runner, upstream
+from matrix import cells, census, cluster, gate, incidents, new, report, runner, upstream
 from matrix.stages import STAGES
 
 
@@ -48,6 +48,11 @@ def parser() -> argparse.ArgumentParser:
     census.add_argument(
         "--write", action="store_true", help="also into matrix/census.json and docs/evidence/census*.md"
     )
+    incident = add(
+        "incident", "releases with known faults, each of which the proof must find; without a name, the list"
+    )
+    incident.add_argument("incidents", nargs="*", metavar="NAME", help="which")
+    incident.add_argument("--page", action="store_true", help="write docs/evidence/incidents.md from the outcomes")
     add("ci", "the cells as a job matrix for GitHub Actions, JSON")
     gate = add("gate", "decide on a release: everything that must pass, against the last release's records")
     gate.add_argument("--accept", metavar="REASON", help="make these records the baseline, and say why")
@@ -124,6 +129,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "new": lambda arguments: new.main(),
     "moved": lambda arguments: upstream.moved(arguments.records),
     "census": census.main,
+    "incident": lambda arguments: incidents.main(arguments.incidents, arguments.records, arguments.page),
     "ci": lambda arguments: report.print_jobs(),
     "gate": gate.main,
 }

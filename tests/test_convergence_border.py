@@ -21,7 +21,8 @@ from convergence.arms.candidate import Candidate, PatchError
 from convergence.arms.quantities import INITIAL, LOSS, Moment, Remark
 from convergence.arms.train import train
 from convergence.arms.trajectory import Trajectory
-from convergence.case import Case, _check_own, _is_same, inputs, prove, references
+from convergence.case import Case, _check_own, inputs, prove, references
+from convergence.judge.bitwise import is_same
 from convergence.judge.verdict import Verdict
 from convergence.models.models import DTYPES
 from tests.border_patches import code
@@ -103,7 +104,7 @@ def test_an_honest_sum_has_other_bits_than_the_baseline(dtype, kernel) -> None:
         return result
 
     ours = trained(lambda model: liger_kernels.patch(model, kernels=[kernel]))
-    assert not _is_same(ours, trained(None))
+    assert not is_same(ours, trained(None))
 
 
 def changing() -> Iterator[Any]:

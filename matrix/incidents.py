@@ -1,0 +1,159 @@
+"""Incidents as they happened: ``python -m matrix incident NAME``.
+
+Each is a release of the day with its fault, and one without it. tox makes both environments from the package index, the
+proof runs in each, and the command fails unless the first one is "different" for the reason that users reported, and
+the second one is not.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from convergence.files import Unusable, read_json, write_json
+from convergence.tables import aligned, literal, markdown, visible
+from matrix import cells, runner
+
+ENVIRONMENT = "incident"
+PAGE = cells.ROOT / "docs" / "evidence" / "incidents.md"
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One row.
+
+    Attributes:
+        saw: what users saw.
+        report: where they reported it.
+        cell: the cell of the matrix with transformers and trl of that day.
+        faulty, fixed: what is installed in addition to the cell, or instead of its pin.
+        command: what runs: arguments of pytest.
+        shows: what the first failure of the faulty release says.
+        fix: what ended it.
+        instead: the command that runs for ``fixed``, where it differs.
+    """
+
+    saw: str
+    report: str
+    cell: str
+    faulty: str
+    fixed: str
+    command: str
+    shows: str
+    fix: str
+    instead: str = ""
+
+
+def _trainers(patch: str, case: str, scope: str = "class") -> str:
+    return f"matrix/trainers --patch matrix.released:{patch} --scope {scope} -k test_trainer[{case}-llama"
+
+
+def _proof(patch: str, model: str = "llama-tied", scope: str = "class") -> str:
+    return f"convergence --models {model} --dtypes float32 --patch matrix.released:{patch} --scope {scope} --no-blame"
+
+
+INCIDENTS: dict[str, Incident] = {}
+
+
+def main(names: list[str], folder: Path, write_page: bool) -> int:
+    """Run the incidents called ``names``; none: list them. 1 unless each shows its fault, and none where it is fixed.
+
+    Raises:
+        ValueError: there is no incident of that name.
+        Unusable: a run left no record.
+    """
+    if unknown := [name for name in names if name not in INCIDENTS]:
+        raise ValueError(f"unknown incident {', '.join(unknown)}; allowed are {', '.join(INCIDENTS)}")
+    if not names and not write_page:
+        rows = [(name, incident.faulty, incident.saw) for name, incident in INCIDENTS.items()]
+        print("\n".join(aligned(("incident", "release", "what users saw"), rows)))
+        return 0
+    outcomes = [run(name, folder) for name in names]
+    for outcome in outcomes:
+        for arm in ("faulty", "fixed"):
+            print(visible(f"{outcome['incident']}, {outcome[arm]['installed']}: {outcome[arm]['verdict']}"))
+        print(f"{outcome['incident']}: {'as expected' if outcome['as expected'] else 'NOT as expected'}")
+    if write_page:
+        PAGE.write_text("\n".join(page(folder)), encoding="utf-8")
+    return int(not all(outcome["as expected"] for outcome in outcomes))
+
+
+def run(name: str, folder: Path) -> dict[str, Any]:
+    """Run both releases of one incident; what came of it is returned, and is in ``folder``, too."""
+    incident = INCIDENTS[name]
+    outcome: dict[str, Any] = {"incident": name, "date": runner.now(), "machine": runner.machine()}
+    arms = {
+        "faulty": (incident.faulty, incident.command),
+        "fixed": (incident.fixed, incident.instead or incident.command),
+    }
+    for arm, (installed, command) in arms.items():
+        place = folder / "incidents" / f"{name}-{arm}"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        requirements = place / "requirements.txt"
+        requirements.write_text("\n".join(requirements_of(incident.cell, installed)) + "\n", encoding="utf-8")
+        environment = cells.Cell(ENVIRONMENT, incident.saw, {}, ENVIRONMENT, "")
+        options = [*shlex.split(command), "--records", str(place.absolute() / "records")]
+        runner.tox([environment], 1, options, folder, MATRIX_REQUIREMENTS=str(requirements.absolute()))
+        verdict, reasons = _verdict(place / "records")
+        outcome[arm] = {"installed": installed, "command": f"pytest {command}", "verdict": verdict, "reasons": reasons}
+    shown = any(incident.shows in reason for reason in outcome["faulty"]["reasons"])
+    outcome["as expected"] = shown and not outcome["fixed"]["reasons"]
+    write_json(outcome, folder / "incidents" / f"{name}.json")
+    return outcome
+
+
+def requirements_of(cell: str, installed: str) -> list[str]:
+    """The pins of a cell with those that ``installed`` names, separated by spaces, instead of them or in addition."""
+    pins = cells.load_all()[cell].pins
+    pins |= {
+        runner.canonical(package): version for package, _, version in (x.partition("==") for x in installed.split())
+    }
+    return [f"{package}=={version}" for package, version in pins.items()]
+
+
+def _verdict(folder: Path) -> tuple[str, list[str]]:
+    """What the records in ``folder`` say together, and the failures of those that did not pass."""
+    found = [data for path in sorted(folder.glob("*.json")) if "verdict" in (data := read_json(path))]
+    if not found:
+        raise Unusable(f"{folder}: no record: the environment could not be made, or nothing ran in it")
+    failed = [data for data in found if data["verdict"] not in ("equal", "same")]
+    reasons = [" ".join(str(part) for part in failure if part) for data in failed for failure in data["failures"]]
+    return ", ".join(sorted({data["verdict"] for data in failed or found})), reasons
+
+
+def page(folder: Path) -> list[str]:
+    """The page of evidence, of all outcomes in ``folder``."""
+    lines = [
+        "# Incidents, as they happened",
+        "",
+        "Releases whose faults users reported, installed from the package index and judged by the proof on a",
+        "CPU, next to a release or an environment without the fault. Written by:",
+        "",
+        "```console",
+        f"$ python -m matrix incident {' '.join(INCIDENTS)} --page",
+        "```",
+        "",
+        "Not measured: speed, and what these releases do on a GPU.",
+    ]
+    for name, incident in INCIDENTS.items():
+        path = folder / "incidents" / f"{name}.json"
+        if not path.exists():
+            continue
+        outcome = read_json(path)
+        lines += ["", f"## {name}", "", f"{incident.saw} Reported as {literal(incident.report)}. {incident.fix}", ""]
+        rows = []
+        for arm in (outcome["faulty"], outcome["fixed"]):
+            reason = next((r for r in arm["reasons"] if incident.shows in r), (*arm["reasons"], "-")[0])
+            rows.append((literal(arm["installed"]), arm["verdict"], literal(reason[:200])))
+        lines += markdown(("in addition to the cell, or instead of its pin", "what the proof says", "why"), rows)
+        lines += [
+            "",
+            f"`{outcome['faulty']['command']}`",
+            "",
+            f"Cell {literal(incident.cell)}, a CPU, {outcome['date'][:10]}.",
+        ]
+    return [*lines, ""]
