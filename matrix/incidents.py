@@ -33,7 +33,7 @@ class Incident:
         command: what runs: arguments of pytest.
         shows: what the first failure of the faulty release says.
         fix: what ended it.
-        instead: the command that runs for ``fixed``, where it differs.
+        remains: what the fixed release still fails for, which is another fault.
     """
 
     saw: str
@@ -44,7 +44,7 @@ class Incident:
     command: str
     shows: str
     fix: str
-    instead: str = ""
+    remains: str = ""
 
 
 def _trainers(patch: str, case: str, scope: str = "class") -> str:
@@ -55,7 +55,38 @@ def _proof(patch: str, model: str = "llama-tied", scope: str = "class") -> str:
     return f"convergence --models {model} --dtypes float32 --patch matrix.released:{patch} --scope {scope} --no-blame"
 
 
-INCIDENTS: dict[str, Incident] = {}
+INCIDENTS = {
+    "dpo-without-labels": Incident(
+        saw="DPOTrainer calls the model in training without labels, and the patched forward slices them.",
+        report="linkedin/Liger-Kernel#97",
+        cell="tf4.46-trl0.12",
+        faulty="liger-kernel==0.1.1",
+        fixed="liger-kernel==0.2.0",
+        command=_trainers("head_and_norms", "dpo"),
+        shows="TypeError: 'NoneType' object is not subscriptable",
+        fix="The forward computes its own loss only where labels are given.",
+    ),
+    "token-accuracy": Incident(
+        saw="trl 0.15 reads the logits of every training step for the token accuracy; the fused head returns None.",
+        report="huggingface/trl#2750",
+        cell="tf4.48-trl0.14",
+        faulty="liger-kernel==0.5.8 trl==0.15.2",
+        fixed="liger-kernel==0.5.8",
+        command=_trainers("head", "sft"),
+        shows="TypeError: 'NoneType' object is not subscriptable",
+        fix="None of liger-kernel's: trl does not read logits where its own flag says that the model is patched.",
+    ),
+    "cu-seq-lens": Incident(
+        saw="A collator without padding passes cu_seq_lens_q, which the patched forward hands on to the kernel.",
+        report="linkedin/Liger-Kernel#650",
+        cell="tf4.48-trl0.14",
+        faulty="liger-kernel==0.5.6",
+        fixed="liger-kernel==0.5.8",
+        command=_trainers("head", "sft-completion-collator-padding-free"),
+        shows="got an unexpected keyword argument 'cu_seq_lens_q'",
+        fix="The loss drops what its kernel does not take.",
+    ),
+}
 
 
 def main(names: list[str], folder: Path, write_page: bool) -> int:
@@ -85,11 +116,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     """Run both releases of one incident; what came of it is returned, and is in ``folder``, too."""
     incident = INCIDENTS[name]
     outcome: dict[str, Any] = {"incident": name, "date": runner.now(), "machine": runner.machine()}
-    arms = {
-        "faulty": (incident.faulty, incident.command),
-        "fixed": (incident.fixed, incident.instead or incident.command),
-    }
-    for arm, (installed, command) in arms.items():
+    command = incident.command
+    for arm, installed in (("faulty", incident.faulty), ("fixed", incident.fixed)):
         place = folder / "incidents" / f"{name}-{arm}"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
@@ -101,7 +129,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         verdict, reasons = _verdict(place / "records")
         outcome[arm] = {"installed": installed, "command": f"pytest {command}", "verdict": verdict, "reasons": reasons}
     shown = any(incident.shows in reason for reason in outcome["faulty"]["reasons"])
-    outcome["as expected"] = shown and not outcome["fixed"]["reasons"]
+    others = [r for r in outcome["fixed"]["reasons"] if not (incident.remains and incident.remains in r)]
+    outcome["as expected"] = shown and not others
     write_json(outcome, folder / "incidents" / f"{name}.json")
     return outcome
 
