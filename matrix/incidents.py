@@ -87,7 +87,7 @@ INCIDENTS = {
         fix="linkedin/Liger-Kernel#651: the loss drops what its kernel does not take.",
     ),
     "logits-are-gradients": Incident(
-        saw="A convergence test compared logits with gradients: the loss writes gradients over the logits of the caller.",
+        saw="A convergence test compared logits with gradients, which the loss writes over the logits.",
         report="linkedin/Liger-Kernel#543",
         cell="tf4.49-trl0.15",
         faulty="liger-kernel==0.5.4",
@@ -108,7 +108,7 @@ INCIDENTS = {
         remains="warning that the baseline does not give",
     ),
     "positions-of-rows": Incident(
-        saw="The rotation takes the positions of the first row for all rows, which packed and padded rows do not share.",
+        saw="The rotation uses the positions of the first row for all rows.",
         report="linkedin/Liger-Kernel#477",
         cell="tf4.49-trl0.15",
         faulty="liger-kernel==0.5.2",

@@ -310,6 +310,33 @@ def test_the_interpreter_describes_a_shape_once() -> None:
     assert (narrow.element_ty.element_ty, wide.element_ty.element_ty) == (tl.int8, tl.int64)
 
 
+def runs_mathematical_functions() -> float:
+    """In the subprocess: how far ``libdevice``'s functions in the interpreter are from torch's."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from convergence.arms.interpreter import prepare
+
+    prepare()
+    import triton
+    from triton.language.extra.libdevice import pow, rsqrt, tanh
+
+    @triton.jit
+    def kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+        i = tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + i)
+        tl.store(y_ptr + i, tanh(x) + rsqrt(x) + pow(x, 2.0))
+
+    x = torch.linspace(0.1, 3, 16)
+    y = torch.empty_like(x)
+    kernel[(1,)](x, y, BLOCK=16)
+    return float((y - (x.tanh() + x.rsqrt() + x**2)).abs().max())
+
+
+@pytest.mark.skipif(not INTERPRET, reason="a GPU has these functions")
+def test_the_interpreter_has_mathematical_functions(tmp_path: Path) -> None:
+    (off,) = in_subprocess(tmp_path, __name__, ("runs_mathematical_functions",))
+    assert off <= 4e-6
+
+
 def prepares_where_kernels_are_compiled() -> bool:
     """In the subprocess: whether the proof's preparations reach the compiler, which shares functions with the
     interpreter, when the CPU is chosen after Triton was imported for a GPU."""

@@ -1,0 +1,99 @@
+"""``python -m matrix incident``: what it installs, what it asks of both releases, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from matrix import __main__ as command
+from matrix import cells, incidents, runner
+
+FAULT = ["loss", "step 0", "raised", "TypeError: boom", ""]
+OTHER = ["what the caller holds", "", "overwritten", "an output changed", ""]
+INCIDENT = incidents.Incident(
+    "It crashed.",
+    "o/r#1",
+    "tf4.49-trl0.15",
+    "liger-kernel==0.1",
+    "liger-kernel==0.2 trl==0.14.0",
+    "convergence",
+    "boom",
+    "",
+)
+
+
+@pytest.fixture
+def runs(monkeypatch: Any) -> list[Any]:
+    """What each environment is made of; what runs in it leaves the record that a test puts into ``records``."""
+    made: list[Any] = []
+
+    def tox(chosen: Any, jobs: int, options: list[str], folder: Path, **variables: str) -> int:
+        made.append((options[:-2], Path(variables["MATRIX_REQUIREMENTS"]).read_text().split()))
+        if (failures := runs_of.pop(0)) is not None:
+            place = Path(options[-1])
+            place.mkdir(parents=True)
+            data = {"verdict": "different" if failures else "equal", "failures": failures}
+            (place / "case.json").write_text(json.dumps(data))
+        return 0
+
+    monkeypatch.setattr(runner, "tox", tox)
+    monkeypatch.setattr(incidents, "INCIDENTS", {"crash": INCIDENT})
+    return made
+
+
+runs_of: list[Any] = []
+
+
+def incident(tmp_path: Path, *failures: Any) -> int:
+    runs_of[:] = failures
+    return command.main(["--records", str(tmp_path), "incident", "crash"])
+
+
+def test_both_releases_run_in_the_cell_of_that_day(tmp_path: Path, runs: list[Any]) -> None:
+    assert incident(tmp_path, [FAULT], []) == 0
+    (asked, faulty), (_, fixed) = runs
+    assert asked == ["convergence"]
+    pins = cells.load_all()["tf4.49-trl0.15"].pins
+    assert {"liger-kernel==0.1", "trl==0.15.2"} <= {*faulty}
+    assert {"liger-kernel==0.2", "trl==0.14.0"} <= {*fixed}
+    assert len(faulty) == len(fixed) == len(pins) + 1
+
+
+@pytest.mark.parametrize(
+    ("faulty", "fixed"),
+    [([], []), ([OTHER], []), ([FAULT], [FAULT]), ([FAULT], [OTHER])],
+    ids=["no fault", "another fault", "not fixed", "fixed has another fault"],
+)
+def test_what_is_not_as_users_reported_fails(faulty: Any, fixed: Any, tmp_path: Path, runs: list[Any]) -> None:
+    assert incident(tmp_path, faulty, fixed) == 1
+
+
+def test_a_fault_that_remains_is_named(tmp_path: Path, runs: list[Any], monkeypatch: Any) -> None:
+    row = incidents.Incident(**{**vars(INCIDENT), "remains": "overwritten"})
+    monkeypatch.setattr(incidents, "INCIDENTS", {"crash": row})
+    assert incident(tmp_path, [FAULT, OTHER], [OTHER]) == 0
+    page = "\n".join(incidents.page(tmp_path))
+    assert "TypeError: boom" in page
+    assert "an output changed" in page
+
+
+def test_no_record_is_an_error(tmp_path: Path, runs: list[Any], capsys: Any) -> None:
+    assert incident(tmp_path, None) == 2
+    assert "no record: the environment could not be made" in capsys.readouterr().err
+
+
+def test_an_unknown_incident_is_refused(runs: list[Any], capsys: Any) -> None:
+    assert command.main(["incident", "flood"]) == 2
+    assert "unknown incident flood; allowed are crash" in capsys.readouterr().err
+    assert command.main(["incident"]) == 0
+    assert "It crashed." in capsys.readouterr().out
+
+
+def test_every_incident_has_a_cell_and_exact_releases() -> None:
+    for name, row in incidents.INCIDENTS.items():
+        for installed in (row.faulty, row.fixed):
+            assert "liger-kernel==" in installed, name
+            assert incidents.requirements_of(row.cell, installed)
