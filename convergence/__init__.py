@@ -1,20 +1,21 @@
-"""The proof: trains patched and unpatched mini models and decides whether a patch is still the same mathematics; and
-``check_op``, which decides it of a single op."""
+"""The proof: trains patched and unpatched mini models and decides whether a patch is still the same mathematics;
+``check_op``, which decides it of a single op; and ``check_consistency``, of the log-probabilities of a rollout."""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from convergence.consistency.check import check_consistency
     from convergence.op.check import check_op
 
-__all__ = ["check_op"]
+__all__ = ["check_consistency", "check_op"]
+_MODULES = {"check_consistency": "convergence.consistency.check", "check_op": "convergence.op.check"}
 
 
 def __getattr__(name: str) -> Any:
     """Imported when it is asked for: every run of pytest imports this package, and most have no use for torch."""
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from convergence.op.check import check_op
-
-    return check_op
+    return getattr(importlib.import_module(_MODULES[name]), name)

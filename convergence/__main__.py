@@ -1,6 +1,7 @@
 """``python -m convergence report RECORDS``: HTML, Markdown and JUnit XML from records of any machines and workers.
 ``python -m convergence setups RECORDS``: which set-ups are fused and equal.
 ``python -m convergence prove PATH``: is a patch the same mathematics on a checkpoint of your own?
+``python -m convergence consistency [PATH]``: do trainer and rollout compute the same log-probabilities under a patch?
 ``python -m convergence peers DIR``: are the kernels of other packages, as far as they are installed?
 ``python -m convergence op MODULE:FUNCTION --reference MODULE:FUNCTION``: is a single op that of its reference?"""
 
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from convergence import files
+from convergence.arms.quantities import CONSISTENCY
 from convergence.op import command as op
 from convergence.peers import PEERS
 from convergence.report import html, report
@@ -22,8 +24,8 @@ from convergence.tables import visible
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write what is asked for; without a file, the Markdown goes to the standard output. 0 when it was written. Of
-    ``prove``, the exit code of pytest: 0 equal, 1 different, 2 interrupted, 4 an error before anything was trained;
-    ``op`` has the same."""
+    ``prove``, ``consistency`` and ``peers``, the exit code of pytest: 0 equal, 1 different, 2 interrupted, 4 an error
+    before anything was trained; ``op`` has the same."""
     parser = argparse.ArgumentParser(prog="python -m convergence", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("report", help="summarise the newest record of every case")
@@ -46,6 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usage="python -m convergence prove PATH [options of pytest convergence, such as --patch module:function]",
     )
     command.add_argument("path", metavar="PATH", help="a folder with config.json and safetensors, or a GGUF file")
+    commands.add_parser(
+        "consistency",
+        help="compare the log-probabilities of trainer and rollout, with and without a patch",
+        usage="python -m convergence consistency [PATH] [options of pytest convergence, such as --models qwen3]",
+        epilog="PATH comes first: a folder with config.json and safetensors, or a GGUF file. Without it, mini models.",
+    )
     command = commands.add_parser(
         "peers",
         help="judge the kernels of other packages; python -m tools.peers makes a page of the records",
@@ -59,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files.print_anything()
     if options.command == "prove":
         return _pytest("--checkpoint", options.path, *others)
+    if options.command == "consistency":  # argparse would take the value of an option of pytest's for PATH
+        given = ["--checkpoint", others.pop(0)] if others and not others[0].startswith("-") else []
+        return _pytest("--profile", CONSISTENCY, *given, *others)
     if options.command == "peers":
         return _pytest("--patch", ",".join(PEERS), "--no-blame", f"--records={options.records}", *others)
     if options.command == "op":

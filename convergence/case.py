@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +18,14 @@ from convergence.arms.candidate import Candidate, PatchError, load_patch, train_
 from convergence.arms.in_setup import Arms, train_in_setup
 from convergence.arms.pristine import Bystander, Fingerprint, remember_upstream
 from convergence.arms.process import ProcessState, drawing
-from convergence.arms.quantities import LOSS
+from convergence.arms.quantities import CONSISTENCY, LOSS
 from convergence.arms.setups import SETUPS
 from convergence.arms.train import train
 from convergence.arms.trajectory import Run, Trajectory
 from convergence.blame.blame import blame, searched
 from convergence.blame.failing import Key
+from convergence.consistency import judge as consistency
+from convergence.consistency.paths import observe
 from convergence.judge import bitwise, long_run, tolerance
 from convergence.judge.compare import Pair, compare
 from convergence.judge.verdict import Verdict
@@ -70,6 +73,8 @@ def inputs(model: str, dtype: str, profile: str, seed: int) -> Inputs:
     """The template and what it is trained on, the same in every process."""
     row = find(model)
     template = row.build(seed)
+    if profile == CONSISTENCY:  # nothing trains
+        return Inputs(template, [], row.prompted(seed), (), [])
     chosen, evaluation = row.data(profile, seed, DTYPES[dtype])
     if profile == "hard":
         _ask_for_confident_predictions(template, chosen)
@@ -84,7 +89,7 @@ def references(model: str, dtype: str, profile: str, device: str, seed: int) -> 
     if device == "cuda":
         gc.collect()
     result = References(**vars(inputs(model, dtype, profile, seed)), pairs=[])
-    make = functools.partial(_trained, result, model, dtype, device)
+    make = functools.partial(_trained, result, model, dtype, profile, device)
     if find(model).is_long:  # gigabytes, or of weights that may change
         result.pairs = make()
     else:
@@ -93,16 +98,22 @@ def references(model: str, dtype: str, profile: str, device: str, seed: int) -> 
     return result
 
 
-def _trained(given: Inputs, model: str, dtype: str, device: str) -> list[Pair]:
+def _arm(profile: str) -> Callable[[Run], Trajectory]:
+    """What an arm does with the inputs of ``profile``: it trains, or computes log-probabilities in several ways."""
+    return observe if profile == CONSISTENCY else train
+
+
+def _trained(given: Inputs, model: str, dtype: str, profile: str, device: str) -> list[Pair]:
     pairs: list[Pair] = []
+    arm = _arm(profile)
     where, judged, exact = torch.device(device), DTYPES[dtype], find(model).truth(dtype, device)
     for nudge in (None, *range(tolerance.REPLICAS)):
         which = "" if nudge is None else f" of replica {nudge + 1}"
         progress.begin(f"truth{which}")
-        truth = train(given.run(exact, where, rounded_to=judged, nudge=nudge))
+        truth = arm(given.run(exact, where, rounded_to=judged, nudge=nudge))
         truth.model = None  # the next arm may need all the memory there is
         progress.begin(f"baseline{which}")
-        baseline = train(given.run(judged, where, nudge=nudge))
+        baseline = arm(given.run(judged, where, nudge=nudge))
         baseline.model = None
         pairs.append((truth, baseline))
     return pairs
@@ -154,7 +165,7 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
         verdict.fail("baseline", "before training", "not pristine", ", ".join(changed))
     else:
         verdict, trajectory = _judge(case, record, upstream, timeout)
-        if blames and not verdict.passed and case.setup == "plain":
+        if blames and not verdict.passed and case.setup == "plain" and case.profile != CONSISTENCY:
             _blame(case, record, verdict, trajectory, timeout)
     record.failures = verdict.failures
     record.notes = [*row.notes(), *verdict.notes]
@@ -184,7 +195,7 @@ def train_case(case: Case, given: Inputs | None = None) -> Candidate:
     except PatchError as error:
         return Candidate(failure=(CANNOT_RUN, str(error)), changed=changes())
     run = given.run(DTYPES[case.dtype], torch.device(case.device), patch=patch, construct=construct(case))
-    return train_candidate(run, changes)
+    return train_candidate(run, changes, _arm(case.profile))
 
 
 def _is_isolated(case: Case) -> bool:
@@ -244,7 +255,13 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
         verdict.fail("candidate", "", *candidate.failure)
         verdict.notes.append(candidate.details)
         return verdict, None
-    if not verdict.failures:
+    if case.profile == CONSISTENCY:
+        record.differences = consistency.described(
+            arms.pairs[0][0], {"unpatched": arms.pairs[0][1], "patched": trajectory}
+        )
+    if not verdict.failures and case.profile == CONSISTENCY:
+        verdict = consistency.judge(arms.pairs, trajectory, DTYPES[case.dtype])
+    elif not verdict.failures:
         verdict = compare(arms.pairs, trajectory, DTYPES[case.dtype], foreign=candidate.report is None)
     observed = dict(zip(("truth", "baseline", "candidate"), (*arms.pairs[0], trajectory), strict=True))
     record.losses = {

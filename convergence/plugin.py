@@ -25,18 +25,20 @@ import torch
 from convergence import files, ours
 from convergence.arms import isolate, setups
 from convergence.arms.candidate import check_patch
+from convergence.arms.quantities import CONSISTENCY
 from convergence.judge import bitwise
 from convergence.judge.tolerance import REPLICAS
 from convergence.kept import digests, keep_in, kept_key
 from convergence.models import models, scale
 from convergence.models.checkpoint import PROFILE, Checkpoint
 from convergence.models.checkpoint_check import check
+from convergence.models.folder import CONFIG
 from convergence.models.rows import find
 from convergence.patches import BUILT_IN
 from convergence.report import html, progress
 from convergence.report.records import Case, Record, changed, dumps, load, load_all, parsed
 from convergence.report.report import progress as line_of
-from convergence.report.report import summary_table
+from convergence.report.report import summary_tables
 from convergence.tables import visible
 
 _PROPERTY = "convergence"
@@ -66,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--setups", default="plain", help="what arms train in: a comma-separated list, or 'all' (see docs)")
     group.addoption("--orders", default="first", choices=("first", "all"), help="patch before wrapping, or also after")
     group.addoption("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
-    group.addoption("--profile", default="hard", help="plain or hard inputs, or scale: real widths (default: hard)")
+    group.addoption("--profile", default="hard", help="plain or hard inputs (default: hard), or see docs")
     group.addoption(
         "--blame",
         action=argparse.BooleanOptionalAction,
@@ -115,13 +117,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
         prepare()
     profile = config.getoption("--profile")
-    _check_names("--profile", [profile], ("plain", "hard", "scale"))
-    small = ("float16",) if profile == "scale" else ()
+    _check_names("--profile", [profile], ("plain", "hard", "scale", CONSISTENCY))
+    small = ("float16",) if profile in ("scale", CONSISTENCY) else ()
     _check_names("--dtypes", _names(config, "--dtypes"), ("float32", "bfloat16", *small))
     with _usage_error("--models: "):
         _models(config)
     with _usage_error("--setups: "):
         setups.select(config.getoption("--setups"))
+    if profile == CONSISTENCY and config.getoption("--setups") != "plain":
+        raise pytest.UsageError("--profile consistency trains in no set-up; leave --setups out")
     _check_names("--scope", [config.getoption("--scope")], ("instance", "class"))
     _check_checkpoint(config)
     if not 0 < config.getoption("--patch-timeout") < 1e9:
@@ -181,8 +185,10 @@ def _models(config: pytest.Config) -> Sequence[models.Row]:
 
 def _rows(config: pytest.Config) -> tuple[Sequence[models.Row], str]:
     """What is trained, and the name of its inputs: the checkpoint on text, or models on those of the profile."""
-    own = checkpoint(config)
-    return (_models(config), config.getoption("--profile")) if own is None else ([own], PROFILE)
+    own, profile = checkpoint(config), config.getoption("--profile")
+    if own is None:
+        return _models(config), profile
+    return [own], profile if profile == CONSISTENCY else PROFILE
 
 
 def _names(config: pytest.Config, option: str) -> list[str]:
@@ -209,6 +215,9 @@ def _usage_error(option: str) -> Iterator[None]:
 def _check_checkpoint(config: pytest.Config) -> None:
     """See before anything is loaded that the checkpoint can be trained here, and choose its dtype."""
     row = checkpoint(config)
+    for argument in config.args:  # the proof would judge mini models in its place
+        if (Path(argument) / CONFIG).is_file() or argument.endswith(".gguf"):
+            raise pytest.UsageError(f"{argument}: is a checkpoint; give it as --checkpoint PATH, or first of all")
     if row is None:
         given = [f"--{name}" for name in ("text", "layers") if config.getoption(f"--{name}")]
         if given:
@@ -398,7 +407,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     summaries = config.stash[_summaries]
     if summaries:
         terminalreporter.section("convergence")
-        for line in summary_table(summaries):
+        for line in summary_tables(summaries):
             terminalreporter.write_line(line)
     if config.getoption("--report"):
         made = f"report: {config.getoption('--report')}" if summaries else "no case ran, so there is no report"

@@ -103,6 +103,18 @@ def layer_too_large_in_evaluation(model: Any) -> None:
     _scale_in_evaluation(model.get_decoder().layers[0])
 
 
+def rope_one_off_in_decoding(model: Any) -> None:
+    """A token that is decoded with a cache is rotated as if it stood one position further on."""
+
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cache, ids = kwargs.get("past_key_values"), kwargs["input_ids"]
+        if cache is not None and (seen := cache.get_seq_length()):
+            kwargs["position_ids"] = (seen + 1 + torch.arange(ids.shape[1], device=ids.device)).expand_as(ids)
+        return args, kwargs
+
+    model.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
+
+
 def last_norm_too_large_in_decoding(model: Any) -> None:
     """What the last norm returns is 1% too large where one token is decoded with a cache."""
 

@@ -256,7 +256,7 @@ def test_text_on_a_line_of_markdown(text: str) -> None:
 
 def test_what_is_shown_of_a_run_is_escaped() -> None:
     record = from_dict(proof_record(HOSTILE))
-    lines = [report.failure(record), report.progress(record.summary()), *report.summary_table([record.summary()])]
+    lines = [report.failure(record), report.progress(record.summary()), *report.summary_tables([record.summary()])]
     assert not controls("".join(lines))
     assert not controls(runner.describe(StageResult("a", [], "failed", HOSTILE)))
     assert not controls(html.page([record]))

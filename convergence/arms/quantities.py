@@ -56,6 +56,9 @@ class Quantity(NamedTuple):
 
 
 GRADIENT, PARAMETER, DISPLACEMENT, LOGGED = "gradient of", "parameter", "displacement of", "logged"
+# The ways to compute the log-probabilities of a text, next to decoding, and the profile that compares them.
+TRAINING_FORWARD, PREFILL = "training forward", "prefill"
+CONSISTENCY = "consistency"
 # Of each layer, of the norm after the last one (the name is the module's), and of the head.
 HIDDEN_STATES, HIDDEN_GRADIENT = "hidden states entering", "gradient of the hidden states entering"
 LOSS = Quantity("loss")
@@ -63,6 +66,7 @@ GRADIENT_NORM = Quantity("gradient norm")
 EVALUATION_LOGITS = Quantity("logits")
 TRAINING_LOGITS = Quantity("logits that the caller reads in training")
 CALLERS_LOGITS = Quantity("logits of the caller")
+LOG_PROBS = Quantity("log-probabilities")
 GENERATED, SCORES = Quantity("generated tokens"), Quantity("scores of the generated tokens")
 LOGITS = Quantity("gradient of the logits")
 # The same, every element measured by its own size, without the targets: a fault among small probabilities is nothing
@@ -86,6 +90,8 @@ class Remark(NamedTuple):
 
 # What is judged of every quantity.
 STATISTICS = ("error ratio", "largest error ratio", "row error ratio", "gain", "gain against the others")
+# What is judged of log-probabilities instead.
+DIFFERENCES = ("largest difference", "mean difference", "KL per token", "share outside 1 ± 0.01")
 
 
 @dataclass(frozen=True)

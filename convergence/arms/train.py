@@ -60,6 +60,11 @@ def train(run: Run, model: Any = None) -> Trajectory:
     Raises:
         CannotApply: the patch raised. Whatever is raised after that comes as it is.
     """
+    return observed(run, _train, model)
+
+
+def observed(run: Run, observe: Callable[[Run, Any, Trajectory], None], model: Any = None) -> Trajectory:
+    """What ``observe(run, model, trajectory)`` records of one arm; ``model`` and errors as for :func:`train`."""
     on_gpu = run.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -68,7 +73,7 @@ def train(run: Run, model: Any = None) -> Trajectory:
         result.model = model = build(run) if model is None else model
         if run.patch is not None and run.construct is None:
             apply(run.patch, model)
-        _train(run, model, result)
+        observe(run, model, result)
     steps = len(result.values.get(LOSS, ()))
     result.costs["step, ms"] = 1e3 * (time.perf_counter() - began) / max(1, steps)
     if on_gpu:
@@ -200,16 +205,16 @@ def _train_batch(model: Any, step: Step, batch: Batch, result: Trajectory, at: M
 
 def _decode(model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
     """One token at a time, with a cache: the text's own tokens, which are the same in every arm."""
-    ids = batch.input_ids.to(device)
+    ids = batch.input_ids.to(device)[:, : PROMPT_TOKENS + GENERATED_TOKENS]
     model.eval()
     with torch.no_grad():
-        outputs = model(input_ids=ids[:, :PROMPT_TOKENS], past_key_values=_empty_cache(model, ids), use_cache=True)
-        tokens = ids[:, PROMPT_TOKENS : PROMPT_TOKENS + GENERATED_TOKENS].split(1, dim=1)
-        for number, token in enumerate(tokens, start=1):
+        steps = decoded(model, ids, PROMPT_TOKENS)
+        next(steps)
+        for number in range(1, GENERATED_TOKENS + 1):
             at = Moment(INITIAL, DECODING, number)
             with observed_hidden_states(model, result, at):
-                outputs = model(input_ids=token, past_key_values=outputs.past_key_values, use_cache=True)
-            result.record(EVALUATION_LOGITS, at, outputs.logits)
+                logits = next(steps)
+            result.record(EVALUATION_LOGITS, at, logits)
     model.train()
 
 
@@ -245,6 +250,17 @@ def _generate(model: Any, batch: Batch, result: Trajectory, device: torch.device
     model.train()
     result.generated = generated.sequences[:, PROMPT_TOKENS:].cpu()
     result.scores = torch.stack(generated.scores).double().cpu()
+
+
+def decoded(model: Any, ids: torch.Tensor, prompt: int) -> Iterator[torch.Tensor]:
+    """The logits [batch, prompt, vocab] of the first ``prompt`` tokens of ``ids`` [batch, length], then the logits
+    [batch, 1, vocab] of each later token, which goes through ``model`` alone with the cache of all before it. Each
+    forward runs when its logits are asked for."""
+    outputs = model(input_ids=ids[:, :prompt], past_key_values=_empty_cache(model, ids), use_cache=True)
+    yield outputs.logits
+    for token in ids[:, prompt:].unsqueeze(-1).unbind(1):
+        outputs = model(input_ids=token, past_key_values=outputs.past_key_values, use_cache=True)
+        yield outputs.logits
 
 
 def _empty_cache(model: Any, ids: torch.Tensor) -> Any:

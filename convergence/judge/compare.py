@@ -85,7 +85,7 @@ def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, fo
     """
     truth, baseline = pairs[0]
     verdict = Verdict()
-    comparable = _check_presence(pairs, candidate, verdict, foreign)
+    comparable = check_presence(pairs, candidate, verdict, foreign)
     _judge_statistics(pairs, candidate, comparable, dtype, verdict)
     _judge_generation(truth, baseline, candidate, verdict)
     honest = [arm.curve for _, arm in pairs if arm.curve is not None]
@@ -110,7 +110,7 @@ def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, fo
     return verdict
 
 
-def _check_presence(
+def check_presence(
     pairs: Sequence[Pair], candidate: Trajectory, verdict: Verdict, foreign: bool
 ) -> dict[Quantity, list[Moment]]:
     """Check names, shapes, dtypes and finiteness, and return the steps that can be judged.
@@ -281,13 +281,11 @@ def _judge_error_ratios(name: str, measured: dict[Quantity, _Measured], verdict:
             chosen = [k for k, step in enumerate(m.steps) if step.phase == phase]
             error, floor = m.error[:, chosen], m.floor[chosen]
             honest, kind = error[:-1], (phase, m.scalar, m.by_element)
-            ratio = error[-1] / _reference(honest, floor)
+            ratio = error[-1] / own_error(honest, floor)
             pooled = float(ratio.square().mean().sqrt())
             worst = m.steps[chosen[int(ratio.argmax())]]
             ratios.setdefault(kind, []).append((quantity, worst, pooled))
-            others = honest[_others(len(honest))]
-            left_out = float((honest / _reference(others, floor)).square().mean(1).sqrt().max())
-            worst_replica[kind] = max(worst_replica.get(kind, 0.0), left_out)
+            worst_replica[kind] = max(worst_replica.get(kind, 0.0), left_out(honest, floor))
     for kind, values in ratios.items():
         phase, scalar, _ = kind
         one_draw = scalar or phase != INITIAL
@@ -355,7 +353,14 @@ def _others(n: int) -> torch.Tensor:
     return torch.tensor([[other for other in range(n) if other != arm] for arm in range(n)])
 
 
-def _reference(honest: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
+def left_out(honest: torch.Tensor, floor: torch.Tensor) -> float:
+    """The largest error ratio, pooled over the steps, that one of the ``honest`` arms [arms, steps] has when the others
+    judge it."""
+    others = honest[_others(len(honest))]
+    return float((honest / own_error(others, floor)).square().mean(1).sqrt().max())
+
+
+def own_error(honest: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     """PyTorch's own error [..., steps] from ``honest`` [..., arms, steps]: half from the step, half from its phase."""
     square = honest.square()
     return ((square.mean(-2) + square.mean((-2, -1)).unsqueeze(-1)) / 2).sqrt().maximum(floor)

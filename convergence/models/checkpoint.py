@@ -152,6 +152,9 @@ class Checkpoint(Row):
         count = _FEW if self.steps >= long_run.LONG else self.steps
         return data.text_steps(tokens, self.rows, self.length, count, seed), data.evaluation_batch(seed, tokens)
 
+    def prompted(self, seed: int) -> Batch:
+        return data.prompted(seed, tokens_of(self.path, self.text), self.rows, self.length)
+
     def curve(self, seed: int) -> list[Batch]:
         if self.steps < long_run.LONG:
             return []

@@ -228,6 +228,11 @@ def text_batches(tokens: torch.Tensor, size: int, length: int, count: int, seed:
     return [sample.batch(size, length) for _ in range(count)]
 
 
+def prompted(seed: int, tokens: torch.Tensor | None = None, size: int = 4, length: int = 31) -> Batch:
+    """The batch whose log-probabilities are compared: ``size`` rows of ``length``."""
+    return _Sampler(seed + 2, tokens).batch(size, length)
+
+
 SHORTEST = 16  # tokens in a row: of the batch that is evaluated, and one more
 
 

@@ -83,6 +83,10 @@ class Row:
         """What arms of ``dtype`` are trained on, and the batch that is evaluated."""
         return data.steps(profile, seed, dtype), data.evaluation_batch(seed)
 
+    def prompted(self, seed: int) -> Batch:
+        """The text whose log-probabilities are compared."""
+        return data.prompted(seed)
+
     def curve(self, seed: int) -> list[Batch]:
         """What arms train on in a long run after all else; nothing where there is none."""
         return []

@@ -172,8 +172,8 @@ def _checked(
             raise ValueError(f"{what} is {number!r}; it takes a whole number from 0 on")
     if importlib.util.find_spec("hypothesis") is None:
         raise ValueError('hypothesis draws the shapes, and is not installed here: pip install "liger-kernels[proof]"')
-    where = _device(device)
-    _prepare(where)
+    where = checked_device(device)
+    prepare(where)
     own = inputs is not None
     named = op.func if isinstance(op, functools.partial) else op
     label = name or getattr(named, "__name__", "") or type(named).__name__
@@ -199,7 +199,12 @@ def _range(what: str, given: Any) -> tuple[int, int]:
     return pair
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def checked_device(device: str | torch.device | None) -> torch.device:
+    """The device of that name; without one, cuda where there is a GPU, else cpu.
+
+    Raises:
+        ValueError: it is another one, or not here.
+    """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else str(device)
     if kind.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"device is {kind!r}; allowed are cpu and cuda")
@@ -208,7 +213,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     return torch.device(kind)
 
 
-def _prepare(device: torch.device) -> None:
+def prepare(device: torch.device) -> None:
     """Triton's interpreter rounds as every device does."""
     if device.type == "cpu" and importlib.util.find_spec("triton") is not None:
         from convergence.arms.interpreter import prepare

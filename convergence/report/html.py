@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convergence.arms.quantities import Moment
+from convergence.arms.quantities import DIFFERENCES, Moment
 from convergence.report.records import STATISTICS, Record, Statistic
-from convergence.report.report import ARMS, failures_by_tensor, passed
+from convergence.report.report import ARMS, FIGURES, failures_by_tensor, figures, passed
 from convergence.tables import visible
 
 TEMPLATE = "report.html.jinja"
@@ -72,6 +72,7 @@ def page(records: Sequence[Record], history: Sequence[Record] = ()) -> str:
         environments=[(dict(environment), count) for environment, count in environments.items()],
         first=min(record.at for record in records)[:19],
         last=max(record.at for record in records)[:19],
+        figures=FIGURES,
         bound_at=BOUND_AT,
         width=WIDTH,
         height=HEIGHT,
@@ -99,6 +100,7 @@ def _template() -> Any:
     environment.filters["breakable"] = lambda text: Markup(
         re.sub(r"([._:/])", r"\1<wbr>", str(escape(visible(str(text)))))
     )
+    environment.filters["zipped"] = lambda heads, cells: list(zip(heads, cells, strict=True))
     return environment.get_template(TEMPLATE)
 
 
@@ -108,7 +110,8 @@ def _case(record: Record, several: bool, history: Sequence[Record]) -> dict[str,
         "state": {True: "pass", False: "fail", None: "none"}[passed(record)],
         "patch": record.patch.rpartition(":")[2],
         "where": f"transformers {record.versions.get('transformers', '?')}, {record.device}" if several else "",
-        "worst": [(name, _bar(worst)) for name in STATISTICS[:3] if (worst := record.worst(name))],
+        "worst": [(name, _bar(worst)) for name in (*STATISTICS[:3], *DIFFERENCES[:3]) if (worst := record.worst(name))],
+        "differences": figures(record.differences),
         "failures": failures_by_tensor(record),
         "charts": _charts(record),
         "trends": _trends(history),
@@ -118,7 +121,7 @@ def _case(record: Record, several: bool, history: Sequence[Record]) -> dict[str,
         ],
         "statistics": [
             (name, [_bar(s) for s in sorted(chosen, key=lambda s: s.share, reverse=True)])
-            for name in STATISTICS
+            for name in (*STATISTICS, *DIFFERENCES)
             if (chosen := [s for s in record.statistics if s.statistic == name])
         ],
         "observed": sum(len(group["quantities"]) for group in record.digests.get("candidate", [])),

@@ -20,15 +20,19 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from convergence import files
-from convergence.arms.quantities import STATISTICS, Failure, Statistic, worst
+from convergence.arms.quantities import CONSISTENCY, DIFFERENCES, STATISTICS, Failure, Statistic, worst
 from convergence.checked import checked, cut, shown
 from convergence.files import Unusable
 from convergence.peers import PEERS
 
 # Raise it with every change of what a record holds. A reader refuses what it was not written for.
-SCHEMA = 5
+SCHEMA = 6
 # What a record of an earlier schema did not hold yet: it was always the same, or not measured.
-_ALWAYS: dict[int, dict[str, Any]] = {3: {"truth": "float64", "costs": {}}, 4: {"costs": {}}}
+_ALWAYS: dict[int, dict[str, Any]] = {
+    3: {"truth": "float64", "costs": {}, "differences": {}},
+    4: {"costs": {}, "differences": {}},
+    5: {"differences": {}},
+}
 CANNOT_RUN = "cannot run"  # the verdict, and the failure, of a patch that itself raised
 BIT_FOR_BIT = "bit for bit"  # the statistic of a value that is not what it was in an earlier run
 VERDICTS = ("equal", "different", CANNOT_RUN, "absent")
@@ -67,9 +71,11 @@ class Case:
     order: str = "before"
 
     def __str__(self) -> str:
-        """Its set-up is named where there is one, and the order where the patch came after it."""
+        """Its set-up is named where there is one, and the order where the patch came after it. So is what is judged, if
+        that is no training."""
         setup = self.setup if self.order == "before" else f"{self.setup}-{self.order}"
-        around = () if self.setup == "plain" else (setup,)
+        around = [] if self.setup == "plain" else [setup]
+        around += [CONSISTENCY] if self.profile == CONSISTENCY else []
         return "/".join((self.model.rpartition("/")[2], *around, self.dtype, self.patch.rpartition(":")[2]))
 
 
@@ -90,6 +96,8 @@ class Record:
         fused: whether our loss was computed from hidden states, and no logits but those that were read: "yes" or "no".
         truth: the arithmetic of the truth: float64, or float32 with TF32 off where that does not fit.
         losses: of every arm (truth, baseline, candidate), the loss of every step.
+        differences: of log-probabilities, by what was compared and the arm (unpatched, patched), the figures that are
+            judged (:data:`DIFFERENCES`).
         costs: of every arm, the milliseconds of a step and on a GPU the peak of its memory; nothing is judged by them.
         digests: of baseline and candidate, what every observed tensor was, bit for bit.
         versions: the environment: packages, processor, threads.
@@ -117,6 +125,7 @@ class Record:
     fallbacks: dict[str, int] = field(default_factory=dict)
     truth: str = "float64"
     losses: dict[str, dict[str, float]] = field(default_factory=dict)
+    differences: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
     digests: dict[str, list[Digests]] = field(default_factory=dict)
     replicas: int = 0
@@ -160,7 +169,8 @@ class Record:
             "case": self.name,
             "verdict": self.verdict,
             "reason": self.reason,
-            **{name: str(self.worst(name) or "-") for name in STATISTICS},
+            **{name: str(self.worst(name) or "-") for name in (*STATISTICS, *DIFFERENCES)},
+            "differences": self.differences,
             "kernels": len(self.launches),
             "launches": sum(self.launches.values()),
             "seconds": self.seconds,

@@ -9,9 +9,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 from convergence import tables
-from convergence.arms.quantities import Failure
+from convergence.arms.quantities import CONSISTENCY, DIFFERENCES, Failure
 from convergence.report.records import BIT_FOR_BIT, STATISTICS, Record
 
+# The heads of a table of figures, and of the statistics in a table of cases.
+FIGURES = ("compared", "arm", *DIFFERENCES)
+_SHORT = ("error ratio", "largest", "row", "gain", "gain against others")
 ARMS = ("truth", "baseline", "candidate")
 _MOST_ROWS = 20
 # Control characters that XML 1.0 cannot hold at all, not even escaped.
@@ -54,6 +57,8 @@ def failure(record: Record) -> str:
     lines += ["", *tables.aligned(("tensor", "step", "statistic", "value", "bound"), rows[:_MOST_ROWS])]
     if len(rows) > _MOST_ROWS:
         lines.append(f"... and {len(rows) - _MOST_ROWS} more tensors; the record has all of them")
+    if record.differences:
+        lines += ["", *tables.aligned(FIGURES, figures(record.differences))]
     if record.census:
         lines += ["", "patched: " + ", ".join(f"{count} x {name}" for name, count in record.census.items())]
     return tables.visible("\n".join([*lines, *record.notes]))
@@ -64,16 +69,35 @@ def progress(summary: dict[str, Any]) -> str:
     line = f"{summary['case']}: {summary['verdict']}"
     if summary["verdict"] != "equal":
         return tables.visible(f"{line}: {summary['reason']}")
-    judged = f"({summary['error ratio']} error ratio, {summary['gain']} gain, {summary['seconds']} s)"
-    return tables.visible(f"{line} {judged}")
+    shown = ("mean difference", "KL per token") if summary["differences"] else ("error ratio", "gain")
+    judged = ", ".join(f"{summary[name]} {name}" for name in shown)
+    return tables.visible(f"{line} ({judged}, {summary['seconds']} s)")
 
 
-def summary_table(summaries: Sequence[dict[str, Any]]) -> list[str]:
-    """All cases; every statistic as its worst value over its bound."""
-    short = ("error ratio", "largest", "row", "gain", "gain against others")
-    keys = ("case", "verdict", *STATISTICS, "kernels", "launches")
+def summary_tables(summaries: Sequence[dict[str, Any]]) -> list[str]:
+    """All cases; every statistic as its worst value over its bound. Of cases that compare log-probabilities, their
+    figures follow."""
+    compared = [s for s in summaries if s["differences"]]
+    trained = [s for s in summaries if not s["differences"]]
+    blocks = [_summary_table(trained, STATISTICS, _SHORT)] if trained else []
+    blocks += [_summary_table(compared, DIFFERENCES, DIFFERENCES)] if compared else []
+    blocks += [[s["case"], *tables.aligned(FIGURES, figures(s["differences"]))] for s in compared]
+    return "\n\n".join("\n".join(block) for block in blocks).splitlines()
+
+
+def _summary_table(summaries: Sequence[dict[str, Any]], statistics: Sequence[str], heads: Sequence[str]) -> list[str]:
+    keys = ("case", "verdict", *statistics, "kernels", "launches")
     rows = [(*(str(s[key]) for key in keys), f"{s['seconds']:.1f}") for s in summaries]
-    return tables.aligned(("case", "verdict", *short, "kernels", "launches", "seconds"), rows)
+    return tables.aligned(("case", "verdict", *heads, "kernels", "launches", "seconds"), rows)
+
+
+def figures(differences: dict[str, dict[str, dict[str, float]]]) -> list[list[str]]:
+    """A row for every comparison of log-probabilities and every arm: its figures."""
+    return [
+        [compared, arm, *(f"{found[name]:.2g}" for name in DIFFERENCES)]
+        for compared, arms in differences.items()
+        for arm, found in arms.items()
+    ]
 
 
 def setups(records: Sequence[Record]) -> list[str]:
@@ -95,20 +119,13 @@ def markdown(records: Sequence[Record]) -> str:
     failed = [record for record in records if passed(record) is False]
     title = f"{len(failed)} of {len(records)} cases failed" if failed else f"{len(records)} cases, none failed"
     lines = [f"## Convergence: {title}", ""]
-    header = ("case", "device", "transformers", "verdict", *STATISTICS, "launches", "seconds")
-    rows = [
-        (
-            tables.literal(record.name),
-            tables.literal(record.versions.get("device", record.device)),
-            tables.literal(record.versions.get("transformers", "-")),
-            record.verdict if passed(record) is not False else f"**{record.verdict}**",
-            *(record.worst(name) or "-" for name in STATISTICS),
-            sum(record.launches.values()),
-            f"{record.seconds:.1f}",
-        )
-        for record in sorted(records, key=lambda record: passed(record) is not False)
-    ]
-    lines += tables.markdown(header, rows)
+    ordered = sorted(records, key=lambda record: passed(record) is not False)
+    compared = [record for record in ordered if record.profile == CONSISTENCY]
+    trained = [record for record in ordered if record.profile != CONSISTENCY]
+    for chosen, statistics in ((trained, STATISTICS), (compared, DIFFERENCES)):
+        if chosen:
+            lines += [*_cases(chosen, statistics), ""]
+    lines.pop()
     for record in failed:
         text = failure(record)
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
@@ -123,6 +140,24 @@ def markdown(records: Sequence[Record]) -> str:
             "</details>",
         ]
     return "\n".join(lines) + "\n"
+
+
+def _cases(records: Sequence[Record], statistics: Sequence[str]) -> list[str]:
+    """A Markdown table of ``records``."""
+    header = ("case", "device", "transformers", "verdict", *statistics, "launches", "seconds")
+    rows = [
+        (
+            tables.literal(record.name),
+            tables.literal(record.versions.get("device", record.device)),
+            tables.literal(record.versions.get("transformers", "-")),
+            record.verdict if passed(record) is not False else f"**{record.verdict}**",
+            *(record.worst(name) or "-" for name in statistics),
+            sum(record.launches.values()),
+            f"{record.seconds:.1f}",
+        )
+        for record in records
+    ]
+    return tables.markdown(header, rows)
 
 
 def junit(records: Sequence[Record]) -> str:
