@@ -18,18 +18,20 @@ from convergence.arms.candidate import Candidate, PatchError, load_patch, train_
 from convergence.arms.in_setup import Arms, train_in_setup
 from convergence.arms.pristine import Bystander, Fingerprint, remember_upstream
 from convergence.arms.process import ProcessState, drawing
-from convergence.arms.quantities import CONSISTENCY, LOSS
+from convergence.arms.quantities import CONSISTENCY, LOG_PROBS, LOSS
 from convergence.arms.setups import SETUPS
-from convergence.arms.train import train
+from convergence.arms.train import PROMPT_TOKENS, train
 from convergence.arms.trajectory import Run, Trajectory
 from convergence.blame.blame import blame, searched
 from convergence.blame.failing import Key
 from convergence.consistency import judge as consistency
-from convergence.consistency.paths import observe
+from convergence.consistency import rollout
+from convergence.consistency.paths import at, observe
 from convergence.judge import bitwise, long_run, tolerance
 from convergence.judge.compare import Pair, compare
 from convergence.judge.verdict import Verdict
 from convergence.models import memory
+from convergence.models.checkpoint import Checkpoint
 from convergence.models.data import IGNORE, Batch, Step
 from convergence.models.models import DTYPES, MODELS, Row
 from convergence.models.rows import construct, find
@@ -256,6 +258,7 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
         verdict.notes.append(candidate.details)
         return verdict, None
     if case.profile == CONSISTENCY:
+        _add_rollout(case, arms.pairs, trajectory, timeout)
         record.differences = consistency.described(
             arms.pairs[0][0], {"unpatched": arms.pairs[0][1], "patched": trajectory}
         )
@@ -283,6 +286,20 @@ def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) ->
     check = _check_in_setup if in_setup else _check_foreign if candidate.report is None else _check_ours
     check(case, arms, record, verdict)
     return verdict, trajectory
+
+
+def _add_rollout(case: Case, pairs: list[Pair], candidate: Trajectory, timeout: float) -> None:
+    """Give every arm the log-probabilities of the rollout engine that is compared with it, where there is one."""
+    row = find(case.model)
+    if not isinstance(row, Checkpoint) or not row.rollout:
+        return
+    known = pairs[0][1].values[LOG_PROBS].get(at(row.rollout))  # of an earlier patch
+    if known is None:
+        if case.device == "cuda":  # the engine needs it
+            torch.cuda.empty_cache()
+        ids = _references(case).evaluation.input_ids
+        known = rollout.log_probs(row.rollout, row.path, ids, case.dtype, timeout)[:, PROMPT_TOKENS - 1 :]
+    consistency.add_rollout(row.rollout, known, pairs, candidate)
 
 
 def _check_own(case: Case, pairs: list[Pair], found: Candidate, verdict: Verdict) -> None:

@@ -26,6 +26,7 @@ from convergence import files, ours
 from convergence.arms import isolate, setups
 from convergence.arms.candidate import check_patch
 from convergence.arms.quantities import CONSISTENCY
+from convergence.consistency.rollout import check_engine
 from convergence.judge import bitwise
 from convergence.judge.tolerance import REPLICAS
 from convergence.kept import digests, keep_in, kept_key
@@ -61,6 +62,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--layers", type=int, metavar="N", help="of a checkpoint, the first N layers only")
     group.addoption("--rows", type=int, default=4, metavar="N", help="of a checkpoint's batches (4)")
     group.addoption("--length", type=int, default=128, metavar="N", help="tokens in a checkpoint's row (128)")
+    group.addoption(
+        "--rollout", metavar="ENGINE", default="", help="of --profile consistency: vllm, sglang, or see docs"
+    )
     group.addoption(
         "--steps", type=int, default=4, metavar="N", help="batches of a checkpoint (4); from 100 on, a long run"
     )
@@ -219,12 +223,17 @@ def _check_checkpoint(config: pytest.Config) -> None:
         if (Path(argument) / CONFIG).is_file() or argument.endswith(".gguf"):
             raise pytest.UsageError(f"{argument}: is a checkpoint; give it as --checkpoint PATH, or first of all")
     if row is None:
-        given = [f"--{name}" for name in ("text", "layers") if config.getoption(f"--{name}")]
+        given = [f"--{name}" for name in ("text", "layers", "rollout") if config.getoption(f"--{name}")]
         if given:
             raise pytest.UsageError(f"{given[0]} is for a checkpoint of your own: give it with --checkpoint PATH")
         return
     if config.getoption("--setups") != "plain":
         raise pytest.UsageError("--checkpoint trains in no set-up yet; leave --setups out")
+    if row.rollout:
+        if config.getoption("--profile") != CONSISTENCY:
+            raise pytest.UsageError("--rollout is for --profile consistency")
+        with _usage_error(""):
+            check_engine(row.rollout)
     with _usage_error("--checkpoint: "):
         check(row, _names(config, "--dtypes"), config.getoption("--device"))
         if not _names(config, "--dtypes"):
@@ -240,7 +249,8 @@ def checkpoint(config: pytest.Config) -> Checkpoint | None:
     given = {name: config.getoption(f"--{name}") for name in ("layers", "rows", "length", "steps")}
     text = config.getoption("--text")
     # Links stay: in the Hub's cache, what a link leads to has another name, and other files around it.
-    return Checkpoint(os.path.abspath(path), **given, text=os.path.abspath(text) if text else "")
+    text, rollout = os.path.abspath(text) if text else "", config.getoption("--rollout")
+    return Checkpoint(os.path.abspath(path), **given, text=text, rollout=rollout)
 
 
 def _check_patch(name: str, timeout: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from convergence.__main__ import main
 from convergence.arms.quantities import DECODING, DIFFERENCES, LOG_PROBS, LOSS, PREFILL, TRAINING_FORWARD
 from convergence.arms.trajectory import Trajectory
 from convergence.case import prove
-from convergence.consistency.judge import Figures, differences, judge
+from convergence.consistency.judge import Figures, described, differences, judge
 from convergence.consistency.paths import PATHS, at
 from convergence.report import html, report
 from convergence.report.records import Case, Record, load_folder
@@ -22,6 +23,11 @@ from tests.suite import ISOLATED, assert_refused
 OURS = "convergence.patches:fused_linear"
 FAULTS = "tests.convergence_faults"
 LARGEST, MEAN, KL, SHARE = DIFFERENCES
+
+
+def named(comparison: str) -> str:
+    """The quantity of that comparison in a record."""
+    return f"log-probabilities of {comparison}"
 
 
 def consistency(patch: str, model: str = "llama-tied", dtype: str = "float32") -> Record:
@@ -37,7 +43,7 @@ def test_our_patch_is_equal_and_every_figure_is_judged(dtype):
         for arm in ("unpatched", "patched"):
             assert list(arms[arm]) == list(DIFFERENCES)
         for statistic in DIFFERENCES:
-            (judged,) = (s for s in record.statistics if (s.step, s.statistic) == (f"initial: {name}", statistic))
+            (judged,) = (s for s in record.statistics if (s.quantity, s.statistic) == (named(name), statistic))
             assert judged.value == arms["patched"][statistic] <= judged.bound
     assert record.differences["decoding against float64"]["patched"][LARGEST] > 0
     assert record.launches, "the patch ran"
@@ -46,9 +52,9 @@ def test_our_patch_is_equal_and_every_figure_is_judged(dtype):
 def test_a_fault_in_decoding_alone_is_different_in_decoding_alone():
     record = consistency(f"{FAULTS}:rope_one_off_in_decoding")
     assert record.verdict == "different"
-    failed = {(failure.step, failure.statistic) for failure in record.failures}
-    in_decoding = {"initial: decoding against float64", "initial: training forward against decoding"}
-    assert failed == {(step, statistic) for step in in_decoding for statistic in DIFFERENCES}
+    failed = {failure.key for failure in record.failures}
+    in_decoding = {named("decoding against float64"), named("training forward against decoding")}
+    assert failed == {(quantity, statistic) for quantity in in_decoding for statistic in DIFFERENCES}
     assert record.blame == [], "no step is trained again that never was one"
 
 
@@ -83,10 +89,8 @@ def arms(change=lambda values: None, honest: float = 1e-3, outlier: float = 0.0,
 
 def failed(change, **options) -> set[tuple[str, str]]:
     pairs, candidate = arms(change, **options)
-    return {
-        (failure.step.removeprefix("initial: "), failure.statistic)
-        for failure in judge(pairs, candidate, torch.float32).failures
-    }
+    found = judge(pairs, candidate, torch.float32).failures
+    return {(failure.quantity.removeprefix(named("")), failure.statistic) for failure in found}
 
 
 def test_noise_like_pytorchs_own_is_equal():
@@ -131,7 +135,11 @@ def test_what_is_missing_or_no_number_or_of_another_shape_is_different():
         values[at(DECODING)] = values[at(DECODING)][:, 1:]
 
     for change, statistic in ((drop, "missing"), (poison, "finite"), (cut, "shape")):
-        assert failed(change) == {("decoding", statistic)}
+        assert failed(change) == {("log-probabilities", statistic)}
+    for change in (drop, cut):
+        pairs, candidate = arms(change)
+        found = described(pairs[0][0], {"unpatched": pairs[0][1], "patched": candidate})
+        assert {arm for by_arm in found.values() for arm in by_arm} == {"unpatched"}
 
 
 def test_the_figures_are_those_of_importance_ratios():
@@ -218,3 +226,104 @@ def test_a_length_that_a_checkpoint_cannot_have_is_refused(llama):
 def test_options_that_make_no_sense_are_refused(llama, capfd):
     assert_refused(capfd, ["--profile consistency trains in no set-up"], "--profile", "consistency", "--setups", "ddp")
     assert_refused(capfd, ["is a checkpoint; give it as --checkpoint PATH"], "--profile", "consistency", str(llama))
+
+
+STAND_IN = '''
+"""Scores a text as the engines do, on transformers."""
+import os
+import types
+
+import torch
+import transformers
+
+
+def scored(path, rows, dtype):
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, torch_dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        logits = model(torch.tensor(rows)).logits[:, :-1].float().log_softmax(-1)
+    return logits.gather(-1, torch.tensor(rows)[:, 1:, None]).squeeze(-1).tolist()
+
+
+class SamplingParams(types.SimpleNamespace):
+    pass
+
+
+class LLM:
+    def __init__(self, model, dtype, **_):
+        self.model, self.dtype = model, dtype
+
+    def generate(self, prompts, params):
+        assert params.prompt_logprobs == 0
+        rows = [prompt["prompt_token_ids"] for prompt in prompts]
+        for row, found in zip(rows, scored(self.model, rows, self.dtype)):
+            places = [{token: types.SimpleNamespace(logprob=number)} for token, number in zip(row[1:], found)]
+            yield types.SimpleNamespace(prompt_logprobs=[None, *places])
+
+
+class Engine:
+    def __init__(self, model_path, dtype, **_):
+        self.model, self.dtype = model_path, dtype
+
+    def generate(self, input_ids, sampling_params, return_logprob, logprob_start_len):
+        assert return_logprob and logprob_start_len == 0
+        found = scored(self.model, input_ids, self.dtype)
+        rows = [[(None, row[0], None), *((p, t, None) for t, p in zip(row[1:], f))] for row, f in zip(input_ids, found)]
+        return [{"meta_info": {"input_token_logprobs": row}} for row in rows]
+
+    def shutdown(self):
+        pass
+
+
+def too_short(path, ids, dtype):
+    return torch.zeros(len(ids), 3)
+
+
+def dies(path, ids, dtype):
+    os._exit(3)
+'''
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules in place of vLLM and SGLang, which have the functions and classes that are called."""
+    for name in ("vllm", "sglang", "stand_in"):
+        (tmp_path / f"{name}.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_is_a_path_of_its_own(engine, engines, llama):
+    record = check_consistency(str(llama), device="cpu", rows=2, length=20, rollout=engine)
+    off = record.differences[f"{engine} against float64"]
+    assert off["unpatched"] == off["patched"]
+    assert 0 < off["patched"][LARGEST] < 1e-4
+    assert 0 < record.differences[f"training forward against {engine}"]["patched"][MEAN] < 1e-4
+    assert len([s for s in record.statistics if engine in s.quantity]) == 2 * len(DIFFERENCES)
+
+
+def test_a_trainer_that_a_patch_moves_away_from_its_engine_is_different(engines, llama):
+    options = {"device": "cpu", "rows": 2, "length": 20, "rollout": "vllm"}
+    with pytest.raises(AssertionError, match=r"training forward against vllm +mean difference"):
+        check_consistency(str(llama), "tests.convergence_faults:head_too_large_in_training", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout": "vlm"}, "--rollout 'vlm' is unknown; allowed are vllm, sglang and the name of an adapter"),
+        ({"rollout": "vllm", "layers": 1}, "--rollout vllm: runs the whole checkpoint; leave --layers out"),
+        ({"rollout": "stand_in:too_short"}, r"it returned \[2, 3\]; allowed is a tensor \[2, 19\]"),
+        ({"rollout": "stand_in:dies"}, "--rollout stand_in:dies: gives no log-probabilities .*exit code 3"),
+        ({"rollout": "stand_in:absent"}, "'stand_in:absent' cannot be imported"),
+    ],
+)
+def test_an_engine_that_gives_none_is_refused(options, message, engines, llama):
+    with pytest.raises(ValueError, match=message):
+        check_consistency(str(llama), device="cpu", **{"rows": 2, "length": 20, **options})
+
+
+def test_an_engine_that_is_not_installed_is_refused(llama, capfd):
+    if importlib.util.find_spec("vllm") is None:
+        given = ("--profile", "consistency", "--checkpoint", str(llama), "--rollout", "vllm", "--device", "cpu")
+        assert_refused(capfd, ["--rollout vllm: the package is not installed here"], *given)
+    assert_refused(capfd, ["--rollout is for"], "--checkpoint", str(llama), "--rollout", "vllm", "--device", "cpu")

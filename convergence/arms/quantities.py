@@ -66,7 +66,7 @@ GRADIENT_NORM = Quantity("gradient norm")
 EVALUATION_LOGITS = Quantity("logits")
 TRAINING_LOGITS = Quantity("logits that the caller reads in training")
 CALLERS_LOGITS = Quantity("logits of the caller")
-LOG_PROBS = Quantity("log-probabilities")
+LOG_PROBS, COMPARED = Quantity("log-probabilities"), "log-probabilities of"
 GENERATED, SCORES = Quantity("generated tokens"), Quantity("scores of the generated tokens")
 LOGITS = Quantity("gradient of the logits")
 # The same, every element measured by its own size, without the targets: a fault among small probabilities is nothing

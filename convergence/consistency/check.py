@@ -9,6 +9,7 @@ from convergence.arms import isolate
 from convergence.arms.candidate import check_patch
 from convergence.arms.quantities import CONSISTENCY
 from convergence.case import absent, prove
+from convergence.consistency.rollout import check_engine
 from convergence.models.checkpoint import Checkpoint
 from convergence.models.checkpoint_check import check
 from convergence.models.models import DTYPES, MODELS
@@ -16,6 +17,8 @@ from convergence.op.check import checked_device, prepare
 from convergence.patches import BUILT_IN
 from convergence.report import report
 from convergence.report.records import Case, Record
+
+_OF_A_CHECKPOINT = ("layers", "rows", "length", "text", "rollout")
 
 
 def check_consistency(
@@ -41,7 +44,8 @@ def check_consistency(
             ``TRITON_INTERPRET=1`` was set when Triton was imported.
         seed: of weights and text.
         timeout: the seconds that the patch may take in its process.
-        of_a_checkpoint: ``layers`` (how many are kept), ``rows`` and ``length`` of the text, and ``text``, a file.
+        of_a_checkpoint: ``layers`` (how many are kept), ``rows`` and ``length`` of the text, ``text``, a file, and
+            ``rollout``, the engine whose log-probabilities are compared, too: vllm, sglang, or ``module:function``.
 
     Returns:
         The record, with every figure in ``differences`` and every judged number in ``statistics``.
@@ -75,8 +79,8 @@ def _case(model: str, patch: str, dtype: str | None, device: str, seed: int, of_
         raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
     if not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed is {seed!r}; it takes a whole number from 0 on")
-    if unknown := of_a_checkpoint.keys() - {"layers", "rows", "length", "text"}:
-        raise TypeError(f"unknown argument {min(unknown)!r}; of a checkpoint there are layers, rows, length and text")
+    if unknown := of_a_checkpoint.keys() - {*_OF_A_CHECKPOINT}:
+        raise TypeError(f"unknown argument {min(unknown)!r}; allowed are {', '.join(_OF_A_CHECKPOINT)}")
     if model in MODELS:
         if of_a_checkpoint:
             raise ValueError(f"{min(of_a_checkpoint)} is for a checkpoint, and {model!r} is a mini model")
@@ -84,6 +88,8 @@ def _case(model: str, patch: str, dtype: str | None, device: str, seed: int, of_
     if not os.path.exists(model):
         raise ValueError(f"model {model!r}: there is no such file; allowed are a checkpoint and {', '.join(MODELS)}")
     row = Checkpoint(os.path.abspath(model), **of_a_checkpoint)
+    if row.rollout:
+        check_engine(row.rollout)
     check(row, [dtype] if dtype else [], device)
     judged = dtype or row.default_dtype()
     check(row, [judged], device)

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from convergence.arms.quantities import DIFFERENCES, INITIAL, LOG_PROBS, TRAINING_FORWARD, Moment
+from convergence.arms.quantities import COMPARED, DIFFERENCES, LOG_PROBS, PREFILL, TRAINING_FORWARD, Moment, Quantity
 from convergence.arms.trajectory import Trajectory
-from convergence.consistency.paths import PATHS, at
+from convergence.consistency.paths import at
 from convergence.judge import tolerance
 from convergence.judge.compare import Pair, check_presence, left_out, own_error
 from convergence.judge.verdict import Verdict
@@ -56,20 +56,40 @@ def share_outside(d: torch.Tensor) -> float:
 def differences(truth: Trajectory, arm: Trajectory) -> dict[str, torch.Tensor]:
     """The differences d of every comparison, by its name."""
     exact, values = truth.values[LOG_PROBS], arm.values[LOG_PROBS]
-    found = {_from_truth(path): values[at(path)].double() - exact[at(path)].double() for path in PATHS}
+    paths = [moment.step for moment in exact]
+    found = {_from_truth(path): values[at(path)].double() - exact[at(path)].double() for path in paths}
     training = values[at(TRAINING_FORWARD)].double()
-    return found | {_from_training(path): training - values[at(path)].double() for path in PATHS[1:]}
+    return found | {_from_training(path): training - values[at(path)].double() for path in paths[1:]}
+
+
+def add_rollout(engine: str, log_probs: torch.Tensor, pairs: Sequence[Pair], candidate: Trajectory) -> None:
+    """Add what ``engine`` computed, ``log_probs`` [batch, length - prompt], to every arm as a path of that name.
+
+    It ran the weights of the baseline. A replica has other weights, so it gets what the engine would show if it were
+    off from the replica's truth as it is from the baseline's.
+    """
+    exact = [truth.values[LOG_PROBS][at(PREFILL)] for truth, _ in pairs]
+    off = log_probs.double() - exact[0].double()
+    for (truth, arm), prefill in zip(pairs, exact, strict=True):
+        truth.values[LOG_PROBS][at(engine)] = prefill
+        arm.values[LOG_PROBS][at(engine)] = (prefill.double() + off).float()
+    candidate.values.setdefault(LOG_PROBS, {})[at(engine)] = log_probs
 
 
 def described(truth: Trajectory, arms: dict[str, Trajectory]) -> dict[str, dict[str, dict[str, float]]]:
     """What a record holds of ``arms``: the figures of every comparison, by its name and that of the arm. There are none
-    of an arm that lacks a path."""
+    of an arm that lacks a path, or has one of another shape."""
     found: dict[str, dict[str, dict[str, float]]] = {}
+    shapes = _shapes(truth)
     for arm, trajectory in arms.items():
-        if trajectory.values.get(LOG_PROBS, {}).keys() >= {at(path) for path in PATHS}:
+        if _shapes(trajectory) == shapes:
             for name, d in differences(truth, trajectory).items():
                 found.setdefault(name, {})[arm] = dict(zip(DIFFERENCES, Figures.of(d), strict=True))
     return found
+
+
+def _shapes(arm: Trajectory) -> dict[Moment, torch.Size]:
+    return {moment: value.shape for moment, value in arm.values.get(LOG_PROBS, {}).items()}
 
 
 def _from_truth(path: str) -> str:
@@ -88,21 +108,22 @@ def judge(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype) -> V
     """
     verdict = Verdict()
     present = check_presence(pairs, candidate, verdict, foreign=False)
-    if len(present.get(LOG_PROBS, ())) < len(PATHS):
+    exact = pairs[0][0].values[LOG_PROBS]
+    if len(present.get(LOG_PROBS, ())) < len(exact):
         return verdict
     honest, own = [differences(*pair) for pair in pairs], differences(pairs[0][0], candidate)
-    exact = pairs[0][0].values[LOG_PROBS]
-    for path in PATHS:
+    paths = [moment.step for moment in exact]
+    for path in paths:
         size = exact[at(path)].double()
         floor = tolerance.error_floor(dtype) * torch.tensor([float(size.abs().max()), *[tolerance.rms(size)] * 2])
         name = _from_truth(path)
-        _judge_one(name, own[name], [[d[name]] for d in honest], floor, verdict)
-    for path in PATHS[1:]:
+        _judge_one(name, path, own[name], [[d[name]] for d in honest], floor, verdict)
+    for path in paths[1:]:
         name = _from_training(path)
         against = (_from_truth(TRAINING_FORWARD), _from_truth(path))
         errors = [[_errors(d[other]) for other in against] for d in honest]
         floor = torch.tensor(errors).square().mean(0).sqrt().amax(0)
-        _judge_one(name, own[name], [[d[which] for which in (name, *against)] for d in honest], floor, verdict)
+        _judge_one(name, path, own[name], [[d[which] for which in (name, *against)] for d in honest], floor, verdict)
     return verdict
 
 
@@ -113,23 +134,24 @@ def _errors(d: torch.Tensor) -> list[float]:
 
 
 def _judge_one(
-    name: str, own: torch.Tensor, honest: list[list[torch.Tensor]], floor: torch.Tensor, verdict: Verdict
+    name: str, path: str, own: torch.Tensor, honest: list[list[torch.Tensor]], floor: torch.Tensor, verdict: Verdict
 ) -> None:
-    """Judge the differences ``own`` of one comparison.
+    """Judge the differences ``own`` of one comparison, of that ``name``.
 
     Args:
+        path: the one that is compared.
         honest: of every honest arm the same differences, and those that measure them where they are nothing.
         floor: [3], below which no error is judged.
     """
     errors = torch.tensor([_errors(first) for first, *_ in honest], dtype=torch.float64)
-    figures, compared, widest = Figures.of(own), Moment(INITIAL, name), 0.0
+    figures, widest, compared = Figures.of(own), 0.0, (Quantity(COMPARED, name), at(path))
     for i, statistic in enumerate((_LARGEST, _MEAN, _KL)):
         one, least = errors[:, i : i + 1], floor[i : i + 1].double()
         unit, worst_replica = float(own_error(one, least)), left_out(one, least)
         ratios = tolerance.ratio_bound(worst_replica, one_draw=False), tolerance.ratio_limit(worst_replica)
         bound, limit = ((ratio * unit) ** 2 / 2 if statistic == _KL else ratio * unit for ratio in ratios)
-        verdict.judge(LOG_PROBS, compared, statistic, figures[i], bound, limit=limit)
+        verdict.judge(*compared, statistic, figures[i], bound, limit=limit)
         widest = max(widest, ratios[0])
     # Who may be off by so many times as much may have as many tokens outside as that would put there.
     most = max(share_outside(widest * d) for arm in honest for d in arm)
-    verdict.judge(LOG_PROBS, compared, _SHARE, figures.share, most)
+    verdict.judge(*compared, _SHARE, figures.share, most)

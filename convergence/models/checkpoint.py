@@ -42,6 +42,7 @@ class Checkpoint(Row):
         rows, length: of a batch; ``length`` in tokens.
         steps: how many batches. Many are a long run: all else is observed of a few, and of these the loss.
         text: a file; empty for the text that ships with Python.
+        rollout: the engine whose log-probabilities are compared, too; empty for none.
     """
 
     path: str
@@ -50,6 +51,7 @@ class Checkpoint(Row):
     length: int = 128
     steps: int = 4
     text: str = ""
+    rollout: str = ""
 
     phases = (SGD,)
     is_long = True
@@ -64,7 +66,9 @@ class Checkpoint(Row):
     def parse(cls, name: str) -> Checkpoint:
         """The checkpoint of that name."""
         path, _, query = name.rpartition("?")
-        given: dict[str, Any] = {key: value if key == "text" else int(value) for key, value in parse_qsl(query)}
+        given: dict[str, Any] = {
+            key: value if key in ("text", "rollout") else int(value) for key, value in parse_qsl(query)
+        }
         return cls(path, **given)
 
     @property

@@ -52,6 +52,10 @@ def check(row: Checkpoint, dtypes: list[str], device: str) -> None:
         sizes = f"{buffers / memory.GIB:.1f} GiB of tables, and {free / memory.GIB:.1f} GiB are free"
         raise Unusable(f"{source}: makes a model with {sizes}")
     _check_text(row)
+    if row.rollout and row.layers is not None:
+        raise Unusable(f"--rollout {row.rollout}: runs the whole checkpoint; leave --layers out")
+    if row.rollout and row.is_gguf:
+        raise Unusable(f"--rollout {row.rollout}: takes a folder with config.json and safetensors, and no GGUF file")
     if tensors is not None:
         _check_weights(row, model, tensors)
     for dtype, plan in plans.items():
