@@ -211,6 +211,8 @@ def test_the_library_returns_the_record_or_raises_with_the_figures(llama):
         (("llama-tied",), {"timeout": 0}, "timeout is 0; it takes a number of seconds above 0"),
         (("llama-tied",), {"rows": 2}, "rows is for a checkpoint, and 'llama-tied' is a mini model"),
         (("llama-tied",), {"steps": 2}, "unknown argument 'steps'"),
+        ((".",), {"rows": "2"}, "rows is '2'; it takes a whole number"),
+        ((".",), {}, "has no config.json"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, options, message):

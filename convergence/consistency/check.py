@@ -81,6 +81,10 @@ def _case(model: str, patch: str, dtype: str | None, device: str, seed: int, of_
         raise ValueError(f"seed is {seed!r}; it takes a whole number from 0 on")
     if unknown := of_a_checkpoint.keys() - {*_OF_A_CHECKPOINT}:
         raise TypeError(f"unknown argument {min(unknown)!r}; allowed are {', '.join(_OF_A_CHECKPOINT)}")
+    for name, value in of_a_checkpoint.items():
+        kind: type = str if name in ("text", "rollout") else int
+        if type(value) is not kind:
+            raise TypeError(f"{name} is {value!r}; it takes {'text' if kind is str else 'a whole number'}")
     if model in MODELS:
         if of_a_checkpoint:
             raise ValueError(f"{min(of_a_checkpoint)} is for a checkpoint, and {model!r} is a mini model")
