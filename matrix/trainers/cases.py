@@ -82,6 +82,9 @@ class TrainerCase:
         arguments: of the trainer itself, made anew for each arm.
         evaluates: whether it evaluates after training.
         zero: quantities that are 0 by construction, sums of terms that cancel: all that is left of them is rounding.
+        teacher: whether the trainer takes a teacher, of the same family and with other weights.
+        launches: parts of names of kernels that a patched arm must launch.
+        expects: parts of warnings that a patched arm may give.
     """
 
     trainer: str
@@ -91,6 +94,9 @@ class TrainerCase:
     arguments: Callable[[], dict[str, Any]] = dict
     evaluates: bool = False
     zero: tuple[Quantity, ...] = ()
+    teacher: bool = False
+    launches: tuple[str, ...] = ()
+    expects: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
         """What the installed version lacks for this case."""
@@ -125,6 +131,8 @@ class TrainerCase:
         arguments = {"args": config(**chosen(config, wanted)), "train_dataset": data, **self.arguments()}
         if self.evaluates:
             arguments["eval_dataset"] = data.select(range(6))
+        if self.teacher:
+            arguments["teacher_model"] = material.teacher(folder, model.dtype)
         arguments["processing_class|tokenizer"] = material.tokenizer()
         return trainer(model, **chosen(trainer, arguments))
 
@@ -177,6 +185,16 @@ def _completion_only(**options: bool) -> dict[str, Any]:
     return {"data_collator": collator(ids, tokenizer=material.tokenizer(), **options)}
 
 
+def _divergence_of_two_heads() -> dict[str, Any]:
+    """No argument.
+
+    Raises:
+        ImportError: this trl has none. A distillation trainer of before compares logits, and with another teacher.
+    """
+    importlib.import_module("trl.kernels.chunked_divergence")
+    return {}
+
+
 def _length_reward(completions: list[str], **_: Any) -> list[float]:
     """Rewards variety of characters: it differs between any two completions that are not alike."""
     return [len(set(text)) + len(text) / 64 for text in completions]
@@ -225,6 +243,19 @@ CASES: dict[str, TrainerCase] = {
     ),
     "kto": TrainerCase("KTOTrainer", material.judged, _PAIRS),
     "orpo": TrainerCase("ORPOTrainer", material.preferences, _PAIRS),
+    **{
+        f"distillation-{name}": TrainerCase(
+            "DistillationTrainer",
+            lambda: {"prompt": material.questions()["prompt"]},
+            {**_ONLINE, "beta": beta, "temperature": 0.9},
+            arguments=_divergence_of_two_heads,
+            teacher=True,
+            launches=("divergence",),
+            # NumPy's, in Triton's interpreter: minus infinity minus itself, where the kernel then selects 0.
+            expects=("invalid value encountered in subtract",),
+        )
+        for name, beta in (("forward", 0.0), ("jsd", 0.5), ("reverse", 1.0))
+    },
     # On policy every ratio is 1, and advantages add up to 0.
     **{
         name: TrainerCase(

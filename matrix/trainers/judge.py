@@ -176,11 +176,15 @@ def _check_what_ran(verdict: Verdict, baseline: Seen, seen: Seen, record: Traine
     for kernel in record.census:
         if not _MAY_REST.search(kernel) and not ours.is_launched(kernel, seen.launches):
             verdict.fail("candidate", "", "not launched", kernel)
+    for name in CASES[record.case].launches:
+        if not any(name in launched for launched in seen.launches):
+            verdict.fail("candidate", "", "not launched", name)
     if not {"rms_norm", "rope"} <= record.census.keys() or not {"swiglu", "geglu"} & record.census.keys():
         verdict.fail("candidate", "", "not patched", f"only {record.census}; {[str(left) for left in report.left]}")
     record.head = _head(seen, report)
-    if (replaced := trl_head.current()) is not None and replaced.difference:
-        verdict.fail("candidate", "", "trl's head not replaced", replaced.difference)
+    for module in (trl_head.LOG_PROBS, trl_head.DIVERGENCE):
+        if (replaced := trl_head.current(module)) is not None and replaced.difference:
+            verdict.fail("candidate", "", "trl's head not replaced", replaced.difference)
     _check_trained(verdict, baseline)
 
 
@@ -193,7 +197,7 @@ def _check_trained(verdict: Verdict, baseline: Seen) -> None:
 def _head(seen: Seen, report: Any) -> str:
     """Who computed the loss: our fused head, real logits, or the trainer without asking the model's head."""
     if seen.trls_head:
-        return f"trl's own head, on linear_log_probs {seen.trls_head} x"
+        return f"trl's own head, on our kernels {seen.trls_head} x"
     fused = sum(count for name, count in seen.launches.items() if "cross_entropy" in name)
     if report.fallbacks:
         return f"fused {fused} x, real logits {sum(report.fallbacks.values())} x"

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from convergence.models.models import MODELS
 
 FAMILIES = {"llama": "llama-untied", "gemma": "gemma"}
@@ -67,6 +69,18 @@ def save(family: str, folder: Path, seed: int = 0) -> Path:
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+def teacher(folder: Path, dtype: torch.dtype) -> Any:
+    """The model in ``folder``, with other weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        parameter.data = (parameter.data * (1 + 0.3 * noise)).to(dtype)
+    return model
 
 
 def texts(count: int = 16) -> dict[str, list[str]]:

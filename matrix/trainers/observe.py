@@ -188,9 +188,9 @@ def _trls_head(patched: bool) -> Iterator[Callable[[], int]]:
     trl_head.uninstall()
     if patched:
         trl_head.install()
-    replacement = trl_head.current()
+    replacements = [trl_head.current(module) for module in (trl_head.LOG_PROBS, trl_head.DIVERGENCE)]
     try:
-        yield lambda: 0 if replacement is None else replacement.ours
+        yield lambda: sum(0 if replacement is None else replacement.ours for replacement in replacements)
     finally:
         trl_head.install()
 

@@ -60,7 +60,7 @@ def test_trainer(
 ) -> None:
     skip_if_missing(case, family, way.rpartition(":")[2], records)
     if way in WAYS:
-        record = judge(case, family, folders[family], way, Arm(load=WAYS[way]))
+        record = judge(case, family, folders[family], way, Arm(load=WAYS[way], expects=CASES[case].expects))
     else:
         scope, timeout = pytestconfig.getoption("--scope"), pytestconfig.getoption("--patch-timeout")
         record = judge_foreign(case, family, folders[family], way, scope, timeout)
