@@ -11,6 +11,8 @@ Patches of a model do what they do everywhere in this package. What is not provi
 be imported, as trl does wherever it finds the package, and raises ``NotImplementedError`` when it is constructed.
 
 trl 1.15 and later compute the loss by heads of their own. They run on this package's kernels, too: :mod:`trl_head`.
+Trainers without one gather log-probabilities from logits, which a patched model then does not make:
+:mod:`liger_kernels.patching.logits.gathered`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernels import __version__, trl_head
+from liger_kernels.patching.logits import gathered
 
 __all__ = ["install", "uninstall"]
 
@@ -59,6 +62,7 @@ def install() -> None:
         )
     sys.meta_path.append(_finder)
     trl_head.install()
+    gathered.install()
     _transformers_asks_again(True)
 
 
@@ -71,6 +75,7 @@ def uninstall() -> None:
         return
     sys.meta_path.remove(_finder)
     trl_head.uninstall()
+    gathered.uninstall()
     for name in _MODULES:
         sys.modules.pop(name, None)
     _transformers_asks_again(False)

@@ -77,6 +77,7 @@ def report() -> EnvironmentReport:
     from liger_kernels.ops.runtime.device import obstacle, shared_memory
     from liger_kernels.ops.runtime.dispatch import HAS_TRITON, INTERPRET, launcher_state
     from liger_kernels.patching import KERNELS
+    from liger_kernels.patching.logits import gathered
     from liger_kernels.trl_head import DIVERGENCE, state
 
     versions = {"liger-kernels": liger_kernels.__version__, "Python": platform.python_version()}
@@ -109,6 +110,7 @@ def report() -> EnvironmentReport:
     if "trl" in versions:
         switches["trl's LM head"] = state()
         switches["trl's divergence"] = state(DIVERGENCE)
+        switches["gathered log-probabilities"] = gathered.state()
     if told := newer_torch():
         switches["torch"] = told
     kernels = dict.fromkeys(KERNELS, tuple(where))

@@ -242,7 +242,8 @@ CASES: dict[str, TrainerCase] = {
         "DPOTrainer", material.preferences, {**_PAIRS, "padding_free": True}, needs=("padding_free",)
     ),
     "kto": TrainerCase("KTOTrainer", material.judged, _PAIRS),
-    "orpo": TrainerCase("ORPOTrainer", material.preferences, _PAIRS),
+    "orpo": TrainerCase("ORPOTrainer", material.preferences, _PAIRS, launches=("cross_entropy",)),
+    "cpo": TrainerCase("CPOTrainer", material.preferences, _PAIRS, launches=("cross_entropy",)),
     **{
         f"distillation-{name}": TrainerCase(
             "DistillationTrainer",

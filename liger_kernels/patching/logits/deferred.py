@@ -294,6 +294,15 @@ class DeferredLogits:
             of_logits = product.logits is not None
             product.losses.append(FusedLoss(loss, self._trail, target, of_values, of_logits))
 
+    @property
+    def gathers(self) -> bool:
+        """Whether log-probabilities may be gathered from these logits after the forward."""
+        return self._product.forward.gathers
+
+    def row(self, i: int) -> DeferredLogits:
+        """One of the first dimension."""
+        return self._then("__getitem__", (i,), view=(i,), shape=self.shape[1:])
+
     def linked(self, loss: Any, logits: torch.Tensor) -> Any:
         """``loss`` of the model, from which the gradient of ``logits`` can be had: these, as they leave the forward."""
         product = self._product

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, make_dataclass
 from inspect import isgetsetdescriptor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
@@ -39,6 +39,16 @@ def _is_walker(depth: int) -> bool:
     return module.startswith(_WALKERS) or module == "dataclasses"
 
 
+class Meaning(Protocol):
+    """What a lazy tensor is. A user who reads such an entry of an output gets it without a value."""
+
+    def after(self, lazy: LazyTensor, function: Any, args: Any, kwargs: Any) -> Any:
+        """The result of ``function`` without the value of ``lazy``, or ``NotImplemented``."""
+
+    def real(self, lazy: LazyTensor) -> torch.Tensor | None:
+        """The ordinary tensor that ``lazy`` stands for; None where it is its computation's value."""
+
+
 @dataclass(eq=False)
 class Computation:
     """How the value of a :class:`LazyTensor` comes from its inputs.
@@ -51,6 +61,7 @@ class Computation:
             value without gradient.
         check: raises where the value would no longer be that of the forward.
         note: called before the value is computed.
+        meaning: what the value is, for operations that need no value (``gathered.py``).
     """
 
     shape: tuple[int, ...]
@@ -61,6 +72,7 @@ class Computation:
     gathered: Callable[[], torch.Tensor] | None = None
     check: Callable[[bool], None] | None = None
     note: Callable[[], None] | None = None
+    meaning: Meaning | None = None
 
     def __post_init__(self) -> None:
         self.differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.inputs)
@@ -75,7 +87,7 @@ class Computation:
         if self._result is not None:
             return self._result[0].detach()
         if self._value is None:
-            here = all(x is None or isinstance(x, LazyTensor) or _is_here(x) for x in self.inputs)
+            here = all(x is None or isinstance(x, LazyTensor) or is_here(x) for x in self.inputs)
             if self.check is not None:
                 self.check(here)
             if self.note is not None:
@@ -118,7 +130,7 @@ def _leaves(inputs: tuple[torch.Tensor | None, ...], differentiable: bool) -> li
     return [None if x is None else leaf(x) for x in inputs]
 
 
-def _is_here(x: torch.Tensor) -> bool:
+def is_here(x: torch.Tensor) -> bool:
     """Whether the memory of ``x`` is there: FSDP and ZeRO-3 free that of gathered weights."""
     if x.device.type == "meta" or type(x) not in (torch.Tensor, torch.nn.Parameter):
         return True
@@ -247,6 +259,11 @@ class LazyTensor(torch.Tensor):
     def computed(self) -> torch.Tensor:
         """The ordinary tensor that this one stands for, computed once."""
         if self._real is None:
+            meaning = self._computation.meaning
+            real = None if meaning is None else meaning.real(self)
+            if real is not None or self._real is not None:
+                self._real = real if self._real is None else self._real
+                return self._real
             with torch.set_grad_enabled(self.requires_grad or torch.is_grad_enabled()):
                 self._real = _Computed.apply(self)
         elif self._place is not None and self._place.tensor is None:
@@ -278,6 +295,12 @@ class LazyTensor(torch.Tensor):
         if function in _OF_THE_FORM:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
+        lazy = args[0] if args else None
+        lazy = lazy[0] if function is torch.stack and lazy else lazy
+        if isinstance(lazy, LazyTensor) and (meaning := lazy._computation.meaning) is not None:
+            found = meaning.after(lazy, function, args, kwargs)
+            if found is not NotImplemented:
+                return found
         if function in _PASSED_ON and isinstance(args[0], LazyTensor) and (function is _T.view_as or _is_walker(1)):
             passed = _PASSED_ON[function](*args, **kwargs)
             if passed is not None:
@@ -355,7 +378,12 @@ def lazy_output(base: Any, names: tuple[str, ...], accuracy: bool = False) -> ty
     def read(self: Any, name: str, value: Any, depth: int) -> Any:
         """``value``, which is the entry ``name``; for a user computed, and the attribute and the item with it."""
         own = self.__dict__
-        if type(value) is not LazyTensor or "_liger_kernels_filling" in own or _is_walker(depth):
+        if (
+            type(value) is not LazyTensor
+            or value._computation.meaning is not None
+            or "_liger_kernels_filling" in own
+            or _is_walker(depth)
+        ):
             return value
         computed = value.computed()
         if own.get(name) is value:

@@ -17,6 +17,7 @@ from liger_kernels.ops.runtime.compiling import is_exporting
 from liger_kernels.patching.blocks import hold_as
 from liger_kernels.patching.following import mode_check
 from liger_kernels.patching.logits.deferred import DeferredLogits
+from liger_kernels.patching.logits.gathered import gathered_from, gathers_from
 from liger_kernels.patching.logits.head import HeadRecipe, is_plain_linear, patched_heads
 from liger_kernels.patching.logits.lazy import LazyTensor, lazy_output
 from liger_kernels.patching.logits.packing import captured, plain_count
@@ -118,6 +119,9 @@ def _plain(base: Any) -> Callable[..., Any]:
                     count(fallbacks, "the head was replaced after patch(): call patch(model) again")
         elif labels is None and before is not None and _shares_a_head(self, before):
             state = before  # a causal LM inside of another one, which computes the loss of its logits
+        elif labels is None and before is None and gathers_from(self) and not wants_upstream():
+            outer = self.get_output_embeddings()
+            state = Forward(patched_heads(outer), outer, report.fallbacks, gathers=True)
         if state is None and before is None:
             output = run(self, *args, **kwargs)
         else:
@@ -127,7 +131,7 @@ def _plain(base: Any) -> Callable[..., Any]:
             finally:
                 running.forward = before
         # Not inside the try, where no graph can end: Dynamo would then compile nothing of this function itself.
-        if labels is None or (state is None and not accuracy):
+        if (labels is None and not (state is not None and state.gathers)) or (state is None and not accuracy):
             return output
         return released(output, labels, kwargs.get("shift_labels")) if accuracy else released(output)
 
@@ -233,7 +237,7 @@ def _released(output: Any, labels: torch.Tensor | None = None, shift_labels: tor
         accuracy = None if labels is None else _token_accuracy(output.values(), output["logits"], labels, shift_labels)
         for name, value in list(output.items()):
             if isinstance(value, DeferredLogits):
-                output[name] = value.released()
+                output[name] = gathered_from(value) if value.gathers else value.released()
                 if output.get("loss") is not None:
                     output["loss"] = value.linked(output["loss"], output[name])
                 if isinstance(output[name], LazyTensor):

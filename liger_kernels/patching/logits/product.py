@@ -43,6 +43,7 @@ class Product:
     token_accuracy: torch.Tensor | None = None  # what the pass of the loss found
     losses: list[FusedLoss] | None = field(default_factory=list)  # None: a compiled forward computed one
     split: SplitHead | None = None  # this rank's part of a head whose classes a plan splits over ranks
+    held: tuple[torch.Tensor, HeldHead] | None = None  # hidden states and weights, as they were in the head's call
 
     def __post_init__(self) -> None:
         self.device = self.hidden.device
@@ -115,6 +116,12 @@ class Request:
         return (loss, self._lazy(hidden, weights)) if self.wants_lazy else loss
 
     def _loss(self, hidden: torch.Tensor, weights: HeldHead) -> Any:
+        hidden, weight, bias, how = self.operands(hidden, weights)
+        how["counted"] = self._counted()
+        return self._noted(linear_cross_entropy(hidden, weight, self.targets, bias, **how, **self.options))
+
+    def operands(self, hidden: torch.Tensor, weights: HeldHead) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """The rows, the weight and the bias that a fused op takes, and how it is to run."""
         group, split = None, self.product.split
         if split is not None:
             weight, bias, group = narrowed(split, self.vocabulary)
@@ -125,10 +132,9 @@ class Request:
         if self.bias is not None:
             added = self.bias.to(weight.dtype if dense is as_it_is else hidden.dtype)[: self.vocabulary]
             bias = added if bias is None else bias + added
-        how: dict[str, Any] = {"memory": self.product.memory, "counted": self._counted(), "group": group}
-        how |= {"adapters": adapters, "dense": dense, "invariant": self.product.invariant}
-        hidden = rows(hidden, self.views)
-        return self._noted(linear_cross_entropy(hidden, weight, self.targets, bias, **how, **self.options))
+        how: dict[str, Any] = {"memory": self.product.memory, "group": group, "adapters": adapters, "dense": dense}
+        how["invariant"] = self.product.invariant
+        return rows(hidden, self.views), weight, bias, how
 
     def _counted(self) -> CountedTargets | None:
         """At most how many targets count. No model makes targets of more labels than it got, or of ignored ones."""
@@ -153,6 +159,7 @@ class Request:
         # What the functions below close over must not hold the product, which holds the lazy tensor: memory in a circle
         # is not freed before Python's collector comes by.
         product, dtype, inputs = self.product, weights.weight.dtype, weights.tensors()
+        product.held = hidden, weights
         cast, outer, invariant = product.autocast, product.outer, product.invariant
         head: Any = product.head
         shard = None if product.split is None else product.split.shard

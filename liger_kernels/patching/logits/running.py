@@ -28,6 +28,7 @@ class Forward:
         extras: what the pass of the loss computes in addition, such as "token_accuracy".
         packing: what the rows of the loss weigh, where they do not all weigh the same.
         counted: how many of the labels count, asked for at the beginning.
+        gathers: whether there are no labels, and log-probabilities may be gathered from what leaves the forward.
     """
 
     heads: list[Any]
@@ -36,6 +37,7 @@ class Forward:
     extras: tuple[str, ...] = ()
     packing: Packing | None = None
     counted: CountedTargets | None = None
+    gathers: bool = False
 
 
 class _Running(threading.local):
