@@ -14,7 +14,7 @@ import liger_kernels
 from convergence.judge.tolerance import three_way
 from liger_kernels.patching.logits import gathered
 from liger_kernels.patching.logits.lazy import LazyTensor
-from tests.patching_checks import batch, fallbacks, tiny
+from tests.patching_checks import DEVICE, batch, fallbacks, tiny
 
 READ = "outputs.logits was read"
 
@@ -68,17 +68,35 @@ def run(model: Any, way: Any) -> dict[str, torch.Tensor]:
     return {"result": found.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_equal_and_without_logits(way: Any, family: str) -> None:
-    plain = tiny(family)
+def test_equal_and_without_logits(way: Any, family: str, dtype: torch.dtype) -> None:
+    plain = tiny(family).to(dtype)
     patched, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
     liger_kernels.patch(patched)
     ours, theirs, truth = run(patched, way), run(plain, way), run(exact, way)
     assert fallbacks(patched) == {}
     assert gathered.state() == "on, 1 calls ran linear_log_probs"
     for name in truth:
-        three_way(ours[name], theirs[name], truth[name], torch.float32, name, chain=9)
+        assert ours[name].dtype == theirs[name].dtype
+        three_way(ours[name], theirs[name], truth[name], dtype, name, chain=9)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_under_autocast(way: Any) -> None:
+    """A result has the dtype that autocast gives it on this device."""
+    plain = tiny("llama")
+    patched, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    liger_kernels.patch(patched)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        ours, theirs = run(patched, way), run(plain, way)
+    truth = run(exact, way)
+    assert fallbacks(patched) == {}
+    assert gathered.state() == "on, 1 calls ran linear_log_probs"
+    for name in truth:
+        assert ours[name].dtype == theirs[name].dtype
+        three_way(ours[name], theirs[name], truth[name], torch.bfloat16, name, chain=9)
 
 
 def in_place(logits: Any, ids: Any) -> Any:

@@ -277,7 +277,7 @@ class Gathering:
 
     def log_softmax(self, name: str, lazy: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         _check_last(lazy, dim)
-        logits = self._summed(dtype)
+        logits = self._as(functools.partial(torch.log_softmax, dim=-1, dtype=dtype))
         compute = functools.partial(torch.log_softmax, dim=-1, dtype=logits.dtype)
         return self.made(lazy, compute, lazy.shape, logits.dtype, kind="log_softmax", logits=logits, row=self.row)
 
@@ -285,20 +285,19 @@ class Gathering:
         _check_last(lazy, dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim)
         shape = (*lazy.shape[:-1], 1) if keepdim else lazy.shape[:-1]
         compute = functools.partial(torch.logsumexp, dim=-1, keepdim=keepdim)
-        return self.made(lazy, compute, shape, kind="logsumexp", trailing=keepdim, row=self.row)
+        dtype = _dtype_of(compute, self.logits)
+        return self.made(lazy, compute, shape, dtype, kind="logsumexp", trailing=keepdim, row=self.row)
 
     def cross_entropy(self, name: str, lazy: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        return F.cross_entropy(self._summed(None), target, *args, **kwargs)  # type: ignore[arg-type]
+        logits = self._as(lambda x: F.cross_entropy(x, torch.empty(0, dtype=torch.int64, device=x.device)))
+        return F.cross_entropy(logits, target, *args, **kwargs)  # type: ignore[arg-type]
 
     def mean(self, name: str, lazy: Any) -> Any:
         return self.source.ask(_Mean(self.source, None, *_of(self.logits))).to(lazy.dtype)
 
-    def _summed(self, dtype: Any) -> DeferredLogits:
-        """The logits in the ``dtype`` of an operation that autocast runs in float32."""
-        logits = self.logits
-        if dtype is None and torch.is_autocast_enabled(logits.device.type):
-            dtype = torch.promote_types(logits.dtype, torch.float32)
-        return logits if dtype in (None, logits.dtype) else logits.to(dtype)
+    def _as(self, function: Any) -> DeferredLogits:
+        """The logits in the dtype of what ``function`` makes of them."""
+        return _in(_dtype_of(function, self.logits), self.logits)
 
     # Of one number for a class of a row.
 
@@ -352,7 +351,8 @@ class Gathering:
             raise _NotRecordedError
         if sums.trailing != self.trailing or lazy.requires_grad != other.requires_grad:
             raise _NotRecordedError
-        return replace(self, kind="log_probs_of", row=None).log_probs()
+        logits = _in(torch.promote_types(lazy.dtype, other.dtype), self.logits)
+        return replace(self, kind="log_probs_of", logits=logits, row=None).log_probs()
 
     # What computes.
 
@@ -384,6 +384,17 @@ def _of(logits: DeferredLogits) -> tuple[Any, ...]:
     """What a request says of them."""
     how = {"logit_scale": logits._scale, "softcap": logits._cap}
     return logits._views, logits._vocabulary, logits._bias, how
+
+
+def _dtype_of(function: Any, logits: DeferredLogits) -> torch.dtype:
+    """Of what ``function`` makes of ``logits``: autocast has another one for each function and device."""
+    result: Tensor = function(torch.empty(0, 1, dtype=logits.dtype, device=logits.device))
+    return result.dtype
+
+
+def _in(dtype: torch.dtype, logits: DeferredLogits) -> DeferredLogits:
+    cast: DeferredLogits = logits if dtype == logits.dtype else logits.to(dtype)
+    return cast
 
 
 def _replay(after: DeferredLogits) -> Any:
