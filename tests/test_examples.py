@@ -126,11 +126,11 @@ IDS = torch.arange(40).remainder(13).reshape(4, 10) * 7 + torch.arange(4)[:, Non
 COUNTED = torch.tensor([[False] * 3 + [True] * n + [False] * (7 - n) for n in (7, 5, 6, 2)])
 
 
-def plain(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def plain(model: Any, counted: torch.Tensor = COUNTED) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of every next token and entropy, from logits; 0 where not counted."""
     log_p = F.log_softmax(model(input_ids=IDS).logits[:, :-1].float(), -1)
     log_probs = log_p.gather(-1, IDS[:, 1:, None])[..., 0]
-    counted = COUNTED[:, 1:]
+    counted = counted[:, 1:]
     return log_probs * counted, -(log_p.exp() * log_p).sum(-1) * counted
 
 
@@ -152,25 +152,6 @@ def same(folder: str, ours: Any, expected: Any) -> None:
         assert off < 1e-5, (name, off)
 
 
-def test_grpo_loop(folder: str) -> None:
-    """Some ratios are clipped, on both sides."""
-    module, advantages = example("grpo_loop"), torch.tensor([1.5, -0.5, -1.2, 0.2])
-    with torch.no_grad():
-        old = plain(load(folder))[0] + 0.3 * torch.sin(torch.arange(36.0)).reshape(4, 9) * COUNTED[:, 1:]
-
-    def expected(model: Any) -> torch.Tensor:
-        log_probs, entropy = plain(model)
-        ratio, a, count = (log_probs - old).exp(), advantages[:, None], COUNTED[:, 1:].sum()
-        assert (ratio > 1.2).any()
-        assert (ratio < 0.8).any()
-        gain = torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a) * COUNTED[:, 1:]
-        return -(gain.sum() + 0.01 * entropy.sum()) / count
-
-    same(folder, lambda model: module.grpo_loss(model, IDS, COUNTED, old, advantages), expected)
-    losses = module.train(folder, material.sentences()[0], steps=1, tokens=4)
-    assert torch.tensor(losses).isfinite().all()
-
-
 @pytest.fixture
 def other(folder: str) -> Any:
     """The same model with other weights: a reference, a teacher."""
@@ -181,17 +162,83 @@ def other(folder: str) -> Any:
     return model
 
 
-def test_dpo_loop(folder: str, other: Any) -> None:
-    module = example("dpo_loop")
+TOKENS = torch.arange(10) < torch.tensor([10, 8, 9, 5])[:, None]  # all but padding
+PAIRS = [{"prompt": f"A {word} ", "chosen": "is bound.", "rejected": "of the the."} for word in ("name", "value")]
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "orpo", "simpo", "kto"])
+def test_preference_losses(name: str, folder: str, other: Any) -> None:
+    module = example("preference_losses")
+    batch, mismatched = module.Batch(IDS, TOKENS, COUNTED), module.Batch(IDS, TOKENS, COUNTED.roll(1, 1))
+    arguments = {"dpo": (other, batch), "ipo": (other, batch), "kto": (other, batch, mismatched)}.get(name, (batch,))
 
     def expected(model: Any) -> torch.Tensor:
-        (a, b), (c, d) = (plain(m)[0].sum(-1).chunk(2) for m in (model, other))
-        return -F.logsigmoid(0.1 * ((a - b) - (c - d))).mean()
+        """Pair by pair."""
+        count, losses = COUNTED.sum(-1), []
+        answers, references = plain(model)[0].sum(-1), plain(other)[0].sum(-1)
+        ratios, means = answers - references, answers / count
+        each = plain(model, TOKENS)[0]
+        kl = (plain(model, mismatched.answers)[0] - plain(other, mismatched.answers)[0]).sum(-1).mean().detach()
+        assert kl > 0
+        for good, bad in ((0, 2), (1, 3)):
+            odds = means.exp() / (1 - means.exp())
+            losses.append(
+                {
+                    "dpo": -(0.1 * (ratios[good] - ratios[bad])).sigmoid().log(),
+                    "ipo": (ratios[good] / count[good] - ratios[bad] / count[bad] - 5) ** 2,
+                    "orpo": -each[:2].sum() / 16 - 0.1 * (odds[good] / odds[bad]).log().sigmoid().log(),
+                    "simpo": -(2.0 * (means[good] - means[bad]) - 1.0).sigmoid().log(),
+                    "kto": 1 - ((0.1 * (ratios[good] - kl)).sigmoid() + (0.1 * (kl - ratios[bad])).sigmoid()) / 2,
+                }[name]
+            )
+        return torch.stack(losses).mean()
 
-    same(folder, lambda model: module.dpo_loss(model, other, IDS, COUNTED), expected)
-    losses = module.train(folder, "A name ", "is bound.", "of the the.", steps=2)
-    assert losses[0] == pytest.approx(0.6931, abs=1e-3)  # log 2: the model is its reference
+    same(folder, lambda model: getattr(module, name)(model, *arguments), expected)
+    losses = module.train(folder, name, PAIRS, steps=2)
     assert losses[1] < losses[0]
+    if name == "dpo":
+        assert losses[0] == pytest.approx(0.6931, abs=1e-3)  # log 2: the model is its reference
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo", "cispo"])
+def test_policy_losses(name: str, folder: str) -> None:
+    """Some ratios are clipped, on both sides, and the entropy has a gradient."""
+    module, advantages, counted = example("policy_losses"), torch.tensor([1.5, -0.5, -1.2, 0.2]), COUNTED[:, 1:]
+    waves = torch.sin(torch.arange(36.0)).reshape(4, 9)
+    options: dict[str, Any] = {"gspo": {"low": 0.03, "high": 0.04}, "cispo": {"most": 1.2}}.get(name, {})
+    with torch.no_grad():
+        old = (plain(load(folder))[0] + 0.3 * waves) * counted
+        if name == "grpo":
+            options["reference"] = (old - waves.cos()) * counted
+
+    def ours(model: Any) -> torch.Tensor:
+        log_probs, entropy = module.token_log_probs(model, IDS, counted)
+        loss = module.LOSSES[name](log_probs, old, advantages, counted, **options)
+        return loss - 0.01 * module.mean_of_tokens(entropy, counted)
+
+    def expected(model: Any) -> torch.Tensor:
+        """Answer by answer."""
+        log_probs, entropy = plain(model)
+        losses = []
+        for one, before, a, some in zip(log_probs, old, advantages, counted, strict=True):
+            p, q = one[some], before[some]
+            ratio = (p - q).mean().exp() if name == "gspo" else (p - q).exp()
+            low, high = {"gspo": (0.97, 1.04), "dapo": (0.8, 1.28)}.get(name, (0.8, 1.2))
+            assert name == "gspo" or (ratio > high).any()
+            gain = torch.stack([ratio * a, ratio.clip(low, high) * a]).amin(0)
+            if name == "cispo":
+                gain = ratio.clip(max=1.2).detach() * a * p
+            if name == "grpo":
+                u = options["reference"][len(losses)][some] - p
+                gain = gain - 0.04 * (u.exp() - u - 1)
+            losses.append(-gain)
+        by_answer = name in ("grpo", "gspo")
+        loss = torch.stack([x.mean() for x in losses]).mean() if by_answer else torch.cat(losses).mean()
+        return loss - 0.01 * entropy.sum() / counted.sum()
+
+    same(folder, ours, expected)
+    losses = module.train(folder, name, material.sentences()[0], steps=1, tokens=4)
+    assert torch.tensor(losses).isfinite().all()
 
 
 def test_distillation_loop(folder: str, other: Any) -> None:
