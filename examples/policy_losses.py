@@ -16,6 +16,7 @@ All losses have these arguments, where the last token of a row predicts nothing:
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def token_log_probs(model: Any, input_ids: Tensor, counted: Tensor) -> tuple[Ten
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
     targets = input_ids[:, 1:].masked_fill(~counted, -100)
     outputs = ("log_probs", "entropy")
-    out = linear_log_probs(hidden.flatten(0, 1), model.lm_head.weight, targets.flatten(), outputs=outputs)
+    out: Any = linear_log_probs(hidden.flatten(0, 1), model.lm_head.weight, targets.flatten(), outputs=outputs)
     return out.log_probs.view_as(targets), out.entropy.view_as(targets)
 
 
@@ -81,7 +82,7 @@ def gspo(
 def dapo(
     log_probs: Tensor, old: Tensor, advantages: Tensor, counted: Tensor, low: float = 0.2, high: float = 0.28
 ) -> Tensor:
-    """A ratio for each token, clipped higher above than below, the mean of all tokens. Equation 8 of arXiv 2503.14476."""
+    """A ratio for each token, clipped higher above than below, mean over all tokens. Equation 8 of arXiv 2503.14476."""
     gain = clipped((log_probs - old).exp(), advantages[:, None], low, high)
     return -mean_of_tokens(gain, counted)
 
@@ -92,7 +93,7 @@ def cispo(log_probs: Tensor, old: Tensor, advantages: Tensor, counted: Tensor, m
     return -mean_of_tokens(weight * advantages[:, None] * log_probs, counted)
 
 
-LOSSES = {"grpo": grpo, "gspo": gspo, "dapo": dapo, "cispo": cispo}
+LOSSES: dict[str, Callable[..., Tensor]] = {"grpo": grpo, "gspo": gspo, "dapo": dapo, "cispo": cispo}
 
 
 def train(

@@ -41,7 +41,8 @@ def token_log_probs(model: Any, input_ids: Tensor, counted: Tensor) -> Tensor:
     """The log-probability of every next token, [batch, length - 1]; 0 where not ``counted``."""
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
     targets = input_ids.masked_fill(~counted, -100)[:, 1:]
-    return linear_log_probs(hidden.flatten(0, 1), model.lm_head.weight, targets.flatten()).log_probs.view_as(targets)
+    out: Any = linear_log_probs(hidden.flatten(0, 1), model.lm_head.weight, targets.flatten())
+    return out.log_probs.view_as(targets)
 
 
 def log_ratios(model: Any, reference: Any, batch: Batch) -> Tensor:

@@ -448,12 +448,19 @@ NAMES = (
         )
         for name in ("_init_args_hst", "_restore_args_dev")
     ),
+    Private(
+        ("_compute_loss", "_metrics", "_total_train_tokens", "_tp_size", "_entropy_bonus_enabled"),
+        None,
+        "the losses of examples/ are not compared with trl's: that test fails",
+    ),
+    Private(("_get_per_token_logps_and_entropies",), None, "the same"),
     # Of another kernel package, for its own sake: a name that it lacks is one that it does not use.
     Private(("_liger_kernel_available", "_apply_liger_kernel_to_instance"), None, "the flags of trl find nothing"),
 )
 OTHERS = {
     *("_asdict", "_replace", "_fields", "_exit"),  # Python's own
     *("_global", "_hooks", "_optin", "_ref", "_linear_ref", "_repeat", "_MAPPING_NAMES"),  # parts of names
+    *("_input_ids", "_attention_mask"),  # the same
     *("_files", "_internal"),  # parts of names in a checkpoint, and of a module of Python
     # Names in the checks that are written from annotations.
     *("_Mapping", "_Module", "_Tensor", "_as_values", "_default_", "_dtype", "_function", "_is_traced", "_refuse_type"),
