@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from liger_kernels.patching.following import who_replaced
+from liger_kernels.patching.linear_attention import linear_attention
 from liger_kernels.patching.logits.head import HeadRecipe, patched_heads
 from liger_kernels.patching.logits.model import ModelRecipe
 from liger_kernels.patching.logits.split_head import has_plan, why_unfused
@@ -43,6 +44,7 @@ def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
     report.left = before + since
     report.never_ran = never_ran(model, report)
     report.not_invariant = not_invariant(model) if report.invariant else []
+    report.linear_attention = linear_attention(model)
     return report
 
 

@@ -48,6 +48,8 @@ class PatchReport:
         recompute: "mlp" where gated MLPs save their input alone.
         invariant: whether the bits of a row depend on this row alone in everything that the patch computes.
         not_invariant: with ``invariant``, what multiplies in the model and is not the patch's: attention, for one.
+        linear_attention: the gated delta rules and their convolutions, which are not patched: who computes each, and
+            what keeps the samples of a packed row apart there (docs/how-to/packed-samples.md).
         forwards: how often the model's forward has run since.
         never_ran: what was replaced and has run in none of these forwards, as :func:`liger_kernels.status` found it.
     """
@@ -64,6 +66,7 @@ class PatchReport:
     recompute: str | None = None
     invariant: bool = False
     not_invariant: list[Left] = field(default_factory=list)
+    linear_attention: list[Left] = field(default_factory=list)
 
     @property
     def fuses_head(self) -> bool:
@@ -87,6 +90,12 @@ class PatchReport:
         if self.left:
             lines += ["", "left alone:"]
             lines += _grouped(("what", "why", "times", "first at"), [((i.what, i.reason), i.path) for i in self.left])
+        if self.linear_attention:
+            lines += ["", "linear attention, which is not patched:"]
+            lines += _grouped(
+                ("what", "computed by", "times", "first at"),
+                [((i.what, i.reason), i.path) for i in self.linear_attention],
+            )
         if self.never_ran:
             lines += ["", f"replaced, but never ran in {self.forwards} forward{'s' * (self.forwards != 1)}:"]
             lines += _grouped(
