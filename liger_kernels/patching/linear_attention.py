@@ -39,7 +39,8 @@ _PARTS = (
 
 def linear_attention(model: nn.Module) -> list[Left]:
     """The gated delta rules of ``model`` and their convolutions, and who computes each."""
-    found, names = [], {}
+    found: list[Left] = []
+    names: dict[type, set[str]] = {}
     for path, module in model.named_modules():
         cls = type(module)
         if cls not in names:
