@@ -9,8 +9,23 @@ _ids = faults("ops.loss.kernels", "test_ops_linear_log_probs_ids.py")
 _divergence = faults("ops.divergence.kernels", "test_ops_linear_divergence.py")
 _slabs = faults("ops.loss.vocabulary_slabs", "test_ops_linear_divergence.py")
 
+_gathered = faults("patching.logits.gathered", "test_patching_gathered.py")
+
 # fmt: off
 MUTANTS = (
+    _gathered("gathered_scale_forgotten", "Log-probabilities gathered from logits forget what these were divided by.",
+        "logits._scale", "1.0",
+        "test_equal_and_without_logits[by_logsumexp-llama-torch.float32]", within="_of"),
+    _gathered("gathered_rows_in_another_order", "Rows that are gathered one by one and stacked are in reversed order.",
+        "torch.stack([m.index for m in found if m.index is not None])",
+        "torch.stack([m.index for m in found if m.index is not None][::-1])",
+        "test_equal_and_without_logits[by_rows-llama-torch.float32]", within="Gathering.stack"),
+    _gathered("gathered_from_logits_that_somebody_changed",
+        "Log-probabilities come from hidden states although somebody has changed the real logits.",
+        "step is None or self.source.is_used()", "step is None", "test_anything_else_gets_real_logits[in_place]"),
+    _gathered("gathered_in_another_dtype", "Under autocast, a log-softmax of lazy logits is float32 on every device.",
+        "_dtype_of(function, self.logits)", "torch.promote_types(self.logits.dtype, torch.float32)",
+        "test_under_autocast[by_log_softmax]", within="Gathering._as"),
     _ids("ids_of_the_neighbour_row", "Chosen classes are those of the row before.",
         "ids_ptr + offset", "ids_ptr + tl.maximum(offset - n_ids, 0)",
         "test_every_schedule[fast-torch.float32-plain]", within="_id_columns"),
