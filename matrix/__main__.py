@@ -11,13 +11,13 @@ from pathlib import Path
 
 from convergence.files import print_anything
 from convergence.tables import visible
-from matrix import cells, census, cluster, gate, incidents, new, report, runner, upstream
-from matrix.stages import STAGES
+from matrix import cells, cluster, gate, incidents, new, report, runner, upstream
+from matrix.repository import config
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m matrix", description=__doc__.replace("``", ""))
-    top.add_argument("--records", metavar="DIR", type=Path, default=runner.RECORDS, help="default: records/matrix")
+    top.add_argument("--records", metavar="DIR", type=Path, help="default: what the configuration says")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
 
     def add(name: str, does: str) -> argparse.ArgumentParser:
@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--gpus", type=float, default=0, metavar="N", help="with --ray: GPUs per cell (0)")
     cell = add("cell", "run one cell's stages here, in the environment that runs this (tox calls it)")
     cell.add_argument("cells", nargs=1, metavar="cell")
+    cell.add_argument("--python", metavar="PATH", default=sys.executable, help="in the environment of this Python")
     for package in ("transformers", "trl"):
         cell.add_argument(f"--{package}", metavar="PATH", help="for the cell main: a checkout or a wheel (main branch)")
     cell.add_argument("--torch", metavar="PATH", help="for the cell main: also a version, or 'nightly'")
@@ -102,7 +103,7 @@ def cell(arguments: argparse.Namespace) -> int:
         return int(code != 0) if arguments.stages else shown
     else:
         chosen = upstream.cell(arguments.records)
-    stages = STAGES[chosen.kind]
+    stages = config.here().stages[chosen.kind]
     if arguments.stages:
         names = arguments.stages.split(",")
         allowed = [stage.name for stage in stages]
@@ -110,10 +111,20 @@ def cell(arguments: argparse.Namespace) -> int:
             raise ValueError(f"unknown stage {', '.join(sorted(unknown))}; allowed are {', '.join(allowed)}")
         stages = tuple(stage for stage in stages if stage.name in names)
     workers = arguments.workers or runner.cpus()
-    record = runner.run_stages(chosen, stages, arguments.records, workers, arguments.fresh)
+    record = runner.run_stages(chosen, stages, arguments.records, workers, arguments.fresh, python=arguments.python)
     for deviation in record.deviations:
         print(visible(f"{chosen.name}: {deviation}"))
     return int(not record.passed_so_far)
+
+
+def census(arguments: argparse.Namespace) -> int:
+    try:
+        from matrix.census import main
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("matrix"):
+            raise
+        raise ValueError("census counts for the pages of liger-kernels: it runs in a checkout of it only") from None
+    return main(arguments)
 
 
 def _options(arguments: argparse.Namespace, jobs: int) -> list[str]:
@@ -128,7 +139,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": lambda arguments: report.show(arguments.records, cells.load_all().values(), arguments.markdown),
     "new": lambda arguments: new.main(),
     "moved": lambda arguments: upstream.moved(arguments.records),
-    "census": census.main,
+    "census": census,
     "incident": lambda arguments: incidents.main(arguments.incidents, arguments.records, arguments.page),
     "ci": lambda arguments: report.print_jobs(),
     "gate": gate.main,
@@ -139,6 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     print_anything()  # under tox and in a CI's log, progress shows when it happens
     try:
+        arguments.records = arguments.records or runner.records_folder()
         return _COMMANDS[arguments.command](arguments)
     except (ValueError, OSError) as error:  # of a folder that cannot be written, too
         print(visible(f"python -m matrix: {error}"), file=sys.stderr)

@@ -18,12 +18,11 @@ from convergence.tables import first_line
 from matrix import records
 from matrix.cells import checked_name
 from matrix.records import NOT_THERE, CellRecord, StageResult, share
+from matrix.repository import config
 
 SCHEMA = 1
 # "not provided": a flag of upstream's asked for what this package does not have, and got the answer that says so.
 GOOD = (*records.GOOD, "not provided")
-FILE = Path(__file__).parent / "baseline.json"
-_COMPARED = ("torch", "triton", "transformers", "trl", "accelerate")  # what it keeps of an environment
 
 # Half the bound is where the replicas of the baseline are themselves (an error ratio's bound is twice the worst
 # replica's). One standard deviation of the noise is a fifth of a bound, which is five of them.
@@ -115,7 +114,7 @@ def worse(before: CellRecord, after: CellRecord) -> Iterator[Difference]:
     """In what ``after`` falls short of ``before``, the same cell. Where upstream itself moved, missing is a note."""
     moved = [
         f"{package} {before.environment.get(package)} is now {after.environment.get(package)}"
-        for package in ("transformers", "trl")
+        for package in config.here().upstream
         if before.environment.get(package) != after.environment.get(package)
     ]
     if moved:
@@ -220,12 +219,13 @@ class Baseline:
     history: list[dict[str, Any]]
 
 
-def load(path: Path = FILE) -> Baseline | None:
-    """The baseline in ``path``, or None where none was ever accepted.
+def load(path: Path | None = None) -> Baseline | None:
+    """The baseline in ``path``, by default the repository's, or None where none was ever accepted.
 
     Raises:
         Unusable: it cannot be read, or is of another schema; the message names the file and what of it is wrong.
     """
+    path = path or config.here().baseline
     if not path.exists():
         return None
     data = read_json(path)
@@ -241,12 +241,14 @@ def load(path: Path = FILE) -> Baseline | None:
     return Baseline(cells, saved["kernels"], saved["history"])
 
 
-def save(baseline: Baseline, path: Path = FILE) -> None:
+def save(baseline: Baseline, path: Path | None = None) -> None:
+    here = config.here()
     cells = {name: dataclasses.asdict(record) for name, record in baseline.cells.items()}
+    kept = {records.canonical(name) for name in (*here.axes, *here.free)}
     for record in cells.values():
-        record["environment"] = {name: v for name, v in record["environment"].items() if name in _COMPARED}
+        record["environment"] = {name: v for name, v in record["environment"].items() if name in kept}
     data = {"schema": SCHEMA, "history": baseline.history, "kernels": baseline.kernels, "cells": cells}
-    write_json(data, path)
+    write_json(data, path or here.baseline)
 
 
 def failing(differences: Sequence[Difference]) -> list[Difference]:

@@ -22,9 +22,10 @@ from typing import Any
 from convergence.files import Unusable, read_json
 from convergence.tables import first_line, visible
 from matrix import baseline, records, runner
-from matrix.cells import ROOT, Cell
+from matrix.cells import Cell
 from matrix.code import Code
 from matrix.records import GPU, CellRecord
+from matrix.repository import config
 
 TRIES = 3  # of a cell whose node dies
 PATIENCE = 30.0  # seconds without any node that a waiting cell fits on
@@ -158,7 +159,7 @@ def _connected(address: str) -> Iterator[Any]:
             socket.create_connection((host, int(port)), timeout=10).close()
         except (OSError, ValueError) as error:
             raise ValueError(f"--ray {address}: no cluster answers there ({error}); it takes HOST:PORT") from None
-    sent = {"working_dir": str(ROOT), "excludes": list(_NOT_SENT)}
+    sent = {"working_dir": str(config.here().root), "excludes": list(_NOT_SENT)}
     try:
         try:
             ray.init(address=address, runtime_env=sent, log_to_driver=False, logging_level=logging.ERROR)
@@ -178,7 +179,7 @@ def on_node(cell: Cell, options: list[str], code: str, how: Runner) -> Iterator[
     here = runner.code_digest()
     if here != code:
         raise ValueError(f"{socket.gethostname()} has other code ({here}) than the driver ({code})")
-    folder = runner.RECORDS / f"ray-{time.time_ns()}"
+    folder = runner.records_folder() / f"ray-{time.time_ns()}"
     failures: list[Exception] = []
 
     def work() -> None:

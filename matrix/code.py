@@ -10,18 +10,16 @@ from __future__ import annotations
 import ast
 import fnmatch
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from matrix.cells import ROOT
 from matrix.records import CellRecord
-from matrix.stages import STAGES, Stage
+from matrix.repository import config
+from matrix.repository.config import PYTEST, Stage
 
-PRODUCT = ("liger_kernels", "convergence")  # which imports nothing else of this project
-# What decides how any stage runs.
-_EVERY_STAGE = (*PRODUCT, "conftest.py", "pyproject.toml", "tox.ini", "matrix/runner.py", "matrix/records.py")
-SUFFIXES = (".py", ".toml", ".ini", ".txt", ".jinja")
+SUFFIXES = (".py", ".toml", ".ini", ".txt", ".jinja", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 _PATH = re.compile(r"[\w./-]{1,200}")
 
@@ -29,15 +27,16 @@ _PATH = re.compile(r"[\w./-]{1,200}")
 class Code:
     """The source below ``root`` as it is now. Every file is read once, so it lives as long as one question."""
 
-    def __init__(self, root: Path = ROOT) -> None:
-        self._root = root
+    def __init__(self, root: Path | None = None) -> None:
+        self._root = root or config.here().root
         self._digests: dict[Path, str] = {}
         self._needed: dict[Path, tuple[set[Path], set[Path]]] = {}
 
     def digest(self, stage: Stage, on_gpu: bool) -> str:
         """Of what ``stage`` runs, and of its arguments."""
         arguments = stage.on_gpu if stage.on_gpu and on_gpu else stage.arguments
-        digest = hashlib.sha256("\0".join(arguments).encode())
+        program = () if stage.program == PYTEST else (stage.program,)
+        digest = hashlib.sha256("\0".join((*program, *arguments)).encode())
         for path in sorted(self.files(arguments)):
             digest.update(f"\0{path.relative_to(self._root).as_posix()}\0{self._digest(path)}".encode())
         return digest.hexdigest()[:16]
@@ -46,7 +45,7 @@ class Code:
         """The stages of ``record``, of a cell of this ``kind``, that are not of this code: other code ran, or they did
         not exist. A record that says nothing of its stages is of this code where ``whole``, the digest of all source,
         is its own."""
-        stages, on_gpu = {stage.name: stage for stage in STAGES[kind]}, record.machine["gpu"] != "none"
+        stages, on_gpu = {stage.name: stage for stage in config.here().stages[kind]}, record.machine["gpu"] != "none"
         other = []
         for result in record.stages:
             if result.code and result.name in stages:
@@ -60,8 +59,9 @@ class Code:
         return other + new
 
     def files(self, arguments: Sequence[str]) -> set[Path]:
-        """Every file that pytest reads where it is given these arguments."""
-        found = {path for name in _EVERY_STAGE for path in _below(self._root / name)}
+        """Every file that pytest reads where it is given these arguments, and what decides how any stage runs."""
+        every = (*config.here().product, config.FILE)
+        found = {path for name in every for path in _below(self._root / name)}
         open_ends = [path for path in self._named(arguments) if path not in found]
         open_ends += [path for test in open_ends for path in self._conftests(test) if path not in found]
         all_read: set[Path] = set()
@@ -80,8 +80,8 @@ class Code:
         for word in words:
             if word in ("--ignore", "--ignore-glob"):
                 ignored.append(str(self._root / next(words)))
-            elif (self._root / word).exists():
-                tops.append(self._root / word)
+            elif (path := self._root / word.partition("::")[0]).exists():
+                tops.append(path)
         for top in tops:
             for path in (path for path in _below(top) if top.is_file() or path.match("test_*.py")):
                 if not any(fnmatch.fnmatch(str(path), pattern) for pattern in ignored):
@@ -111,8 +111,16 @@ class Code:
 
     def _digest(self, path: Path) -> str:
         if path not in self._digests:
-            self._digests[path] = hashlib.sha256(path.read_bytes()).hexdigest()
+            content = _without_matrix(path) if path == self._root / config.FILE else path.read_bytes()
+            self._digests[path] = hashlib.sha256(content).hexdigest()
         return self._digests[path]
+
+
+def _without_matrix(path: Path) -> bytes:
+    """A pyproject.toml without the configuration of the matrix: each stage's own words are in its digest already."""
+    data = config.read(path)
+    data.get("tool", {}).pop("matrix", None)
+    return json.dumps(data, sort_keys=True, default=str).encode()
 
 
 def _names(path: Path, root: Path) -> Iterator[str]:

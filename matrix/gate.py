@@ -15,10 +15,10 @@ from convergence.tables import literal
 from convergence.tables import markdown as markdown_table
 from matrix import baseline, cells, records, report, runner
 from matrix.baseline import Baseline, Difference, Kernels
-from matrix.cells import HERE, PROJECT, TWO_GPUS, Cell
+from matrix.cells import Cell
 from matrix.code import Code
 from matrix.records import GPU, CellRecord
-from matrix.stages import STAGES
+from matrix.repository import config
 
 SCHEMA = 1
 
@@ -33,7 +33,11 @@ def main(arguments: argparse.Namespace) -> int:
         raise ValueError("--accept takes the reason why these records are the new baseline")
     if arguments.kernels and arguments.without_gpu:
         raise ValueError("--kernels and --without-gpu exclude each other")
-    chosen = cells.select(arguments.cells, here=True) if arguments.cells else [PROJECT, *cells.select([])]
+    in_place = cells.in_place().values()
+    without_gpu = [cell for cell in in_place if not cell.gpus]
+    chosen = cells.select(arguments.cells, here=True) if arguments.cells else [*without_gpu, *cells.select([])]
+    if not chosen:
+        raise ValueError(f"there is nothing to judge: {config.here().cells} has no requirement file")
     if not arguments.no_run:
         run(chosen, arguments.jobs, arguments.records)
     found = records.load_folder(arguments.records)
@@ -46,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     required = required_records(chosen, found, everything=not arguments.cells)
     code, sources = runner.code_digest(), Code()
     there = {name: found[name] for name in required if name in found}
-    kinds = {cell.name: cell.kind for cell in (*chosen, TWO_GPUS)}
+    kinds = {cell.name: cell.kind for cell in (*chosen, *in_place)}
     stale = {name: sources.stale(record, kinds[name.removesuffix(GPU)], code) for name, record in there.items()}
     alone = list(baseline.broken(required, found, stale))
     compared = compare(asked, there, kernels, arguments.without_gpu)
@@ -78,21 +82,22 @@ def main(arguments: argparse.Namespace) -> int:
 
 def run(chosen: Sequence[Cell], jobs: int, folder: Path) -> None:
     """Run what is of this environment here, and the others in those that tox makes."""
-    workers = runner.cpus()
+    workers, in_place = runner.cpus(), cells.in_place()
     for cell in chosen:
-        if cell.name in HERE:
-            runner.run_stages(cell, STAGES[cell.kind], folder, workers)
-    if in_tox := [cell for cell in chosen if cell.name not in HERE]:
+        if cell.name in in_place:
+            runner.run_stages(cell, config.here().stages[cell.kind], folder, workers)
+    if in_tox := [cell for cell in chosen if cell.name not in in_place]:
         runner.tox(in_tox, jobs, ["--workers", str(max(1, workers // jobs))], folder)
 
 
 def required_records(chosen: Sequence[Cell], found: Collection[str], everything: bool) -> dict[str, str]:
     """The digest of each record that there must be, by the record's name: a cell's, and what it left on a GPU where it
-    ran on one. What needs two GPUs left no other. Where ``everything`` is judged, it may be missing: the comparison
+    ran on one. What needs GPUs left no other. Where ``everything`` is judged, it may be missing: the comparison
     with the baseline says so."""
-    required = {cell.name: cell.digest for cell in chosen if cell is not TWO_GPUS}
-    on_gpu = {f"{cell.name}{GPU}": cell.digest for cell in (*chosen, *([TWO_GPUS] if everything else []))}
-    must = [f"{cell.name}{GPU}" for cell in chosen if cell is TWO_GPUS]
+    need_gpus = [cell for cell in cells.in_place().values() if cell.gpus]
+    required = {cell.name: cell.digest for cell in chosen if not cell.gpus}
+    on_gpu = {f"{cell.name}{GPU}": cell.digest for cell in (*chosen, *(need_gpus if everything else []))}
+    must = [f"{cell.name}{GPU}" for cell in chosen if cell.gpus]
     return required | {name: digest for name, digest in on_gpu.items() if name in found or name in must}
 
 
@@ -105,13 +110,13 @@ def compare(
     """In what ``found`` and ``kernels`` fall short of the baseline; there must be one."""
     if before is None:
         detail = "nothing was ever accepted; look at the records, then gate --accept REASON"
-        return [Difference("baseline", "no baseline", baseline.FILE.name, detail)]
+        return [Difference("baseline", "no baseline", config.here().baseline.name, detail)]
     differences = []
     for name, old in before.cells.items():
         if name.endswith(GPU) and name not in found:
             detail = "run it on a GPU, or say --without-gpu"
             differences.append(Difference(name, "not measured", name, detail, note=without_gpu))
-        elif name not in (PROJECT.name, *cells.load_all()) and not name.endswith(GPU):
+        elif name not in (*cells.in_place(), *cells.load_all()) and not name.endswith(GPU):
             differences.append(Difference(name, "missing cell", name, "the baseline has it"))
         elif name not in found:
             continue  # broken by itself
@@ -170,7 +175,7 @@ def git_user() -> str:
     """
     found = []
     for key in ("user.name", "user.email"):
-        done = subprocess.run(["git", "config", key], cwd=cells.ROOT, capture_output=True, text=True)
+        done = subprocess.run(["git", "config", key], cwd=config.here().root, capture_output=True, text=True)
         found.append(done.stdout.strip())
     if not found[0]:
         raise ValueError("--accept notes who accepts, and git knows no user; set git config user.name")

@@ -11,13 +11,9 @@ from pathlib import Path
 from convergence.checked import shown
 from convergence.files import Unusable
 from matrix import cells
-from matrix.cells import FOLDER, Cell
-
-# What the cells of a prefix are about. torch asks for one Triton, exactly: a newer one comes with a newer torch.
-WATCHED = {"tf": ("transformers", "trl"), "torch": ("torch", "triton")}
-# What a new cell takes over from the newest one, and what the resolver chooses for it; all else, these ask for.
-TOOLS = ("numpy", "pytest", "pytest-xdist", "execnet", "hypothesis")
-FREE = ("accelerate", "datasets")
+from matrix.cells import Cell
+from matrix.repository import config
+from matrix.repository.config import number, supports
 
 
 def versions(package: str) -> list[str]:
@@ -34,20 +30,17 @@ def versions(package: str) -> list[str]:
     return [version for version in found if re.fullmatch(r"[0-9]+(\.[0-9]+)+", version)]
 
 
-def number(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))
-
-
-def newest_cell(known: dict[str, Cell], prefix: str) -> Cell:
-    """The cell of ``prefix`` ("tf" or "torch") with the newest of what it is about.
+def newest_cell(known: dict[str, Cell], kind: str) -> Cell:
+    """The cell of this kind with the newest of what it is about.
 
     Raises:
         Unusable: there is none.
     """
-    first, of_prefix = WATCHED[prefix][0], [cell for cell in known.values() if cell.name.startswith(prefix)]
-    if not of_prefix:
-        raise Unusable(f"{FOLDER}: has no cell {prefix}...; at least one is needed")
-    return max(of_prefix, key=lambda cell: number(cell.pins[first]))
+    table = config.here().kinds[kind]
+    of_kind = [cell for cell in known.values() if cell.kind == kind and not cell.open]
+    if not of_kind:
+        raise Unusable(f"{config.here().cells}: has no cell {table.prefix}...; at least one is needed")
+    return max(of_kind, key=lambda cell: number(cell.pins[table.named[0]]))
 
 
 def beyond(cell: Cell, found: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -56,24 +49,25 @@ def beyond(cell: Cell, found: dict[str, list[str]]) -> dict[str, list[str]]:
     return {p: [v for v in releases if number(v) > pinned[p]] for p, releases in found.items()}
 
 
-def cell_name(pins: dict[str, str], prefix: str) -> str:
-    """``tf5.23-trl1.16`` or ``torch2.15``.
+def cell_name(pins: dict[str, str], kind: str) -> str:
+    """What a cell of this kind is called: of versions, the first two numbers.
 
     Raises:
         Unusable: what is in the name is no release.
     """
-    for package in WATCHED[prefix][: 2 if prefix == "tf" else 1]:  # these are in the name
+    table = config.here().kinds[kind]
+    for package in table.named:
         if not re.fullmatch(r"[0-9]+(\.[0-9]+)+", pins.get(package, "")):
             raise Unusable(f"{package} is {shown(pins.get(package))}; allowed is a release, such as 2.1.0")
     short = {package: ".".join(version.split(".")[:2]) for package, version in pins.items()}
-    return f"tf{short['transformers']}-trl{short['trl']}" if prefix == "tf" else f"torch{short['torch']}"
+    return re.sub(r"\{([^{}]*)\}", lambda axis: short[axis[1]], table.cells)
 
 
-def wanted(later: dict[str, list[str]], newest: Cell, prefix: str) -> dict[str, str]:
-    """What a proposal pins anew, of the releases ``later`` than those of the cell ``newest``."""
-    if prefix == "torch":
-        return {"torch": later["torch"][0]} if later["torch"] else {}
-    return {p: later[p][0] if later[p] else newest.pins[p] for p in WATCHED[prefix]} if any(later.values()) else {}
+def wanted(later: dict[str, list[str]], newest: Cell, kind: str) -> dict[str, str]:
+    """What a proposal pins anew, of the releases ``later`` than those of the cell ``newest``. What follows an
+    axis comes with it, such as torch's Triton."""
+    named = config.here().kinds[kind].named
+    return {p: later[p][0] if later[p] else newest.pins[p] for p in named} if any(later[p] for p in named) else {}
 
 
 def resolve(cell: Cell, wanted: dict[str, str]) -> dict[str, str]:
@@ -82,14 +76,15 @@ def resolve(cell: Cell, wanted: dict[str, str]) -> dict[str, str]:
     Raises:
         ValueError: nothing fits together, with what the resolver said.
     """
-    of_cell = ("torch", "triton", "transformers", "trl", *TOOLS)
-    kept = {package: cell.pins[package] for package in of_cell if package in cell.pins}
-    if "torch" in wanted:
-        kept.pop("triton", None)
+    here = config.here()
+    kept = {package: cell.pins[package] for package in (*here.axes, *here.tools) if package in cell.pins}
+    for package, axis in here.axes.items():
+        if axis.follows in wanted:
+            kept.pop(package, None)
     lines = [f"{package}=={version}" for package, version in {**kept, **wanted}.items()]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "requirements.in"
-        source.write_text("\n".join([*lines, *FREE]) + "\n", encoding="utf-8")
+        source.write_text("\n".join([*lines, *here.free]) + "\n", encoding="utf-8")
         command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", str(source)]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -98,8 +93,8 @@ def resolve(cell: Cell, wanted: dict[str, str]) -> dict[str, str]:
     return {package: version.partition("+")[0] for package, version in pins.items()}
 
 
-def write(pins: dict[str, str], prefix: str, folder: Path = FOLDER) -> Path:
-    path = folder / f"{cell_name(pins, prefix)}.txt"
+def write(pins: dict[str, str], kind: str, folder: Path | None = None) -> Path:
+    path = (folder or config.here().cells) / f"{cell_name(pins, kind)}.txt"
     why = "# A proposal: say here which upstream contract changed.\n"
     path.write_text(
         why + "".join(f"{package}=={version}\n" for package, version in sorted(pins.items())), encoding="utf-8"
@@ -109,17 +104,18 @@ def write(pins: dict[str, str], prefix: str, folder: Path = FOLDER) -> Path:
 
 def main() -> int:
     """Print what is newer than the newest cell of each kind; where anything is, write one proposed cell for it."""
-    known = cells.load_all()
-    for prefix, packages in WATCHED.items():
-        cell = newest_cell(known, prefix)
-        later = beyond(cell, {package: versions(package) for package in packages})
+    known, here = cells.load_all(), config.here()
+    for kind in (name for name, table in here.kinds.items() if table.cells):
+        cell = newest_cell(known, kind)
+        later = beyond(cell, {package: versions(package) for package in here.watched(kind)})
         for package, found in later.items():
-            pinned = cell.pins.get(package, "none")
+            pinned, allowed = cell.pins.get(package, "none"), here.axes[package].versions
             print(f"{package}: {', '.join(found) or 'nothing'} beyond {pinned} of {cell.name}")
-        if pins := wanted(later, cell, prefix):
-            path = write(resolve(cell, pins), prefix)
-            print(
-                f"proposed: {path}; say in it why it exists, add {path.stem} to tox.ini and docs/reference/matrix.md, "
-                "then run it"
-            )
+            if outside := [version for version in found if not supports(allowed, version)]:
+                print(f"{package}: the axis does not support {', '.join(outside)}: it is {allowed}")
+            later[package] = [version for version in found if supports(allowed, version)]
+        if pins := wanted(later, cell, kind):
+            path = write(resolve(cell, pins), kind)
+            added = f", add {path.stem} to {here.tox}" if here.tox else ""
+            print(f"proposed: {path}; say in it why it exists{added}, then run it")
     return 0

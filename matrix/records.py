@@ -129,6 +129,11 @@ class CellRecord:
         return self.cell if self.machine["gpu"] == "none" else f"{self.cell}{GPU}"
 
 
+def canonical(name: str) -> str:
+    """How a package is called among those of an environment."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def write(record: CellRecord, folder: Path) -> Path:
     path = folder / f"{record.name}.json"
     write_json(dataclasses.asdict(record), path)

@@ -14,6 +14,7 @@ from matrix.baseline import Difference, failing
 from matrix.cells import Cell
 from matrix.code import Code
 from matrix.records import CellRecord
+from matrix.repository import config
 
 _MOST_ROWS = 60
 
@@ -32,11 +33,9 @@ def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def list_cells() -> int:
-    rows = [
-        (cell.name, *(cell.version(package) for package in ("torch", "triton", "transformers", "trl")), cell.why)
-        for cell in cells.load_all().values()
-    ]
-    _print("cells", ("cell", "torch", "triton", "transformers", "trl", "why it exists"), rows)
+    axes = config.here().axes
+    rows = [(cell.name, *(cell.version(package) for package in axes), cell.why) for cell in cells.load_all().values()]
+    _print("cells", ("cell", *axes, "why it exists"), rows)
     return 0
 
 

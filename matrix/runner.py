@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
-import re
 import shutil
 import signal
 import subprocess
@@ -19,24 +19,29 @@ from pathlib import Path
 from convergence.files import Unusable
 from convergence.tables import visible
 from matrix import records
-from matrix.cells import ROOT, Cell
-from matrix.code import PRODUCT, SUFFIXES, Code
+from matrix.cells import Cell
+from matrix.code import SUFFIXES, Code
 from matrix.records import CellRecord, StageResult
-from matrix.stages import STAGES, Stage
+from matrix.repository import config
+from matrix.repository.config import PYTEST, Stage
 
-RECORDS = Path(os.environ.get("MATRIX_RECORDS", ROOT / "records" / "matrix"))
 TIMEOUT = 3600.0
-# What runs in a cell, or decides how. What only reads records afterwards is not among it.
-_RUNS = ("checks", "trainers", "conftest.py", "records.py", "runner.py", "stages.py")
-_SOURCE = (
-    *(*PRODUCT, "tests", "tools", "examples", "conftest.py", "pyproject.toml", "tox.ini"),
-    *(f"matrix/{name}" for name in _RUNS),
+_DISTRIBUTIONS = (
+    "import importlib.metadata as m, json, platform as p; "
+    "print(json.dumps([p.python_version(), [(d.metadata['Name'], d.version) for d in m.distributions()]]))"
 )
 
 
-def code_digest(root: Path = ROOT) -> str:
+def records_folder() -> Path:
+    """Where records are unless an option says it: what ``MATRIX_RECORDS`` says, then the configuration."""
+    return Path(os.environ.get("MATRIX_RECORDS") or config.here().records)
+
+
+def code_digest(root: Path | None = None) -> str:
     """A digest of every source file that the result of any stage depends on, as it is on the disk now."""
-    tops = [root / name for name in _SOURCE]
+    here = config.here()
+    root = root or here.root
+    tops = [root / name for name in dict.fromkeys((*here.product, *here.tests, config.FILE))]
     files = [path for top in tops for path in (top.rglob("*") if top.is_dir() else [top])]
     digest = hashlib.sha256()
     for path in sorted(file for file in files if file.suffix in SUFFIXES and file.is_file()):
@@ -49,7 +54,7 @@ def commit() -> str:
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
-            cwd=ROOT,
+            cwd=config.here().root,
             capture_output=True,
             text=True,
         )
@@ -62,16 +67,33 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def environment() -> dict[str, str]:
     """Every distribution that this process imports from, with its version, without local labels (``+cpu``)."""
+    return _by_name([(one.metadata["Name"], one.version) for one in importlib.metadata.distributions()])
+
+
+def _by_name(distributions: Sequence[tuple[str, str]]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():  # in the order of sys.path: the first is what is imported
-        found.setdefault(canonical(distribution.metadata["Name"]), distribution.version.partition("+")[0])
+    for name, version in distributions:  # in the order of sys.path: the first is what is imported
+        found.setdefault(records.canonical(name), version.partition("+")[0])
     return dict(sorted(found.items()))
+
+
+def environment_of(python: str) -> tuple[dict[str, str], str]:
+    """What :func:`environment` says in the environment of another Python, which need not have this package, and the
+    version of it.
+
+    Raises:
+        ValueError: there is no such Python.
+    """
+    try:
+        done = subprocess.run([python, "-c", _DISTRIBUTIONS], capture_output=True, text=True, cwd=config.here().root)
+    except OSError as error:
+        raise ValueError(f"--python {python}: cannot be started: {error.strerror}") from None
+    if done.returncode:
+        raise ValueError(f"--python {python}: {done.stderr.strip().splitlines()[-1:] or 'no Python'}")
+    version, found = json.loads(done.stdout)
+    return _by_name(found), version
 
 
 def gpu() -> str:
@@ -95,36 +117,41 @@ def machine() -> dict[str, str]:
 def run_stages(
     cell: Cell,
     stages: Sequence[Stage],
-    folder: Path = RECORDS,
+    folder: Path,
     workers: int = 1,
     fresh: bool = False,
     say: Callable[[str], None] = print,
+    python: str = sys.executable,
 ) -> CellRecord:
-    """Run ``stages`` in this process's environment; returns the record, which is in ``folder``, too.
+    """Run ``stages`` in the environment of ``python``; returns the record, which is in ``folder``, too.
 
     A stage that passed in an earlier, perhaps killed, run of the same cell file and environment is kept, unless
     ``fresh``, where the code that it runs (:class:`Code`) is the same.
     """
-    here, this = environment(), machine()
+    here, version = (environment(), platform.python_version()) if python == sys.executable else environment_of(python)
+    this = {**machine(), "python": version}
+    counts = config.here().upstream
     deviations = [
-        f"{package} is {here.get(canonical(package), 'not installed')} instead of {version}"
+        f"{package} is {here.get(records.canonical(package), 'not installed')} instead of {version}"
         for package, version in cell.pins.items()
-        if here.get(canonical(package)) != version and (this["gpu"] == "none" or package in ("transformers", "trl"))
+        if here.get(records.canonical(package)) != version and (this["gpu"] == "none" or package in counts)
     ]
     record = CellRecord(cell.name, cell.digest, code_digest(), commit(), here, this, now(), deviations)
-    sources = Code(ROOT)
+    sources = Code()
     codes = {stage.name: sources.digest(stage, on_gpu=this["gpu"] != "none") for stage in stages}
     kept = {} if fresh else _kept(record, codes, folder)
     for stage in stages:
         result = kept.get(stage.name)
         if result is None:
             say(f"{cell.name}: {stage.name} ...")
-            result = run_stage(stage, folder / record.name / stage.name, workers, this["gpu"])
+            result = run_stage(stage, folder / record.name / stage.name, workers, this["gpu"], python=python)
             result.code = codes[stage.name]
         again = " (kept from an earlier run)" if stage.name in kept else ""
         say(f"{cell.name}: {describe(result)}{again}")
         record.stages.append(result)
-        record.complete = {stage.name for stage in record.stages} >= {stage.name for stage in STAGES[cell.kind]}
+        record.complete = {stage.name for stage in record.stages} >= {
+            stage.name for stage in config.here().stages[cell.kind]
+        }
         records.write(record, folder)
     return record
 
@@ -148,27 +175,41 @@ def _kept(record: CellRecord, codes: dict[str, str], folder: Path) -> dict[str, 
     }
 
 
-def run_stage(stage: Stage, folder: Path, workers: int, gpu: str = "none", timeout: float = TIMEOUT) -> StageResult:
+def run_stage(
+    stage: Stage,
+    folder: Path,
+    workers: int,
+    gpu: str = "none",
+    timeout: float = TIMEOUT,
+    python: str = sys.executable,
+) -> StageResult:
     """Run one stage as a process of its own; ``folder`` gets its log, its JUnit XML and its records."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     arguments = stage.on_gpu if stage.on_gpu and gpu != "none" else stage.arguments
+    if stage.program == PYTEST:
+        command = ["python", *_pytest(stage, arguments, folder, 1 if stage.alone and gpu != "none" else workers)]
+    else:
+        command = [stage.program, *(argument.replace("{records}", str(folder / "records")) for argument in arguments)]
+    began, cpu_began = time.monotonic(), _children_seconds()
+    reason = _call(command, folder / "log.txt", timeout, python)
+    seconds, cpu_seconds = (round(s, 1) for s in (time.monotonic() - began, _children_seconds() - cpu_began))
+    shown = [argument.replace(f"{config.here().root}/", "") for argument in command]
+    result = StageResult(stage.name, shown, "failed", reason, seconds, cpu_seconds)
+    _collect(stage, folder, result)
+    return result
+
+
+def _pytest(stage: Stage, arguments: Sequence[str], folder: Path, workers: int) -> list[str]:
     command = ["-m", "pytest", *arguments]
-    if workers > 1 and not (stage.alone and gpu != "none"):
+    if workers > 1:
         command += ["-n", str(workers)]
     elif "--dist" in command:
         at = command.index("--dist")
         command = command[:at] + command[at + 2 :]
     if stage.leaves_records:
         command += ["--records", str(folder / "records")]
-    command += ["-p", "no:cacheprovider", "--junitxml", str(folder / "junit.xml")]
-    began, cpu_began = time.monotonic(), _children_seconds()
-    reason = _call([sys.executable, *command], folder / "log.txt", timeout)
-    seconds, cpu_seconds = (round(s, 1) for s in (time.monotonic() - began, _children_seconds() - cpu_began))
-    shown = ["python", *(argument.replace(f"{ROOT}/", "") for argument in command)]
-    result = StageResult(stage.name, shown, "failed", reason, seconds, cpu_seconds)
-    _collect(stage, folder, result)
-    return result
+    return [*command, "-p", "no:cacheprovider", "--junitxml", str(folder / "junit.xml")]
 
 
 def _children_seconds() -> float:
@@ -176,11 +217,22 @@ def _children_seconds() -> float:
     return times.children_user + times.children_system
 
 
-def _call(command: list[str], log: Path, timeout: float) -> str:
-    """Why the process did not end well; empty when its exit code is 0. Its children die with it."""
+def _call(command: list[str], log: Path, timeout: float, python: str) -> str:
+    """Why the process did not end well; empty when its exit code is 0. Its children die with it. Programs are those of
+    the environment of ``python``, where it has them."""
+    path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
+    found = python if command[0] == "python" else shutil.which(command[0], path=path)
+    if found is None:
+        return f"there is no program {command[0]}"
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            [found, *command[1:]],
+            env={**os.environ, "PATH": path},
+            cwd=config.here().root,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
         try:
             code = process.wait(timeout)
@@ -198,7 +250,12 @@ def _collect(stage: Stage, folder: Path, result: StageResult) -> None:
     """Fill in ``result`` what the process left; it passed only when it ended well and did something."""
     reason = result.reason
     try:
-        result.passed, result.failed, result.skipped = records.read_cases(folder / "junit.xml")
+        if stage.program == PYTEST:
+            result.passed, result.failed, result.skipped = records.read_cases(folder / "junit.xml")
+        elif reason:
+            result.failed = {stage.name: reason}
+        else:
+            result.passed = [stage.name]
         if stage.leaves_records:
             result.findings = records.read_findings(folder / "records")
     except Unusable as error:
@@ -225,4 +282,4 @@ def tox(cells: Sequence[Cell], jobs: int, options: Sequence[str], folder: Path, 
     if jobs > 1:
         command += ["--parallel", str(jobs), "--parallel-live"]
     command += ["-e", ",".join(cell.name for cell in cells), "--", *options]
-    return subprocess.run(command, cwd=ROOT, env=outer).returncode
+    return subprocess.run(command, cwd=config.here().root, env=outer).returncode

@@ -14,18 +14,33 @@ from pathlib import Path
 
 from convergence.files import read_text
 from convergence.tables import literal
-from matrix import baseline, cells, new, records, runner
+from matrix import baseline, cells, new, records
 from matrix.baseline import Difference
 from matrix.cells import Cell
 from matrix.records import CellRecord
+from matrix.repository import config
+from matrix.repository.config import KindTable
 
 NAME = "main"
-SOURCES = {
-    "transformers": "transformers @ git+https://github.com/huggingface/transformers",
-    "trl": "trl @ git+https://github.com/huggingface/trl",
-}
 NIGHTLY = "nightly"
 _NIGHTLY_INDEX = "--extra-index-url https://download.pytorch.org/whl/nightly/cpu"
+
+
+def kind() -> KindTable:
+    """What the configuration says of it.
+
+    Raises:
+        ValueError: it says nothing.
+    """
+    found = config.here().kinds.get(NAME)
+    if found is None or not found.branches:
+        raise ValueError(f"{config.here().root / config.FILE}: has no tool.matrix.kinds.{NAME} with branches")
+    return found
+
+
+def others(kind: KindTable) -> list[str]:
+    """The axes that it takes from the newest cell: no branch is named, and no other axis asks for a version."""
+    return [name for name, axis in config.here().axes.items() if name not in kind.branches and not axis.follows]
 
 
 def requirement_file(folder: Path) -> Path:
@@ -42,7 +57,7 @@ def cell(folder: Path) -> Cell:
     if not path.exists():
         raise ValueError(f"{path} is not there: run python -m matrix cell {NAME} outside of tox, which writes it")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    return Cell(NAME, "upstream's main branches", {}, NAME, digest)
+    return Cell(NAME, kind().does, {}, NAME, digest)
 
 
 def write_requirements(folder: Path, given: dict[str, str | None]) -> Path:
@@ -56,19 +71,22 @@ def write_requirements(folder: Path, given: dict[str, str | None]) -> Path:
     Raises:
         ValueError: a path is not there, or is no project or wheel of that package.
     """
-    start = new.newest_cell(cells.load_all(), "tf")
-    lines = [f"{package}=={start.pins[package]}" for package in new.TOOLS if package in start.pins]
-    lines += new.FREE
-    for package, source in SOURCES.items():
+    this, here = kind(), config.here()
+    start = new.newest_cell(cells.load_all(), this.of)
+    lines = [f"{package}=={start.pins[package]}" for package in here.tools if package in start.pins]
+    lines += here.free
+    for package, source in this.branches.items():
         wanted = given.get(package)
-        lines.append(source if wanted is None else _local(package, wanted))
-    torch = given.get("torch")
-    if torch == NIGHTLY:
-        lines += [_NIGHTLY_INDEX, "--pre", "torch", "triton"]
-    elif torch is None or re.fullmatch(r"[0-9]+(\.[0-9]+)+", torch):
-        lines += [f"torch=={torch or start.pins['torch']}", "triton"]
-    else:
-        lines += [_local("torch", torch), "triton"]
+        lines.append(f"{package} @ {source}" if wanted is None else _local(package, wanted))
+    for package in others(this):
+        wanted = given.get(package)
+        if wanted == NIGHTLY:
+            lines += [_NIGHTLY_INDEX, "--pre", package]
+        elif wanted is None or re.fullmatch(r"[0-9]+(\.[0-9]+)+", wanted):
+            lines.append(f"{package}=={wanted or start.pins[package]}")
+        else:
+            lines.append(_local(package, wanted))
+    lines += [name for name, axis in here.axes.items() if axis.follows and name not in this.branches]
     path = requirement_file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -89,12 +107,12 @@ def _local(package: str, given: str) -> str:
 def _project(path: Path) -> str:
     """Whose checkout or wheel lies at ``path``; empty where it is neither."""
     if path.suffix == ".whl":
-        return runner.canonical(path.name.partition("-")[0])
+        return records.canonical(path.name.partition("-")[0])
     for name in ("pyproject.toml", "setup.py", "setup.cfg"):
         file = path / name
         text = read_text(file) if path.is_dir() and file.exists() else ""
         if found := re.search(r"^\s*name\s*=\s*[\"']?([\w.-]+)", text, flags=re.MULTILINE):
-            return runner.canonical(found.group(1))
+            return records.canonical(found.group(1))
     return ""
 
 
@@ -108,12 +126,12 @@ def moved(folder: Path) -> int:
     path = folder / f"{NAME}.json"
     if not path.exists():
         raise ValueError(f"{path} is not there: python -m matrix cell {NAME} makes it")
-    before, after = baseline.load(), records.load(path)
-    start = new.newest_cell(cells.load_all(), "tf").name
+    this, before, after = kind(), baseline.load(), records.load(path)
+    start = new.newest_cell(cells.load_all(), this.of).name
     if before is None or start not in before.cells:
         raise ValueError(f"the baseline has no {start} to compare with")
     found = list(differences(before.cells[start], after))
-    versions = ", ".join(f"{name} {after.environment.get(name, '-')}" for name in ("transformers", "trl", "torch"))
+    versions = ", ".join(f"{name} {after.environment.get(name, '-')}" for name in (*this.branches, *others(this)))
     title = f"{'Something moved' if found else 'Nothing moved'}: {literal(versions)}"
     print(f"## {title}\n\nCompared with {start}, {literal(after.at)}.\n")
     print("\n".join(f"- {literal(difference)}" for difference in found))

@@ -125,7 +125,7 @@ READERS: dict[str, list[Callable[[Path], int]]] = {
 
 @pytest.fixture(autouse=True)
 def newest_is_the_tests_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(new, "newest_cell", lambda known, prefix: CELL)
+    monkeypatch.setattr(new, "newest_cell", lambda known, kind: CELL)
 
 
 @pytest.mark.parametrize("file", READERS)
@@ -342,7 +342,7 @@ def test_names_of_cells_on_the_command_line_and_of_proposals_are_checked(capsys:
         assert matrix.main(["run", "--", name]) == 2
         assert not controls(capsys.readouterr().err)
         with pytest.raises(Unusable, match="allowed is a release"):
-            new.cell_name({"transformers": "5.1.0", "trl": name}, "tf")
+            new.cell_name({"transformers": "5.1.0", "trl": name}, "versions")
 
 
 def test_a_damaged_census_is_named(tmp_path: Path) -> None:

@@ -14,9 +14,12 @@ import pytest
 
 from matrix import __main__ as command
 from matrix import cells, new
-from matrix.cells import ROOT
-from matrix.stages import STAGES, Stage
-from tests.import_checks import imports
+from matrix.repository import config
+from matrix.repository.config import Stage
+from tests.import_checks import ROOT, imports
+
+STAGES = config.here().stages
+KINDS = ("versions", "torch")
 
 
 def tox_ini() -> configparser.RawConfigParser:
@@ -42,7 +45,7 @@ def test_cells_tox_and_docs_name_the_same_set() -> None:
 
 def test_what_the_newest_cell_does_not_run_in_ci_runs_in_its_versions() -> None:
     """The proof in ``tox run -e convergence``, which has all of the cell's and more, and the set-ups in ``setups``."""
-    newest, tox = new.newest_cell(cells.load_all(), "tf"), tox_ini()
+    newest, tox = new.newest_cell(cells.load_all(), "versions"), tox_ini()
     environment = dict(tox["testenv:newest"])
     assert environment["deps"] == f"-r matrix/cells/{newest.name}.txt"
     stages = {stage.name: stage for stage in STAGES[newest.kind]}
@@ -57,7 +60,7 @@ def test_what_the_newest_cell_does_not_run_in_ci_runs_in_its_versions() -> None:
 def test_a_cell_is_called_what_it_pins() -> None:
     for cell in cells.load_all().values():
         latest = cell.name == "latest"
-        assert latest or new.cell_name(cell.pins, "torch" if cell.kind == "torch" else "tf") == cell.name
+        assert latest or new.cell_name(cell.pins, cell.kind) == cell.name
         expected = {"pytest"} if latest else {"torch", "triton", "pytest"}
         assert cell.pins.keys() & {"torch", "triton", "pytest"} == expected, cell.name
 
@@ -73,6 +76,7 @@ def test_versions_sort_as_numbers() -> None:
     [
         ("tf9.9-trl9.9", "torch==2.13.0\n", "no comment says why"),
         ("tf9.9-trl9.9", "# why\ntorch==2.13.0\ntrl\n", "trl has no exact version"),
+        ("tf9.9-trl9.9", "# why\ntorch==2.13.0\ntransformers==9.9\n", "9.9; the axis supports >=4.46,<6"),
         ("other", "# why\ntorch==2.13.0\n", "a cell is called"),
     ],
 )
@@ -133,7 +137,7 @@ def files_of(stage: Stage) -> list[Path]:
 
 def test_a_cell_installs_what_its_stages_import() -> None:
     for cell in cells.load_all().values():
-        text = (cells.FOLDER / f"{cell.name}.txt").read_text(encoding="utf-8")
+        text = (config.here().cells / f"{cell.name}.txt").read_text(encoding="utf-8")
         installs = {name.lower() for name in re.findall(r"^[\w.-]+", text, flags=re.MULTILINE)} | {"torch", "triton"}
         seen: set[Path] = set()
         needed = {
@@ -154,20 +158,20 @@ def test_what_needs_trl_runs_where_it_is_installed() -> None:
     assert need_it
 
 
-@pytest.mark.parametrize("prefix", new.WATCHED)
-def test_releases_beyond_the_newest_cell(prefix: str) -> None:
-    newest = new.newest_cell(cells.load_all(), prefix)
-    first, second = new.WATCHED[prefix]
+@pytest.mark.parametrize("kind", KINDS)
+def test_releases_beyond_the_newest_cell(kind: str) -> None:
+    newest = new.newest_cell(cells.load_all(), kind)
+    first, second = config.here().watched(kind)
     found = {first: ["99.1.0", "99.0.0", newest.pins[first], "1.0.0"], second: [newest.pins[second], "0.12.2"]}
     later = new.beyond(newest, found)
     assert later == {first: ["99.1.0", "99.0.0"], second: []}
-    others = {} if prefix == "torch" else {second: newest.pins[second]}  # a torch brings its own Triton
-    assert new.wanted(later, newest, prefix) == {first: "99.1.0", **others}
-    assert new.wanted({first: [], second: []}, newest, prefix) == {}
+    others = {} if kind == "torch" else {second: newest.pins[second]}  # a torch brings its own Triton
+    assert new.wanted(later, newest, kind) == {first: "99.1.0", **others}
+    assert new.wanted({first: [], second: []}, newest, kind) == {}
 
 
-@pytest.mark.parametrize(("prefix", "name"), [("tf", "tf99.1-trl9.8"), ("torch", "torch3.14")])
-def test_a_proposed_cell_is_one(prefix: str, name: str, tmp_path: Path) -> None:
-    path = new.write({"transformers": "99.1.0", "trl": "9.8.7", "torch": "3.14.1"}, prefix, tmp_path)
+@pytest.mark.parametrize(("kind", "name"), [("versions", "tf5.1-trl1.8"), ("torch", "torch3.14")])
+def test_a_proposed_cell_is_one(kind: str, name: str, tmp_path: Path) -> None:
+    path = new.write({"transformers": "5.1.0", "trl": "1.8.7", "torch": "3.14.1"}, kind, tmp_path)
     assert path.name == f"{name}.txt"
-    assert cells.load(path).pins["transformers"] == "99.1.0"
+    assert cells.load(path).pins["transformers"] == "5.1.0"

@@ -9,18 +9,21 @@ from pathlib import Path
 import pytest
 
 from matrix import baseline, records
-from matrix.cells import PROJECT, ROOT
 from matrix.code import Code
 from matrix.records import CellRecord, StageResult
-from matrix.stages import STAGES, Stage
+from matrix.repository import config
+from matrix.repository.config import Stage
+from tests.import_checks import ROOT
+
+STAGES = config.here().stages
 
 STAGE = Stage("s", "", ("tests", "--ignore-glob", "tests/test_[!o]*", "--ignore", "tests/test_out.py"), ("tests",))
 FILES = {
     "liger_kernels/ops/rope.py": "",
     "convergence/report.html.jinja": "",
     "conftest.py": "",
-    "matrix/runner.py": "import matrix.stages",
-    "matrix/stages.py": "",
+    "matrix/runner.py": "import matrix.repository.config",
+    "matrix/repository/config.py": "",
     "tests/__init__.py": "",
     "tests/conftest.py": "from tests.of_all import x",
     "tests/of_all.py": "",
@@ -106,7 +109,7 @@ def test_a_record_that_says_nothing_of_its_stages_is_of_the_code_that_it_names()
 def test_records_of_the_schema_before_are_read(tmp_path: Path) -> None:
     accepted = baseline.load()
     assert accepted is not None
-    record = accepted.cells[PROJECT.name]
+    record = accepted.cells["project"]
     for new in (record, dataclasses.replace(record, stages=[dataclasses.replace(s, code="c") for s in record.stages])):
         assert records.load(records.write(new, tmp_path)) == new
     old = json.loads((tmp_path / "project.json").read_text()) | {"schema": 1}

@@ -16,7 +16,9 @@ from matrix.baseline import Baseline
 from matrix.cells import Cell
 from matrix.code import Code
 from matrix.records import CellRecord, Finding, StageResult
-from matrix.stages import STAGES
+from matrix.repository import config
+
+STAGES = config.here().stages
 
 CELL = Cell("tf9.9-trl9.9", "for this test", {}, "versions", "0123")
 CODE = "c0de"
@@ -63,7 +65,6 @@ def decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
     monkeypatch.setattr(runner, "code_digest", lambda: CODE)
     monkeypatch.setattr(cells, "load_all", lambda: {CELL.name: CELL})
     monkeypatch.setattr(gate, "git_user", lambda: "Somebody <some@body>")
-    monkeypatch.setattr(baseline, "FILE", tmp_path / "baseline.json")
     monkeypatch.setattr(baseline.load, "__defaults__", (tmp_path / "baseline.json",))
     monkeypatch.setattr(baseline.save, "__defaults__", (tmp_path / "baseline.json",))
     monkeypatch.setenv("COLUMNS", "200")
@@ -75,7 +76,7 @@ def decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
         then: dict[str, Any] | None = None,
         options: tuple[str, ...] = (),
     ) -> dict[str, Any]:
-        both = [record(cells.PROJECT), record(CELL)]
+        both = [record(cells.in_place()["project"]), record(CELL)]
         for one in both:
             records.write(one, folder)
         before, after = tmp_path / "before.json", tmp_path / "after.json"
@@ -367,7 +368,7 @@ def test_a_cell_that_needs_gpus_is_judged_and_accepted_by_itself(decide: Gate, t
     alone = ("--cells", "two-gpus")
     assert run(tmp_path, *alone) == 1  # it has not run
     assert failures(result(tmp_path)) == [("missing record", "two-gpus-gpu")]
-    two = on_gpu("NVIDIA H100", cells.TWO_GPUS)
+    two = on_gpu("NVIDIA H100", cells.in_place()["two-gpus"])
     records.write(two, tmp_path / "records")
     assert run(tmp_path, *alone, "--accept", "two GPUs are there now") == 0
     assert set(json.loads((tmp_path / "baseline.json").read_text())["cells"]) == {"project", CELL.name, "two-gpus-gpu"}
@@ -395,7 +396,7 @@ def test_the_accepted_baseline_was_all_right() -> None:
     """Whether it has every cell of today, the gate says: these tests are among what it runs before it can accept."""
     accepted = baseline.load()
     assert accepted is not None
-    assert cells.PROJECT.name in accepted.cells
+    assert "project" in accepted.cells
     assert all(record.passed for record in accepted.cells.values())
     assert all(accepted.history[-1][key] for key in ("who", "when", "why", "commit"))
 

@@ -11,7 +11,9 @@ import pytest
 from matrix import __main__ as command
 from matrix import baseline, cells, new, records, runner, upstream
 from matrix.records import CellRecord, Finding, StageResult
-from matrix.stages import STAGES
+from matrix.repository import config
+
+STAGES = config.here().stages
 
 
 @pytest.fixture
@@ -28,8 +30,9 @@ def lines(folder: Path, **given: str | None) -> list[str]:
 
 def test_the_main_branches_and_the_newest_cells_torch(tmp_path: Path) -> None:
     found = lines(tmp_path)
-    pins = new.newest_cell(cells.load_all(), "tf").pins
-    assert {f"torch=={pins['torch']}", f"pytest=={pins['pytest']}", "accelerate", *upstream.SOURCES.values()} < {*found}
+    sources = {f"{package} @ {source}" for package, source in upstream.kind().branches.items()}
+    pins = new.newest_cell(cells.load_all(), "versions").pins
+    assert {f"torch=={pins['torch']}", f"pytest=={pins['pytest']}", "accelerate", *sources} < {*found}
     assert not any(line.startswith(("transformers==", "trl==")) for line in found)
 
 
@@ -108,7 +111,7 @@ def record(name: str, census: int = 5, failed: bool = False) -> CellRecord:
     ids=["nothing", "smaller census", "failed", "partial"],
 )
 def test_what_moved_is_said(after: CellRecord, line: str | None, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    start = new.newest_cell(cells.load_all(), "tf").name
+    start = new.newest_cell(cells.load_all(), "versions").name
     before = record(start)
     before.stages.append(StageResult("packing", [], "passed", passed=["c"]))  # which main does not run
     accepted = baseline.Baseline({start: before}, None, [])

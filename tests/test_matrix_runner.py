@@ -13,7 +13,8 @@ from matrix import __main__ as command
 from matrix import cells, records, runner
 from matrix.cells import Cell
 from matrix.records import CellRecord, Finding
-from matrix.stages import STAGES, Stage
+from matrix.repository import config
+from matrix.repository.config import Stage
 
 CELL = Cell("tf9.9-trl9.9", "for this test", {}, "test", "0123")
 Stages = Callable[..., tuple[Stage, ...]]
@@ -25,14 +26,16 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stages:
     root = tmp_path / "project"
     root.mkdir()
     (root / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--records')\n")
-    monkeypatch.setattr(runner, "ROOT", root)
+    stages: dict[str, tuple[Stage, ...]] = {}
+    here = dataclasses.replace(config.here(), root=root, stages=stages)
+    monkeypatch.setattr(config, "here", lambda: here)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # hypothesis alone takes a second of each start
 
     def make(leaves_records: bool = False, **sources: str) -> tuple[Stage, ...]:
         for name, source in sources.items():
             (root / f"test_{name}.py").write_text(source)
         made = tuple(Stage(name, "", (f"test_{name}.py",), leaves_records=leaves_records) for name in sources)
-        monkeypatch.setitem(STAGES, "test", made)
+        stages["test"] = made
         return made
 
     return make

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import liger_kernels
 from convergence import plugin
@@ -13,7 +16,7 @@ from convergence.arms.setups import SETUPS
 from convergence.models.models import CORE, MODELS
 from convergence.op import command
 from liger_kernels import ops
-from matrix.stages import STAGES
+from matrix.repository import config
 from matrix.trainers.cases import CASES
 from tests.pages import ROOT
 from tools import determinism
@@ -114,8 +117,28 @@ def test_the_stages_of_a_cell() -> None:
     found: dict[str, set[str]] = {}
     for stages, kind, *_ in rows(section("matrix.md", "## What a cell runs")):
         found.setdefault(kind, set()).update(names(stages))
-    assert found == {kind: {stage.name for stage in STAGES[kind]} for kind in found}
+    assert found == {kind: {stage.name for stage in config.here().stages[kind]} for kind in found}
     assert {*found} == {"versions", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("title", "table"),
+    [
+        ("## `[tool.matrix]`", config.MatrixTable),
+        ("## `[tool.matrix.axes.PACKAGE]`", config.AxisTable),
+        ("## `[tool.matrix.stages.ID]`", config.StageTable),
+        ("## `[tool.matrix.kinds.NAME]`", config.KindTable),
+    ],
+)
+def test_the_keys_of_the_configuration(title: str, table: Any) -> None:
+    """Each with what it is when nobody gives it, as the validator has them."""
+    found = {names(key)[0]: default for key, default, _ in rows(section("matrix-configuration.md", title))}
+    expected = {}
+    for one in dataclasses.fields(table):
+        made = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+        shown = made if type(made) is str else str(made).lower()
+        expected[one.name] = "must be given" if made is dataclasses.MISSING else f"`{shown}`" if made else "-"
+    assert found == expected
 
 
 def test_every_trainer_that_is_tested_is_listed() -> None:
