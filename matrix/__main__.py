@@ -68,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     chosen = cells.select(arguments.cells)
+    cells.refuse_none(chosen)
     failures: dict[str, str] = {}
     if arguments.ray:
         failures = cluster.run(
@@ -98,7 +99,7 @@ def cell(arguments: argparse.Namespace) -> int:
         path = upstream.write_requirements(arguments.records, sources)
         options = [*_options(arguments, 1), *(["--stages", arguments.stages] if arguments.stages else [])]
         chosen = upstream.cell(arguments.records)
-        code = runner.tox([chosen], 1, options, arguments.records, MATRIX_REQUIREMENTS=str(path.absolute()))
+        code = runner.tox([chosen], 1, options, arguments.records, **{runner.REQUIREMENTS: str(path.absolute())})
         shown = report.show(arguments.records, [chosen])
         return int(code != 0) if arguments.stages else shown
     else:
@@ -115,6 +116,12 @@ def cell(arguments: argparse.Namespace) -> int:
     for deviation in record.deviations:
         print(visible(f"{chosen.name}: {deviation}"))
     return int(not record.passed_so_far)
+
+
+def report_all(arguments: argparse.Namespace) -> int:
+    known = cells.load_all().values()
+    cells.refuse_none(known)
+    return report.show(arguments.records, known, arguments.markdown)
 
 
 def census(arguments: argparse.Namespace) -> int:
@@ -136,7 +143,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "list": lambda arguments: report.list_cells(),
     "run": run,
     "cell": cell,
-    "report": lambda arguments: report.show(arguments.records, cells.load_all().values(), arguments.markdown),
+    "report": report_all,
     "new": lambda arguments: new.main(),
     "moved": lambda arguments: upstream.moved(arguments.records),
     "census": census,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,3 +118,12 @@ def select(names: list[str], here: bool = False) -> list[Cell]:
         allowed = ", ".join(cells) or f"none: {config.here().cells} has no requirement file"
         raise ValueError(f"unknown cell {', '.join(unknown)}; allowed are {allowed}")
     return [cells[name] for name in dict.fromkeys(names)] if names else list(cells.values())
+
+
+def refuse_none(chosen: Collection[Cell]) -> None:
+    """
+    Raises:
+        ValueError: there is no cell, so whatever is asked of every cell would be true.
+    """
+    if not chosen:
+        raise ValueError(f"there is no cell: {config.here().cells} has no requirement file")

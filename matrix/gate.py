@@ -36,8 +36,7 @@ def main(arguments: argparse.Namespace) -> int:
     in_place = cells.in_place().values()
     without_gpu = [cell for cell in in_place if not cell.gpus]
     chosen = cells.select(arguments.cells, here=True) if arguments.cells else [*without_gpu, *cells.select([])]
-    if not chosen:
-        raise ValueError(f"there is nothing to judge: {config.here().cells} has no requirement file")
+    cells.refuse_none(chosen)
     if not arguments.no_run:
         run(chosen, arguments.jobs, arguments.records)
     found = records.load_folder(arguments.records)

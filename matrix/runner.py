@@ -22,10 +22,11 @@ from matrix import records
 from matrix.cells import Cell
 from matrix.code import SUFFIXES, Code
 from matrix.records import CellRecord, StageResult
-from matrix.repository import config
+from matrix.repository import config, environments
 from matrix.repository.config import PYTEST, Stage
 
 TIMEOUT = 3600.0
+REQUIREMENTS = "MATRIX_REQUIREMENTS"  # what the cell of upstream's branches installs
 _DISTRIBUTIONS = (
     "import importlib.metadata as m, json, platform as p; "
     "print(json.dumps([p.python_version(), [(d.metadata['Name'], d.version) for d in m.distributions()]]))"
@@ -272,6 +273,13 @@ def _collect(stage: Stage, folder: Path, result: StageResult) -> None:
         result.status = "passed"
 
 
+def _made_anew(cells: Sequence[Cell], variables: dict[str, str]) -> dict[str, Path]:
+    """By cell, the requirement file of an environment that is never kept."""
+    asked = variables.get(REQUIREMENTS)
+    folder = config.here().cells
+    return {cell.name: Path(asked) if asked else folder / f"{cell.name}.txt" for cell in cells if cell.open or asked}
+
+
 def tox(cells: Sequence[Cell], jobs: int, options: Sequence[str], folder: Path, **variables: str) -> int:
     """Make each cell's environment and run it there, ``jobs`` at a time; what came of it is in the records, in
     ``folder``. ``variables`` are for the environment. The exit code is tox's."""
@@ -281,5 +289,6 @@ def tox(cells: Sequence[Cell], jobs: int, options: Sequence[str], folder: Path, 
     command = [sys.executable, "-m", "tox", "run-parallel" if jobs > 1 else "run"]
     if jobs > 1:
         command += ["--parallel", str(jobs), "--parallel-live"]
-    command += ["-e", ",".join(cell.name for cell in cells), "--", *options]
+    given = environments.options([cell.name for cell in cells], folder, _made_anew(cells, variables))
+    command += [*given, "-e", ",".join(cell.name for cell in cells), "--", *options]
     return subprocess.run(command, cwd=config.here().root, env=outer).returncode

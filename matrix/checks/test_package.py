@@ -1,4 +1,5 @@
-"""What is uploaded: it builds, holds package and proof only, needs nothing optional, and proves a foreign patch."""
+"""What is uploaded: it builds, holds package, proof and matrix only, needs nothing optional, and proves a foreign
+patch, also by the matrix of another repository."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent.parent
 SHIPPED = ("liger_kernels", "convergence")
-NOT_SHIPPED = ("tests", "matrix", "benchmarks", "tools", "examples", "conftest")
+OF_MATRIX = ("matrix/*.py", "matrix/repository/*.py")
+NOT_SHIPPED = (
+    *("tests", "benchmarks", "tools", "examples", "conftest"),
+    *(f"matrix/{name}" for name in ("checks", "trainers", "cells", "baseline.json", "census.json")),
+)
 # What the package works without; a bare environment has none of it.
 OPTIONAL = ("transformers", "trl", "accelerate", "peft", "datasets", "rich", "pytest")
 
@@ -71,10 +76,11 @@ def metadata(wheel: Path) -> Message:
 
 def sources() -> set[str]:
     files = [path for top in SHIPPED for path in (ROOT / top).rglob("*") if path.is_file()]
+    files += [path for pattern in OF_MATRIX for path in ROOT.glob(pattern)]
     return {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
 
 
-def test_the_wheel_holds_package_and_proof_only(wheel: Path) -> None:
+def test_the_wheel_holds_package_proof_and_matrix_only(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == sources()
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
