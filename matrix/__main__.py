@@ -12,7 +12,7 @@ from pathlib import Path
 from convergence.files import print_anything
 from convergence.tables import visible
 from matrix import cells, cluster, gate, incidents, new, report, runner, upstream
-from matrix.repository import config
+from matrix.repository import config, start, workflow
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,6 +43,9 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--fresh", action="store_true", help="repeat stages that passed for this code, too")
     report = add("report", "what the records say; exit 1 unless every cell passed")
     report.add_argument("--markdown", action="store_true", help="as Markdown")
+    init = add("init", "write [tool.matrix] into the pyproject.toml here, and the first cells, of sets that existed")
+    init.add_argument("--axes", metavar="A,B", help="packages whose versions cells differ in (of its dependencies)")
+    init.add_argument("--patch", metavar="MODULE:FUNCTION", default="", help="what the proof judges in each cell")
     add("new", "write cell files for releases of transformers, trl and torch beyond the newest cells")
     add("moved", "in what the cell main differs from the accepted records, as Markdown; exit 1 where it does")
     census = add("census", "what of every model of the installed transformers runs on kernels, and why the rest not")
@@ -54,7 +57,9 @@ def parser() -> argparse.ArgumentParser:
     )
     incident.add_argument("incidents", nargs="*", metavar="NAME", help="which")
     incident.add_argument("--page", action="store_true", help="write docs/evidence/incidents.md from the outcomes")
-    add("ci", "the cells as a job matrix for GitHub Actions, JSON")
+    ci = add("ci", "the cells as a job matrix for GitHub Actions, JSON")
+    ci.add_argument("--workflow", action="store_true", help="a whole workflow that runs them instead, YAML")
+    ci.add_argument("--write", action="store_true", help="with --workflow: into .github/workflows/cells.yml")
     gate = add("gate", "decide on a release: everything that must pass, against the last release's records")
     gate.add_argument("--accept", metavar="REASON", help="make these records the baseline, and say why")
     gate.add_argument("--cells", metavar="A,B", type=lambda text: text.split(","), default=[], help="only these")
@@ -62,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     gate.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="cells at a time (1)")
     gate.add_argument("--kernels", metavar="FILE", type=Path, help="what python -m benchmarks --json wrote on a GPU")
     gate.add_argument("--without-gpu", action="store_true", help="decide without kernel speed, and say so")
-    gate.add_argument("--output", metavar="DIR", type=Path, default=Path("records"), help="for gate.json and gate.md")
+    gate.add_argument("--output", metavar="DIR", type=Path, help="for gate.json and gate.md (next to the records)")
     return top
 
 
@@ -118,6 +123,15 @@ def cell(arguments: argparse.Namespace) -> int:
     return int(not record.passed_so_far)
 
 
+def ci(arguments: argparse.Namespace) -> int:
+    if arguments.write and not arguments.workflow:
+        raise ValueError("--write is for --workflow")
+    if arguments.workflow:
+        print(f"wrote {workflow.put()}" if arguments.write else workflow.text(), end="\n" if arguments.write else "")
+        return 0
+    return report.print_jobs()
+
+
 def report_all(arguments: argparse.Namespace) -> int:
     known = cells.load_all().values()
     cells.refuse_none(known)
@@ -144,11 +158,12 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "run": run,
     "cell": cell,
     "report": report_all,
+    "init": start.main,
     "new": lambda arguments: new.main(),
     "moved": lambda arguments: upstream.moved(arguments.records),
     "census": census,
     "incident": lambda arguments: incidents.main(arguments.incidents, arguments.records, arguments.page),
-    "ci": lambda arguments: report.print_jobs(),
+    "ci": ci,
     "gate": gate.main,
 }
 
@@ -157,7 +172,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     print_anything()  # under tox and in a CI's log, progress shows when it happens
     try:
-        arguments.records = arguments.records or runner.records_folder()
+        if arguments.command != "init":
+            arguments.records = arguments.records or runner.records_folder()
         return _COMMANDS[arguments.command](arguments)
     except (ValueError, OSError) as error:  # of a folder that cannot be written, too
         print(visible(f"python -m matrix: {error}"), file=sys.stderr)

@@ -73,8 +73,9 @@ def main(arguments: argparse.Namespace) -> int:
         "cells": {name: summary(found.get(name)) for name in required},
         "kernels": "measured" if kernels else "not measured",
     }
-    write_json(result, arguments.output / "gate.json")
-    write(markdown(result), arguments.output / "gate.md")
+    output = arguments.output or config.here().records.parent
+    write_json(result, output / "gate.json")
+    write(markdown(result), output / "gate.md")
     report.gate(result, differences)
     return int(verdict != "pass")
 

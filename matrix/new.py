@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from convergence.checked import shown
@@ -14,6 +13,7 @@ from matrix import cells
 from matrix.cells import Cell
 from matrix.repository import config
 from matrix.repository.config import number, supports
+from matrix.repository.resolver import compiled
 
 
 def versions(package: str) -> list[str]:
@@ -82,15 +82,7 @@ def resolve(cell: Cell, wanted: dict[str, str]) -> dict[str, str]:
         if axis.follows in wanted:
             kept.pop(package, None)
     lines = [f"{package}=={version}" for package, version in {**kept, **wanted}.items()]
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "requirements.in"
-        source.write_text("\n".join([*lines, *here.free]) + "\n", encoding="utf-8")
-        command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", str(source)]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"{wanted} does not resolve:\n{done.stderr.strip()}")
-    pins = dict(line.split("==", 1) for line in done.stdout.splitlines() if "==" in line)
-    return {package: version.partition("+")[0] for package, version in pins.items()}
+    return compiled([*lines, *here.free])
 
 
 def write(pins: dict[str, str], kind: str, folder: Path | None = None) -> Path:

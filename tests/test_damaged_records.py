@@ -371,7 +371,8 @@ def test_a_folder_that_cannot_be_written_is_an_error(at_home: Path, capsys: Any)
 
 
 def workflows() -> list[Path]:
-    return [*(ROOT / ".github" / "workflows").glob("*.yml"), *(ROOT / "examples" / "github").glob("*.yml")]
+    examples = [*(ROOT / "examples").glob("github/*.yml"), *(ROOT / "examples").glob("*/.github/workflows/*.yml")]
+    return [*(ROOT / ".github" / "workflows").glob("*.yml"), *examples]
 
 
 @pytest.mark.parametrize("path", workflows(), ids=lambda path: path.name)

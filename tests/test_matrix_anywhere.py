@@ -12,7 +12,8 @@ import pytest
 from matrix import __main__ as command
 from matrix import cells, gate, new, records, runner, upstream
 from matrix.records import Finding
-from matrix.repository import config
+from matrix.repository import config, workflow
+from tests.import_checks import ROOT
 
 CONFIGURATION = """
 [project]
@@ -212,6 +213,27 @@ def test_there_is_no_census_outside_of_the_checkout(
 def test_the_jobs_of_a_ci(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["ci"]) == 0
     assert json.loads(capsys.readouterr().out) == {"include": [{"cell": CELL}, {"cell": "latest"}]}
+
+
+def test_the_workflow_of_a_ci(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["ci", "--workflow"]) == 0
+    printed = capsys.readouterr().out
+    assert "path: build/matrix/*.json" in printed
+    assert command.main(["ci", "--workflow", "--write"]) == 0
+    file = repository / ".github" / "workflows" / "cells.yml"
+    assert file.read_text() == printed
+    assert command.main(["ci", "--workflow", "--write"]) == 0  # again
+    file.write_text("name: mine\n")
+    assert command.main(["ci", "--workflow", "--write"]) == 2
+    assert "was not written by this command" in capsys.readouterr().err
+    assert command.main(["ci", "--write"]) == 2
+    assert "--write is for --workflow" in capsys.readouterr().err
+
+
+def test_the_workflow_of_the_example_is_what_the_command_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test reads it as it reads the project's own workflows."""
+    monkeypatch.chdir(ROOT / "examples" / "kernel_package")
+    assert (ROOT / "examples" / "kernel_package" / workflow.FILE).read_text() == workflow.text()
 
 
 def test_a_repository_without_a_cell(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:

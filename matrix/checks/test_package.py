@@ -4,7 +4,9 @@ patch, also by the matrix of another repository."""
 from __future__ import annotations
 
 import email
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,6 +26,8 @@ NOT_SHIPPED = (
 )
 # What the package works without; a bare environment has none of it.
 OPTIONAL = ("transformers", "trl", "accelerate", "peft", "datasets", "rich", "pytest")
+
+OF_CALLER = ("PYTEST_", "PYTHONPATH", "TRITON_", "MATRIX_", "TOX_")
 
 UV = (sys.executable, "-m", "uv")
 
@@ -47,7 +51,8 @@ def wrong(model):
 
 def call(*command: str | Path, cwd: Path = ROOT, status: int = 0) -> str:
     # Only what is installed counts, not what the caller's environment points to.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH", "TRITON_"))}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(OF_CALLER)}
+    environment["COLUMNS"] = "200"
     done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == status, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
@@ -96,6 +101,11 @@ def test_the_sdist_has_no_tests(built: Path) -> None:
     assert [name for name in sorted(names) if name.startswith(NOT_SHIPPED)] == []
 
 
+def in_repository(python: Path, root: Path, *arguments: str, status: int = 0) -> str:
+    """``python -m matrix`` where only the wheel is installed."""
+    return call(python, "-m", "matrix", *arguments, cwd=root, status=status)
+
+
 def environment(wheel: Path, folder: Path, extra: str = "") -> Path:
     """The Python of an environment that has the wheel and what it asks for, nothing else."""
     call(*UV, "venv", "--python", sys.executable, folder / "env")
@@ -113,7 +123,7 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def proof(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return environment(wheel, tmp_path_factory.mktemp("proof"), "[proof]")
+    return environment(wheel, tmp_path_factory.mktemp("proof"), "[proof,matrix]")
 
 
 def test_it_imports_with_nothing_optional(bare: Path, tmp_path: Path) -> None:
@@ -139,6 +149,32 @@ def test_the_proof_judges_a_patch_from_an_empty_folder(proof: Path, tmp_path: Pa
     assert "llama-tied" in (tmp_path / "report.html").read_text(encoding="utf-8")
     summary = call(proof, "-m", "convergence", "report", "records", cwd=tmp_path)
     assert f"| llama-tied/float32/{patch} |" in summary
+
+
+def test_the_matrix_of_a_kernel_package_runs_from_the_wheel(proof: Path, tmp_path: Path) -> None:
+    """The example, outside of this checkout: a cell runs, its record is accepted, and a wrong kernel fails the gate."""
+    root = tmp_path / "kernel_package"
+    shutil.copytree(ROOT / "examples" / "kernel_package", root, ignore=shutil.ignore_patterns("__pycache__", "build"))
+    call("git", "init", "--quiet", cwd=root)
+    for key, value in {"user.name": "Somebody", "user.email": "some@example.org"}.items():
+        call("git", "config", key, value, cwd=root)
+    listed = json.loads(in_repository(proof, root, "ci"))
+    assert [job["cell"] for job in listed["include"]] == ["tf4.56", "tf5.11", "tf5.23"]
+    assert "tf5.23" in in_repository(proof, root, "list")
+    assert "op passed, 1 passed" in in_repository(proof, root, "cell", "tf5.23", "--workers", "1")
+    judge = ("gate", "--no-run", "--cells", "tf5.23")
+    assert "nothing was ever" in in_repository(proof, root, *judge, status=1)
+    in_repository(proof, root, *judge, "--accept", "the first")
+    assert "gate: pass" in in_repository(proof, root, *judge)
+    kernel = root / "fast_silu" / "__init__.py"
+    right = kernel.read_text(encoding="utf-8")
+    kernel.write_text(right.replace("dy * s * (1 + x * (1 - s))", "dy * s * (1 + x * (1 + s))"), encoding="utf-8")
+    assert kernel.read_text(encoding="utf-8") != right
+    assert "stale record" in in_repository(proof, root, *judge, status=1)
+    in_repository(proof, root, "cell", "tf5.23", "--stages", "op", status=1)  # which takes seconds
+    said = in_repository(proof, root, *judge, status=1)
+    assert "failed case" in said
+    assert "gate: fail" in said
 
 
 def test_the_proof_does_nothing_to_another_run(proof: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ env_list = {names}
 {package}
 deps = -r {cells}/{{env_name}}.txt
 set_env =
-    UV_FIND_LINKS = {{env:PIP_FIND_LINKS:}}
+    UV_FIND_LINKS = {{env:UV_FIND_LINKS:{{env:PIP_FIND_LINKS:}}}}
     OMP_NUM_THREADS = 1
     TOKENIZERS_PARALLELISM = false
 pass_env =

@@ -48,3 +48,8 @@ class _SiLU(torch.autograd.Function):
 def silu(x: Tensor) -> Tensor:
     """``x * sigmoid(x)`` of a tensor of any shape, in its dtype."""
     return _SiLU.apply(x)
+
+
+def silu_ref(x: Tensor) -> Tensor:
+    """The same in plain torch."""
+    return torch.nn.functional.silu(x)

@@ -1,0 +1,66 @@
+"""When each release of a package was uploaded, as the package index that pip uses tells it (PEP 700)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from datetime import datetime
+
+from matrix.repository.config import number
+
+PYPI = "https://pypi.org/simple"
+_ACCEPT = "application/vnd.pypi.simple.v1+json"
+_WITH_VERSION = re.compile(r"[A-Za-z0-9._]+?-([0-9]+(?:\.[0-9]+)+)(?:-.*\.whl|\.tar\.gz|\.zip)")
+
+
+def indexes() -> list[str]:
+    """The indexes of pip's configuration that can tell dates: those with an address of the web."""
+    said = {"index-url": PYPI, "extra-index-url": "", **_pip()}
+    urls = [*said["index-url"].split(), *said["extra-index-url"].split()]
+    return [url.rstrip("/") for url in urls if url.startswith(("http://", "https://"))]
+
+
+def _pip() -> dict[str, str]:
+    """pip's configuration, by what a key ends in. Variables of the environment come last, and win."""
+    done = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
+    lines = sorted(done.stdout.splitlines(), key=lambda line: line.startswith(":env:"))
+    pairs = [line.partition("=") for line in lines]
+    return {key.rpartition(".")[2]: value.strip().strip("'\"") for key, _, value in pairs}
+
+
+@functools.cache
+def uploads(package: str) -> dict[str, datetime]:
+    """When the first file of each final release of ``package`` was uploaded, the oldest release first; releases that
+    were yanked are left out.
+
+    Raises:
+        ValueError: no index has the package, or none tells dates; with what each said.
+    """
+    found: dict[str, datetime] = {}
+    said, trusted = [], ssl.create_default_context(cafile=_pip().get("cert"))
+    for url in indexes():
+        address = f"{url}/{re.sub(r'[-_.]+', '-', package).lower()}/"
+        try:
+            request = urllib.request.Request(address, headers={"Accept": _ACCEPT})
+            with urllib.request.urlopen(request, timeout=60, context=trusted) as got:
+                files = json.load(got)["files"]
+        except (urllib.error.URLError, ValueError, KeyError, TypeError) as error:
+            said.append(f"{address}: {error}")
+            continue
+        for file in files:
+            version = _WITH_VERSION.fullmatch(str(file.get("filename")))
+            if version and file.get("upload-time") and not file.get("yanked"):
+                at = datetime.fromisoformat(str(file["upload-time"]).replace("Z", "+00:00"))
+                found[version[1]] = min(at, found.get(version[1], at))
+        said.append(f"{address}: no final release has a date")
+    if not found:
+        raise ValueError(
+            f"no index tells when {package} was released: {'; '.join(said) or 'pip has no index of the web'}"
+        )
+    return dict(sorted(found.items(), key=lambda item: number(item[0])))
