@@ -134,6 +134,9 @@ def test_a_cell_runs_in_the_environment_of_another_python(
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{metadata.parent.parent}" exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
+    for name, text in {"checks.py": "def test_a():\n    ", "kernels.py": KERNELS}.items():  # both run there
+        check = f"import os; assert os.environ['PYTHONPATH'] == {str(metadata.parent.parent)!r}\n"
+        (repository / name).write_text(text + check)
     assert command.main(["cell", CELL, "--python", str(python), "--workers", "1"]) == 1
     record = records.load(repository / "build" / "matrix" / f"{CELL}.json")
     assert record.deviations == [f"pytest is 0.1 instead of {pytest.__version__}"]

@@ -136,10 +136,11 @@ def test_a_wrong_configuration_is_named(
     ("edit", "whole", "tests", "speed"),
     [
         (("kernels/tests.py", "kernels/tests.py -q"), True, True, False),
+        (("python -m kernels", "run -m kernels"), True, False, True),
         (('newest = "latest"', ""), True, False, False),
         (("[tool.matrix]", "[tool.ruff]\nline-length = 100\n[tool.matrix]"), True, True, True),
     ],
-    ids=["a stage", "a kind", "another tool"],
+    ids=["a stage", "a program", "a kind", "another tool"],
 )
 def test_an_edit_of_a_stage_is_one_of_that_stage(
     edit: tuple[str, str], whole: bool, tests: bool, speed: bool, repository: Path

@@ -39,7 +39,7 @@ def answer(request: Any, **_: Any) -> io.BytesIO:
         for version, month in INDEX[package].items()
     ]
     files += [
-        {"filename": f"{package}-{version}.tar.gz", "upload-time": "2026-12-01T00:00:00Z"} for version in ("4.46.0",)
+        {"filename": f"{package}-{version}.tar.gz", "upload-time": "2026-12-01T00:00:00Z"} for version in ("5.2.0",)
     ]
     files += [{"filename": f"{package}-4.99.0.tar.gz", "upload-time": "2026-01-01T00:00:00Z", "yanked": "it is broken"}]
     files += [{"filename": f"{package}-5.9.0rc1.tar.gz", "upload-time": "2026-01-01T00:00:00Z"}]
