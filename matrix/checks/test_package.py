@@ -22,7 +22,7 @@ SHIPPED = ("liger_kernels", "convergence")
 OF_MATRIX = ("matrix/*.py", "matrix/repository/*.py")
 NOT_SHIPPED = (
     *("tests", "benchmarks", "tools", "examples", "conftest"),
-    *(f"matrix/{name}" for name in ("checks", "trainers", "cells", "baseline.json", "census.json")),
+    *(f"matrix/{name}" for name in ("checks/", "trainers/", "cells/", "baseline.json", "census.json")),
 )
 # What the package works without; a bare environment has none of it.
 OPTIONAL = ("transformers", "trl", "accelerate", "peft", "datasets", "rich", "pytest")
