@@ -15,10 +15,10 @@ from typing import Any
 
 from convergence.files import Unusable, read_json, write_json
 from convergence.tables import aligned, literal, markdown, visible
-from matrix import cells, runner
+from matrix import cells, records, runner
 
 ENVIRONMENT = "incident"
-PAGE = cells.ROOT / "docs" / "evidence" / "incidents.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "incidents.md"
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def requirements_of(cell: str, installed: str) -> list[str]:
     """The pins of a cell with those that ``installed`` names, separated by spaces, instead of them or in addition."""
     pins = cells.load_all()[cell].pins
     pins |= {
-        runner.canonical(package): version for package, _, version in (x.partition("==") for x in installed.split())
+        records.canonical(package): version for package, _, version in (x.partition("==") for x in installed.split())
     }
     return [f"{package}=={version}" for package, version in pins.items()]
 
