@@ -128,8 +128,8 @@ def products(monkeypatch):
     """Of which classes logits were computed: the weight's offset, how many, their strides, and how they are aligned."""
     found, compute = [], vocabulary_slabs.logits_of
 
-    def recorded(states, weight, bias, buffer, added=None):
-        logits = compute(states, weight, bias, buffer, added)
+    def recorded(states, weight, bias, buffer, *options):
+        logits = compute(states, weight, bias, buffer, *options)
         found.append((weight.storage_offset(), len(weight), logits.stride(), logits.data_ptr() % 16))
         return logits
 

@@ -38,7 +38,7 @@ def test_a_replaced_kernel_must_have_been_launched(kernel, launched, asked) -> N
 
     def failures(launches: dict[str, int]) -> list[tuple[str, str]]:
         verdict = Verdict()
-        _check_what_ran(verdict, baseline, Seen(Trajectory(), [], launches, 0, report), TrainerRecord("c", "f", "w"))
+        _check_what_ran(verdict, baseline, Seen(Trajectory(), [], launches, 0, report), TrainerRecord("sft", "f", "w"))
         return [(failure.statistic, failure.value) for failure in verdict.failures]
 
     assert failures(LAUNCHED) == [("not launched", kernel)] * asked

@@ -44,7 +44,8 @@ def linear_attention(model: nn.Module) -> list[Left]:
     for path, module in model.named_modules():
         cls = type(module)
         if cls not in names:
-            names[cls] = reads_of([cls.forward], cls).names
+            forward = getattr(cls, "forward", None)  # a class of TorchScript has none
+            names[cls] = set() if forward is None else reads_of([forward], cls).names
         if names[cls] & _PARTS[0].functions:
             parts = [part for part in _PARTS if names[cls] & part.functions]
             found += [Left(path, f"{cls.__name__}: {part.what}", _who(part)) for part in parts]

@@ -119,7 +119,8 @@ MUTANTS = (
             "    raise TypeError(\"forward() got an unexpected keyword argument 'past_key_values'\")\n<old>",
         source="P10", dies="raised"),
     _model("evaluation_loss_of_another_reduction", "In evaluation the loss is the sum over the tokens.",
-        "if labels is None or (state is None and not accuracy):\n    return output",
+        "if (labels is None and not (state is not None and state.gathers)) or (state is None and not accuracy):\n"
+            "    return output",
         "if labels is not None and not self.training:\n"
             "    output.loss = output.loss * labels.ne(-100).sum()\n<old>"),
     faults("ops.loss.token_chunks")("c11_loss_without_gradients_crashes",
