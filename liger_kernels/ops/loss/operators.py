@@ -36,7 +36,8 @@ def _as_arguments(call: Call, schedule: Schedule) -> tuple[Any, ...]:
     sizes: Any = schedule
     teacher = [] if call.teacher is None else call.teacher.as_numbers()
     options = call.options.as_numbers(), teacher, call.options.reduction, " ".join(call.options.extras)
-    return *call.tensors(), *options, [*call.needs], type(schedule).__name__, [s if isinstance(s, torch.SymInt) else int(s) for s in sizes]
+    numbers = [int(size) if isinstance(size, bool) else size for size in sizes]  # a dynamic program takes no bool
+    return *call.tensors(), *options, [*call.needs], type(schedule).__name__, numbers
 
 
 def _parsed(arguments: Sequence[Any]) -> tuple[Call, Any]:
