@@ -159,7 +159,7 @@ MUTANTS = (
     Mutant("gradient_with_a_nan", "One element of one gradient is NaN.", after=poison_gradient, dies="finite"),
     Mutant("gradient_missing", "One parameter gets no gradient.", after=drop_gradient, dies="missing"),
     _product("schedule_dropped_on_the_way", "The schedule that the patch was asked for never reaches the fused loss.",
-        "'memory': self.product.memory", "'memory': None",
+        "self.product.memory", "None",
         "test_patching_memory.py::test_what_was_chosen_runs_and_is_the_same"),
     _product("bias_of_the_logits_dropped", "What a model adds to its logits is not in the fused loss.",
         "added if bias is None else bias + added", "bias",

@@ -69,7 +69,7 @@ MUTANTS = (
         "test_patching_outputs.py::test_logits_of_weights_that_have_changed_are_refused"),
     _model("evaluation_computes_logits",
         "A forward without gradients computes its logits, whether anybody reads them or not.",
-        "output[name] = value.released()", "<old> if torch.is_grad_enabled() else value.materialize(None)",
+        "value.released()", "<old> if torch.is_grad_enabled() else value.materialize(None)",
         "test_a_forward_with_labels[no_grad]"),
     _head("backward_hook_on_the_head_ignored",
         "The head does not compute its logits although a hook on it expects their gradient.",
