@@ -12,7 +12,7 @@ import torch
 import liger_kernels
 from convergence.models.models import MODELS
 from tests.packing_checks import packed, samples
-from tests.patching_checks import tiny
+from tests.patching_checks import DEVICE, tiny
 
 pytestmark = pytest.mark.usefixtures("references_on_a_cpu")
 RULE, CONVOLUTION = "gated delta rule", "causal convolution"
@@ -71,7 +71,7 @@ def test_a_model_without_any() -> None:
 
 def test_it_leaks_where_it_says_so() -> None:
     """Told by position_ids alone, the second sample sees the first."""
-    model = hybrid().double().eval()
+    model = hybrid().double().eval().to(DEVICE)
     found = said(model)
     if not any("LEAKS" in reason for reason in found.values()):
         pytest.skip("both packages are installed")

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import liger_kernels
 from liger_kernels.ops.runtime.tiling import tiled
 from tests.ops_checks import Products
-from tests.patching_checks import batch, check_same, fallbacks, gradients, tiny, train
+from tests.patching_checks import DEVICE, batch, check_same, fallbacks, gradients, tiny, train
 
 KEPT = "recompute='mlp' kept what an MLP saves: {}"
 ROUNDINGS = 10  # to bfloat16, of a gradient on its way through two layers, each of at most 2^-9
@@ -70,7 +70,7 @@ def test_an_mlp_saves_its_input_alone(family: str) -> None:
     model = tiny(family, num_hidden_layers=1)
     patch(model)
     mlp: Any = model.model.layers[0].mlp
-    x = torch.randn(2, 9, mlp.down_proj.out_features, requires_grad=True)
+    x = torch.randn(2, 9, mlp.down_proj.out_features, device=DEVICE, requires_grad=True)
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
         mlp(x)
@@ -84,7 +84,7 @@ def test_checkpointing_costs_no_product_more(family: str, products: tuple[int, i
     model = tiny(family, num_hidden_layers=1)
     patch(model)
     mlp: Any = model.model.layers[0].mlp
-    x = torch.randn(2, 9, mlp.down_proj.out_features, requires_grad=True)
+    x = torch.randn(2, 9, mlp.down_proj.out_features, device=DEVICE, requires_grad=True)
     with Products() as forward:
         y = torch.utils.checkpoint.checkpoint(mlp, x, use_reentrant=False)
     with Products() as backward:
@@ -98,7 +98,7 @@ def test_dropout_draws_the_same_in_both_directions() -> None:
     model = with_adapters(tiny("llama", num_hidden_layers=1), dropout=0.5)
     patch(model)
     mlp = model.base_model.model.model.layers[0].mlp
-    x = torch.randn(2, 9, mlp.down_proj.out_features)
+    x = torch.randn(2, 9, mlp.down_proj.out_features, device=DEVICE)
     found = []
     for again in (True, False):
         some = x.clone().requires_grad_()
@@ -221,7 +221,7 @@ def test_frozen_weights_and_a_frozen_input() -> None:
         model = tiny(family, num_hidden_layers=1).requires_grad_(False)
         patch(model)
         mlp: Any = model.model.layers[0].mlp
-        x = torch.randn(2, 9, mlp.down_proj.out_features)
+        x = torch.randn(2, 9, mlp.down_proj.out_features, device=DEVICE)
         assert not mlp(x).requires_grad
         mlp.down_proj.weight.requires_grad_()
         mlp(x).sum().backward()
@@ -283,7 +283,7 @@ def test_a_result_of_zero_tokens() -> None:
     model = tiny("phi3", num_hidden_layers=1)
     patch(model)
     mlp: Any = model.model.layers[0].mlp
-    x = torch.randn(2, 0, mlp.down_proj.out_features, requires_grad=True)
+    x = torch.randn(2, 0, mlp.down_proj.out_features, device=DEVICE, requires_grad=True)
     y = mlp(x)
     assert y.shape == x.shape
     y.sum().backward()

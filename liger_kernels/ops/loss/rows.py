@@ -135,8 +135,12 @@ def _weight_sum(class_weight: torch.Tensor | None, options: LossOptions) -> torc
     return class_weight.sum() if class_weight is not None and options.label_smoothing else None
 
 
-def _ids_block(ids: torch.Tensor | None) -> dict[str, int]:
-    return {"IDS": 1 if ids is None else next_power_of_2(ids.shape[1])}
+def _with_ids(shape: dict[str, int], ids: torch.Tensor | None) -> dict[str, int]:
+    """``shape`` with so few rows a program that their chosen classes fit into its shared memory."""
+    if ids is None:
+        return {**shape, "IDS": 1}
+    block = next_power_of_2(ids.shape[1])
+    return {**shape, "ROWS": min(shape["ROWS"], max(1, 4096 // block)), "IDS": block}
 
 
 @choice("ids")
@@ -210,7 +214,7 @@ def forward_rows(
     dloss/dlogits over ``denominator`` (0-d, default 1). ``row_weight`` is float32 [tokens] and contiguous. ``rows.ids``
     get z of the classes ``ids``, [tokens, K] and contiguous: :func:`finish_ids` makes log-probabilities of them."""
     tokens, vocab = logits.shape
-    shape = _launch_shape(logits, passes=2)
+    shape = _with_ids(_launch_shape(logits, passes=2), ids)
     first, classes, carry = (None, None, None) if slab is None else slab
     extras = [rows.extras.get(name) for name in WRITTEN if name != OF_DIVERGENCE]
     # fmt: off
@@ -222,7 +226,7 @@ def forward_rows(
         ids, rows.ids, 0 if ids is None else ids.shape[1],
         grad, _row_stride(grad), denominator,
         carry, _row_stride(carry), first, classes,
-        tokens, vocab, *_as_arguments(options), **_ids_block(ids), PRECISE=logits.dtype == torch.float32,
+        tokens, vocab, *_as_arguments(options), PRECISE=logits.dtype == torch.float32,
         enable_fp_fusion=_FUSION, **lane_shape(shape, logits), **shape,
     )
     # fmt: on
@@ -250,9 +254,9 @@ def backward_rows(
     1, ``grad`` is left as it is: only the device knows, and nobody waits for it. With ``grad_entropy`` [tokens], the
     gradient of the rows' ``entropy`` times it is added, and that of chosen classes with ``ids``."""
     tokens, vocab = logits.shape
-    shape = _launch_shape(logits, passes=1)
     first, classes, _ = (None, None, None) if slab is None else slab
     chosen, of_ids, totals = (None, None, None) if ids is None else ids
+    shape = _with_ids(_launch_shape(logits, passes=1), chosen)
     # fmt: off
     launch(
         kernels._cross_entropy_bwd_kernel, (cdiv(tokens, shape["ROWS"]),), logits.device,
@@ -262,7 +266,7 @@ def backward_rows(
         entropy, grad_entropy, 0 if grad_entropy is None else grad_entropy.stride(0),
         chosen, of_ids, totals, _row_stride(totals), 0 if chosen is None else chosen.shape[1],
         first, classes,
-        tokens, vocab, *_as_arguments(options), **_ids_block(chosen), PRECISE=logits.dtype == torch.float32,
+        tokens, vocab, *_as_arguments(options), PRECISE=logits.dtype == torch.float32,
         enable_fp_fusion=_FUSION, **shape,
     )
     # fmt: on
