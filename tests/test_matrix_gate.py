@@ -18,8 +18,6 @@ from matrix.code import Code
 from matrix.records import CellRecord, Finding, StageResult
 from matrix.repository import config
 
-STAGES = config.here().stages
-
 CELL = Cell("tf9.9-trl9.9", "for this test", {}, "versions", "0123")
 CODE = "c0de"
 WORST = {"error ratio": {"value": 1.2, "bound": 2.4, "quantity": "loss", "step": "1"}}
@@ -187,17 +185,17 @@ def test_a_record_is_of_today_where_each_stage_runs_what_it_ran(
     change: str, decide: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever else changed: the digest of all source is another one."""
-    sources = Code()
+    sources, kinds = Code(), config.here().stages
 
     def of_other_source(record: CellRecord) -> None:
         record.code = "other"
         for result in record.stages:
-            result.code = next(sources.digest(s, on_gpu=False) for s in STAGES["versions"] if s.name == result.name)
+            result.code = next(sources.digest(s, on_gpu=False) for s in kinds["versions"] if s.name == result.name)
         if change == "code of a stage":
             record.stages[1].code = "other"
 
     names = ("models", "convergence") if change != "a stage is new" else ("models", "convergence", "packing")
-    monkeypatch.setitem(STAGES, "versions", tuple(stage for stage in STAGES["versions"] if stage.name in names))
+    monkeypatch.setitem(kinds, "versions", tuple(stage for stage in kinds["versions"] if stage.name in names))
     found = decide(of_other_source)
     assert failures(found) == ([] if change == "nothing" else [("stale record", CELL.name)])
     which = {"nothing": [], "code of a stage": ["convergence"], "a stage is new": ["packing"]}[change]

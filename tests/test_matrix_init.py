@@ -170,6 +170,17 @@ def test_the_indexes_are_those_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     assert index.indexes() == ["https://two.example/simple", "https://one.example/simple"]
 
 
+def test_without_a_configured_index_it_is_the_default_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {
+        "config": "",
+        "download": "  --retries <n>  How often (default 5 times).\n  -i  The index (default https://d.example/s/)",
+    }
+    monkeypatch.setattr(index, "_run_pip", lambda command, _: said[command])
+    assert index.indexes() == ["https://d.example/s"]
+    monkeypatch.undo()
+    assert index._DEFAULT.findall(index._run_pip("download", "--help"))  # what this pip prints
+
+
 def test_what_the_proof_needs_is_in_the_extra() -> None:
     extra = config.read(ROOT / "pyproject.toml")["project"]["optional-dependencies"]["proof"]
     names = {re.match(r"[\w-]+", line)[0] for line in extra}

@@ -313,9 +313,9 @@ def test_the_interpreter_describes_a_shape_once() -> None:
 def runs_mathematical_functions() -> float:
     """In the subprocess: how far ``libdevice``'s functions in the interpreter are from torch's."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from convergence.arms.interpreter import _define_libdevice
+    from convergence.arms.interpreter import define_libdevice
 
-    _define_libdevice()  # `prepare` leaves a process alone that imported Triton before it was told to interpret
+    define_libdevice()  # `prepare` leaves a process alone that imported Triton before it was told to interpret
     import triton
 
     global pow, rsqrt, tanh  # the interpreter sees no names of a function

@@ -20,7 +20,7 @@ def unsloth(job: AdapterJob) -> Any:
 
     config, folder = configuration(job), Path("model").absolute()
     write_folder(config, folder)
-    longest = max(job.lengths, default=131_072)  # a search for the longest sequence has no lengths before it runs
+    longest = max(job.lengths, default=config.max_position_embeddings)  # a search for the longest has no lengths yet
     checkpointing = CHECKPOINTING[job.checkpointing]
     with weights_of_the_others(job):
         model, _ = FastLanguageModel.from_pretrained(

@@ -23,7 +23,7 @@ def prepare() -> None:
     is used: in another process, the compiler would run what is replaced."""
     if isinstance(tl.sum, interpreter.InterpretedFunction):
         _repair_bfloat16()
-        _define_libdevice()
+        define_libdevice()
         from convergence.arms import hurried  # it takes Triton's own functions as they are now
 
         hurried.install()
@@ -47,7 +47,7 @@ def _repair_bfloat16() -> None:
     interpreter._convert_float = convert_float
 
 
-def _define_libdevice() -> None:
+def define_libdevice() -> None:
     """Give the interpreter CUDA's mathematical functions.
 
     It has no body for ``libdevice.tanh`` and others: they return None, and a kernel that calls one cannot run on a CPU.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import ssl
 import subprocess
@@ -14,24 +15,31 @@ from datetime import datetime
 
 from matrix.repository.config import number
 
-PYPI = "https://pypi.org/simple"
 _ACCEPT = "application/vnd.pypi.simple.v1+json"
+_DEFAULT = re.compile(r"\(default\s+(https?://\S+?)\)")  # of --index-url, as `pip download --help` tells it
 _WITH_VERSION = re.compile(r"[A-Za-z0-9._]+?-([0-9]+(?:\.[0-9]+)+)(?:-.*\.whl|\.tar\.gz|\.zip)")
 
 
 def indexes() -> list[str]:
     """The indexes of pip's configuration that can tell dates: those with an address of the web."""
-    said = {"index-url": PYPI, "extra-index-url": "", **_pip()}
-    urls = [*said["index-url"].split(), *said["extra-index-url"].split()]
+    said = _pip()
+    first = said.get("index-url") or "".join(_DEFAULT.findall(_run_pip("download", "--help"))[:1])
+    urls = [*first.split(), *said.get("extra-index-url", "").split()]
     return [url.rstrip("/") for url in urls if url.startswith(("http://", "https://"))]
 
 
 def _pip() -> dict[str, str]:
     """pip's configuration, by what a key ends in. Variables of the environment come last, and win."""
-    done = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
-    lines = sorted(done.stdout.splitlines(), key=lambda line: line.startswith(":env:"))
+    lines = sorted(_run_pip("config", "list").splitlines(), key=lambda line: line.startswith(":env:"))
     pairs = [line.partition("=") for line in lines]
     return {key.rpartition(".")[2]: value.strip().strip("'\"") for key, _, value in pairs}
+
+
+def _run_pip(*arguments: str) -> str:
+    """What pip prints. Its help breaks no line inside of an address where the terminal is wide."""
+    return subprocess.run(
+        [sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, env={**os.environ, "COLUMNS": "300"}
+    ).stdout
 
 
 @functools.cache

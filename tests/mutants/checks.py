@@ -391,7 +391,7 @@ MUTANTS = (
             "tl.atomic_add(dweight_ptr + col, tl.sum(dweight, axis=0), mask=in_row)")),
     _rows("loss_in_blocks_that_follow_the_batch",
         "A small batch is read in narrower blocks, so that a row is added up in another order.",
-        "rows, block = tile(tokens, vocab, max(1, 4096 // block), block, widest=8192)",
+        "rows, block = tile(tokens, vocab, max(1, _ELEMENTS // block), block, widest=8192)",
         "<old>\nblock = block if tokens > 8 else min(block, 1024)",
         "test_ops_determinism.py::test_promises_hold[cross_entropy, none-float32]"),
     _loss("entropy_gradient_without_the_entropy", "The entropy's gradient omits the entropy itself.",

@@ -36,7 +36,7 @@ def _as_arguments(call: Call, schedule: Schedule) -> tuple[Any, ...]:
     sizes: Any = schedule
     teacher = [] if call.teacher is None else call.teacher.as_numbers()
     options = call.options.as_numbers(), teacher, call.options.reduction, " ".join(call.options.extras)
-    numbers = [int(size) if isinstance(size, bool) else size for size in sizes]  # a dynamic program takes no bool
+    numbers = [size + 0 for size in sizes]  # a dynamic program takes no bool
     return *call.tensors(), *options, [*call.needs], type(schedule).__name__, numbers
 
 

@@ -95,6 +95,10 @@ def _aligned(logits: torch.Tensor) -> bool:
     return starts and logits.stride(0) % 16 == 0
 
 
+# Of the logits, or of the chosen classes, that one program holds where a row is short.
+_ELEMENTS = 4096
+
+
 @choice("cross_entropy")
 def _launch_shape(logits: torch.Tensor, passes: int) -> dict[str, int]:
     """Launch choices: 64 bytes a lane, several rows a program when a row is small. The longer a row, the fewer of them
@@ -105,9 +109,9 @@ def _launch_shape(logits: torch.Tensor, passes: int) -> dict[str, int]:
     size = logits.element_size()
     row_bytes = vocab * size if passes > 1 else 0
     block_bytes = 2**14 if row_bytes < 112 * 2**10 else 2**15 if row_bytes < 224 * 2**10 else 2**16
-    block, lane = (block_bytes // size, 64 // size) if _aligned(logits) else (4096, 16)
+    block, lane = (block_bytes // size, 64 // size) if _aligned(logits) else (_ELEMENTS, 16)
     block = min(next_power_of_2(vocab), block)
-    rows, block = tile(tokens, vocab, max(1, 4096 // block), block, widest=8192)
+    rows, block = tile(tokens, vocab, max(1, _ELEMENTS // block), block, widest=8192)
     if INTERPRET:
         rows = max(2, rows)  # one row goes through its blocks in another order
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(1, rows * block // (32 * lane)))}
@@ -140,7 +144,7 @@ def _with_ids(shape: dict[str, int], ids: torch.Tensor | None) -> dict[str, int]
     if ids is None:
         return {**shape, "IDS": 1}
     block = next_power_of_2(ids.shape[1])
-    return {**shape, "ROWS": min(shape["ROWS"], max(1, 4096 // block)), "IDS": block}
+    return {**shape, "ROWS": min(shape["ROWS"], max(1, _ELEMENTS // block)), "IDS": block}
 
 
 @choice("ids")
