@@ -50,7 +50,7 @@ def job_of(method: str, arm: str, tiny: bool = False) -> AdapterJob:
         checkpointing="own" if ARMS[arm].own else "hf",
         precision="bfloat16" if full else "trainer",
         tiny=tiny,
-        full=full,
+        trained="full" if full else "lora",
     )
 
 

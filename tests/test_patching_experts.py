@@ -129,6 +129,20 @@ def test_under_autocast_experts_run_themselves():
         assert bool(launches().get("_experts_sum_kernel")) != enabled
 
 
+def test_under_autocast_experts_of_its_dtype_run_on_the_kernel():
+    """As a Trainer with ``bf16=True`` trains a bfloat16 model."""
+    model = with_implementation(built("qwen3_moe", "Qwen3MoeForCausalLM"), "eager").to(torch.bfloat16)
+    batch = zoo_batch(model)
+
+    def train(model):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16):
+            return gradients(model, model(**batch).loss)
+
+    reset_launches()
+    check_same(model, train, ["experts"])
+    assert launches()["_experts_sum_kernel"]
+
+
 def test_adapters_on_the_parameters_of_experts():
     """peft gives the module another class while it runs, in which a parameter is computed."""
     peft = pytest.importorskip("peft")

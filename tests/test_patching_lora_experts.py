@@ -153,8 +153,12 @@ def test_the_models_of_transformers(family: tuple[str, str]) -> None:
     assert not report.never_ran
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_float32_adapters_of_16_bit_experts_are_as_near_to_float64_as_peft_s(dtype: torch.dtype) -> None:
+def test_float32_adapters_of_16_bit_experts_are_as_near_to_float64_as_peft_s(
+    dtype: torch.dtype, autocast: bool
+) -> None:
+    """Also under autocast of that dtype, as a Trainer with ``bf16=True`` runs them."""
     model = adapted(Mixture().to(DEVICE, dtype))
     assert {p.dtype for p in model.parameters()} == {dtype, torch.float32}
     patched = copy.deepcopy(model)
@@ -164,7 +168,8 @@ def test_float32_adapters_of_16_bit_experts_are_as_near_to_float64_as_peft_s(dty
     scores = torch.rand(12, 2).to(DEVICE)
     results = {}
     for name, m in (("peft", model), ("ours", patched), ("truth", copy.deepcopy(model).double())):
-        results[name] = step(m, lambda m, x: m.base_model.model.experts(x, ids, scores.to(x.dtype)))
+        with torch.autocast(DEVICE.type, dtype, enabled=autocast and name != "truth"):
+            results[name] = step(m, lambda m, x: m.base_model.model.experts(x, ids, scores.to(x.dtype)))
     assert not fallbacks(patched)
     for name, exact in results["truth"].items():
         ours, theirs = (results[who][name] for who in ("ours", "peft"))

@@ -3,14 +3,15 @@
 ``python -m benchmarks.adapters [--arms eager,ours,...] [--lengths 4096,...] [--quantised yes] [--json FILE]``
 
 A step is forward and backward of one sequence of random tokens, every position a target, without an optimizer. Adapters
-of rank 16 are on every linear layer. Each arm is a process of its own, with the same weights, adapters and tokens,
-drawn on the GPU by name. unsloth loads the model with its own loader, and checkpoints by itself: once on the GPU, once
-with its offload to the host. The loss and the norm of the gradient of each arm are compared with eager's: that catches
-an arm that computes something else, and proves nothing more. Times are the host's around steps that the device has
-finished, memory is the peak of a step. ``--check`` has the errors of the adapters' gradients next to float64 instead,
-of two layers; ``--from-start`` the seconds from the beginning of the process to the end of its third step, first with
-empty caches of compiled kernels, then with what the first run left in them. A package that is not installed is a row
-that says so. ``python -m benchmarks.adapters.page`` makes the page of the documentation from JSON files.
+of rank 16 are on every linear layer; ``--trained`` has DoRA, experts with adapters and every weight instead. Each arm
+is a process of its own, with the same weights, adapters and tokens, drawn on the GPU by name. unsloth loads the model
+with its own loader, and checkpoints by itself: once on the GPU, once with its offload to the host. The loss and the
+norm of the gradient of each arm are compared with eager's: that catches an arm that computes something else, and proves
+nothing more. Times are the host's around steps that the device has finished, memory is the peak of a step. ``--check``
+has the errors of the adapters' gradients next to float64 instead, of two layers; ``--from-start`` the seconds from the
+beginning of the process to the end of its third step, first with empty caches of compiled kernels, then with what the
+first run left in them. A package that is not installed is a row that says so. ``python -m benchmarks.adapters.page``
+makes the page of the documentation from JSON files.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 
 from benchmarks.adapters import report, steps
 from benchmarks.adapters.arms import ARMS, DEFAULT, OWN
-from benchmarks.adapters.job import CHECKPOINTING, PRECISIONS, TRUTH, AdapterJob
+from benchmarks.adapters.job import CHECKPOINTING, PRECISIONS, TRAINED, TRUTH, AdapterJob
 from benchmarks.process import add_options, check_options, run_module
 from convergence import files
 
@@ -59,6 +60,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="trainer", help="'trainer': float32 adapters under bfloat16 autocast"
     )
+    parser.add_argument(
+        "--trained",
+        choices=TRAINED,
+        default="lora",
+        help="'experts': LoRA of the Qwen3-MoE shape; 'full': every weight, of a bfloat16 base without autocast",
+    )
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a step (default 1)")
     parser.add_argument("--check", action="store_true", help="errors of the adapters' gradients next to float64")
     parser.add_argument("--from-start", action="store_true", help="seconds from the process's start to the third step")
     parser.add_argument("--layers", type=int, metavar="N", help="cut the model to its first N layers")
@@ -74,6 +82,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for kind, given, known in (("arms", options.arms, ARMS), ("checkpointing", options.checkpointing, CHECKPOINTING)):
         if unknown := sorted(set(given) - {*known} | {TRUTH} & {*given}):
             parser.error(f"unknown {kind} {unknown}; there are {[name for name in known if name != TRUTH]}")
+    if options.trained != "lora" and (options.check or options.from_start or options.quantised != "no"):
+        parser.error(f"--trained {options.trained} is measured with --quantised no, without --check and --from-start")
+    if options.trained == "full":
+        options.precision = "bfloat16"
     if options.check and options.from_start:
         parser.error("--check and --from-start are two runs; give one of them")
     default = [64] if options.tiny else LENGTHS[options.kind]
@@ -81,8 +93,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.lengths = [int(length) for length in options.lengths.split(",")] if options.lengths else [*default]
     except ValueError:
         parser.error(f"--lengths is {options.lengths!r}; it must be like 4096,16384")
-    if min(*options.lengths, options.repeats, options.layers or 1, 1) < 1:
-        parser.error("--lengths, --repeats and --layers must be at least 1")
+    if min(*options.lengths, options.batch, options.repeats, options.layers or 1, 1) < 1:
+        parser.error("--lengths, --batch, --repeats and --layers must be at least 1")
     options.layers = options.layers or (CHECKED_LAYERS if options.check else None)
     check_options(parser, options, ARMS)
     return options
@@ -138,6 +150,8 @@ def jobs(options: argparse.Namespace) -> Iterator[AdapterJob]:
                         options.layers,
                         options.tiny,
                         options.repeats,
+                        trained=options.trained,
+                        batch=options.batch,
                     )
 
 
@@ -181,7 +195,16 @@ def with_truth(planned: Sequence[AdapterJob], start: Start, folder: str) -> Iter
 def measure(options: argparse.Namespace, start: Start) -> Found:
     """Everything that the ``options`` name, as its JSON file has it, which is written again after each process."""
     found: Found = {"kind": options.kind, "command": options.command, "precision": options.precision}
-    found |= {"layers": options.layers, "tiny": options.tiny, "device": "", "versions": {}, "date": "", "rows": []}
+    found |= {
+        "trained": options.trained,
+        "batch": options.batch,
+        "layers": options.layers,
+        "tiny": options.tiny,
+        "device": "",
+        "versions": {},
+        "date": "",
+        "rows": [],
+    }
     versions: dict[str, dict[str, None]] = {}  # an arm's folder may have another one
     of_kind = {"steps": step_rows, "start": start_rows, "check": check_rows}[options.kind]
     with tempfile.TemporaryDirectory() as folder:

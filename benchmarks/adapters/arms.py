@@ -14,8 +14,8 @@ from typing import Any
 
 import liger_kernels
 from benchmarks import models
-from benchmarks.adapters.job import TRUTH, AdapterJob
-from benchmarks.adapters.model import ADAPTER, configuration, dequantised, load, write_folder
+from benchmarks.adapters.job import TRAINED, TRUTH, AdapterJob
+from benchmarks.adapters.model import ADAPTER, ADAPTERS, configuration, dequantised, load, write_folder
 from benchmarks.adapters.unsloth_loader import unsloth
 
 
@@ -28,28 +28,34 @@ class AdapterArm:
         needs: modules that must be there.
         distributions: what they are installed as.
         own: whether it has checkpointing of its own, in addition to transformers'.
+        trains: what it is measured with, beside LoRA.
     """
 
     build: Callable[[AdapterJob], Any]
     needs: tuple[str, ...] = ()
     distributions: tuple[str, ...] = ()
     own: bool = False
+    trains: tuple[str, ...] = TRAINED
 
     def absent(self, job: AdapterJob) -> str:
-        """Which module that the job needs is not installed; empty where all are."""
+        """Why the arm cannot be measured: a module is not installed, or it knows LoRA alone; empty where it can."""
         wanted = (*self.needs, "peft", *(["bitsandbytes"] if job.quantised else []))
+        if job.trained not in ("lora", *self.trains):
+            return f"it is not measured with {job.trained}"
         return next((f"{name} is not installed" for name in wanted if importlib.util.find_spec(name) is None), "")
 
 
 def with_peft(base: Any, job: AdapterJob) -> Any:
-    """``base`` with adapters on every linear layer, if there are any, and with transformers' checkpointing unless the
+    """``base`` with the job's adapters, if there are any, and with transformers' checkpointing unless the
     job has none."""
     model = base
     if not job.full:
         import peft
 
         base.requires_grad_(False)
-        model = peft.get_peft_model(base, peft.LoraConfig(r=job.rank, task_type="CAUSAL_LM", **ADAPTER))
+        model = peft.get_peft_model(
+            base, peft.LoraConfig(r=job.rank, task_type="CAUSAL_LM", **ADAPTER | ADAPTERS[job.trained])
+        )
     if job.checkpointing != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if not job.full:
@@ -122,8 +128,8 @@ ARMS = {
         for name, options in OPTIONS.items()
     },
     "liger": AdapterArm(liger, ("liger_kernel",), ("liger-kernel",)),
-    "axolotl": AdapterArm(axolotl, ("axolotl",), ("axolotl",)),
-    "unsloth": AdapterArm(unsloth, ("unsloth",), ("unsloth", "unsloth_zoo"), own=True),
+    "axolotl": AdapterArm(axolotl, ("axolotl",), ("axolotl",), trains=()),
+    "unsloth": AdapterArm(unsloth, ("unsloth",), ("unsloth", "unsloth_zoo"), own=True, trains=()),
     TRUTH: AdapterArm(truth),
 }
 OWN = ("eager", "ours", "ours-small", *OPTIONS)  # a failure of the others does not change the exit code

@@ -10,6 +10,7 @@ import torch
 
 CHECKPOINTING = ("none", "hf", "own")
 PRECISIONS = ("trainer", "bfloat16", "float32")
+TRAINED = ("lora", "dora", "experts", "full")
 TRUTH = "truth"  # the arm that is PEFT's own forward in float64
 
 
@@ -24,12 +25,14 @@ class AdapterJob:
         precision: "trainer" is a bfloat16 base and float32 adapters under bfloat16 autocast, as a Trainer with
             ``bf16=True`` runs what ``get_peft_model`` returns; "bfloat16" and "float32" are of one dtype, and
             without autocast.
-        lengths: tokens of the one sequence of a step, in the order in which they are measured.
+        lengths: tokens of a sequence of a step, in the order in which they are measured.
         layers: of the decoder; None means all.
         tiny: a decoder of 64 features, which a CPU runs.
         repeats: measured steps of a length, fewer where they take long.
         rank: of each adapter.
-        full: every weight is trained, and there are no adapters.
+        trained: "lora" and "dora" are adapters on every linear layer of the Llama-3 8B shape, "experts" LoRA on
+            attention and packed experts of the Qwen3-MoE shape, "full" every weight of the Llama-3 8B shape.
+        batch: sequences of a step.
         truth: the folder of the gradients that errors are relative to, in a check.
     """
 
@@ -42,8 +45,14 @@ class AdapterJob:
     tiny: bool = False
     repeats: int = 4
     rank: int = 16
-    full: bool = False
+    trained: str = "lora"
+    batch: int = 1
     truth: str = ""
+
+    @property
+    def full(self) -> bool:
+        """Whether there are no adapters."""
+        return self.trained == "full"
 
     @property
     def device(self) -> torch.device:

@@ -10,30 +10,41 @@ from typing import Any
 import torch
 
 from benchmarks.adapters.job import AdapterJob
-from benchmarks.models import Batch, cut, decoder, release
+from benchmarks.models import MODELS, Batch, cut, decoder, release
 from benchmarks.sharded import SHAPE
 
 TINY = decoder(hidden=64, inner=128, layers=2, heads=4, keys=2, classes=512)
+TINY_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTER: dict[str, Any] = {"lora_alpha": 16, "lora_dropout": 0.0, "bias": "none", "target_modules": TARGETS}
+# What peft's LoraConfig gets in addition.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "experts": {
+        "target_modules": TARGETS[:4],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+}
 
 
 def configuration(job: AdapterJob) -> Any:
-    from transformers import LlamaConfig
+    import transformers
 
-    shape = TINY if job.tiny else SHAPE
-    config = LlamaConfig(
-        **(cut(shape, job.layers) if job.layers else shape),
+    name = "Qwen3Moe" if job.trained == "experts" else "Llama"
+    shape = (MODELS["qwen3_moe"][1] if job.trained == "experts" else SHAPE) if not job.tiny else TINY
+    experts = TINY_EXPERTS if job.tiny and job.trained == "experts" else {}
+    config = getattr(transformers, f"{name}Config")(
+        **(cut(shape, job.layers) if job.layers else shape) | experts | {"tie_word_embeddings": False},
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=False,
         attention_dropout=0.0,
         use_cache=False,
         bos_token_id=0,
         eos_token_id=1,
         dtype=job.dtype,
-        architectures=["LlamaForCausalLM"],
+        architectures=[f"{name}ForCausalLM"],
     )
     config._attn_implementation = "sdpa"
     return config
@@ -100,6 +111,8 @@ def load(config: Any, job: AdapterJob, state: dict[str, torch.Tensor] | None = N
     """The base by transformers' own loading path, with weights that are on the device: no file is read."""
     from transformers import LlamaForCausalLM
 
+    if job.trained == "experts":
+        return with_experts(config, job)
     quantised = quantisation(job)
     options = {"quantization_config": quantised, **options} if quantised else options
     state = weights(config, job) if state is None else state
@@ -115,6 +128,15 @@ def load(config: Any, job: AdapterJob, state: dict[str, torch.Tensor] | None = N
     del state
     release()
     return model
+
+
+def with_experts(config: Any, job: AdapterJob) -> Any:
+    """A mixture of experts with transformers' own random weights, the same for each arm."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with job.device:
+        return AutoModelForCausalLM.from_config(config, dtype=job.dtype)
 
 
 def dequantised(model: Any) -> dict[str, torch.Tensor]:
@@ -156,8 +178,10 @@ def set_adapters(model: Any, job: AdapterJob) -> None:
 
 
 def batch(config: Any, length: int, job: AdapterJob) -> Batch:
-    """One sequence of random tokens; every position is a target."""
-    ids = torch.randint(4, config.vocab_size, (1, length), generator=generator(f"{length}", torch.device("cpu")))
+    """Sequences of random tokens; every position is a target."""
+    ids = torch.randint(
+        4, config.vocab_size, (job.batch, length), generator=generator(f"{length}", torch.device("cpu"))
+    )
     return {"input_ids": ids.to(job.device), "labels": ids.to(job.device)}
 
 

@@ -23,7 +23,7 @@ def caption(found: Result) -> str:
     """The command, and what else the figures depend on."""
     named = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     layers = f", {found['layers']} layers" if found["layers"] else ""
-    precision = _PRECISION[found["precision"]]
+    precision = _PRECISION[found["precision"]] if found["trained"] != "full" else "every weight, in bfloat16"
     return f"`{found['command']}`; {found['device']}, {named}, {found['date']}; {precision}{layers}."
 
 

@@ -126,7 +126,7 @@ MUTANTS = (
     _patch("experts_of_any_kind_of_tensor", "Tensors that are more than their numbers go to the kernels.",
         "all(type(t) in PLAIN for t in tensors)", "True", f"{_FORM}[another kind of tensor]"),
     _patch("experts_under_autocast", "Experts run on kernels under autocast, in another dtype than upstream's.",
-        "not torch.is_autocast_enabled(hidden.device.type)", "True", "test_under_autocast_experts_run_themselves"),
+        "autocast_dtype(hidden.device) in (None, hidden.dtype)", "True", "test_under_autocast_experts_run_themselves"),
     _patch("experts_whatever_the_implementation", "Experts run on kernels whichever way to multiply was chosen.",
         "_implementation(module) in _REPLACED", "True", f"{_AROUND}[another way to multiply]"),
 )

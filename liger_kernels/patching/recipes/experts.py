@@ -19,6 +19,7 @@ from torch import nn
 
 from liger_kernels.ops import GluFormula, experts, experts_ref, packed_glu, packed_glu_ref
 from liger_kernels.ops.runtime.compiling import left_to_inductor
+from liger_kernels.ops.runtime.dispatch import autocast_dtype
 from liger_kernels.patching.reads import reads_of
 from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.glu import skips_watched
@@ -137,8 +138,8 @@ def _takes(module: nn.Module, mixed: bool, hidden: Any, ids: Any, weights: Any, 
         and all(t.dtype == hidden.dtype for t in parameters)
         and (weights.dtype == hidden.dtype or (mixed and weights.dtype == torch.float32))
         and all(t.device == hidden.device for t in tensors)
-        # The loop casts under autocast, the grouped products do not.
-        and not torch.is_autocast_enabled(hidden.device.type)
+        # Under autocast the loop casts, and the grouped products do not. Where everything has that dtype, nothing does.
+        and autocast_dtype(hidden.device) in (None, hidden.dtype)
         and _implementation(module) in _REPLACED
         and unchanged(module)
         and not skips_watched(module, set())
