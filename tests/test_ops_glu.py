@@ -22,6 +22,7 @@ from liger_kernels.ops import (
     swiglu_linear_ref,
     swiglu_ref,
 )
+from liger_kernels.ops._glu import ACTIVATIONS, _linear
 from liger_kernels.ops.runtime.dispatch import launch
 from tests.ops_checks import DTYPES, randn
 
@@ -176,3 +177,24 @@ def test_linear_under_autocast(device, linear_op, dtype) -> None:
 def test_bad_linear(device, linear_op, change, message) -> None:
     with pytest.raises(ValueError, match=message):
         linear_op[0](*change(*linear_leaves(device, 3, 5, dtype=torch.float32)))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("frozen", [set(), {0}, {1}, {2}], ids=str)
+def test_gradients_lie_over_a_gate_and_an_up_that_are_owned(device, activation, frozen) -> None:
+    """They are bit for bit those of tensors of their own; over what is kept for another backward they do not lie."""
+    leaves = [t.requires_grad_(i not in frozen) for i, t in enumerate(linear_leaves(device, 64, 130))]
+    both = {}
+    for owned in (False, True):
+        gate, up = (t.clone() for t in leaves[:2])
+        before = gate.clone(), up.clone()
+        y = _linear(gate, up, *leaves[2:], activation, owned=owned)
+        wanted = [t for t in leaves if t.requires_grad]
+        passes = []
+        for retain in (True, False):
+            passes.append(torch.autograd.grad(y.square().sum(), wanted, retain_graph=retain))
+            changed = [not torch.equal(t, was) for t, was in zip((gate, up), before, strict=True)]
+            assert changed == [owned and not retain and i not in frozen for i in (0, 1)]
+        both[owned] = passes
+        assert all(map(torch.equal, passes[0], passes[1]))
+    assert all(map(torch.equal, both[False][0], both[True][0]))

@@ -39,6 +39,7 @@ from liger_kernels.ops.runtime.dispatch import (
     triton,
     use_triton,
 )
+from liger_kernels.ops.runtime.kept import keeps_graph
 from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, next_power_of_2, tile
 
 Approximate = Annotated[str, one_of(("tanh", "none"))]
@@ -81,7 +82,13 @@ def geglu_linear_ref(
     return F.linear(geglu_ref(gate, up, approximate=approximate), weight, bias)
 
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")  # those of the kernels
+# By the kernels' activations.
+_REFERENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "silu": swiglu_ref,
+    "gelu_tanh": geglu_ref,
+    "gelu": partial(geglu_ref, approximate="none"),
+}
+ACTIVATIONS = tuple(_REFERENCES)
 
 # To the right of a tensor: the interpreter does not multiply a constant by one.
 _COMPILED = tl.constexpr(not INTERPRET)
@@ -153,7 +160,8 @@ def _glu_bwd_kernel(
     n_rows, n_cols, row_blocks,
     ACTIVATION: tl.constexpr, PRODUCT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """``dgate_ptr`` or ``dup_ptr`` may be None: not computed. With ``PRODUCT``, dy becomes the forward's y."""
+    """``dgate_ptr`` or ``dup_ptr`` may be None: not computed. Either may be the memory of gate or of up. With
+    ``PRODUCT``, dy becomes the forward's y."""
     program = tl.program_id(0)
     row = (program // row_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = (program % row_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -162,11 +170,11 @@ def _glu_bwd_kernel(
     gate = tl.load(gate_ptr + row * gate_stride + col, mask=mask, other=0.0).to(tl.float32)
     act, slope = _activate(gate, ACTIVATION)
     act = act.to(gate_ptr.dtype.element_ty).to(tl.float32)
+    if PRODUCT or dgate_ptr is not None:  # before anything is stored, which may be over it
+        up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
     if dup_ptr is not None:
         dup = dy * act
         tl.store(dup_ptr + row * n_cols + col, dup.to(dup_ptr.dtype.element_ty), mask=mask)
-    if PRODUCT or dgate_ptr is not None:
-        up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)
     if dgate_ptr is not None:
         dgate = dy * up * slope
         tl.store(dgate_ptr + row * n_cols + col, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
@@ -206,12 +214,24 @@ def _product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Ten
 
 
 def unit_gradients(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str, needs: tuple[bool, bool], product: bool
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    needs: tuple[bool, bool],
+    product: bool,
+    in_place: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of gate and up as far as ``needs`` says. With ``product``, ``dy`` becomes the forward's y; it must
-    then be contiguous."""
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if needs[0] else None
-    dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if needs[1] else None
+    then be contiguous. With ``in_place`` gate and up, where they are contiguous, become their gradients."""
+    dgate, dup = (
+        None
+        if not needed
+        else t.detach()
+        if in_place and t.is_contiguous()
+        else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for t, needed in ((gate, needs[0]), (up, needs[1]))
+    )
     n_rows, n_cols, (dy_rows, gate_rows, up_rows) = _as_2d(dy, gate, up)
     grid, row_blocks, shape = _launch_shape(n_rows, n_cols)
     tensors, sizes = (*dy_rows, *gate_rows, *up_rows, dgate, dup), (n_rows, n_cols, row_blocks)
@@ -238,7 +258,11 @@ class GLUFunction(torch.autograd.Function):
 
 class GLULinearFunction(torch.autograd.Function):
     """Saves the caller's gate, up and weight, and not the product, which lies between them, nor what autocast makes of
-    weight. With ``first`` it returns an anchor."""
+    weight. With ``first`` it returns an anchor.
+
+    With ``owned`` nobody else reads gate and up. Unless the graph is kept for another backward, their gradients are
+    written over them, so that three tensors of their size exist there, and not five.
+    """
 
     @staticmethod
     def forward(
@@ -250,9 +274,10 @@ class GLULinearFunction(torch.autograd.Function):
         activation: str,
         dtype: torch.dtype,
         first: bool,
+        owned: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(gate, up, weight)
-        ctx.activation = activation
+        ctx.activation, ctx.owned = activation, owned
         if first:
             return anchor((*gate.shape[:-1], weight.shape[0]), dtype, gate.device)
         return _glu_linear(gate, up, weight, bias, activation, dtype)
@@ -267,12 +292,13 @@ class GLULinearFunction(torch.autograd.Function):
         if needs_gate or needs_up:
             # The product's gradient; it becomes the product where that is needed.
             y = torch.mm(rows, in_dtype(weight, dtype)).view(gate.shape)
-            dgate, dup = unit_gradients(y, gate, up, ctx.activation, (needs_gate, needs_up), product=needs_weight)
+            in_place, needs = ctx.owned and not keeps_graph(), (needs_gate, needs_up)
+            dgate, dup = unit_gradients(y, gate, up, ctx.activation, needs, product=needs_weight, in_place=in_place)
         elif needs_weight:
             y = in_dtype(_product(gate, up, ctx.activation), dtype)
         if needs_weight:
             dweight = in_dtype(torch.mm(rows.t(), y.view(-1, y.shape[-1])), weight.dtype)
-        return dgate, dup, dweight, rows.sum(0) if needs_bias else None, None, None, None
+        return dgate, dup, dweight, rows.sum(0) if needs_bias else None, *[None] * 4
 
 
 def _glu_linear(
@@ -382,11 +408,11 @@ def _linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str,
-    ref: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    owned: bool = False,
 ) -> torch.Tensor:
     _check_linear(gate, up, weight, bias)
     if not _runs_kernel(gate, up):
-        return F.linear(ref(gate, up), weight, bias)
+        return F.linear(_REFERENCES[activation](gate, up), weight, bias)
     autocast, bias = autocast_dtype(gate.device), as_autocast(bias, gate.device)
     dtype = autocast or torch.promote_types(gate.dtype, up.dtype)
     of_weight = weight.dtype if autocast is None or weight.dtype == torch.float64 else dtype
@@ -394,8 +420,16 @@ def _linear(
         given = f"{of_weight} on {weight.device}" + ("" if bias is None else f", {bias.dtype} on {bias.device}")
         raise ValueError(f"weight (and bias) are {given}; the product is {dtype} on {gate.device}: cast or move them")
     first = saves_first()
-    out = _apply(GLULinearFunction, gate, up, weight, bias, activation, dtype, first)
+    out = _apply(GLULinearFunction, gate, up, weight, bias, activation, dtype, first, owned)
     return Computed.apply(partial(_glu_linear, gate, up, weight, bias, activation, dtype), out) if first else out
+
+
+def glu_linear_of_owned(
+    gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """:func:`swiglu_linear` or :func:`geglu_linear` of a gate and up that nobody else has: the backward may overwrite
+    them."""
+    return _linear(gate, up, weight, bias, activation, owned=True)
 
 
 @checked_op
@@ -417,7 +451,7 @@ def swiglu_linear(
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape or device.
     """
-    return _linear(gate, up, weight, bias, "silu", swiglu_ref)
+    return _linear(gate, up, weight, bias, "silu")
 
 
 @checked_op
@@ -441,4 +475,4 @@ def geglu_linear(
     Raises:
         TypeError, ValueError: for an argument of a wrong dtype, shape, device or name.
     """
-    return _linear(gate, up, weight, bias, _gelu(approximate), partial(geglu_ref, approximate=approximate))
+    return _linear(gate, up, weight, bias, _gelu(approximate))

@@ -115,7 +115,7 @@ MUTANTS = (
     _unit("mlp_product_not_made_again", "Down's A has a gradient by what is not h.",
         "PRODUCT=product", "PRODUCT=False", _MLP),
     _mlp("mlp_kept_graph_overwritten", "Gradients are written over products of a graph that is kept.",
-        "_keeps_graph()", "False", "test_a_graph_is_walked_as_often_as_it_is_kept[plain-]"),
+        "keeps_graph()", "False", "test_a_graph_is_walked_as_often_as_it_is_kept[plain-]"),
     _several("several_gradient_of_one_input", "x has the gradient of the first projection alone.",
         "dx.addmm_(dy, w)", "dx", _MLP),
     _several("several_ranks_of_the_first", "Each projection reads the ranks of the first one.",

@@ -58,11 +58,9 @@ from liger_kernels.ops.lora.projection import (
 from liger_kernels.ops.runtime.anchor import Computed, anchor, saves_first
 from liger_kernels.ops.runtime.arguments import checked, checked_op, one_of
 from liger_kernels.ops.runtime.dispatch import as_values, backward_once
-from liger_kernels.ops.runtime.kept import keep, kept
+from liger_kernels.ops.runtime.kept import keep, keeps_graph, kept
 from liger_kernels.ops.runtime.tiling import choice
 
-# Whether the graph is kept for another backward. Where torch does not say, it may be.
-_keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _UNITS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -192,7 +190,7 @@ class GatedMLPFunction(torch.autograd.Function):
             needs_of(ctx.kinds, needs),
             needs_x,
             ctx.activation,
-            in_place=not _keeps_graph(),
+            in_place=not keeps_graph(),
         )
         return None if dx is None else dx.view(x.shape), None, None, None, *gradients
 

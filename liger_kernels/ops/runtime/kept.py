@@ -7,10 +7,13 @@ package frees and fills in place. As with a saved tensor, a change in place befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+# Whether the graph is kept for another backward. Where torch does not say, it may be.
+keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 def keep(ctx: Any, tensors: Sequence[torch.Tensor | None]) -> None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from liger_kernels.ops import gated_mlp, geglu, geglu_linear, swiglu, swiglu_linear
+from liger_kernels.ops._glu import glu_linear_of_owned
 from liger_kernels.ops.lora.gated_mlp import gated_mlp_of_checked
 from liger_kernels.ops.runtime.anchor import anchors_only
 from liger_kernels.ops.runtime.compiling import left_to_inductor
@@ -82,6 +83,8 @@ class GluRecipe(Recipe):
         down = getattr(module, self.down)
         if _plain_weights(down) is not None:
             weight, bias = (step.like(down, name, step.linear) for name in ("weight", "bias"))
+            if self.up is not None and all(_plain_weights(getattr(module, name)) for name in (self.gate, self.up)):
+                fused_linear = partial(glu_linear_of_owned, activation=self.activation)
             return (partial(fused_linear, gate, up, weight, bias),)
         return (partial(fused, gate, up),)
 
@@ -127,9 +130,10 @@ def _run(mlp: Any, recipe: GluRecipe, x: torch.Tensor, backward_only: bool = Fal
     linear = _just_linear(down, gate, up)
     if linear is None:
         return down(fused(gate, up))
-    if not backward_only:
-        return fused_linear(gate, up, *linear)
-    with anchors_only():
+    if recipe.up is not None and all(_plain_weights(getattr(mlp, name)) for name in (recipe.gate, recipe.up)):
+        # What a linear layer returns is kept by nobody else.
+        fused_linear = partial(glu_linear_of_owned, activation=recipe.activation)
+    with anchors_only(backward_only):
         return fused_linear(gate, up, *linear)
 
 
