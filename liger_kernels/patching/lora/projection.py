@@ -1,12 +1,15 @@
 """A projection of a gated MLP or of attention as values: what an op multiplies by itself, in place of a module.
 
 A module is taken so only where calling it is F.linear of its weight, plus its adapters, and nothing else. A weight that
-bitsandbytes keeps in four bits is made dense by its own function.
+bitsandbytes keeps in NF4 is made dense by a kernel, one of another four bits by bitsandbytes' own function.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +18,7 @@ import torch
 from torch import nn
 
 from liger_kernels.ops import Projection
+from liger_kernels.ops.lora.nf4 import NestedScales, Nf4, dense_nf4
 from liger_kernels.ops.lora.projection import as_it_is, runs_as_one
 from liger_kernels.patching.lora.adapters import Adapter, adapters_of, foreseen_adapters
 from liger_kernels.patching.recipes import probe
@@ -111,10 +115,77 @@ def weights_of(base: Any, x: torch.Tensor, kind: type | None = None) -> _Weights
     if bitsandbytes is None or kind is not bitsandbytes.nn.Linear4bit:
         return None
     state = getattr(weight, "quant_state", None)
-    if state is None or getattr(state, "packing_format_for_cpu", False) or weight.device != x.device:
+    if state is None or getattr(state, "packing_format_for_cpu", False) or state.absmax.device != x.device:
         return None
     if base.compute_type_is_set and base.compute_dtype not in (None, x.dtype):
         return None  # it casts x, and what comes of it back
     if bias is not None and bias.dtype != x.dtype:
         return None
-    return weight, bias, partial(bitsandbytes.functional.dequantize_4bit, quant_state=state), state.shape
+    return weight, bias, _dense_of(weight, state, bitsandbytes), state.shape
+
+
+class _Read(NamedTuple):
+    """A state of bitsandbytes as it was read. Neither the state nor its weight is held, or both would stay forever."""
+
+    state: Callable[[], Any]
+    tensors: tuple[Any, ...]
+    nf4: Nf4 | None
+
+
+_read: dict[int, _Read] = {}  # by the id of a state that is alive
+
+
+def _dense_of(weight: torch.Tensor, state: Any, bitsandbytes: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes ``weight`` dense. A state is read once, and again where one of its tensors is another one."""
+    inner, key = state.state2, id(state)
+    tensors = (
+        id(weight),
+        state.absmax,
+        state.code,
+        state.offset,
+        inner and inner.absmax,
+        inner and inner.code,
+        state.dtype,
+    )
+    known = _read.get(key)
+    same = known is not None and known.state() is state and known.tensors[0] == tensors[0]
+    if known is None or not same or not all(map(operator.is_, known.tensors[1:], tensors[1:])):
+        with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' class of parameters takes long to say what it is
+            nf4 = _nf4(weight, state)
+        known = _read[key] = _Read(weakref.ref(state, lambda _: _read.pop(key, None)), tensors, nf4)
+    if known.nf4 is None:
+        return partial(bitsandbytes.functional.dequantize_4bit, quant_state=state)
+    return partial(dense_nf4, state=known.nf4)
+
+
+def _nf4(weight: torch.Tensor, state: Any) -> Nf4 | None:
+    """How bitsandbytes keeps ``weight`` in NF4; None where it is kept in another way."""
+    nested, n_numbers = None, weight.numel() * 2
+    if (
+        state.quant_type != "nf4"
+        or weight.dtype is not torch.uint8
+        or weight.shape != (weight.numel(), 1)
+        or not weight.is_contiguous()
+        or weight.device != state.absmax.device
+        or math.prod(state.shape) != n_numbers
+        or state.dtype not in PROBED
+        or not _is_vector(state.code, 16, torch.float32)
+    ):
+        return None
+    n_scales = -(-n_numbers // state.blocksize)
+    if inner := state.state2:
+        if (
+            inner.state2
+            or not _is_vector(inner.code, 256, torch.float32)
+            or not _is_vector(inner.absmax, -(-n_scales // inner.blocksize), torch.float32)
+            or not _is_vector(state.offset, 1, torch.float32)
+        ):
+            return None
+        nested = NestedScales(inner.code, inner.absmax, inner.blocksize, state.offset)
+    if not _is_vector(state.absmax, n_scales, torch.uint8 if inner else torch.float32):
+        return None
+    return Nf4(state.code, state.absmax, state.blocksize, state.shape, state.dtype, nested)
+
+
+def _is_vector(t: Any, size: int, dtype: torch.dtype) -> bool:
+    return type(t) in PLAIN and t.dtype is dtype and t.numel() == size and t.is_contiguous()

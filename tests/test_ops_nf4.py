@@ -1,0 +1,108 @@
+"""A weight of bitsandbytes' NF4 as a dense matrix: bitsandbytes' own numbers, to the last bit."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from liger_kernels import ops
+from liger_kernels.ops.lora.nf4 import NestedScales, Nf4, dense_nf4, dense_nf4_ref
+from liger_kernels.patching.lora.projection import weights_of
+from tests.patching_checks import DEVICE
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = ((33, 96), (3, 22), (1, 1042))  # the last two have a block that is not full
+
+
+def quantised(size: tuple[int, int], dtype: torch.dtype, **options: Any) -> Any:
+    """bitsandbytes' layer of a random weight of very different rows."""
+    torch.manual_seed(0)
+    weight = (torch.randn(size) * torch.logspace(-3, 3, size[0])[:, None]).to(dtype)
+    layer = bitsandbytes.nn.Linear4bit(size[1], size[0], bias=False)
+    layer.weight = bitsandbytes.nn.Params4bit(
+        weight, requires_grad=False, **{"quant_type": "nf4", "module": layer} | options
+    )
+    return layer.to(DEVICE)
+
+
+def both(layer: Any, dtype: torch.dtype) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """What makes the weight dense in a call, the matrix that it makes, and bitsandbytes'."""
+    weights = weights_of(layer, torch.zeros(1, layer.in_features, dtype=dtype, device=DEVICE))
+    assert weights is not None
+    weight, _, dense, shape = weights
+    assert tuple(shape) == (layer.out_features, layer.in_features)
+    return dense, dense(weight), bitsandbytes.functional.dequantize_4bit(weight, layer.weight.quant_state)
+
+
+@pytest.mark.parametrize("blocks", [32, 256])
+@pytest.mark.parametrize("nested", [False, True], ids=["scales", "nested"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_bits_are_those_of_bitsandbytes(
+    size: tuple[int, int], dtype: torch.dtype, nested: bool, blocks: int
+) -> None:
+    layer = quantised(size, dtype, compress_statistics=nested, blocksize=blocks)
+    ops.reset_launches()
+    dense, ours, theirs = both(layer, dtype)
+    assert ops.launches() == {"_nf4_kernel": 1}
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch.testing.assert_close(dense_nf4_ref(layer.weight.data, dense.keywords["state"]), theirs, rtol=0, atol=0)
+
+
+def test_more_blocks_of_scales_than_one() -> None:
+    _, ours, theirs = both(quantised((256, 160), torch.bfloat16), torch.bfloat16)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+ODD = {
+    "fp4": lambda: quantised((64, 64), torch.bfloat16, quant_type="fp4"),
+    "kept as another dtype": lambda: quantised((64, 64), torch.bfloat16, quant_storage=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_kept_in_another_way_is_left_to_bitsandbytes(kind: str) -> None:
+    ops.reset_launches()
+    dense, ours, theirs = both(ODD[kind](), torch.bfloat16)
+    assert dense.func is bitsandbytes.functional.dequantize_4bit
+    assert not ops.launches()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_a_weight_that_is_quantised_again_is_read_again() -> None:
+    layer = quantised((64, 64), torch.bfloat16)
+    both(layer, torch.bfloat16)
+    state = layer.weight.quant_state
+    state.absmax = state.absmax.flip(0)
+    _, ours, theirs = both(layer, torch.bfloat16)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["nf4", *ODD])
+def test_what_was_read_dies_with_the_layer(kind: str) -> None:
+    layer = quantised((64, 64), torch.bfloat16) if kind == "nf4" else ODD[kind]()
+    both(layer, torch.bfloat16)
+    state, absmax = weakref.ref(layer.weight.quant_state), weakref.ref(layer.weight.quant_state.absmax)
+    del layer
+    gc.collect()
+    assert state() is absmax() is None
+
+
+def test_scales_without_nesting_of_a_strangers_code() -> None:
+    """The code is read, and none is assumed."""
+    code, scales = torch.arange(16.0, device=DEVICE), torch.tensor([1.0, 10.0], device=DEVICE)
+    packed = torch.arange(32, dtype=torch.uint8, device=DEVICE).reshape(-1, 1)
+    found = dense_nf4(packed, Nf4(code, scales, 32, (2, 32), torch.float32, None))
+    numbers = [digit for byte in range(32) for digit in divmod(byte, 16)]
+    expected = torch.tensor(numbers, dtype=torch.float32, device=DEVICE).reshape(2, 32) * scales[:, None]
+    assert torch.equal(found, expected)
+    nested = NestedScales(torch.arange(256.0, device=DEVICE), scales[1:], 256, torch.tensor(0.5, device=DEVICE))
+    eight = torch.tensor([3, 200], dtype=torch.uint8, device=DEVICE)
+    found = dense_nf4(packed, Nf4(code, eight, 32, (2, 32), torch.float32, nested))
+    assert torch.equal(found, expected / scales[:, None] * torch.tensor([[30.5], [2000.5]], device=DEVICE))
