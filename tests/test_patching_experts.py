@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import liger_kernels
+from convergence.judge.tolerance import three_way
 from convergence.op.call import check_call
 from liger_kernels.ops import GluFormula, launches, packed_glu_ref, reset_launches
 from liger_kernels.patching.recipes.experts import ExpertsRecipe, Parameters, recognise_experts
@@ -129,18 +130,39 @@ def test_under_autocast_experts_run_themselves():
         assert bool(launches().get("_experts_sum_kernel")) != enabled
 
 
-def test_under_autocast_experts_of_its_dtype_run_on_the_kernel():
-    """As a Trainer with ``bf16=True`` trains a bfloat16 model."""
-    model = with_implementation(built("qwen3_moe", "Qwen3MoeForCausalLM"), "eager").to(torch.bfloat16)
-    batch = zoo_batch(model)
+@pytest.mark.parametrize("of_weights", [torch.bfloat16, torch.float32], ids=str)
+def test_under_autocast_experts_of_its_dtype_run_on_the_kernel(of_weights):
+    """As a Trainer with ``bf16=True`` trains a bfloat16 model. The router is no part of it: rounding may choose another
+    expert."""
+    base = with_implementation(built("qwen3_moe", "Qwen3MoeForCausalLM"), "eager")
+    part = nn.ModuleList([experts_of(base)[0]]).to(torch.bfloat16)
+    n_experts, _, hidden = part[0].gate_up_proj.shape
+    x = torch.randn(12, hidden).to(DEVICE, torch.bfloat16)
+    ids, weights = (
+        torch.stack([torch.randperm(n_experts)[:2] for _ in range(12)]).to(DEVICE),
+        torch.rand(12, 2).to(DEVICE),
+    )
 
-    def train(model):
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16):
-            return gradients(model, model(**batch).loss)
+    def step(model, dtype=torch.bfloat16):
+        given, scores = x.to(dtype).requires_grad_(), weights.to(torch.promote_types(of_weights, dtype))
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            y = model[0](given, ids, scores.requires_grad_())
+        y.backward(torch.ones_like(y))
+        return {
+            "y": y.detach(),
+            "x": given.grad,
+            "weights": scores.grad,
+            **{n: p.grad for n, p in model.named_parameters()},
+        }
 
+    truth, own = step(copy.deepcopy(part).double(), torch.float64), step(copy.deepcopy(part))
+    liger_kernels.patch(part, ["experts"])
     reset_launches()
-    check_same(model, train, ["experts"])
+    ours = step(part)
     assert launches()["_experts_sum_kernel"]
+    for name, exact in truth.items():
+        assert ours[name].dtype == own[name].dtype
+        three_way(ours[name], own[name], exact, torch.bfloat16, name, chain=4)
 
 
 def test_adapters_on_the_parameters_of_experts():
