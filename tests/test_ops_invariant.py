@@ -15,8 +15,8 @@ import torch
 from liger_kernels.ops import CountedTargets, LoraAdapter, linear_cross_entropy, linear_log_probs
 from liger_kernels.ops._row_blocks import invariant_linear
 from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
-from liger_kernels.ops.loss.schedule import NO_GRADIENTS, Needs
-from liger_kernels.ops.loss.vocabulary_slabs import VocabularySlabs
+from liger_kernels.ops.loss.schedules.schedule import NO_GRADIENTS, Needs
+from liger_kernels.ops.loss.schedules.vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops.runtime.tiling import tiled
 from tests.linear_cross_entropy_checks import ALL, Case, LogProbs, chunks_of
 from tools.determinism import same_bits

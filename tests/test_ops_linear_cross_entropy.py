@@ -22,9 +22,9 @@ from liger_kernels.ops.loss.linear_cross_entropy import (
 )
 from liger_kernels.ops.loss.operators import _as_arguments, backward_op, forward_op
 from liger_kernels.ops.loss.options import WRITTEN, LossOptions
-from liger_kernels.ops.loss.schedule import Call, Needs
-from liger_kernels.ops.loss.token_chunks import TokenChunks
-from liger_kernels.ops.loss.vocabulary_slabs import VocabularySlabs
+from liger_kernels.ops.loss.schedules.schedule import Call, Needs
+from liger_kernels.ops.loss.schedules.token_chunks import TokenChunks
+from liger_kernels.ops.loss.schedules.vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops.runtime.dispatch import launches, reset_launches
 from tests.linear_cross_entropy_checks import (
     ALL,

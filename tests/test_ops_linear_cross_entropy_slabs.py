@@ -14,12 +14,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from convergence.judge.tolerance import unit_roundoff
 from liger_kernels.ops import observe_logits_grad
 from liger_kernels.ops._split_sum import SplitSum
-from liger_kernels.ops.loss import vocabulary_slabs
 from liger_kernels.ops.loss.cross_entropy import EXTRAS
 from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy_ref
 from liger_kernels.ops.loss.options import LossOptions
-from liger_kernels.ops.loss.schedule import Call, Needs
-from liger_kernels.ops.loss.vocabulary_slabs import SlabPart, SlabPlace, SlabPlan, VocabularySlabs, _logits_of_parts
+from liger_kernels.ops.loss.schedules import vocabulary_slabs
+from liger_kernels.ops.loss.schedules.schedule import Call, Needs
+from liger_kernels.ops.loss.schedules.vocabulary_slabs import (
+    SlabPart,
+    SlabPlace,
+    SlabPlan,
+    VocabularySlabs,
+    _logits_of_parts,
+)
 from liger_kernels.ops.runtime.tiling import tiled
 from tests.linear_cross_entropy_checks import (
     HELD_SLABS,

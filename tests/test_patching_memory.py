@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 import liger_kernels
 from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
-from liger_kernels.ops.loss.token_chunks import TokenChunks
-from liger_kernels.ops.loss.vocabulary_slabs import VocabularySlabs
+from liger_kernels.ops.loss.schedules.token_chunks import TokenChunks
+from liger_kernels.ops.loss.schedules.vocabulary_slabs import VocabularySlabs
 from tests.linear_cross_entropy_checks import chunks_of
 from tests.patching_checks import DEVICE, UNFUSED, VOCAB, batch, check_same, fallbacks, tiny, train, with_loss
 

@@ -38,7 +38,7 @@ from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy, li
 from liger_kernels.ops.loss.linear_log_probs import LogProbsOutput, linear_log_probs, linear_log_probs_ref
 from liger_kernels.ops.loss.options import LossOptions
 from liger_kernels.ops.loss.packing import PackedTargets, packing_weights
-from liger_kernels.ops.loss.schedule import observe_logits_grad
+from liger_kernels.ops.loss.schedules.schedule import observe_logits_grad
 from liger_kernels.ops.runtime.dispatch import launches, reset_launches
 
 __all__ = [

@@ -23,9 +23,9 @@ _gated_patch = faults("patching.recipes.gated_norms", "test_patching_gated_norms
 _glu = faults("ops._glu", "test_ops_glu.py")
 _anchor = faults("ops.runtime.anchor", "test_ops_anchor.py")
 _saves_first = faults("ops._glu", "test_ops_anchor.py")
-_chunks = faults("ops.loss.token_chunks", "test_ops_linear_cross_entropy.py")
+_chunks = faults("ops.loss.schedules.token_chunks", "test_ops_linear_cross_entropy.py")
 _head = faults("ops.loss.linear_cross_entropy", "test_ops_linear_cross_entropy.py")
-_slabs = faults("ops.loss.vocabulary_slabs", "test_ops_linear_cross_entropy_slabs.py")
+_slabs = faults("ops.loss.schedules.vocabulary_slabs", "test_ops_linear_cross_entropy_slabs.py")
 _norm_patch = faults("patching.recipes.norms", "test_patching_recognise.py")
 _compiling = faults("ops.runtime.compiling", "test_patching_adapters.py")
 _rows = faults("ops.loss.rows")
@@ -72,7 +72,7 @@ MUTANTS = (
         "A first launch does not wait for the thread that makes Triton's driver.",
         "_compiling.get(kernel, _waking)", "_compiling.get(kernel)",
         "test_a_first_launch_waits_until_triton_is_ready"),
-    faults("ops.loss.schedule", "test_rehearsal.py")("foreseen_gradients_are_observed",
+    faults("ops.loss.schedules.schedule", "test_rehearsal.py")("foreseen_gradients_are_observed",
         "Who observes the gradients of the logits gets those of a step that is only foreseen.",
         "None if foresees() else _observer", "_observer", "test_who_foresees_changes_nothing"),
     _launcher("launch_of_which_a_profiler_does_not_hear",
@@ -211,7 +211,7 @@ MUTANTS = (
     _head("c13_frozen_head_pays_for_its_gradient", "A frozen head's gradient is allocated and computed.",
         "grad and weight.requires_grad", "grad",
         "test_ops_linear_cross_entropy_schedules.py::test_what_is_frozen_costs_nothing", source="C13"),
-    faults("ops.loss.schedule")("c16_logits_in_bfloat16_blocks",
+    faults("ops.loss.schedules.schedule")("c16_logits_in_bfloat16_blocks",
         "The product of hidden states and weight is added up in bfloat16, 8 columns at a time.",
         "torch.mm(hidden, weight.t(), out=out)", "out.zero_()\nfor k in range(0, hidden.shape[1], 8):\n"
             "    out += torch.mm(hidden[:, k : k + 8].bfloat16(), weight[:, k : k + 8].bfloat16().t())\n"

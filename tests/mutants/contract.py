@@ -123,7 +123,7 @@ MUTANTS = (
             "    return output",
         "if labels is not None and not self.training:\n"
             "    output.loss = output.loss * labels.ne(-100).sum()\n<old>"),
-    faults("ops.loss.token_chunks")("c11_loss_without_gradients_crashes",
+    faults("ops.loss.schedules.token_chunks")("c11_loss_without_gradients_crashes",
         "Under no_grad the fused head reads a variable that only the gradient's branch sets.",
         "sums.add(call, wanted, start, stop, logits, self.invariant)", "if not any(call.needs):\n"
             "    raise UnboundLocalError(\"cannot access local variable 'd_weight'\")\n<old>", source="C11",

@@ -7,7 +7,7 @@ from tests.mutants.mutant import faults
 
 _ids = faults("ops.loss.kernels", "test_ops_linear_log_probs_ids.py")
 _divergence = faults("ops.divergence.kernels", "test_ops_linear_divergence.py")
-_slabs = faults("ops.loss.vocabulary_slabs", "test_ops_linear_divergence.py")
+_slabs = faults("ops.loss.schedules.vocabulary_slabs", "test_ops_linear_divergence.py")
 
 _gathered = faults("patching.logits.gathered", "test_patching_gathered.py")
 

@@ -6,8 +6,8 @@ from tests.mutants.edit import Edit
 from tests.mutants.mutant import faults
 
 _blocks = faults("ops._row_blocks", "test_ops_invariant.py")
-_chunks = faults("ops.loss.token_chunks", "test_ops_invariant.py")
-_slabs = faults("ops.loss.vocabulary_slabs", "test_ops_invariant.py")
+_chunks = faults("ops.loss.schedules.token_chunks", "test_ops_invariant.py")
+_slabs = faults("ops.loss.schedules.vocabulary_slabs", "test_ops_invariant.py")
 
 # fmt: off
 MUTANTS = (

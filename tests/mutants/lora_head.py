@@ -50,7 +50,7 @@ MUTANTS = (
     _head("head_gradient_of_b_in_the_heads_dtype", "The gradient of a float32 B is rounded to the head's dtype.",
         "b.to(ctx.b_dtype)", "b.to(call.hidden.dtype if call.hidden is not None else torch.bfloat16).to(ctx.b_dtype)",
         "test_gradients_of_float32_adapters_keep_their_digits"),
-    faults("ops.loss.schedule", "test_ops_adapted_head.py")("head_of_four_bits_kept_as_a_matrix",
+    faults("ops.loss.schedules.schedule", "test_ops_adapted_head.py")("head_of_four_bits_kept_as_a_matrix",
         "The matrix that a weight of four bits stands for lies in memory until the backward.",
         "self.weight if self.packed is None else self.packed.weight", "self.weight",
         "test_a_weight_that_is_no_matrix_is_made_one_in_each_direction_and_not_kept[False-one chunk]", times=1),

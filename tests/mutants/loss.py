@@ -7,8 +7,8 @@ from tests.mutants.mutant import both_phases
 # Forward and backward: over logits that exist, of the fused head in the kernels of both, and in its own schedules.
 _logits_forward, _logits_backward = both_phases("ops.loss.kernels", kernel="cross_entropy", fused=False)
 _fused_forward, _fused_backward = both_phases("ops.loss.kernels", kernel="linear_cross_entropy")
-_chunks_forward, _chunks_backward = both_phases("ops.loss.token_chunks", kernel="linear_cross_entropy")
-_, _slabs_backward = both_phases("ops.loss.vocabulary_slabs", kernel="linear_cross_entropy")
+_chunks_forward, _chunks_backward = both_phases("ops.loss.schedules.token_chunks", kernel="linear_cross_entropy")
+_, _slabs_backward = both_phases("ops.loss.schedules.vocabulary_slabs", kernel="linear_cross_entropy")
 _AT_TARGET = "at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream"
 _STORED = "grad.to(grad_rows.dtype.element_ty)"
 _SLOPE = "return logit_scale * 4.0 * e / ((1.0 + e) * (1.0 + e))"
@@ -82,7 +82,7 @@ MUTANTS = (
         "self.bias.add_(d_logits.sum(0, dtype=torch.float32))", "pass", model="llama-bias"),
     _fused_forward("bias_ignored", "The head's bias is not added to the logits.",
         "torch.addmm(first, hidden, weight.t(), out=out)", "torch.mm(hidden, weight.t(), out=out)",
-        model="llama-bias", module="ops.loss.schedule"),
+        model="llama-bias", module="ops.loss.schedules.schedule"),
     _chunks_forward("c21_sum_of_chunk_means",
         "Every chunk's loss is divided by its own count, and these means are added up.",
         "call.mean_denominator()", "<old> * self.chunk_size / max(tokens, 1)", source="C21"),

@@ -41,7 +41,7 @@ from liger_kernels.ops.loss.linear_cross_entropy import (
     uncompiled,
 )
 from liger_kernels.ops.loss.options import OF_DIVERGENCE, Finite, LossOptions, Positive, check_names
-from liger_kernels.ops.loss.schedule import Call, Needs
+from liger_kernels.ops.loss.schedules.schedule import Call, Needs
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of, logits_of_all
 from liger_kernels.ops.runtime.arguments import SHARE, checked, checked_op
 from liger_kernels.ops.runtime.dispatch import as_autocast, use_triton

@@ -11,7 +11,7 @@ from liger_kernels.ops.lora.adapter import LoraAdapter
 from liger_kernels.ops.lora.lora_linear import checked_adapters, lora_linear_ref
 from liger_kernels.ops.lora.low_rank import LowRank, low_rank
 from liger_kernels.ops.loss.counted_rows import CountedRows
-from liger_kernels.ops.loss.schedule import Needs, Packed, current_observer
+from liger_kernels.ops.loss.schedules.schedule import Needs, Packed, current_observer
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, logits_of_all
 from liger_kernels.ops.runtime.dispatch import as_autocast
 

@@ -33,7 +33,7 @@ GEMMs; "memory" is the peak beyond the inputs, both gradients included:
   computes the other logits again. Logits lie in the rows of grad_weight that are not written yet. "small" does not
   support label smoothing, and is never the default.
 
-Token chunks are in ``token_chunks.py``, slabs in ``vocabulary_slabs.py``.
+Token chunks are in ``schedules/token_chunks.py``, slabs in ``schedules/vocabulary_slabs.py``.
 
 Without gradients only the loss is computed. An input that needs no gradient costs no buffer and no GEMM.
 
@@ -70,10 +70,19 @@ from liger_kernels.ops.loss.cross_entropy import (
 )
 from liger_kernels.ops.loss.operators import linear_cross_entropy_op
 from liger_kernels.ops.loss.options import LossOptions, takes_options
-from liger_kernels.ops.loss.schedule import TENSORS, Call, Needs, Packed, Schedule, Upstream, current_observer, padded
-from liger_kernels.ops.loss.token_chunks import TokenChunks
+from liger_kernels.ops.loss.schedules.schedule import (
+    TENSORS,
+    Call,
+    Needs,
+    Packed,
+    Schedule,
+    Upstream,
+    current_observer,
+    padded,
+)
+from liger_kernels.ops.loss.schedules.token_chunks import TokenChunks
+from liger_kernels.ops.loss.schedules.vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of
-from liger_kernels.ops.loss.vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops.runtime.arguments import Limit, checked, checked_op, one_of
 from liger_kernels.ops.runtime.dispatch import as_autocast, backward_once, use_triton
 from liger_kernels.ops.runtime.tiling import choice

@@ -34,7 +34,7 @@ from liger_kernels.ops.loss.linear_cross_entropy import (
     uncompiled,
 )
 from liger_kernels.ops.loss.options import LossOptions, check_names, check_options, takes_options
-from liger_kernels.ops.loss.schedule import Call
+from liger_kernels.ops.loss.schedules.schedule import Call
 from liger_kernels.ops.loss.vocab_parallel import classes_of
 from liger_kernels.ops.runtime.arguments import checked, checked_op
 from liger_kernels.ops.runtime.dispatch import use_triton

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from liger_kernels.ops.loss.options import WRITTEN, LossOptions
-from liger_kernels.ops.loss.schedule import TENSORS, Call, Needs, Output, Schedule, Upstream
-from liger_kernels.ops.loss.token_chunks import TokenChunks
-from liger_kernels.ops.loss.vocabulary_slabs import VocabularySlabs
+from liger_kernels.ops.loss.schedules.schedule import TENSORS, Call, Needs, Output, Schedule, Upstream
+from liger_kernels.ops.loss.schedules.token_chunks import TokenChunks
+from liger_kernels.ops.loss.schedules.vocabulary_slabs import VocabularySlabs
 
 # A float or an int of a call is no tensor, and so none of the traced program's.
 _ARGUMENTS = (

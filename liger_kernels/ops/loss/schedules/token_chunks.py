@@ -23,7 +23,7 @@ from liger_kernels.ops.divergence.rows import backward_divergence, forward_diver
 from liger_kernels.ops.loss.mean import mean
 from liger_kernels.ops.loss.options import LossOptions
 from liger_kernels.ops.loss.rows import IdGrads, Rows, backward_rows, finish_ids, forward_rows
-from liger_kernels.ops.loss.schedule import (
+from liger_kernels.ops.loss.schedules.schedule import (
     NO_GRADIENTS,
     Call,
     Gradients,

@@ -39,7 +39,7 @@ from liger_kernels.ops.lora.low_rank import ThinProducts
 from liger_kernels.ops.loss.mean import mean
 from liger_kernels.ops.loss.options import LossOptions
 from liger_kernels.ops.loss.rows import Slab, backward_rows, finish_ids, forward_rows
-from liger_kernels.ops.loss.schedule import (
+from liger_kernels.ops.loss.schedules.schedule import (
     NO_GRADIENTS,
     Call,
     Gradients,
