@@ -83,7 +83,7 @@ def head_in_chunks(model: Any, tokens: int) -> Iterator[None]:
     if not fuses_head(model):
         yield
         return
-    from liger_kernels.ops.loss.schedules.vocabulary_slabs import SlabSizes
+    from liger_kernels.ops.loss.schedules.slab_plan import SlabSizes
     from liger_kernels.ops.runtime.tiling import tiled
 
     chunk, slab = tokens // 5 + 1, model.get_output_embeddings().weight.shape[0] // 5 + 1

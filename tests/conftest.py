@@ -135,7 +135,7 @@ def references_on_a_cpu() -> Iterator[None]:
 @pytest.fixture
 def small_slabs() -> Iterator[None]:
     """Slabs of the vocabulary as small as the shapes that the fused head is tested with."""
-    from liger_kernels.ops.loss.schedules.vocabulary_slabs import SlabSizes
+    from liger_kernels.ops.loss.schedules.slab_plan import SlabSizes
     from liger_kernels.ops.runtime.tiling import tiled
     from tests.linear_cross_entropy_checks import SLAB
 

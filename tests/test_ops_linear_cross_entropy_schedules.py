@@ -14,8 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from convergence.judge.tolerance import unit_roundoff
 from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy
 from liger_kernels.ops.loss.schedules import token_chunks, vocabulary_slabs
+from liger_kernels.ops.loss.schedules.slab_plan import kept_by_fast
 from liger_kernels.ops.loss.schedules.token_chunks import TokenChunks
-from liger_kernels.ops.loss.schedules.vocabulary_slabs import VocabularySlabs, kept_by_fast
+from liger_kernels.ops.loss.schedules.vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops.runtime.tiling import tiled
 from tests.linear_cross_entropy_checks import (
     ALL,

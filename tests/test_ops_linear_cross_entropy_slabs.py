@@ -19,13 +19,8 @@ from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy_ref
 from liger_kernels.ops.loss.options import LossOptions
 from liger_kernels.ops.loss.schedules import vocabulary_slabs
 from liger_kernels.ops.loss.schedules.schedule import Call, Needs
-from liger_kernels.ops.loss.schedules.vocabulary_slabs import (
-    SlabPart,
-    SlabPlace,
-    SlabPlan,
-    VocabularySlabs,
-    _logits_of_parts,
-)
+from liger_kernels.ops.loss.schedules.slab_plan import SlabPart, SlabPlace, SlabPlan
+from liger_kernels.ops.loss.schedules.vocabulary_slabs import VocabularySlabs, _logits_of_parts
 from liger_kernels.ops.runtime.tiling import tiled
 from tests.linear_cross_entropy_checks import (
     HELD_SLABS,

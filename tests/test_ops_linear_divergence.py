@@ -21,7 +21,8 @@ from liger_kernels.ops import (
 )
 from liger_kernels.ops.divergence.linear_divergence import OUTPUTS
 from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
-from liger_kernels.ops.loss.schedules.vocabulary_slabs import SlabSizes, VocabularySlabs
+from liger_kernels.ops.loss.schedules.slab_plan import SlabSizes
+from liger_kernels.ops.loss.schedules.vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops.runtime.tiling import tiled
 from tests.divergence_checks import BETAS, SCALING, TEACHER_HIDDEN, Divergence
 from tests.linear_cross_entropy_checks import HIDDEN, TOKENS, VOCAB, assert_equal, chunks_of

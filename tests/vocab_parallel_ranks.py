@@ -19,7 +19,8 @@ from benchmarks.tensor_parallel import even, measure
 from benchmarks.timing import Measured
 from liger_kernels.ops import CountedTargets, linear_cross_entropy, linear_divergence, linear_log_probs
 from liger_kernels.ops.loss.schedules.schedule import observe_logits_grad
-from liger_kernels.ops.loss.schedules.vocabulary_slabs import SlabSizes, VocabularySlabs
+from liger_kernels.ops.loss.schedules.slab_plan import SlabSizes
+from liger_kernels.ops.loss.schedules.vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops.loss.vocab_parallel import VocabShard
 from liger_kernels.ops.runtime.tiling import tiled
 from tests import divergence_checks, linear_cross_entropy_checks

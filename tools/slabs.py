@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from liger_kernels.ops.loss.schedules.vocabulary_slabs import SlabSizes
+from liger_kernels.ops.loss.schedules.slab_plan import SlabSizes
 from liger_kernels.ops.runtime.tiling import tiled
 
 

@@ -26,6 +26,7 @@ _saves_first = faults("ops._glu", "test_ops_anchor.py")
 _chunks = faults("ops.loss.schedules.token_chunks", "test_ops_linear_cross_entropy.py")
 _head = faults("ops.loss.linear_cross_entropy", "test_ops_linear_cross_entropy.py")
 _slabs = faults("ops.loss.schedules.vocabulary_slabs", "test_ops_linear_cross_entropy_slabs.py")
+_slab_plan = faults("ops.loss.schedules.slab_plan", "test_ops_linear_log_probs.py")
 _norm_patch = faults("patching.recipes.norms", "test_patching_recognise.py")
 _compiling = faults("ops.runtime.compiling", "test_patching_adapters.py")
 _rows = faults("ops.loss.rows")
@@ -287,14 +288,14 @@ MUTANTS = (
         "The backward computes a slab's logits again by a product of another shape, which rounds another way.",
         "self.plan_of(call)", "self._replace(backward_slab=2 * self.backward_slab).plan_of(call)",
         "test_logits_are_computed_again_by_the_same_products", within="forward"),
-    _slabs("held_logits_overwritten_before_their_gradient",
+    _slab_plan("held_logits_overwritten_before_their_gradient",
         "The backward computes the logits between again where those of the last slab still wait.",
         "sorted(self.parts, key=lambda part: not part.stays)", "list(self.parts)",
-        "test_ops_linear_log_probs.py::test_every_option[held slabs-torch.bfloat16-plain]"),
-    _slabs("held_slab_has_no_gradient", "The backward leaves out the slab of which the logits are held.",
+        "test_every_option[held slabs-torch.bfloat16-plain]"),
+    _slab_plan("held_slab_has_no_gradient", "The backward leaves out the slab of which the logits are held.",
         "sorted(self.parts, key=lambda part: not part.stays)",
         "sorted(self.parts[:-1], key=lambda part: not part.stays)",
-        "test_ops_linear_log_probs.py::test_every_option[held slabs-torch.bfloat16-plain]"),
+        "test_every_option[held slabs-torch.bfloat16-plain]"),
     _slabs("slabs_upstream_gradient_ignored", "The gradient that comes in is taken for 1, in slabs of the vocabulary.",
         "stats, upstream.loss", "stats, torch.ones_like(upstream.loss)",
         "test_ops_linear_cross_entropy.py::test_every_option[vocabulary slabs-torch.float32-all but smoothing-mean]",

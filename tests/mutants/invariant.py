@@ -7,7 +7,7 @@ from tests.mutants.mutant import faults
 
 _blocks = faults("ops._row_blocks", "test_ops_invariant.py")
 _chunks = faults("ops.loss.schedules.token_chunks", "test_ops_invariant.py")
-_slabs = faults("ops.loss.schedules.vocabulary_slabs", "test_ops_invariant.py")
+_plan = faults("ops.loss.schedules.slab_plan", "test_ops_invariant.py")
 
 # fmt: off
 MUTANTS = (
@@ -25,7 +25,7 @@ MUTANTS = (
     _chunks("invariant_gradients_in_units_of_the_batch", "Gradients of rows are in units of the batch's largest one.",
         "not self.invariant or call.hidden.dtype == torch.float16", "True",
         "test_in_any_batch[balanced-torch.float32-plain]"),
-    _slabs("invariant_slabs_follow_the_rows", "How wide slabs are depends on the number of rows.",
+    _plan("invariant_slabs_follow_the_rows", "How wide slabs are depends on the number of rows.",
         "slabs.invariant", "False", "test_slabs_do_not_follow_the_rows", within="_parts_in_grad_weight"),
     faults("patching.recipes.linear", "test_patching_invariant.py")("linear_layers_not_in_blocks",
         "A linear layer multiplies as many rows as there are.",
