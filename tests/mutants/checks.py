@@ -14,6 +14,7 @@ _SUM_OF_TERMS = "(x.to(tl.float32) + residual.to(tl.float32))"
 _TOTAL = f"{_SUM_OF_TERMS}.to(total_ptr.dtype.element_ty)"
 _norm = faults("ops._rms_norm", "test_ops_rms_norm.py")
 _loss = faults("ops.loss.kernels", "test_ops_cross_entropy.py")
+_loss_gradient = faults("ops.loss.gradient", "test_ops_cross_entropy.py")
 _launcher = faults("ops.runtime.launcher", "test_ops_runtime.py")
 _arguments = faults("ops.runtime.arguments")
 _runtime = faults("ops.runtime.dispatch", "test_ops_runtime.py")
@@ -58,7 +59,8 @@ MUTANTS = (
         "test_ops_compile.py::test_offsets_are_64_bits_wide[rms_norm]", source="N5"),
     _loss("c25_loss_offset_of_32_bits", "The row number is multiplied by the stride in 32 bits.",
         "tl.program_id(0).to(tl.int64)", "tl.program_id(0)",
-        "test_ops_compile.py::test_offsets_are_64_bits_wide[cross_entropy]", times=4, source="C25"),
+        "test_ops_compile.py::test_offsets_are_64_bits_wide[cross_entropy]", times=2, source="C25",
+        also=Edit("liger_kernels.ops.loss.id_kernels", "tl.program_id(0).to(tl.int64)", "tl.program_id(0)", times=2)),
     _norm("n12_scalar_taken_for_a_tensor", "A scalar argument is converted as only tensors can be.",
         "eps = tl.full((), eps, tl.float32)", "eps = FORMULA.to(tl.float32)",
         "test_ops_compile.py::test_compiles[rms_norm-sm_90]", source="N12"),
@@ -305,9 +307,9 @@ MUTANTS = (
         "test_ops_linear_cross_entropy.py::test_every_option[vocabulary slabs-torch.float32-all but smoothing-mean]"),
     _rows("c27_label_smoothing_ignored", "The loss accepts label_smoothing and does not use it.",
         "options.label_smoothing or None", "None", "test_ops_cross_entropy.py::test_every_option", source="C27"),
-    _loss("logit_scale_missing_in_the_gradient", "The gradient omits the factor of the logits.",
+    _loss_gradient("logit_scale_missing_in_the_gradient", "The gradient omits the factor of the logits.",
         "upstream *= as_float32(logit_scale)", "upstream *= 1.0", "test_every_option"),
-    _loss("z_loss_without_gradient", "The z-loss is added to the loss, not to the gradient.",
+    _loss_gradient("z_loss_without_gradient", "The z-loss is added to the loss, not to the gradient.",
         "2.0 * z_loss", "0.0 * z_loss", "test_every_option"),
     faults("ops.loss.options")("c28_valid_reduction_refused", "A reduction that exists is refused.",
         'REDUCTIONS = ("mean", "sum", "none")', 'REDUCTIONS = ("mean", "sum", "batchmean")',
@@ -395,7 +397,7 @@ MUTANTS = (
         "rows, block = tile(tokens, vocab, max(1, _ELEMENTS // block), block, widest=8192)",
         "<old>\nblock = block if tokens > 8 else min(block, 1024)",
         "test_ops_determinism.py::test_promises_hold[cross_entropy, none-float32]"),
-    _loss("entropy_gradient_without_the_entropy", "The entropy's gradient omits the entropy itself.",
+    _loss_gradient("entropy_gradient_without_the_entropy", "The entropy's gradient omits the entropy itself.",
         "own_entropy - log_total", "-log_total", "test_ops_linear_log_probs.py::test_gradient_of_one_alone"),
     _formulas("temperature_of_the_forward_alone", "The gradient is that of a temperature of 1.",
         "logit_scale *= as_float32(inverse_temperature)", "pass", "test_every_option[fast-torch.float32-all]",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.edit import Edit
 from tests.mutants.mutant import faults
 
-_ids = faults("ops.loss.kernels", "test_ops_linear_log_probs_ids.py")
+_ids = faults("ops.loss.id_kernels", "test_ops_linear_log_probs_ids.py")
 _divergence = faults("ops.divergence.kernels", "test_ops_linear_divergence.py")
 _slabs = faults("ops.loss.schedules.vocabulary_slabs", "test_ops_linear_divergence.py")
 
@@ -32,9 +32,10 @@ MUTANTS = (
     _ids("repeated_ids_counted_once", "Of equal ids in a row the last one's gradient counts alone.",
         "summed += tl.where(chosen == one[:, None], grad[:, None], 0.0)",
         "summed = tl.where(chosen == one[:, None], grad[:, None], summed)", "test_equal_ids_and_no_class[fast]"),
-    _ids("id_next_to_the_target_loses_the_label", "An id that is the target overwrites what the label has there.",
+    faults("ops.loss.gradient")("id_next_to_the_target_loses_the_label",
+        "An id that is the target overwrites what the label has there.",
         "id_here & ((id_column != column[:, None]) | (here == 0)[:, None])", "id_here",
-        "test_every_schedule[fast-torch.float32-plain]"),
+        "test_ops_linear_log_probs_ids.py::test_every_schedule[fast-torch.float32-plain]"),
     faults("ops.loss.linear_log_probs")("no_class_is_the_last_class", "An id of -1 is the last class.",
         "taken.take(ids.contiguous())", "taken.take((ids % len(weight)).contiguous())",
         "test_ops_linear_log_probs_ids.py::test_equal_ids_and_no_class[fast]", within="linear_log_probs"),

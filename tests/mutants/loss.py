@@ -5,8 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import both_phases
 
 # Forward and backward: over logits that exist, of the fused head in the kernels of both, and in its own schedules.
-_logits_forward, _logits_backward = both_phases("ops.loss.kernels", kernel="cross_entropy", fused=False)
-_fused_forward, _fused_backward = both_phases("ops.loss.kernels", kernel="linear_cross_entropy")
+_logits_forward, _ = both_phases("ops.loss.kernels", kernel="cross_entropy", fused=False)
+_, _logits_backward = both_phases("ops.loss.gradient", kernel="cross_entropy", fused=False)
+_fused_forward, _ = both_phases("ops.loss.kernels", kernel="linear_cross_entropy")
+_, _fused_backward = both_phases("ops.loss.gradient", kernel="linear_cross_entropy")
 _chunks_forward, _chunks_backward = both_phases("ops.loss.schedules.token_chunks", kernel="linear_cross_entropy")
 _, _slabs_backward = both_phases("ops.loss.schedules.vocabulary_slabs", kernel="linear_cross_entropy")
 _AT_TARGET = "at_target = (z_loss_slope * p_target - others * inverse * true_weight) * upstream"
@@ -34,7 +36,7 @@ MUTANTS = (
         "upstream.loss.to(torch.float32) / saved[0]", "torch.ones_like(saved[0]) / saved[0]", source="C4"),
     _logits_backward("loss_gradient_of_an_upstream_of_one_stays",
         "The gradient that the forward wrote for an upstream gradient of 1 is taken whatever comes in.",
-        "tl.load(skip_if_one_ptr) == 1.0", "tl.load(skip_if_one_ptr) != 0.0"),
+        "tl.load(skip_if_one_ptr) == 1.0", "tl.load(skip_if_one_ptr) != 0.0", module="ops.loss.kernels"),
     _logits_backward("c6_logits_become_their_gradient",
         "The backward writes the gradient over the logits, which the caller holds.",
         "skip_if_one = None if grad is None else grad_loss\ngrad = _empty_grad(logits) if grad is None else grad",

@@ -48,7 +48,7 @@ MUTANTS = (
         "classes_beyond_65536_lost", "The sum of exponentials leaves out the classes from 65,536 on.",
         "others = others * decay + _over_lane(e)",
         "others = others * decay + _over_lane(tl.where(start < 65536, e, 0.0))"),
-    _at_size("ops.loss.kernels", "linear_cross_entropy", "backward",
+    _at_size("ops.loss.gradient", "linear_cross_entropy", "backward",
         "gemma3-4b-odd", "divided=64&whole=vocab_size",
         "second_block_of_a_long_row_skipped", "Of a row of several blocks, the second has no gradient.",
         "mask = row_mask[:, None]", "mask = row_mask[:, None] & (start != BLOCK)"),

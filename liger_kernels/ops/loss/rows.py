@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from liger_kernels.ops.loss import id_kernels as id_kernels
 from liger_kernels.ops.loss import kernels as kernels
 from liger_kernels.ops.loss.options import OF_DIVERGENCE, WRITTEN, LossOptions
 from liger_kernels.ops.runtime.dispatch import INTERPRET, launch
@@ -164,7 +165,7 @@ def finish_ids(rows: Rows, ids: torch.Tensor | None, targets: torch.Tensor, igno
     shape, (n_rows, n_ids) = _ids_shape(ids), ids.shape
     tensors, numbers = (ids, rows.ids, targets, rows.stats), (n_rows, n_ids, classes, ignore_index)
     grid = (cdiv(n_rows, shape["ROWS"]),)
-    launch(kernels._finish_ids_kernel, grid, ids.device, *tensors, _row_stride(rows.stats), *numbers, **shape)
+    launch(id_kernels._finish_ids_kernel, grid, ids.device, *tensors, _row_stride(rows.stats), *numbers, **shape)
 
 
 def id_grads(
@@ -176,7 +177,7 @@ def id_grads(
     grads = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
     totals = torch.empty((2, n_rows), dtype=torch.float32, device=ids.device)
     launch(
-        kernels._id_grads_kernel, (cdiv(n_rows, shape["ROWS"]),), ids.device,
+        id_kernels._id_grads_kernel, (cdiv(n_rows, shape["ROWS"]),), ids.device,
         ids, targets, upstream, upstream.stride(0), upstream.stride(1), grads, totals, _row_stride(totals),
         n_rows, n_ids, classes, ignore_index, **shape,
     )  # fmt: skip
