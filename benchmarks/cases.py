@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_kernels import ops
-from liger_kernels.ops.loss.linear_cross_entropy import balanced_because
+from liger_kernels.ops.loss.schedules.chosen import balanced_because
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -27,6 +27,7 @@ _saves_first = faults("ops._glu", "test_ops_anchor.py")
 _chunks = faults("ops.loss.schedules.token_chunks", "test_ops_linear_cross_entropy.py")
 _head = faults("ops.loss.linear_cross_entropy", "test_ops_linear_cross_entropy.py")
 _slabs = faults("ops.loss.schedules.vocabulary_slabs", "test_ops_linear_cross_entropy_slabs.py")
+_chosen = faults("ops.loss.schedules.chosen", "test_ops_linear_cross_entropy_schedules.py")
 _slab_plan = faults("ops.loss.schedules.slab_plan", "test_ops_linear_log_probs.py")
 _norm_patch = faults("patching.recipes.norms", "test_patching_recognise.py")
 _compiling = faults("ops.runtime.compiling", "test_patching_adapters.py")
@@ -240,13 +241,13 @@ MUTANTS = (
         "The hidden states' gradient is rounded to bfloat16 after each of two slabs of kept logits.",
         "add_product(sums, d_logits, weight[first:stop], keep=1.0 if first else 0.0)",
         "<old>\nsums.copy_(sums.bfloat16())", "test_hidden_gradient_is_summed_in_float32_over_two_kept_slabs"),
-    _head("compiled_program_keeps_as_many_logits",
+    _chosen("compiled_program_keeps_as_many_logits",
         "A compiled program keeps the logits of as many tokens as any other, though it copies them.",
         "few = min(few, hidden_size)", "pass",
-        "test_ops_linear_cross_entropy_schedules.py::test_default_schedule_depends_on_shape_and_dtype_only"),
-    _head("frozen_head_keeps_as_many_logits", "A frozen head keeps the logits of as many tokens as a trained one.",
+        "test_default_schedule_depends_on_shape_and_dtype_only"),
+    _chosen("frozen_head_keeps_as_many_logits", "A frozen head keeps the logits of as many tokens as a trained one.",
         "not sums", "False",
-        "test_ops_linear_cross_entropy_schedules.py::test_default_schedule_depends_on_shape_and_dtype_only"),
+        "test_default_schedule_depends_on_shape_and_dtype_only"),
     _norm_patch("group_norm_taken_for_a_layer_norm", "A norm is probed with rows of one dimension before them.",
         "randn(len(rows), 3, size) * rows[:, None, None]", "randn(len(rows), size) * rows[:, None]",
         "test_other_norms_are_refused_with_the_reason"),

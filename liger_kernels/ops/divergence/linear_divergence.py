@@ -35,12 +35,12 @@ from liger_kernels.ops.loss.counted_rows import CountedTargets
 from liger_kernels.ops.loss.linear_cross_entropy import (
     Memory,
     checked_head,
-    choose_schedule,
     counted_rows,
     run_schedule,
     uncompiled,
 )
 from liger_kernels.ops.loss.options import OF_DIVERGENCE, Finite, LossOptions, Positive, check_names
+from liger_kernels.ops.loss.schedules.chosen import choose_schedule
 from liger_kernels.ops.loss.schedules.schedule import Call, Needs
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of, logits_of_all
 from liger_kernels.ops.runtime.arguments import SHARE, checked, checked_op

@@ -33,7 +33,8 @@ GEMMs; "memory" is the peak beyond the inputs, both gradients included:
   computes the other logits again. Logits lie in the rows of grad_weight that are not written yet. "small" does not
   support label smoothing, and is never the default.
 
-Token chunks are in ``schedules/token_chunks.py``, slabs in ``schedules/vocabulary_slabs.py``.
+Token chunks are in ``schedules/token_chunks.py``, slabs in ``schedules/vocabulary_slabs.py``, the choice between
+them in ``schedules/chosen.py``.
 
 Without gradients only the loss is computed. An input that needs no gradient costs no buffer and no GEMM.
 
@@ -70,6 +71,7 @@ from liger_kernels.ops.loss.cross_entropy import (
 )
 from liger_kernels.ops.loss.operators import linear_cross_entropy_op
 from liger_kernels.ops.loss.options import LossOptions, takes_options
+from liger_kernels.ops.loss.schedules.chosen import choose_schedule, unsharded_because
 from liger_kernels.ops.loss.schedules.schedule import (
     TENSORS,
     Call,
@@ -80,19 +82,13 @@ from liger_kernels.ops.loss.schedules.schedule import (
     current_observer,
     padded,
 )
-from liger_kernels.ops.loss.schedules.token_chunks import TokenChunks
-from liger_kernels.ops.loss.schedules.vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of
 from liger_kernels.ops.runtime.arguments import Limit, checked, checked_op, one_of
 from liger_kernels.ops.runtime.dispatch import as_autocast, backward_once, use_triton
-from liger_kernels.ops.runtime.tiling import choice
 
 MEMORY = ("fast", "balanced", "small")
 Memory = Annotated[str, one_of(MEMORY)]
 ChunkSize = Annotated[int, Limit("{x} >= 1", "at least 1 token")]
-
-# Tokens of a chunk of "fast". One larger chunk is slower than several of this size, and holds more.
-FAST_CHUNK = 8192
 
 
 @takes_options()
@@ -138,107 +134,6 @@ def _reference(
     """:func:`linear_cross_entropy_ref` of checked arguments."""
     logits = reference_logits(hidden, weight, bias, adapters, shard, invariant)
     return reference(logits, targets, class_weight, row_weight, denominator, options)
-
-
-def _chunk_of_balanced(hidden_size: int) -> int:
-    """Tokens of a chunk. Every chunk reads and writes the float32 grad_weight once, so large chunks are faster. Next to
-    the grad_weight of a narrow head, their logits are too large."""
-    return 2048 if hidden_size >= 2048 else 1024
-
-
-@choice("schedule")
-def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype, sums: bool, heads: int = 1) -> tuple[str, int]:
-    """The schedule and the chunk size if neither is given: "fast" where it needs no more memory than token chunks.
-
-    Token chunks hold the logits of C tokens. In 16 bits, if ``sums``, they also hold the float32 sum of grad_weight,
-    which is as large as the logits of 2 * hidden_size tokens. A compiled program holds the kept logits and their
-    gradient, both, so there the limit is hidden_size tokens."""
-    chunk = _chunk_of_balanced(hidden_size)
-    few = chunk + (0 if dtype == torch.float32 or not sums else 2 * hidden_size // heads)
-    if torch.compiler.is_compiling():
-        few = min(few, hidden_size)
-    return "fast" if tokens <= few else "balanced", chunk
-
-
-def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | None) -> str | None:
-    """Why "balanced" runs instead of ``memory``: the name of what ``memory`` does not support. None if it runs.
-
-    Args:
-        dtype: of the product. Under autocast, autocast's dtype.
-    """
-    if memory in ("fast", "small") and dtype == torch.float16:
-        return "float16"
-    if memory == "small" and label_smoothing:
-        return "label smoothing"
-    return None
-
-
-def choose_schedule(
-    hidden: Tensor,
-    vocab: int,
-    options: LossOptions,
-    needs: Needs,
-    chunk_size: int | None,
-    memory: str | None,
-    shard: VocabShard | None = None,
-    heads: int = 1,
-    invariant: bool = False,
-) -> tuple[str, Schedule]:
-    """A name of :data:`MEMORY` and what it is here: from the arguments, their shape and dtype only, so that a result
-    never depends on the state of the machine. ``heads``: how many have logits, of which the first has gradients.
-    ``invariant``: one in which the bits of a row do not depend on the other rows."""
-    tokens, hidden_size = hidden.shape
-    if memory is not None and chunk_size is not None:
-        raise ValueError(
-            f"memory is {memory!r} and chunk_size is {chunk_size}; give one of them: a chunk size is token chunks of "
-            "that size"
-        )
-    if shard is not None and chunk_size is not None:
-        raise ValueError(
-            f"chunk_size is {chunk_size} and a group is given, which goes in slabs of classes: leave it out"
-        )
-    chunk = _chunk_of_balanced(hidden_size)
-    if chunk_size is not None:
-        chunk = chunk_size
-        memory = "fast" if tokens <= chunk else "balanced"
-    elif memory is None:
-        # Without a gradient of the weight, chunks compute no product more than kept logits do.
-        sums = needs.weight or options.reduction == "none" or not needs.hidden
-        memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype, sums, heads)
-    if balanced_because(hidden.dtype, options.label_smoothing, memory) is not None:
-        memory = "balanced"
-    per_row, compiled = options.reduction == "none", torch.compiler.is_compiling()
-    if invariant:
-        return _of_any_rows(memory, chunk, hidden_size, vocab, shard, per_row and any(needs))
-    if memory == "fast" and not any(needs):  # nothing to keep logits for
-        memory = "balanced"
-    if memory == "fast" and tokens > FAST_CHUNK and chunk_size is None and shard is None and not per_row:
-        memory, chunk = "balanced", FAST_CHUNK  # with "none" chunks would compute the logits again
-    # A compiled program would copy grad_weight with the kept logits.
-    in_grad_weight, shape = needs.weight and not compiled, (tokens, hidden_size, vocab)
-    if memory == "fast":
-        in_grad_weight = in_grad_weight and not options.label_smoothing and shard is None
-        return memory, VocabularySlabs.fast(*shape, hidden.dtype.itemsize, in_grad_weight)
-    if memory == "small" or (shard is not None and not any(needs)):
-        return memory, VocabularySlabs.small(*shape, in_grad_weight)
-    late = per_row and any(needs) and not compiled  # gradients of which the forward knows nothing
-    in_chunks = chunk_size is not None or unsharded_because(hidden.dtype, options.label_smoothing) is not None
-    if shard is None and (in_chunks or not late):
-        return memory, TokenChunks(chunk, current_observer() is not None)
-    return memory, VocabularySlabs.balanced(*shape, hidden.dtype.itemsize, in_grad_weight, heads)
-
-
-def _of_any_rows(
-    memory: str, chunk: int, hidden_size: int, vocab: int, shard: VocabShard | None, late: bool
-) -> tuple[str, Schedule]:
-    """What ``memory`` is where the number of rows may decide nothing that shows. "fast" and "balanced" have the same
-    bits, with gradients and without, so that shape and dtype may still choose between these. ``late``: the gradients
-    are computed in the backward."""
-    if memory == "small" or shard is not None:
-        return "small", VocabularySlabs.of_any_rows(hidden_size, vocab, all_stay=False)
-    if memory == "fast" and late:
-        return memory, VocabularySlabs.of_any_rows(hidden_size, vocab, all_stay=True)
-    return "balanced", TokenChunks(chunk, current_observer() is not None, invariant=True)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -367,11 +262,6 @@ def checked_head(
         grad and bias is not None and bias.requires_grad,
     )
     return hidden, weight, bias, needs, shard
-
-
-def unsharded_because(dtype: torch.dtype, label_smoothing: float) -> str | None:
-    """Why a head runs in token chunks only, and not with classes that are split over ranks. None if it can."""
-    return balanced_because(dtype, label_smoothing, "small")
 
 
 def _check_sharded(options: LossOptions, dtype: torch.dtype) -> None:

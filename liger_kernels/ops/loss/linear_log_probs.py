@@ -28,12 +28,12 @@ from liger_kernels.ops.loss.counted_rows import CountedTargets
 from liger_kernels.ops.loss.linear_cross_entropy import (
     Memory,
     checked_head,
-    choose_schedule,
     counted_rows,
     run_schedule,
     uncompiled,
 )
 from liger_kernels.ops.loss.options import LossOptions, check_names, check_options, takes_options
+from liger_kernels.ops.loss.schedules.chosen import choose_schedule
 from liger_kernels.ops.loss.schedules.schedule import Call
 from liger_kernels.ops.loss.vocab_parallel import classes_of
 from liger_kernels.ops.runtime.arguments import checked, checked_op

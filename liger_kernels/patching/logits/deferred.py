@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from liger_kernels.ops.loss.linear_cross_entropy import balanced_because, unsharded_because
+from liger_kernels.ops.loss.schedules.chosen import balanced_because, unsharded_because
 from liger_kernels.patching.logits.lazy import Computation, defer
 from liger_kernels.patching.logits.linked import FusedLoss, Step, linked, replayed
 from liger_kernels.patching.logits.product import Product, Request, count, rows
