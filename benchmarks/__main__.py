@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks import report, timing
-from benchmarks.cases import BenchmarkCase, Site, Tensors, cases
+from benchmarks.case import BenchmarkCase, Site, Tensors
+from benchmarks.cases import cases
 from benchmarks.peers import DISTRIBUTIONS, PEERS, Table
 from benchmarks.report import BenchmarkRow, PeerResult
 from benchmarks.timing import Gpu

@@ -1,96 +1,27 @@
-"""What is measured: each op at the shapes of the documentation, with its eager formula and its truth.
-
-Bytes are those of a perfect kernel: each input read once, each output written once, in forward and in backward (a loss:
-in one pass for both). ``flops`` counts floating-point operations, roughly where no matrix product is among them.
-"""
+"""What is measured: each op at the shapes of the documentation, with its eager formula and its truth."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.case import CHECKED_ROWS, BenchmarkCase, Site, Tensors
+from benchmarks.loss_cases import (
+    DIVERGENCES,
+    linear_divergence,
+    linear_log_probs,
+    linear_loss,
+    log_probs_of_ids,
+    loss,
+    packing,
+)
 from liger_kernels import ops
-from liger_kernels.ops.loss.schedules.chosen import balanced_because
-
-Tensors = tuple[torch.Tensor, ...]
 
 EPS = 1e-6
-# Of the labels, as in instruction tuning, where the prompts' are ignored.
-SHARE = 0.3
-MASKED = " (30% of the labels)"
-# By beta.
-DIVERGENCES = {0.0: "KL", 0.5: "JSD"}
-# Of a loss; float64 logits of all rows would not fit. The other ops are compared over all rows.
-CHECKED_ROWS = 384
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where inputs are made, and in which dtype."""
-
-    device: str = "cuda"
-    dtype: torch.dtype = torch.bfloat16
-
-    def randn(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*shape, device=self.device) * scale).to(self.dtype).requires_grad_()
-
-    def targets(self, rows: int, classes: int, masked: bool = False) -> torch.Tensor:
-        targets = torch.randint(classes, (rows,), device=self.device)
-        if masked:
-            targets[torch.randperm(rows, device=self.device)[counted(targets) :]] = -100
-        return targets
-
-    def row_weights(self, rows: int) -> Tensors:
-        """The weight of each row and their sum, as a loss of packed rows takes them."""
-        weight = torch.rand(rows, device=self.device)
-        return weight, weight.sum()
-
-
-@dataclass(frozen=True)
-class BenchmarkCase:
-    """One op at one shape.
-
-    ``inputs(rows)`` makes leaf tensors; ``ours``, ``eager`` and ``truth`` take them and return a tensor or several.
-    ``eager`` is what a model runs without kernels, ``truth`` is right in float64; without one, ``eager`` is. Peers are
-    found by ``formula``: cases that differ only in how ours goes about it share one, and its results.
-    """
-
-    formula: str
-    shape: str
-    rows: int
-    inputs: Callable[[int], Tensors] = field(repr=False)
-    ours: Callable[..., Any] = field(repr=False)
-    eager: Callable[..., Any] = field(repr=False)
-    bytes: int
-    flops: int
-    truth: Callable[..., Any] | None = field(default=None, repr=False)
-    memory: str | None = None
-    checked_rows: int | None = None
-
-    @property
-    def op(self) -> str:
-        return f"{self.formula} ({self.memory})" if self.memory else self.formula
-
-    @property
-    def name(self) -> str:
-        """What is asked for on the command line."""
-        return self.formula.split()[0]
-
-
-def counted(targets: torch.Tensor) -> int:
-    """How many of masked ``targets`` count. A trainer asks the device for it at the beginning of the forward."""
-    return round(SHARE * len(targets))
-
-
-def of_counted(op: Callable[..., Any]) -> Callable[..., Any]:
-    """``op`` over hidden, weight and targets, which is told how many targets count."""
-    return lambda *inputs, **options: op(*inputs, counted=counted(inputs[2]), **options)
 
 
 def norm(site: Site, rows: int, hidden: int, formula: str) -> BenchmarkCase:
@@ -282,213 +213,6 @@ def lora(site: Site, rows: int, inputs: int, outputs: int, dtype: torch.dtype | 
         4 * rows * inputs * outputs + 6 * rows * rank * (inputs + outputs),
         of(ops.lora_linear_ref),
     )
-
-
-def float_loss(logits: torch.Tensor, targets: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    """The loss as models of transformers compute it; ``weights`` are those of the rows, and their sum."""
-    if not weights:
-        return F.cross_entropy(logits.float(), targets)
-    row_weight, denominator = weights
-    return (F.cross_entropy(logits.float(), targets, reduction="none") * row_weight).sum() / denominator
-
-
-def linear_float_loss(hidden: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-    return float_loss(F.linear(hidden, weight), *rest)
-
-
-def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """``loss`` whose last two arguments are its row weights and denominator."""
-    return lambda *inputs: loss(*inputs[:-2], row_weight=inputs[-2], denominator=inputs[-1])
-
-
-def loss(site: Site, rows: int, vocab: int, weights: bool = False) -> BenchmarkCase:
-    def inputs(n: int) -> Tensors:
-        drawn = site.randn(n, vocab, scale=3), site.targets(n, vocab)
-        return (*drawn, *site.row_weights(n)) if weights else drawn
-
-    return BenchmarkCase(
-        "cross_entropy (row_weight)" if weights else "cross_entropy",
-        f"{rows}x{vocab}",
-        rows,
-        inputs,
-        weighted(ops.cross_entropy) if weights else ops.cross_entropy,
-        float_loss,
-        2 * rows * vocab * site.dtype.itemsize,
-        8 * rows * vocab,
-        weighted(ops.cross_entropy_ref) if weights else ops.cross_entropy_ref,
-        checked_rows=CHECKED_ROWS,
-    )
-
-
-def computed_again(rows: int, hidden: int, vocab: int) -> int:
-    """Of how many classes the schedule "small" computes the logits twice: others stay in grad_weight's memory."""
-    return vocab - vocab * hidden // (rows + hidden) // 1024 * 1024
-
-
-def head(
-    site: Site,
-    formula: str,
-    shape: tuple[int, int, int],
-    ours: Callable[..., Any],
-    eager: Callable[..., Any],
-    truth: Callable[..., Any],
-    memory: str | None,
-    masked: bool,
-    weights: bool = False,
-) -> BenchmarkCase:
-    """An op that computes its logits itself, of ``shape`` tokens x hidden size x classes."""
-    rows, hidden, vocab = shape
-
-    def inputs(n: int) -> Tensors:
-        targets = site.targets(n, vocab, masked)
-        leaves = site.randn(n, hidden), site.randn(vocab, hidden, scale=hidden**-0.5), targets
-        return (*leaves, *site.row_weights(n)) if weights else leaves
-
-    ours = of_counted(ours) if masked else ours
-    multiplied = round(rows * SHARE) if masked else rows
-    again = memory == "small" and balanced_because(site.dtype, 0.0, memory) is None
-    return BenchmarkCase(
-        f"{formula}{' (row_weight)' if weights else ''}{MASKED if masked else ''}",
-        "x".join(map(str, shape)),
-        rows,
-        inputs,
-        weighted(ours) if weights else ours,
-        eager,
-        2 * (rows + vocab) * hidden * site.dtype.itemsize,
-        2 * multiplied * hidden * (3 * vocab + (computed_again(multiplied, hidden, vocab) if again else 0)),
-        weighted(truth) if weights else truth,
-        memory,
-        CHECKED_ROWS,
-    )
-
-
-def linear_loss(
-    site: Site,
-    rows: int,
-    hidden: int,
-    vocab: int,
-    weights: bool = False,
-    memory: str | None = None,
-    masked: bool = False,
-) -> BenchmarkCase:
-    ours, truth = partial(ops.linear_cross_entropy, memory=memory), ops.linear_cross_entropy_ref
-    shape = rows, hidden, vocab
-    return head(site, "linear_cross_entropy", shape, ours, linear_float_loss, truth, memory, masked, weights)
-
-
-def float_log_probs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Tensors:
-    """Log-probabilities and entropy as they are written in plain torch."""
-    log_p = F.linear(hidden, weight).float().log_softmax(-1)
-    counts = targets >= 0
-    log_probs, entropy = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    return log_probs.where(counts, 0), entropy.where(counts, 0)
-
-
-def linear_log_probs(
-    site: Site, rows: int, hidden: int, vocab: int, memory: str | None = None, masked: bool = False
-) -> BenchmarkCase:
-    """Log-probabilities and entropy, both with gradient."""
-
-    def both(op: Callable[..., Any]) -> Callable[..., Tensors]:
-        return lambda *tensors, **options: op(*tensors, outputs=("log_probs", "entropy"), **options)[:2]
-
-    ours, truth = both(partial(ops.linear_log_probs, memory=memory)), both(ops.linear_log_probs_ref)
-    return head(site, "linear_log_probs", (rows, hidden, vocab), ours, float_log_probs, truth, memory, masked)
-
-
-def log_probs_of_ids(site: Site, rows: int, hidden: int, vocab: int, ids: int, memory: str) -> BenchmarkCase:
-    """Log-probabilities of the targets and of chosen classes, both with gradient."""
-
-    def inputs(n: int) -> Tensors:
-        leaves = site.randn(n, hidden), site.randn(vocab, hidden, scale=hidden**-0.5), site.targets(n, vocab)
-        return (*leaves, torch.randint(vocab, (n, ids), device=site.device))
-
-    def both(op: Callable[..., Any]) -> Callable[..., Tensors]:
-        def run(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> Tensors:
-            out = op(hidden, weight, targets, ids=ids)
-            return out.log_probs, out.id_log_probs
-
-        return run
-
-    def eager(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> Tensors:
-        log_p = F.linear(hidden, weight).float().log_softmax(-1)
-        return log_p.gather(1, targets[:, None])[:, 0], log_p.gather(1, ids)
-
-    shape, ours = (rows, hidden, vocab), partial(ops.linear_log_probs, memory=memory)
-    truth = both(ops.linear_log_probs_ref)
-    plain = head(site, f"linear_log_probs ({ids} ids)", shape, both(ours), eager, truth, memory, masked=False)
-    return replace(plain, inputs=inputs)
-
-
-def float_divergence(beta: float) -> Callable[..., torch.Tensor]:
-    """The mean divergence as it is written in plain torch."""
-
-    def eager(h: torch.Tensor, w: torch.Tensor, teacher_h: torch.Tensor, teacher_w: torch.Tensor) -> torch.Tensor:
-        log_p, log_q = (F.linear(x, weight).float().log_softmax(-1) for x, weight in ((h, w), (teacher_h, teacher_w)))
-        if beta == 0.0:
-            return F.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
-        log_m = torch.logaddexp(log_p + math.log(1 - beta), log_q + math.log(beta))
-        of_student, of_teacher = (
-            F.kl_div(log_m, log, reduction="batchmean", log_target=True) for log in (log_p, log_q)
-        )
-        return (1 - beta) * of_student + beta * of_teacher
-
-    return eager
-
-
-def linear_divergence(
-    site: Site, rows: int, hidden: int, teacher_hidden: int, vocab: int, beta: float, memory: str
-) -> BenchmarkCase:
-    """The mean of the rows' divergences, as a trainer takes it; liger-kernel's heads return nothing else."""
-
-    def inputs(n: int) -> Tensors:
-        teacher = site.randn(n, teacher_hidden), site.randn(vocab, teacher_hidden, scale=teacher_hidden**-0.5)
-        student = site.randn(n, hidden), site.randn(vocab, hidden, scale=hidden**-0.5)
-        return (*student, *(t.detach() for t in teacher))
-
-    def mean(op: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-        return lambda *heads: op(*heads, beta).divergence.mean()
-
-    # Of student and teacher; where logits are not kept, a mixture is one pass more.
-    again = (0, 0) if memory == "fast" else (1, 1) if beta in (0.0, 1.0) else (2, 2)
-    return BenchmarkCase(
-        f"linear_divergence ({DIVERGENCES[beta]})",
-        f"{rows}x{hidden},{teacher_hidden}x{vocab}",
-        rows,
-        inputs,
-        mean(partial(ops.linear_divergence, memory=memory)),
-        float_divergence(beta),
-        2 * (rows + vocab) * (hidden + teacher_hidden) * site.dtype.itemsize,
-        2 * rows * vocab * ((3 + again[0]) * hidden + (1 + again[1]) * teacher_hidden),
-        mean(ops.linear_divergence_ref),
-        memory,
-        CHECKED_ROWS,
-    )
-
-
-def packing(site: Site, rows: int, longest: int) -> BenchmarkCase:
-    """Targets, row weights and denominator of one packed row; forward only."""
-
-    def inputs(n: int) -> Tensors:
-        most = min(longest, n // 4)
-        lengths = torch.randint(1, most + 1, (8 * n // most,))  # four times as many tokens as are taken
-        positions = torch.cat([torch.arange(length) for length in lengths.tolist()])[:n]
-        labels = torch.randint(100, (1, n)).masked_fill(torch.rand(1, n) < 0.3, -100)
-        return labels.to(site.device), positions[None].to(site.device)
-
-    def ours(labels: torch.Tensor, positions: torch.Tensor) -> Tensors:
-        found = ops.packing_weights(labels, position_ids=positions, loss_reduction="square")
-        return found.row_weight, found.denominator
-
-    def eager(labels: torch.Tensor, positions: torch.Tensor) -> Tensors:
-        index = (positions[0] == 0).cumsum(0)
-        goes_on = F.pad(index[1:] == index[:-1], (0, 1))
-        counted = goes_on & (labels[0].roll(-1) != -100)
-        counts = torch.bincount(index, weights=counted.double())[index]
-        weight = torch.where(counted, counts.clamp(min=1).rsqrt(), 0.0)
-        return weight.float(), weight.sum().float()
-
-    return BenchmarkCase("packing_weights", f"{rows} tokens", rows, inputs, ours, eager, rows * 32, rows * 4)
 
 
 def cases(site: Site) -> list[BenchmarkCase]:

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import DIVERGENCES, EPS, MASKED, BenchmarkCase
+from benchmarks.case import BenchmarkCase
+from benchmarks.cases import EPS
+from benchmarks.loss_cases import DIVERGENCES, MASKED
 
 Arms = dict[str, Callable[..., Any]]
 LLAMA, GEMMA = "rms_norm (cast_then_scale)", "rms_norm (offset_scale_then_cast)"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.cases import BenchmarkCase
+from benchmarks.case import BenchmarkCase
 from benchmarks.timing import Measured
 from convergence import files, tables
 

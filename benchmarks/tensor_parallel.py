@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.cases import CHECKED_ROWS, Site
+from benchmarks.case import CHECKED_ROWS, Site
 from benchmarks.timing import FEWEST, Gpu
 from convergence import files, tables
 from convergence.judge.tolerance import three_way

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import Tensors
+from benchmarks.case import Tensors
 
 SLEEP_CYCLES = 8_000_000  # about 4 ms: longer than the host needs to queue one op's launches
 FLUSH_BYTES = 256 << 20  # several times the L2 of any current GPU

@@ -15,20 +15,9 @@ import torch
 import liger_kernels
 from benchmarks import models
 from benchmarks.__main__ import benchmark, main, parse
-from benchmarks.cases import (
-    BenchmarkCase,
-    Site,
-    add_norm,
-    cases,
-    glu,
-    glu_linear,
-    linear_loss,
-    lora,
-    loss,
-    norm,
-    packing,
-    rope,
-)
+from benchmarks.case import BenchmarkCase, Site
+from benchmarks.cases import add_norm, cases, glu, glu_linear, lora, norm, rope
+from benchmarks.loss_cases import linear_loss, loss, packing
 from benchmarks.peers import Arms, Table
 from benchmarks.timing import FEWEST, Gpu, Measured
 from liger_kernels import ops

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.cases import Site
+from benchmarks.case import Site
 from benchmarks.tensor_parallel import even, measure
 from benchmarks.timing import Measured
 from liger_kernels.ops import CountedTargets, linear_cross_entropy, linear_divergence, linear_log_probs
