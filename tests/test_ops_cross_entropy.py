@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,47 +14,15 @@ from hypothesis import strategies as st
 
 from convergence.judge.tolerance import three_way, unit_roundoff
 from liger_kernels.ops.loss import formulas
-from liger_kernels.ops.loss.cross_entropy import EXTRAS, CrossEntropyOutput, cross_entropy, cross_entropy_ref
-from liger_kernels.ops.loss.linear_cross_entropy import linear_cross_entropy
+from liger_kernels.ops.loss.cross_entropy import EXTRAS, cross_entropy, cross_entropy_ref
 from liger_kernels.ops.loss.options import LossOptions
 from liger_kernels.ops.loss.rows import Rows, backward_rows, forward_rows
-from liger_kernels.ops.runtime.dispatch import INTERPRET, launches, reset_launches, tl
+from liger_kernels.ops.runtime.dispatch import INTERPRET, tl
 from liger_kernels.ops.runtime.tiling import tiled
-from tests.linear_cross_entropy_checks import ALL, DTYPES, REDUCTIONS, assert_equal, drawn
+from tests.cross_entropy_checks import every_dtype, every_option, every_reduction, make_inputs, plain_and_all, run
+from tests.linear_cross_entropy_checks import ALL, DTYPES, REDUCTIONS, assert_equal
 
 BLOCK = 8192  # the largest tile of the kernels below 65537 columns: a longer row takes several
-
-ALONE: dict[str, dict[str, Any]] = {
-    "plain": {},
-    **{name: {name: value} for name, value in ALL.items()},
-    "negative_logit_scale": {"logit_scale": -1.5},
-    "smoothed_class_weight": {"class_weight": True, "label_smoothing": 0.3},
-    "all": ALL,
-}
-every_option = pytest.mark.parametrize("options", ALONE.values(), ids=ALONE)
-plain_and_all = pytest.mark.parametrize("options", [{}, ALL], ids=["plain", "all"])
-every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def make_inputs(tokens, vocab, dtype, device, options, spread=3.0, seed=0):
-    """Logits, targets with ignored rows in the middle and at the end, and the options with drawn weights."""
-    rng = torch.Generator().manual_seed(seed)
-    logits = (torch.randn(tokens, vocab, generator=rng) * spread).to(dtype).to(device).requires_grad_()
-    targets = torch.randint(0, vocab, (tokens,), generator=rng)
-    targets[tokens // 3 : tokens // 3 + 1] = targets[tokens - 1 :] = options.get("ignore_index", -100)
-    return logits, targets.to(device), drawn(options, tokens, vocab, rng, device)
-
-
-def run(function, logits, targets, upstream=None, **options):
-    """The loss, or named tuple, and the logits' gradient under an upstream gradient that is not 1."""
-    logits = logits.detach().clone().requires_grad_()
-    out = function(logits, targets, **options)
-    loss = out.loss if isinstance(out, CrossEntropyOutput) else out
-    if upstream is None:
-        upstream = torch.randn(loss.shape, generator=torch.Generator().manual_seed(1)) - 0.3
-    loss.backward(upstream.to(loss))
-    return out, logits.grad
 
 
 def settled(ours, truth):
@@ -406,165 +372,9 @@ def test_target_out_of_range(target, device):
         assert rowwise[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'; it must be one of 'mean', 'sum', 'none'"),
-        ({"extras": ("accuracy",)}, ValueError, "names from 'token_accuracy'"),
-        ({"extras": "entropy"}, TypeError, "must be a tuple of names"),
-        ({"label_smoothing": 1.5}, ValueError, "label_smoothing is 1.5; it must be between 0 and 1"),
-        ({"softcap": 0.0}, ValueError, "softcap is 0.0; it must be positive and finite, or None"),
-        ({"z_loss": -1.0}, ValueError, "z_loss is -1.0; it must be 0 or positive"),
-        ({"logit_scale": math.inf}, ValueError, "logit_scale is inf; it must be finite"),
-        ({"logit_scale": torch.tensor(2.0)}, TypeError, r"logit_scale is a Tensor .*; it must be a Python number"),
-        ({"reduce": "mean"}, TypeError, "reduce is no option; the options are ignore_index, label_smoothing, softcap"),
-        ({"ignore_index": 1.5}, TypeError, r"ignore_index is a float \(1.5\); it must be an int"),
-        ({"class_weight": torch.ones(4)}, ValueError, r"class_weight is torch.float32 of shape \(4,\)"),
-        ({"class_weight": torch.ones(5, dtype=torch.long)}, ValueError, "class_weight is torch.int64"),
-        ({"class_weight": torch.ones(5, requires_grad=True)}, ValueError, "class_weight requires a gradient"),
-        ({"targets": torch.zeros(3)}, TypeError, "targets are torch.float32; they must be int64 or int32"),
-        ({"targets": torch.zeros(2, dtype=torch.long)}, ValueError, r"for 3 rows they must be \[3\]"),
-        ({"targets": torch.zeros(3, dtype=torch.long, device="meta")}, ValueError, "targets are on meta"),
-        ({"logits": torch.zeros(3, 2, 5)}, ValueError, "flatten the leading dimensions"),
-        ({"logits": torch.zeros(3, 5, dtype=torch.long)}, ValueError, "logits are torch.int64"),
-    ],
-)
-def test_bad_arguments_are_named(options, error, message):
-    arguments = {"logits": torch.zeros(3, 5), "targets": torch.zeros(3, dtype=torch.long), **options}
-    with pytest.raises(error, match=message):
-        cross_entropy(**arguments)
-
-
-def test_extras_only_on_request_and_without_gradient(device):
-    logits, targets, _ = make_inputs(9, 40, torch.float32, device, {})
-    assert isinstance(cross_entropy(logits, targets), torch.Tensor)
-    for extra in EXTRAS:
-        out = cross_entropy(logits, targets, extras=(extra,))
-        assert [name for name in EXTRAS if getattr(out, name) is not None] == [extra]
-        assert not getattr(out, extra).requires_grad
-        assert out.loss.requires_grad
-        assert torch.equal(out.loss, cross_entropy(logits, targets))
-    out = cross_entropy(logits, targets, extras=EXTRAS)
-    assert out.predicted_tokens.dtype == torch.int64
-    counted = targets != -100
-    assert out.token_accuracy == (logits.argmax(-1) == targets)[counted].float().mean()
-    assert torch.equal(out.log_probs[~counted], torch.zeros_like(out.log_probs[~counted]))
-
-
 def test_the_first_of_equal_logits_is_predicted(device):
     logits = torch.zeros(2, 2 * BLOCK, device=device)
     logits[1, [5, 9, BLOCK + 1]] = 1.0
     out = cross_entropy(logits, torch.tensor([0, 9], device=device), extras=("predicted_tokens", "token_accuracy"))
     assert out.predicted_tokens.tolist() == [0, 5]
     assert out.token_accuracy == 0.5
-
-
-def test_one_launch_forward_one_backward_none_without_gradient(device):
-    logits, targets, _ = make_inputs(9, 40, torch.float32, device, {})
-    reset_launches()
-    loss = cross_entropy(logits, targets)
-    forward = launches()
-    assert forward["_cross_entropy_fwd_kernel"] == 1
-    loss.backward()
-    assert launches() == forward | {"_cross_entropy_bwd_kernel": 1}
-    with torch.no_grad():
-        assert torch.equal(cross_entropy(logits, targets), loss)
-    assert not cross_entropy(logits.detach(), targets).requires_grad
-
-
-@every_reduction
-@pytest.mark.parametrize("upstream", [1.0, 0.25])
-@every_dtype
-def test_a_second_backward_pass_computes_the_same_bits_anew(dtype, upstream, reduction, device):
-    """The first one hands out what a mean's forward wrote, if the upstream gradient is 1; the second one cannot. And
-    nothing that the caller sees is overwritten."""
-    logits, targets, options = make_inputs(130, 300, dtype, device, ALL)
-    given = logits, targets, options["class_weight"], options["row_weight"]
-    before = [t.detach().clone() for t in given]
-    loss = cross_entropy(logits, targets, **{**options, "reduction": reduction})
-    given_loss = torch.full_like(loss, upstream)
-    (first,) = torch.autograd.grad(loss, logits, given_loss, retain_graph=True)
-    kept = first.clone()
-    first.fill_(float("nan"))  # it is the caller's now
-    (second,) = torch.autograd.grad(loss, logits, given_loss)
-    assert_equal([second, *given], [kept, *before])
-
-
-def test_float64_runs_the_reference(device):
-    logits, targets, options = make_inputs(9, 40, torch.float64, device, ALL)
-    reset_launches()
-    assert_equal(*(run(f, logits, targets, **options) for f in (cross_entropy, cross_entropy_ref)))
-    assert launches() == {}
-
-
-@pytest.mark.parametrize("function", [cross_entropy, cross_entropy_ref, linear_cross_entropy])
-def test_every_option_is_in_the_signature(function):
-    shown = inspect.signature(function).parameters
-    for name, default in LossOptions()._asdict().items():
-        assert shown[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert shown[name].default == default
-
-
-def test_options_are_the_same_after_an_operators_schema():
-    options = LossOptions(7, 0.1, None, 2.0, 1e-4, 0.5, "sum", ("entropy", "log_probs"))
-    assert LossOptions.of_numbers(options.as_numbers(), "sum", "entropy log_probs") == options
-
-
-def test_second_derivatives_are_refused(device):
-    logits, targets, _ = make_inputs(9, 40, torch.float32, device, {})
-    upstream = torch.ones((), device=device, requires_grad=True)
-    (grad,) = torch.autograd.grad(cross_entropy(logits, targets), logits, upstream, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
-@every_reduction
-def test_reference_is_the_formula(reduction):
-    """Written out once more, element by element, from the formula at the top of the op's file."""
-    logits, targets, options = make_inputs(7, 5, torch.float64, torch.device("cpu"), ALL)
-    w = options["class_weight"] = options["class_weight"].double()
-    by_row = options["row_weight"] = options["row_weight"].double()
-    eps, cap, scale = options["label_smoothing"], options["softcap"], options["logit_scale"]
-    temperature = options["temperature"]
-    out = cross_entropy_ref(logits, targets, reduction=reduction, extras=EXTRAS, **options)
-    losses, weights, hits = [], [], []
-    for row, y in enumerate(targets.tolist()):
-        z = [cap * math.tanh(scale * x / cap) / temperature for x in logits[row].tolist()]
-        lse = math.log(sum(math.exp(v) for v in z))
-        log_p = [v - lse for v in z]
-        assert out.entropy[row].item() == pytest.approx(-sum(math.exp(v) * v for v in log_p))
-        assert out.log_sum_sq_probs[row].item() == pytest.approx(math.log(sum(math.exp(2 * v) for v in log_p)))
-        assert out.mean_logits[row].item() == pytest.approx(sum(z) / 5)
-        assert out.max_logits[row].item() == pytest.approx(max(z))
-        assert out.predicted_tokens[row] == z.index(max(z))
-        if y == options["ignore_index"]:
-            losses.append(0.0)
-            assert out.log_probs[row] == 0
-            continue
-        smooth = sum(w[c].item() * -log_p[c] for c in range(5))
-        loss = (1 - eps) * w[y].item() * -log_p[y] + eps / 5 * smooth + options["z_loss"] * lse**2
-        losses.append(by_row[row].item() * loss)
-        weights.append(by_row[row].item() * w[y].item())
-        hits.append(z.index(max(z)) == y)
-        assert out.log_probs[row].item() == pytest.approx(log_p[y])
-    expected = {"none": losses, "sum": sum(losses), "mean": sum(losses) / sum(weights)}[reduction]
-    assert out.loss.tolist() == pytest.approx(expected)
-    assert out.token_accuracy.item() == pytest.approx(sum(hits) / len(hits))
-
-
-@every_reduction
-@plain_and_all
-def test_reference_gradient(options, reduction):
-    logits, targets, options = make_inputs(5, 7, torch.float64, torch.device("cpu"), options)
-    assert torch.autograd.gradcheck(lambda x: cross_entropy_ref(x, targets, reduction=reduction, **options), logits)
-
-
-@every_reduction
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}, {"class_weight": True, "label_smoothing": 0.3}])
-def test_reference_is_torchs_where_torch_has_the_option(options, reduction):
-    logits, targets, options = make_inputs(5, 7, torch.float64, torch.device("cpu"), options)
-    weight = options.pop("class_weight", None)
-    weight = None if weight is None else weight.double()
-    expected = F.cross_entropy(logits, targets, weight, reduction=reduction, **options)
-    torch.testing.assert_close(cross_entropy_ref(logits, targets, class_weight=weight, reduction=reduction, **options),
-                               expected)  # fmt: skip
