@@ -14,8 +14,8 @@ from torch import nn
 
 import liger_kernels
 from convergence.judge.tolerance import three_way
+from tests.lora_checks import adapted, second, visible
 from tests.patching_checks import batch, check_same, compare, fallbacks, tiny, train
-from tests.test_patching_lora import adapted, second, visible
 
 TARGETS = ["q_proj", "lm_head"]
 

@@ -13,8 +13,8 @@ from torch import nn
 import liger_kernels
 from convergence.judge.tolerance import three_way
 from liger_kernels import ops
+from tests.lora_checks import Mask, Net, Sharded, adapted, inputs, layers, patched_quietly, second, step, visible
 from tests.patching_checks import DEVICE, batch, check_same, compare, fallbacks, tiny, train
-from tests.test_patching_lora import Mask, Net, Sharded, adapted, inputs, layers, patched_quietly, second, step, visible
 
 
 def decomposed(base: nn.Module | None = None, **options: Any) -> Any:

@@ -11,8 +11,8 @@ from torch import nn
 
 import liger_kernels
 from convergence.judge.tolerance import three_way
+from tests.lora_checks import adapted
 from tests.patching_checks import DEVICE, batch, fallbacks, tiny, train
-from tests.test_patching_lora import adapted
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes 0.50 or newer, of the extra qlora")
 DTYPES = (torch.float32, torch.bfloat16)

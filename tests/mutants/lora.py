@@ -17,7 +17,7 @@ _EVERY_DTYPE = "test_adapters_of_every_dtype_on_a_base_of_every_dtype[{}]"
 _SEVERAL = "test_several_adapters_some_of_which_drop[torch.float32-dropping0]"
 _NUMBERS = "test_the_same_numbers[{}]"
 _STATE = "test_state_that_changes_between_steps_is_read_at_each_call"
-_ODD = "test_peft_computes_what_was_not_probed_and_the_report_counts_why[{}]"
+_ODD = "test_patching_lora_left.py::test_peft_computes_what_was_not_probed_and_the_report_counts_why[{}]"
 _ADD = "add_product(dx, g, a, None, 1.0, x.shape, x.dtype)"
 _DA = "columns_product(x, g, a[0].shape, dtype or a[0].dtype, 1.0, by_rank=True)"
 _DB = "columns_product(dy, z, b[0].shape, dtype or b[0].dtype, scales[0])"
@@ -97,10 +97,10 @@ MUTANTS = (
         "probe.has_hooks(first) or probe.has_hooks(second)", "False", _ODD.format("hooks")),
     _layer("lora_any_forward_recognised", "A layer is taken for LoRA by its class.",
         "same_in_float64(module, small_copy(module, names, masks), names, reference)", "True",
-        "test_a_forward_that_computes_something_else_is_left[rounded]"),
+        "test_patching_lora_left.py::test_a_forward_that_computes_something_else_is_left[rounded]"),
     _layer("lora_gradients_not_compared", "A layer is taken for LoRA by its values.",
         "all(probe.relative_difference(ours, theirs) < probe.SAME_FORMULA for ours, theirs in pairs)", "True",
-        "test_a_forward_that_computes_something_else_is_left[another gradient]"),
+        "test_patching_lora_left.py::test_a_forward_that_computes_something_else_is_left[another gradient]"),
     _layer("lora_fallbacks_not_counted", "Where PEFT's own forward runs, nobody is told.",
         'report.fallbacks[f"PEFT computed an adapter: {reason}"] += 1', "pass", _ODD.format("hooks")),
     faults("patching.census")("lora_later_adapters_not_listed", "Adapters that came after patch() are in no list.",
