@@ -203,6 +203,16 @@ def test_every_mutant_finds_its_place_and_everything_is_put_back() -> None:
     assert not upstream.changes()
 
 
+def test_a_mutant_knows_every_name_that_it_writes(tmp_path: Path) -> None:
+    """One that dies of a NameError shows nothing of its fault."""
+    for mutant in MUTANTS.values():
+        for module in dict.fromkeys(edit.module for edit in mutant.edits):
+            (tmp_path / f"{mutant.name}-{module}.py").write_text(mutant.text(module), encoding="utf-8")
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--output-format", "concise", "."]
+    done = subprocess.run(ruff, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_an_honest_case_after_a_mutant_in_the_same_process_is_equal(capfd: pytest.CaptureFixture[str]) -> None:
     for name in (
         "norm_weight_gradient_of_one_percent_more",

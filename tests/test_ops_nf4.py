@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from liger_kernels import ops
-from liger_kernels.ops.lora.nf4 import NestedScales, Nf4, dense_nf4, dense_nf4_ref
+from liger_kernels.ops.lora.nf4 import NestedScales, PackedNf4, dense_nf4, dense_nf4_ref
 from liger_kernels.patching.lora.projection import weights_of
 from tests.patching_checks import DEVICE
 
@@ -98,11 +98,11 @@ def test_scales_without_nesting_of_a_strangers_code() -> None:
     """The code is read, and none is assumed."""
     code, scales = torch.arange(16.0, device=DEVICE), torch.tensor([1.0, 10.0], device=DEVICE)
     packed = torch.arange(32, dtype=torch.uint8, device=DEVICE).reshape(-1, 1)
-    found = dense_nf4(packed, Nf4(code, scales, 32, (2, 32), torch.float32, None))
+    found = dense_nf4(packed, PackedNf4(code, scales, 32, (2, 32), torch.float32, None))
     numbers = [digit for byte in range(32) for digit in divmod(byte, 16)]
     expected = torch.tensor(numbers, dtype=torch.float32, device=DEVICE).reshape(2, 32) * scales[:, None]
     assert torch.equal(found, expected)
     nested = NestedScales(torch.arange(256.0, device=DEVICE), scales[1:], 256, torch.tensor(0.5, device=DEVICE))
     eight = torch.tensor([3, 200], dtype=torch.uint8, device=DEVICE)
-    found = dense_nf4(packed, Nf4(code, eight, 32, (2, 32), torch.float32, nested))
+    found = dense_nf4(packed, PackedNf4(code, eight, 32, (2, 32), torch.float32, nested))
     assert torch.equal(found, expected / scales[:, None] * torch.tensor([[30.5], [2000.5]], device=DEVICE))

@@ -28,7 +28,7 @@ class AdapterArm:
         needs: modules that must be there.
         distributions: what they are installed as.
         own: whether it has checkpointing of its own, in addition to transformers'.
-        trains: what it is measured with, beside LoRA.
+        trains: what it is measured with, in addition to LoRA.
     """
 
     build: Callable[[AdapterJob], Any]

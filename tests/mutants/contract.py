@@ -130,7 +130,7 @@ MUTANTS = (
         kernel="linear_cross_entropy", phase="forward", dies="raised"),
     _deferred("logits_read_after_the_loss_are_uncapped",
         "Logits that the caller reads after the loss are the raw product, without the model's soft-cap.",
-        "result = product.tensor()", "return product.tensor()", model="gemma2"),
+        "result = product.tensor()", "<old>\nreturn result", model="gemma2"),
     _product("logits_read_after_the_loss_are_detached",
         "Logits that the caller reads after the loss are those of the next token.",
         "return logits_of_all(hidden, weight, bias, shard, invariant)", "<old>.roll(1, -2)"),

@@ -105,7 +105,7 @@ MUTANTS = (
         "needs_hidden or needs_gate_up or any(needs_up)",
         "test_the_gradient_of_one_alone"),
     _experts("router_weight_rounded", "The router's float32 weights are rounded to the hidden states' dtype.",
-        "weights.contiguous()", "weights.to(hidden.dtype).contiguous()", "test_weights_are_not_rounded"),
+        "weights.contiguous()", "weights.to(down.dtype).contiguous()", "test_weights_are_not_rounded"),
     _experts("expert_bias_assumed_contiguous", "A bias is read as if its rows had no gaps.",
         "t if t is None else t.contiguous()", "t", "test_rows_of_other_strides"),
     _experts("expert_number_that_wraps",

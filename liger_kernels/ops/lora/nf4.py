@@ -33,7 +33,7 @@ class NestedScales(NamedTuple):
     offset: Tensor
 
 
-class Nf4(NamedTuple):
+class PackedNf4(NamedTuple):
     """How a weight is kept in four bits.
 
     Attributes:
@@ -79,7 +79,7 @@ def _nf4_kernel(
 _BYTES_OF_PROGRAM = 4096
 
 
-def dense_nf4(packed: Tensor, state: Nf4) -> Tensor:
+def dense_nf4(packed: Tensor, state: PackedNf4) -> Tensor:
     """The matrix of ``state.shape`` and ``state.dtype`` whose numbers ``packed`` has, uint8 [half of them, 1]."""
     if not use_triton(state.code):
         return dense_nf4_ref(packed, state)
@@ -95,7 +95,7 @@ def dense_nf4(packed: Tensor, state: Nf4) -> Tensor:
     return y
 
 
-def dense_nf4_ref(packed: Tensor, state: Nf4) -> Tensor:
+def dense_nf4_ref(packed: Tensor, state: PackedNf4) -> Tensor:
     """Reference of :func:`dense_nf4`."""
     scales, nested = state.scales, state.nested
     if nested is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from liger_kernels.ops import Projection
-from liger_kernels.ops.lora.nf4 import NestedScales, Nf4, dense_nf4
+from liger_kernels.ops.lora.nf4 import NestedScales, PackedNf4, dense_nf4
 from liger_kernels.ops.lora.projection import as_it_is, runs_as_one
 from liger_kernels.patching.lora.adapters import Adapter, adapters_of, foreseen_adapters
 from liger_kernels.patching.recipes import probe
@@ -129,7 +129,7 @@ class _Read(NamedTuple):
 
     state: Callable[[], Any]
     tensors: tuple[Any, ...]
-    nf4: Nf4 | None
+    nf4: PackedNf4 | None
 
 
 _read: dict[int, _Read] = {}  # by the id of a state that is alive
@@ -158,7 +158,7 @@ def _dense_of(weight: torch.Tensor, state: Any, bitsandbytes: Any) -> Callable[[
     return partial(dense_nf4, state=known.nf4)
 
 
-def _nf4(weight: torch.Tensor, state: Any) -> Nf4 | None:
+def _nf4(weight: torch.Tensor, state: Any) -> PackedNf4 | None:
     """How bitsandbytes keeps ``weight`` in NF4; None where it is kept in another way."""
     nested, n_numbers = None, weight.numel() * 2
     if (
@@ -184,7 +184,7 @@ def _nf4(weight: torch.Tensor, state: Any) -> Nf4 | None:
         nested = NestedScales(inner.code, inner.absmax, inner.blocksize, state.offset)
     if not _is_vector(state.absmax, n_scales, torch.uint8 if inner else torch.float32):
         return None
-    return Nf4(state.code, state.absmax, state.blocksize, state.shape, state.dtype, nested)
+    return PackedNf4(state.code, state.absmax, state.blocksize, state.shape, state.dtype, nested)
 
 
 def _is_vector(t: Any, size: int, dtype: torch.dtype) -> bool:
