@@ -55,8 +55,9 @@ def test_the_bits_are_those_of_bitsandbytes(
     torch.testing.assert_close(dense_nf4_ref(layer.weight.data, dense.keywords["state"]), theirs, rtol=0, atol=0)
 
 
-def test_more_blocks_of_scales_than_one() -> None:
-    _, ours, theirs = both(quantised((256, 160), torch.bfloat16), torch.bfloat16)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_more_blocks_of_scales_than_one(dtype: torch.dtype) -> None:
+    _, ours, theirs = both(quantised((256, 160), dtype), dtype)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 

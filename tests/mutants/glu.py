@@ -39,7 +39,7 @@ MUTANTS = (
         "The gradient of the weight behind the product is 1% too large.",
         "torch.mm(rows.t(), y.view(-1, y.shape[-1]))", "1.01 * <old>"),
     _geglu_forward("gelu_of_the_other_form", "The exact gelu stands for its tanh form, forward and backward.",
-        '"gelu_tanh" if approximate == "tanh" else "gelu"', '"gelu"', dtypes=("float32",)),
+        "", 'activation = activation.replace("gelu_tanh", "gelu")', within="_linear", dtypes=("float32",)),
     _geglu_backward("gelu_gradient_of_the_other_form",
         "The gradient is that of the exact gelu, the output that of its tanh form.",
         _BACKWARD_ACTIVATION, 'ACTIVATION="gelu"', within="unit_gradients", dtypes=("float32",)),

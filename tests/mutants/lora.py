@@ -13,6 +13,8 @@ _unit = faults("ops.lora.adapted_glu", "test_ops_gated_mlp.py")
 _layer = faults("patching.lora.layer", "test_patching_lora.py")
 _state = faults("patching.lora.adapters", "test_patching_lora.py")
 _shared = faults("patching.lora.shared_input", "test_patching_shared_input.py")
+_nf4 = faults("ops.lora.nf4", "test_ops_nf4.py")
+_BITS_OF_NF4 = "test_the_bits_are_those_of_bitsandbytes[{}-torch.bfloat16-{}-{}]"
 _EVERY_DTYPE = "test_adapters_of_every_dtype_on_a_base_of_every_dtype[{}]"
 _SEVERAL = "test_several_adapters_some_of_which_drop[torch.float32-dropping0]"
 _NUMBERS = "test_the_same_numbers[{}]"
@@ -134,5 +136,20 @@ MUTANTS = (
         "ready[1] == x._version", "True", "test_a_sibling_after_a_change_in_place_computes_its_own"),
     _shared("shared_name_that_is_assigned_to", "Calls with one name are taken for calls with one tensor.",
         "not isinstance(node.ctx, ast.Load)", "False", "test_which_calls_share_their_input"),
+    _nf4("nf4_halves_swapped", "The two numbers of a byte change places.",
+        "tl.join(first, second)", "tl.join(second, first)", _BITS_OF_NF4.format("(33, 96)", "scales", 32)),
+    _nf4("nf4_offset_lost", "The scales of blocks lack their offset.",
+        "tl.load(offset_ptr)", "0.0", _BITS_OF_NF4.format("(33, 96)", "nested", 32)),
+    _nf4("nf4_scale_of_the_first_block", "Every block of scales has the first one's scale.",
+        "block // nested_block", "block * 0", "test_more_blocks_of_scales_than_one[torch.float32]"),
+    _nf4("nf4_multiplied_and_added_at_once", "A scale and its offset are rounded once instead of twice.",
+        "tl.load(nested_code_ptr + scale.to(tl.int32)) * outer + tl.load(offset_ptr)",
+        "(tl.load(nested_code_ptr + scale.to(tl.int32)).to(tl.float64) * outer.to(tl.float64)"
+        " + tl.load(offset_ptr).to(tl.float64)).to(tl.float32)",
+        "test_more_blocks_of_scales_than_one[torch.float32]"),
+    faults("patching.lora.projection", "test_ops_nf4.py")("nf4_read_once_for_all",
+        "A weight that is quantised again is made dense with its former scales.",
+        "all(map(operator.is_, known.tensors[1:], tensors[1:]))", "True",
+        "test_a_weight_that_is_quantised_again_is_read_again"),
 )
 # fmt: on

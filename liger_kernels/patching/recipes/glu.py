@@ -37,8 +37,17 @@ def _gelu(approximate: str) -> _Unit:
     return tuple(partial(function, approximate=approximate) for function in (F.gelu, geglu, geglu_linear))
 
 
-# By activation: torch's own, the fused unit, and the one that computes the projection behind it, too.
-_UNITS: dict[str, _Unit] = {"silu": (F.silu, swiglu, swiglu_linear), "gelu_tanh": _gelu("tanh"), "gelu": _gelu("none")}
+def _of_owned(activation: str) -> Callable[..., torch.Tensor]:
+    return partial(glu_linear_of_owned, activation=activation)
+
+
+# By activation: torch's own, the fused unit, the one that computes the projection behind it, too, and the same of a
+# gate and an up that nobody else has.
+_UNITS: dict[str, _Unit] = {
+    "silu": (F.silu, swiglu, swiglu_linear, _of_owned("silu")),
+    "gelu_tanh": (*_gelu("tanh"), _of_owned("gelu_tanh")),
+    "gelu": (*_gelu("none"), _of_owned("gelu")),
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class GluRecipe(Recipe):
         return f"down({self.activation}(gate) * up){halves}"
 
     def foreseen(self, module: Any, step: Any) -> Calls:
-        _, fused, fused_linear = _UNITS[self.activation]
+        _, fused, fused_linear, of_owned = _UNITS[self.activation]
         projections = [getattr(module, name) for name in self.live]
         if self.up is not None and any(map(has_adapters, projections)):
             x = step.tensor(step.batch, step.length, projections[0].in_features)
@@ -83,9 +92,7 @@ class GluRecipe(Recipe):
         down = getattr(module, self.down)
         if _plain_weights(down) is not None:
             weight, bias = (step.like(down, name, step.linear) for name in ("weight", "bias"))
-            if self.up is not None and all(_plain_weights(getattr(module, name)) for name in (self.gate, self.up)):
-                fused_linear = partial(glu_linear_of_owned, activation=self.activation)
-            return (partial(fused_linear, gate, up, weight, bias),)
+            return (partial(of_owned if _owns(module, self) else fused_linear, gate, up, weight, bias),)
         return (partial(fused, gate, up),)
 
     def namespace(self, base: Any) -> dict[str, Any]:
@@ -116,7 +123,7 @@ class GluRecipe(Recipe):
 
 def _run(mlp: Any, recipe: GluRecipe, x: torch.Tensor, backward_only: bool = False) -> torch.Tensor:
     """The MLP of ``x`` by its modules. With ``backward_only``, its last product need not be computed."""
-    activate, fused, fused_linear = _UNITS[recipe.activation]
+    activate, fused, fused_linear, of_owned = _UNITS[recipe.activation]
     gate = getattr(mlp, recipe.gate)(x)
     if recipe.up is not None:
         up = getattr(mlp, recipe.up)(x)
@@ -130,11 +137,13 @@ def _run(mlp: Any, recipe: GluRecipe, x: torch.Tensor, backward_only: bool = Fal
     linear = _just_linear(down, gate, up)
     if linear is None:
         return down(fused(gate, up))
-    if recipe.up is not None and all(_plain_weights(getattr(mlp, name)) for name in (recipe.gate, recipe.up)):
-        # What a linear layer returns is kept by nobody else.
-        fused_linear = partial(glu_linear_of_owned, activation=recipe.activation)
     with anchors_only(backward_only):
-        return fused_linear(gate, up, *linear)
+        return (of_owned if _owns(mlp, recipe) else fused_linear)(gate, up, *linear)
+
+
+def _owns(mlp: Any, recipe: GluRecipe) -> bool:
+    """Whether nobody else has gate and up: two linear layers returned them, and nobody watches these."""
+    return recipe.up is not None and all(_plain_weights(getattr(mlp, name)) for name in (recipe.gate, recipe.up))
 
 
 def _projections(mlp: nn.Module, recipe: GluRecipe, x: torch.Tensor, again: bool) -> list[Held] | None:
