@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import both_phases
+from tests.mutants.mutant import both_phases, faults
 
 _swiglu_forward, _swiglu_backward = both_phases("ops._glu", kernel="swiglu")
 _geglu_forward, _geglu_backward = both_phases("ops._glu", kernel="geglu", model="gemma2")
+_glu = faults("ops._glu", "test_ops_glu.py")
+_OWNED = "test_gradients_lie_over_a_gate_and_an_up_that_are_owned"
 _RETURN = "return dgate, dup"
 _BACKWARD_ACTIVATION = "ACTIVATION=activation"
 
@@ -50,4 +52,13 @@ MUTANTS = (
     _swiglu_forward("n18_swiglu_assumes_contiguous_halves",
         "The stride between rows of half a projection is taken for its width.",
         "*gate_rows, *up_rows, y", "gate_rows[0], n_cols, up_rows[0], n_cols, y", source="N18", model="phi3"),
+    _glu("unit_gradients_over_a_kept_graph", "Gradients are written over a gate and an up whose graph is kept.",
+        "keeps_graph()", "False", f"{_OWNED}[set()-silu]"),
+    _glu("unit_gradients_before_up_is_read", "The gradient of up is stored before up is read for the product.",
+        "up = tl.load(up_ptr + row * up_stride + col, mask=mask, other=0.0).to(tl.float32)",
+        "tl.store(dup_ptr + row * n_cols + col, (dy * act).to(dup_ptr.dtype.element_ty), mask=mask)\n<old>",
+        f"{_OWNED}[set()-silu]", within="_glu_bwd_kernel"),
+    faults("patching.recipes.glu", "test_patching_glu.py")("unit_gradients_over_what_a_hook_has",
+        "Gradients are written over a gate that a hook of its projection has seen.",
+        "_plain_weights(getattr(mlp, name))", "True", "test_what_somebody_else_may_have_stays_as_it_is[watched]"),
 )
