@@ -82,6 +82,16 @@ def test_adapters_of_another_dtype_and_without_checkpoints(bench: Bench) -> None
     assert not any(row["note"] for row in found["rows"])
 
 
+@pytest.mark.parametrize("trained", ["dora", "experts", "full"])
+def test_what_else_is_trained(trained: str, bench: Bench) -> None:
+    found = bench(f"--trained {trained} --arms eager,ours,axolotl --lengths 8 --batch 2 --repeats 1")
+    eager, ours, axolotl = found["rows"]
+    assert axolotl["note"] == f"absent: it is not measured with {trained}"
+    assert not eager["note"] + ours["note"]
+    assert ours["loss"] == pytest.approx(eager["loss"], rel=1e-3)
+    assert found["trained"] == trained
+
+
 def test_the_trainers_precision_and_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     models = {}
     for precision, checkpointing in (("trainer", "hf"), ("bfloat16", "none")):
@@ -237,6 +247,8 @@ def test_unsloths_loader_gets_the_same_weights_and_checkpoints_twice(
         ("--checkpointing all", "unknown checkpointing ['all']; there are ['none', 'hf', 'own']"),
         ("--lengths 4k", "--lengths is '4k'; it must be like 4096,16384"),
         ("--lengths 0", "must be at least 1"),
+        ("--trained dora --check --quantised no", "--trained dora is measured with --quantised no, without --check"),
+        ("--trained full", "--trained full is measured with --quantised no"),
         ("--check --from-start", "--check and --from-start are two runs"),
         ("--path unsloth=/nowhere", "--path: ['unsloth'] must be ARM=DIR"),
         ("--json /nowhere/at/all.json", "there is no folder /nowhere/at"),

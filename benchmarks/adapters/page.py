@@ -38,6 +38,10 @@ format, double quantised. An arm whose loss or norm of the gradient is not eager
 A package that is not installed is absent; `--path ARM=DIR` gives an arm a folder of packages of its
 own, such as unsloth with the versions that it needs.
 
+`--trained dora` has DoRA in place of LoRA. `--trained experts` has LoRA of attention and of packed
+experts (`target_parameters`) on the Qwen3-MoE shape: 8 layers, 128 experts of 768 features.
+`--trained full` trains every weight.
+
 Two commands write this page:
 
 ```console
