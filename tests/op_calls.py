@@ -204,7 +204,8 @@ def dora_linear_cases() -> None:
     import torch.nn.functional as F
 
     from liger_kernels.ops import LoraAdapter
-    from liger_kernels.ops.lora.dora_linear import dora_linear, dora_norm
+    from liger_kernels.ops.lora.dora_linear import dora_linear
+    from liger_kernels.ops.lora.dora_norm import dora_norm
 
     def call(x: torch.Tensor, weight: torch.Tensor, adapter: LoraAdapter, m: torch.Tensor, bias: Any) -> torch.Tensor:
         return dora_linear(x, lambda x: F.linear(x, weight, bias), adapter, m, dora_norm(weight, adapter), bias)

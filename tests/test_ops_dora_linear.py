@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from convergence.judge.tolerance import three_way
 from convergence.op.call import check_call
 from liger_kernels.ops import LoraAdapter
-from liger_kernels.ops.lora.dora_linear import dora_linear, dora_linear_ref, dora_norm, dora_norm_ref
+from liger_kernels.ops.lora.dora_linear import dora_linear, dora_linear_ref
+from liger_kernels.ops.lora.dora_norm import dora_norm, dora_norm_ref
+from liger_kernels.ops.runtime.tiling import tiled
 from tests.ops_checks import DTYPES, randn
 
 ROWS, IN, OUT, RANK = 10, 24, 20, 4
@@ -69,6 +71,16 @@ def test_the_length_of_a_row(dtype: torch.dtype, device: torch.device) -> None:
     assert not found.requires_grad
     truth = dora_norm_ref(weight.detach().double(), wide)
     three_way(found, dora_norm_ref(weight, adapter), truth, torch.float32, "length")
+
+
+@pytest.mark.parametrize("rank", [3, 20])
+def test_the_length_of_a_row_in_parts(rank: int, device: torch.device) -> None:
+    weight = randn(70, 300, dtype=torch.bfloat16, device=device).detach()
+    a, b = (randn(*size, dtype=torch.float32, device=device).detach() for size in ((rank, 300), (70, rank)))
+    with tiled(dora_gram=lambda choose, *_: (4, 32)):
+        found = dora_norm(weight, LoraAdapter(a, b.t().contiguous().t(), 0.5))
+    truth = dora_norm_ref(weight.double(), LoraAdapter(a.double(), b.double(), 0.5))
+    three_way(found, dora_norm_ref(weight, LoraAdapter(a, b, 0.5)), truth, torch.float32, "length")
 
 
 def test_a_row_that_the_adapter_takes_away_has_no_length(device: torch.device) -> None:

@@ -27,7 +27,8 @@ from liger_kernels.ops.divergence.linear_divergence import (
 )
 from liger_kernels.ops.lora.adapted_linears import adapted_linears, adapted_linears_ref
 from liger_kernels.ops.lora.adapter import LoraAdapter
-from liger_kernels.ops.lora.dora_linear import dora_linear, dora_linear_ref, dora_norm, dora_norm_ref
+from liger_kernels.ops.lora.dora_linear import dora_linear, dora_linear_ref
+from liger_kernels.ops.lora.dora_norm import dora_norm, dora_norm_ref
 from liger_kernels.ops.lora.experts import ExpertsAdapter
 from liger_kernels.ops.lora.gated_mlp import gated_mlp, gated_mlp_ref
 from liger_kernels.ops.lora.lora_linear import lora_linear, lora_linear_ref

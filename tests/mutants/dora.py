@@ -6,6 +6,7 @@ from tests.mutants.mutant import both_phases, faults
 
 _where = {"model": "llama-tied", "setup": "dora", "kernel": "dora_linear"}
 _forward, _backward = both_phases("ops.lora.dora_linear", **_where)
+_length, _ = both_phases("ops.lora.dora_norm", **_where)
 _op = faults("ops.lora.dora_linear", "test_ops_dora_linear.py")
 _layer = faults("patching.lora.dora", "test_patching_dora.py")
 _EVERY = "test_every_dtype_with_and_without_a_bias[torch.float32-torch.float32]"
@@ -15,10 +16,10 @@ _ELSE = "test_a_magnitude_that_computes_something_else_is_left[{}]"
 
 # fmt: off
 MUTANTS = (
-    _forward("dora_length_without_the_adapter", "A row is as long as the base's weight, without what B A adds.",
-        "(square.double() + more)", "square.double()", sample=True),
-    _forward("dora_length_without_the_scale", "The length is that of W + B A.",
-        "s = adapter.scale", "s = 1.0"),
+    _length("dora_length_without_the_adapter", "A row is as long as the base's weight, without what B A adds.",
+        "length * length + tl.sum(inner * b.to(tl.float64), axis=1)", "length * length", sample=True),
+    _length("dora_length_without_the_scale", "The length is that of W + B A.",
+        "float(scale)", "1.0"),
     _forward("dora_adapter_not_scaled_to_the_magnitude", "The magnitude scales the base alone.",
         "c[:, None] * b.float()", "b.float() + 0 * c[:, None]"),
     _forward("dora_base_not_scaled_to_the_magnitude", "The magnitude scales the adapter alone.",
@@ -30,6 +31,16 @@ MUTANTS = (
         within="_dora_linear_bwd_kernel"),
     _backward("dora_base_gradient_not_scaled", "What goes back through the base has no magnitude.",
         "(c * dy).to(dy0_ptr.dtype.element_ty)", "dy.to(dy0_ptr.dtype.element_ty)"),
+    faults("ops.lora.dora_norm", "test_ops_dora_linear.py")("dora_length_of_the_first_columns",
+        "Of A A^T, the last columns of A are left out.",
+        "mask=(rank[:, None] < n_ranks) & known[None, :]",
+        "mask=(rank[:, None] < n_ranks) & (col[None, :] < n_cols // 2)",
+        "test_the_length_of_a_row[torch.float32]"),
+    faults("ops.lora.dora_norm", "test_ops_dora_linear.py")("dora_length_of_one_part",
+        "Of A A^T in parts, the first part counts alone.",
+        "for part in range(0, n_parts):\n    gram += tl.load(gram_ptr + (part * RANKS + other) * RANKS + rank)",
+        "gram += tl.load(gram_ptr + other * RANKS + rank)",
+        "test_the_length_of_a_row_in_parts"),
     _op("dora_bias_scaled", "The magnitude scales the bias of the base, too.",
         "total += c * (y0.to(tl.float32) - bias) + bias", "total += c * y0.to(tl.float32)", _EVERY),
     _op("dora_bias_gradient_whole", "The bias gets the gradient of y through the end, too.",

@@ -2,18 +2,14 @@
 
     c = m / n        y = c * (x W^T + s z B^T) + b        z = x A^T
 
-W + s B A has rows of length n, which :func:`dora_norm` computes and which counts as constant, m is the magnitude, b the
-bias of the layer, and its output is y0 = x W^T + b. So it is :func:`lora_linear` with c B instead of B, and with an end
+W + s B A has rows of length n, which dora_norm.py computes and which counts as constant, m is the magnitude, b the bias
+of the layer, and its output is y0 = x W^T + b. So it is :func:`lora_linear` with c B instead of B, and with an end
 of its own. With the upstream gradient dY, and with dB' = s dY^T z, the gradient of c B:
 
     g = s dY (c B)        dB = c * dB'        dA = g^T x        dc = sum of the rows of dY * (y0 - b) + sum of dB' * B
 
 where the last sum is over the ranks. x gets g A in addition to what comes through the base, whose output gets c * dY.
 The end saves y0, unless the magnitude is frozen; so a recomputation of activations runs the base again.
-
-The length needs no product of the adapters, which would be as large as W:
-
-    n^2 = |W|^2 + 2 s (W A^T * B) + s^2 (B (A A^T) * B), the last two summed over the ranks
 """
 
 from __future__ import annotations
@@ -28,9 +24,9 @@ from torch import Tensor
 
 from liger_kernels.ops.lora.adapter import LoraAdapter
 from liger_kernels.ops.lora.lora_linear import LoraFunction, cast_as_base, check_base, checked_adapters, runs_kernel
-from liger_kernels.ops.lora.products import columns_shape, dot, ranks_of_program, rows_product
+from liger_kernels.ops.lora.products import columns_shape, dot, ranks_of_program
 from liger_kernels.ops.runtime.arguments import checked, checked_op
-from liger_kernels.ops.runtime.dispatch import as_values, backward_once, launch, tl, triton, use_triton
+from liger_kernels.ops.runtime.dispatch import as_values, backward_once, in_dtype, launch, tl, triton
 from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, tile
 
 
@@ -61,16 +57,6 @@ def _reference(
         b = 0.0 if bias is None else bias.to(dtype)
         delta = F.linear(F.linear(x.to(dtype), adapter.a.to(dtype)), adapter.b.to(dtype))
         return (c * (y0.to(dtype) - b + adapter.scale * delta) + b).to(y0.dtype)
-
-
-@checked
-def dora_norm_ref(weight: Tensor, adapter: LoraAdapter) -> Tensor:
-    """:func:`dora_norm` as it is defined."""
-    _check_weight(weight, adapter)
-    dtype = torch.promote_types(torch.promote_types(weight.dtype, adapter.a.dtype), torch.float32)
-    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        whole = weight.to(dtype) + adapter.scale * (adapter.b.to(dtype) @ adapter.a.to(dtype))
-        return torch.linalg.vector_norm(whole, dim=1)
 
 
 # fmt: off
@@ -160,6 +146,25 @@ def _scaled(y0: Tensor, z: Tensor, w: Tensor, c: Tensor, bias: Tensor | None, sc
     return y
 
 
+class ScaledFunction(torch.autograd.Function):
+    """c = m / n and c B, both float32."""
+
+    @staticmethod
+    def forward(ctx: Any, m: Tensor, b: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        c = m.float() / norm
+        ctx.save_for_backward(b, norm, c)
+        ctx.dtype = m.dtype
+        return c, c[:, None] * b
+
+    @staticmethod
+    @backward_once
+    def backward(ctx: Any, dc: Tensor, dscaled: Tensor) -> tuple[Tensor | None, ...]:
+        b, norm, c = ctx.saved_tensors
+        needs_m, needs_b, _ = ctx.needs_input_grad
+        dm = in_dtype((dc + (dscaled * b).sum(1)) / norm, ctx.dtype) if needs_m else None
+        return dm, in_dtype(c[:, None] * dscaled, b.dtype) if needs_b else None, None
+
+
 class DoraFunction(torch.autograd.Function):
     """What ``compute`` returns: y, of the base's output ``y0`` and an anchor that stands for what the adapter adds.
 
@@ -217,46 +222,6 @@ def _check_vectors(x: Tensor, adapter: LoraAdapter, **vectors: Tensor | None) ->
             raise ValueError(f"{name} is on {t.device}, x on {x.device}; move one to the other")
 
 
-def _check_weight(weight: Tensor, adapter: LoraAdapter) -> None:
-    if not weight.is_floating_point():
-        raise TypeError(f"weight is {weight.dtype}; it must be floating point")
-    if weight.device != adapter.a.device:
-        raise ValueError(f"weight is on {weight.device}, the adapter on {adapter.a.device}; move one to the other")
-    shape = (len(adapter.b), adapter.a.shape[1])
-    if weight.shape != shape:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; with this adapter it must be {shape}")
-
-
-@checked_op
-def dora_norm(weight: Tensor, adapter: LoraAdapter) -> Tensor:
-    """The length of each row of ``weight`` + scale * B A, without the gradient that DoRA does not give it.
-
-    Args:
-        weight: [out features, in features], any floating dtype; a quantised layer's is dequantised for this.
-        adapter: of this layer.
-
-    Returns:
-        [out features], float32; float64 where ``weight`` or the adapter is.
-
-    Raises:
-        TypeError, ValueError: for an argument of a wrong type, dtype, shape or device.
-    """
-    _check_weight(weight, adapter)
-    wide = torch.float64 in (weight.dtype, adapter.a.dtype, adapter.b.dtype)
-    dtype = torch.float64 if wide else torch.float32
-    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        square = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
-        a, b = adapter.a.double(), adapter.b.double()  # of few numbers
-        if wide or not use_triton(weight):
-            crossed = weight.to(dtype) @ adapter.a.to(dtype).t()
-        else:
-            values: tuple[Any, ...] = as_values(weight, adapter.a)
-            crossed = rows_product(values[0].detach(), [values[1].detach()], 1.0)
-        s = adapter.scale
-        more = 2 * s * (crossed * b).sum(1) + s * s * (b @ (a @ a.t()) * b).sum(1)
-        return (square.double() + more).clamp(min=0).sqrt().to(dtype)
-
-
 @checked_op
 def dora_linear(
     x: Tensor,
@@ -290,9 +255,7 @@ def dora_linear(
         return _reference(base(x), x, adapter, magnitude, norm, bias)
     values: tuple[Any, ...] = as_values(x, adapter.a, adapter.b, magnitude, bias)
     x, a, b, m, bias = values
-    with torch.autocast(x.device.type, enabled=False):
-        c = m.float() / norm.detach().float()
-        scaled = c[:, None] * b.float()
+    c, scaled = ScaledFunction.apply(m, b, norm.detach())
     passes = x.requires_grad and torch.is_grad_enabled()
     given = x
     z, anchor, *passed = LoraFunction.apply(x, x.dtype, passes, (adapter.scale,), a, scaled, None)
