@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import models, report
-from benchmarks.adapters.arms import ARMS, OPTIONS, OWN
+from benchmarks.adapters.arms import ARMS, OWN
 from benchmarks.adapters.job import TRUTH, AdapterJob
 from benchmarks.adapters.model import autocast, batch, configuration, set_adapters
 from benchmarks.adapters.steps import fallbacks
@@ -56,9 +56,9 @@ def job_of(method: str, arm: str, tiny: bool = False) -> AdapterJob:
 
 def calculated(job: AdapterJob, gib: float) -> int | None:
     """What ``liger_kernels.fit`` calculates for one of our arms."""
-    if job.arm not in ("ours", *OPTIONS):
+    if job.arm not in ("ours", *models.OPTIONS):
         return None
-    setup = Training(None if job.full else job.rank, quantised=job.quantised, **OPTIONS.get(job.arm, {}))
+    setup = Training(None if job.full else job.rank, quantised=job.quantised, **models.OPTIONS.get(job.arm, {}))
     step = MetaStep(configuration(job), setup)
     return longest(lambda tokens: step.count(tokens).peak, int(gib * GIB) - RESERVE)
 

@@ -120,6 +120,20 @@ def _ours(model: Any) -> Any:
     return model
 
 
+# Arms that are named after what they do against long sequences, by what patch() gets.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ours-offload": {"offload": "layers"},
+    "ours-recompute": {"recompute": "mlp"},
+    "ours-offload-recompute": {"offload": "layers", "recompute": "mlp"},
+}
+
+
+def ours_with(model: Any, **options: Any) -> Any:
+    """``model``, patched with options of ``patch``."""
+    liger_kernels.patch(model, **options)
+    return model
+
+
 def _with_compiled_layers(model: Any) -> Any:
     """What surrounds the decoder layers is not traced: transformers then leaves causal masks to the attention."""
     from transformers.modeling_layers import GradientCheckpointingLayer

@@ -1,6 +1,7 @@
 """Time and peak memory of a training step of a sharded model: a Llama-3 8B shape under FSDP2, one process a GPU.
 
-``python -m benchmarks.sharded [--ranks 2] [--arms eager,ours,liger] [--layers N] [--tokens 2x2048] [--json FILE]``
+``python -m benchmarks.sharded [--ranks 2] [--arms eager,ours,liger] [--layers N] [--tokens 2x2048]
+[--checkpointing] [--json FILE]``
 
 A step is forward and backward of random tokens, every position a target, in bfloat16, without an optimizer;
 ``fully_shard`` wraps every decoder layer and the model. Each arm runs in processes of its own. Its loss and the norm of
@@ -17,18 +18,25 @@ import datetime
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.models import ARMS, decoder, release
+from benchmarks import models
+from benchmarks.models import OPTIONS, decoder, ours_with, release
 from convergence import files, tables
 
 SHAPE = decoder(hidden=4096, inner=14336, layers=32, heads=32, keys=8, classes=128256)
 WARM_UP, STEPS = 3, 8
+ARMS: dict[str, Callable[[Any], Any]] = {
+    **models.ARMS,
+    **{name: partial(ours_with, **options) for name, options in OPTIONS.items()},
+}
 # What a kernel's name contains, the first that fits; all others are elementwise kernels and copies of torch.
 KINDS = {"communication": ("nccl",), "attention": ("flash", "fmha"), "products": ("gemm", "nvjet", "cutlass")}
 
@@ -46,13 +54,16 @@ class ShardedRow:
     kernels_ms: dict[str, float]
 
 
-def build(layers: int) -> Any:
+def build(layers: int, checkpointing: bool) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
     config = LlamaConfig(**{**SHAPE, "num_hidden_layers": layers}, tie_word_embeddings=False, use_cache=False)
     with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
 
 
 def shard(model: Any) -> Any:
@@ -96,8 +107,8 @@ def step(model: Any, ids: torch.Tensor, clock: Clock) -> torch.Tensor:
     return loss.detach()
 
 
-def measure(arm: str, layers: int, tokens: tuple[int, int]) -> ShardedRow:
-    model = shard(ARMS[arm](build(layers)))
+def measure(arm: str, layers: int, tokens: tuple[int, int], checkpointing: bool) -> ShardedRow:
+    model = shard(ARMS[arm](build(layers, checkpointing)))
     release()
     clock = Clock()
     model.model.norm.register_forward_hook(clock.at_last_norm)
@@ -136,10 +147,12 @@ def kernels(profile: Any) -> dict[str, float]:
     return found
 
 
-def worker(rank: int, ranks: int, arm: str, layers: int, tokens: tuple[int, int], folder: str) -> None:
+def worker(
+    rank: int, ranks: int, arm: str, layers: int, tokens: tuple[int, int], checkpointing: bool, folder: str
+) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/{arm}", rank=rank, world_size=ranks)
-    row = measure(arm, layers, tokens)
+    row = measure(arm, layers, tokens, checkpointing)
     if rank == 0:
         files.write_json(asdict(row), Path(folder) / f"{arm}.json")
     dist.destroy_process_group()
@@ -164,12 +177,13 @@ def differs(row: StepResult, expected: StepResult) -> str:
     return ""
 
 
-def table(rows: list[ShardedRow], ranks: int, layers: int, tokens: tuple[int, int]) -> str:
+def table(rows: list[ShardedRow], ranks: int, layers: int, tokens: tuple[int, int], checkpointing: bool) -> str:
     packages = files.versions(["torch", "triton", "transformers", "liger-kernel"])
     heading = (
         f"{ranks} x {torch.cuda.get_device_name()}, "
         f"{', '.join(f'{name} {version}' for name, version in packages.items())}, bfloat16, FSDP2, "
-        f"{layers} layers, {tokens[0]}x{tokens[1]} tokens a rank, {datetime.date.today()}"
+        f"{layers} layers, {tokens[0]}x{tokens[1]} tokens a rank{', checkpointing' * checkpointing}, "
+        f"{datetime.date.today()}"
     )
     kinds = (*KINDS, "other")
     columns = ("arm", "step, ms", "head, ms", "peak, GiB", "loss", "gradient norm", *(f"{kind}, ms" for kind in kinds))
@@ -189,6 +203,7 @@ def main() -> int:
     parser.add_argument("--arms", default="eager,ours,ours-small,liger", help="the first is what others are held to")
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="default: all %(default)s")
     parser.add_argument("--tokens", default="2x2048", help="rows x length of a rank (default: %(default)s)")
+    parser.add_argument("--checkpointing", action="store_true", help="each layer is computed again in the backward")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows to FILE, too")
     arguments = parser.parse_args()
     arms = arguments.arms.split(",")
@@ -197,7 +212,7 @@ def main() -> int:
     if torch.cuda.device_count() < arguments.ranks:
         parser.error(f"--ranks {arguments.ranks} needs as many GPUs; there are {torch.cuda.device_count()}")
     count, _, length = arguments.tokens.partition("x")
-    shape = (arguments.layers, (int(count), int(length)))
+    shape = (arguments.layers, (int(count), int(length)), arguments.checkpointing)
     rows: list[ShardedRow] = []
     failed = False
     for arm in arms:

@@ -406,7 +406,13 @@ SEES, TOKENS = "qwen2_5_vl", {"vision_start_token_id": 297, "video_token_id": 29
 
 
 @pytest.fixture
-def small_models(monkeypatch: pytest.MonkeyPatch, cuda: SimpleNamespace) -> None:
+def model_class() -> Any:
+    """Imported before anything says that there is a GPU: what transformers imports with it would look for one."""
+    return models.architecture(SEES)
+
+
+@pytest.fixture
+def small_models(model_class: Any, monkeypatch: pytest.MonkeyPatch, cuda: SimpleNamespace) -> None:
     """The model that sees, with 2 layers of 32 and images of 8 tokens, on the CPU; a GPU's clock stands still."""
     name, shape = models.MODELS[SEES]
     sizes = {"hidden_size": 32, "intermediate_size": 48}

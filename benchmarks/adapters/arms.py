@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import liger_kernels
 from benchmarks import models
 from benchmarks.adapters.job import TRAINED, TRUTH, AdapterJob
 from benchmarks.adapters.model import ADAPTER, ADAPTERS, configuration, dequantised, load, write_folder
@@ -77,10 +76,7 @@ def ours_small(job: AdapterJob) -> Any:
 
 
 def ours_with(job: AdapterJob, **options: Any) -> Any:
-    """With options of ``patch``."""
-    model = eager(job)
-    liger_kernels.patch(model, **options)
-    return model
+    return models.ours_with(eager(job), **options)
 
 
 def liger(job: AdapterJob) -> Any:
@@ -102,14 +98,6 @@ def axolotl(job: AdapterJob) -> Any:
     return apply_lora_kernel_patches(with_peft(load(config, job), job), options)
 
 
-# Arms that are named after what they do against long sequences.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "ours-offload": {"offload": "layers"},
-    "ours-recompute": {"recompute": "mlp"},
-    "ours-offload-recompute": {"offload": "layers", "recompute": "mlp"},
-}
-
-
 def truth(job: AdapterJob) -> Any:
     """PEFT's own forward in float64, of a quantised base with the dequantised weights."""
     if not job.quantised:
@@ -125,12 +113,12 @@ ARMS = {
     "ours-small": AdapterArm(ours_small, distributions=("liger-kernels",)),
     **{
         name: AdapterArm(partial(ours_with, **options), distributions=("liger-kernels",))
-        for name, options in OPTIONS.items()
+        for name, options in models.OPTIONS.items()
     },
     "liger": AdapterArm(liger, ("liger_kernel",), ("liger-kernel",)),
     "axolotl": AdapterArm(axolotl, ("axolotl",), ("axolotl",), trains=()),
     "unsloth": AdapterArm(unsloth, ("unsloth",), ("unsloth", "unsloth_zoo"), own=True, trains=()),
     TRUTH: AdapterArm(truth),
 }
-OWN = ("eager", "ours", "ours-small", *OPTIONS)  # a failure of the others does not change the exit code
+OWN = ("eager", "ours", "ours-small", *models.OPTIONS)  # a failure of the others does not change the exit code
 DEFAULT = ("eager", "ours", "liger", "axolotl", "unsloth")
