@@ -218,6 +218,17 @@ def dora_linear_cases() -> None:
         run(call, x, weight, adapter, new(2048, dtype=of_adapter), bias)
 
 
+def nf4_cases() -> None:
+    from liger_kernels.ops.lora.nf4 import NestedScales, PackedNf4, dense_nf4
+
+    bits: Any = {"dtype": torch.uint8}
+    packed, code, offset = torch.zeros((2**13, 1), **bits), torch.zeros(16), torch.zeros(())
+    nested = NestedScales(torch.zeros(256), torch.zeros(1), 256, offset)
+    for dtype in (BF16, FP16, FP32):
+        dense_nf4(packed, PackedNf4(code, torch.zeros(256, **bits), 64, (64, 256), dtype, nested))
+    dense_nf4(packed, PackedNf4(code, torch.zeros(4), 4096, (64, 256), BF16, None))
+
+
 def cross_entropy_cases() -> None:
     from liger_kernels.ops import cross_entropy
     from liger_kernels.ops.loss.cross_entropy import EXTRAS
@@ -283,6 +294,7 @@ CASES: dict[str, Callable[[], None]] = {  # what takes longest first, and what s
     "gated_mlp": gated_mlp_cases,
     "linear_divergence": linear_divergence_cases,
     "dora_linear": dora_linear_cases,
+    "nf4": nf4_cases,
 }
 
 

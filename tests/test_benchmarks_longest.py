@@ -41,7 +41,7 @@ def test_the_table_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixtu
     def start(options: Any, plan: dict[str, Any]) -> dict[str, Any]:
         if plan["job"]["arm"] == "unsloth":
             return {"note": "absent: unsloth is not installed"}
-        assert plan["job"]["full"]
+        assert plan["job"]["trained"] == "full"
         tried = [{"tokens": 4096, "bytes": 3 * GIB, "s": 2.0}, {"tokens": 8192, "bytes": None, "s": None}]
         return {"tried": tried if plan["gib"] > 1 else tried[1:], "most": 0, "note": "", "where": {"device": "none"}}
 

@@ -67,6 +67,7 @@ def signature_of(
                 torch.bfloat16: "*bf16",
                 torch.float16: "*fp16",
                 torch.float32: "*fp32",
+                torch.float64: "*fp64",
                 torch.int64: "*i64",
                 torch.int32: "*i32",
                 torch.uint8: "*u8",
