@@ -25,6 +25,7 @@ from convergence.judge import bitwise
 from convergence.judge.compare import compare
 from convergence.models.rows import find
 from convergence.patches import BUILT_IN
+from convergence.report import progress
 from convergence.report.report import failure
 from tests.isolation_patches import KEPT
 from tests.suite import suite
@@ -288,6 +289,29 @@ def test_a_call_does_not_run_the_script_again_that_makes_it(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "__main__", script)
     assert isolate.call(os.getpid) != os.getpid()
     assert sys.modules["__main__"] is script
+
+
+def say(*messages: tuple[Any, ...]) -> int:
+    for message in messages:
+        progress._listener.get()(message)
+    return len(messages)
+
+
+def test_what_a_process_is_at_is_heard_here_and_does_nothing_on_a_terminal() -> None:
+    heard: list[tuple[Any, ...]] = []
+    given = [("expect", 3), ("begin", "candidate\x1b[2J\n" + "x" * 500), ("reach", "initial, a", 1, 4)]
+    with progress.told_to(heard.append):
+        assert isolate.call(say, *given) == 3
+    assert [heard[0], heard[2]] == [given[0], given[2]]
+    assert heard[1] == ("begin", ("candidate\\x1b[2J " + "x" * 500)[: progress.LONGEST])
+
+
+@pytest.mark.parametrize(
+    "message", [("begin", 1), ("reach", "a", 5, 4), ("reach", "a", 0, 0), ("expect", 0), ("end",), "begin"], ids=str
+)
+def test_what_no_arm_says_ends_the_call(message: Any) -> None:
+    with progress.told_to(lambda message: None), pytest.raises(isolate.ProcessDied, match="it says what no arm says"):
+        isolate.call(say, message)
 
 
 class Unpicklable(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from convergence.__main__ import main
 from convergence.arms.quantities import Failure, Moment
 from convergence.arms.setups import SETUPS, select
 from convergence.case import Case, absent, prove
-from convergence.report import report
+from convergence.report import progress, report
 from convergence.report.records import Record, write
 from tests import setup_faults
 from tests.suite import collect
@@ -77,8 +78,16 @@ def test_too_few_gpus_are_absent(monkeypatch):
 
 
 def test_our_patch_is_equal_and_fused():
-    record = prove(Case("llama-tied", "float32", OURS, setup="checkpointing"))
+    said: list[tuple[Any, ...]] = []
+    with progress.told_to(said.append):
+        record = prove(Case("llama-tied", "float32", OURS, setup="checkpointing"))
     assert (record.verdict, record.reason, record.fused) == ("equal", "", "yes")
+    # what trained said so, out of its own process: all that it had promised, from the first step on
+    arms = [arm for kind, arm, *_ in said if kind == "begin"]
+    assert said[0] == ("expect", len(arms))
+    assert (arms[0], arms[1], arms[-1]) == ("truth", "baseline", "candidate")
+    parts = [(done, of) for kind, _, done, of in (m for m in said if m[0] == "reach")]
+    assert parts == [(done, parts[0][1]) for done in range(1, parts[0][1] + 1)] * len(arms)
     assert record.name == "llama-tied/checkpointing/float32/fused_linear"
     assert {Moment.parse(s.step).phase for s in record.statistics} >= {"initial", "SGD"}
 

@@ -7,8 +7,10 @@ Nothing is hooked: a hook on the head would change what is fused there.
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import datetime
+import functools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -35,6 +37,7 @@ from convergence.judge import tolerance
 from convergence.models.data import Batch, Step, evaluation_batch, steps
 from convergence.models.models import DTYPES, MODELS
 from convergence.models.rows import construct
+from convergence.report import progress
 from convergence.report.records import Case
 
 # What takes part: enough for every way through a loss, few enough for a dozen set-ups.
@@ -56,7 +59,10 @@ def train_in_setup(case: Case, timeout: float) -> Arms:
     """Train every arm of ``case`` in processes of their own; no arm is left where a rank died or took too long."""
     ranks = SETUPS[case.setup].ranks
     with tempfile.TemporaryDirectory(prefix="convergence-ranks-") as folder, ThreadPoolExecutor(ranks) as threads:
-        calls = [threads.submit(isolate.call, train_rank, case, rank, folder, timeout=timeout) for rank in range(ranks)]
+        call = functools.partial(isolate.call, train_rank, case, timeout=timeout)
+        # The first rank says what it is at.
+        calls = [threads.submit(contextvars.copy_context().run, call, 0, folder)]
+        calls += [threads.submit(call, rank, folder) for rank in range(1, ranks)]
         try:
             results = [Arms(*call.result()) for call in calls]
         except isolate.ProcessDied as death:
@@ -88,11 +94,15 @@ def train_rank(case: Case, rank: int, folder: str) -> Iterator[Any]:
     run = Run(template, own, evaluation, judged, device)
     plain = replace(run, dtype=torch.float64, rounded_to=judged)
     pairs: list[tuple[Any, Trajectory]] = []
-    for number, nudge in enumerate((None, *range(tolerance.REPLICAS))):
-        truth = None
+    nudges = None, *range(tolerance.REPLICAS)
+    progress.expect(len(nudges[rank :: setup.ranks]) + len(nudges) + 1)
+    for number, nudge in enumerate(nudges):
+        truth, which = None, "" if nudge is None else f" of replica {nudge + 1}"
         if number % setup.ranks == rank:  # each rank trains its share of the truths
+            progress.begin(f"truth{which}")
             truth = train(replace(plain, nudge=nudge), setup.truth(), chosen)
             truth.model = truth.unpatched = None
+        progress.begin(f"baseline{which}")
         baseline = train(replace(run, nudge=nudge), setup, [own])
         baseline.model = baseline.unpatched = None
         pairs.append((truth, baseline))
@@ -106,6 +116,7 @@ def train_rank(case: Case, rank: int, folder: str) -> Iterator[Any]:
     def changes() -> list[str]:
         return list(dict.fromkeys([*upstream.changes(), *state.changes(), *drawn]))
 
+    progress.begin("candidate")
     yield train_candidate(patched, changes, lambda run: train(run, setup, [own], case.order))
     if setup.ranks > 1:
         torch.distributed.destroy_process_group()
@@ -169,9 +180,17 @@ def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory
         return start
 
     ranked = [[step.to(run.device) for step in steps] for steps in batches]
+    ended, parts = 0, len(ranked[0]) + sum(step.trains for step in ranked[0])
+
+    def end(step: Step, phase: str) -> None:
+        nonlocal ended
+        ended += 1
+        progress.reach(f"{phase}, {step.name}", ended, parts)
+
     for seed, step_of_ranks in enumerate(zip(*ranked, strict=True)):
         begin(seed)
         _accumulate(model, wrapped, setup, step_of_ranks, result, INITIAL)
+        end(step_of_ranks[0], INITIAL)
     start = begin(len(ranked[0]))
     optimizer = setup.optimizer(wrapped, lambda parameters: torch.optim.SGD(parameters, lr=SGD_LEARNING_RATE))
     for step_of_ranks in zip(*ranked, strict=True):
@@ -179,6 +198,7 @@ def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory
             _accumulate(model, wrapped, setup, step_of_ranks, result, SGD)
             optimizer.step()
             wrapped.zero_grad()
+            end(step_of_ranks[0], SGD)
     result.record_end(setup.weights(model, wrapped), start, SGD)
     _evaluate(wrapped, setup, run, result)
 

@@ -6,7 +6,8 @@ the server does not.
 
 The call goes there in the memory of a pipe. What comes back is plain data (``convergence.border``) over a socket that
 has no name and that nobody else holds, each message with a number that belongs to this call. What was sent cannot be
-taken back or changed, so a result that left before a patch was imported is none of the patch's.
+taken back or changed, so a result that left before a patch was imported is none of the patch's. What an arm is at comes
+the same way, and is shown and nothing else.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from typing import Any
 import torch
 
 from convergence import border, ours
+from convergence.report import progress
 
 # A case of the largest mini model takes half a minute in the interpreter; a machine may be slow and shared.
 TIMEOUT = 1800.0
 _LENGTH = 8  # bytes in front of a message
-_RETURNED, _RAISED, _YIELDED = "returned", "raised", "yielded"
+_RETURNED, _RAISED, _YIELDED, _SAID = "returned", "raised", "yielded", "said"
 _OURS = ("convergence.case", "convergence.arms.interpreter", *ours.MODULES)
 
 
@@ -78,7 +80,7 @@ def call(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> 
     call_id, (here, there) = secrets.token_hex(16), socket.socketpair()
     with tempfile.TemporaryDirectory(prefix="convergence-") as name, here:
         output = Path(name) / "output"
-        given = (buffer.getbuffer().tobytes(), there, call_id, str(output), timeout)
+        given = (buffer.getbuffer().tobytes(), there, call_id, str(output), timeout, progress.is_shown())
         process = _context().Process(target=_serve, args=given)  # type: ignore[attr-defined]
         with _no_main(), there:
             process.start()
@@ -88,9 +90,11 @@ def call(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> 
         value: Any = None
         kind = trace = problem = ""
         try:
-            while kind in ("", _YIELDED):
+            while kind in ("", _YIELDED, _SAID):
                 kind, value, trace = _message(here, process, call_id, len(found), deadline)
                 found += [value] if kind == _YIELDED else []
+                if kind == _SAID and not progress.pass_on(value):
+                    raise border.NotPlain("it says what no arm says")
         except EOFError:
             process.join(max(0.0, deadline - time.monotonic()))
             how = f"it ran for more than {timeout:g} s" if process.exitcode is None else _how(process.exitcode)
@@ -117,7 +121,7 @@ def _message(channel: socket.socket, process: Any, call_id: str, number: int, de
     message = border.loads(_received(channel, process, length, deadline))
     match message:
         case (str(of), int(at), str(kind), value, str(trace)) if (of, at) == (call_id, number):
-            if kind in (_RETURNED, _YIELDED) or (kind == _RAISED and isinstance(value, Exception)):
+            if kind in (_RETURNED, _YIELDED, _SAID) or (kind == _RAISED and isinstance(value, Exception)):
                 return kind, value, trace
     raise border.NotPlain("it belongs to no message that this call waits for")
 
@@ -189,7 +193,7 @@ def settings() -> dict[str, Any]:
     }
 
 
-def _serve(call: bytes, channel: socket.socket, call_id: str, output: str, timeout: float) -> None:
+def _serve(call: bytes, channel: socket.socket, call_id: str, output: str, timeout: float, listens: bool) -> None:
     """The other process: run the call, send what it gives, and end without any ado."""
     if hasattr(os, "setsid"):  # whatever it starts belongs to its group, which ends with it
         os.setsid()
@@ -206,10 +210,12 @@ def _serve(call: bytes, channel: socket.socket, call_id: str, output: str, timeo
         message = border.dumps((call_id, sent, kind, value, trace))
         channel.sendall(len(message).to_bytes(_LENGTH, "big"))
         channel.sendall(message)
-        sent += 1
+        sent += kind != _SAID
 
+    heard = progress.told_to(lambda message: send(_SAID, message)) if listens else contextlib.nullcontext()
     try:
-        _run(call, send)
+        with heard:
+            _run(call, send)
     except Exception as error:
         send(_RAISED, error, traceback.format_exc())
     sys.stdout.flush()
