@@ -107,6 +107,16 @@ INCIDENTS = {
         fix="linkedin/Liger-Kernel#85: the kernel has an offset.",
         remains="warning that the baseline does not give",
     ),
+    "accumulation": Incident(
+        saw="Accumulated gradients are those of other losses: the patched forward does not take num_items_in_batch.",
+        report="linkedin/Liger-Kernel#322",
+        cell="tf4.46-trl0.12",
+        faulty="liger-kernel==0.3.1",
+        fixed="liger-kernel==0.4.2",
+        command=_trainers("head", "sft"),
+        shows="error ratio",
+        fix="linkedin/Liger-Kernel#333 and linkedin/Liger-Kernel#339: the forward divides by the number it is given.",
+    ),
     "positions-of-rows": Incident(
         saw="The rotation uses the positions of the first row for all rows.",
         report="linkedin/Liger-Kernel#477",
