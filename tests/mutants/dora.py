@@ -21,7 +21,7 @@ MUTANTS = (
     _length("dora_length_without_the_scale", "The length is that of W + B A.",
         "float(scale)", "1.0"),
     _forward("dora_adapter_not_scaled_to_the_magnitude", "The magnitude scales the base alone.",
-        "c[:, None] * b.float()", "b.float() + 0 * c[:, None]"),
+        "c[:, None] * b", "b.float() + 0 * c[:, None]"),
     _forward("dora_base_not_scaled_to_the_magnitude", "The magnitude scales the adapter alone.",
         "total += c * y0.to(tl.float32)", "total += y0.to(tl.float32)"),
     _backward("dora_magnitude_without_the_base", "The magnitude has its gradient through the adapter alone.",
