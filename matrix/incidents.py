@@ -93,8 +93,9 @@ INCIDENTS = {
         faulty="liger-kernel==0.5.4",
         fixed="liger-kernel==0.5.4 transformers==4.48.3",
         command=_proof("loss"),
-        shows="logits",
-        fix="Nothing of the kernel's: up to 4.48 transformers copies the logits before the loss.",
+        shows="logits that the caller reads",
+        fix="Nothing of the kernel's: up to 4.48 transformers copies the logits before the loss. Accumulated rows differ.",
+        remains="accumulated",
     ),
     "gemma-norm": Incident(
         saw="The norm of a patched Gemma multiplies by the weight, where Gemma's multiplies by 1 + the weight.",
