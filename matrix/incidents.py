@@ -94,7 +94,7 @@ INCIDENTS = {
         fixed="liger-kernel==0.5.4 transformers==4.48.3",
         command=_proof("loss"),
         shows="logits that the caller reads",
-        fix="Nothing of the kernel's: up to 4.48 transformers copies the logits before the loss. Accumulated rows differ.",
+        fix="Nothing of the kernel's: up to 4.48 transformers copies the logits first. Accumulated rows differ.",
         remains="accumulated",
     ),
     "gemma-norm": Incident(
