@@ -41,6 +41,13 @@ def recomputed(model: Any) -> Any:
     return liger_kernels.patch(model, recompute="mlp")
 
 
+def invariant(model: Any) -> Any:
+    """As ``fused_linear``, with products whose rows do not depend on the other rows."""
+    import liger_kernels
+
+    return liger_kernels.patch(model, invariant=True)
+
+
 def fused_cross_entropy(model: Any) -> Any:
     """Everything but the fused head: logits exist, and their loss is fused."""
     import liger_kernels
