@@ -118,6 +118,16 @@ INCIDENTS = {
         shows="error ratio",
         fix="linkedin/Liger-Kernel#333 and linkedin/Liger-Kernel#339: the forward divides by the number it is given.",
     ),
+    "one-model": Incident(
+        saw="A patch of one model stays in its class, so that the models of later tests are patched, too.",
+        report="linkedin/Liger-Kernel#772",
+        cell="tf4.52-trl0.18",
+        faulty="liger-kernel==0.5.10",
+        fixed="liger-kernel==0.6.1",
+        command=_proof("head_of_one_model", scope="instance"),
+        shows="LlamaForCausalLM",
+        fix="The forward is bound to the model that was given.",
+    ),
     "positions-of-rows": Incident(
         saw="The rotation uses the positions of the first row for all rows.",
         report="linkedin/Liger-Kernel#477",

@@ -14,6 +14,11 @@ def head(model: Any) -> None:
     _apply(model, "fused_linear_cross_entropy")
 
 
+def head_of_one_model(model: Any) -> None:
+    """To the model alone: ``--scope instance``."""
+    _apply(model, "fused_linear_cross_entropy", given={"model": model})
+
+
 def head_and_norms(model: Any) -> None:
     """For a trainer that never asks the head for a loss: the norms show that the patch is there."""
     _apply(model, "fused_linear_cross_entropy", "rms_norm")
@@ -43,7 +48,7 @@ def everything(model: Any) -> None:
     _apply_liger_kernel_to_instance(model=model)
 
 
-def _apply(model: Any, *wanted: str) -> None:
+def _apply(model: Any, *wanted: str, given: dict[str, Any] | None = None) -> None:
     patches = _import()
     function = getattr(patches, f"apply_liger_kernel_to_{model.config.model_type}", None)
     if function is None:
@@ -51,7 +56,7 @@ def _apply(model: Any, *wanted: str) -> None:
     options = {name for name, p in inspect.signature(function).parameters.items() if isinstance(p.default, bool)}
     if not options & set(wanted):
         raise NotImplementedError(f"{function.__name__} has none of {', '.join(wanted)}; it has {', '.join(options)}")
-    function(**{name: name in wanted for name in options})
+    function(**{name: name in wanted for name in options}, **given or {})
 
 
 def _import() -> Any:
