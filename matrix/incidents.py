@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from convergence.tables import aligned, literal, markdown, visible
 from matrix import cells, records, runner
 
 ENVIRONMENT = "incident"
+_WIDTH = 98  # characters of a line of prose; a line that goes on ends in a backslash
 PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "incidents.md"
 
 
@@ -210,6 +212,7 @@ def _verdict(folder: Path) -> tuple[str, list[str]]:
 
 def page(folder: Path) -> list[str]:
     """The page of evidence, of all outcomes in ``folder``."""
+    command = f"$ python -m matrix incident {' '.join(INCIDENTS)} --page"
     lines = [
         "# Incidents, as they happened",
         "",
@@ -217,7 +220,7 @@ def page(folder: Path) -> list[str]:
         "CPU, next to a release or an environment without the fault. Written by:",
         "",
         "```console",
-        f"$ python -m matrix incident {' '.join(INCIDENTS)} --page",
+        " \\\n      ".join(textwrap.wrap(command, _WIDTH - 8, break_on_hyphens=False)),
         "```",
         "",
         "Not measured: speed, and what these releases do on a GPU.",
@@ -227,7 +230,8 @@ def page(folder: Path) -> list[str]:
         if not path.exists():
             continue
         outcome = read_json(path)
-        lines += ["", f"## {name}", "", f"{incident.saw} Reported as {literal(incident.report)}. {incident.fix}", ""]
+        told = f"{incident.saw} Reported as {literal(incident.report)}. {incident.fix}"
+        lines += ["", f"## {name}", "", *textwrap.wrap(told, _WIDTH, break_on_hyphens=False), ""]
         rows = []
         for arm in (outcome["faulty"], outcome["fixed"]):
             reason = next((r for r in arm["reasons"] if incident.shows in r), (*arm["reasons"], "-")[0])

@@ -11,10 +11,11 @@ import torch
 
 from liger_kernels import ops
 from liger_kernels.ops.lora.nf4 import NestedScales, PackedNf4, dense_nf4, dense_nf4_ref
+from liger_kernels.patching.lora import projection
 from liger_kernels.patching.lora.projection import weights_of
 from tests.patching_checks import DEVICE
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="cells of other versions of torch have no bitsandbytes")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ((33, 96), (3, 22), (1, 1042))  # the last two have a block that is not full
 
@@ -51,14 +52,14 @@ def test_the_bits_are_those_of_bitsandbytes(
     dense, ours, theirs = both(layer, dtype)
     assert ops.launches() == {"_nf4_kernel": 1}
     assert ours.dtype == dtype
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    torch.testing.assert_close(dense_nf4_ref(layer.weight.data, dense.keywords["state"]), theirs, rtol=0, atol=0)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(dense_nf4_ref(layer.weight.data, dense.keywords["state"]), theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_more_blocks_of_scales_than_one(dtype: torch.dtype) -> None:
     _, ours, theirs = both(quantised((256, 160), dtype), dtype)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert torch.equal(ours, theirs)
 
 
 ODD = {
@@ -73,7 +74,7 @@ def test_what_is_kept_in_another_way_is_left_to_bitsandbytes(kind: str) -> None:
     dense, ours, theirs = both(ODD[kind](), torch.bfloat16)
     assert dense.func is bitsandbytes.functional.dequantize_4bit
     assert not ops.launches()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert torch.equal(ours, theirs)
 
 
 def test_a_weight_that_is_quantised_again_is_read_again() -> None:
@@ -82,7 +83,14 @@ def test_a_weight_that_is_quantised_again_is_read_again() -> None:
     state = layer.weight.quant_state
     state.absmax = state.absmax.flip(0)
     _, ours, theirs = both(layer, torch.bfloat16)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert torch.equal(ours, theirs)
+
+
+def test_where_no_kernel_runs_bitsandbytes_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projection, "use_triton", lambda _: False)
+    dense, ours, theirs = both(quantised((64, 64), torch.bfloat16), torch.bfloat16)
+    assert dense.func is bitsandbytes.functional.dequantize_4bit
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", ["nf4", *ODD])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import liger_kernels
+from liger_kernels.ops.runtime.anchor import anchors_only
 from tests.patching_checks import DEVICE, check_same, tiny, train
 
 LAYER = 1
@@ -61,6 +62,13 @@ def test_what_somebody_else_may_have_stays_as_it_is(change: Any) -> None:
 
 def test_a_graph_that_is_kept_keeps_them() -> None:
     assert [torch.equal(*pair) for pair in inner_tensors(mlp(), retain=True)] == [True, True]
+
+
+def test_whoever_recomputes_around_an_mlp_gets_an_anchor() -> None:
+    part = mlp()
+    with anchors_only():
+        y = part(torch.randn(2, 8, part.gate_proj.in_features, device=DEVICE, requires_grad=True))
+    assert set(y.stride()) == {0}  # nothing was computed
 
 
 def test_what_a_hook_saw_is_not_changed_by_the_backward() -> None:

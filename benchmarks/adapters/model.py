@@ -31,11 +31,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 def configuration(job: AdapterJob) -> Any:
     import transformers
 
-    name = "Qwen3Moe" if job.trained == "experts" else "Llama"
-    shape = (MODELS["qwen3_moe"][1] if job.trained == "experts" else SHAPE) if not job.tiny else TINY
-    experts = TINY_EXPERTS if job.tiny and job.trained == "experts" else {}
+    if job.trained == "experts":
+        name, shape = "Qwen3Moe", {**TINY, **TINY_EXPERTS} if job.tiny else MODELS["qwen3_moe"][1]
+    else:
+        name, shape = "Llama", TINY if job.tiny else SHAPE
     config = getattr(transformers, f"{name}Config")(
-        **(cut(shape, job.layers) if job.layers else shape) | experts | {"tie_word_embeddings": False},
+        **(cut(shape, job.layers) if job.layers else shape) | {"tie_word_embeddings": False},
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},

@@ -213,6 +213,11 @@ def _product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Ten
     return y
 
 
+def _gradient_of(t: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """Memory for the gradient of ``t``."""
+    return t.detach() if in_place and t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+
 def unit_gradients(
     dy: torch.Tensor,
     gate: torch.Tensor,
@@ -224,14 +229,8 @@ def unit_gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of gate and up as far as ``needs`` says. With ``product``, ``dy`` becomes the forward's y; it must
     then be contiguous. With ``in_place`` gate and up, where they are contiguous, become their gradients."""
-    dgate, dup = (
-        None
-        if not needed
-        else t.detach()
-        if in_place and t.is_contiguous()
-        else torch.empty(t.shape, dtype=t.dtype, device=t.device)
-        for t, needed in ((gate, needs[0]), (up, needs[1]))
-    )
+    dgate = _gradient_of(gate, in_place) if needs[0] else None
+    dup = _gradient_of(up, in_place) if needs[1] else None
     n_rows, n_cols, (dy_rows, gate_rows, up_rows) = _as_2d(dy, gate, up)
     grid, row_blocks, shape = _launch_shape(n_rows, n_cols)
     tensors, sizes = (*dy_rows, *gate_rows, *up_rows, dgate, dup), (n_rows, n_cols, row_blocks)

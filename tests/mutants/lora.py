@@ -149,7 +149,7 @@ MUTANTS = (
         "test_more_blocks_of_scales_than_one[torch.float32]"),
     faults("patching.lora.projection", "test_ops_nf4.py")("nf4_read_once_for_all",
         "A weight that is quantised again is made dense with its former scales.",
-        "all(map(operator.is_, known.tensors[1:], tensors[1:]))", "True",
+        "all(map(operator.is_, known.tensors, tensors))", "True",
         "test_a_weight_that_is_quantised_again_is_read_again"),
 )
 # fmt: on

@@ -85,6 +85,7 @@ from liger_kernels.ops.loss.schedules.schedule import (
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of
 from liger_kernels.ops.runtime.arguments import Limit, checked, checked_op, one_of
 from liger_kernels.ops.runtime.dispatch import as_autocast, backward_once, use_triton
+from liger_kernels.ops.runtime.kept import keeps_graph
 
 MEMORY = ("fast", "balanced", "small")
 Memory = Annotated[str, one_of(MEMORY)]
@@ -191,7 +192,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if ctx.packed is not None and call.weight is not None:
             call = call._replace(weight=Packed(call.weight, ctx.packed).matrix(call.hidden.dtype))
         # A schedule that reads the arguments can compute overwritten logits again.
-        overwrite = schedule.reads(ctx.options) or not torch._C._autograd._get_current_graph_task_keep_graph()
+        overwrite = schedule.reads(ctx.options) or not keeps_graph()
         buffers = ctx.buffers
         if overwrite:
             ctx.buffers = None

@@ -23,6 +23,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
+from liger_kernels.ops.runtime.kept import keeps_graph
+
 # Modules whose code passes an output on without using its values.
 _WALKERS = ("torch.distributed.", "torch.nn.parallel.distributed", "torch.utils._pytree", "deepspeed.", "accelerate.")
 
@@ -113,7 +115,7 @@ class Computation:
             out, graph = self.compute(*inputs), {"create_graph": True}
         else:
             out, inputs = self._run()
-            keep = torch._C._autograd._get_current_graph_task_keep_graph()
+            keep = keeps_graph()
             graph = {"retain_graph": keep}
             if not keep:
                 self._result, self._value = None, out.detach()

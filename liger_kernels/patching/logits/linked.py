@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from liger_kernels.ops import cross_entropy
+from liger_kernels.ops.runtime.kept import keeps_graph
 from liger_kernels.patching.logits.lazy import LazyTensor, Place
 
 Step = tuple[str, tuple[Any, ...]]  # a method of a tensor, and its arguments
@@ -123,7 +124,7 @@ class _Linked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         link = ctx.link
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not keeps_graph():
             ctx.link = None
         logits = link.place.tensor if link is not None else None
         if grad is None or logits is None:  # nobody has read them

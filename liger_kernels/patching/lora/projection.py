@@ -20,6 +20,7 @@ from torch import nn
 from liger_kernels.ops import Projection
 from liger_kernels.ops.lora.nf4 import NestedScales, PackedNf4, dense_nf4
 from liger_kernels.ops.lora.projection import as_it_is, runs_as_one
+from liger_kernels.ops.runtime.dispatch import use_triton
 from liger_kernels.patching.lora.adapters import Adapter, adapters_of, foreseen_adapters
 from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.probe import PLAIN, PROBED
@@ -132,14 +133,14 @@ class _Read(NamedTuple):
     nf4: PackedNf4 | None
 
 
-_read: dict[int, _Read] = {}  # by the id of a state that is alive
+_read: dict[tuple[int, int], _Read] = {}  # by the ids of a state that is alive and of its weight
 
 
 def _dense_of(weight: torch.Tensor, state: Any, bitsandbytes: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes ``weight`` dense. A state is read once, and again where one of its tensors is another one."""
-    inner, key = state.state2, id(state)
+    """What makes ``weight`` dense: the kernel, or bitsandbytes where it does not run. A state is read once, and again
+    where one of its tensors is another one."""
+    inner, key = state.state2, (id(state), id(weight))
     tensors = (
-        id(weight),
         state.absmax,
         state.code,
         state.offset,
@@ -148,12 +149,11 @@ def _dense_of(weight: torch.Tensor, state: Any, bitsandbytes: Any) -> Callable[[
         state.dtype,
     )
     known = _read.get(key)
-    same = known is not None and known.state() is state and known.tensors[0] == tensors[0]
-    if known is None or not same or not all(map(operator.is_, known.tensors[1:], tensors[1:])):
+    if known is None or known.state() is not state or not all(map(operator.is_, known.tensors, tensors)):
         with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' class of parameters takes long to say what it is
             nf4 = _nf4(weight, state)
         known = _read[key] = _Read(weakref.ref(state, lambda _: _read.pop(key, None)), tensors, nf4)
-    if known.nf4 is None:
+    if known.nf4 is None or not use_triton(state.code):
         return partial(bitsandbytes.functional.dequantize_4bit, quant_state=state)
     return partial(dense_nf4, state=known.nf4)
 

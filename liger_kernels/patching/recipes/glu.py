@@ -137,8 +137,11 @@ def _run(mlp: Any, recipe: GluRecipe, x: torch.Tensor, backward_only: bool = Fal
     linear = _just_linear(down, gate, up)
     if linear is None:
         return down(fused(gate, up))
-    with anchors_only(backward_only):
-        return (of_owned if _owns(mlp, recipe) else fused_linear)(gate, up, *linear)
+    fused_linear = of_owned if _owns(mlp, recipe) else fused_linear
+    if not backward_only:
+        return fused_linear(gate, up, *linear)
+    with anchors_only():
+        return fused_linear(gate, up, *linear)
 
 
 def _owns(mlp: Any, recipe: GluRecipe) -> bool:
