@@ -181,6 +181,22 @@ def test_without_a_configured_index_it_is_the_default_of_pip(monkeypatch: pytest
     assert index._DEFAULT.findall(index._run_pip("download", "--help"))  # what this pip prints
 
 
+def test_an_environment_without_pip_asks_the_one_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Done:
+        stdout = ""
+
+    monkeypatch.setattr(index.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(index.shutil, "which", lambda name: f"/elsewhere/{name}")
+    monkeypatch.setattr(index.subprocess, "run", lambda command, **_: asked.append(command) or Done)
+    index._run_pip("config", "list")
+    assert asked == [["/elsewhere/pip", "config", "list"]]
+    monkeypatch.setattr(index.shutil, "which", lambda _: None)
+    with pytest.raises(ValueError, match="neither in this environment nor on the path"):
+        index._run_pip("config", "list")
+
+
 def test_what_the_proof_needs_is_in_the_extra() -> None:
     extra = config.read(ROOT / "pyproject.toml")["project"]["optional-dependencies"]["proof"]
     names = {re.match(r"[\w-]+", line)[0] for line in extra}

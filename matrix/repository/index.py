@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import re
+import shutil
 import ssl
 import subprocess
 import sys
@@ -36,9 +38,19 @@ def _pip() -> dict[str, str]:
 
 
 def _run_pip(*arguments: str) -> str:
-    """What pip prints. Its help breaks no line inside of an address where the terminal is wide."""
+    """What pip prints: this environment's, or the one on the path where uv made an environment without pip. Its help
+    breaks no line inside of an address where the terminal is wide.
+
+    Raises:
+        ValueError: there is no pip.
+    """
+    here = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else [shutil.which("pip")]
+    if not here[0]:
+        raise ValueError(
+            "pip is neither in this environment nor on the path, and its index tells release dates: add it"
+        )
     return subprocess.run(
-        [sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, env={**os.environ, "COLUMNS": "300"}
+        [*here, *arguments], capture_output=True, text=True, env={**os.environ, "COLUMNS": "300"}
     ).stdout
 
 
