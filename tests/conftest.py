@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from convergence.files import make_once
+from convergence.models.data import seed_generators
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -93,7 +94,7 @@ def shared_references(shared_folder: Path) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test draws the same numbers whichever ran before it, on whichever worker."""
-    torch.manual_seed(0)
+    seed_generators(0)
 
 
 @pytest.fixture(autouse=True)

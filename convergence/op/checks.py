@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from convergence.judge.tolerance import REPLICAS_OF_A_CALL
+from convergence.models.data import seed_generators
 from convergence.op import launched
 from convergence.op.call import (
     ACCURACY,
@@ -268,7 +269,7 @@ def determinism(judge: Judge) -> str:
                 for example in examples:
                     op = example.bind(judge.subject.op)
                     results = results_of(op(*example.leaves))
-                    torch.manual_seed(judge.options.seed)
+                    seed_generators(judge.options.seed)
                     runs.append(Ran(results, gradients_of(results, example.leaves, _drawn(results))))
             for again in runs[1:]:
                 _check_same(again, runs[0], examples[0], "determinism", f"{judge.subject.name}({size})", "another run")

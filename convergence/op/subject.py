@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from convergence.arms.float64 import InFloat64
+from convergence.models.data import seed_generators
 from convergence.op.call import Op, results_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -88,7 +89,7 @@ class Subject(NamedTuple):
         Raises:
             TypeError, ValueError: ``inputs`` raised, or returned what an op is not called with.
         """
-        torch.manual_seed(seed)
+        seed_generators(seed)
         where = f"inputs({size})"
         try:
             given = self.inputs(size.rows, size.columns, size.dtype, self.device)
