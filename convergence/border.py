@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import collections
 import dataclasses
+import enum
 import functools
 import json
 import math
@@ -82,12 +83,15 @@ def _classes() -> dict[str, type]:
     """The classes whose objects may cross: data of ours, without code of the writer's."""
     from convergence import ours
     from convergence.arms.candidate import Candidate, PatchError
-    from convergence.arms.quantities import Moment, Quantity, Remark
+    from convergence.arms.quantities import Finding, Moment, Quantity, Remark
     from convergence.arms.trajectory import CannotApply, Trajectory
     from convergence.files import Unusable
 
     errors = (PatchError, CannotApply, Unusable)
-    return {cls.__name__: cls for cls in (Moment, Quantity, Remark, Trajectory, Candidate, *errors, *ours.reports())}
+    return {
+        cls.__name__: cls
+        for cls in (Finding, Moment, Quantity, Remark, Trajectory, Candidate, *errors, *ours.reports())
+    }
 
 
 def _encoded(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -111,6 +115,8 @@ def _encoded(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return _encoded_error(value, tensors)
     if _classes().get(name) is not kind:
         raise NotPlain(f"a {kind.__module__}.{kind.__qualname__} cannot leave its process; plain data can")
+    if isinstance(value, enum.Enum):
+        return [name, value.value]
     if isinstance(value, tuple):
         return [name, *(_encoded(item, tensors) for item in value)]
     return [name, [[key, _encoded(item, tensors)] for key, item in _state(value).items()]]
@@ -168,7 +174,7 @@ def _decoded(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 def _made(cls: Any, items: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
     """An object of ``cls`` with exactly the fields that it declares, each of the type that it declares."""
-    if issubclass(cls, tuple):
+    if issubclass(cls, (tuple, enum.Enum)):
         made = cls(*(_decoded(item, tensors) for item in items))
     else:
         state = {str(key): _decoded(item, tensors) for key, item in items[0]}

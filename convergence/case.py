@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from convergence.arms.candidate import Candidate, PatchError, load_patch, train_
 from convergence.arms.in_setup import Arms, train_in_setup
 from convergence.arms.pristine import Bystander, Fingerprint, remember_upstream
 from convergence.arms.process import ProcessState, drawing
-from convergence.arms.quantities import CONSISTENCY, LOG_PROBS, LOSS
+from convergence.arms.quantities import CONSISTENCY, LOG_PROBS, LOSS, Failure, Finding
 from convergence.arms.setups import SETUPS
 from convergence.arms.train import PROMPT_TOKENS, train
 from convergence.arms.trajectory import Run, Trajectory
@@ -29,7 +29,7 @@ from convergence.consistency import rollout
 from convergence.consistency.paths import at, observe
 from convergence.judge import bitwise, long_run, tolerance
 from convergence.judge.compare import Pair, compare
-from convergence.judge.verdict import Verdict
+from convergence.judge.verdict import Evidence, Verdict
 from convergence.models import memory
 from convergence.models.checkpoint import Checkpoint
 from convergence.models.data import IGNORE, Batch, Step
@@ -37,7 +37,7 @@ from convergence.models.models import DTYPES, MODELS, Row
 from convergence.models.rows import construct, find
 from convergence.patches import BUILT_IN
 from convergence.report import progress
-from convergence.report.records import CANNOT_RUN, Blame, Case, Record, environment
+from convergence.report.records import Blame, Case, Outcome, environment, outcome
 
 # Between these probabilities a prediction counts as confident, and the hard profile asks for it. Nearer to 1, p - 1
 # would have too few digits left in the truth itself: float64 keeps ten of them here.
@@ -149,35 +149,30 @@ def absent(case: Case) -> str:
     return SETUPS[case.setup].absent(model.build(case.seed), case.dtype, case.device)
 
 
-def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> Record:
-    """Train and judge ``case``; the record says whether the candidate is the same mathematics, and why not.
+def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> Outcome:
+    """Train and judge ``case``; the outcome says whether the candidate is the same mathematics, and why not.
 
     Args:
         timeout: the seconds that a patch of somebody else may take, in its own process, for one candidate.
         blames: whether a failed verdict is explained, by training parts of the patch again.
     """
     began = time.perf_counter()
-    record = Record.of(case, replicas=tolerance.REPLICAS)
-    row = find(case.model)
-    record.truth = memory.describe(row.truth(case.dtype, case.device))
-    upstream = _upstream(case)
-    record.symbols = len(upstream)
+    row, upstream = find(case.model), _upstream(case)
+    shown: dict[str, Any] = {"replicas": tolerance.REPLICAS, "symbols": len(upstream)}
+    shown["truth"] = memory.describe(row.truth(case.dtype, case.device))
     if changed := upstream.changes():
-        verdict = Verdict()
-        verdict.fail("baseline", "before training", "not pristine", ", ".join(changed))
+        verdict = Verdict(failures=[Failure("baseline", "before training", Finding.NOT_PRISTINE, ", ".join(changed))])
     else:
-        verdict, trajectory = _judge(case, record, upstream, timeout)
-        if blames and not verdict.passed and case.setup == "plain" and case.profile != CONSISTENCY:
-            _blame(case, record, verdict, trajectory, timeout)
-    record.failures = verdict.failures
-    record.notes = [*row.notes(), *verdict.notes]
-    record.statistics = verdict.statistics
-    if not verdict.passed:
-        first = verdict.failures[0]
-        record.verdict = CANNOT_RUN if first.statistic == CANNOT_RUN else "different"
-        record.reason = str(first)
-    record.seconds = round(time.perf_counter() - began, 2)
-    return record
+        arms = train_in_setup(case, timeout) if _is_in_setup(case) else _train(case, upstream, timeout)
+        if case.profile == CONSISTENCY and arms.candidate.trajectory is not None:
+            _add_rollout(case, arms.pairs, arms.candidate.trajectory, timeout)
+        verdict = _judge(case, arms)
+        shown |= _shown(case, arms)
+        if blames and not verdict.passed and not _is_in_setup(case) and case.profile != CONSISTENCY:
+            shown["blame"], note = _blame(case, verdict, arms.candidate.trajectory, timeout)
+            verdict += note
+    notes = Verdict(notes=row.notes())
+    return outcome(notes + verdict, seconds=round(time.perf_counter() - began, 2), **shown)
 
 
 def train_case(case: Case, given: Inputs | None = None) -> Candidate:
@@ -195,7 +190,7 @@ def train_case(case: Case, given: Inputs | None = None) -> Candidate:
     try:
         patch = drawing(load_patch(case.patch), drawn)  # only now: importing it may patch already
     except PatchError as error:
-        return Candidate(failure=(CANNOT_RUN, str(error)), changed=changes())
+        return Candidate(failure=(Finding.CANNOT_RUN, str(error)), changed=changes())
     run = given.run(DTYPES[case.dtype], torch.device(case.device), patch=patch, construct=construct(case))
     return train_candidate(run, changes, _arm(case.profile))
 
@@ -205,16 +200,17 @@ def _is_isolated(case: Case) -> bool:
     return case.patch not in BUILT_IN or case.scope != "instance"
 
 
-def _blame(case: Case, record: Record, verdict: Verdict, trajectory: Trajectory | None, timeout: float) -> None:
-    """Say in ``record`` who made ``verdict`` fail. That changes no verdict, and when it fails itself, it is noted."""
+def _blame(case: Case, verdict: Verdict, trajectory: Trajectory | None, timeout: float) -> tuple[list[Blame], Verdict]:
+    """Who made ``verdict`` fail. That changes no verdict, and when it fails itself, that is a note."""
     failed = {failure.key for failure in verdict.failures}
     if not searched(failed):  # no other process need be given all that was observed
-        return
+        return [], Verdict()
     arguments = case, _references(case), failed, trajectory
     try:
-        record.blame = isolate.call(_who, *arguments, timeout=timeout) if _is_isolated(case) else _who(*arguments)
+        found = isolate.call(_who, *arguments, timeout=timeout) if _is_isolated(case) else _who(*arguments)
     except Exception as error:
-        verdict.notes.append(f"who did it could not be found out: {type(error).__name__}: {error}")
+        return [], Verdict(notes=[f"who did it could not be found out: {type(error).__name__}: {error}"])
+    return found, Verdict()
 
 
 def _who(case: Case, reference: References, failed: set[Key], trajectory: Trajectory | None) -> list[Blame]:
@@ -222,15 +218,19 @@ def _who(case: Case, reference: References, failed: set[Key], trajectory: Trajec
     return blame(case.patch, run, reference.pairs, failed, trajectory)
 
 
-def _train(case: Case, upstream: Fingerprint, timeout: float, verdict: Verdict) -> Arms:
-    """The arms of a case without a set-up; in ``verdict``, what shows that truth and baseline were not unpatched."""
+def _is_in_setup(case: Case) -> bool:
+    return case.setup != "plain"
+
+
+def _train(case: Case, upstream: Fingerprint, timeout: float) -> Arms:
+    """The arms of a case without a set-up."""
     before = ours.launches()
-    reference = _references(case)
+    reference, faults = _references(case), list[Failure]()
     if ours.launches() != before:
-        verdict.fail("baseline", "", "not pristine", "it launched kernels of this package")
+        faults.append(Failure("baseline", "", Finding.NOT_PRISTINE, "it launched kernels of this package"))
     progress.begin("candidate")
     if not _is_isolated(case):
-        return Arms(reference.pairs, train_case(case, reference))
+        return Arms(reference.pairs, train_case(case, reference), faults=faults)
     if case.device == "cuda":  # the other process needs it
         torch.cuda.empty_cache()
     written: list[str] = []
@@ -240,52 +240,67 @@ def _train(case: Case, upstream: Fingerprint, timeout: float, verdict: Verdict) 
     except isolate.ProcessDied as death:
         candidate = Candidate.died(str(death), death.output)
     if written:
-        verdict.fail("baseline", "", "changed where it is kept", f"while the patch ran: {', '.join(written)}")
+        what = f"while the patch ran: {', '.join(written)}"
+        faults.append(Failure("baseline", "", Finding.CHANGED_WHERE_KEPT, what))
     if changed := upstream.changes():
-        verdict.fail("baseline", "after training", "not pristine", ", ".join(changed))
-    return Arms(reference.pairs, candidate)
+        faults.append(Failure("baseline", "after training", Finding.NOT_PRISTINE, ", ".join(changed)))
+    return Arms(reference.pairs, candidate, faults=faults)
 
 
-def _judge(case: Case, record: Record, upstream: Fingerprint, timeout: float) -> tuple[Verdict, Trajectory | None]:
-    """The verdict, and the candidate's trajectory where there is one."""
-    verdict, in_setup = Verdict(), case.setup != "plain"
-    arms = train_in_setup(case, timeout) if in_setup else _train(case, upstream, timeout, verdict)
-    candidate = arms.candidate
-    record.launches, trajectory = candidate.launches, candidate.trajectory
-    if trajectory is None:
+def _judge(case: Case, arms: Arms) -> Verdict:
+    """What is wrong with the arms, or else what a comparison of them shows; then the candidate's other checks."""
+    candidate, verdict = arms.candidate, Verdict(failures=arms.faults)
+    if candidate.trajectory is None:
         assert candidate.failure is not None
-        verdict.fail("candidate", "", *candidate.failure)
-        verdict.notes.append(candidate.details)
-        return verdict, None
+        return verdict + Verdict(failures=[Failure("candidate", "", *candidate.failure)], notes=[candidate.details])
+    if verdict.passed:
+        dtype = DTYPES[case.dtype]
+        if case.profile == CONSISTENCY:
+            verdict = consistency.judge(arms.pairs, candidate.trajectory, dtype)
+        else:
+            verdict = compare(arms.pairs, candidate.trajectory, dtype, foreign=candidate.report is None)
+    return verdict + Verdict.of(_checks(case, arms, candidate.trajectory))
+
+
+def _shown(case: Case, arms: Arms) -> dict[str, Any]:
+    """What the outcome holds of the arms besides their verdict."""
+    candidate = arms.candidate
+    trajectory, report = candidate.trajectory, candidate.report
+    found: dict[str, Any] = {"launches": candidate.launches}
+    if trajectory is None:
+        return found
     if case.profile == CONSISTENCY:
-        _add_rollout(case, arms.pairs, trajectory, timeout)
-        record.differences = consistency.described(
-            arms.pairs[0][0], {"unpatched": arms.pairs[0][1], "patched": trajectory}
-        )
-    if not verdict.failures and case.profile == CONSISTENCY:
-        verdict = consistency.judge(arms.pairs, trajectory, DTYPES[case.dtype])
-    elif not verdict.failures:
-        verdict = compare(arms.pairs, trajectory, DTYPES[case.dtype], foreign=candidate.report is None)
+        truth, baseline = arms.pairs[0]
+        found["differences"] = consistency.described(truth, {"unpatched": baseline, "patched": trajectory})
     observed = dict(zip(("truth", "baseline", "candidate"), (*arms.pairs[0], trajectory), strict=True))
-    record.losses = {
+    losses = {
         arm: {str(step): float(value) for step, value in shown.values[LOSS].items()} for arm, shown in observed.items()
     }
-    record.costs = {arm: shown.costs for arm, shown in observed.items()}
     if trajectory.curve is not None:
         curves = [arm.curve for _, arm in arms.pairs if arm.curve is not None]
-        for arm, losses in long_run.curves(curves, trajectory.curve).items():
-            record.losses[arm] = {**record.losses.get(arm, {}), **losses}
-    record.digests = {"baseline": bitwise.digest(arms.pairs[0][1]), "candidate": bitwise.digest(trajectory)}
+        for arm, of_blocks in long_run.curves(curves, trajectory.curve).items():
+            losses[arm] = {**losses.get(arm, {}), **of_blocks}
+    found |= {"losses": losses, "costs": {arm: shown.costs for arm, shown in observed.items()}}
+    found["digests"] = {arm: bitwise.digest(observed[arm]) for arm in ("baseline", "candidate")}
+    if report is None:
+        return found | {"census": candidate.census}
+    is_fused = _is_fused(report, arms.reads) if _is_in_setup(case) else report.fuses_head
+    fused = "yes" if is_fused else "no"
+    return found | {"census": report.counts(), "fallbacks": dict(report.fallbacks), "fused": fused}
+
+
+def _checks(case: Case, arms: Arms, trajectory: Trajectory) -> Iterator[Evidence]:
+    """What is judged besides the numbers: the state_dict, other models, and whether it is a patched model at all."""
+    candidate, in_setup = arms.candidate, _is_in_setup(case)
     for difference in candidate.layout:
-        verdict.fail("state_dict", "", "changed", difference)
+        yield Failure("state_dict", "", Finding.CHANGED, difference)
     if candidate.changed and case.scope == "instance":
-        verdict.fail("other models", "", "patched too", ", ".join(candidate.changed))
+        yield Failure("other models", "", Finding.PATCHED_TOO, ", ".join(candidate.changed))
     elif candidate.changed and not in_setup:
-        verdict.notes.append("changed for the whole process: " + ", ".join(candidate.changed))
-    _check_own(case, arms.pairs, candidate, verdict)
+        yield "changed for the whole process: " + ", ".join(candidate.changed)
+    yield from _check_own(case, arms.pairs, trajectory, candidate.launches)
     check = _check_in_setup if in_setup else _check_foreign if candidate.report is None else _check_ours
-    check(case, arms, record, verdict)
-    return verdict, trajectory
+    yield from check(case, arms)
 
 
 def _add_rollout(case: Case, pairs: list[Pair], candidate: Trajectory, timeout: float) -> None:
@@ -302,20 +317,18 @@ def _add_rollout(case: Case, pairs: list[Pair], candidate: Trajectory, timeout: 
     consistency.add_rollout(row.rollout, known, pairs, candidate)
 
 
-def _check_own(case: Case, pairs: list[Pair], found: Candidate, verdict: Verdict) -> None:
+def _check_own(case: Case, pairs: list[Pair], candidate: Trajectory, launches: dict[str, int]) -> Iterator[Failure]:
     """A truth has another dtype, and a replica began at other weights: no candidate is one of them to the last bit. It
     may be the baseline, where nothing was replaced, or only what has one way to be rounded: a rotation, an activation,
     a copy. Where a kernel summed, it did so in an order of its own."""
-    candidate = found.trajectory
-    assert candidate is not None
-    summed = _summed(case, found.launches)
+    summed = _summed(case, launches)
     if summed and bitwise.is_same(candidate, pairs[0][1]):
-        verdict.fail("candidate", "", "not its own", f"every bit is the baseline's, though it launched {summed}")
+        yield Failure("candidate", "", Finding.NOT_ITS_OWN, f"every bit is the baseline's, though it launched {summed}")
     others = {f"replica {number}": arm for number, (_, arm) in enumerate(pairs) if number}
     others |= {f"truth {number}": truth for number, (truth, _) in enumerate(pairs)}
     for which, other in others.items():
         if bitwise.is_same(candidate, other):
-            verdict.fail("candidate", "", "not its own", f"every bit is that of {which}")
+            yield Failure("candidate", "", Finding.NOT_ITS_OWN, f"every bit is that of {which}")
 
 
 def _summed(case: Case, launches: dict[str, int]) -> str:
@@ -325,17 +338,14 @@ def _summed(case: Case, launches: dict[str, int]) -> str:
     return ", ".join(name for name in launches if any(part in name for part in shows))
 
 
-def _check_in_setup(case: Case, arms: Arms, record: Record, verdict: Verdict) -> None:
+def _check_in_setup(case: Case, arms: Arms) -> Iterator[Failure]:
     """Nothing is hooked in a set-up, so less can be asked there: something changed, or every kernel ran."""
-    candidate, model = arms.candidate, find(case.model)
+    candidate = arms.candidate
     if candidate.report is None:
-        record.census = candidate.census
         if not (candidate.census or candidate.changed or candidate.launches):
-            verdict.fail("candidate", "", "not patched", "no module changed, and no kernel of this package ran")
+            yield Failure("candidate", "", Finding.NOT_PATCHED, "no module changed, and no kernel of this package ran")
     else:
-        setup = SETUPS[case.setup]
-        _check_kernels(model, candidate, record, verdict, setup.kernels)
-        record.fused = "yes" if _is_fused(candidate.report, arms.reads) else "no"
+        yield from _check_kernels(find(case.model), candidate, SETUPS[case.setup].kernels)
 
 
 def _is_fused(report: Any, reads: int) -> bool:
@@ -344,51 +354,46 @@ def _is_fused(report: Any, reads: int) -> bool:
     return report.fuses_head and not others and sum(report.fallbacks.values()) <= reads
 
 
-def _check_kernels(
-    model: Row,
-    candidate: Candidate,
-    record: Record,
-    verdict: Verdict,
-    of_setup: tuple[str, ...] = (),
-) -> None:
+def _check_kernels(model: Row, candidate: Candidate, of_setup: tuple[str, ...] = ()) -> Iterator[Failure]:
     """Every kernel that this architecture, or its set-up, has a place for must have been put there, and must have run;
     where nobody knows of its places, every kernel that the patch says it has put somewhere, and there must be one."""
-    report = candidate.report
-    record.census, record.fallbacks = report.counts(), dict(report.fallbacks)
+    report, census = candidate.report, candidate.report.counts()
     loss = "linear_cross_entropy" if "linear_cross_entropy" in report.kernels else "cross_entropy"
     wanted = [*(k for k in (*model.kernels, *of_setup) if k in report.kernels), loss]
-    for kernel in wanted if model.kernels else [k for k, n in record.census.items() if n] or wanted:
-        if not record.census.get(kernel):
+    for kernel in wanted if model.kernels else [k for k, n in census.items() if n] or wanted:
+        if not census.get(kernel):
             why = "; ".join(f"{left.path}: {left.reason}" for left in report.left) or "no candidate was found"
-            verdict.fail("candidate", "", "not patched", f"{kernel} replaced nothing: {why}", "at least 1")
-        elif not ours.is_launched(kernel, record.launches):
-            verdict.fail("candidate", "", "not launched", f"{kernel} was never launched", "at least 1")
+            yield Failure("candidate", "", Finding.NOT_PATCHED, f"{kernel} replaced nothing: {why}", "at least 1")
+        elif not ours.is_launched(kernel, candidate.launches):
+            yield Failure("candidate", "", Finding.NOT_LAUNCHED, f"{kernel} was never launched", "at least 1")
 
 
-def _check_ours(case: Case, arms: Arms, record: Record, verdict: Verdict) -> None:
+def _check_ours(case: Case, arms: Arms) -> Iterator[Failure]:
     """Every kernel that this architecture has a place for must have been put in all such places, and must have run."""
     model, candidate, report = find(case.model), arms.candidate, arms.candidate.report
-    _check_kernels(model, candidate, record, verdict)
-    record.fused = "yes" if report.fuses_head else "no"
+    yield from _check_kernels(model, candidate)
     listed = {replacement.path for replacement in report.replaced}
     classes = {replacement.was for replacement in report.replaced if replacement.kernel in model.kernels}
     for path, module in _references(case).template.named_modules():
         if type(module).__name__ in classes and path not in listed:
-            verdict.fail("candidate", "", "not patched", f"{path} is left, though others of its class are replaced")
+            yield Failure(
+                "candidate", "", Finding.NOT_PATCHED, f"{path} is left, though others of its class are replaced"
+            )
     changed = sum(candidate.census.values()) - 1  # the model itself, which arms its head
     if changed < len(listed):
-        verdict.fail("candidate", "", "not patched", f"{changed} modules changed", f"the {len(listed)} that are listed")
+        yield Failure(
+            "candidate", "", Finding.NOT_PATCHED, f"{changed} modules changed", f"the {len(listed)} that are listed"
+        )
 
 
-def _check_foreign(case: Case, arms: Arms, record: Record, verdict: Verdict) -> None:
+def _check_foreign(case: Case, arms: Arms) -> Iterator[Failure]:
     """A patch of somebody else must have changed a class, a forward or a symbol in a module that this model's classes
     come from, or have launched a kernel, or be another by at least one bit of what was observed."""
     candidate = arms.candidate
     assert candidate.trajectory is not None
-    record.census = candidate.census
     classes = {cls for module in _references(case).template.modules() for cls in type(module).__mro__}
     own = tuple(f"{cls.__module__}." for cls in classes)
     same = bitwise.is_same(arms.pairs[0][1], candidate.trajectory)
     reached = any(symbol.startswith(own) for symbol in candidate.changed)
     if same and not (candidate.census or reached or candidate.launches):
-        verdict.fail("candidate", "", "not patched", "no module changed and every bit is the baseline's")
+        yield Failure("candidate", "", Finding.NOT_PATCHED, "no module changed and every bit is the baseline's")

@@ -3,6 +3,7 @@ project may use it."""
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 import typing
@@ -20,8 +21,8 @@ def checked(value: Any, kind: Any, where: str, more: bool = False) -> Any:
 
     Args:
         value: what JSON gave.
-        kind: str, int, float (which "nan", "inf" and "-inf" are, too), bool, Any, or a list, tuple, dict, union with
-            None, dataclass or NamedTuple or TypedDict of these. An object has exactly their fields.
+        kind: str, int, float (which "nan", "inf" and "-inf" are, too), bool, Any, an enum of texts, or a list, tuple,
+            dict, union with None, dataclass or NamedTuple or TypedDict of these. An object has exactly their fields.
         where: what a message calls it: the file, and the field of it.
         more: whether objects may have other fields, too. A TypedDict keeps them unchecked, a dataclass does not.
 
@@ -36,6 +37,11 @@ def checked(value: Any, kind: Any, where: str, more: bool = False) -> Any:
         return None if value is None else checked(value, of, where, more)
     if kind in _NAMES:
         return _single(value, kind, where)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        members = {member.value: member for member in kind}
+        if type(value) is str and value in members:
+            return members[value]
+        raise Unusable(f"{where} is {shown(value)}; allowed are {', '.join(members)}")
     if origin in (list, tuple):
         if type(value) is not list:
             raise Unusable(f"{where} is {shown(value)}; allowed is a list")

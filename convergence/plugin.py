@@ -37,7 +37,7 @@ from convergence.models.folder import CONFIG
 from convergence.models.rows import find
 from convergence.patches import BUILT_IN
 from convergence.report import html, progress
-from convergence.report.records import Case, Record, changed, dumps, load, load_all, parsed
+from convergence.report.records import Case, Record, changed, dumps, environment, load, load_all, parsed
 from convergence.report.report import progress as line_of
 from convergence.report.report import summary_tables
 from convergence.tables import visible
@@ -314,7 +314,7 @@ def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
     for case in cases(config):
         if find(case.model).is_available():
             try:
-                found[case] = bitwise.earlier(records, Record.of(case))
+                found[case] = bitwise.earlier(records, case, environment(case.device, case.patch))
             except ValueError as error:
                 refused.append(str(error))
     if refused:

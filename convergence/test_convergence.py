@@ -12,7 +12,7 @@ from convergence.files import Unusable
 from convergence.judge import bitwise
 from convergence.plugin import EARLIER, RECORDS, RUN, UNUSABLE, cases, shown
 from convergence.report import report
-from convergence.report.records import Case, Record, digest, write
+from convergence.report.records import Case, Outcome, Record, digest, write
 from convergence.tables import visible
 
 
@@ -39,17 +39,17 @@ def test_convergence(
     if not reason:
         try:
             with shown(request.config, case):
-                record = prove(case, request.config.getoption("--patch-timeout"), request.config.getoption("--blame"))
+                outcome = prove(case, request.config.getoption("--patch-timeout"), request.config.getoption("--blame"))
         except Unusable as error:
             unusable = visible(str(error))
     else:
-        record = Record.of(case, verdict="absent", reason=reason)
+        outcome = Outcome(verdict="absent", reason=reason)
     if unusable:  # no fault of the patch
         record_property(UNUSABLE, True)
         pytest.fail(unusable, pytrace=False)
     if before := request.config.stash[EARLIER].get(case):
-        bitwise.compare(record, before)
-    record.run, folder = request.config.stash[RUN], request.config.stash[RECORDS]
+        outcome = bitwise.compared(outcome, before)
+    record, folder = Record.of(case, outcome, request.config.stash[RUN]), request.config.stash[RECORDS]
     file = str(write(record, Path(folder))) if folder else ""
     record_property("convergence", {**record.summary(), "file": file, "digest": digest(record)})
     if record.verdict == "absent":

@@ -140,7 +140,7 @@ def worse(before: CellRecord, after: CellRecord) -> Iterator[Difference]:
                 yield dataclasses.replace(difference, note=bool(moved) and difference.kind != "grown error")
 
 
-def _worse_finding(where: str, name: str, old: records.Finding, new: records.Finding) -> Iterator[Difference]:
+def _worse_finding(where: str, name: str, old: records.CaseVerdict, new: records.CaseVerdict) -> Iterator[Difference]:
     if old.verdict in GOOD and new.verdict == NOT_THERE:
         yield Difference(where, "absent verdict", name, new.reason)
         return

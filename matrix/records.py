@@ -42,7 +42,7 @@ class Worst(TypedDict):
 
 
 @dataclass
-class Finding:
+class CaseVerdict:
     """What one record that a stage left says: the verdict on one convergence case, model class or trainer.
 
     Attributes:
@@ -81,7 +81,7 @@ class StageResult:
     passed: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    findings: dict[str, Finding] = field(default_factory=dict)
+    findings: dict[str, CaseVerdict] = field(default_factory=dict)
     code: str = ""
 
 
@@ -242,7 +242,7 @@ _NOTHING = LeftModule(
 )
 
 
-def read_findings(folder: Path) -> dict[str, Finding]:
+def read_findings(folder: Path) -> dict[str, CaseVerdict]:
     """What the JSON records below ``folder`` say, by name.
 
     A record is an object with a ``verdict``, and what :data:`NAMED_BY` says it is named by;
@@ -252,7 +252,7 @@ def read_findings(folder: Path) -> dict[str, Finding]:
     Raises:
         Unusable: a file is no such record, or two have one name.
     """
-    found: dict[str, Finding] = {}
+    found: dict[str, CaseVerdict] = {}
     for path in sorted(folder.rglob("*.json")):
         data = read_json(path)
         if not isinstance(data, dict) or not isinstance(data.get("verdict"), str):
@@ -272,7 +272,7 @@ def read_findings(folder: Path) -> dict[str, Finding]:
             if kind not in worst or statistic.share > share(worst[kind]):
                 worst[kind] = plain({key: getattr(statistic, key) for key in Worst.__annotations__})
         counted = (left["census"], left["launches"], left["fallbacks"])
-        found[name] = Finding(data["verdict"], left["reason"], worst, *counted, left["shares"])
+        found[name] = CaseVerdict(data["verdict"], left["reason"], worst, *counted, left["shares"])
     return found
 
 

@@ -18,12 +18,11 @@ import liger_kernels
 from convergence import border, kept
 from convergence.arms import isolate
 from convergence.arms.candidate import Candidate, PatchError
-from convergence.arms.quantities import INITIAL, LOSS, Moment, Remark
+from convergence.arms.quantities import INITIAL, LOSS, Finding, Moment, Remark
 from convergence.arms.train import train
 from convergence.arms.trajectory import Trajectory
 from convergence.case import Case, _check_own, inputs, prove, references
 from convergence.judge.bitwise import is_same
-from convergence.judge.verdict import Verdict
 from convergence.models.models import DTYPES
 from tests.border_patches import code
 from tests.suite import suite
@@ -87,11 +86,10 @@ def test_who_launched_a_sum_has_not_every_bit_of_the_baseline(dtype, setup, laun
     for arm in arms:
         arm.record(LOSS, Moment(INITIAL, "step"), torch.rand((), generator=generator))
     (truth, baseline), other = arms[:2], arms[2:]
-    found, verdict = Candidate(copy.deepcopy(baseline), launches=launches), Verdict()
     case = Case("llama-untied", dtype, "my:patch", "hard", "cpu", setup=setup)
-    _check_own(case, [(truth, baseline), tuple(other)], found, verdict)
-    assert [row[2] for row in verdict.failures] == ["not its own"] * refused
-    assert not refused or next(iter(launches)) in verdict.failures[0][3]
+    failures = list(_check_own(case, [(truth, baseline), tuple(other)], copy.deepcopy(baseline), launches))
+    assert [failure.finding for failure in failures] == ["not its own"] * refused
+    assert not refused or next(iter(launches)) in failures[0].value
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [("bfloat16", "cross_entropy"), ("float32", "rms_norm")])
@@ -167,7 +165,7 @@ def plain_values() -> Any:
     trajectory = Trajectory(values, {(LOSS, at): (torch.Size([2]), torch.float16)}, notes=[Remark(at, "odd")])
     return [
         [None, True, 2**70, float("inf"), -0.0, "é\x00", (1, (2,)), {"a": {3: "b"}}, {1}, Counter("aab")],
-        Candidate(trajectory, ("raised", "why"), census={"Norm": 2}),
+        Candidate(trajectory, (Finding.RAISED, "why"), census={"Norm": 2}),
         [torch.empty(0, 3), torch.arange(6).view(2, 3).t(), torch.tensor(True), torch.float64],
         PatchError("no patch"),
     ]
@@ -180,7 +178,7 @@ def test_plain_data_arrives_as_it_was() -> None:
     assert [type(item) for item in first] == [type(item) for item in sent[0]]
     assert str(first[4]) == "-0.0"
     trajectory, was = candidate.trajectory, sent[1].trajectory
-    assert (candidate.failure, candidate.census) == (("raised", "why"), {"Norm": 2})
+    assert (candidate.failure, candidate.census) == ((Finding.RAISED, "why"), {"Norm": 2})
     assert (trajectory.forms, trajectory.notes) == (was.forms, was.notes)
     for quantity, by_step in was.values.items():
         for step, value in by_step.items():
@@ -203,6 +201,7 @@ def test_plain_data_arrives_as_it_was() -> None:
         '["PatchError",["x"]]',
         '["Candidate",[["census",["dict"]]]]',
         '["Moment",1,2,3]',
+        '["Finding","no kind"]',
         '["tensor","1"]',
         '["dtype","Tensor"]',
         '{"a":1}',

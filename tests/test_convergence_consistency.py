@@ -90,7 +90,7 @@ def arms(change=lambda values: None, honest: float = 1e-3, outlier: float = 0.0,
 def failed(change, **options) -> set[tuple[str, str]]:
     pairs, candidate = arms(change, **options)
     found = judge(pairs, candidate, torch.float32).failures
-    return {(failure.quantity.removeprefix(named("")), failure.statistic) for failure in found}
+    return {(failure.quantity.removeprefix(named("")), failure.finding) for failure in found}
 
 
 def test_noise_like_pytorchs_own_is_equal():

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from convergence.arms.quantities import Failure, Moment, Quantity
+from convergence.arms.quantities import Failure, Finding, Moment, Quantity
 from convergence.arms.trajectory import Trajectory
 from convergence.judge import bitwise
 from convergence.report.records import (
     SCHEMA,
+    Outcome,
     Record,
     Statistic,
     dumps,
@@ -41,7 +42,7 @@ def test_what_is_written_is_read_back(tmp_path):
     written = record(
         verdict="different",
         reason="loss differs",
-        failures=[Failure("loss", "SGD: masked", "error ratio", "nan", "2")],
+        failures=[Failure("loss", "SGD: masked", Finding.ERROR_RATIO, "nan", "2")],
         statistics=[Statistic("loss", "SGD: masked", "error ratio", math.inf, 2.0)],
         blame=[{"kernel": "rope", "module": "model", "pass": "forward", "step": "s", "tensor": "loss", "note": ""}],
         losses={"truth": {"SGD: masked": 1.5}, "candidate": {"SGD: masked": -math.inf}},
@@ -50,7 +51,7 @@ def test_what_is_written_is_read_back(tmp_path):
     )
     read = load(write(written, tmp_path))
     assert read == written
-    assert read.failures[0].statistic == "error ratio"
+    assert read.failures[0].finding == "error ratio"
 
 
 def test_a_number_that_json_does_not_have_is_text():
@@ -128,6 +129,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         ({"verdict": "different"}, ["'verdict'", "'different' with 0 failures"]),
         ({"failures": [["loss", "step", "gain", "1", "2"]]}, ["'verdict'", "'equal' with 1 failures"]),
         ({"failures": [["loss", "step"]]}, ["'failures'[0]", "5 items"]),
+        ({"failures": [["loss", "step", "odd", "1", "2"]]}, ["'failures'[0][2]", "'odd'", "error ratio, "]),
         ({"notes": "none"}, ["'notes'", "'none' (str)", "a list"]),
         ({"census": []}, ["'census'", "[] (list)", "an object"]),
         ({"census": {"rope": 1.5}}, ["'census'['rope']", "1.5 (float)"]),
@@ -219,11 +221,9 @@ def observed(baseline: Trajectory, candidate: Trajectory) -> Record:
     return record(digests={"baseline": bitwise.digest(baseline), "candidate": bitwise.digest(candidate)})
 
 
-def compared(now: tuple[Trajectory, Trajectory], before: tuple[Trajectory, Trajectory]) -> Record:
-    """The record of baseline and candidate ``now``, compared with that of ``before``."""
-    record = observed(*now)
-    bitwise.compare(record, observed(*before))
-    return record
+def compared(now: tuple[Trajectory, Trajectory], before: tuple[Trajectory, Trajectory]) -> Outcome:
+    """The outcome of baseline and candidate ``now``, compared with the record of ``before``."""
+    return bitwise.compared(observed(*now), observed(*before))
 
 
 def test_the_first_difference_in_time_is_named_first():
@@ -260,4 +260,4 @@ def test_the_same_bits_pass():
 def test_of_an_earlier_run_the_newest_that_can_be_compared_is_taken():
     """What cannot be compared is a usage error, in test_convergence_bitwise.py."""
     whole = observed(trajectory(), trajectory())
-    assert bitwise.earlier([whole, record(versions={"torch": "2.11.0"})], whole) is whole
+    assert bitwise.earlier([whole, record(versions={"torch": "2.11.0"})], whole.case, whole.environment) is whole

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from convergence.__main__ import main
-from convergence.arms.quantities import Failure
+from convergence.arms.quantities import Failure, Finding
 from convergence.models.models import MODELS
 from convergence.report import html, report
 from convergence.report.records import Record, Statistic, write
@@ -51,7 +51,7 @@ def case(model: str, dtype: str, patch: str = "convergence.patches:fused_linear"
 
 
 def failed(**fields) -> Record:
-    failures = [Failure(f"{LONG} {i // 2}", STEPS[i % 18], "gain", f"off by {i}", "0.01") for i in range(24)]
+    failures = [Failure(f"{LONG} {i // 2}", STEPS[i % 18], Finding.GAIN, f"off by {i}", "0.01") for i in range(24)]
     who = {"kernel": "rms_norm", "module": LONG, "pass": "backward", "step": STEPS[0], "tensor": LONG, "note": "alone"}
     given = {"verdict": "different", "reason": "gradient gain off by 1", "failures": failures, "blame": [who]}
     return case("gemma", "bfloat16", "tests.mutants:scaled", **given, **fields)
@@ -67,7 +67,7 @@ BROKEN = case(
     "tests.mutants:nan",
     verdict="different",
     reason=NASTY,
-    failures=[Failure(NASTY, "", "raised", "x" * 300, "")],
+    failures=[Failure(NASTY, "", Finding.RAISED, "x" * 300, "")],
     notes=[NASTY, "y" * 400],
     losses={**{arm: {"a: 1": 0.0, "a: 2": 1.0} for arm in ("truth", "baseline")}, "candidate": {"a: 1": math.nan}},
     statistics=[Statistic("loss", "a: 1", "gain", math.nan, 0.0)],
@@ -78,7 +78,7 @@ CANNOT = case(
     "package:patch",
     verdict="cannot run",
     reason="no kernel for this device",
-    failures=[Failure("candidate", "", "cannot run", "no kernel", "")],
+    failures=[Failure("candidate", "", Finding.CANNOT_RUN, "no kernel", "")],
     **UNTRAINED,
 )
 ALL = [

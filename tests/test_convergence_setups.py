@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from convergence.__main__ import main
-from convergence.arms.quantities import Failure, Moment
+from convergence.arms.quantities import Failure, Finding, Moment
 from convergence.arms.setups import SETUPS, select
 from convergence.case import Case, absent, prove
 from convergence.report import progress, report
@@ -80,7 +80,7 @@ def test_too_few_gpus_are_absent(monkeypatch):
 def test_our_patch_is_equal_and_fused():
     said: list[tuple[Any, ...]] = []
     with progress.told_to(said.append):
-        record = prove(Case("llama-tied", "float32", OURS, setup="checkpointing"))
+        record = prove(case := Case("llama-tied", "float32", OURS, setup="checkpointing"))
     assert (record.verdict, record.reason, record.fused) == ("equal", "", "yes")
     # what trained said so, out of its own process: all that it had promised, from the first step on
     arms = [arm for kind, arm, *_ in said if kind == "begin"]
@@ -88,7 +88,7 @@ def test_our_patch_is_equal_and_fused():
     assert (arms[0], arms[1], arms[-1]) == ("truth", "baseline", "candidate")
     parts = [(done, of) for kind, _, done, of in (m for m in said if m[0] == "reach")]
     assert parts == [(done, parts[0][1]) for done in range(1, parts[0][1] + 1)] * len(arms)
-    assert record.name == "llama-tied/checkpointing/float32/fused_linear"
+    assert str(case) == "llama-tied/checkpointing/float32/fused_linear"
     assert {Moment.parse(s.step).phase for s in record.statistics} >= {"initial", "SGD"}
 
 
@@ -129,7 +129,7 @@ def test_what_a_patch_changes_for_its_process_fails():
 
 def test_the_table(tmp_path, capsys):
     for setup, fused, verdict in (("plain", "yes", "equal"), ("lora", "no", "different"), ("zero3", "", "absent")):
-        failures = [Failure("loss", "SGD", "gain", "2", "1")] if verdict == "different" else []
+        failures = [Failure("loss", "SGD", Finding.GAIN, "2", "1")] if verdict == "different" else []
         given = {"setup": setup, "fused": fused, "verdict": verdict, "reason": "why", "order": SETUPS[setup].orders[0]}
         write(Record("llama-tied", "float32", OURS, "hard", "cpu", 0, failures=failures, **given), tmp_path)
     assert main(["setups", str(tmp_path)]) == 0

@@ -14,16 +14,16 @@ import pytest
 import yaml
 
 from convergence.__main__ import main as convergence
-from convergence.arms.quantities import Failure
+from convergence.arms.quantities import Failure, Finding
 from convergence.checked import checked
 from convergence.files import Unusable, plain, read_json
 from convergence.report import html, report
-from convergence.report.records import Record, dumps, from_dict
+from convergence.report.records import Case, Outcome, Record, dumps, from_dict
 from convergence.tables import literal, visible
 from matrix import __main__ as matrix
 from matrix import baseline, cells, census, new, records, runner
 from matrix.cells import Cell
-from matrix.records import CellRecord, Finding, StageResult
+from matrix.records import CaseVerdict, CellRecord, StageResult
 from tests import damaged
 from tests.damaged import HOSTILE, RAW, controls, put
 
@@ -38,7 +38,7 @@ KERNELS: dict[str, Any] = {
 def cell_record(text: str = "some text") -> dict[str, Any]:
     """With something in every field, and ``text`` in every field that may hold any."""
     worst = {"gain": {"value": 1.2, "bound": 2.4, "quantity": text, "step": text}}
-    finding = Finding("equal", text, worst, {text: 5}, {text: 9}, {text: 1}, {text: 0.5})
+    finding = CaseVerdict("equal", text, worst, {text: 5}, {text: 9}, {text: 1}, {text: 0.5})
     stage = StageResult("models", [text], "failed", text, 1.0, 2.0, [text], {f"b{text}": text}, {f"c{text}": text})
     stage.findings = {"llama": finding}
     machine = {"cpus": "2", "gpu": "none", "platform": text, "python": "3.11"}
@@ -54,14 +54,15 @@ def accepted(text: str = "some text") -> dict[str, Any]:
 
 
 def proof_record(text: str = "some text", verdict: str = "different") -> dict[str, Any]:
-    record = Record("llama-tied", "float32", "package.module:function", "hard", "cpu", 0, versions={"torch": text})
-    record.verdict, record.reason, record.notes = verdict, text, [text]
-    record.failures = [Failure(text, text, text, text, text)]
-    record.blame = [{"kernel": text, "module": text, "pass": text, "step": text, "tensor": text, "note": text}]
-    record.census = record.launches = record.fallbacks = {text: 1}
-    record.losses = {"truth": {text: 1.5, "SGD: a": 1.25}, "candidate": {text: 1.5}}
-    record.costs, record.digests = {"baseline": {"step, ms": 1.0}}, {"candidate": [{"steps": [], "quantities": {}}]}
-    found: dict[str, Any] = json.loads(dumps(record))
+    outcome = Outcome(
+        verdict, text, [Failure(text, text, Finding.GAIN, text, text)], [text],
+        blame=[{"kernel": text, "module": text, "pass": text, "step": text, "tensor": text, "note": text}],
+        census={text: 1}, launches={text: 1}, fallbacks={text: 1},
+        losses={"truth": {text: 1.5, "SGD: a": 1.25}, "candidate": {text: 1.5}},
+        costs={"baseline": {"step, ms": 1.0}}, digests={"candidate": [{"steps": [], "quantities": {}}]},
+    )  # fmt: skip
+    record = Record.of(Case("llama-tied", "float32", "package.module:function"), outcome)
+    found: dict[str, Any] = json.loads(dumps(dataclasses.replace(record, versions={"torch": text})))
     found["statistics"] = [{"quantity": text, "step": text, "statistic": "gain", "value": 1.0, "bound": 2.0}]
     return found
 

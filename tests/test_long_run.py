@@ -25,9 +25,7 @@ def walk(generator: torch.Generator, arms: int) -> torch.Tensor:
 
 
 def judged(curves: torch.Tensor) -> Verdict:
-    verdict = Verdict()
-    long_run.judge([*curves[:-1]], curves[-1], verdict)
-    return verdict
+    return Verdict.of(long_run.judge([*curves[:-1]], curves[-1]))
 
 
 def test_a_false_alarm_is_as_rare_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

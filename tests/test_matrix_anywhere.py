@@ -11,7 +11,7 @@ import pytest
 
 from matrix import __main__ as command
 from matrix import cells, gate, new, records, runner, upstream
-from matrix.records import Finding
+from matrix.records import CaseVerdict
 from matrix.repository import config, workflow
 from tests.import_checks import ROOT
 
@@ -83,7 +83,7 @@ def test_a_cell_runs_is_accepted_and_judged(repository: Path, capsys: pytest.Cap
         ("tests", ["checks::test_a"]),
         ("verdict", ["verdict"]),
     ]
-    assert record.stages[1].findings == {"a": Finding("equal", shares={"rows": 0.5})}
+    assert record.stages[1].findings == {"a": CaseVerdict("equal", shares={"rows": 0.5})}
     judge = ["gate", "--no-run", "--cells", CELL]
     assert command.main(judge) == 1  # there is no baseline
     assert command.main([*judge, "--accept", "the first"]) == 0

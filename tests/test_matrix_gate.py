@@ -15,7 +15,7 @@ from matrix import baseline, cells, gate, records, runner
 from matrix.baseline import Baseline
 from matrix.cells import Cell
 from matrix.code import Code
-from matrix.records import CellRecord, Finding, StageResult
+from matrix.records import CaseVerdict, CellRecord, StageResult
 from matrix.repository import config
 
 CELL = Cell("tf9.9-trl9.9", "for this test", {}, "versions", "0123")
@@ -28,7 +28,7 @@ KERNELS = {
 
 
 def stage(name: str) -> StageResult:
-    finding = Finding("equal", "", copy.deepcopy(WORST), {"rms_norm": 5}, {"_rms_norm_fwd_kernel": 9})
+    finding = CaseVerdict("equal", "", copy.deepcopy(WORST), {"rms_norm": 5}, {"_rms_norm_fwd_kernel": 9})
     finding.shares = {"norms": 0.9}
     return StageResult(name, ["python"], "passed", passed=[f"{name}::a", f"{name}::b"], findings={"llama": finding})
 

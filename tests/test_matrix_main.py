@@ -10,7 +10,7 @@ import pytest
 
 from matrix import __main__ as command
 from matrix import baseline, cells, new, records, runner, upstream
-from matrix.records import CellRecord, Finding, StageResult
+from matrix.records import CaseVerdict, CellRecord, StageResult
 from matrix.repository import config
 
 STAGES = config.here().stages
@@ -95,7 +95,7 @@ def test_tox_is_asked_for_it_with_its_requirements(code: int, tmp_path: Path, ch
 def record(name: str, census: int = 5, failed: bool = False) -> CellRecord:
     stage = StageResult("models", [], "failed" if failed else "passed", passed=["a"])
     stage.failed = {"b": "it broke"} if failed else {}
-    stage.findings = {"LlamaForCausalLM": Finding("patched", census={"rms_norm": census})}
+    stage.findings = {"LlamaForCausalLM": CaseVerdict("patched", census={"rms_norm": census})}
     versions = {"transformers": "5.24.0.dev0" if name == "main" else "5.23.0"}
     return CellRecord(name, "", "", "", versions, {"gpu": "none"}, "today", stages=[stage], complete=True)
 

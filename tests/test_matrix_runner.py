@@ -12,7 +12,7 @@ import pytest
 from matrix import __main__ as command
 from matrix import cells, records, runner
 from matrix.cells import Cell
-from matrix.records import CellRecord, Finding
+from matrix.records import CaseVerdict, CellRecord
 from matrix.repository import config
 from matrix.repository.config import Stage
 
@@ -203,9 +203,9 @@ def test_findings_are_read_from_records(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text(json.dumps(trained))
     worst = {"gain": {"value": 0.2, "bound": 0.4, "quantity": "logits", "step": "2"}}
     expected = {
-        "gemma/float32/c": Finding("equal", "", worst),
-        "sft": Finding("different", "so", census={"x": 1}),
-        "dpo/llama/class": Finding("same"),
+        "gemma/float32/c": CaseVerdict("equal", "", worst),
+        "sft": CaseVerdict("different", "so", census={"x": 1}),
+        "dpo/llama/class": CaseVerdict("same"),
     }
     assert records.read_findings(tmp_path) == expected
 

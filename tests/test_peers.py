@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from convergence import case, kept, peers
 from convergence.__main__ import main
 from convergence.arms.candidate import load_patch
-from convergence.arms.quantities import Failure, Statistic
+from convergence.arms.quantities import Failure, Finding, Statistic
 from convergence.models.models import MODELS
-from convergence.report.records import Record, load_folder
+from convergence.report.records import Outcome, Record, load_folder
 from tests.suite import suite
 from tools.peers import page, reasons, verdict
 
@@ -88,7 +88,7 @@ def test_the_page_says_whether_the_numbers_are_right(said: str) -> None:
         **RECORD,
         patch=patch,
         verdict="different",
-        failures=[Failure(*row) for row in FAILURES[said]],
+        failures=[Failure(row[0], row[1], Finding(row[2]), *row[3:]) for row in FAILURES[said]],
         statistics=statistics,
         versions=versions,
     )
@@ -111,7 +111,7 @@ def test_a_page_says_what_every_peers_own_tests_accept_and_where_that_was_read()
 
 
 def test_one_reason_for_all_models_is_one_row() -> None:
-    failures = [Failure("candidate", "", "cannot run", "No module named 'unsloth'", "")]
+    failures = [Failure("candidate", "", Finding.CANNOT_RUN, "No module named 'unsloth'", "")]
     cannot = {**RECORD, "patch": "convergence.peers:unsloth", "verdict": "cannot run", "failures": failures}
     text = page([Record(**{**cannot, "model": model}) for model in ("llama-tied", "gemma")])
     said = "candidate cannot run No module named 'unsloth'"
@@ -120,6 +120,6 @@ def test_one_reason_for_all_models_is_one_row() -> None:
 
 def test_the_version_of_a_peer_is_in_its_record() -> None:
     given = case.Case("llama-tied", "float32", "convergence.peers:torch_head")
-    assert Record.of(given).versions["torch"] == importlib.metadata.version("torch")
+    assert Record.of(given, Outcome()).versions["torch"] == importlib.metadata.version("torch")
     missing = Record.of(case.Case("llama-tied", "float32", "convergence.peers:unsloth"))
     assert missing.versions["unsloth"] == "not installed"

@@ -11,7 +11,6 @@ import torch
 
 from convergence.arms.quantities import GRADIENT_NORM, SGD, Moment
 from convergence.arms.trajectory import Trajectory
-from convergence.judge.verdict import Verdict
 from liger_kernels.patching.report import PatchReport, Replacement
 from matrix.trainers import material
 from matrix.trainers.judge import TrainerRecord, _check_what_ran, judge_foreign
@@ -37,9 +36,9 @@ def test_a_replaced_kernel_must_have_been_launched(kernel, launched, asked) -> N
         baseline.trajectory.record(GRADIENT_NORM, Moment(SGD, str(step)), torch.tensor(float(step)))
 
     def failures(launches: dict[str, int]) -> list[tuple[str, str]]:
-        verdict = Verdict()
-        _check_what_ran(verdict, baseline, Seen(Trajectory(), [], launches, 0, report), TrainerRecord("sft", "f", "w"))
-        return [(failure.statistic, failure.value) for failure in verdict.failures]
+        seen = Seen(Trajectory(), [], launches, 0, report)
+        found = _check_what_ran(baseline, seen, TrainerRecord("sft", "f", "w"))
+        return [(failure.finding, failure.value) for failure in found]
 
     assert failures(LAUNCHED) == [("not launched", kernel)] * asked
     assert failures({**LAUNCHED, launched: 1}) == []
@@ -80,4 +79,4 @@ def test_a_patch_of_somebody_else(patch: str, scope: str, statistic: str, tmp_pa
     material.save("llama", tmp_path / "llama")
     record = judge_foreign("trainer", "llama", tmp_path / "llama", f"{__name__}:{patch}", scope, timeout=600)
     assert (record.verdict, record.way) == ("different", f"{patch}-{scope}")
-    assert statistic in {failure.statistic for failure in record.failures}
+    assert statistic in {failure.finding for failure in record.failures}

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from convergence import ours
-from convergence.arms.quantities import HIDDEN, HIDDEN_GRADIENT, HIDDEN_STATES
+from convergence.arms.quantities import HIDDEN, HIDDEN_GRADIENT, HIDDEN_STATES, Failure, Finding
 from convergence.arms.train import train
 from convergence.arms.trajectory import Trajectory
 from convergence.case import DTYPES, References, references
@@ -237,7 +237,7 @@ def judge(honest: Honest, model: str, dtype: str, device: str, seed: int, tf32: 
         pairs = list(reference.pairs)
         own = pairs.pop(honest.replica)
         nudge = honest.replica - 1 if honest.replica else None
-        verdict, candidate = Verdict(), None
+        raised, candidate = Verdict(), None
         try:
             with honest.around(), tensor_float_32(tf32):
                 candidate = train(reference.run(DTYPES[dtype], torch.device(device), patch=honest.patch, nudge=nudge))
@@ -245,7 +245,8 @@ def judge(honest: Honest, model: str, dtype: str, device: str, seed: int, tf32: 
             if honest.reversed:
                 put_back(candidate)
         except Exception as error:  # the frames hold the model: nobody may hold them
-            verdict.fail("candidate", "", "raised", f"{type(error).__name__}: {error}")
+            failure = Failure("candidate", "", Finding.RAISED, f"{type(error).__name__}: {error}")
+            raised = Verdict(failures=[failure])
         if find(model).is_long:  # a patched model is a cycle, and the next arm may need all the memory there is
             gc.collect()
-        return verdict if candidate is None else compare([own, *pairs], candidate, DTYPES[dtype])
+        return raised if candidate is None else compare([own, *pairs], candidate, DTYPES[dtype])

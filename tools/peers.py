@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from convergence.arms.quantities import Finding
 from convergence.peers import PEERS, Peer
-from convergence.report.records import STATISTICS, Record, load_folder
+from convergence.report.records import CANNOT_RUN, STATISTICS, Record, load_folder
 from convergence.tables import markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "peers.md"
@@ -33,28 +34,28 @@ returned is overwritten, and that no gradient is missing. Speed and memory are o
 
 Not measured: set-ups, real widths, and models that are not `core`.
 """
-_NUMBERS = (*STATISTICS, "finite", "zero", "non-zero")
+_NUMBERS = {*STATISTICS, Finding.FINITE, Finding.ZERO, Finding.NON_ZERO, Finding.LOGITS_GAP}
 _SHORT = 160
 
 
 def verdict(record: Record) -> str:
     """In words, whether the numbers are right, and what else is not."""
-    if record.verdict == "cannot run":
-        return "cannot run"
+    if record.verdict == CANNOT_RUN:
+        return CANNOT_RUN
     if record.verdict == "equal":
         return "equal"
-    wrong = {failure.statistic for failure in record.failures}
-    if wrong & {*_NUMBERS, "gap of the logits"}:
+    wrong = {failure.finding for failure in record.failures}
+    if wrong & _NUMBERS:
         return "numbers differ"
-    return "raises" if wrong & {"raised", "died"} else "numbers right; " + ", ".join(sorted(wrong))
+    return "raises" if wrong & {Finding.RAISED, Finding.DIED} else "numbers right; " + ", ".join(sorted(wrong))
 
 
 def reasons(record: Record) -> str:
     """The first failure of each kind, in one line."""
     found: dict[str, str] = {}
-    for quantity, step, statistic, value, bound in record.failures:
-        text = " ".join(part for part in (quantity, step, statistic, value) if part) + (f" / {bound}" if bound else "")
-        found.setdefault(statistic, " ".join(text.split()))
+    for quantity, step, finding, value, bound in record.failures:
+        text = " ".join(part for part in (quantity, step, finding, value) if part) + (f" / {bound}" if bound else "")
+        found.setdefault(finding, " ".join(text.split()))
     return "; ".join(text if len(text) <= _SHORT else text[: _SHORT - 3] + "..." for text in found.values())
 
 

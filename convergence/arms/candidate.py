@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from convergence import ours
+from convergence.arms.quantities import Finding
 from convergence.arms.train import train
 from convergence.arms.trajectory import CannotApply, Run, Trajectory
 from convergence.named import NotNamed, load
@@ -31,8 +32,8 @@ class Candidate:
 
     Attributes:
         trajectory: what it showed, without the model; None where it did not come to its end.
-        failure: why it did not, and what was raised: "cannot run" (the patch itself raised, so nothing was trained),
-            "raised" (the patched model did) or "died" (the process did).
+        failure: why it did not, and what was raised: ``CANNOT_RUN`` (the patch itself raised, so nothing was trained),
+            ``RAISED`` (the patched model did) or ``DIED`` (the process did).
         details: the traceback, or the end of what the process wrote before it died.
         report: our own patch's report; None for a patch that is not ours.
         census: how many modules of each class have another class, or another forward, than before.
@@ -42,7 +43,7 @@ class Candidate:
     """
 
     trajectory: Trajectory | None = None
-    failure: tuple[str, str] | None = None
+    failure: tuple[Finding, str] | None = None
     details: str = ""
     report: Any = None
     census: dict[str, int] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class Candidate:
 
     @classmethod
     def died(cls, how: str, output: str) -> Candidate:
-        return cls(failure=("died", how), details=output)
+        return cls(failure=(Finding.DIED, how), details=output)
 
 
 def load_patch(name: str) -> Callable[[nn.Module], Any]:
@@ -81,10 +82,11 @@ def train_candidate(
     try:
         trajectory = train(_laid_out(run, result.layout))
     except CannotApply as error:
-        result.failure = "cannot run", str(error)
+        result.failure = Finding.CANNOT_RUN, str(error)
         result.details = "".join(traceback.format_exception(error.__cause__))
     except Exception as error:  # a patched model that crashes is a verdict like any other
-        result.failure, result.details = ("raised", f"{type(error).__name__}: {error}"), traceback.format_exc()
+        result.failure = Finding.RAISED, f"{type(error).__name__}: {error}"
+        result.details = traceback.format_exc()
     else:
         result.report = ours.status(trajectory.model)
         result.census = _census(trajectory.unpatched or run.template, trajectory.model)

@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from convergence.arms.hooks import observed_arm
 from convergence.arms.large import nudged
 from convergence.arms.pristine import remember_upstream
 from convergence.arms.process import ProcessState, drawing
-from convergence.arms.quantities import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Moment
+from convergence.arms.quantities import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Failure, Moment
 from convergence.arms.setup import Setup
 from convergence.arms.setups import RANKS, SETUPS
 from convergence.arms.train import SGD_LEARNING_RATE
@@ -53,6 +53,7 @@ class Arms:
     pairs: list[tuple[Any, Trajectory]]
     candidate: Candidate
     reads: int = 0  # how often the caller read the logits in training
+    faults: list[Failure] = field(default_factory=list)  # what shows that truth and baseline were not unpatched
 
 
 def train_in_setup(case: Case, timeout: float) -> Arms:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 INITIAL, SGD, ADAMW = "initial", "SGD", "AdamW"
@@ -88,6 +89,55 @@ class Remark(NamedTuple):
         return f"{self.at}: {self.what}"
 
 
+class Finding(str, Enum):
+    """The kind of a failure. It equals its text, which records and reports show."""
+
+    # A judged number is beyond its bound.
+    ERROR_RATIO = "error ratio"
+    LARGEST_ERROR_RATIO = "largest error ratio"
+    ROW_ERROR_RATIO = "row error ratio"
+    GAIN = "gain"
+    GAIN_AGAINST_THE_OTHERS = "gain against the others"
+    LARGEST_DIFFERENCE = "largest difference"
+    MEAN_DIFFERENCE = "mean difference"
+    KL_PER_TOKEN = "KL per token"
+    SHARE_OUTSIDE = "share outside 1 ± 0.01"
+    DISTANCE_FROM_THE_BAND = "distance from the band"
+    NOT_ZERO_BY_ROUNDING = "not 0 by rounding"
+    CANNOT_JUDGE = "cannot judge"  # the bound itself says nothing
+    # What was observed is not comparable, or is not what it was.
+    MISSING = "missing"
+    UNEXPECTED = "unexpected"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    FINITE = "finite"
+    ZERO = "zero"
+    NON_ZERO = "non-zero"
+    LOGITS_GAP = "gap of the logits"
+    ROUNDED_VALUE = "rounded value"
+    BIT_FOR_BIT = "bit for bit"  # an earlier run had another value
+    # The candidate did what the baseline does not do.
+    OVERWRITTEN = "overwritten"
+    KEPT_ALIVE = "kept alive"
+    NEW_WARNING = "warning that the baseline does not give"
+    CHANGED = "changed"
+    PATCHED_TOO = "patched too"
+    # It did not run, or not as a patched model.
+    CANNOT_RUN = "cannot run"  # the patch itself raised
+    RAISED = "raised"
+    DIED = "died"
+    NOT_PATCHED = "not patched"
+    NOT_LAUNCHED = "not launched"
+    NOT_ITS_OWN = "not its own"
+    HEAD_NOT_REPLACED = "trl's head not replaced"
+    # What it is judged against is not what it should be.
+    NOT_PRISTINE = "not pristine"
+    CHANGED_WHERE_KEPT = "changed where it is kept"
+    DID_NOT_TRAIN = "did not train"
+
+    __str__ = str.__str__
+
+
 # What is judged of every quantity.
 STATISTICS = ("error ratio", "largest error ratio", "row error ratio", "gain", "gain against the others")
 # What is judged of log-probabilities instead.
@@ -118,18 +168,23 @@ class Statistic:
 
 
 class Failure(NamedTuple):
-    """One thing held against a candidate, in words; ``statistic`` names a judged number or another finding."""
+    """One thing held against a candidate, in words."""
 
     quantity: str
     step: str
-    statistic: str
+    finding: Finding
     value: str
     bound: str = ""
+
+    @classmethod
+    def of(cls, quantity: Quantity | str, step: Moment | str, finding: Finding, value: str, bound: str = "") -> Failure:
+        """The failure of ``quantity`` at ``step``, which it holds as text."""
+        return cls(str(quantity), str(step), finding, value, bound)
 
     @property
     def key(self) -> tuple[str, str]:
         """What is wrong with what, at whichever step."""
-        return self.quantity, self.statistic
+        return self.quantity, self.finding
 
     def __str__(self) -> str:
         return " ".join(filter(None, self))

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 
 from convergence import ours
 from convergence.arms.candidate import load_patch
-from convergence.arms.quantities import DECODING, EVALUATION, INITIAL
+from convergence.arms.quantities import DECODING, EVALUATION, INITIAL, Finding
 from convergence.arms.trajectory import Run, Trajectory, build
 from convergence.blame.changes import Changes, Part
 from convergence.blame.failing import Failure, Key, Shown
@@ -31,7 +31,7 @@ from convergence.report.records import Blame
 # A step that shows the failure by this factor is enough for every re-run. What shows by less might be hidden by the
 # noise of a re-run, because another choice of kernels rounds differently; then more steps are trained again.
 CLEAR = 2.0
-RAISED = ("candidate", "raised")
+RAISED = ("candidate", Finding.RAISED)
 _NOT_A_TENSOR = ("baseline", "candidate", "other models", "state_dict", "transformers", "what a step made")
 
 
@@ -44,7 +44,7 @@ def blame(
         patch: ``module:function``; it is applied once, in this process, to a model of its own.
         run: the candidate's, without the patch.
         pairs: what the candidate was judged against.
-        failed: quantity and statistic of every failure.
+        failed: quantity and finding of every failure.
         candidate: what was judged; None where it raised.
     """
     keys = searched(failed)

@@ -19,6 +19,7 @@ from convergence.arms.quantities import (
     HIDDEN_STATES,
     INITIAL,
     SGD,
+    Finding,
     Moment,
     Quantity,
 )
@@ -26,9 +27,9 @@ from convergence.arms.trajectory import Trajectory
 from convergence.judge.compare import Pair, compare
 from convergence.judge.verdict import Verdict
 
-RELATIVE = "gain against the others"  # also fails for a tensor that is right, when most others are not
+RELATIVE = Finding.GAIN_AGAINST_THE_OTHERS  # also fails for a tensor that is right, when most others are not
 
-Key = tuple[str, str]  # quantity and statistic of a failure
+Key = tuple[str, str]  # quantity and finding of a failure
 Chosen = Callable[[Moment], bool]
 
 
@@ -77,7 +78,7 @@ class Failure:
                 worst = Shown(s.share, f"{s.statistic} {s.value:.3g} of {s.bound:.3g} in {s.quantity}")
         for failure in verdict.failures:
             if failure.key in self.keys.difference(numbers):
-                return Shown(math.inf, f"{failure.quantity}: {failure.statistic}: {failure.value}")
+                return Shown(math.inf, f"{failure.quantity}: {failure.finding}: {failure.value}")
         return worst
 
     def is_forward(self, verdict: Verdict, at_first: Verdict) -> bool:

@@ -63,7 +63,7 @@ def check_consistency(
         isolate.call(check_patch, patch, timeout=timeout)
     if reason := absent(case):
         raise ValueError(f"model {model!r}: {reason}")
-    record = prove(case, timeout, blames=False)
+    record = Record.of(case, prove(case, timeout, blames=False))
     if record.verdict != "equal":
         raise AssertionError(f"\n{report.failure(record)}")
     return record

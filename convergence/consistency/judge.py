@@ -16,7 +16,7 @@ at least the error of the two paths against float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from convergence.arms.trajectory import Trajectory
 from convergence.consistency.paths import at
 from convergence.judge import tolerance
 from convergence.judge.compare import Pair, check_presence, left_out, own_error
-from convergence.judge.verdict import Verdict
+from convergence.judge.verdict import Evidence, Verdict, judged
 
 # What an importance ratio may be off before a trainer's clipping or masking sees it.
 RATIO = 0.01
@@ -106,25 +106,27 @@ def judge(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype) -> V
     Args:
         dtype: that of the weights of baseline and candidate.
     """
-    verdict = Verdict()
-    present = check_presence(pairs, candidate, verdict, foreign=False)
+    return Verdict.of(_evidence(pairs, candidate, dtype))
+
+
+def _evidence(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype) -> Iterator[Evidence]:
+    present = yield from check_presence(pairs, candidate, foreign=False)
     exact = pairs[0][0].values[LOG_PROBS]
     if len(present.get(LOG_PROBS, ())) < len(exact):
-        return verdict
+        return
     honest, own = [differences(*pair) for pair in pairs], differences(pairs[0][0], candidate)
     paths = [moment.step for moment in exact]
     for path in paths:
         size = exact[at(path)].double()
         floor = tolerance.error_floor(dtype) * torch.tensor([float(size.abs().max()), *[tolerance.rms(size)] * 2])
         name = _from_truth(path)
-        _judge_one(name, path, own[name], [[d[name]] for d in honest], floor, verdict)
+        yield from _judge_one(name, path, own[name], [[d[name]] for d in honest], floor)
     for path in paths[1:]:
         name = _from_training(path)
         against = (_from_truth(TRAINING_FORWARD), _from_truth(path))
         errors = [[_errors(d[other]) for other in against] for d in honest]
         floor = torch.tensor(errors).square().mean(0).sqrt().amax(0)
-        _judge_one(name, path, own[name], [[d[which] for which in (name, *against)] for d in honest], floor, verdict)
-    return verdict
+        yield from _judge_one(name, path, own[name], [[d[which] for which in (name, *against)] for d in honest], floor)
 
 
 def _errors(d: torch.Tensor) -> list[float]:
@@ -134,8 +136,8 @@ def _errors(d: torch.Tensor) -> list[float]:
 
 
 def _judge_one(
-    name: str, path: str, own: torch.Tensor, honest: list[list[torch.Tensor]], floor: torch.Tensor, verdict: Verdict
-) -> None:
+    name: str, path: str, own: torch.Tensor, honest: list[list[torch.Tensor]], floor: torch.Tensor
+) -> Iterator[Evidence]:
     """Judge the differences ``own`` of one comparison, of that ``name``.
 
     Args:
@@ -150,8 +152,8 @@ def _judge_one(
         unit, worst_replica = float(own_error(one, least)), left_out(one, least)
         ratios = tolerance.ratio_bound(worst_replica, one_draw=False), tolerance.ratio_limit(worst_replica)
         bound, limit = ((ratio * unit) ** 2 / 2 if statistic == _KL else ratio * unit for ratio in ratios)
-        verdict.judge(*compared, statistic, figures[i], bound, limit=limit)
+        yield from judged(*compared, statistic, figures[i], bound, limit=limit)
         widest = max(widest, ratios[0])
     # Who may be off by so many times as much may have as many tokens outside as that would put there.
     most = max(share_outside(widest * d) for arm in honest for d in arm)
-    verdict.judge(*compared, _SHARE, figures.share, most)
+    yield from judged(*compared, _SHARE, figures.share, most)

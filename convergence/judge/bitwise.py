@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from convergence.arms.quantities import END, GENERATED, LOSS, SCORES, SGD, Failure, Moment
+from convergence.arms.quantities import END, GENERATED, LOSS, SCORES, SGD, Failure, Finding, Moment
 from convergence.arms.trajectory import Trajectory
-from convergence.report.records import BIT_FOR_BIT, Digests, Record
+from convergence.report.records import Case, Digests, Outcome, Record
 
 # 48 bits: two different tensors share a word once in 3e14 comparisons.
 _WORD = 12
@@ -39,27 +39,23 @@ def _word(value: torch.Tensor) -> str:
     return hashlib.sha256(kind + content.tobytes()).hexdigest()[:_WORD]
 
 
-def earlier(records: Sequence[Record], record: Record) -> Record:
-    """The newest of ``records`` (oldest first) that ``record``'s case, in its environment, can be compared with.
+def earlier(records: Sequence[Record], case: Case, environment: Mapping[str, str]) -> Record:
+    """The newest of ``records`` (oldest first) that ``case``, in this ``environment``, can be compared with.
 
     Raises:
-        ValueError: there is none; the message says what the nearest one has and ``record`` has not.
+        ValueError: there is none; the message says what the nearest one has and this one has not.
     """
-    same = [other for other in records if other.case == record.case]
+    same = [other for other in records if other.case == case]
     if not same:
-        near = min(
-            (_other(dataclasses.asdict(other.case), dataclasses.asdict(record.case)) for other in records), key=len
-        )
-        raise ValueError(f"{record.name}: not recorded; the nearest record has {', '.join(near)}")
+        near = min((_other(vars(other.case), vars(case)) for other in records), key=len)
+        raise ValueError(f"{case}: not recorded; the nearest record has {', '.join(near)}")
     for other in reversed(same):
-        if other.environment == record.environment:
+        if other.environment == environment:
             if not {"baseline", "candidate"} <= other.digests.keys():
                 raise ValueError(f"{other.name}: its candidate was not trained to the end on {other.at[:19]}")
             return other
-    raise ValueError(
-        f"{record.name}: recorded in another environment: "
-        + ", ".join(_other(same[-1].environment, record.environment))
-    )
+    others = ", ".join(_other(same[-1].environment, environment))
+    raise ValueError(f"{case}: recorded in another environment: {others}")
 
 
 def _other(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
@@ -70,40 +66,43 @@ def _other(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]
     ]
 
 
-def compare(record: Record, before: Record) -> None:
-    """Fail ``record`` for every observed value that is not bit for bit what it was in ``before``, in order of time."""
-    baseline = list(_differences(record, before, "baseline"))
+def compared(outcome: Outcome, before: Record) -> Outcome:
+    """``outcome``, failed for every observed value that is not bit for bit what it was in ``before``, in order of
+    time."""
+    baseline = list(_differences(outcome, before, "baseline"))
+    notes = outcome.notes
     if baseline:
         quantity, step = baseline[0]
         value = f"the baseline differs, too, in {len(baseline)} values, and no patch touches it"
-        rows = [Failure(quantity, step, BIT_FOR_BIT, value, "the same environment")]
-        record.notes.append(
+        rows = [Failure(quantity, step, Finding.BIT_FOR_BIT, value, "the same environment")]
+        note = (
             "The environment, or the proof itself, is another than in the earlier run, or is not deterministic: "
             "nothing follows for the patch."
         )
+        notes = [*notes, note]
     else:
         rows = [
-            Failure(quantity, step, BIT_FOR_BIT, "differs", f"as on {before.at[:19]}")
-            for quantity, step in _differences(record, before, "candidate")
+            Failure(quantity, step, Finding.BIT_FOR_BIT, "differs", f"as on {before.at[:19]}")
+            for quantity, step in _differences(outcome, before, "candidate")
         ]
-    if rows:
-        record.failures = [*record.failures, *rows]
-        record.verdict = "different"
-        record.reason = record.reason or str(rows[0])
+    if not rows:
+        return outcome
+    failures, reason = [*outcome.failures, *rows], outcome.reason or str(rows[0])
+    return dataclasses.replace(outcome, verdict="different", reason=reason, failures=failures, notes=notes)
 
 
-def _differences(record: Record, before: Record, arm: str) -> Iterator[tuple[str, str]]:
+def _differences(outcome: Outcome, before: Outcome, arm: str) -> Iterator[tuple[str, str]]:
     """Quantity and step of what is in only one of the two, or another in each."""
-    now, then = _words(record, arm), _words(before, arm)
+    now, then = _words(outcome, arm), _words(before, arm)
     for key in sorted({**now, **then}, key=_time({**now, **then})):
         if now.get(key) != then.get(key):
             yield key
 
 
-def _words(record: Record, arm: str) -> dict[tuple[str, str], str]:
+def _words(outcome: Outcome, arm: str) -> dict[tuple[str, str], str]:
     return {
         (quantity, step): word
-        for group in record.digests.get(arm, ())
+        for group in outcome.digests.get(arm, ())
         for quantity, words in group["quantities"].items()
         for step, word in zip(group["steps"], words.split(), strict=True)
     }

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,12 +56,14 @@ from convergence.arms.quantities import (
     TARGET_LOGIT,
     TRAINING_LOGITS,
     WITHOUT_GRADIENTS,
+    Failure,
+    Finding,
     Moment,
     Quantity,
 )
 from convergence.arms.trajectory import Trajectory
 from convergence.judge import long_run, tolerance
-from convergence.judge.verdict import Verdict
+from convergence.judge.verdict import Evidence, Verdict, judged
 
 # Quantities and kinds that a patch of another package need not have.
 _NOT_OBSERVABLE = (LOGITS, BY_ELEMENT, TARGET_LOGIT, TRAINING_LOGITS, HIDDEN_STATES, HIDDEN_GRADIENT)
@@ -83,36 +85,38 @@ def compare(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, fo
         foreign: whether the patch is another package's. It may never make logits and never call the head: that is
             noted, and does not fail.
     """
+    return Verdict.of(_evidence(pairs, candidate, dtype, foreign))
+
+
+def _evidence(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype, foreign: bool) -> Iterator[Evidence]:
     truth, baseline = pairs[0]
-    verdict = Verdict()
-    comparable = check_presence(pairs, candidate, verdict, foreign)
-    _judge_statistics(pairs, candidate, comparable, dtype, verdict)
-    _judge_generation(truth, baseline, candidate, verdict)
+    comparable = yield from check_presence(pairs, candidate, foreign)
+    yield from _judge_statistics(pairs, candidate, comparable, dtype)
+    yield from _judge_generation(truth, baseline, candidate)
     honest = [arm.curve for _, arm in pairs if arm.curve is not None]
     if honest and candidate.curve is not None:
-        long_run.judge(honest, candidate.curve, verdict)
+        yield from long_run.judge(honest, candidate.curve)
     for complaint in candidate.complaints:
         if complaint not in baseline.complaints:
-            verdict.fail("what the caller holds", "", "overwritten", str(complaint))
+            yield Failure.of("what the caller holds", "", Finding.OVERWRITTEN, str(complaint))
     kept = {remark.what for remark in baseline.alive}
     for remark in candidate.alive:
         if remark.what.endswith(UNTIL_COLLECTED) or remark.what in kept:
-            verdict.notes.append(str(remark))
+            yield str(remark)
         else:
-            verdict.fail("what a step made", remark.at, "kept alive", remark.what)
+            yield Failure.of("what a step made", remark.at, Finding.KEPT_ALIVE, remark.what)
     for note in candidate.notes:
         if foreign:
-            verdict.notes.append(str(note))
+            yield str(note)
         else:
-            verdict.fail(CALLERS_LOGITS, "", "missing", str(note))
+            yield Failure.of(CALLERS_LOGITS, "", Finding.MISSING, str(note))
     for warning in sorted(set(candidate.warnings) - set(baseline.warnings)):
-        verdict.fail("transformers", "", "warning that the baseline does not give", warning)
-    return verdict
+        yield Failure.of("transformers", "", Finding.NEW_WARNING, warning)
 
 
 def check_presence(
-    pairs: Sequence[Pair], candidate: Trajectory, verdict: Verdict, foreign: bool
-) -> dict[Quantity, list[Moment]]:
+    pairs: Sequence[Pair], candidate: Trajectory, foreign: bool
+) -> Generator[Evidence, None, dict[Quantity, list[Moment]]]:
     """Check names, shapes, dtypes and finiteness, and return the steps that can be judged.
 
     A value must be zero if the truth is zero. It may be zero only if the truth or an honest arm is: a small step may
@@ -122,35 +126,35 @@ def check_presence(
     for quantity in {**truth.values, **candidate.values}:
         expected, got = truth.values.get(quantity, {}), candidate.values.get(quantity, {})
         if foreign and _need_not_be(quantity) and (unseen := expected.keys() - got.keys()):
-            verdict.notes.append(f"{quantity}: not observable in {len(unseen)} of {len(expected)} steps")
+            yield f"{quantity}: not observable in {len(unseen)} of {len(expected)} steps"
             expected = {step: value for step, value in expected.items() if step in got}
         elif quantity not in candidate.values:
-            verdict.fail(quantity, "every step", "missing", "the candidate never had it")
+            yield Failure.of(quantity, "every step", Finding.MISSING, "the candidate never had it")
             continue
         for step in {**expected, **got}:
             if step not in got:
-                verdict.fail(quantity, step, "missing", "it never arrived")
+                yield Failure.of(quantity, step, Finding.MISSING, "it never arrived")
             elif step not in expected:
-                verdict.fail(quantity, step, "unexpected", "the baseline has none")
+                yield Failure.of(quantity, step, Finding.UNEXPECTED, "the baseline has none")
             elif (shape := candidate.form(quantity, step)[0]) != (wanted := truth.form(quantity, step)[0]):
                 if foreign and _is_inside(quantity):
-                    verdict.notes.append(f"{quantity}: has another layout in {step}, and is not compared")
+                    yield f"{quantity}: has another layout in {step}, and is not compared"
                 else:
-                    verdict.fail(quantity, step, "shape", str(tuple(shape)), str(tuple(wanted)))
+                    yield Failure.of(quantity, step, Finding.SHAPE, str(tuple(shape)), str(tuple(wanted)))
             elif not _need_not_be(quantity) and (
                 (dtype := candidate.form(quantity, step)[1]) != (own := baseline.form(quantity, step)[1])
             ):
-                verdict.fail(quantity, step, "dtype", str(dtype), str(own))
+                yield Failure.of(quantity, step, Finding.DTYPE, str(dtype), str(own))
             elif not bool(torch.isfinite(baseline.values[quantity][step]).all()):
-                verdict.fail(quantity, step, "finite", "the baseline itself is not")
+                yield Failure.of(quantity, step, Finding.FINITE, "the baseline itself is not")
             elif not bool(torch.isfinite(got[step]).all()):
                 bad = int((~torch.isfinite(got[step])).sum())
-                verdict.fail(quantity, step, "finite", f"{bad} of {got[step].numel()} elements are not")
+                yield Failure.of(quantity, step, Finding.FINITE, f"{bad} of {got[step].numel()} elements are not")
             elif not bool(expected[step].any()):
                 if bool(got[step].any()):
-                    verdict.fail(quantity, step, "zero", f"{float(got[step].abs().max()):.3g}", "0")
+                    yield Failure.of(quantity, step, Finding.ZERO, f"{float(got[step].abs().max()):.3g}", "0")
             elif not bool(got[step].any()) and all(bool(arm.values[quantity][step].any()) for _, arm in pairs):
-                verdict.fail(quantity, step, "non-zero", "all elements are 0")
+                yield Failure.of(quantity, step, Finding.NON_ZERO, "all elements are 0")
             else:
                 judged.setdefault(quantity, []).append(step)
     return judged
@@ -252,25 +256,24 @@ def _judge_statistics(
     candidate: Trajectory,
     comparable: dict[Quantity, list[Moment]],
     dtype: torch.dtype,
-    verdict: Verdict,
-) -> None:
+) -> Iterator[Evidence]:
     measured = {q: _measure(pairs, candidate, q, steps, dtype, q == BY_ELEMENT) for q, steps in comparable.items()}
     if LOGITS in comparable and BY_ELEMENT not in comparable:  # else the logits are too large to be kept
         measured[BY_ELEMENT] = _measure(pairs, candidate, LOGITS, comparable[LOGITS], dtype, by_element=True)
-    _judge_error_ratios("error ratio", measured, verdict)
+    yield from _judge_error_ratios("error ratio", measured)
     # If every element counts relative to its own size, the element nearest to 0 has the largest error.
     whole = {q: m for q, m in measured.items() if not m.scalar and q not in (TARGET_LOGIT, BY_ELEMENT)}
     largest = {q: dataclasses.replace(m, error=m.largest, floor=m.largest_floor) for q, m in whole.items()}
-    _judge_error_ratios("largest error ratio", largest, verdict)
-    _judge_rows(pairs, candidate, comparable, dtype, verdict)
+    yield from _judge_error_ratios("largest error ratio", largest)
+    yield from _judge_rows(pairs, candidate, comparable, dtype)
     for held_in, kinds in ((dtype, _GRADIENTS), (torch.float32, _NUMBERS), *((dtype, kinds) for kinds in _OTHERS)):
         chosen = {q: m for q, m in measured.items() if q in kinds or q.kind in kinds}
-        _judge_gains(chosen, "gain", held_in, verdict)
+        yield from _judge_gains(chosen, "gain", held_in)
     parameters = {q: m for q, m in measured.items() if q.kind == GRADIENT}
-    _judge_gains(_against_the_others(parameters), "gain against the others", dtype, verdict)
+    yield from _judge_gains(_against_the_others(parameters), "gain against the others", dtype)
 
 
-def _judge_error_ratios(name: str, measured: dict[Quantity, _Measured], verdict: Verdict) -> None:
+def _judge_error_ratios(name: str, measured: dict[Quantity, _Measured]) -> Iterator[Evidence]:
     """Judge every quantity in every phase. The bound follows from the honest arms' ratios in this phase, over all
     quantities of one kind."""
     lone_step = _is_lone(measured)
@@ -292,7 +295,7 @@ def _judge_error_ratios(name: str, measured: dict[Quantity, _Measured], verdict:
         bound = tolerance.ratio_bound(worst_replica[kind], one_draw, alone=scalar and lone_step)
         limit = tolerance.ratio_limit(worst_replica[kind])
         for quantity, worst, pooled in values:
-            verdict.judge(quantity, worst, name, pooled, bound, limit=limit)
+            yield from judged(quantity, worst, name, pooled, bound, limit=limit)
 
 
 def _judge_rows(
@@ -300,8 +303,7 @@ def _judge_rows(
     candidate: Trajectory,
     comparable: dict[Quantity, list[Moment]],
     dtype: torch.dtype,
-    verdict: Verdict,
-) -> None:
+) -> Iterator[Evidence]:
     """Judge the worst row of every quantity in every phase, relative to its size and to the honest arms' error in it.
 
     A token without a gradient is invisible in the mean over a batch, and need not have the largest error."""
@@ -325,7 +327,7 @@ def _judge_rows(
         for quantity, ratios in by_quantity.items():
             ratio, step = max(ratios, key=lambda found: found[0])
             limit = tolerance.ratio_limit(worst_replica[phase])
-            verdict.judge(quantity, step, "row error ratio", ratio, bound, limit=limit)
+            yield from judged(quantity, step, "row error ratio", ratio, bound, limit=limit)
 
 
 def _row_errors(arms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -388,7 +390,7 @@ def _against_the_others(parameters: dict[Quantity, _Measured]) -> dict[Quantity,
     }
 
 
-def _judge_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dtype, verdict: Verdict) -> None:
+def _judge_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dtype) -> Iterator[Evidence]:
     """Judge the weighted mean gain of every quantity over its steps that run the same way. A mean over all steps would
     hide a fault that is in decoding alone."""
     groups: dict[tuple[str, ...], dict[Quantity, _Measured]] = {}
@@ -397,7 +399,7 @@ def _judge_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dt
             chosen = [k for k, step in enumerate(m.steps) if _way(step) == way]
             groups.setdefault(way, {})[quantity] = m if len(chosen) == len(m.steps) else m.of(chosen)
     for group in groups.values():
-        _judge_mean_gains(group, name, dtype, verdict)
+        yield from _judge_mean_gains(group, name, dtype)
 
 
 def _way(step: Moment) -> tuple[str, ...]:
@@ -407,7 +409,7 @@ def _way(step: Moment) -> tuple[str, ...]:
     return (step.step,) if step.step in (DECODING, EVALUATION, WITHOUT_GRADIENTS) else ()
 
 
-def _judge_mean_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dtype, verdict: Verdict) -> None:
+def _judge_mean_gains(measured: dict[Quantity, _Measured], name: str, dtype: torch.dtype) -> Iterator[Evidence]:
     noise: dict[Moment, list[torch.Tensor]] = {}
     for m in measured.values():
         for k, step in enumerate(m.steps):
@@ -431,15 +433,15 @@ def _judge_mean_gains(measured: dict[Quantity, _Measured], name: str, dtype: tor
         bound = tolerance.gain_bound(sigma, dtype, count, len(m.steps))
         limit = tolerance.gain_limit(float(means.abs().max()), dtype, count, len(m.steps))
         worst = m.steps[int((m.gain[-1].abs() * weight).argmax())]
-        verdict.judge(quantity, worst, name, value, bound, shown=f"off by {value:.3g}", limit=limit)
+        yield from judged(quantity, worst, name, value, bound, shown=f"off by {value:.3g}", limit=limit)
 
 
-def _judge_generation(truth: Trajectory, baseline: Trajectory, candidate: Trajectory, verdict: Verdict) -> None:
+def _judge_generation(truth: Trajectory, baseline: Trajectory, candidate: Trajectory) -> Iterator[Evidence]:
     """If a generated token differs from the truth's, their logits must be closer than the baseline's noise."""
     if truth.generated is None or truth.scores is None:
         return
     if candidate.generated is None or candidate.generated.shape != truth.generated.shape:
-        verdict.fail(GENERATED, Moment(SGD, END), "missing", "the candidate generated nothing comparable")
+        yield Failure.of(GENERATED, Moment(SGD, END), Finding.MISSING, "the candidate generated nothing comparable")
         return
     at = Moment(SGD, EVALUATION)
     logits = truth.values[EVALUATION_LOGITS][at].double()
@@ -451,5 +453,5 @@ def _judge_generation(truth: Trajectory, baseline: Trajectory, candidate: Trajec
                 gap = float(truth.scores[i, row, expected] - truth.scores[i, row, got])
                 if not gap <= bound:
                     where = f"row {row}, token {i}"
-                    verdict.fail(GENERATED, where, "gap of the logits", f"{gap:.3g}", f"{bound:.3g}")
+                    yield Failure.of(GENERATED, where, Finding.LOGITS_GAP, f"{gap:.3g}", f"{bound:.3g}")
                 break

@@ -13,19 +13,19 @@ is Student's with n - 1 degrees of freedom. One of :data:`BLOCKS` is beyond the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from convergence.arms.quantities import LOSS, Moment
+from convergence.arms.quantities import LOSS, Finding, Moment
 from convergence.judge import tolerance
-from convergence.judge.verdict import Verdict
+from convergence.judge.verdict import Evidence, judged
 
 if TYPE_CHECKING:
     from convergence.models.data import Batch
 
-PHASE, STATISTIC = "long run", "distance from the band"
+PHASE, STATISTIC = "long run", Finding.DISTANCE_FROM_THE_BAND.value
 LONG = 100  # from so many steps on, a checkpoint's run is a long one
 BLOCKS = 20
 FALSE_ALARM = 1e-3
@@ -66,7 +66,7 @@ def curves(honest: Sequence[torch.Tensor], candidate: torch.Tensor) -> dict[str,
     }
 
 
-def judge(honest: Sequence[torch.Tensor], candidate: torch.Tensor, verdict: Verdict) -> None:
+def judge(honest: Sequence[torch.Tensor], candidate: torch.Tensor) -> Iterator[Evidence]:
     """Judge the curve [steps] of the candidate by those of baseline and replicas."""
     bound = student_bound(len(honest) - 1, FALSE_ALARM / BLOCKS)
     others = [blocks(curve) for curve in honest]
@@ -77,7 +77,7 @@ def judge(honest: Sequence[torch.Tensor], candidate: torch.Tensor, verdict: Verd
         deviation = max(float(losses.std()), tolerance.unit_roundoff(torch.float32) * abs(mean))
         value = abs(own - mean) / (deviation * math.sqrt(1 + 1 / len(losses)))
         shown = f"{own:.6g}, where others have {float(losses.min()):.6g} to {float(losses.max()):.6g}"
-        verdict.judge(LOSS, at, STATISTIC, value, bound, shown=f"{value:.3g} ({shown})")
+        yield from judged(LOSS, at, STATISTIC, value, bound, shown=f"{value:.3g} ({shown})")
 
 
 def student_bound(freedom: int, chance: float) -> float:

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +21,12 @@ PASSED, FAILED, NOT_JUDGED, LEFT_OUT = "passed", "failed", "not judged", "left o
 _FIRST = (ACCURACY, RESULTS, MEMORY, ALIASING, CLOBBERING)
 
 
-@dataclass
+@dataclass(frozen=True)
 class OpReport:
     """What became of every check: its verdict, and what was tried, or why it failed or was not judged."""
 
     name: str
-    rows: dict[str, tuple[str, str]] = field(default_factory=dict)
+    rows: dict[str, tuple[str, str]]
 
     def failed(self) -> list[str]:
         """The names of the checks that failed."""
@@ -121,7 +121,7 @@ def judge_op(
     judge, without = _checked(op, reference, inputs, **options)
     for line in HEADER:
         show(line)
-    report = OpReport(judge.subject.name)
+    rows: dict[str, tuple[str, str]] = {}
     failures: dict[str, str] = {}
     devices = [judge.subject.device] if judge.subject.device.type == "cuda" else []
     with torch.random.fork_rng(devices), warnings.catch_warnings():
@@ -135,9 +135,9 @@ def judge_op(
                 verdict, what = NOT_JUDGED, f"{first} failed"
             else:
                 verdict, what = _outcome(check, run, judge, failures)
-            report.rows[check] = verdict, what
+            rows[check] = verdict, what
             show(row(check, verdict, what))
-    return report
+    return OpReport(judge.subject.name, rows)
 
 
 def _outcome(check: str, run: Callable[[Judge], str], judge: Judge, failures: dict[str, str]) -> tuple[str, str]:

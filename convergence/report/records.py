@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from convergence import files
-from convergence.arms.quantities import CONSISTENCY, DIFFERENCES, STATISTICS, Failure, Statistic, worst
+from convergence.arms.quantities import CONSISTENCY, DIFFERENCES, STATISTICS, Failure, Finding, Statistic, worst
 from convergence.checked import checked, cut, shown
 from convergence.files import Unusable
+from convergence.judge.verdict import Verdict
 from convergence.peers import PEERS
 
-# Raise it with every change of what a record holds. A reader refuses what it was not written for.
+# Raise it with every change of what a record holds, and with a new finding. A reader refuses what it was not written
+# for.
 SCHEMA = 6
 # What a record of an earlier schema did not hold yet: it was always the same, or not measured.
 _ALWAYS: dict[int, dict[str, Any]] = {
@@ -33,8 +35,7 @@ _ALWAYS: dict[int, dict[str, Any]] = {
     4: {"costs": {}, "differences": {}},
     5: {"differences": {}},
 }
-CANNOT_RUN = "cannot run"  # the verdict, and the failure, of a patch that itself raised
-BIT_FOR_BIT = "bit for bit"  # the statistic of a value that is not what it was in an earlier run
+CANNOT_RUN = Finding.CANNOT_RUN.value  # also the verdict on a patch that itself raised
 VERDICTS = ("equal", "different", CANNOT_RUN, "absent")
 # What does not decide a single bit of a result; everything else in ``versions`` does.
 _DECIDES_NO_BIT = ("platform", "liger-kernels")
@@ -79,15 +80,15 @@ class Case:
         return "/".join((self.model.rpartition("/")[2], *around, self.dtype, self.patch.rpartition(":")[2]))
 
 
-@dataclass
-class Record:
-    """The outcome of one :class:`Case`, whose attributes come first.
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one :class:`Case`.
 
     Attributes:
         verdict: "equal", "different", "cannot run" (the patch itself raised: it is not for this device or version), or
             "absent" (this transformers has no such model).
         reason: the first failure in words; empty when equal.
-        failures: rows of quantity, step, statistic, value, bound.
+        failures: rows of quantity, step, finding, value, bound.
         statistics: every judged number with its quantity, step, statistic, value, bound.
         blame: who did it: kernel, module path, pass (forward or backward), first step and tensor that differ, a note.
         census: how many modules each of our kernels replaced; for a foreign patch, which modules changed.
@@ -100,20 +101,8 @@ class Record:
             judged (:data:`DIFFERENCES`).
         costs: of every arm, the milliseconds of a step and on a GPU the peak of its memory; nothing is judged by them.
         digests: of baseline and candidate, what every observed tensor was, bit for bit.
-        versions: the environment: packages, processor, threads.
-        at: when the record was made, UTC.
-        run: what all records of one run share.
     """
 
-    model: str
-    dtype: str
-    patch: str
-    profile: str
-    device: str
-    seed: int
-    scope: str = "instance"
-    setup: str = "plain"
-    order: str = "before"
     verdict: str = "equal"
     reason: str = ""
     failures: list[Failure] = field(default_factory=list)
@@ -132,18 +121,40 @@ class Record:
     symbols: int = 0
     seconds: float = 0.0
     fused: str = ""
+
+    def worst(self, statistic: str) -> Statistic | None:
+        """The judged number of this kind that is nearest to its bound; one that is not a number is beyond."""
+        return worst(self.statistics, statistic)
+
+
+def outcome(found: Verdict, **shown: Any) -> Outcome:
+    """The outcome where ``found`` was judged, with what else is ``shown`` of the arms."""
+    verdict, reason = "equal", ""
+    if found.failures:
+        first = found.failures[0]
+        verdict, reason = CANNOT_RUN if first.finding is Finding.CANNOT_RUN else "different", str(first)
+    return Outcome(verdict, reason, found.failures, found.notes, found.statistics, **shown)
+
+
+@dataclass(frozen=True)
+class Record(Outcome, Case):
+    """A :class:`Case`, its :class:`Outcome`, and where and when that came of it.
+
+    Attributes:
+        versions: the environment: packages, processor, threads.
+        at: when the record was made, UTC.
+        run: what all records of one run share.
+    """
+
     versions: dict[str, str] = field(default_factory=dict)
     at: str = field(default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat())
     run: str = ""
     schema: int = SCHEMA
 
     @classmethod
-    def of(cls, case: Case, **found: Any) -> Record:
-        """The record of ``case``, in this process's environment."""
-        known = versions(case.device)
-        if case.patch in PEERS:
-            known |= files.versions([PEERS[case.patch].distribution], missing="not installed")
-        return cls(**dataclasses.asdict(case), versions=known, **found)
+    def of(cls, case: Case, outcome: Outcome, run: str = "") -> Record:
+        """What came of ``case`` in this process, whose environment it holds, and in this ``run``."""
+        return cls(**vars(case), **vars(outcome), versions=versions(case.device, case.patch), run=run)
 
     @property
     def case(self) -> Case:
@@ -158,10 +169,6 @@ class Record:
     def environment(self) -> dict[str, str]:
         """What decides, besides the case and our own code, every bit of the result."""
         return _deciding(self.versions)
-
-    def worst(self, statistic: str) -> Statistic | None:
-        """The judged number of this kind that is nearest to its bound; one that is not a number is beyond."""
-        return worst(self.statistics, statistic)
 
     def summary(self) -> dict[str, Any]:
         """What the table at the end needs; travels from an xdist worker to the controller."""
@@ -181,13 +188,13 @@ def _deciding(versions: dict[str, str]) -> dict[str, str]:
     return {name: version for name, version in versions.items() if name not in _DECIDES_NO_BIT}
 
 
-def environment(device: str) -> dict[str, str]:
+def environment(device: str, patch: str = "") -> dict[str, str]:
     """What decides every bit of a result on ``device`` in this process, besides the case and our own code."""
-    return _deciding(versions(device))
+    return _deciding(versions(device, patch))
 
 
-def versions(device: str = "cpu") -> dict[str, str]:
-    """The environment that a result on ``device`` depends on, of this process."""
+def versions(device: str = "cpu", patch: str = "") -> dict[str, str]:
+    """The environment that a result on ``device`` depends on, of this process; with a peer's ``patch``, its version."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     found |= files.versions(("torch", "triton", "transformers", "liger-kernels"), missing="not installed")
     import torch  # not at the top: a report is made where no torch is
@@ -197,6 +204,8 @@ def versions(device: str = "cpu") -> dict[str, str]:
     found["threads"] = str(torch.get_num_threads())
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name()
+    if patch in PEERS:
+        found |= files.versions([PEERS[patch].distribution], missing="not installed")
     return found
 
 
@@ -278,7 +287,7 @@ def _check_sense(record: Record, source: str) -> None:
     """The verdict is a known one and agrees with the failures, the time is one, and no digest lacks its step."""
     if record.verdict not in VERDICTS:
         raise Unusable(f"{source}: field 'verdict' is {shown(record.verdict)}; allowed are {', '.join(VERDICTS)}")
-    wrong = {"equal": bool(record.failures), "different": not record.failures, "cannot run": not record.failures}
+    wrong = {"equal": bool(record.failures), "different": not record.failures, CANNOT_RUN: not record.failures}
     if wrong.get(record.verdict):
         raise Unusable(
             f"{source}: field 'verdict' is {record.verdict!r} with {len(record.failures)} failures; allowed is "

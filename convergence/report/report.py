@@ -9,8 +9,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 from convergence import tables
-from convergence.arms.quantities import CONSISTENCY, DIFFERENCES, Failure
-from convergence.report.records import BIT_FOR_BIT, STATISTICS, Record
+from convergence.arms.quantities import CONSISTENCY, DIFFERENCES, Failure, Finding
+from convergence.report.records import CANNOT_RUN, STATISTICS, Record
 
 # The heads of a table of figures, and of the statistics in a table of cases.
 FIGURES = ("compared", "arm", *DIFFERENCES)
@@ -27,7 +27,7 @@ def passed(record: Record) -> bool | None:
 
 
 def failures_by_tensor(record: Record) -> list[Failure]:
-    """The failures, with all steps of one tensor and statistic in one row: the first, and how many more there are."""
+    """The failures, with all steps of one tensor and finding in one row: the first, and how many more there are."""
     groups: dict[tuple[str, str], list[Failure]] = {}
     for failed in record.failures:
         groups.setdefault(failed.key, []).append(failed)
@@ -39,9 +39,9 @@ def failures_by_tensor(record: Record) -> list[Failure]:
 def failure(record: Record) -> str:
     """What failed in one case: tensor, step, statistic, value and bound."""
     what = "the candidate is not the baseline's mathematics"
-    if all(failed.statistic == BIT_FOR_BIT for failed in record.failures):
+    if all(failed.finding is Finding.BIT_FOR_BIT for failed in record.failures):
         what = "not bit for bit what the earlier run observed"
-    if record.verdict == "cannot run":
+    if record.verdict == CANNOT_RUN:
         what = "the patch cannot run here"
     lines = [f"{record.name} on {record.device} ({record.profile} inputs): {what}"]
     rows = failures_by_tensor(record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ import torch
 from convergence import files, ours
 from convergence.arms import isolate
 from convergence.arms.candidate import PatchError
-from convergence.arms.quantities import GRADIENT_NORM, LOGGED, STATISTICS, Failure, Quantity, Statistic
+from convergence.arms.quantities import GRADIENT_NORM, LOGGED, STATISTICS, Failure, Finding, Quantity, Statistic
 from convergence.arms.trajectory import CannotApply, Trajectory
 from convergence.judge import bitwise, tolerance
 from convergence.judge.compare import compare
-from convergence.judge.verdict import Verdict
-from convergence.report.records import CANNOT_RUN
+from convergence.judge.verdict import Evidence, Verdict, judged
 from liger_kernels import trl_head
 from matrix.trainers.cases import CASES
 from matrix.trainers.observe import Arm, Seen, run, run_foreign
@@ -95,17 +94,20 @@ def _compare(case: str, folder: Path, seen: Seen, replicas: int, record: Trainer
     zero = CASES[case].zero
     pairs = [(without(truth, zero, left), without(arm, zero, left)) for truth, arm in pairs]
     verdict = compare(pairs, without(seen.trajectory, zero), torch.float32, foreign=seen.report is None)
+    return verdict + Verdict.of(_check_zeros(zero, seen.trajectory))
+
+
+def _check_zeros(zero: Iterable[Quantity], candidate: Trajectory) -> Iterator[Evidence]:
+    """Sums of terms that cancel are 0 but for rounding. The terms are of the size of 1."""
     for quantity in zero:
-        for step, value in seen.trajectory.values.get(quantity, {}).items():
-            # the terms are of the size of 1
-            shown, finding = f"{float(value):.3g}", "not 0 by rounding"
-            verdict.judge(quantity, step, "size", float(value.abs()), ROUNDING, shown, finding)
-    return verdict
+        for step, value in candidate.values.get(quantity, {}).items():
+            size, shown = float(value.abs()), f"{float(value):.3g}"
+            yield from judged(quantity, step, "size", size, ROUNDING, shown, Finding.NOT_ZERO_BY_ROUNDING)
 
 
 def _compared(case: str, folder: Path, seen: Seen, record: TrainerRecord) -> Verdict:
     verdict = _compare(case, folder, seen, tolerance.REPLICAS, record)
-    if verdict.failures and all(failure.statistic in STATISTICS for failure in verdict.failures):
+    if verdict.failures and all(failure.finding in STATISTICS for failure in verdict.failures):
         # A few steps and a few replicas know the noise of one number badly. What is beyond it is judged once more by
         # many: what is wrong stays wrong, and by the same factor of a noise that is better known.
         verdict = _compare(case, folder, seen, MANY_REPLICAS, record)
@@ -117,23 +119,28 @@ def judge_foreign(case: str, family: str, folder: Path, patch: str, scope: str, 
     """As :func:`judge`, of a ``patch`` that is not ours (``module:function``), in a process of its own."""
     record = TrainerRecord(case, family, f"{patch.partition(':')[2]}-{scope}")
     _, baseline = honest(case, folder, None)
-    verdict = Verdict()
     try:
         seen = Seen(*isolate.call(run_foreign, case, folder, patch, scope, timeout=timeout))
     except isolate.ProcessDied as death:
-        verdict.fail("candidate", "", "died", str(death))
+        return _failed(record, Finding.DIED, str(death))
     except (PatchError, CannotApply) as error:
-        verdict.fail("candidate", "", CANNOT_RUN, str(error))
+        return _failed(record, Finding.CANNOT_RUN, str(error))
     except Exception as error:  # a trainer that crashes on a patched model is a verdict like any other
-        verdict.fail("candidate", "", "raised", f"{type(error).__name__}: {error}")
-    else:
-        verdict = _compared(case, folder, seen, record)
-        record.unpatched, record.patched = baseline.logged, seen.logged
-        if not seen.launches and bitwise.is_same(baseline.trajectory, seen.trajectory):
-            verdict.fail("candidate", "", "not patched", "every bit is the baseline's")
-        _check_trained(verdict, baseline)
-        _check_rounded_logs(verdict, baseline, seen)
-    return _decided(record, verdict)
+        return _failed(record, Finding.RAISED, f"{type(error).__name__}: {error}")
+    verdict = _compared(case, folder, seen, record)
+    record.unpatched, record.patched = baseline.logged, seen.logged
+    return _decided(record, verdict + Verdict.of(_check_foreign(baseline, seen)))
+
+
+def _failed(record: TrainerRecord, finding: Finding, value: str) -> TrainerRecord:
+    return _decided(record, Verdict(failures=[Failure("candidate", "", finding, value)]))
+
+
+def _check_foreign(baseline: Seen, seen: Seen) -> Iterator[Failure]:
+    if not seen.launches and bitwise.is_same(baseline.trajectory, seen.trajectory):
+        yield Failure("candidate", "", Finding.NOT_PATCHED, "every bit is the baseline's")
+    yield from _check_trained(baseline)
+    yield from _check_rounded_logs(baseline, seen)
 
 
 def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> TrainerRecord:
@@ -145,8 +152,7 @@ def judge(case: str, family: str, folder: Path, way: str, arm: Arm) -> TrainerRe
     _, baseline = honest(case, folder, None)
     seen = run(functools.partial(CASES[case].make, folder, folder / "output"), arm, folder)
     verdict = _compared(case, folder, seen, record)
-    _check_what_ran(verdict, baseline, seen, record)
-    _check_rounded_logs(verdict, baseline, seen)
+    verdict += Verdict.of([*_check_what_ran(baseline, seen, record), *_check_rounded_logs(baseline, seen)])
     record.unpatched, record.patched = baseline.logged, seen.logged
     return _decided(record, verdict)
 
@@ -163,35 +169,37 @@ def without(arm: Trajectory, *quantities: Iterable[Quantity]) -> Trajectory:
     return replace(arm, values={quantity: steps for quantity, steps in arm.values.items() if quantity not in dropped})
 
 
-def _check_what_ran(verdict: Verdict, baseline: Seen, seen: Seen, record: TrainerRecord) -> None:
+def _check_what_ran(baseline: Seen, seen: Seen, record: TrainerRecord) -> Iterator[Failure]:
     """The baseline ran none of our kernels, the patched arm ran every one that its report names, and both trained."""
     record.launches = seen.launches
     if baseline.launches:
-        verdict.fail("baseline", "", "not pristine", f"it launched {sorted(baseline.launches)}")
+        yield Failure("baseline", "", Finding.NOT_PRISTINE, f"it launched {sorted(baseline.launches)}")
     report = seen.report
     if report is None:
-        verdict.fail("candidate", "", "not patched", "the trained model has no report")
+        yield Failure("candidate", "", Finding.NOT_PATCHED, "the trained model has no report")
         return
     record.census, record.fallbacks = report.counts(), dict(report.fallbacks)
     for kernel in record.census:
         if not _MAY_REST.search(kernel) and not ours.is_launched(kernel, seen.launches):
-            verdict.fail("candidate", "", "not launched", kernel)
+            yield Failure("candidate", "", Finding.NOT_LAUNCHED, kernel)
     for name in CASES[record.case].launches:
         if not any(name in launched for launched in seen.launches):
-            verdict.fail("candidate", "", "not launched", name)
+            yield Failure("candidate", "", Finding.NOT_LAUNCHED, name)
     if not {"rms_norm", "rope"} <= record.census.keys() or not {"swiglu", "geglu"} & record.census.keys():
-        verdict.fail("candidate", "", "not patched", f"only {record.census}; {[str(left) for left in report.left]}")
+        yield Failure(
+            "candidate", "", Finding.NOT_PATCHED, f"only {record.census}; {[str(left) for left in report.left]}"
+        )
     record.head = _head(seen, report)
     for module in (trl_head.LOG_PROBS, trl_head.DIVERGENCE):
         if (replaced := trl_head.current(module)) is not None and replaced.difference:
-            verdict.fail("candidate", "", "trl's head not replaced", replaced.difference)
-    _check_trained(verdict, baseline)
+            yield Failure("candidate", "", Finding.HEAD_NOT_REPLACED, replaced.difference)
+    yield from _check_trained(baseline)
 
 
-def _check_trained(verdict: Verdict, baseline: Seen) -> None:
+def _check_trained(baseline: Seen) -> Iterator[Failure]:
     norms = [float(value) for value in baseline.trajectory.values[GRADIENT_NORM].values()]
     if len(set(norms)) < 2:  # not the losses: GRPO's is 0 by construction, as long as it is on policy
-        verdict.fail("baseline", "", "did not train", f"its gradient norms are {norms}")
+        yield Failure("baseline", "", Finding.DID_NOT_TRAIN, f"its gradient norms are {norms}")
 
 
 def _head(seen: Seen, report: Any) -> str:
@@ -208,9 +216,9 @@ def _head(seen: Seen, report: Any) -> str:
     return "the trainer computes its loss by a head of its own and never calls the model's"
 
 
-def _check_rounded_logs(verdict: Verdict, baseline: Seen, seen: Seen) -> None:
+def _check_rounded_logs(baseline: Seen, seen: Seen) -> Iterator[Failure]:
     """The loss that a Trainer logs is rounded to four decimals; it may be off by one in the last of them."""
     ours, theirs = ([row["loss"] for row in arm.logged if "loss" in row] for arm in (seen, baseline))
     near = len(ours) == len(theirs) and all(abs(a - b) <= 1.01e-4 for a, b in zip(ours, theirs, strict=True))
     if not near or not theirs:
-        verdict.fail("logged loss", "every step", "rounded value", str(ours), str(theirs))
+        yield Failure("logged loss", "every step", Finding.ROUNDED_VALUE, str(ours), str(theirs))
