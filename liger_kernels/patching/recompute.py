@@ -81,7 +81,7 @@ class _Surroundings:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, these are what they were."""
+        """Inside, the saved state is set again."""
         devices = {} if self.of_device is None else {"devices": [self.device], "device_type": self.device.type}
         kind = real_device(self.device).type
         with (
