@@ -1,8 +1,8 @@
-"""What crosses the border between the judge and a process that runs a patch: tensors (safetensors) and JSON.
+"""Encodes the data that a process with a patch sends to the judge: tensors (safetensors) and JSON.
 
-A pickle runs whatever code its writer chose, so none is read that a patch's process can write. Here the reader chooses:
-it makes plain values, and objects of the few classes that :func:`_classes` lists, whose fields must have the types that
-they declare.
+A pickle runs code that its writer chose, so the judge reads no pickle from a patch's process. Here the reader decides.
+It makes only plain values, and objects of the few classes in :func:`_classes`. The fields of such objects must have the
+declared types.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _MAPPINGS = {kind.__name__: kind for kind in (dict, collections.Counter)}
 
 
 class NotPlain(ValueError):
-    """A value that cannot cross, or bytes that are none that did."""
+    """A value that cannot be sent, or bytes that :func:`dumps` did not make."""
 
 
 def dumps(value: Any) -> bytes:
-    """``value`` as the bytes of a safetensors file, whose metadata say how its tensors hang together. Tensors come from
-    any device and lose their graph.
+    """``value`` as the bytes of a safetensors file. The file's metadata hold the structure and all other values.
+    Tensors may be on any device and lose their graph.
 
     Raises:
-        NotPlain: it holds an object of a class that may not cross.
+        NotPlain: ``value`` holds an object of a class that may not be sent.
     """
     import safetensors.torch
 
@@ -50,10 +50,10 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytearray | mmap.mmap) -> Any:
-    """What :func:`dumps` made ``data`` of; its tensors are on the CPU, and in the memory of ``data``.
+    """The value of which :func:`dumps` made ``data``. Its tensors are on the CPU and share the memory of ``data``.
 
     Raises:
-        NotPlain: they are anything else.
+        NotPlain: :func:`dumps` did not make ``data``.
     """
     try:
         start = 8 + int.from_bytes(data[:8], "little")
@@ -62,14 +62,14 @@ def loads(data: bytearray | mmap.mmap) -> Any:
         return _decoded(tree, {name: _tensor(data, start, **entry) for name, entry in header.items()})
     except NotPlain:
         raise
-    except Exception as error:  # of bytes that may be anything
+    except Exception as error:  # the bytes may be anything
         raise NotPlain(f"it is no plain data ({type(error).__name__}: {error})") from error
 
 
 def _tensor(
     data: bytearray | mmap.mmap, start: int, dtype: str, shape: list[int], data_offsets: list[int]
 ) -> torch.Tensor:
-    """The library copies each tensor twice; here are hundreds of megabytes of them."""
+    """A view of the bytes. The library would copy each tensor twice, and a run sends hundreds of megabytes."""
     kind, (first, end) = _DTYPES[dtype], data_offsets
     if not (0 <= first <= end <= len(data) - start and math.prod(shape) * kind.itemsize == end - first):
         raise NotPlain("it has a tensor that its bytes do not fit")
@@ -80,7 +80,7 @@ def _tensor(
 
 @functools.cache
 def _classes() -> dict[str, type]:
-    """The classes whose objects may cross: data of ours, without code of the writer's."""
+    """The classes whose objects may be sent: our data classes, which run no code of the writer."""
     from convergence import ours
     from convergence.arms.candidate import Candidate, PatchError
     from convergence.arms.quantities import Finding, Moment, Quantity, Remark
@@ -95,7 +95,7 @@ def _classes() -> dict[str, type]:
 
 
 def _encoded(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """``value`` for JSON: what is no number and no text is a list, which begins with the name of its type."""
+    """``value`` for JSON. Everything but numbers, text and None becomes a list that begins with the type's name."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -123,13 +123,14 @@ def _encoded(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _encoded_error(error: Exception, tensors: dict[str, torch.Tensor]) -> list[Any]:
-    """As itself, where its type may cross and what it was made of is plain; else as a RuntimeError that names it."""
+    """The error itself, if its type may be sent and its arguments are plain; else a RuntimeError that names the
+    type."""
     name = type(error).__name__
     try:
         arguments = [_encoded(argument, tensors) for argument in error.args]
         if _error_class(name) is type(error) and type(error)(*error.args).args == error.args:
             return ["error", name, *arguments]
-    except Exception:  # of an argument, or of a type that takes others than it keeps
+    except Exception:  # an argument is not plain, or the type changes its arguments
         pass
     return ["error", "RuntimeError", f"{name}: {error}"]
 
@@ -173,7 +174,7 @@ def _decoded(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _made(cls: Any, items: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
-    """An object of ``cls`` with exactly the fields that it declares, each of the type that it declares."""
+    """An object of ``cls``. It must have exactly the declared fields, each of the declared type."""
     if issubclass(cls, (tuple, enum.Enum)):
         made = cls(*(_decoded(item, tensors) for item in items))
     else:
@@ -195,7 +196,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether ``value`` has the declared type ``kind``, with every item."""
+    """Whether ``value``, with all its items, has the declared type ``kind``."""
     if kind is Any:
         return True
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

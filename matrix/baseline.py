@@ -1,7 +1,7 @@
-"""What the last accepted release did, and in what a run falls short of it. Nothing here runs anything.
+"""Stores the results of the last accepted release and finds what is worse in a new run. This file runs nothing.
 
-Every difference is a :class:`Difference` with the name of the case. What honest noise explains is none: see
-:func:`grown`, :func:`slower` and :func:`bigger` for how far that goes.
+Every difference is a :class:`Difference` with the name of the case. A change within honest noise is no difference;
+:func:`grown`, :func:`slower` and :func:`bigger` define the noise.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from matrix.records import NOT_THERE, CellRecord, StageResult, share
 from matrix.repository import config
 
 SCHEMA = 1
-# "not provided": a flag of upstream's asked for what this package does not have, and got the answer that says so.
+# "not provided": upstream's flag asked for a feature that this package lacks, and got an error that says so.
 GOOD = (*records.GOOD, "not provided")
 
-# Half the bound is where the replicas of the baseline are themselves (an error ratio's bound is twice the worst
-# replica's). One standard deviation of the noise is a fifth of a bound, which is five of them.
+# The baseline's replicas reach half the bound, because an error ratio's bound is twice the worst replica's ratio. A
+# bound is five standard deviations of the noise, so one standard deviation is a fifth.
 REPLICAS_REACH = 1 / 2
 NOISE = 1 / 5
-# Between two runs on one kind of GPU, medians of 20 calls differ by clock and temperature, by up to a few percent.
+# Medians of 20 calls differ by a few percent between two runs on one kind of GPU, because of clock and temperature.
 DRIFT = 0.05
-ALLOCATOR_MIB = 2.0  # what the allocator rounds a block up to
+ALLOCATOR_MIB = 2.0  # the allocator rounds blocks up to multiples of this
 
 
 class Kernel(TypedDict):
-    """Of a row of what ``python -m benchmarks --json`` wrote, what is compared."""
+    """The compared fields of one row of ``python -m benchmarks --json``."""
 
     op: str
     shape: str
@@ -44,14 +44,14 @@ class Kernel(TypedDict):
 
 
 class Kernels(TypedDict):
-    """Of what ``python -m benchmarks --json`` wrote, what is compared."""
+    """The compared fields of the file of ``python -m benchmarks --json``."""
 
     device: str
     rows: list[Kernel]
 
 
 class _Saved(TypedDict):
-    """What the file holds; ``cells`` are records."""
+    """The content of the baseline's file; ``cells`` are records."""
 
     schema: int
     history: list[dict[str, Any]]
@@ -61,7 +61,7 @@ class _Saved(TypedDict):
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is worse than in the baseline, or wrong by itself. A note does not fail the gate."""
+    """One result that is worse than in the baseline, or wrong on its own. A note does not fail the gate."""
 
     where: str
     kind: str
@@ -77,8 +77,8 @@ class Difference:
 def broken(
     required: Mapping[str, str], found: Mapping[str, CellRecord], stale: Mapping[str, Sequence[str]]
 ) -> Iterator[Difference]:
-    """What is wrong with the records by themselves: ``required`` has the digest of each cell's file, by name, and
-    ``stale`` the stages of each record that ran other code than there is now."""
+    """Differences that need no baseline: missing, stale, partial and failed records. ``required`` has the digest of
+    each cell's file, by name. ``stale`` has the stages of each record that ran other code than today's."""
     for name, digest in required.items():
         record = found.get(name)
         if record is None:
@@ -97,7 +97,7 @@ def broken(
 
 
 def failed(cell: str, stage: StageResult) -> Iterator[Difference]:
-    """What of a stage did not pass."""
+    """The failures of a stage."""
     where = f"{cell} {stage.name}"
     if stage.status == "nothing ran" or not (stage.passed or stage.failed):
         yield Difference(where, "nothing ran", stage.name, stage.reason)
@@ -111,7 +111,8 @@ def failed(cell: str, stage: StageResult) -> Iterator[Difference]:
 
 
 def worse(before: CellRecord, after: CellRecord) -> Iterator[Difference]:
-    """In what ``after`` falls short of ``before``, the same cell. Where upstream itself moved, missing is a note."""
+    """Results of a cell that are worse in ``after`` than in ``before``. If upstream's versions changed, missing results
+    are notes."""
     moved = [
         f"{package} {before.environment.get(package)} is now {after.environment.get(package)}"
         for package in config.here().upstream
@@ -169,13 +170,13 @@ def _worse_finding(where: str, name: str, old: records.CaseVerdict, new: records
 
 
 def grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether a statistic's share of its bound grew by more than noise does: it is further out than the replicas of
-    the baseline are themselves, and by more than a standard deviation further than it was."""
+    """Whether a statistic's share of its bound grew by more than noise. The share must exceed the replicas' share, and
+    the old share by more than a standard deviation."""
     return share(after) > max(REPLICAS_REACH, share(before) + NOISE)
 
 
 def worse_kernels(before: Kernels, after: Kernels) -> Iterator[Difference]:
-    """Kernels that got slower or bigger; both are what ``python -m benchmarks --json`` wrote."""
+    """Kernels that got slower or bigger. Both arguments come from ``python -m benchmarks --json``."""
     if before["device"] != after["device"]:
         detail = f"measured on {after['device']}, the baseline on {before['device']}"
         yield Difference("kernels", "other machine", str(after["device"]), detail)
@@ -209,9 +210,9 @@ class Baseline:
     """The records of the last accepted release.
 
     Attributes:
-        cells: by name, without what a comparison does not need.
-        kernels: what ``python -m benchmarks --json`` wrote, or None where there was no GPU.
-        history: who accepted what, when and why, the newest last.
+        cells: the records by name, without fields that no comparison needs.
+        kernels: the result of ``python -m benchmarks --json``, or None if there was no GPU.
+        history: who accepted which run, when and why; the newest entry is last.
     """
 
     cells: dict[str, CellRecord]
@@ -220,10 +221,10 @@ class Baseline:
 
 
 def load(path: Path | None = None) -> Baseline | None:
-    """The baseline in ``path``, by default the repository's, or None where none was ever accepted.
+    """The baseline in ``path``, by default the repository's, or None if no baseline was accepted yet.
 
     Raises:
-        Unusable: it cannot be read, or is of another schema; the message names the file and what of it is wrong.
+        Unusable: the file cannot be read, or has another schema. The message names the file and the error.
     """
     path = path or config.here().baseline
     if not path.exists():

@@ -1,7 +1,7 @@
-"""What a cell left behind, as one JSON file: its environment, and per stage every case, verdict and census.
+"""The record of a cell's run, as one JSON file: its environment, and per stage every case, verdict and census.
 
-A record is written after each stage, as a whole or not at all, so a killed run leaves the stages that it finished. Only
-a record whose every stage has run is ``complete``.
+A record is written after each stage, whole or not at all, so a killed run keeps its finished stages. A record is
+``complete`` once every stage has run.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from convergence.checked import checked, cut, shown
 from convergence.files import Unusable, plain, read_json, reason, write_json
 from matrix.cells import checked_name
 
-# Raise it with every change of what a record holds. A reader refuses what it was not written for.
+# Raise this number with every change of a record's fields. A reader rejects unknown schemas.
 SCHEMA = 2
-# What a stage's result of an earlier schema did not hold yet. What it ran is then all that its record's code says.
+# By earlier schema, the fields that a stage's result lacks. For such a stage, the code of the whole record counts.
 _NOT_YET: dict[int, dict[str, Any]] = {1: {"code": ""}}
-# What a case of the proof, a model class and a trainer say when all is well; the last is a fact about upstream.
+# The good verdicts of a case of the proof, a model class and a trainer. "upstream leaks" is a fact about upstream.
 GOOD = ("equal", "patched", "same", "upstream leaks")
 STATUSES = ("passed", "failed", "nothing ran")
 NAMED_BY = (("name",), ("model", "dtype", "patch"), ("case", "family", "way"))
 GPU = "-gpu"
-NOT_THERE = "absent"  # the verdict on what this version of upstream does not have
+NOT_THERE = "absent"  # the verdict on a model that this version of upstream does not have
 
 
 class Worst(TypedDict):
@@ -43,14 +43,14 @@ class Worst(TypedDict):
 
 @dataclass
 class CaseVerdict:
-    """What one record that a stage left says: the verdict on one convergence case, model class or trainer.
+    """One record of a stage: the verdict on one convergence case, model class or trainer.
 
     Attributes:
-        statistics: by kind, the judged number that is nearest to its bound: "value", "bound", "quantity", "step".
+        statistics: by kind, the judged number that is nearest to its bound.
         census: how many modules each kernel replaced.
         launches: how often each kernel was launched.
         fallbacks: how often real logits were computed, by reason.
-        shares: what part of something runs on kernels, or how much does; the more, the better.
+        shares: by name, the part or the amount that runs on kernels. More is better.
     """
 
     verdict: str
@@ -64,12 +64,12 @@ class CaseVerdict:
 
 @dataclass
 class StageResult:
-    """One stage: a process, the cases that it ran, and the records that it left.
+    """One stage: a process, the cases that the process ran, and the records that it wrote.
 
     Attributes:
-        status: "passed", "failed" or "nothing ran". A stage all of whose cases were skipped ran nothing.
-        cpu_seconds: of all its processes; says more than ``seconds`` on a machine that does other things, too.
-        code: a digest of the source that it runs (``code.py``).
+        status: "passed", "failed" or "nothing ran" (all cases were skipped).
+        cpu_seconds: of all processes of the stage. It is more reliable than ``seconds`` on a shared machine.
+        code: a digest of the source that the stage runs (``code.py``).
     """
 
     name: str
@@ -90,11 +90,11 @@ class CellRecord:
     """One cell's run.
 
     Attributes:
-        digest: of the cell's file. It decides whether a record is of today, as the ``code`` of each stage does.
-        code: of all source from which a stage may run something.
+        digest: of the cell's file. This digest and the ``code`` of each stage decide whether a record is current.
+        code: a digest of all source that any stage may run.
         environment: every installed distribution with its version.
-        deviations: pins of the cell that the environment does not have. With a GPU comes its own torch and Triton,
-            so there only transformers and trl count.
+        deviations: pins of the cell that the environment does not have. A machine with a GPU brings its own torch and
+            Triton, so only transformers and trl count there.
         machine: "cpus", "gpu" (its name, or "none"), "platform", "python".
     """
 
@@ -120,17 +120,17 @@ class CellRecord:
 
     @property
     def passed_so_far(self) -> bool:
-        """Whether every stage that ran did, in the environment that the cell pins."""
+        """Whether every stage so far passed, in the environment that the cell pins."""
         return not self.deviations and all(stage.status == "passed" for stage in self.stages)
 
     @property
     def name(self) -> str:
-        """The cell's, with ``-gpu`` where its stages ran on one; also the file's."""
+        """The name of the record and of its file: the cell's name, with ``-gpu`` if the stages ran on a GPU."""
         return self.cell if self.machine["gpu"] == "none" else f"{self.cell}{GPU}"
 
 
 def canonical(name: str) -> str:
-    """How a package is called among those of an environment."""
+    """The normalised name of a package, as the keys of ``environment`` have it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -144,16 +144,17 @@ def load(path: Path) -> CellRecord:
     """The record in ``path``.
 
     Raises:
-        Unusable: it is no record of this schema; the message names file, field, what came and what is allowed.
+        Unusable: the file is no record of a known schema. The message names the file, the field, its value and the
+            allowed values.
     """
     return from_dict(read_json(path), str(path))
 
 
 def from_dict(data: Any, source: str) -> CellRecord:
-    """A record from what JSON gave; ``source`` names it in errors.
+    """A record from parsed JSON; ``source`` names the data in errors.
 
     Raises:
-        Unusable: as :func:`load`.
+        Unusable: as in :func:`load`.
     """
     schema = data.get("schema") if isinstance(data, dict) else None
     if type(schema) is not int or schema not in (SCHEMA, *_NOT_YET):
@@ -171,7 +172,7 @@ def from_dict(data: Any, source: str) -> CellRecord:
 
 
 def _of_today(data: dict[str, Any], schema: int) -> dict[str, Any]:
-    """What a record of an earlier ``schema`` holds, as one of today. What is no result of a stage stays as it is."""
+    """Upgrade a record of an earlier ``schema`` to today's. Malformed stages stay as they are."""
     stages = data.get("stages")
     if schema == SCHEMA or type(stages) is not list:
         return data
@@ -180,8 +181,8 @@ def _of_today(data: dict[str, Any], schema: int) -> dict[str, Any]:
 
 
 def earlier(folder: Path, name: str) -> CellRecord | None:
-    """The record of that name in ``folder``; None where there is none, or none that counts: it is half written, or of
-    another schema."""
+    """The record of that name in ``folder``. The result is None if there is no record, or only an unreadable one: half
+    written, or of an unknown schema."""
     try:
         return load(folder / f"{name}.json") if (folder / f"{name}.json").exists() else None
     except Unusable:
@@ -189,7 +190,7 @@ def earlier(folder: Path, name: str) -> CellRecord | None:
 
 
 def load_folder(folder: Path) -> dict[str, CellRecord]:
-    """Every record directly in ``folder``, by file name without its ending."""
+    """Every record directly in ``folder``, by file name without extension."""
     return {path.stem: load(path) for path in sorted(folder.glob("*.json"))}
 
 
@@ -197,25 +198,25 @@ def read_cases(junit: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:
     """The cases of a JUnit XML file: passed, failed with messages, skipped with reasons.
 
     Raises:
-        Unusable: there is no such file, or it is cut off: the process died before it had run everything.
+        Unusable: the file is missing or cut off, because the process died before it had run everything.
     """
     try:
         root = ElementTree.parse(junit).getroot()
-    except (OSError, ElementTree.ParseError, LookupError, ValueError) as error:  # an encoding that nobody knows, too
+    except (OSError, ElementTree.ParseError, LookupError, ValueError) as error:  # LookupError: an unknown encoding
         raise Unusable(f"no results: the process ended before it wrote them ({reason(error)})") from error
     passed: list[str] = []
     failed: dict[str, str] = {}
     skipped: dict[str, str] = {}
     for case in root.iter("testcase"):
         name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
-        name = re.sub(r"(?<=\])@[^\]]*$", "", name)  # the case's group, which pytest-xdist appends where it has workers
+        name = re.sub(r"(?<=\])@[^\]]*$", "", name)  # the case's group, which pytest-xdist appends if it has workers
         bad = [child for child in case if child.tag in ("failure", "error")]
         skip = case.find("skipped")
         if bad:
             failed[name] = _first_lines(bad[0].get("message") or bad[0].text or "")
         elif skip is not None:
             skipped[name] = _first_lines(skip.get("message") or "")
-        elif name not in failed:  # an error in its teardown is a second entry
+        elif name not in failed:  # an error in a case's teardown is a second entry
             passed.append(name)
     return sorted(set(passed) - failed.keys()), failed, skipped
 
@@ -225,7 +226,7 @@ def _first_lines(message: str, length: int = 600) -> str:
 
 
 class LeftModule(TypedDict):
-    """What a record that a stage left may say besides its verdict and name."""
+    """The fields that a stage's record may have besides its verdict and name."""
 
     setup: str
     order: str
@@ -243,14 +244,14 @@ _NOTHING = LeftModule(
 
 
 def read_findings(folder: Path) -> dict[str, CaseVerdict]:
-    """What the JSON records below ``folder`` say, by name.
+    """The findings in the JSON records below ``folder``, by name.
 
-    A record is an object with a ``verdict``, and what :data:`NAMED_BY` says it is named by;
-    ``reason``, ``census``, ``launches``, ``fallbacks``, ``shares`` and ``statistics`` (a list of objects with
-    ``statistic``, ``value``, ``bound``, ``quantity``, ``step``) may be there.
+    A record is an object with a ``verdict`` and one set of the naming keys in :data:`NAMED_BY`. It may have ``reason``,
+    ``census``, ``launches``, ``fallbacks``, ``shares`` and ``statistics`` (a list of objects with ``statistic``,
+    ``value``, ``bound``, ``quantity``, ``step``).
 
     Raises:
-        Unusable: a file is no such record, or two have one name.
+        Unusable: a file is no such record, or two records have the same name.
     """
     found: dict[str, CaseVerdict] = {}
     for path in sorted(folder.rglob("*.json")):
@@ -277,5 +278,5 @@ def read_findings(folder: Path) -> dict[str, CaseVerdict]:
 
 
 def share(statistic: Mapping[str, Any]) -> float:
-    """Value over bound; what is not a number is infinitely far beyond. (Infinities are text in JSON.)"""
+    """Value divided by bound. A value that is not a number counts as infinite. (Infinities are text in JSON.)"""
     return share_of_bound(float(statistic["value"]), float(statistic["bound"]))

@@ -1,4 +1,4 @@
-"""Runs cells: tox makes each environment, and in it :func:`run_stages` starts one process per stage."""
+"""Runs cells. tox makes each environment, and there :func:`run_stages` starts one process per stage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from matrix.repository import config, environments
 from matrix.repository.config import PYTEST, Stage
 
 TIMEOUT = 3600.0
-REQUIREMENTS = "MATRIX_REQUIREMENTS"  # what the cell of upstream's branches installs
+REQUIREMENTS = "MATRIX_REQUIREMENTS"  # the requirements of the cell of upstream's branches
 _DISTRIBUTIONS = (
     "import importlib.metadata as m, json, platform as p; "
     "print(json.dumps([p.python_version(), [(d.metadata['Name'], d.version) for d in m.distributions()]]))"
@@ -34,12 +34,12 @@ _DISTRIBUTIONS = (
 
 
 def records_folder() -> Path:
-    """Where records are unless an option says it: what ``MATRIX_RECORDS`` says, then the configuration."""
+    """The default folder of records: ``MATRIX_RECORDS``, or else the configuration's folder."""
     return Path(os.environ.get("MATRIX_RECORDS") or config.here().records)
 
 
 def code_digest(root: Path | None = None) -> str:
-    """A digest of every source file that the result of any stage depends on, as it is on the disk now."""
+    """A digest of every source file on the disk that any stage's result depends on."""
     here = config.here()
     root = root or here.root
     tops = [root / name for name in dict.fromkeys((*here.product, *here.tests, config.FILE))]
@@ -51,7 +51,7 @@ def code_digest(root: Path | None = None) -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out, with ``+`` where files differ from it; empty outside of git."""
+    """The current commit, with ``+`` if files differ from it; empty outside of git."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
@@ -69,20 +69,19 @@ def now() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Every distribution that this process imports from, with its version, without local labels (``+cpu``)."""
+    """The version of every distribution that this process can import, without local labels (``+cpu``)."""
     return _by_name([(one.metadata["Name"], one.version) for one in importlib.metadata.distributions()])
 
 
 def _by_name(distributions: Sequence[tuple[str, str]]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for name, version in distributions:  # in the order of sys.path: the first is what is imported
+    for name, version in distributions:  # in the order of sys.path; the first one is imported
         found.setdefault(records.canonical(name), version.partition("+")[0])
     return dict(sorted(found.items()))
 
 
 def environment_of(python: str) -> tuple[dict[str, str], str]:
-    """What :func:`environment` says in the environment of another Python, which need not have this package, and the
-    version of it.
+    """:func:`environment` of another Python, and the version of that Python. It need not have this package.
 
     Raises:
         ValueError: there is no such Python.
@@ -98,7 +97,7 @@ def environment_of(python: str) -> tuple[dict[str, str], str]:
 
 
 def gpu() -> str:
-    """What the first GPU is called, or "none": also where the environment hides it."""
+    """The name of the first GPU, or "none" if there is none or the environment hides it."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or shutil.which("nvidia-smi") is None:
         return "none"
     done = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
@@ -124,10 +123,10 @@ def run_stages(
     say: Callable[[str], None] = print,
     python: str = sys.executable,
 ) -> CellRecord:
-    """Run ``stages`` in the environment of ``python``; returns the record, which is in ``folder``, too.
+    """Run ``stages`` in the environment of ``python``. Returns the record, which is also written to ``folder``.
 
-    A stage that passed in an earlier, perhaps killed, run of the same cell file and environment is kept, unless
-    ``fresh``, where the code that it runs (:class:`Code`) is the same.
+    A stage is kept if it passed in an earlier run, even a killed one, with the same cell file, environment and code of
+    the stage (:class:`Code`). ``fresh`` keeps none.
     """
     here, version = (environment(), platform.python_version()) if python == sys.executable else environment_of(python)
     this = {**machine(), "python": version}
@@ -164,7 +163,8 @@ def describe(result: StageResult) -> str:
 
 
 def _kept(record: CellRecord, codes: dict[str, str], folder: Path) -> dict[str, StageResult]:
-    """The stages that passed earlier where all was as it is for ``record``; ``codes`` are the stages' own."""
+    """The stages that passed earlier with the cell file, environment and machine of ``record``. ``codes`` are the
+    digests of the stages' code."""
     earlier = records.earlier(folder, record.name)
     same = ("digest", "environment", "machine")
     if earlier is None or any(getattr(earlier, name) != getattr(record, name) for name in same):
@@ -184,7 +184,7 @@ def run_stage(
     timeout: float = TIMEOUT,
     python: str = sys.executable,
 ) -> StageResult:
-    """Run one stage as a process of its own; ``folder`` gets its log, its JUnit XML and its records."""
+    """Run one stage as a separate process. ``folder`` gets its log, its JUnit XML and its records."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     arguments = stage.on_gpu if stage.on_gpu and gpu != "none" else stage.arguments
@@ -219,8 +219,8 @@ def _children_seconds() -> float:
 
 
 def _call(command: list[str], log: Path, timeout: float, python: str) -> str:
-    """Why the process did not end well; empty when its exit code is 0. Its children die with it. Programs are those of
-    the environment of ``python``, where it has them."""
+    """Run a process and return why it failed; empty if its exit code is 0. The process's children die with it. Programs
+    in the environment of ``python`` come first."""
     path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
     found = python if command[0] == "python" else shutil.which(command[0], path=path)
     if found is None:
@@ -248,7 +248,8 @@ def _call(command: list[str], log: Path, timeout: float, python: str) -> str:
 
 
 def _collect(stage: Stage, folder: Path, result: StageResult) -> None:
-    """Fill in ``result`` what the process left; it passed only when it ended well and did something."""
+    """Fill ``result`` from the files that the process left. The stage passed only if the process succeeded and ran
+    something."""
     reason = result.reason
     try:
         if stage.program == PYTEST:
@@ -274,15 +275,15 @@ def _collect(stage: Stage, folder: Path, result: StageResult) -> None:
 
 
 def _made_anew(cells: Sequence[Cell], variables: dict[str, str]) -> dict[str, Path]:
-    """By cell, the requirement file of an environment that is never kept."""
+    """By cell, the requirement files of environments that are never kept."""
     asked = variables.get(REQUIREMENTS)
     folder = config.here().cells
     return {cell.name: Path(asked) if asked else folder / f"{cell.name}.txt" for cell in cells if cell.open or asked}
 
 
 def tox(cells: Sequence[Cell], jobs: int, options: Sequence[str], folder: Path, **variables: str) -> int:
-    """Make each cell's environment and run it there, ``jobs`` at a time; what came of it is in the records, in
-    ``folder``. ``variables`` are for the environment. The exit code is tox's."""
+    """Make each cell's environment and run the cell there, ``jobs`` cells at a time. The records in ``folder`` have the
+    results. ``variables`` are environment variables. Returns tox's exit code."""
     outer = {name: value for name, value in os.environ.items() if not name.lstrip("_").startswith("TOX")}
     outer.pop("VIRTUAL_ENV", None)
     outer |= {"MATRIX_RECORDS": str(folder.absolute()), **variables}

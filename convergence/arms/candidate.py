@@ -1,7 +1,7 @@
-"""Trains a candidate and says what its patch did, in whichever process this is called.
+"""Trains a candidate and reports what its patch did, in the calling process.
 
-A patch of somebody else may change anything. It is neither imported nor called in the process of truth and baseline,
-but in one of its own, and what comes back is a :class:`Candidate`: plain data.
+A foreign patch may change anything. So it is imported and called in a separate process, never in the process of truth
+and baseline. A :class:`Candidate` comes back, which is plain data.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class PatchError(ValueError):
 
 @dataclass
 class Candidate:
-    """What is left of a candidate; it travels from process to process.
+    """The result of a candidate. It is sent from process to process.
 
     Attributes:
-        trajectory: what it showed, without the model; None where it did not come to its end.
-        failure: why it did not, and what was raised: ``CANNOT_RUN`` (the patch itself raised, so nothing was trained),
-            ``RAISED`` (the patched model did) or ``DIED`` (the process did).
-        details: the traceback, or the end of what the process wrote before it died.
-        report: our own patch's report; None for a patch that is not ours.
-        census: how many modules of each class have another class, or another forward, than before.
+        trajectory: the observations, without the model; None if the candidate did not finish.
+        failure: why the candidate did not finish, and a message. The reason is ``CANNOT_RUN`` (the patch raised before
+            training), ``RAISED`` (the patched model raised) or ``DIED`` (the process died).
+        details: the traceback, or the end of the output of a process that died.
+        report: the report of our own patch; None for a foreign patch.
+        census: by class, the number of modules with another class or another forward than before.
         launches: how often each kernel of this package was launched.
-        changed: what the patch changed for the whole process: upstream symbols, or what an unpatched model computes.
-        layout: what of the model's ``state_dict`` is another than an unpatched model's, and when.
+        changed: changes that affect the whole process: upstream symbols, or results of an unpatched model.
+        layout: the differences between the model's ``state_dict`` and an unpatched model's, and when each appeared.
     """
 
     trajectory: Trajectory | None = None
@@ -60,7 +60,7 @@ def load_patch(name: str) -> Callable[[nn.Module], Any]:
     """The function that ``module:function`` names.
 
     Raises:
-        PatchError: it has another form, or cannot be imported, or is not callable.
+        PatchError: the name has another form, cannot be imported, or is not callable.
     """
     try:
         return load(name, "--patch", "with a model")
@@ -69,14 +69,16 @@ def load_patch(name: str) -> Callable[[nn.Module], Any]:
 
 
 def check_patch(name: str) -> None:
-    """Raise :class:`PatchError` where :func:`load_patch` does; called in another process, it imports nothing here."""
+    """Raise :class:`PatchError` if :func:`load_patch` does. It can run in another process, so that nothing is imported
+    here."""
     load_patch(name)
 
 
 def train_candidate(
     run: Run, changes: Callable[[], list[str]], train: Callable[[Run], Trajectory] = train
 ) -> Candidate:
-    """Train ``run``, which has a patch; ``changes`` says what is no longer as it was before that patch was imported."""
+    """Train ``run``, which has a patch. ``changes`` lists what changed in the process since before the patch's
+    import."""
     result = Candidate()
     before = ours.launches()
     try:
@@ -84,13 +86,13 @@ def train_candidate(
     except CannotApply as error:
         result.failure = Finding.CANNOT_RUN, str(error)
         result.details = "".join(traceback.format_exception(error.__cause__))
-    except Exception as error:  # a patched model that crashes is a verdict like any other
+    except Exception as error:  # a crash of the patched model is a verdict
         result.failure = Finding.RAISED, f"{type(error).__name__}: {error}"
         result.details = traceback.format_exc()
     else:
         result.report = ours.status(trajectory.model)
         result.census = _census(trajectory.unpatched or run.template, trajectory.model)
-        if trajectory.unpatched is None and not result.layout:  # a set-up may have split it
+        if trajectory.unpatched is None and not result.layout:  # a set-up may have split the state_dict
             result.layout += _differences(_layout(run.template, run.dtype), _layout(trajectory.model), "after training")
         trajectory.model = trajectory.unpatched = None
         result.trajectory = trajectory
@@ -100,11 +102,11 @@ def train_candidate(
 
 
 def _laid_out(run: Run, found: list[str]) -> Run:
-    """``run``, and in ``found`` what its patch changes in the ``state_dict`` of a model, before anything trains."""
+    """``run``, changed so that ``found`` gets the patch's changes of the ``state_dict`` before training."""
     patch, construct = run.patch, run.construct
 
     def patched(model: nn.Module) -> Any:
-        if type(model) is not type(run.template):  # it is wrapped, and its weights may be split
+        if type(model) is not type(run.template):  # the model is wrapped, and its weights may be split
             return patch(model)  # type: ignore[misc]
         before = _layout(model)
         result = patch(model)  # type: ignore[misc]
@@ -123,8 +125,8 @@ Layout = dict[str, tuple[Any, ...]]
 
 
 def _layout(model: nn.Module, dtype: torch.dtype | None = None) -> Layout:
-    """Of every entry of the ``state_dict`` its shape, its dtype, and the first entry that has the same memory. With a
-    ``dtype``, that is what parameters have."""
+    """For every entry of the ``state_dict``: its shape, its dtype, and the first entry in the same memory. ``dtype``,
+    if given, replaces the parameters' dtypes."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     first: dict[Any, str] = {}
     found: Layout = {}
@@ -138,7 +140,7 @@ def _layout(model: nn.Module, dtype: torch.dtype | None = None) -> Layout:
 
 
 def _memory(value: torch.Tensor) -> Any:
-    """What is the same of two tensors that have their memory in common. A subclass may have none of its own."""
+    """A key that is equal for two tensors in the same memory. A subclass may have no memory itself."""
     try:
         return value.data_ptr() or id(value)
     except RuntimeError:
@@ -164,8 +166,7 @@ def _shown(kind: Any) -> str:
 
 
 def _census(template: nn.Module, model: nn.Module) -> dict[str, int]:
-    """How many modules of ``model``, by class, are of another class or have another forward than in
-    ``template``."""
+    """By class, the number of modules of ``model`` with another class or another forward than in ``template``."""
     before = dict(template.named_modules())
     census: Counter[str] = Counter()
     for path, module in model.named_modules():

@@ -1,10 +1,10 @@
-"""Spares Triton's interpreter repeated work, once :func:`install` was called.
+"""Makes Triton's interpreter faster: :func:`install` replaces functions that repeat work.
 
-It replaces the built-in functions of ``triton.language`` when a kernel is launched, and again at every call of a device
-function, each time looking for them in everything that the modules hold; it reads a kernel's parameters from its code
-at every launch; it writes a table of NumPy's dtypes each time it looks one up; it describes the shape of every result
-anew, and compares it with others length by length; and it copies arguments to the host that are there, in functions
-that keep them in a reference cycle.
+At every launch, the interpreter replaces the built-in functions of ``triton.language``, and again at every call of a
+device function. Each time it searches all members of the modules. It also reads a kernel's parameters from its code at
+every launch. Every look-up of a NumPy dtype builds a table. Every result gets a new description of its shape, and
+shapes are compared length by length. Arguments that are on the host are copied to the host again, in functions that
+keep them in a reference cycle.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def install() -> None:
     interpreter.GridExecutor._init_args_hst = copied_to_host
     interpreter.GridExecutor._restore_args_dev = copied_from_host
     interpreter.GridExecutor.__call__ = run_kernel
-    # Every sum and product of integers is computed again, in 64 bits, to see an overflow; without debug, nobody asks.
+    # The interpreter repeats every integer sum and product in 64 bits to detect overflow. Only debug needs that.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
 
 
-# Triton's own, which do what is not repeated.
+# Triton's original functions, which the replacements call.
 _Semantic: Any = semantic.TritonSemantic
 block_type, tensor = tl.core.block_type, tl.core.tensor
 _patch, _run = interpreter._patch_lang, interpreter.GridExecutor.__call__
@@ -50,15 +50,16 @@ _broadcast, _check, _cast = _Semantic.broadcast_impl_value, _Semantic.binary_op_
 
 # Launches.
 
-_one_at_a_time = threading.RLock()  # a launch patches Triton's own module, and another thread's would take it back
-_running: list[Any] = []  # the kernel that is launched, if one is
+# A launch patches Triton's module, and a launch in another thread would undo the patch.
+_one_at_a_time = threading.RLock()
+_running: list[Any] = []  # the kernel that is running, if any
 _replacements: dict[tuple[Any, ...], _Replacements] = {}
 
 
 def run_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``GridExecutor.__call__``."""
     with _one_at_a_time:
-        if not hasattr(self.fn, "__signature__"):  # else every launch reads it from the code, twice
+        if not hasattr(self.fn, "__signature__"):  # without it, every launch would read the code twice
             self.fn.__signature__ = inspect.signature(self.fn)
         _running.clear()
         try:
@@ -70,7 +71,7 @@ def run_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
 def patch_once(fn: Any) -> Any:
     """Replaces ``_patch_lang``."""
     languages = _languages_of(fn)
-    if _running:  # a device function: Triton takes nothing back of what is replaced for it
+    if _running:  # a device function: Triton never restores its replacements
         if any(tl.core.is_builtin(language.load) for language in languages):
             _patch(fn)
         return None
@@ -79,14 +80,14 @@ def patch_once(fn: Any) -> Any:
         _replacements[languages].install()
         return _replacements[languages]
     scope = _patch(fn)
-    if scope is not None:  # Triton 3.4 takes nothing back, and returns None
+    if scope is not None:  # Triton 3.4 restores nothing and returns None
         _replacements[languages] = _Replacements(scope._changes)
     return scope
 
 
 class _Replacements:
-    """What a launch replaces in Triton's language: (owner, name, what was there), some of it several times. All of it
-    is replaced (``install``) and put back (``restore``) at once."""
+    """The members of Triton's language that a launch replaces. ``changes`` are (owner, name, original), and a member
+    may occur several times. ``install`` replaces all members at once, and ``restore`` restores them."""
 
     def __init__(self, changes: list[tuple[Any, str, Any]]) -> None:
         now: dict[Any, dict[str, Any]] = {}
@@ -99,7 +100,7 @@ class _Replacements:
 
 def _set_all(members_of: dict[Any, dict[str, Any]]) -> None:
     for owner, members in members_of.items():
-        if inspect.ismodule(owner):  # which has all of them
+        if inspect.ismodule(owner):  # a module has all of these members
             vars(owner).update(members)
             continue
         for name, member in members.items():
@@ -129,15 +130,15 @@ def _functions(owner: Any) -> list[str]:
 
 def patch_attr(owner: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
     """Replaces ``_patch_attr``."""
-    function = getattr(member, "__wrapped__", member)  # without the check that a builder's semantic is given
+    function = getattr(member, "__wrapped__", member)  # skips the check for a builder's semantic
 
     def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
         return function(*args, _semantic=interpreter.interpreter_semantic, **kwargs)
 
-    scope[0].set_attr(owner, name, call) if scope else setattr(owner, name, call)  # Triton 3.4 takes nothing back
+    scope[0].set_attr(owner, name, call) if scope else setattr(owner, name, call)  # Triton 3.4 restores nothing
 
 
-# Arguments that are on the host already.
+# Arguments that are already on the host.
 
 
 def copied_to_host(self: Any, args: Any, kwargs: Any) -> Any:
@@ -157,8 +158,8 @@ def _on_host(arg: Any) -> bool:
     return arg.is_cpu if isinstance(arg, torch.Tensor) else not hasattr(arg, "base") and not isinstance(arg, tuple)
 
 
-# Every result of every operation is a tensor with a type of its own: a quarter of the time went into their shapes. What
-# is kept here lives as long as this process, so that an ``id`` of it stays its own.
+# Every result of an operation is a tensor with a new type, and the types' shapes took a quarter of the time. These
+# tables keep objects until the process ends, so an ``id`` never gets a second meaning.
 
 _known: dict[str, Any] = {}
 _types: dict[Any, dict[str, Any]] = {}
@@ -177,7 +178,7 @@ def get_np_dtype(dtype: Any) -> Any:
 def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
     """Replaces ``block_type.__init__``."""
     of, place = element_ty, None
-    if type(of) is tl.core.pointer_type:  # whose name does not say all about it
+    if type(of) is tl.core.pointer_type:  # a pointer's name does not describe it completely
         of, place = of.element_ty, (of.address_space, of.const)
     if type(of) is not tl.core.dtype:
         _init_type(self, element_ty, shape)
@@ -204,15 +205,15 @@ def _lengths_of(shape: Any) -> tuple[int, ...]:
     return tuple(getattr(length, "value", length) for length in shape)
 
 
-# Operands mostly have one dtype, or are integers, or a pointer and an integer. Those of an operation that NumPy
-# computes are not repeated to one shape before: NumPy does that as it goes.
+# Most operands have one dtype, are integers, or are a pointer and an integer. Operands of NumPy's operations are not
+# expanded to one shape first, because NumPy broadcasts.
 
-_common: dict[tuple[int, int], Any] = {}  # by the ids of two shapes: a tensor of the shape that they have together
+_common: dict[tuple[int, int], Any] = {}  # by the ids of two shapes: a tensor of their common shape
 
 
 def check_other_types(self: Any, lhs: Any, rhs: Any, *options: Any, **kwargs: Any) -> Any:
     """Replaces ``binary_op_type_checking_impl``."""
-    # With a fourth option, which says that it divides, float16 becomes float32.
+    # A fourth option marks a division, for which float16 becomes float32.
     if type(lhs) is type(rhs) is tensor and len(options) < 4 and not kwargs:
         a, b = lhs.dtype, rhs.dtype
         if a.name == b.name and type(a) is type(b) is tl.core.dtype:
@@ -226,7 +227,7 @@ def check_other_types(self: Any, lhs: Any, rhs: Any, *options: Any, **kwargs: An
 
 
 def _of_common_type(self: Any, lhs: Any, rhs: Any) -> Any:
-    """Both as of the shape that they have together. NumPy repeats their values when it computes."""
+    """Both operands, with the type of their common shape. The data stay small, because NumPy broadcasts."""
     if lhs.shape is rhs.shape:
         return lhs, rhs
     key = id(lhs.shape), id(rhs.shape)

@@ -1,13 +1,13 @@
-"""Calls a function in a process of its own: whatever it changes there, or breaks, is gone with that process.
+"""Calls a function in a separate process. Whatever the function changes or breaks there ends with that process.
 
-Every call forks a server that has imported everything and run nothing (the forkserver of multiprocessing). The process
-is as clean as a new interpreter, for a few hundredths of a second instead of several seconds. It may use CUDA, because
-the server does not.
+Every call forks a server that has imported everything and run nothing (the forkserver of multiprocessing). The new
+process is as clean as a new interpreter, but it starts in hundredths of a second. The new process may use CUDA, because
+the server does not use CUDA.
 
-The call goes there in the memory of a pipe. What comes back is plain data (``convergence.border``) over a socket that
-has no name and that nobody else holds, each message with a number that belongs to this call. What was sent cannot be
-taken back or changed, so a result that left before a patch was imported is none of the patch's. What an arm is at comes
-the same way, and is shown and nothing else.
+The function and its arguments travel through a pipe. Results come back as plain data (``convergence.border``) over a
+socket that has no name and that no other process holds. Each message has a number that belongs to this call. A message
+that was sent cannot be taken back or changed. So a patch that the process imports later cannot alter an earlier result.
+The progress of an arm comes the same way; it is only shown.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OURS = ("convergence.case", "convergence.arms.interpreter", *ours.MODULES)
 
 
 class ProcessDied(RuntimeError):
-    """The process ended without a result; ``output`` is the end of what it wrote."""
+    """The process ended without a result; ``output`` is the end of the text that it printed."""
 
     def __init__(self, how: str, output: str = "") -> None:
         super().__init__(how)
@@ -62,18 +62,19 @@ class RemoteTraceback(Exception):
 
 
 def call(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> Any:
-    """``function(*args)`` in a process of its own, with this process's device, threads and precision.
+    """Call ``function(*args)`` in a separate process, with this process's device, threads and precision.
 
     Args:
-        function: a function of a module, found by its name on the other side, where the module is imported anew. Of a
-            generator function comes a list of what it yields, and each item is here before it goes on.
-        args: what it is called with: anything that can be pickled. Tensors are copied.
+        function: a function of a module. The other process imports the module again and finds the function by name. For
+            a generator function, the result is the list of its items. Each item arrives here before the generator goes
+            on.
+        args: the arguments of the function: anything that can be pickled. Tensors are copied.
         timeout: seconds after which the process is killed.
 
     Raises:
-        ProcessDied: it crashed, ended itself, took longer than ``timeout``, or sent what is no result of this call.
-        Exception: what ``function`` raised there, caused by a :class:`RemoteTraceback`; a RuntimeError that names it
-            where its type is neither a built-in one nor ours.
+        ProcessDied: the process crashed, ended itself, took longer than ``timeout``, or sent no result of this call.
+        Exception: the exception that ``function`` raised, caused by a :class:`RemoteTraceback`. An exception whose type
+            is neither built-in nor ours becomes a RuntimeError that names that type.
     """
     buffer = io.BytesIO()
     torch.save((settings(), function, args), buffer)
@@ -111,11 +112,11 @@ def call(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> 
 
 
 def _message(channel: socket.socket, process: Any, call_id: str, number: int, deadline: float) -> tuple[str, Any, str]:
-    """What kind of message came, what it holds, and the traceback of what was raised.
+    """Receive one message: its kind, its value, and the traceback of an exception.
 
     Raises:
-        EOFError: the process ended, or the time is over, before there was a whole one.
-        NotPlain: it is no plain data, or belongs to no message of this number of this call.
+        EOFError: the process ended, or the time was over, before a whole message arrived.
+        NotPlain: the message is no plain data, or it does not have this number of this call.
     """
     length = int.from_bytes(_received(channel, process, _LENGTH, deadline), "big")
     message = border.loads(_received(channel, process, length, deadline))
@@ -127,8 +128,8 @@ def _message(channel: socket.socket, process: Any, call_id: str, number: int, de
 
 
 def _received(channel: socket.socket, process: Any, count: int, deadline: float) -> bytearray:
-    """The next ``count`` bytes. A process that has ended sends no more, though one that it started may hold the other
-    end."""
+    """The next ``count`` bytes. A process that has ended sends nothing more, although its child process may still hold
+    the other end of the socket."""
     found = bytearray()
     while len(found) < count:
         ready = wait([channel, process.sentinel], max(0.0, deadline - time.monotonic()))
@@ -140,7 +141,7 @@ def _received(channel: socket.socket, process: Any, count: int, deadline: float)
 
 
 def _end(process: Any) -> None:
-    """Kill it, and what it has started and left."""
+    """Kill the process and the processes that it started."""
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -150,25 +151,25 @@ def _end(process: Any) -> None:
 
 @functools.cache
 def _context() -> BaseContext:
-    """How processes are started; the server's imports are chosen before the first one is."""
+    """The context that starts processes. The server's imports must be chosen before the first process starts."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     from convergence.models.models import select
 
     context = multiprocessing.get_context("forkserver")
-    # Modules of other models may import packages that wake the driver at once, as Qwen3-Next's does with fla.
+    # Modules of other models may import packages that start the GPU's driver at once: Qwen3-Next's module imports fla.
     core = (model for model in select("core") if model.is_available())
     modeling = {model.model_class().__module__ for model in core}
     context.set_forkserver_preload([*_OURS, *sorted(modeling)])
-    # Whoever asks at import whether there is a GPU must not wake the driver: it does not survive a fork.
+    # A module that asks for a GPU at import must not start the driver, because the driver does not survive a fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     return context
 
 
 @contextlib.contextmanager
 def _no_main() -> Iterator[None]:
-    """Inside, a new process does not run this one's main module again, as multiprocessing would for the sake of what is
-    defined there: it is pytest, or a script that calls it."""
+    """Inside, a new process does not run this process's main module again. Multiprocessing would run it for its
+    definitions, but it is pytest or a script that calls pytest."""
     with _starting:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
@@ -178,11 +179,11 @@ def _no_main() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-_starting = threading.Lock()  # ranks are started by a thread each
+_starting = threading.Lock()  # a separate thread starts each rank
 
 
 def settings() -> dict[str, Any]:
-    """What decides bits besides the environment, in this process."""
+    """The settings of this process that affect the bits of results, apart from environment variables."""
     return {
         "device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
         "threads": torch.get_num_threads(),
@@ -194,14 +195,14 @@ def settings() -> dict[str, Any]:
 
 
 def _serve(call: bytes, channel: socket.socket, call_id: str, output: str, timeout: float, listens: bool) -> None:
-    """The other process: run the call, send what it gives, and end without any ado."""
-    if hasattr(os, "setsid"):  # whatever it starts belongs to its group, which ends with it
+    """The other process: run the call, send the result, and exit at once."""
+    if hasattr(os, "setsid"):  # the processes that it starts join its group and end with it
         os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
     faulthandler.enable(file=2)
-    if hasattr(signal, "alarm"):  # should this process's parent be killed, nobody else would end it
+    if hasattr(signal, "alarm"):  # if the parent is killed, only this alarm ends the process
         signal.alarm(int(timeout) + 60)
     sent = 0
 
@@ -231,7 +232,7 @@ def _run(call: bytes, send: Callable[[str, Any], None]) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = settings["fill"]  # type: ignore[attr-defined]
     if settings["device"] is not None:
         torch.cuda.set_device(settings["device"])
-    # It imports Triton, which the process that starts this one may not need.
+    # This module imports Triton, but the parent process may not need Triton.
     from convergence.arms.interpreter import prepare
 
     prepare()
@@ -253,6 +254,6 @@ def _how(code: int) -> str:
 
 
 def _tail(path: Path, characters: int = 4000) -> str:
-    """The end of what a process said. Long lines are cut: faulthandler's last one names every extension."""
+    """The end of a process's output. Long lines are cut, because faulthandler's last line names every extension."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return "\n".join(line[:300] for line in lines)[-characters:]

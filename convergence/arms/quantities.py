@@ -1,4 +1,5 @@
-"""What is observed, when, and how it is judged: small values whose text is what records, reports and failures show."""
+"""Names for observations: what is observed, when, and how it is judged. Records, reports and failures show their
+text."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from enum import Enum
 from typing import NamedTuple
 
 INITIAL, SGD, ADAMW = "initial", "SGD", "AdamW"
-# No steps of an optimizer: decoding with a cache at the initial weights, and what follows the last step of a phase.
+# These are no steps of an optimizer. They are decoding with a cache at the initial weights, and the end of a phase.
 DECODING, WITHOUT_GRADIENTS, EVALUATION, END = "decoding", "without gradients", "evaluation", "end"
 
 
 class Moment(NamedTuple):
-    """A step of a phase, or with ``batch`` one micro batch of it, counted from 1: "initial: accumulated, batch 2"."""
+    """A step of a phase, or one micro-batch of a step if ``batch`` is given (from 1): "initial: accumulated, batch
+    2"."""
 
     phase: str
     step: str
@@ -26,19 +28,19 @@ class Moment(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Moment:
-        """The moment that reads ``text``. A text of another form is a phase of that name."""
+        """The moment with this text. A text of another form becomes a phase of that name."""
         phase, _, rest = text.partition(": ")
         step, _, batch = rest.partition(", batch ")
         return cls(phase, step, int(batch) if re.fullmatch("[0-9]{1,9}", batch) else None)
 
     def whole(self) -> Moment:
-        """The step, with all of its micro batches."""
+        """The moment of the whole step, with all of its micro-batches."""
         return self._replace(batch=None)
 
 
 class Quantity(NamedTuple):
-    """What is observed. One of the whole model has no ``name``; else that is a parameter's, a module's, or a logged
-    value's."""
+    """An observed quantity. ``name`` is the name of a parameter, a module or a logged value. It is empty for a quantity
+    of the whole model."""
 
     kind: str
     name: str = ""
@@ -48,7 +50,7 @@ class Quantity(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Quantity:
-        """The quantity that reads ``text``; of the whole model where it begins as no other does."""
+        """The quantity with this text. A text with no known beginning is a quantity of the whole model."""
         if cls(text) not in HEAD:
             for kind in (HIDDEN_GRADIENT, HIDDEN_STATES, GRADIENT, PARAMETER, DISPLACEMENT, LOGGED):
                 if text.startswith(f"{kind} "):
@@ -57,10 +59,10 @@ class Quantity(NamedTuple):
 
 
 GRADIENT, PARAMETER, DISPLACEMENT, LOGGED = "gradient of", "parameter", "displacement of", "logged"
-# The ways to compute the log-probabilities of a text, next to decoding, and the profile that compares them.
+# The ways to compute the log-probabilities of a text, in addition to decoding, and the profile that compares them.
 TRAINING_FORWARD, PREFILL = "training forward", "prefill"
 CONSISTENCY = "consistency"
-# Of each layer, of the norm after the last one (the name is the module's), and of the head.
+# For each layer, for the norm after the last layer (named by the module), and for the head.
 HIDDEN_STATES, HIDDEN_GRADIENT = "hidden states entering", "gradient of the hidden states entering"
 LOSS = Quantity("loss")
 GRADIENT_NORM = Quantity("gradient norm")
@@ -70,17 +72,17 @@ CALLERS_LOGITS = Quantity("logits of the caller")
 LOG_PROBS, COMPARED = Quantity("log-probabilities"), "log-probabilities of"
 GENERATED, SCORES = Quantity("generated tokens"), Quantity("scores of the generated tokens")
 LOGITS = Quantity("gradient of the logits")
-# The same, every element measured by its own size, without the targets: a fault among small probabilities is nothing
-# beside the gradient at the target.
+# The same, but each element is measured by its own size, without targets. The gradient at the target would hide a fault
+# among small probabilities.
 BY_ELEMENT = Quantity("relative gradient of the logits")
 TARGET_LOGIT = Quantity("gradient of the logits, at the target")
 HIDDEN = Quantity(HIDDEN_GRADIENT, "the head")
-HEAD = (LOGITS, BY_ELEMENT, TARGET_LOGIT, HIDDEN)  # in the order in which a backward pass computes them
-FORWARD = (LOSS, EVALUATION_LOGITS, TRAINING_LOGITS, CALLERS_LOGITS, GENERATED)  # what a forward pass alone computes
+HEAD = (LOGITS, BY_ELEMENT, TARGET_LOGIT, HIDDEN)  # in the order of a backward pass
+FORWARD = (LOSS, EVALUATION_LOGITS, TRAINING_LOGITS, CALLERS_LOGITS, GENERATED)  # computed by a forward pass alone
 
 
 class Remark(NamedTuple):
-    """What went wrong at some moment, or what the caller was not given then, in words."""
+    """A problem at some moment, or an output that the caller did not get then, in words."""
 
     at: Moment
     what: str
@@ -138,9 +140,9 @@ class Finding(str, Enum):
     __str__ = str.__str__
 
 
-# What is judged of every quantity.
+# The judged statistics of a quantity.
 STATISTICS = ("error ratio", "largest error ratio", "row error ratio", "gain", "gain against the others")
-# What is judged of log-probabilities instead.
+# The judged statistics of log-probabilities.
 DIFFERENCES = ("largest difference", "mean difference", "KL per token", "share outside 1 ± 0.01")
 
 
@@ -160,7 +162,7 @@ class Statistic:
 
     @property
     def share(self) -> float:
-        """Value over bound: above 1 it failed. A value that is not a number is infinitely far beyond."""
+        """Value divided by bound; above 1 is a failure. A value that is not a number counts as infinite."""
         return share(self.value, self.bound)
 
     def __str__(self) -> str:
@@ -168,7 +170,7 @@ class Statistic:
 
 
 class Failure(NamedTuple):
-    """One thing held against a candidate, in words."""
+    """One failure of a candidate, in words."""
 
     quantity: str
     step: str
@@ -183,7 +185,7 @@ class Failure(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What is wrong with what, at whichever step."""
+        """The failure without its step: quantity and finding."""
         return self.quantity, self.finding
 
     def __str__(self) -> str:
@@ -197,5 +199,5 @@ def share(value: float, bound: float) -> float:
 
 
 def worst(statistics: Iterable[Statistic], kind: str) -> Statistic | None:
-    """The judged number of this kind that is nearest to its bound, or farthest beyond."""
+    """The judged number of this kind that is nearest to its bound or farthest beyond it."""
     return max((s for s in statistics if s.statistic == kind), key=lambda s: s.share, default=None)

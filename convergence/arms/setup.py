@@ -1,4 +1,5 @@
-"""What a set-up is: how a model is wrapped, run and sharded. The set-ups are in setups.py."""
+"""The base class of set-ups. A set-up says how a model is wrapped, run and sharded. The folder setups has all
+set-ups."""
 
 from __future__ import annotations
 
@@ -16,20 +17,21 @@ BOTH = ("float32", "bfloat16")
 
 
 class Setup:
-    """One process, nothing around the model; the base of all others.
+    """One process with an unwrapped model; the base of all other set-ups.
 
     Attributes:
         does: one line for the documentation.
-        ranks: how many processes train together.
-        gpus: how many GPUs it needs where it trains on GPUs.
+        ranks: the number of processes that train together.
+        gpus: the number of GPUs that a run on GPUs needs.
         needs: packages that must be installed.
-        dtypes: of the parameters, in which it makes sense.
-        orders: whether the patch can come "before" the model is wrapped, "after", or both; the first is the default.
-        same_batch: whether all ranks are given the same rows.
+        dtypes: the dtypes of parameters that the set-up supports.
+        orders: whether the patch can come "before" the model is wrapped, "after", or both. The first entry is the
+            default.
+        same_batch: whether all ranks get the same rows.
         sums: whether the loss is the sum over the ranks, and not their mean.
-        without: the steps that it does not know.
-        sharded: whether weights are split, so that other ones need a model that is wrapped anew.
-        kernels: those that it has places for, in addition to the model's own.
+        without: the steps that the set-up cannot run.
+        sharded: whether weights are split. Other weights then need a newly wrapped model.
+        kernels: the kernels that the set-up can use in addition to the model's.
     """
 
     name = "plain"
@@ -46,7 +48,7 @@ class Setup:
     kernels: tuple[str, ...] = ()
 
     def absent(self, model: nn.Module | None, dtype: str, device: str) -> str:
-        """Why it cannot be had here, for this model; empty where it can."""
+        """Why the set-up cannot run here with this model; empty if it can."""
         for package in self.needs:
             if importlib.util.find_spec(package) is None:
                 return f"the set-up {self.name} needs {package}, which is not installed"
@@ -58,35 +60,36 @@ class Setup:
         return ""
 
     def template(self, model: nn.Module) -> nn.Module:
-        """What every arm is a copy of, the truth included."""
+        """The model that every arm copies, including the truth."""
         return model
 
     def truth(self) -> Setup:
-        """What the truth trains in: one process, nothing around the model."""
+        """The set-up of the truth: one process with an unwrapped model."""
         return Setup()
 
     def loaded(self, model: Any, dtype: torch.dtype) -> Any:
-        """What an arm trains in place of ``model``, which has its weights. They were rounded to ``dtype``, and lie on
-        the arm's device."""
+        """The model that an arm trains in place of ``model``. The weights of ``model`` were rounded to ``dtype`` and
+        are on the arm's device."""
         return model
 
     def cast(self, model: Any) -> None:
-        """Give parameters of a model that is not the truth's another dtype than the model has."""
+        """Change the dtype of some parameters, in every arm but the truth."""
 
     def wrap(self, model: Any, device: torch.device) -> Any:
-        """What is called in place of ``model``, which has its weights, and on ranks its process group."""
+        """The object to call in place of ``model``. ``model`` already has its weights, and ranks have their process
+        group."""
         return model
 
     def fitted(self, step: Step) -> Step:
-        """What all arms, the truth included, get in place of ``step``."""
+        """The step that all arms, including the truth, run in place of ``step``."""
         return step
 
     def inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What this rank gives its model in place of ``kwargs``."""
+        """The arguments that this rank passes to its model in place of ``kwargs``."""
         return kwargs
 
     def environment(self, folder: str) -> dict[str, str]:
-        """Variables that each of its processes gets, and a folder that only this case uses."""
+        """Environment variables of each process. ``folder`` is used by this case alone."""
         return {}
 
     def running(self, device: torch.device) -> Any:
@@ -97,7 +100,7 @@ class Setup:
         loss.backward()
 
     def reduce(self, model: nn.Module) -> None:
-        """Between the last backward of a step and its optimizer: what nothing else does for the gradients."""
+        """Reduce gradients, between the last backward of a step and the optimizer, if nothing else does."""
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of all ranks' rows."""
@@ -107,7 +110,7 @@ class Setup:
         return make(wrapped.parameters())
 
     def named(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Every parameter, under the name that it has in ``model``."""
+        """Every parameter with its name in ``model``."""
         return model.named_parameters()
 
     def gathered(self, model: nn.Module, wrapped: Any) -> Any:
@@ -115,7 +118,7 @@ class Setup:
         return contextlib.nullcontext()
 
     def gradients(self, model: nn.Module, wrapped: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter's gradient, whole."""
+        """Every parameter's whole gradient."""
         for name, parameter in self.named(model, wrapped):
             if parameter.grad is not None:
                 yield name, _whole(parameter.grad)

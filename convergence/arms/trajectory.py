@@ -1,4 +1,4 @@
-"""What one arm trains (:class:`Run`), and everything that was observed of it (:class:`Trajectory`)."""
+"""The training of one arm (:class:`Run`), and everything that was observed in it (:class:`Trajectory`)."""
 
 from __future__ import annotations
 
@@ -32,24 +32,26 @@ Layout = dict[Quantity, dict[Moment, tuple[int, torch.Size]]]
 
 @dataclass
 class Run:
-    """What one arm trains.
+    """The training of one arm.
 
     Args:
-        template: the unpatched model, on the CPU in float32; a checkpoint is in what it is saved in, a shape of scale
-            where it trains. It is copied, never touched.
+        template: the unpatched model, on the CPU in float32. A checkpoint keeps its saved dtype, and a shape of scale
+            is on the training device. The template is copied and never changed.
         steps: the steps of the profile.
         evaluation: the batch that is evaluated after SGD.
-        dtype: of the parameters. float64 is the truth. Buffers stay float32 as ``from_pretrained`` leaves them.
-        device: where it trains.
-        patch: applied before anything runs; None for truth and baseline.
-        construct: None for a patch of one model, which is called with the arm's copy of the template. Otherwise the
-            patch is one of classes: it is called with a copy that is thrown away, and the arm is what ``construct()``
-            returns afterwards, with the template's weights.
-        rounded_to: the dtype whose initial weights the truth shares (default: ``dtype``).
-        nudge: when given, the seed of a perturbation of every initial weight by one unit in the last place.
-        only: when given, the names of the steps that are run, at the initial weights, and nothing after them.
-        phases: the optimizers that train after that. Without any, nothing is decoded either.
-        curve: the batches of a long run with AdamW after that. A truth has none: it takes too long.
+        dtype: the dtype of the parameters; float64 for the truth. Buffers stay float32, as after ``from_pretrained``.
+        device: the device of the training.
+        patch: the patch, applied before anything runs; None for truth and baseline.
+        construct: None if the patch changes one model; the patch then gets the arm's copy of the template. Otherwise
+            the patch changes classes. It then gets a copy that is thrown away, and ``construct()`` makes the arm's
+            model, which gets the template's weights.
+        rounded_to: the dtype to which initial weights are rounded (default: ``dtype``). The truth shares the rounded
+            weights.
+        nudge: if given, the seed for moving every initial weight by one unit in the last place.
+        only: if given, only the steps of these names run, at the initial weights.
+        phases: the optimizers that train after the initial steps. Without phases, nothing is decoded either.
+        curve: the batches of a long run with AdamW after the phases. The truth has no long run, because it would take
+            too long.
     """
 
     template: nn.Module
@@ -67,26 +69,26 @@ class Run:
 
 
 class CannotApply(RuntimeError):
-    """The patch itself raised, before anything was trained; the cause is what it raised."""
+    """The patch itself raised before any training. Its exception is the cause."""
 
 
 @dataclass
 class Trajectory:
-    """What one arm showed.
+    """The observations of one arm.
 
     Attributes:
-        values: ``values[quantity][moment]`` is a tensor in the dtype it arrived in; once trained, on the CPU. Of one
-            that is large, its projections.
-        forms: shape and dtype of those that are large.
-        generated: the greedily generated tokens [batch, tokens], and ``scores`` [tokens, batch, vocab] they came from.
+        values: ``values[quantity][moment]`` is a tensor in its original dtype, on the CPU after training. A large
+            tensor is replaced by its projections.
+        forms: shape and dtype of the large tensors.
+        generated: the greedily generated tokens [batch, tokens]. They come from ``scores`` [tokens, batch, vocab].
         curve: the loss of every step of a long run.
-        complaints: what went wrong while it ran.
-        notes: what the caller was not given.
-        alive: what the first step left behind that left anything.
+        complaints: problems during the run.
+        notes: outputs that the caller did not get.
+        alive: the objects that a step left alive, for the first such step.
         model: the trained model.
-        unpatched: the model before it was patched or trained, where a set-up makes another one of the template.
-        costs: "step, ms" on average, and on a GPU the "peak, GiB": for trends, nothing is judged by them.
-        measured: of a baseline, what was compared with its values, and the figures that came of it.
+        unpatched: the model before patch and training, if a set-up makes another model of the template.
+        costs: "step, ms" on average, and on a GPU "peak, GiB". They show trends and are not judged.
+        measured: in a baseline, the cached figures of comparisons with its values.
     """
 
     values: Values = field(default_factory=dict)
@@ -110,12 +112,12 @@ class Trajectory:
         self.values.setdefault(quantity, {})[at] = project(kept) if is_large(kept) else kept.clone()
 
     def form(self, quantity: Quantity, at: Moment) -> Form:
-        """Shape and dtype of what was observed, whether it was kept or projected."""
+        """Shape and dtype of the observed tensor, even if only its projections were kept."""
         value = self.values[quantity][at]
         return self.forms.get((quantity, at), (value.shape, value.dtype))
 
     def record_gradients(self, gradients: Iterable[tuple[str, torch.Tensor]], at: Moment) -> None:
-        """Every parameter's gradient, and the norm of all of them."""
+        """Record every parameter's gradient, and the norm of all gradients."""
         norms = []
         for name, gradient in gradients:
             self.record(Quantity(GRADIENT, name), at, gradient)
@@ -127,20 +129,22 @@ class Trajectory:
     def record_end(
         self, weights: Iterable[tuple[str, torch.Tensor]], start: dict[str, torch.Tensor], phase: str
     ) -> None:
-        """Every parameter at the end of ``phase``, and how far it is from ``start``."""
+        """Record every parameter at the end of ``phase``, and its displacement from ``start``."""
         for name, weight in weights:
             self.record(Quantity(PARAMETER, name), Moment(phase, END), weight)
             moved = weight.detach() - start[name].to(weight.device)
             self.record(Quantity(DISPLACEMENT, name), Moment(phase, END), moved)
 
     def to_cpu(self) -> None:
-        """Move all values in one copy per dtype: each copy waits for the GPU, which several processes may share."""
+        """Move all values with one copy per dtype. Each copy waits for the GPU, and several processes may share the
+        GPU."""
         if any(value.device.type != "cpu" for by_step in self.values.values() for value in by_step.values()):
             layout, flat = _packed(self.values)
             self.values = _unpacked(layout, [tensor.cpu() for tensor in flat])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Thousands of small tensors take seconds to be saved, or sent to another process; a few large ones do not."""
+        """Pack the values: saving or sending thousands of small tensors takes seconds, but a few large tensors are
+        fast."""
         return {**vars(self), "values": _packed(self.values), "measured": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,7 +152,7 @@ class Trajectory:
 
 
 def _packed(values: Values) -> tuple[Layout, list[torch.Tensor]]:
-    """All tensors of one dtype and device one behind another in one, and which of these each is in, and its shape."""
+    """Concatenate all tensors of one dtype and device. The layout says the group and the shape of each tensor."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     layout: Layout = {quantity: {} for quantity in values}
     for quantity, by_step in values.items():
@@ -169,8 +173,8 @@ def _unpacked(layout: Layout, flat: Sequence[torch.Tensor]) -> Values:
 
 
 def build(run: Run) -> Any:
-    """The arm's model with its initial weights, on its device, in its dtype: a copy of the template, unpatched, or what
-    was constructed anew after a patch of classes.
+    """The arm's model with its initial weights, on its device and in its dtype. It is an unpatched copy of the
+    template, or a model that was constructed after a patch of classes.
 
     Raises:
         CannotApply: the patch of classes raised.

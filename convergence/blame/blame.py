@@ -1,16 +1,16 @@
-"""Who did it: names step, tensor, kernel, module and pass of a failed verdict. It explains a verdict, and changes none.
+"""Explains a failed verdict: names the step, tensor, kernel, module and pass that caused it. Blame never changes a
+verdict.
 
-*First*: the earliest step in which a quantity that failed leaves the noise, and the earliest of these quantities in the
-order in which a step computes them: the loss, the gradient of the logits, that of the hidden states entering the head,
-then the parameters' gradients in the order in which autograd delivers them. A cause comes before what it causes,
-whichever is the larger.
+*First*: the earliest step in which a failed quantity leaves the noise, and the earliest such quantity in the step. A
+step computes the loss, then the gradient of the logits, then the gradient of the hidden states entering the head. The
+parameters' gradients follow in autograd's order. A cause precedes its effects, even if an effect is larger.
 
-*Who*: the patch is applied once more, and everything that it changed in the model is taken back but for one kernel,
-then but for one module of the guilty one. Only steps in which the failure shows are trained again, against the
-references that the verdict had. A kernel is blamed when it alone shows the failure and all others without it do not.
+*Who*: the patch is applied once more, and all its changes in the model are undone except one kernel's. For a guilty
+kernel, all changes are undone except one module's. Only steps that show the failure are trained again, against the
+verdict's references. A kernel is blamed if it alone shows the failure and all other kernels together do not.
 
-*Pass*: forward when the loss at the initial weights is off, or the module's output on the baseline's own inputs;
-backward otherwise.
+*Pass*: forward if the loss at the initial weights is wrong, or the module's output for the baseline's inputs. Otherwise
+backward.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from convergence.blame.rerun import Only, Reruns
 from convergence.judge.compare import Pair
 from convergence.report.records import Blame
 
-# A step that shows the failure by this factor is enough for every re-run. What shows by less might be hidden by the
-# noise of a re-run, because another choice of kernels rounds differently; then more steps are trained again.
+# A step that shows the failure by this factor is enough for every re-run. A smaller failure might vanish in a re-run's
+# noise, because another choice of kernels rounds differently. Then more steps are trained again.
 CLEAR = 2.0
 RAISED = ("candidate", Finding.RAISED)
 _NOT_A_TENSOR = ("baseline", "candidate", "other models", "state_dict", "transformers", "what a step made")
@@ -38,14 +38,14 @@ _NOT_A_TENSOR = ("baseline", "candidate", "other models", "state_dict", "transfo
 def blame(
     patch: str, run: Run, pairs: Sequence[Pair], failed: Collection[Key], candidate: Trajectory | None
 ) -> list[Blame]:
-    """Rows that say who made a verdict fail: one per guilty module, or one with the reason why nobody is named.
+    """The causes of a failed verdict: one row per guilty module, or one row with the reason why none is named.
 
     Args:
-        patch: ``module:function``; it is applied once, in this process, to a model of its own.
-        run: the candidate's, without the patch.
-        pairs: what the candidate was judged against.
+        patch: ``module:function``. It is applied once, in this process, to a new model.
+        run: the candidate's run, without the patch.
+        pairs: the references of the candidate's verdict.
         failed: quantity and finding of every failure.
-        candidate: what was judged; None where it raised.
+        candidate: the judged trajectory; None if the candidate raised.
     """
     keys = searched(failed)
     if not keys:
@@ -62,7 +62,7 @@ def blame(
     reruns = Reruns(dataclasses.replace(run, construct=None), changes, failure)
     step, tensor = ("", "") if candidate is None else failure.first(candidate, reruns.arrival())
     names = [*(step.name for step in run.steps), EVALUATION, DECODING]
-    if candidate is not None:  # those that show it most clearly come first
+    if candidate is not None:  # steps that show the failure most clearly come first
         shares = {name: _share(failure, candidate, [name]) for name in names}
         names.sort(key=lambda name: -shares[name])
     everything, only = _choose_steps(reruns, names, candidate)
@@ -70,7 +70,7 @@ def blame(
 
 
 def searched(failed: Collection[Key]) -> frozenset[Key]:
-    """Those of ``failed`` that parts of a patch can be searched for."""
+    """The keys of ``failed`` whose cause can be searched among the parts of a patch."""
     return frozenset(key for key in failed if key[0] not in _NOT_A_TENSOR or key == RAISED)
 
 
@@ -79,13 +79,13 @@ def _row(step: str, tensor: str, kernel: str = "", module: str = "", which: str 
 
 
 def _share(failure: Failure, candidate: Trajectory, names: Collection[str]) -> float:
-    """How clearly ``candidate`` shows the failure in the steps of these names, at the initial weights."""
+    """How clearly the steps in ``names``, at the initial weights, show the failure in ``candidate``."""
     return failure.shown(failure.judge(candidate, lambda at: at.phase == INITIAL and at.step in names)).share
 
 
 def _choose_steps(reruns: Reruns, names: list[str], candidate: Trajectory | None) -> tuple[Shown, Only]:
-    """How the whole patch shows the failure, and the fewest steps that show it clearly, of those called ``names``."""
-    few = 1  # who raises mostly does so at once
+    """How the whole patch shows the failure, and the fewest steps among ``names`` that show it clearly."""
+    few = 1  # most patches that raise do so in the first step
     if candidate is not None:
         clear = (n for n in range(1, len(names)) if _share(reruns.failure, candidate, names[:n]) >= CLEAR)
         few = next(clear, len(names))
@@ -104,13 +104,13 @@ def _choose_steps(reruns: Reruns, names: list[str], candidate: Trajectory | None
 
 @dataclasses.dataclass(frozen=True)
 class _Bisection:
-    """Which kernels, which modules, which pass.
+    """Searches the guilty kernels, modules and pass.
 
     Attributes:
-        only: the steps that are trained again.
-        everything: how the whole patch shows the failure in them.
-        names: of all steps at the initial weights; the first shows the failure most clearly.
-        step, tensor: what a row says of the first difference.
+        only: the steps to train again.
+        everything: how the whole patch shows the failure in these steps.
+        names: the names of all steps at the initial weights. The first step shows the failure most clearly.
+        step, tensor: the first difference, for the rows.
     """
 
     reruns: Reruns
@@ -160,7 +160,7 @@ class _Bisection:
         return rows
 
     def together(self, kernels: list[str]) -> list[str]:
-        """The kernels that are left when one after the other is taken away as long as the failure stays."""
+        """Remove one kernel after another while the failure stays, and return the remaining kernels."""
         needed = list(kernels)
         for kernel in kernels:
             fewer = [k for k in needed if k != kernel]
@@ -169,17 +169,17 @@ class _Bisection:
         return needed
 
     def modules(self, kernel: str) -> list[tuple[str, str]]:
-        """The guilty modules of ``kernel``, each with the pass; one entry that stands for all, where all are guilty."""
+        """The guilty modules of ``kernel``, each with the pass. If all modules are guilty, one entry stands for all."""
         parts = [part for part in self.parts if part.kernel == kernel]
         paths = list(dict.fromkeys(part.path for part in parts))
-        if "cross_entropy" in kernel or paths == [""]:  # a head and its model are one; a model's output is its loss
+        if "cross_entropy" in kernel or paths == [""]:  # one module, whose output is the loss
             return [(next(filter(None, paths), "the model itself"), _pass(self.loss_is_off(parts)))]
         runs = {path: self.reruns.rerun([part for part in parts if part.path == path], self.only) for path in paths}
         found = [path for path in paths if runs[path].shown.fails]
         if not found:
             together = self.reruns.rerun(parts, self.only)
             return [(f"no single one of {len(paths)}, only together", _pass(together.forward))]
-        # A module cannot be called again after decoding: its cache has moved on.
+        # A module cannot be called again after decoding, because its cache has changed.
         clearest = next(name for name in self.names if name != DECODING)
         off = self.reruns.outputs_off([part for part in parts if part.path in found], clearest)
         forward = {path: runs[path].forward or path in off for path in found}
@@ -191,7 +191,8 @@ class _Bisection:
         return [(path, _pass(forward[path])) for path in found]
 
     def loss_is_off(self, parts: Collection[Part]) -> bool:
-        """Whether ``parts`` make the loss wrong. The steps that show a failure best may show it in gradients only."""
+        """Whether ``parts`` make the loss wrong. The steps that show a failure best may only show it in gradients, so
+        all steps are tried, too."""
         all_steps = frozenset(self.names)
         if self.reruns.rerun(parts, self.only).forward:
             return True

@@ -1,4 +1,4 @@
-"""``check_consistency``: judges one model and patch, and says by how much a figure is wider."""
+"""``check_consistency``: judges one model and patch, and reports how much a patch widens each figure."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ def check_consistency(
     timeout: float = isolate.TIMEOUT,
     **of_a_checkpoint: Any,
 ) -> Record:
-    """Assert that ``patch`` leaves the log-probabilities of trainer and rollout as near to each other, and to float64,
-    as they are without it.
+    """Assert that ``patch`` keeps the log-probabilities of trainer and rollout as near to each other, and to float64,
+    as in the unpatched model.
 
     Args:
         model: the name of a mini model, or the path of a checkpoint: a folder with config.json and safetensors, or a
             GGUF file.
-        patch: what is judged, a function of a model, as ``module:function``. It runs in a process of its own, unless it
-            is this package's.
-        dtype: that of the weights, float32, bfloat16 or float16. By default float32, or that of the checkpoint.
-        device: cpu or cuda; by default cuda where there is one. On a CPU, Triton's kernels run in its interpreter, if
+        patch: the judged patch: a function of a model, as ``module:function``. It runs in a separate process, unless it
+            is one of this package's patches.
+        dtype: the dtype of the weights: float32, bfloat16 or float16. By default float32, or the checkpoint's dtype.
+        device: cpu or cuda; by default cuda if there is a GPU. On a CPU, Triton's kernels run in its interpreter, if
             ``TRITON_INTERPRET=1`` was set when Triton was imported.
         seed: of weights and text.
-        timeout: the seconds that the patch may take in its process.
-        of_a_checkpoint: ``layers`` (how many are kept), ``rows`` and ``length`` of the text, ``text``, a file, and
-            ``rollout``, the engine whose log-probabilities are compared, too: vllm, sglang, or ``module:function``.
+        timeout: the seconds that the patch may run in its process.
+        of_a_checkpoint: ``layers``, the number of layers to keep; ``rows`` and ``length`` of the text; ``text``, a
+            file; and ``rollout``, an engine whose log-probabilities are also compared: vllm, sglang, or
+            ``module:function``.
 
     Returns:
         The record, with every figure in ``differences`` and every judged number in ``statistics``.
 
     Raises:
         AssertionError: the patched model is different, or the patch cannot run; the message has the figures.
-        TypeError, ValueError: an argument makes no sense, or the checkpoint cannot be used.
+        TypeError, ValueError: an argument is wrong, or the checkpoint cannot be used.
     """
     where = checked_device(device).type
     case = _case(model, patch, dtype, where, seed, of_a_checkpoint)
@@ -70,7 +71,7 @@ def check_consistency(
 
 
 def _case(model: str, patch: str, dtype: str | None, device: str, seed: int, of_a_checkpoint: dict[str, Any]) -> Case:
-    """What is asked for, once it makes sense."""
+    """The case of these arguments, after their checks."""
     for name, value in (("model", model), ("patch", patch)):
         if not isinstance(value, str):
             allowed = "a mini model's name or a path" if name == "model" else "a name, module:function"

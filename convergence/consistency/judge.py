@@ -1,16 +1,17 @@
-"""Decides whether a patch widens what the unpatched model shows: differences of log-probabilities, in float64.
+"""Decides whether a patch widens the differences of log-probabilities that the unpatched model shows, in float64.
 
-A *comparison* is a difference d per token: of one path from float64's by the same path, or of the training forward from
-a rollout's path, in the same arm. Of each there are four figures, with the importance ratio r = exp(d):
+A *comparison* is a difference d per token. One kind compares a path with float64 by the same path. The other kind
+compares the training forward with a rollout's path in the same arm. Each comparison has four figures, with the
+importance ratio r = exp(d):
 
 - largest difference: max |d|
 - mean difference: mean |d|
-- KL per token: mean of r - 1 - log r, the estimate that trainers report. It is never negative.
-- share outside 1 ± 0.01: of tokens with |r - 1| > 0.01
+- KL per token: mean of r - 1 - log r. Trainers report this estimate, which is never negative.
+- share outside 1 ± 0.01: the share of tokens with |r - 1| > 0.01
 
-The measure of the candidate is what the honest arms (the baseline and its replicas) show in the same figure. Between
-two paths of one arm this may be nothing, where an unpatched model runs the same kernels in both. There, the measure is
-at least the error of the two paths against float64.
+The candidate is measured against the same figure of the honest arms (the baseline and its replicas). Two paths of one
+honest arm may not differ at all, because an unpatched model can run the same kernels in both. Then the measure is at
+least the error of the two paths against float64.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from convergence.judge import tolerance
 from convergence.judge.compare import Pair, check_presence, left_out, own_error
 from convergence.judge.verdict import Evidence, Verdict, judged
 
-# What an importance ratio may be off before a trainer's clipping or masking sees it.
+# A trainer's clipping or masking reacts to an importance ratio that is off by more than this.
 RATIO = 0.01
 _LARGEST, _MEAN, _KL, _SHARE = DIFFERENCES
 
 
 class Figures(NamedTuple):
-    """What is judged of the differences d of all tokens."""
+    """The judged figures of the differences d of all tokens."""
 
     largest: float
     mean: float
@@ -44,7 +45,7 @@ class Figures(NamedTuple):
     @classmethod
     def of(cls, d: torch.Tensor) -> Figures:
         d = d.double()
-        kl = float((d.expm1() - d).mean())  # below a unit of roundoff it may come out negative
+        kl = float((d.expm1() - d).mean())  # roundoff may make a tiny KL negative
         return cls(float(d.abs().max()), float(d.abs().mean()), max(kl, 0.0), share_outside(d))
 
 
@@ -54,7 +55,7 @@ def share_outside(d: torch.Tensor) -> float:
 
 
 def differences(truth: Trajectory, arm: Trajectory) -> dict[str, torch.Tensor]:
-    """The differences d of every comparison, by its name."""
+    """The differences d of every comparison, by the comparison's name."""
     exact, values = truth.values[LOG_PROBS], arm.values[LOG_PROBS]
     paths = [moment.step for moment in exact]
     found = {_from_truth(path): values[at(path)].double() - exact[at(path)].double() for path in paths}
@@ -63,10 +64,10 @@ def differences(truth: Trajectory, arm: Trajectory) -> dict[str, torch.Tensor]:
 
 
 def add_rollout(engine: str, log_probs: torch.Tensor, pairs: Sequence[Pair], candidate: Trajectory) -> None:
-    """Add what ``engine`` computed, ``log_probs`` [batch, length - prompt], to every arm as a path of that name.
+    """Add the engine's ``log_probs`` [batch, length - prompt] to every arm, as a path named ``engine``.
 
-    It ran the weights of the baseline. A replica has other weights, so it gets what the engine would show if it were
-    off from the replica's truth as it is from the baseline's.
+    The engine ran the baseline's weights. A replica has other weights. So a replica gets its own truth plus the
+    engine's difference from the baseline's truth.
     """
     exact = [truth.values[LOG_PROBS][at(PREFILL)] for truth, _ in pairs]
     off = log_probs.double() - exact[0].double()
@@ -77,8 +78,8 @@ def add_rollout(engine: str, log_probs: torch.Tensor, pairs: Sequence[Pair], can
 
 
 def described(truth: Trajectory, arms: dict[str, Trajectory]) -> dict[str, dict[str, dict[str, float]]]:
-    """What a record holds of ``arms``: the figures of every comparison, by its name and that of the arm. There are none
-    of an arm that lacks a path, or has one of another shape."""
+    """A record's figures of ``arms``: by comparison, by arm, by figure. An arm that lacks a path, or has a path of
+    another shape, has no figures."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     shapes = _shapes(truth)
     for arm, trajectory in arms.items():
@@ -104,7 +105,7 @@ def judge(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype) -> V
     """Judge ``candidate`` against ``pairs``: (truth, baseline) first, then each replica's truth and replica.
 
     Args:
-        dtype: that of the weights of baseline and candidate.
+        dtype: the dtype of baseline's and candidate's weights.
     """
     return Verdict.of(_evidence(pairs, candidate, dtype))
 
@@ -130,7 +131,7 @@ def _evidence(pairs: Sequence[Pair], candidate: Trajectory, dtype: torch.dtype) 
 
 
 def _errors(d: torch.Tensor) -> list[float]:
-    """The figures of ``d`` that grow with it as an error does; KL is half of its square."""
+    """The figures of ``d`` that grow linearly with ``d``. KL grows with the square, so its root is taken."""
     figures = Figures.of(d)
     return [figures.largest, figures.mean, math.sqrt(2 * figures.kl)]
 
@@ -138,12 +139,12 @@ def _errors(d: torch.Tensor) -> list[float]:
 def _judge_one(
     name: str, path: str, own: torch.Tensor, honest: list[list[torch.Tensor]], floor: torch.Tensor
 ) -> Iterator[Evidence]:
-    """Judge the differences ``own`` of one comparison, of that ``name``.
+    """Judge the differences ``own`` of the comparison ``name``.
 
     Args:
-        path: the one that is compared.
-        honest: of every honest arm the same differences, and those that measure them where they are nothing.
-        floor: [3], below which no error is judged.
+        path: the compared path.
+        honest: for every honest arm the same differences, then the differences that measure them if they are zero.
+        floor: [3]: smaller errors are not judged.
     """
     errors = torch.tensor([_errors(first) for first, *_ in honest], dtype=torch.float64)
     figures, widest, compared = Figures.of(own), 0.0, (Quantity(COMPARED, name), at(path))
@@ -154,6 +155,7 @@ def _judge_one(
         bound, limit = ((ratio * unit) ** 2 / 2 if statistic == _KL else ratio * unit for ratio in ratios)
         yield from judged(*compared, statistic, figures[i], bound, limit=limit)
         widest = max(widest, ratios[0])
-    # Who may be off by so many times as much may have as many tokens outside as that would put there.
+    # A candidate may be off by ``widest`` times the honest difference, so as many tokens may be outside as that
+    # difference puts there.
     most = max(share_outside(widest * d) for arm in honest for d in arm)
     yield from judged(*compared, _SHARE, figures.share, most)

@@ -1,8 +1,8 @@
-"""The log-probabilities of a text by one arm, by each of the ways in which trainers and rollouts compute them.
+"""Computes the log-probabilities of a text in one arm, in each way that trainers and rollouts use.
 
-The *training forward* sees the whole text, in training mode, with labels and gradients. *Prefill* sees the whole text
-without gradients and fills a cache. *Decoding* gets a prompt, and then one token at a time with the cache of those
-before. All three are the same function, so in exact arithmetic they agree.
+The *training forward* gets the whole text, in training mode, with labels and gradients. *Prefill* gets the whole text
+without gradients and fills a cache. *Decoding* gets a prompt, and then one token at a time with the cache of the
+earlier tokens. All three are the same function, so they agree in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def at(path: str) -> Moment:
 
 
 def observe(run: Run) -> Trajectory:
-    """The log-probabilities [batch, length - prompt] of the tokens of ``run.evaluation`` that follow the prompt, by
-    each of :data:`PATHS`; and the loss of the training forward.
+    """The log-probabilities [batch, length - prompt] of the tokens after the prompt in ``run.evaluation``, by each of
+    :data:`PATHS`. The result also has the loss of the training forward.
 
     Raises:
-        CannotApply: the patch raised. Whatever is raised after that comes as it is.
+        CannotApply: the patch raised. Later exceptions are not wrapped.
     """
     return observed(run, _observe)
 
@@ -41,7 +41,8 @@ def _observe(run: Run, model: Any, result: Trajectory) -> None:
     model.eval()
     with torch.no_grad():
         for done, (path, prompt) in enumerate(((PREFILL, ids.shape[1]), (DECODING, PROMPT_TOKENS)), start=2):
-            # The last token of the prompt predicts the first one that counts, and the last token of all predicts none.
+            # The last token of the prompt predicts the first token that counts. The last token of the text predicts
+            # none.
             logits = torch.cat(list(decoded(model, ids, prompt)), 1)
             _record(result, path, logits, ids)
             progress.reach(path, done, len(PATHS))
@@ -58,8 +59,8 @@ def _train(model: Any, ids: torch.Tensor, result: Trajectory) -> None:
 
 
 def _record(result: Trajectory, path: str, logits: torch.Tensor, ids: torch.Tensor) -> None:
-    """Record what the ``logits`` [batch, length, vocab] say of the tokens after the prompt, in float32 or, of a truth,
-    in float64."""
+    """Record the log-probabilities of the tokens after the prompt, from ``logits`` [batch, length, vocab]. They are
+    float32, or float64 in a truth."""
     targets = ids[:, PROMPT_TOKENS:].to(logits.device)
     log_probs = logits.detach()[:, PROMPT_TOKENS - 1 : -1].float().log_softmax(-1)
     result.record(LOG_PROBS, at(path), log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1))

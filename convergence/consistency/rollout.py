@@ -1,8 +1,8 @@
-"""The log-probabilities of a text by a rollout engine, which runs the checkpoint with kernels of its own.
+"""Gets the log-probabilities of a text from a rollout engine, which runs the checkpoint with other kernels.
 
-An adapter is a function of a checkpoint's folder, the tokens int64 [batch, length] on the CPU, and the dtype of the
-weights ("bfloat16"). It returns the log-probability of every token but the first, [batch, length - 1], at temperature 1
-and of the whole vocabulary. It runs in a process of its own.
+An adapter is a function of three arguments: a checkpoint's folder, the tokens int64 [batch, length] on the CPU, and the
+dtype of the weights ("bfloat16"). It returns the log-probability of every token but the first, [batch, length - 1], at
+temperature 1 over the whole vocabulary. It runs in a separate process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Adapter = Callable[[str, torch.Tensor, str], torch.Tensor]
 
 
 def vllm(path: str, ids: torch.Tensor, dtype: str) -> torch.Tensor:
-    """vLLM's: ``prompt_logprobs`` of requests that generate one token."""
+    """vLLM's adapter: ``prompt_logprobs`` of requests that generate one token."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(model=path, dtype=dtype, max_model_len=ids.shape[1] + 1, enable_prefix_caching=False)
-    asked = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0)  # of the token itself, and of no other
+    asked = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0)  # 0: no alternative tokens
     found = engine.generate([{"prompt_token_ids": row} for row in ids.tolist()], asked)
     return _of_tokens(ids, [[_numbers(place) for place in row.prompt_logprobs] for row in found])
 
@@ -36,7 +36,7 @@ def _numbers(place: Any) -> dict[int, Any]:
 
 
 def sglang(path: str, ids: torch.Tensor, dtype: str) -> torch.Tensor:
-    """SGLang's: ``input_token_logprobs`` of requests that generate one token."""
+    """SGLang's adapter: ``input_token_logprobs`` of requests that generate one token."""
     import sglang
 
     engine = sglang.Engine(model_path=path, dtype=dtype, skip_tokenizer_init=True, disable_radix_cache=True)
@@ -53,11 +53,11 @@ ENGINES: dict[str, Adapter] = {"vllm": vllm, "sglang": sglang}
 
 
 def _of_tokens(ids: torch.Tensor, rows: Sequence[Sequence[dict[int, Any]]]) -> torch.Tensor:
-    """The log-probabilities [batch, length - 1] of the tokens ``ids``, from what an engine says of the tokens of each
-    place. Of the first place it says nothing.
+    """The log-probabilities [batch, length - 1] of the tokens ``ids``. ``rows`` has the engine's scores of tokens at
+    each position; the first position has no scores.
 
     Raises:
-        ValueError: it says nothing of a token.
+        ValueError: the engine did not score a token.
     """
     result = []
     for tokens, places in zip(ids.tolist(), rows, strict=True):
@@ -71,10 +71,10 @@ def _of_tokens(ids: torch.Tensor, rows: Sequence[Sequence[dict[int, Any]]]) -> t
 
 
 def check_engine(name: str) -> None:
-    """See that ``name`` is an engine that is installed here, or of the form ``module:function``.
+    """Check that ``name`` is an installed engine or has the form ``module:function``.
 
     Raises:
-        Unusable: it is neither.
+        Unusable: ``name`` is neither.
     """
     if name in ENGINES:
         if importlib.util.find_spec(name) is None:
@@ -88,7 +88,7 @@ def log_probs(name: str, path: str, ids: torch.Tensor, dtype: str, timeout: floa
     """The log-probabilities float32 [batch, length - 1] that the engine ``name`` gives to the tokens ``ids``.
 
     Raises:
-        Unusable: it failed, or gave none; the message says how.
+        Unusable: the engine failed, or returned no log-probabilities. The message gives the reason.
     """
     with guarded(f"--rollout {name}", "gives no log-probabilities of the text"):
         found = isolate.call(_called, name, path, ids.cpu(), dtype, timeout=timeout)

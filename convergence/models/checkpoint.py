@@ -1,7 +1,7 @@
-"""A checkpoint of somebody's own as a model of the proof: its weights, its tokenizer, and text of the user's choice.
+"""A user's checkpoint as a model of the proof, with its weights, its tokenizer, and a text of the user's choice.
 
-:class:`Checkpoint` is a row like those in ``models.py``. Its name says all that it was made with, so that a record, and
-a process of its own, can make it again.
+:class:`Checkpoint` is a row like those in ``models.py``. Its name contains all its options, so that a record or a
+separate process can make it again.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from convergence.models.data import Batch
 from convergence.models.folder import guarded
 from convergence.models.models import DTYPES, Row
 
-# Steps that are observed in full before a long run.
+# The number of fully observed steps before a long run.
 _FEW = 4
 PROFILE = "text"
 
 
 @dataclass(frozen=True)
 class Checkpoint(Row):
-    """What ``--checkpoint`` names.
+    """The model that ``--checkpoint`` names.
 
     Args:
         path: a folder with config.json and safetensors, or a GGUF file.
-        layers: how many of its layers are kept, from the first on; None for all.
-        rows, length: of a batch; ``length`` in tokens.
-        steps: how many batches. Many are a long run: all else is observed of a few, and of these the loss.
-        text: a file; empty for the text that ships with Python.
-        rollout: the engine whose log-probabilities are compared, too; empty for none.
+        layers: keep this many layers, from the first on; None keeps all.
+        rows, length: the size of a batch; ``length`` in tokens.
+        steps: the number of batches. Many steps are a long run, of which only the loss is observed. Everything else is
+            then observed in a few steps.
+        text: a file; empty for a text that ships with Python.
+        rollout: an engine whose log-probabilities are also compared; empty for none.
     """
 
     path: str
@@ -77,7 +78,8 @@ class Checkpoint(Row):
 
     @property
     def _file(self) -> dict[str, Any]:
-        """Where transformers finds it; nothing is ever downloaded, and no code of its folder runs."""
+        """The arguments with which transformers finds the checkpoint. Nothing is downloaded, and no code in the folder
+        runs."""
         path = Path(self.path)
         given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         if self.is_gguf:
@@ -85,7 +87,7 @@ class Checkpoint(Row):
         return {"pretrained_model_name_or_path": str(path), **given}
 
     def config(self) -> Any:
-        """Its configuration, cut to the layers that are kept, without dropout."""
+        """The checkpoint's configuration, cut to ``layers``, without dropout."""
         config = copy.deepcopy(saved_config(self.path))
         inner = config.get_text_config()
         count = inner.num_hidden_layers
@@ -104,7 +106,7 @@ class Checkpoint(Row):
         return causal_lm(self.config())
 
     def build(self, seed: int) -> nn.Module:
-        """The unpatched model on the CPU, with its weights in the dtype that they were saved in.
+        """The unpatched model on the CPU, with weights in their saved dtype.
 
         Raises:
             Unusable: weights are missing, or the file is damaged.
@@ -117,18 +119,19 @@ class Checkpoint(Row):
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-        model.generation_config = transformers.GenerationConfig()  # without an end: generation always runs to its end
+        model.generation_config = transformers.GenerationConfig()  # no end token: always the full length
         return model.train()
 
     def load(self, **how: Any) -> tuple[Any, dict[str, Any]]:
-        """The model as transformers loads it, and what it found missing or of other shapes; ``how`` goes to it."""
+        """The model as transformers loads it, and transformers' lists of missing and mismatched weights. ``how`` goes
+        to ``from_pretrained``."""
         import transformers
 
         loader: Any = transformers.AutoModelForCausalLM
         own: dict[str, Any] = {"use_safetensors": True, "torch_dtype": "auto"}
         if self.is_gguf:
             own = {"torch_dtype": self.saved_in()}
-            if hasattr(transformers, "GgufConfig"):  # else, with the package kernels, blocks stay, which do not train
+            if hasattr(transformers, "GgufConfig"):  # else kernels keeps blocks, which do not train
                 own["quantization_config"] = transformers.GgufConfig(dequantize=True)
         loaded: tuple[Any, dict[str, Any]] = loader.from_pretrained(
             **self._file, **own, **how, config=self.config(), output_loading_info=True
@@ -170,19 +173,19 @@ class Checkpoint(Row):
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  (a row is a small value; what is free changes while arms train)
     def plan(self, dtype: str, device: str) -> memory.Plan:
-        """What it takes, and the truth that fits."""
+        """The memory plan: the memory of the arms, and the dtype of the truth that fits."""
         return memory.plan(self.empty(), self.rows, self.length, DTYPES[dtype], device, self.saved_in())
 
     def saved_in(self) -> torch.dtype:
-        """The dtype that its weights are loaded in."""
+        """The dtype of the loaded weights."""
         if self.is_gguf:
             return gguf_file.read(self.path).dtype
         dtype = getattr(self.config(), "dtype", None) or getattr(self.config(), "torch_dtype", None)
         return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
     def default_dtype(self) -> str:
-        """The dtype that it is proven in where none is asked for: the one it is saved in, or bfloat16 for float16 and
-        for blocks of quantized numbers, which hold no more."""
+        """The default dtype of a proof: float32 for weights saved in float32, otherwise bfloat16. Blocks of quantized
+        numbers count as bfloat16."""
         return "float32" if self.saved_in() is torch.float32 and not self._blocks() else "bfloat16"
 
     def _blocks(self) -> list[str]:
@@ -193,7 +196,7 @@ class Checkpoint(Row):
         return [f"weights of {blocks} were dequantized to float32, and train as such"] if blocks else []
 
     def bystander(self, template: nn.Module) -> nn.Module:
-        """One layer of it: a whole one would hold as much memory again."""
+        """The checkpoint with one layer, because a whole model would need as much memory again."""
         return dataclasses.replace(self, layers=1).build(0)
 
     def describe(self, dtype: str, device: str) -> str:
@@ -223,14 +226,15 @@ def quietly() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def saved_config(path: str) -> Any:
-    """The configuration as it is saved: of a GGUF file, which holds its vocabulary in front, that takes seconds."""
+    """The saved configuration. Reading a GGUF file takes seconds, because its vocabulary comes first, so the result is
+    cached."""
     import transformers
 
     return transformers.AutoConfig.from_pretrained(**Checkpoint(path)._file)
 
 
 def causal_lm(config: Any) -> Any:
-    """The class that AutoModelForCausalLM makes of ``config``; None where there is none."""
+    """The class that AutoModelForCausalLM makes of ``config``; None if there is none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -241,7 +245,8 @@ def tokens_of(path: str, text: str) -> torch.Tensor:
     """The text in tokens of the checkpoint: int64 [tokens].
 
     Raises:
-        OSError, ValueError, ImportError: transformers finds no tokenizer, or lacks what reads it.
+        OSError, ValueError, ImportError: transformers finds no tokenizer, or a package that reads the tokenizer is
+            missing.
     """
     import transformers
 

@@ -1,7 +1,7 @@
-"""One call of an op and of its reference, forward and backward, compared with float64.
+"""Compares one call of an op with its reference and with float64, forward and backward.
 
-Every call is judged by what it may not do, whatever it is called for: hand out its inputs, write to what the caller
-holds, read memory that nobody has written, or return other shapes and dtypes than the reference.
+Every call is also judged by rules that hold for all checks. An op must not return its inputs, overwrite the caller's
+tensors, or read memory that was not written. Its results must have the reference's shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from convergence.op.memory import same, shared, zeroed
 Op = Callable[..., Any]
 MaybeTensors = list[torch.Tensor | None]
 
-# What may be wrong with any call. Numbers belong to the check that the call is made for.
+# Failures that any call may have. A wrong number is a failure of the check that made the call.
 RESULTS, MEMORY, ALIASING, CLOBBERING = "results", "memory", "aliasing", "clobbering"
 ACCURACY = "accuracy"
 
 
 class OpFailure(AssertionError):
-    """An op does not do what its reference does.
+    """An op does not compute what its reference computes.
 
     Attributes:
-        check: the name of the check that found it.
-        message: what it found.
+        check: the name of the check that failed.
+        message: the reason.
     """
 
     def __init__(self, check: str, message: str) -> None:
@@ -39,21 +39,21 @@ class OpFailure(AssertionError):
 
 
 class NoTruth(ValueError):
-    """The reference raised, or is not finite in float64, so there is nothing to compare with."""
+    """The reference raised, or its float64 result is not finite, so the op cannot be judged."""
 
 
 class How(NamedTuple):
-    """How a call is judged.
+    """The rules by which a call is judged.
 
     Attributes:
-        check: which check a wrong number belongs to.
-        terms: how many numbers an element of a result is a sum of.
+        check: the check that a wrong number belongs to.
+        terms: the number of terms in the sum of one element of a result.
         views: whether a result may be a view of an input.
         overwrites: the names of the inputs that the op may overwrite.
-        replicas: how often PyTorch's error is measured again, on inputs that were moved by units in the last place,
-            before a number counts as wrong.
-        inside: makes the context in which op and reference are called.
-        see: what is done with the gradients that come in, such as giving them other strides.
+        replicas: before a number counts as wrong, PyTorch's error is measured this often again. The inputs of each
+            measurement are moved by units in the last place.
+        inside: makes the context for calls of op and reference.
+        see: applied to the incoming gradients, for example to change their strides.
     """
 
     check: str = ACCURACY
@@ -73,10 +73,10 @@ class Ran(NamedTuple):
 
 
 def results_of(found: Any) -> MaybeTensors:
-    """What an op returned, as a list.
+    """The results of an op as a list.
 
     Raises:
-        TypeError: it is neither a tensor nor a tuple or list of tensors and None.
+        TypeError: ``found`` is neither a tensor nor a tuple or list of tensors and None.
     """
     results = list(found) if isinstance(found, (tuple, list)) else [found]
     for result in results:
@@ -88,8 +88,8 @@ def results_of(found: Any) -> MaybeTensors:
 def gradients_of(
     results: MaybeTensors, leaves: Sequence[torch.Tensor], upstream: MaybeTensors | None = None, keep: bool = False
 ) -> MaybeTensors:
-    """The gradients of the ``leaves`` that require one. Without ``upstream``, the gradients that come in are ones.
-    ``keep`` keeps the graph for another pass."""
+    """The gradients of the ``leaves`` that require one. Without ``upstream``, the incoming gradients are ones. ``keep``
+    retains the graph for another pass."""
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     given = [None] * len(results) if upstream is None else upstream
     pairs = [
@@ -106,7 +106,8 @@ def gradients_of(
 def run(
     op: Op, leaves: Sequence[torch.Tensor], upstream: MaybeTensors | None = None, inside: Any = contextlib.nullcontext
 ) -> Ran:
-    """``op(*leaves)`` inside of the context ``inside()``, and the gradients, outside of it, as autocast wants it."""
+    """``op(*leaves)`` in the context ``inside()``, and its gradients. The backward runs outside the context, as
+    autocast requires."""
     with inside():
         results = results_of(op(*leaves))
     return Ran(results, gradients_of(results, leaves, upstream))
@@ -116,25 +117,24 @@ def check_call(
     op: Op, reference: Op, leaves: Sequence[torch.Tensor], name: str = "op", terms: int = 1, how: How | None = None,
     names: Sequence[str] = (),
 ) -> Ran:  # fmt: skip
-    """Assert that ``op`` is as near to the float64 truth as ``reference`` in the inputs' own dtypes, forward and
-    backward.
+    """Assert that ``op`` is as near to the float64 truth as ``reference`` in the inputs' dtypes, forward and backward.
 
-    Also: results and gradients have the reference's shapes and dtypes, no result is a view of an input, and nothing
-    that the caller holds was changed. ``op`` and ``reference`` take the ``leaves``; views of them (halves, transposes)
-    are made inside. An element of a result is a sum of ``terms``, one of a leaf's gradient a sum of as many as the
-    results have terms for each of the leaf's elements.
+    Results and gradients must have the reference's shapes and dtypes. No result may be a view of an input, and no
+    tensor of the caller may change. ``op`` and ``reference`` take the ``leaves`` and make views of them (halves,
+    transposes) themselves. An element of a result is a sum of ``terms`` numbers. The terms of all results, divided by
+    the leaf's number of elements, are the terms of a leaf's gradient.
 
     Args:
-        name: what messages call the op.
-        how: how it is judged, where that is more than ``terms``.
-        names: those of the leaves, for messages.
+        name: the op's name in messages.
+        how: the rules of the call, instead of ``terms`` alone.
+        names: the names of the leaves in messages.
 
     Returns:
         The op's results and gradients.
 
     Raises:
         OpFailure: an AssertionError that says which check failed and by how much.
-        NoTruth: the reference raised, or is not finite in float64.
+        NoTruth: the reference raised, or its float64 result is not finite.
     """
     names = names or [str(i) for i in range(len(leaves))]
     return _Comparison(op, reference, list(leaves), how or How(terms=terms), name, list(names)).judge()
@@ -142,7 +142,7 @@ def check_call(
 
 @contextlib.contextmanager
 def raising(check: str, what: str) -> Iterator[None]:
-    """Inside, whatever is raised is a failure of ``check``."""
+    """Inside, every exception becomes a failure of ``check``."""
     try:
         yield
     except (OpFailure, NoTruth):
@@ -161,12 +161,12 @@ def _reference_raised(name: str) -> Iterator[None]:
 
 
 def fresh(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Inputs of the same values, which nobody else holds."""
+    """Copies of the inputs, with the same ``requires_grad``."""
     return [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
 
 
 class _Comparison:
-    """One call, compared."""
+    """The comparison of one call."""
 
     def __init__(
         self, op: Op, reference: Op, leaves: list[torch.Tensor], how: How, name: str, names: list[str]
@@ -174,7 +174,7 @@ class _Comparison:
         self.op, self.reference, self.leaves, self.how, self.name, self.names = op, reference, leaves, how, name, names
         with torch.no_grad(), how.inside(), _reference_raised(name):
             shapes = results_of(reference(*fresh(leaves)))
-        # Drawn on the CPU, so that every device gets the same ones.
+        # Drawn on the CPU, so that every device gets the same numbers.
         drawn = [
             how.see(torch.randn(y.shape).to(y)) if y is not None and y.is_floating_point() else None for y in shapes
         ]
@@ -194,7 +194,7 @@ class _Comparison:
         return OpFailure(check, f"{self.name}: {message}")
 
     def _truth(self, leaves: Sequence[torch.Tensor]) -> Ran:
-        """The reference in float64, also where it asks for float32 by name."""
+        """The reference in float64, even where its code asks for float32."""
         doubles = [
             leaf.detach().double().requires_grad_(leaf.requires_grad) if leaf.is_floating_point() else leaf
             for leaf in fresh(leaves)
@@ -207,17 +207,17 @@ class _Comparison:
             return run(self.reference, fresh(leaves), self.upstream, self.how.inside)
 
     def _named(self, ran: Ran) -> Iterator[tuple[str, torch.Tensor | None, bool]]:
-        """Every tensor of a call: what messages call it, itself, and whether it is a gradient."""
+        """Every tensor of a call: its name in messages, the tensor, and whether it is a gradient."""
         yield from ((f"result {i}", y, False) for i, y in enumerate(ran.results))
         yield from ((f"gradient {name}", g, True) for name, g in zip(self._wanted(), ran.gradients, strict=True))
 
     def _wanted(self) -> list[str]:
-        """The inputs that require a gradient."""
+        """The names of the inputs that require a gradient."""
         return [name for name, leaf in zip(self.names, self.leaves, strict=True) if leaf.requires_grad]
 
     def _watched(self, torchs: Ran) -> Ran:
-        """The op's results and gradients, of the form of ``torchs``, once it has written to nothing that the caller
-        holds."""
+        """Run the op and return its results and gradients. They must match ``torchs`` in form, and the op must not
+        overwrite the caller's tensors."""
         upstream = self.upstream
         inputs = [pair for pair in zip(self.names, self.leaves, strict=True) if pair[0] not in self.how.overwrites]
         held = [(f"the input {name}", leaf) for name, leaf in inputs]
@@ -241,15 +241,16 @@ class _Comparison:
         return Ran(results, gradients)
 
     def _check_results(self, ours: MaybeTensors, torchs: MaybeTensors, kind: str) -> None:
-        """As many as the reference's, of its shapes and dtypes, with a graph where it has one."""
-        # What only strides or no rows bring about is theirs.
+        """Fail unless results have the reference's number, shapes and dtypes, and a graph if the reference's have
+        one."""
+        # A failure that only strides or missing rows cause belongs to that check.
         check = RESULTS if self.how.check == ACCURACY else self.how.check
         if len(ours) != len(torchs):
             raise self._fail(check, f"{len(ours)} {kind}s instead of {len(torchs)}")
         names = [*range(len(ours))] if kind == "result" else self._wanted()
         for name, our, its in zip(names, ours, torchs, strict=True):
             if our is None or its is None:
-                # No gradient and one of zeros are the same.
+                # No gradient counts as a gradient of zeros.
                 if our is not its and not (kind == "gradient" and _is_zero(our) and _is_zero(its)):
                     raise self._fail(check, f"{kind} {name} is {_kind(our)} instead of {_kind(its)}")
             elif our.dtype != its.dtype:
@@ -260,14 +261,14 @@ class _Comparison:
                 raise self._fail(check, f"{kind} {name} has no gradient, and the reference's has one")
 
     def _check_written(self, ours: Ran, truth: Ran) -> None:
-        """No element is NaN or infinite because memory was: where it is finite when memory begins as zeros, the op
-        reads what it has not written."""
+        """Fail if an element is NaN or infinite only because uninitialised memory was. If the element is finite when
+        memory begins as zeros, the op reads memory that it has not written."""
         for (what, our, _), (_, true, _) in zip(self._named(ours), self._named(truth), strict=True):
             if our is None or true is None or bool(torch.isfinite(our).all()):
                 continue
             found: dict[str, torch.Tensor | None] = {}
-            with zeroed(), contextlib.suppress(Exception):  # once it has raised nothing
-                leaves = fresh(self.leaves) if self.how.overwrites else self.leaves  # of the same strides
+            with zeroed(), contextlib.suppress(Exception):  # an error here shows nothing
+                leaves = fresh(self.leaves) if self.how.overwrites else self.leaves  # with the same strides
                 found = {name: t for name, t, _ in self._named(run(self.op, leaves, self.upstream))}
             if (t := found.get(what)) is not None and bool(torch.isfinite(t).all()):
                 bad = ~torch.isfinite(our)
@@ -275,7 +276,8 @@ class _Comparison:
                 raise self._fail(MEMORY, f"{message}has written, the first at {bad.nonzero()[0].tolist()}")
 
     def _check_numbers(self, ours: Ran, torchs: Ran, truth: Ran) -> None:
-        """The three-way comparison of every result and gradient; in 16 bits also of its size as a whole."""
+        """The three-way comparison of every result and gradient. In 16 bits, the size of a whole tensor is compared,
+        too."""
         how = self.how
         all_terms = sum(y.numel() for y in ours.results if y is not None) * how.terms
         lists = zip(self._named(ours), self._named(torchs), self._named(truth), strict=True)
@@ -286,7 +288,7 @@ class _Comparison:
                 if not torch.equal(our, its):
                     raise self._fail(how.check, f"{what} differs in {int((our != its).sum())} of {our.numel()} places")
                 continue
-            # Accumulation is in float32: a 16-bit result is rounded once, however long the sum.
+            # Accumulation is in float32, so a 16-bit result is rounded once, however long its sum is.
             chain = 1
             if our.dtype == torch.float32:
                 chain = max(1, all_terms // max(1, our.numel())) if is_grad else how.terms
@@ -295,8 +297,8 @@ class _Comparison:
                 raise OpFailure(how.check, message)
 
     def _is_noise(self, i: int, truth: torch.Tensor, wrong: Callable[..., str]) -> bool:
-        """Whether PyTorch makes an error as large as that of the i-th tensor on replicas of the inputs. Of a few
-        elements, each of which is one draw of the noise, what counts is how far the replicas' errors scatter."""
+        """Whether PyTorch's error on replicas of the inputs is as large as the error of the i-th tensor. A tensor of a
+        few elements has only a few draws of the noise, so the scatter of the replicas' errors counts."""
         squares = 0.0
         for error in self._replicas(i):
             if not wrong(truth + error):
@@ -306,7 +308,8 @@ class _Comparison:
         return squares > 0 and many > 1 and not wrong(truth + many * squares**0.5, whole=False)
 
     def _replicas(self, i: int) -> Iterator[torch.Tensor]:
-        """PyTorch's errors in the i-th tensor on inputs that were moved a little, each against a truth of its own."""
+        """PyTorch's errors in the i-th tensor on slightly moved inputs, each relative to the truth for the same
+        inputs."""
         upstream = self.upstream
         for _ in range(self.how.replicas):
             leaves = [_moved(leaf) for leaf in self.leaves]
@@ -318,8 +321,8 @@ class _Comparison:
 
 
 def _wrong(our: torch.Tensor, truth: torch.Tensor, what: str, chain: int, its: torch.Tensor, whole: bool = True) -> str:
-    """How far ``our`` is off relative to PyTorch's ``its``; empty where it is near enough. ``whole``: also as a
-    whole, which of a few elements says nothing more."""
+    """A message on how far ``our`` is off relative to PyTorch's ``its``; empty if it is near enough. ``whole`` compares
+    the tensor as a whole, too, which says nothing more about a few elements."""
     try:
         three_way(our, its, truth, our.dtype, what, chain)
         if whole and our.dtype != torch.float32:
@@ -338,7 +341,7 @@ def _kind(t: torch.Tensor | None) -> str:
 
 
 def _moved(t: torch.Tensor) -> torch.Tensor:
-    """Every element as it is, or some units in the last place larger or smaller."""
+    """Move every element up or down by up to three units in the last place."""
     if not t.is_floating_point():
         return t
     steps = torch.randint(-3, 4, t.shape).to(t.device, torch.float64)

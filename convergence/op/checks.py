@@ -1,4 +1,4 @@
-"""The checks of an op, each a function that raises where the op fails it, and says what it tried."""
+"""The checks of an op. Each check is a function that raises if the op fails, and returns what it tried."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from convergence.op.call import (
 from convergence.op.memory import LAYOUTS, deterministic, placed, poisoned, same
 from convergence.op.subject import Example, Size, Subject
 
-# Rows and columns that are tried whatever is drawn, as far as they are allowed: one of each, odd numbers, a power of
-# two, one less, and rows that are longer than a block.
+# Rows and columns that are always tried, within the allowed ranges: one, odd numbers, a power of two, one less, and
+# rows longer than a block.
 SIZES = ((1, 1), (1, 2), (3, 7), (16, 64), (15, 127), (2, 1155))
 
 
 class NotJudged(Exception):
-    """A check that cannot be made of this op, or on this machine; the message says why."""
+    """A check that cannot judge this op, or cannot run on this machine. The message gives the reason."""
 
 
 class Options(NamedTuple):
-    """What :func:`convergence.check_op` was asked for; it explains them."""
+    """The options of :func:`convergence.check_op`, which explains them."""
 
     dtypes: tuple[torch.dtype, ...]
     rows: tuple[int, int]
@@ -68,11 +68,11 @@ class Judge:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of checks that do not depend on it: what is most exact shows most."""
+        """The dtype of checks that do not depend on the dtype: the first, usually the most exact."""
         return self.options.dtypes[0]
 
     def size(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> Size:
-        """The nearest size that is allowed."""
+        """The nearest allowed size."""
         (least, most), (shortest, longest) = self.options.rows, self.options.columns
         return Size(
             min(max(rows, least), most) if rows else 0, min(max(columns, shortest), longest), dtype or self.dtype
@@ -84,7 +84,7 @@ class Judge:
     def compare(
         self, example: Example, size: Size, check: str, what: str = "", op: Op | None = None, **how: Any
     ) -> Ran:
-        """One call in memory that begins as NaN; see :func:`check_call`."""
+        """Compare one call; uninitialised memory is NaN. See :func:`check_call`."""
         self.calls += 1
         options = self.options
         asked = How(
@@ -109,7 +109,7 @@ class Judge:
 class Check(NamedTuple):
     """Attributes:
     does: one line for the documentation.
-    run: raises where the op fails, and says what was tried.
+    run: raises if the op fails, and returns what it tried.
     """
 
     does: str
@@ -126,7 +126,8 @@ def accuracy(judge: Judge) -> str:
             size = Size(rows, columns, dtype)
             judge.compare(judge.example(size), size, ACCURACY)
 
-    # The same examples every time. A failing one is shown as it is: to shrink it would take minutes of interpreter.
+    # The examples are the same every time. A failing example is not shrunk, because that takes minutes in the
+    # interpreter.
     @settings(
         derandomize=True, deadline=None, max_examples=options.examples, phases=[Phase.generate], database=None,
         suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
@@ -147,7 +148,7 @@ def accuracy(judge: Judge) -> str:
 
 
 def strides(judge: Judge) -> str:
-    """All tensors in one layout, and each alone among dense ones."""
+    """All tensors in one layout, and each tensor alone in it while the others are dense."""
     size = judge.size(6, 20)
     for number, layout in enumerate(LAYOUTS):
         size = size._replace(dtype=judge.options.dtypes[number % len(judge.options.dtypes)])
@@ -256,10 +257,10 @@ def _check_same(found: Ran, expected: Ran, example: Example, check: str, name: s
 
 
 def determinism(judge: Judge) -> str:
-    """As users run: torch need not choose deterministic algorithms. What was computed stays, so that the next run has
-    other addresses."""
+    """The same bits in every run, while torch may choose nondeterministic algorithms, as for users. Earlier results
+    stay in memory, so the next run has other addresses."""
     repeats, sizes = 3, [(7, 20)]
-    if judge.subject.device.type == "cuda":  # programs of a large call end in any order; an interpreter's do not
+    if judge.subject.device.type == "cuda":  # only a GPU ends the programs of a large call in any order
         sizes.append((judge.options.rows[1], judge.options.columns[1]))
     for dtype in judge.options.dtypes:
         for rows, columns in sizes:
@@ -277,7 +278,7 @@ def determinism(judge: Judge) -> str:
 
 
 def autocast(judge: Judge) -> str:
-    """With float32 inputs; and with those that have rows in bfloat16, as a layer before would leave them."""
+    """With float32 inputs, then with bfloat16 for the inputs that have rows, as an earlier layer would return them."""
     if torch.float32 not in judge.options.dtypes or torch.bfloat16 not in judge.options.dtypes:
         raise NotJudged("needs float32 and bfloat16 among the dtypes")
     size, device = judge.size(6, 20, torch.float32), judge.subject.device
@@ -288,7 +289,7 @@ def autocast(judge: Judge) -> str:
         t if dim is None or t.dtype != torch.float32 else t.detach().bfloat16().requires_grad_(t.requires_grad)
         for t, dim in zip(example.leaves, judge.rows_of(size), strict=True)
     ]
-    # A reference that does not mix dtypes has nothing to say about it.
+    # A reference that cannot mix dtypes cannot judge this call.
     with contextlib.suppress(NoTruth):
         what = "autocast, rows in bfloat16"
         judge.compare(example._replace(leaves=mixed), size, "autocast", what, inside=inside)
@@ -296,7 +297,7 @@ def autocast(judge: Judge) -> str:
 
 
 def compiled(judge: Judge) -> str:
-    """One graph, captured by Dynamo alone and then by AOTAutograd, for two numbers of rows."""
+    """One graph for two numbers of rows, captured by Dynamo alone and then by AOTAutograd."""
     sizes = [judge.size(rows, 20) for rows in (6, 11)]
     for backend in ("eager", "aot_eager"):
         torch.compiler.reset()
@@ -308,15 +309,15 @@ def compiled(judge: Judge) -> str:
 
 
 def launches(judge: Judge) -> str:
-    """A second call launches what the first did; a forward without gradients launches no more; and as many kernels run
-    as was asked for."""
+    """A second call must launch the same kernels as the first. A forward without gradients must launch no more than one
+    with gradients. The number of kernels must be the requested one."""
     size, device = judge.size(16, 64), judge.subject.device
     counts: dict[str, list[dict[str, int]]] = {"forward": [], "without gradients": [], "backward": []}
     with deterministic(False), raising("launches", f"{judge.subject.name}({size}) raised"):
         run(*_bound(judge, size))  # compiles, and tunes
         calls = [_bound(judge, size) for _ in range(2)]
         results = []
-        for op, leaves in calls:  # one after the other: a call may differ from the one before
+        for op, leaves in calls:  # one after the other, because a call may differ from the previous call
             with launched.counted(device) as found:
                 results.append(results_of(op(*leaves)))
             counts["forward"].append(dict(found))
@@ -370,7 +371,7 @@ def _every_call(judge: Judge) -> str:
     return f"in all of {judge.calls} calls"
 
 
-# In the order in which they are made. The last ones were looked at in every call of the others.
+# In the order of their run. The last four were checked in every call of the others.
 CHECKS: dict[str, Check] = {
     ACCURACY: Check("as near to float64 as the reference in the same dtype, forward and backward; odd sizes", accuracy),
     "strides": Check("inputs and incoming gradients of any strides, in gaps of NaN", strides),

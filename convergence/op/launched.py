@@ -1,4 +1,4 @@
-"""Which kernels an op launches, and what in it makes the host wait for a GPU; also where there is none."""
+"""Finds the kernels that an op launches, and the calls that make the host wait for a GPU. Works without a GPU, too."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @contextlib.contextmanager
 def counted(device: torch.device) -> Iterator[Counter[str]]:
-    """Inside, kernels by name: on a GPU all that it runs, torch's own, too; on a CPU those that run in Triton's
-    interpreter. They are there once the context is left."""
+    """Inside, kernels are counted by name; the counts are complete at the end of the context. A GPU counts all kernels,
+    including torch's. A CPU counts the kernels that run in Triton's interpreter."""
     found: Counter[str] = Counter()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -32,7 +32,7 @@ def counted(device: torch.device) -> Iterator[Counter[str]]:
 @contextlib.contextmanager
 def _interpreted(found: Counter[str]) -> Iterator[None]:
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None:  # nobody has written a kernel
+    if interpreter is None:  # no kernel was defined
         yield
         return
     executor = interpreter.GridExecutor
@@ -40,7 +40,7 @@ def _interpreted(found: Counter[str]) -> Iterator[None]:
 
     def count(self: Any, *args: Any, **kwargs: Any) -> Any:
         found[getattr(self.fn, "__name__", "a kernel")] += 1
-        with _Waits.paused():  # on a GPU, nothing of a kernel is the host's
+        with _Waits.paused():  # on a GPU, the host runs no part of a kernel
             return start(self, *args, **kwargs)
 
     executor.__call__ = count
@@ -50,14 +50,14 @@ def _interpreted(found: Counter[str]) -> Iterator[None]:
         executor.__call__ = start
 
 
-# torch's functions whose result, or its shape, the host has to read.
+# torch's functions that make the host read a result or its shape.
 _READ = {
     *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select"),
 }
 
 
 class _Waits(TorchDispatchMode):
-    """Notes what would make the host wait if the tensors were a GPU's."""
+    """Notes the functions that would make the host wait if the tensors were on a GPU."""
 
     _active = True
 
@@ -82,15 +82,15 @@ class _Waits(TorchDispatchMode):
 
 
 def _has_mask(args: Any) -> bool:
-    """Whether something is indexed with booleans, of which torch looks for those that are true."""
+    """Whether a tensor is indexed with booleans. torch must then read how many are true."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], (tuple, list)) else ()
     return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
 @contextlib.contextmanager
 def waits(device: torch.device) -> Iterator[list[str]]:
-    """Inside, what makes the host wait for the GPU: there, it raises; on a CPU, torch's functions that would make it
-    wait are noted by name."""
+    """Inside, a call that makes the host wait for the GPU raises. On a CPU, the names of torch's functions that would
+    make the host wait are noted."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.get_sync_debug_mode()

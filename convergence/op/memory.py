@@ -1,4 +1,4 @@
-"""Memory that shows who reads or writes what is not theirs: it begins as NaN, and inputs lie in gaps of NaN."""
+"""Memory that reveals wrong reads and writes of an op: it begins as NaN, and inputs lie in gaps of NaN."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, ``torch.empty`` returns NaN (the largest integer for integers), so that an element nobody writes is
-    seen. torch fills memory only while it chooses deterministic algorithms."""
+    """Inside, ``torch.empty`` returns NaN (the largest integer for integers), so that an unwritten element shows. torch
+    fills memory only while it chooses deterministic algorithms."""
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = True
     try:
         with deterministic(True), warnings.catch_warnings():
-            # A GPU without deterministic products says so.
+            # A GPU without deterministic products warns.
             for message in (".*does not have a deterministic implementation.*", "Deterministic behavior was enabled.*"):
                 warnings.filterwarnings("ignore", message=message)
             yield
@@ -30,7 +30,8 @@ def poisoned() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(chosen: bool) -> Iterator[None]:
-    """Inside, torch chooses deterministic algorithms where it has some, or need not, as in most training runs."""
+    """Inside, torch chooses deterministic algorithms if ``chosen`` and if it has some. Most training runs do not ask
+    for them."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(chosen, warn_only=True)
     try:
@@ -48,7 +49,7 @@ class _Zeroed(TorchDispatchMode):
 
 
 def zeroed() -> contextlib.AbstractContextManager[Any]:
-    """Inside, memory that ``torch.empty`` and its like return begins as zeros."""
+    """Inside, ``torch.empty`` and similar functions return zeros."""
     return _Zeroed()
 
 
@@ -60,7 +61,7 @@ def shared(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether both have the same numbers, or are both None; a NaN is the same as another one."""
+    """Whether both have the same numbers, or both are None. A NaN equals another NaN."""
     if one is None or other is None:
         return one is other
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -69,14 +70,14 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 class Placed(NamedTuple):
-    """A tensor in a layout: the memory around it, and the tensor."""
+    """A tensor in a layout: ``buffer`` is all memory of the layout, and ``view`` the tensor in it."""
 
     buffer: torch.Tensor
     view: torch.Tensor
 
 
 def _rows_apart(t: torch.Tensor, i: int) -> Placed:
-    """Part of longer rows, for each input of others, that begin at an odd address."""
+    """Parts of longer rows that begin at an odd address. The rows' length differs from input to input."""
     return _within(t, (*t.shape[:-1], t.shape[-1] + 5 + 2 * i), lambda b: b[..., 3 : 3 + t.shape[-1]])
 
 
@@ -93,7 +94,8 @@ def _transposed(t: torch.Tensor, i: int) -> Placed:
 
 
 def _expanded(t: torch.Tensor, i: int) -> Placed:
-    """One row, or number, in every place. Integers may be indices that have to differ."""
+    """The first row or number in every place. Integers are not expanded, because they may be indices that must
+    differ."""
     if not t.is_floating_point():
         return _rows_apart(t, i)
     buffer = t[:1].clone()
@@ -101,14 +103,14 @@ def _expanded(t: torch.Tensor, i: int) -> Placed:
 
 
 def _within(t: torch.Tensor, shape: tuple[int, ...], see: Callable[[torch.Tensor], torch.Tensor]) -> Placed:
-    # An integer may be an index, for which most numbers are a crash.
+    # An integer may be an index, and most numbers would crash as an index.
     buffer = t.new_full(shape, float("nan") if t.is_floating_point() else 0)
     view = see(buffer)
     view.copy_(t)
     return Placed(buffer, view)
 
 
-# How a tensor may lie in memory: from a tensor and the number of the input.
+# The layouts. Each function takes a tensor and the number of the input.
 LAYOUTS: dict[str, Callable[[torch.Tensor, int], Placed]] = {
     "rows apart": _rows_apart,
     "every other column": _every_other_column,
@@ -119,7 +121,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor, int], Placed]] = {
 
 
 def placed(t: torch.Tensor, layout: str, i: int = 0) -> Placed:
-    """The values of ``t`` in a layout; expanded, those of its first row in every row."""
+    """The values of ``t`` in a layout. In "expanded", every row has the values of the first row."""
     source = t.detach()
     where = LAYOUTS[layout](source, i) if source.ndim and source.numel() else Placed(source.clone(), source.clone())
     where.view.requires_grad_(t.requires_grad)

@@ -1,4 +1,4 @@
-"""What is judged: an op, its reference, and where their inputs come from; with what a user may get wrong about them."""
+"""The subject of a judgement: an op, its reference and their inputs. Mistakes of the user raise errors here."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # ``inputs(rows, columns, dtype, device)`` returns the arguments of a call.
 Inputs = Callable[[int, int, torch.dtype, torch.device], Any]
 
-# Parameters of which a layer has one for each column.
+# Names of parameters of shape [columns].
 _VECTORS = ("weight", "bias", "gamma", "beta", "scale")
-# Values that an op takes as they are; whatever else there is may hide a tensor.
+# Values that are passed to an op as they are. An object of another type may contain a tensor.
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator, type(None))
 
 
 class Size(NamedTuple):
-    """What the inputs of a call are made from."""
+    """The size from which the inputs of a call are made."""
 
     rows: int
     columns: int
@@ -37,13 +37,13 @@ class Size(NamedTuple):
 
 
 class Example(NamedTuple):
-    """The arguments of a call, and which of them are the tensors.
+    """The arguments of a call, and the tensors among them.
 
     Attributes:
         leaves: the tensors, in the order of the arguments.
-        names: those of their parameters.
-        arguments: all arguments in place.
-        keywords: all arguments by name.
+        names: the parameter names of the leaves.
+        arguments: all positional arguments.
+        keywords: all keyword arguments.
     """
 
     leaves: list[torch.Tensor]
@@ -52,7 +52,7 @@ class Example(NamedTuple):
     keywords: dict[str, Any]
 
     def bind(self, function: Op) -> Op:
-        """``function`` of the tensors alone; all other arguments stay."""
+        """``function`` as a function of the tensors alone; all other arguments are fixed."""
         arguments, keywords = self.arguments, self.keywords
         in_place = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
         by_name = [name for name, value in keywords.items() if isinstance(value, torch.Tensor)]
@@ -72,8 +72,9 @@ class Subject(NamedTuple):
     """An op that is judged.
 
     Attributes:
-        name: what messages call it.
-        inputs: makes the arguments of a call; ``own_inputs`` says whether the user wrote it.
+        name: the op's name in messages.
+        inputs: makes the arguments of a call.
+        own_inputs: whether the user wrote ``inputs``.
     """
 
     op: Op
@@ -84,10 +85,10 @@ class Subject(NamedTuple):
     name: str
 
     def example(self, size: Size, seed: int = 0) -> Example:
-        """The same arguments for the same size and seed.
+        """The arguments for a size and a seed; equal seeds give equal arguments.
 
         Raises:
-            TypeError, ValueError: ``inputs`` raised, or returned what an op is not called with.
+            TypeError, ValueError: ``inputs`` raised, or returned something that cannot be arguments of an op.
         """
         seed_generators(seed)
         where = f"inputs({size})"
@@ -101,10 +102,10 @@ class Subject(NamedTuple):
         return _example(given, size, self.reference, where)
 
     def check_reference(self, size: Size) -> None:
-        """See that the reference computes, in the dtype and in float64, before an op is judged by it.
+        """Check that the reference runs in the dtype of ``size`` and in float64, before it judges an op.
 
         Raises:
-            ValueError: it does not.
+            ValueError: the reference raised, or did not return float64 in float64.
         """
         example = self.example(size)
         shapes = ", ".join(f"{name}: {list(t.shape)}" for name, t in zip(example.names, example.leaves, strict=True))
@@ -147,13 +148,13 @@ def _example(given: Any, size: Size, reference: Op, where: str) -> Example:
     if floating and size.dtype not in floating:
         has = ", ".join(sorted(str(dtype) for dtype in floating))
         raise ValueError(f"{where} returned tensors of {has}; at least one has to be of the dtype that it is given")
-    # What an input was computed from is nobody's concern.
+    # An input's earlier graph must not get gradients.
     leaves = [t if t.is_leaf else t.detach().requires_grad_(t.requires_grad) for _, t in tensors]
     return Example(leaves, [name for name, _ in tensors], arguments, keywords)
 
 
 def _parameters(function: Op) -> list[inspect.Parameter] | None:
-    """None for what does not say, as some builtins."""
+    """The parameters of ``function``; None if it has no signature, as some builtins."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -161,14 +162,14 @@ def _parameters(function: Op) -> list[inspect.Parameter] | None:
 
 
 def _names(function: Op, count: int) -> list[str]:
-    """Of the first ``count`` arguments."""
+    """The names of the first ``count`` arguments."""
     in_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in _parameters(function) or () if p.kind in in_place]
     return (names + [f"argument {i}" for i in range(len(names), count)])[:count]
 
 
 def _required(function: Op) -> list[str] | None:
-    """The parameters that a call must give; None where the signature does not say, or takes anything."""
+    """The parameters that a call must give; None if there is no signature, or it takes any arguments."""
     parameters = _parameters(function)
     anything = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if parameters is None or any(p.kind in anything for p in parameters):
@@ -177,10 +178,10 @@ def _required(function: Op) -> list[str] | None:
 
 
 def check_signatures(op: Op, reference: Op) -> None:
-    """See that both are called in the same way; one of them may have more options.
+    """Check that both have the same required parameters. One of them may have more options.
 
     Raises:
-        TypeError: one of them is not callable, or both have other required parameters.
+        TypeError: one of them is not callable, or the required parameters differ.
     """
     for what, function in (("op", op), ("reference", reference)):
         if not callable(function):
@@ -194,10 +195,10 @@ def check_signatures(op: Op, reference: Op) -> None:
 
 
 def inputs_by_name(reference: Op) -> Inputs:
-    """Normal numbers for every required parameter: [columns] for a weight or bias, [rows, columns] for another one.
+    """Inputs of normal numbers: [columns] for a weight or bias, [rows, columns] for any other required parameter.
 
     Raises:
-        ValueError: the signature does not say what there is, or there is no such parameter.
+        ValueError: the signature names no required parameter.
     """
     names = _required(reference)
     if not names:
@@ -210,15 +211,15 @@ def inputs_by_name(reference: Op) -> Inputs:
 
 def _by_name(names: Sequence[str], rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     shapes = {name: (columns,) if name in _VECTORS else (rows, columns) for name in names}
-    # Drawn on the CPU, so that every device gets the same ones.
+    # Drawn on the CPU, so that every device gets the same numbers.
     return {name: torch.randn(shape).to(device, dtype).requires_grad_() for name, shape in shapes.items()}
 
 
 def checked_dtypes(dtypes: Any) -> tuple[torch.dtype, ...]:
-    """The dtypes that ``dtypes`` names, as text, dtypes of torch or several of them.
+    """The dtypes in ``dtypes``: text, a dtype of torch, or several of them.
 
     Raises:
-        ValueError: one is unknown, or there is none.
+        ValueError: a dtype is unknown, or there is none.
     """
     given = [dtypes] if isinstance(dtypes, (str, torch.dtype)) else list(dtypes)
     names = [part.strip() for one in given for part in str(one).removeprefix("torch.").split(",")]

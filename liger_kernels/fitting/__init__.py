@@ -1,7 +1,7 @@
-"""How much memory a training step takes, and the longest sequence that fits: calculated, without a GPU.
+"""Calculates the memory of a training step and the longest sequence that fits, without a GPU.
 
-The step runs on the meta device, where tensors have shapes and no memory, with the patch, and what it allocates is
-counted. No formula is written down for any model.
+The patched step runs on the meta device, where tensors have shapes but no memory. Its allocations are counted. There is
+no formula for any model.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from liger_kernels.patching.recompute import Recompute
 __all__ = ["Fit", "Switch", "fit"]
 
 GIB = 2**30
-RESERVE = 2 * GIB  # the CUDA context, workspaces of cuBLAS, what the allocator cannot use
-TOKENS = 4096  # of a step, where nobody says
+RESERVE = 2 * GIB  # the CUDA context, cuBLAS workspaces, and fragments that the allocator cannot use
+TOKENS = 4096  # the default length of a row
 
 
 @dataclass(frozen=True)
 class Switch:
-    """What could be switched on.
+    """An option that the user could switch on, or several together.
 
     Attributes:
-        name: as a user writes it.
-        peak: bytes of the same step with it.
-        longest: tokens of the longest row with it; None without a GPU's size.
-        host: bytes of the host's memory that the same step takes with it.
+        name: the option as the user writes it.
+        peak: the peak in bytes of the same step with the option.
+        longest: tokens of the longest row with the option; None if the GPU's size is unknown.
+        host: bytes of host memory that the same step takes with the option.
     """
 
     name: str
@@ -46,17 +46,18 @@ class Switch:
 
 @dataclass(frozen=True)
 class Fit:
-    """What :func:`fit` found; ``str`` of it is a table.
+    """The result of :func:`fit`. ``str`` makes a table of it.
 
     Attributes:
         model: the class of the configuration.
-        setup: how it is trained, in words.
-        tokens: of each row of the step; ``batch`` rows.
-        parts: bytes at the step's peak, by what they are for.
-        gpu: GiB that the GPU has; None if nobody said.
-        longest: tokens of the longest row that fits; 0 where none does, None without ``gpu``.
-        switches: what could be switched on, where it brings something.
-        notes: what else there is to know.
+        setup: the way of training, in words.
+        tokens: the tokens of each row of the step.
+        batch: the rows of the step.
+        parts: bytes at the step's peak, by purpose.
+        gpu: the GPU's size in GiB; None if unknown.
+        longest: tokens of the longest row that fits; 0 if none fits, None without ``gpu``.
+        switches: the options that would lower the peak.
+        notes: further remarks, one a string.
         host: bytes of layer inputs in the host's memory.
     """
 
@@ -73,7 +74,7 @@ class Fit:
 
     @property
     def peak(self) -> int:
-        """Bytes that the step holds at most."""
+        """The largest number of bytes that the step holds."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -113,30 +114,31 @@ def fit(
     recompute: Recompute | None = None,
     sizes: Mapping[str, Any] | None = None,
 ) -> Fit:
-    """Calculate the memory of a training step of a patched causal language model in bfloat16. Needs no GPU.
+    """Calculate the memory of a training step of a patched causal language model in bfloat16. No GPU is needed.
 
     Args:
-        model: a configuration of transformers, the path of a folder or file of one, or the name of its class.
-        lora, qlora: the rank of adapters on every linear layer, in float32 under autocast; with ``qlora`` these layers
-            are kept in four bits. The optimizer is AdamW.
-        full: train every weight, with this optimizer in its fused form: "adamw" (the default), "adam", "sgd". States
-            are in bfloat16 like the weights. torch's default form copies all weights once more while it steps.
-        gpu: GiB of the GPU, for the longest sequence.
-        tokens: of a row; by default as many as fit, or 4096 without ``gpu``.
-        batch: rows of a step.
-        checkpointing: whether each layer is computed again in the backward, without reentry.
-        memory: the schedule of the loss, as :func:`liger_kernels.patch` takes it.
-        offload: "layers" keeps the inputs of checkpointed layers in the host's memory, as there.
-        recompute: "mlp" keeps the input of a gated MLP alone, as there.
-        sizes: attributes of the configuration that are to be others.
+        model: a configuration of transformers, the path of its folder or file, or the name of its class.
+        lora, qlora: the rank of adapters on every linear layer. Adapters are float32 under autocast, and the optimizer
+            is AdamW. With ``qlora`` the linear layers are kept in four bits.
+        full: train every weight with this optimizer: "adamw" (the default), "adam", "sgd". Its states are bfloat16 like
+            the weights. The calculation assumes ``fused=True``, because torch's default form copies all weights in a
+            step.
+        gpu: the GPU's size in GiB, for the longest sequence.
+        tokens: the tokens of a row; by default the longest row that fits, or 4096 without ``gpu``.
+        batch: the rows of a step.
+        checkpointing: whether the backward recomputes each layer (``use_reentrant=False``).
+        memory: the schedule of the loss, as in :func:`liger_kernels.patch`.
+        offload: "layers" keeps the inputs of checkpointed layers in host memory, as in :func:`liger_kernels.patch`.
+        recompute: "mlp" keeps only the input of a gated MLP, as in :func:`liger_kernels.patch`.
+        sizes: attributes of the configuration to change.
 
     Returns:
-        A :class:`Fit`. What attention allocates, what four-bit layers take and what CUDA keeps for itself are
-        estimates; everything else is counted.
+        A :class:`Fit`. The memory of attention, of four-bit layers and of CUDA itself is estimated. Everything else is
+        counted.
 
     Raises:
-        TypeError: an argument is of a type that makes no sense.
-        ValueError: nothing such as ``model`` is there, it is no causal language model, its step needs data, or another
+        TypeError: an argument has a wrong type.
+        ValueError: ``model`` does not exist, is no causal language model, or has a step that needs data; or another
             argument is out of range.
     """
     setup = check_training(lora, qlora, full, batch, memory, offload, recompute, checkpointing)
@@ -186,7 +188,7 @@ def _longest(step: MetaStep, gpu: float | None) -> int | None:
 
 
 def _others(setup: Training) -> list[tuple[str, Training]]:
-    """What takes less memory and is not on, alone and together."""
+    """The memory-saving options that ``setup`` does not use, each alone and all together."""
     changes: dict[str, dict[str, Any]] = {}
     if not setup.checkpointing:
         changes["checkpointing"] = {"checkpointing": True}

@@ -1,4 +1,4 @@
-"""The configuration of a model: a folder, a file, a class with its sizes. Nothing is downloaded."""
+"""Finds the configuration of a model in a folder, a file or a class. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from liger_kernels.ops.runtime.arguments import describe
 
 
 def find_config(model: Any, sizes: Mapping[str, Any]) -> Any:
-    """The configuration that ``model`` names, with ``sizes`` in place of its own.
+    """The configuration that ``model`` names, with its attributes changed to ``sizes``.
 
     Args:
         model: a configuration of transformers, the path of its file or folder, or the name of its class.
-        sizes: attributes of it, by name.
+        sizes: attributes of the configuration, by name.
 
     Raises:
         TypeError: ``model`` is something else.
-        ValueError: there is no such path or class, the file is no configuration, or it has no attribute of that name.
+        ValueError: the path or class does not exist, the file is no configuration, or the configuration lacks an
+            attribute.
     """
     from transformers import PretrainedConfig
 
@@ -68,5 +69,5 @@ def _of_class(name: str, sizes: Mapping[str, Any]) -> tuple[Any, list[str]]:
     unknown = [size for size in sizes if not hasattr(known, size)]
     try:
         return cls(**{size: value for size, value in sizes.items() if size not in unknown}), unknown
-    except Exception as error:  # each class has checks of its own
+    except Exception as error:  # each class has different checks
         raise ValueError(f"{name} does not take these sizes: {error}") from error

@@ -1,4 +1,4 @@
-"""The bytes of tensors that live, counted while code runs, by what they are for."""
+"""Counts the bytes of live tensors while code runs, by purpose."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
 _storage_holders: Any = torch._C._storage_Use_Count
-_LOOKED_THROUGH = ("_fn", "inner")  # frames of Dynamo, between a mode and what called the operation
+_LOOKED_THROUGH = ("_fn", "inner")  # frames of Dynamo, between a mode and the caller of the operation
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is on, every memory that an operation makes counts until its last tensor is gone.
+    """Inside, the memory of every operation's result counts until its last tensor is gone.
 
-    On the meta device, which has no memory, this is what an allocator would hold. What an operation takes and frees
-    inside itself is not seen. A boolean that the host reads from a tensor without memory is True: in transformers it
-    asks whether nothing is padded and nothing is packed.
+    On the meta device, which has no memory, this is the memory that an allocator would hold. Memory that an operation
+    takes and frees inside is not seen. A boolean that the host reads from a meta tensor is True. With such booleans,
+    transformers asks whether nothing is padded and nothing is packed.
 
     Args:
-        label: see below.
-        rounding: an allocation is a multiple of that many bytes.
-        tokens: of a row.
+        label: the first label.
+        rounding: an allocation is a multiple of this many bytes.
+        tokens: the tokens of a row.
 
     Attributes:
-        label: what is made from now on is for that.
+        label: the purpose of tensors that are made from now on.
         now: live bytes by label.
-        peak, at_peak: the largest sum of ``now``, and what ``now`` was then.
-        square: bytes of the largest [batch, heads, ``tokens``, ``tokens``] that was made.
+        peak, at_peak: the largest sum of ``now``, and ``now`` at that time.
+        square: bytes of the largest tensor [batch, heads, ``tokens``, ``tokens``] so far.
     """
 
     def __init__(self, label: str, rounding: int = 1, tokens: int = 0):
@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, self._drop, key, size).atexit = False
 
     def move(self, t: torch.Tensor, label: str) -> None:
-        """From now on the memory of ``t`` counts for ``label``."""
+        """Count the memory of ``t`` for ``label`` from now on."""
         storage = t.untyped_storage()
         before = self._labels.get(storage._cdata, label)
         if before != label:
@@ -87,9 +87,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _sum_in_place(args: Any, caller: Any) -> torch.Tensor | None:
-    """The sum of two gradients where autograd would write it over one that nobody else holds; else None.
+    """The summand that autograd would overwrite with the sum of two gradients, because nobody else holds it; else None.
 
-    Without a mode autograd does so itself. Under a mode it always makes a new tensor.
+    Autograd overwrites only without a mode. Under a mode it always makes a new tensor.
     """
     if len(args) != 2 or not _is_autograd(caller):
         return None
@@ -101,14 +101,14 @@ def _sum_in_place(args: Any, caller: Any) -> torch.Tensor | None:
 
 
 def _is_autograd(frame: Any) -> bool:
-    """Whether C++ code of a backward called the operation, not a Python function."""
+    """Whether the backward's C++ code called the operation, not a Python function."""
     while frame is not None and frame.f_code.co_name in _LOOKED_THROUGH:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 def _holders(args: tuple[Any, ...]) -> list[int]:
-    """How many hold each tensor or its memory, the caller and autograd included."""
+    """The number of references to each tensor or its memory, including those of the caller and of autograd."""
     return [
         sys.getrefcount(t) + t._use_count() + _storage_holders(t.untyped_storage()._cdata)  # type: ignore[attr-defined]
         if isinstance(t, torch.Tensor)
@@ -119,7 +119,7 @@ def _holders(args: tuple[Any, ...]) -> list[int]:
 
 @functools.cache
 def _holders_of_a_gradient() -> int:
-    """:func:`_holders` of a gradient that only autograd holds, inside of a mode."""
+    """:func:`_holders` of a gradient that only autograd holds, under a mode."""
     found: list[int] = []
 
     class Look(TorchDispatchMode):

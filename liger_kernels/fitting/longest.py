@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-STEP = 256  # tokens; what is found is a multiple of it
-FIRST = 16  # in steps, as all numbers in here
+STEP = 256  # tokens; the result is a multiple of this
+FIRST = 16  # in steps, like all numbers in this file
 MOST = 2**16
 
 
 def longest(peak: Callable[[int], int], capacity: int, step: int = STEP) -> int:
-    """The largest multiple of ``step`` whose ``peak`` is at most ``capacity``; 0 where not even the first one fits.
+    """The largest multiple of ``step`` whose ``peak`` is at most ``capacity``; 0 if not even the first fits.
 
-    A peak grows with the tokens, and most often along a line: then four or five calls settle it."""
+    A peak grows with the tokens, mostly along a line. Then four or five calls find the result."""
     known = {0: 0}  # by multiple of step
 
     def fits(n: int) -> bool:
@@ -21,9 +21,9 @@ def longest(peak: Callable[[int], int], capacity: int, step: int = STEP) -> int:
         return known[n] <= capacity
 
     def guess(low: int, high: int | None) -> int:
-        """Between the two, where a line through two known points reaches the capacity."""
+        """The multiple between ``low`` and ``high`` where a line through two known points reaches the capacity."""
         most = (MOST if high is None else high) - 1
-        if high is not None and len(known) > 6 and len(known) % 2:  # no line: halve the rest every second time
+        if high is not None and len(known) > 6 and len(known) % 2:  # no line: halve the range every second time
             return (low + high) // 2
         measured = sorted(n for n in known if n)
         a, b = (low, high) if low and high else measured[-2:] if len(measured) > 1 else (0, 0)

@@ -1,6 +1,6 @@
-"""Tensors without memory that stand for a GPU's: what a step on the meta device needs to take the way of a GPU.
+"""Lets a step on the meta device take the code paths of a GPU. Its tensors have no memory.
 
-The kernels of this package launch nothing there, and their results are allocated as always.
+The kernels of this package launch nothing there. Their results are allocated as usual.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from liger_kernels.ops.runtime.dispatch import backward_once
 from liger_kernels.ops.runtime.tiling import tiled
 from liger_kernels.patching import offload
 
-_one_at_a_time = threading.RLock()  # what is replaced below is replaced for tensors on meta, in every thread
+_one_at_a_time = threading.RLock()  # the replacements below affect meta tensors in every thread
 
 
 class MetaCopyStream:
-    """What moves layer inputs between meta and the host, and copies nothing; ``host`` counts the host's bytes."""
+    """Stands for the stream that copies layer inputs between GPU and host. It copies nothing; ``host`` counts the
+    host's bytes."""
 
     def __init__(self) -> None:
         self.host = 0
@@ -42,7 +43,7 @@ class MetaCopyStream:
 
 
 class _HostBytes:
-    """Memory of the host that nobody needs, and views of it."""
+    """Stands for host memory and its views."""
 
     def __init__(self, size: int):
         self.size = size
@@ -63,8 +64,8 @@ class _HostBytes:
 
 @contextlib.contextmanager
 def meta_as_gpu() -> Iterator[MetaCopyStream]:
-    """Inside, this thread's tensors on the meta device take the way of a GPU's: through the kernels of this package,
-    grouped products, fused attention, and to the host. Autocast of the CPU is that of meta, which has none."""
+    """Inside, this thread's meta tensors take a GPU's code paths: this package's kernels, grouped products, fused
+    attention, and offload to the host. The meta device has no autocast, so it uses the CPU's."""
     stream = MetaCopyStream()
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 
@@ -84,7 +85,7 @@ def meta_as_gpu() -> Iterator[MetaCopyStream]:
         attention = torch.library.Library("aten", "IMPL")
         stack.callback(attention._destroy)
         attention.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
-        stack.enter_context(foreseeing(torch.device("cpu"), None))  # to note launches would keep their tensors alive
+        stack.enter_context(foreseeing(torch.device("cpu"), None))  # noting launches would keep their tensors alive
         for name, value in known.items():
             stack.callback(setattr, torch, name, getattr(torch, name))
             setattr(torch, name, value)
@@ -101,10 +102,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *arg
 
 
 class _FusedAttention(torch.autograd.Function):
-    """What torch's fused attention allocates: FlashAttention, and with a mask the memory-efficient kernel.
+    """Allocates what torch's fused attention allocates: FlashAttention, or with a mask the memory-efficient kernel.
 
     q: [batch, heads, tokens, features]; k and v may have fewer heads. Results lie in memory as [batch, tokens, heads,
-    features]. A mask of booleans becomes one of q's dtype.
+    features]. A boolean mask becomes a mask of q's dtype.
     """
 
     @staticmethod
@@ -125,11 +126,11 @@ class _FusedAttention(torch.autograd.Function):
         if mask is None:
             sums = torch.empty(q.shape, dtype=torch.float32, device=q.device)
             whole = [_by_tokens(t, heads, t.shape[3]) for t in (k, v) if t.shape[1] != heads]
-            del sums, whole  # which the kernel needs while it runs
+            del sums, whole  # the kernel needs them only while it runs
         return *grads, None
 
 
 def _by_tokens(like: Tensor, heads: int, features: int) -> Tensor:
-    """[batch, heads, tokens, features]."""
+    """A new tensor [batch, heads, tokens, features] that lies in memory as [batch, tokens, heads, features]."""
     batch, _, tokens, _ = like.shape
     return like.new_empty((batch, tokens, heads, features)).transpose(1, 2)

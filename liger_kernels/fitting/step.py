@@ -1,4 +1,4 @@
-"""A training step of a model, counted: which of its bytes are for what, where it holds the most."""
+"""Counts the bytes of a model's training step at its peak, by purpose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from liger_kernels.fitting.training import Training
 from liger_kernels.patching.offload import INPUTS
 from liger_kernels.patching.recipes.probe import describe
 
-ROUNDING = 512  # CUDA's caching allocator gives multiples of it
+ROUNDING = 512  # CUDA's caching allocator allocates multiples of this
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer states"
 KEPT, LAYER, LOSS = "kept for the backward", "backward of a layer", "loss"
 PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, KEPT, LAYER, LOSS)
@@ -25,12 +25,12 @@ PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, KEPT, LAYER, LOSS)
 
 @dataclass(frozen=True)
 class Counted:
-    """What a step held.
+    """The memory of a step.
 
     Attributes:
         parts: bytes at the peak, by part.
-        square: bytes of the largest tensor [batch, heads, tokens, tokens]; 0 where there is none.
-        fallbacks: why logits were computed, and how often.
+        square: bytes of the largest tensor [batch, heads, tokens, tokens]; 0 if there is none.
+        fallbacks: the reasons why logits were computed, and how often.
         host: bytes of layer inputs in the host's memory.
     """
 
@@ -45,16 +45,16 @@ class Counted:
 
 
 def build(config: Any, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The causal language model of ``config``, in ``dtype``, with weights that nobody loaded."""
+    """The causal language model of ``config``, in ``dtype``. Its weights are not loaded."""
     from transformers import AutoModelForCausalLM
 
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)  # "dtype" is newer
+        model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)  # newer versions call it "dtype"
     return model.train()
 
 
 def prepare(model: Any, setup: Training) -> Any:
-    """``model`` with adapters, checkpointing and patch, as ``setup`` says."""
+    """``model`` with the adapters, checkpointing and patch of ``setup``."""
     if setup.rank is not None:
         import peft
 
@@ -75,7 +75,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 @contextlib.contextmanager
 def labelled(model: Any, counter: LiveBytes) -> Iterator[None]:
-    """While a step of ``model`` runs, ``counter`` is told what the tensors are for."""
+    """Inside, a step of ``model`` tells ``counter`` the purpose of its tensors."""
     hooks = []
 
     def loss_begins(module: Any, args: Any, output: Any) -> None:
@@ -103,7 +103,7 @@ def labelled(model: Any, counter: LiveBytes) -> Iterator[None]:
 
 
 def backward(model: Any, setup: Training, tokens: int, device: str, counter: LiveBytes | None = None) -> None:
-    """The gradients of one step on rows of ``tokens``, every position a target."""
+    """Forward and backward of one step on rows of ``tokens``. Every position is a target."""
     context = contextlib.nullcontext() if counter is None else labelled(model, counter)
     ids = torch.zeros((setup.batch, tokens), dtype=torch.int64, device=device)
     kind = "cpu" if device == "meta" else torch.device(device).type
@@ -117,7 +117,7 @@ class MetaStep:
     """Steps of one model on the meta device, of any length.
 
     Raises:
-        ValueError: ``config`` is none of a causal language model, or its step cannot run without data.
+        ValueError: ``config`` has no causal language model, or the model's step needs data.
     """
 
     def __init__(self, config: Any, setup: Training, dtype: torch.dtype = torch.bfloat16, rounding: int = ROUNDING):
@@ -137,12 +137,12 @@ class MetaStep:
         linears = quantised_linears(model) if setup.quantised else []
         self.model = prepare(model, setup)
         self.optimizer = setup.optimizer(trained(self.model))
-        # In four bits, and one of them in 16 while it is multiplied.
+        # Weights have four bits. One weight at a time has 16 bits, while it is multiplied.
         self.saved = sum(2 * n - nf4(n) for n in linears)
         self.dequantised = 2 * max(linears, default=0)
 
     def count(self, tokens: int) -> Counted:
-        """The bytes of a step of rows of ``tokens``, the optimizer's states there from an earlier step."""
+        """The bytes of a step on rows of ``tokens``. The optimizer already has its states, as after an earlier step."""
         if not self.optimizer.state:
             self._make_states()
         counter = LiveBytes(WEIGHTS, self.rounding, tokens)
@@ -150,11 +150,11 @@ class MetaStep:
             counter.add(t)
         for state in self.optimizer.state.values():
             for t in state.values():
-                if torch.is_tensor(t) and t.is_meta:  # its count of steps is not
+                if torch.is_tensor(t) and t.is_meta:  # the count of steps is not
                     counter.add(t, OPTIMIZER)
         counter.label = KEPT
         for module in self.model.modules():
-            module.__dict__.pop(INPUTS, None)  # memory of the host from a step of other lengths
+            module.__dict__.pop(INPUTS, None)  # host memory of a step of another length
         with meta_as_gpu() as stream:
             self._backward(tokens, counter)
         parts = {name: counter.at_peak[name] for name in PARTS}
@@ -185,12 +185,12 @@ class MetaStep:
 
 
 def quantised_linears(model: Any) -> list[int]:
-    """Elements of each weight that QLoRA keeps in four bits: of linear layers, without the head."""
+    """The number of elements of each weight that QLoRA keeps in four bits: every linear layer but the head."""
     head = model.get_output_embeddings()
     return [m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
 
 
 def nf4(elements: int) -> int:
-    """Bytes in bitsandbytes' NF4: half of one an element, and twice quantised scales of blocks of 64."""
+    """Bytes of a weight in bitsandbytes' NF4: half a byte per element, and doubly quantised scales of blocks of 64."""
     blocks = -(-elements // 64)
     return -(-elements // 2) + blocks + 4 * -(-blocks // 256)

@@ -1,4 +1,4 @@
-"""How a model is trained, as far as memory depends on it."""
+"""The options of training that affect memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Training:
     """A way of training.
 
     Attributes:
-        rank: of LoRA adapters, which are on every linear layer and in float32; None: every weight is trained.
-        quantised: whether the layers below adapters are in four bits (QLoRA).
-        full: the optimizer, of :data:`OPTIMIZERS`; adapters have "adamw".
-        batch: rows of a step.
-        checkpointing: whether each layer is computed again in the backward.
+        rank: the rank of the LoRA adapters: float32, on every linear layer. None trains every weight.
+        quantised: whether the adapted layers are in four bits (QLoRA).
+        full: the optimizer, one of :data:`OPTIMIZERS`; adapters use "adamw".
+        batch: the rows of a step.
+        checkpointing: whether the backward recomputes each layer.
         memory, offload, recompute: as in :func:`liger_kernels.patch`.
-        patched: whether the model is patched at all.
+        patched: whether the model is patched.
     """
 
     rank: int | None = None
@@ -42,7 +42,8 @@ class Training:
     patched: bool = True
 
     def optimizer(self, parameters: Iterable[nn.Parameter], fused: bool = False) -> Any:
-        """A fused one, whose step allocates nothing; or one with the same states, for any device."""
+        """The optimizer. With ``fused`` its step allocates nothing. Without, it has the same states and runs on any
+        device."""
         how: dict[str, bool] = {"fused": True} if fused else {"foreach": False}
         return OPTIMIZERS[self.full](list(parameters), lr=1e-6, **how)
 
@@ -59,11 +60,11 @@ class Training:
 def check_training(
     lora: Any, qlora: Any, full: Any, batch: int, memory: Any, offload: Any, recompute: Any, checkpointing: bool
 ) -> Training:
-    """What the arguments of :func:`liger_kernels.fit` say.
+    """The :class:`Training` of :func:`liger_kernels.fit`'s arguments.
 
     Raises:
-        ValueError: more than one of lora, qlora and full, a rank or batch below 1, an unknown optimizer, offload
-            without checkpointing, or PEFT is not installed.
+        ValueError: more than one of lora, qlora and full is given; a rank or batch is below 1; the optimizer is
+            unknown; offload is given without checkpointing; or PEFT is not installed.
     """
     given = {"lora": lora, "qlora": qlora, "full": full}
     chosen = [name for name, value in given.items() if value is not None]

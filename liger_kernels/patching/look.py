@@ -1,4 +1,4 @@
-"""Everything that the forward of a module may read, by value and by identity, as it is now."""
+"""Collects every value that the forward of a module may read now, by value and by identity."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ ABSENT: Any = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _KINDS = ("_parameters", "_buffers", "_modules")
 _THERE = "there"
-_DEPTH = 4  # of objects inside of objects
+_DEPTH = 4  # of objects inside objects
 
-# From a module to a value in it: whether each step is an item, and its name or key.
+# The steps from a module to a value inside it. A step has a flag (is it an item?) and a name or key.
 Way = tuple[tuple[bool, Any], ...]
 
 
 class Known(NamedTuple):
-    """A state of a module that was compared by value, such that identities tell whether it is still that one."""
+    """A state of a module that was compared by value. Later, identities tell whether the module still has this
+    state."""
 
-    size: int = -1  # of the module's __dict__; that of none
-    own: tuple[tuple[str, Any], ...] = ()  # what is in there
-    containers: tuple[tuple[str, Any, int], ...] = ()  # of parameters and so on, by name, and how many they hold
+    size: int = -1  # of the module's __dict__; -1 matches no module
+    own: tuple[tuple[str, Any], ...] = ()  # the names and values in the module's __dict__
+    containers: tuple[tuple[str, Any, int], ...] = ()  # of parameters and so on: name, container, size
     attributes: tuple[tuple[Any, str, Any], ...] = ()  # object, name, value
     inside: tuple[tuple[Any, Any, Any], ...] = ()  # dict or list, key, value
-    sizes: tuple[tuple[Any, int], ...] = ()  # of what is inside
+    sizes: tuple[tuple[Any, int], ...] = ()  # of the dicts and lists
     versions: tuple[tuple[torch.Tensor, int], ...] = ()
-    reason: str | None = None  # why it is not the state that was recognised
+    reason: str | None = None  # why this is not the recognised state
 
 
 class Look:
-    """A look at one patched module.
+    """The values that one patched module may read.
 
     Attributes:
-        found: by path, what has a value: numbers and names as they are, tensors as copies, functions and classes as
-            they are, other objects as their classes, and of these what the code of the forward names.
-        ways: by path, how to get there from the module, where that leads over attributes and items only.
+        found: the values by path. Numbers, strings, functions and classes stand for themselves, tensors as copies. Any
+            other object stands as its class, with the attributes that the forward's code names.
+        ways: by path, the steps from the module to the value, if they are only attributes and items.
     """
 
     def __init__(self, module: nn.Module):
@@ -60,7 +61,7 @@ class Look:
         self._module(module, "")
 
     def known(self, reason: str | None) -> Known:
-        """This state, and why it is not the one that was recognised."""
+        """This state, with the reason why it is not the recognised one."""
         return Known(
             size=len(self.state),
             own=tuple(self.own),
@@ -74,7 +75,7 @@ class Look:
 
     def _module(self, module: nn.Module, path: str) -> None:
         cls: Any = type(module)
-        cls = getattr(cls, "_liger_kernels_base", cls)  # of a patched one, what was recognised
+        cls = getattr(cls, "_liger_kernels_base", cls)  # the recognised class of a patched module
         state = module.__dict__
         live = self.live if state is self.state else frozenset()
         reads = reads_of([cls.forward], cls)
@@ -85,7 +86,7 @@ class Look:
             for kind in _KINDS:
                 self._compare(state, kind, state[kind])
             self.sizes += [(container, len(container)) for container in (state, parameters, buffers, modules)]
-        for name in live:  # The recipe's forward looks at them. FSDP1 takes them away between two forwards.
+        for name in live:  # The recipe's forward checks these. FSDP1 removes them between two forwards.
             is_none = any(name in holder and holder.get(name) is None for holder in (state, parameters, modules))
             self.found[path + name] = None if is_none else _THERE
         public = (name for name in state if reads.all and not name.startswith("_"))
@@ -97,7 +98,7 @@ class Look:
             elif name in state and (name != "forward" or state is not self.state):
                 self._value(at, state[name], names, state, name)
             elif name in parameters:
-                parameter = parameters.get(name)  # without ZeRO's own look-up, which gathers it
+                parameter = parameters.get(name)  # ZeRO's look-up would gather the parameter
                 self.found[at] = None if parameter is None else _THERE
                 if parameter is None:
                     self._compare(parameters, name, None)
@@ -111,7 +112,7 @@ class Look:
                 self._value(path + name, child, names, modules, name)
 
     def _of_class(self, cls: Any, name: str, at: str) -> None:
-        """A method, or a setting of the class, but none that every module has."""
+        """Note a method or a setting of the class, unless nn.Module defines it."""
         owner = next((c for c in cls.__mro__ if name in vars(c)), object)
         if owner in (nn.Module, object):
             return
@@ -153,7 +154,8 @@ class Look:
     def _value(
         self, at: str, value: Any, names: set[str], mapping: Any = None, key: Any = None, depth: int = 0
     ) -> None:
-        """What can be read at ``at``, and from there on; ``mapping[key]`` is ``value`` if there is a mapping."""
+        """Note ``value`` at the path ``at``, and everything inside it. ``mapping[key]`` is ``value`` if there is a
+        mapping."""
         if mapping is not None:
             self._compare(mapping, key, value)
             self._reached(at, key, type(mapping) is list or (type(mapping) is dict and at.endswith("]")))
@@ -202,11 +204,11 @@ class Look:
             self._value(f"{at}[{key!r}]", item, names, None if type(value) is tuple else value, key, depth)
 
     def _object(self, path: str, value: Any, names: set[str], depth: int) -> None:
-        """A configuration, for example: those of its attributes that the code names."""
+        """Note the attributes of an object, such as a configuration, that the code names."""
         state, cls = vars(value), type(value)
-        if hasattr(cls, "__call__"):  # noqa: B004  (of the class, whatever it inherits)
+        if hasattr(cls, "__call__"):  # noqa: B004  (the class's, also if inherited)
             names = names | reads_of([cls.__call__], cls).names
-        stored = getattr(cls, "attribute_map", {})  # of transformers: a look-up through it takes microseconds
+        stored = getattr(cls, "attribute_map", {})  # transformers' table of aliases, whose look-up takes microseconds
         for name in sorted(names - self.live):
             if (key := stored.get(name, name)) in state:
                 self._value(path + name, state[key], names, state, key, depth)
@@ -215,7 +217,7 @@ class Look:
                 continue
             try:
                 read = getattr(value, name, ABSENT)
-            except Exception:  # whatever a property raises, upstream would get it, too
+            except Exception:  # a property raised, and would also raise in upstream's forward
                 continue
             if read is not ABSENT:
                 self.attributes.append((value, name, read))
@@ -223,7 +225,7 @@ class Look:
 
 
 def _dicts_in(table: Any) -> list[dict[Any, Any]]:
-    """Where a table keeps what it holds: in itself, or in dicts of its own or of its class."""
+    """The dicts that hold a table's items: the table itself, or dicts of the object or of its class."""
     if type(table) is dict:
         return [table]
     spaces = (getattr(table, "__dict__", {}), *map(vars, type(table).__mro__))

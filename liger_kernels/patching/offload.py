@@ -1,16 +1,16 @@
-"""The inputs of checkpointed layers in host memory, copied while the GPU computes.
+"""``patch(offload="layers")``: moves the inputs of checkpointed layers to host memory while the GPU computes.
 
-Activation checkpointing keeps the input of each layer: 262 KB a token of Llama-3 8B, which is most of what a long
-sequence takes. Checkpointing saves it as autograd saves any tensor, so that a hook on saved tensors sees it, of both
-kinds of checkpointing and of every model.
+Activation checkpointing keeps the input of each layer: 262 KB a token of Llama-3 8B. That is most of the memory of a
+long sequence. Both kinds of checkpointing save the inputs through autograd, so a hook on saved tensors sees them in
+every model.
 
-A layer's input is copied when that of the next layer arrives, and given up one layer later, when the copy has ended:
-two are on the GPU at a time. In the backward, asking for one starts the copy of the one before. All copies run on one
-stream, so a buffer that is used again is written after it has been read. The newest input is never copied: its
-backward comes first.
+The copy of an input starts when the next layer's input arrives. One layer later the copy has ended, and the GPU's
+memory is freed. So two inputs are on the GPU at a time. In the backward, a layer that takes its input starts the copy
+of the previous layer's input. All copies run on one stream, so a reused buffer is written only after it was read. The
+newest input is never copied, because its backward comes first.
 
-A buffer has exactly the size of what it held first, and holds smaller inputs later. It returns to the pool of the
-patched model when autograd drops what was saved.
+A host buffer has the size of its first input and may hold smaller inputs later. The buffer returns to the patched
+model's pool when autograd drops the saved tensor.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from liger_kernels.ops.runtime.anchor import saved_tensors_hooks
 from liger_kernels.ops.runtime.arguments import one_of
 
 Offload = Annotated[str, one_of(("layers",))]
-INPUTS = "_liger_kernels_inputs"  # where a patched model keeps its own
-SMALLEST = 2**20  # bytes; what is smaller stays on the GPU
+INPUTS = "_liger_kernels_inputs"  # the attribute of a patched model with its LayerInputs
+SMALLEST = 2**20  # bytes; smaller tensors stay on the GPU
 UNUSED = "offload='layers' without activation checkpointing: nothing was moved"
 OTHERS = "offload='layers' inside of other hooks on saved tensors: nothing was moved"
 _CHECKPOINT, _FUNCTION = torch.utils.checkpoint.__file__, sys.modules[torch.autograd.Function.__module__].__file__
 
 
 class CopyStream:
-    """The stream of one GPU on which everything is copied, both ways."""
+    """The stream of one GPU for all copies, in both directions."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device)
 
     def copy(self, to: Tensor, source: Tensor) -> Any:
-        """Copy what ``source`` holds when the current stream gets here. Returns the event at the end of the copy."""
+        """Copy ``source`` after the work that the current stream has now. Returns the event at the end of the copy."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             to.copy_(source, non_blocking=True)
             return self.stream.record_event()
 
     def wait(self, event: Any) -> None:
-        """Whatever the current stream does from here on comes after ``event``."""
+        """Make the current stream wait for ``event``."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def finish(self) -> None:
@@ -68,8 +68,8 @@ class CopyStream:
 
 
 class PinnedMemory:
-    """Memory of the host that a GPU reads and writes by itself. torch's own pinned memory has powers of two for sizes,
-    up to twice as much as is asked for."""
+    """Host memory that a GPU reads and writes directly. torch's pinned memory would round each size up to a power of
+    two."""
 
     def __init__(self, size: int):
         memory: Tensor = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
@@ -87,15 +87,15 @@ class PinnedMemory:
 
 
 class PinnedPool:
-    """The host memory of one GPU that is not in use, the smallest first."""
+    """The unused host buffers of one GPU, smallest first."""
 
     def __init__(self, stream: Any):
         self.stream = stream
         self.free: list[Any] = []
 
     def acquire(self, size: int) -> Any:
-        """One of at least ``size`` bytes. In place of one that is too small a new one is made, so that there are never
-        more than have been in use at a time."""
+        """A buffer of at least ``size`` bytes. If all buffers are too small, a new buffer replaces the smallest. So the
+        number of buffers never exceeds the largest number in use at a time."""
         i = bisect.bisect_left(self.free, size, key=_size)
         if i < len(self.free):
             return self.free.pop(i)
@@ -116,19 +116,19 @@ def _size(memory: Any) -> int:
 
 
 class Input:
-    """What autograd keeps in place of the input of a layer."""
+    """The object that autograd keeps in place of a layer's input."""
 
     def __init__(self, x: Tensor, pool: PinnedPool | None, before: Input | None):
         self.tensor: Tensor | None = x.detach()
-        self.version: int | None = x._version  # None once it is a copy
+        self.version: int | None = x._version  # None once ``tensor`` is a copy
         self.pool = pool
         self.before = None if before is None else weakref.ref(before)
         self.host: Any = None
-        self.event: Any = None  # the end of the copy that is under way
+        self.event: Any = None  # the end of the copy that is running
         self.how = x.shape, x.stride(), x.dtype, x.device
 
     def start_offload(self) -> None:
-        """Begin to copy it to the host."""
+        """Start the copy to the host."""
         if self.pool is not None:
             assert self.tensor is not None
             self._check()
@@ -137,14 +137,14 @@ class Input:
             self.event = self.pool.stream.copy(self._on_host(flat), flat)
 
     def finish_offload(self) -> None:
-        """Give the tensor up; before anything else uses its memory, the copy has ended."""
+        """Free the tensor. The current stream waits for the copy before it reuses the tensor's memory."""
         if self.host is not None and self.event is not None:
             self._check()
             self.pool.stream.wait(self.event)  # type: ignore[union-attr]
             self.tensor = self.version = self.event = None
 
     def prefetch(self) -> None:
-        """Begin to copy it to the GPU."""
+        """Start the copy to the GPU."""
         if self.tensor is None and self.pool is not None:
             shape, stride, dtype, device = self.how
             self.tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -158,7 +158,7 @@ class Input:
         assert tensor is not None
         if self.version is None:
             self.pool.stream.wait(self.event)  # type: ignore[union-attr]
-            self.tensor = self.event = None  # a graph that is kept copies it again
+            self.tensor = self.event = None  # a retained graph copies the input again
         if (before := None if self.before is None else self.before()) is not None:
             before.prefetch()
         return tensor
@@ -177,13 +177,13 @@ class Input:
 
     def __del__(self) -> None:
         if self.host is not None and self.pool is not None:
-            if self.event is not None:  # a copy is under way: whoever gets the tensor's memory comes after it
+            if self.event is not None:  # a copy is running, and the next user of the tensor's memory must wait for it
                 self.pool.stream.wait(self.event)
             self.pool.release(self.host)
 
 
 class LayerInputs:
-    """The inputs of one model's checkpointed layers. Copies and pickles of it are empty."""
+    """The inputs of one model's checkpointed layers. Copies and pickles of this object are empty."""
 
     def __init__(self) -> None:
         self._pools: dict[torch.device, PinnedPool] = {}
@@ -197,21 +197,22 @@ class LayerInputs:
 
     @contextlib.contextmanager
     def offloaded(self, fallbacks: Counter[str]) -> Iterator[None]:
-        """Inside, what checkpointing saves of layers goes to the host. ``fallbacks`` counts where nothing does."""
-        if getattr(self._here, "inside", False):  # a model inside of another one
+        """Inside, the layer inputs that checkpointing saves go to the host. ``fallbacks`` counts calls in which nothing
+        moved."""
+        if getattr(self._here, "inside", False):  # a model inside another model
             yield
             return
         if saved_tensors_hooks(True) is not None:
             fallbacks[OTHERS] += 1
             yield
             return
-        on_gpu: list[Input] = []  # those on the GPU: the newest, and before it the one that is being copied
+        on_gpu: list[Input] = []  # the inputs on the GPU: the one that is being copied, then the newest
         count = 0
 
         def pack(x: Tensor) -> Any:
             nonlocal count
             if not _is_input():
-                return x if x.grad_fn is None else x.detach()  # a result would keep its own node alive
+                return x if x.grad_fn is None else x.detach()  # a saved result would keep its autograd node alive
             count += 1
             if not _moves(x):
                 return x if x.grad_fn is None else x.detach()
@@ -246,7 +247,7 @@ class LayerInputs:
                 )
 
     def _pool_of(self, device: torch.device) -> PinnedPool | None:
-        """None where tensors stay where they are."""
+        """The pool for tensors of ``device``, or None if such tensors are not moved."""
         if device not in self._pools:
             if (stream := copy_stream_of(device)) is None:
                 return None
@@ -255,12 +256,13 @@ class LayerInputs:
 
 
 def copy_stream_of(device: torch.device) -> Any:
-    """What copies between ``device`` and the host; None for the host itself."""
+    """The stream that copies between ``device`` and the host; None for the host itself."""
     return CopyStream(device) if device.type == "cuda" else None
 
 
 def _is_input() -> bool:
-    """Whether torch's checkpointing is what saves a tensor: it does so with the inputs of what it computes again."""
+    """Whether torch's checkpointing saves the tensor. Checkpointing saves only the inputs of a function that it
+    recomputes."""
     frame: Any = sys._getframe(2)
     if frame is not None and frame.f_code.co_filename == _FUNCTION:
         frame = frame.f_back
@@ -268,14 +270,15 @@ def _is_input() -> bool:
 
 
 def _moves(x: Tensor) -> bool:
-    """Whether ``x`` is worth moving: what all layers are given, such as a mask or positions, has no gradient."""
+    """Whether ``x`` is worth moving. Tensors that all layers share, such as a mask or positions, have no gradient and
+    stay."""
     if not x.requires_grad or isinstance(x, nn.Parameter) or x.numel() * x.element_size() < SMALLEST:
         return False
     return _is_dense(x)
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether the elements of ``x`` fill a range of memory, each at a place of its own."""
+    """Whether the elements of ``x`` fill a range of memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size != 1:
@@ -286,5 +289,5 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The memory of ``x`` in one dimension."""
+    """The memory of ``x`` as a vector."""
     return x.as_strided((x.numel(),), (1,))

@@ -1,7 +1,7 @@
-"""What a forward may read, by its code: names of attributes, global functions, and what it closes over.
+"""Finds what a forward may read, from its code: names of attributes, global functions, and closures.
 
-The bytecode names every attribute, and a string among its constants may be one for ``getattr``. So what is not named
-there cannot change what a forward computes: hooks, flags and marks that other packages put on a module.
+The bytecode names every attribute, and a string constant may be a name for ``getattr``. An attribute that is not named
+there cannot change the result of a forward. Examples are hooks, flags and marks that other packages put on a module.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _METHODS = (types.FunctionType, property, staticmethod, classmethod, functools.c
 
 @dataclass
 class Reads:
-    """What some functions, and those that they call, may read.
+    """The values that some functions, and the functions that they call, may read.
 
     Attributes:
-        names: of attributes, whatever they are attributes of.
-        all: whether any attribute may be read: there is code that cannot be seen, or that asks for all of them.
-        values: (container, name) of the global functions, classes and numbers, and of the closed over objects.
+        names: names of attributes, of any object.
+        all: whether any attribute may be read, because some code cannot be seen or asks for all attributes.
+        values: (container, name) of every global function, class and number, and of every object in a closure.
     """
 
     names: set[str] = field(default_factory=set)
@@ -38,7 +38,8 @@ class Reads:
 
 
 def reads_of(functions: Iterable[Any], cls: type) -> Reads:
-    """What ``functions`` of the class ``cls`` may read, and the methods and global functions that they name."""
+    """The values that ``functions`` of the class ``cls``, and the methods and global functions that they name, may
+    read."""
     found = Reads()
     todo, seen = list(functions), set()
     while todo:
@@ -58,7 +59,7 @@ def reads_of(functions: Iterable[Any], cls: type) -> Reads:
             elif (table := table_of(value)) is not None:
                 found.names.update(*(names_in(f.__code__) for f in table.values() if isinstance(f, types.FunctionType)))
             found.values.append((holder, name))
-        for ancestor in cls.__mro__:  # all of them: `super()` names the method of another
+        for ancestor in cls.__mro__:  # all classes, because `super()` names another class's method
             if ancestor not in (nn.Module, object):
                 methods = (vars(ancestor)[name] for name in names & vars(ancestor).keys())
                 todo += [method for method in methods if isinstance(method, _METHODS)]
@@ -69,18 +70,18 @@ Outside = tuple[tuple[Any, str, Any], ...]  # a dict or an object, a name, and t
 
 
 def outside_of(function: Any) -> Outside:
-    """What ``function``, and what it calls, uses of its globals and closures, as it is now."""
+    """The current globals and closures that ``function``, and the functions that it calls, use."""
     values = reads_of([function], object).values
     return tuple((h, name, h[name] if isinstance(h, dict) else getattr(h, name)) for h, name in values)
 
 
 def reads_training(module: nn.Module) -> bool:
-    """Whether what ``module`` computes may depend on its mode, or on that of a module inside."""
+    """Whether the result of ``module`` may depend on the training mode of it or of a module inside."""
     return any("training" in reads_of([type(part).forward], type(part)).names for part in module.modules())
 
 
 def _plain(function: Any) -> Any:
-    """The function inside of what a class or an instance may hold in place of one."""
+    """The plain function inside a property, partial or method."""
     for name in ("fget", "func", "__func__"):  # a property, a partial or a cached property, a method of some kind
         inner = None if isinstance(function, types.FunctionType) else getattr(function, name, None)
         if inner is not None:
@@ -89,11 +90,11 @@ def _plain(function: Any) -> Any:
 
 
 def _outside(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
-    """What ``function`` finds outside of itself, and where: in its closure, and its globals that are not torch's."""
+    """The values of ``function``'s closure and of its globals that are not torch's, with their containers."""
     for cell in function.__closure__ or ():
         try:
             yield cell, "cell_contents", cell.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty
             continue
     scope = function.__globals__
     if _is_torchs(scope.get("__name__")):
@@ -123,7 +124,7 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 @functools.cache
 def global_names(code: types.CodeType) -> list[str]:
-    """In the order of the code: that of a set would be another one in every process."""
+    """The global names in the order of the code. The order of a set would differ in every process."""
     names = [i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,12 +1,12 @@
-"""``patch(recompute="mlp")``: a gated MLP that saves its input alone, and computes the rest again in the backward.
+"""``patch(recompute="mlp")``: a gated MLP saves only its input, and recomputes everything else in the backward.
 
-Where the projections are matrices, with adapters or without, ``ops.gated_mlp`` does it. Any other MLP whose kernel runs
-on its modules does it here: forward and backward call the modules tile by tile of tokens. Both save before they
-compute, so that the recomputation of a checkpointed layer ends before the MLP.
+``ops.gated_mlp`` does this for projections that are matrices, with or without adapters. This file does it for every
+other MLP whose kernel runs on its modules. Here forward and backward call the modules for one tile of tokens after
+another. Both ways save before they compute, so the recomputation of a checkpointed layer stops before the MLP.
 
-Tokens of an MLP do not depend on one another, and a module of it that draws random numbers draws the same in both
-directions. Whoever watches a module or the gradient of a parameter would be called once per tile: there, the MLP keeps
-what it always keeps, and the report counts why.
+Tokens of an MLP do not depend on each other. A module that draws random numbers draws the same ones in both directions.
+A hook on a module or on a parameter's gradient would run once per tile. An MLP with such hooks saves what it always
+saves, and the report counts the reason.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.report import REPORT
 
 Recompute = Annotated[str, one_of(("mlp",))]
-Run = Callable[[Tensor, bool], Tensor]  # of x, and whether the result's last product is left out
+Run = Callable[[Tensor, bool], Tensor]  # of x, and whether to leave the result's last product out
 
 
 def recomputes(mlp: Any) -> bool:
-    """Whether ``mlp`` saves its input alone now: in evaluation it saves nothing."""
+    """Whether ``mlp`` saves only its input now. In evaluation it saves nothing."""
     if torch.compiler.is_compiling():
         return False
     report = mlp.__dict__.get(REPORT)
@@ -41,7 +41,8 @@ def recomputes(mlp: Any) -> bool:
 
 
 def in_tiles(mlp: nn.Module, run: Run, x: Tensor) -> Tensor:
-    """``run(x, False)``, tile by tile, of which only ``x`` is saved; or all at once, where tiles would be noticed."""
+    """``run(x, False)``, one tile after another; only ``x`` is saved. If a hook would notice the tiles, everything runs
+    at once."""
     parameters = list(mlp.parameters())
     reason = _obstacle(mlp, parameters)
     if reason is not None:
@@ -55,7 +56,7 @@ def in_tiles(mlp: nn.Module, run: Run, x: Tensor) -> Tensor:
 
 
 def _obstacle(mlp: nn.Module, parameters: Sequence[Tensor]) -> str | None:
-    """Who would notice tiles."""
+    """Why ``mlp`` cannot run in tiles; None if it can."""
     if probe.has_global_hooks():
         return "all modules have hooks"
     for module in mlp.modules():
@@ -69,7 +70,7 @@ def _obstacle(mlp: nn.Module, parameters: Sequence[Tensor]) -> str | None:
 
 
 class _Surroundings:
-    """What a module may compute by, apart from its input: random numbers and autocast, as they are now."""
+    """The current state of random numbers and autocast, which may affect a module's result in addition to its input."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -80,7 +81,7 @@ class _Surroundings:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, these are what they were."""
+        """Inside, the saved state is set again."""
         devices = {} if self.of_device is None else {"devices": [self.device], "device_type": self.device.type}
         kind = real_device(self.device).type
         with (
@@ -94,7 +95,8 @@ class _Surroundings:
 
 
 class _TiledFunction(torch.autograd.Function):
-    """Saves x. The gradients of trained parameters are summed over tiles in float32, and handed over once."""
+    """The node saves x. It sums the gradients of trained parameters over tiles in float32, and returns each sum
+    once."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, x: Tensor, state: _Surroundings, first: bool, *trained: Tensor) -> Tensor:
@@ -135,6 +137,6 @@ def _forward(run: Run, x: Tensor) -> Tensor:
 
 
 def _tiles(x: Tensor) -> list[Tensor]:
-    """``x`` in tiles [1, tokens, features]; of as many dimensions as it has."""
+    """``x`` in tiles [1, tokens, features], with as many dimensions as ``x``."""
     rows = x.reshape(*[1] * (x.dim() - 2), -1, x.shape[-1])
     return list(rows.split(tokens_of_tile(rows.shape[-2]), dim=-2))

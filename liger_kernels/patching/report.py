@@ -1,4 +1,4 @@
-"""What a patch did: what was replaced by what, what was left and why, and what ran unfused since."""
+"""The report of a patch: what was replaced by what, what was left and why, and what has run unfused since."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-# Where a patched module keeps the report of its patch. Copies and pickles of the module keep it, too.
+# The attribute of a patched module with the report of its patch. Copies and pickles of the module keep it, too.
 REPORT = "_liger_kernels"
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """One patched object: where it is, which kernel runs there, what class it was, which formula matched."""
+    """One patched object: its path, its kernel, its old class, and the formula that matched."""
 
     path: str
     kernel: str
@@ -22,12 +22,12 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Left:
-    """One norm, MLP, rotary function, block of experts or head that was left alone, and why."""
+    """One norm, MLP, rotary function, block of experts or head that was not replaced, and why."""
 
     path: str
     what: str
     reason: str
-    since: bool = False  # whether it came about after patch()
+    since: bool = False  # whether this happened after patch()
 
 
 @dataclass
@@ -35,23 +35,23 @@ class PatchReport:
     """The outcome of ``patch(model)``; ``print`` it for a table.
 
     Attributes:
-        kernels: the kernels that were asked for.
-        replaced: what was replaced.
-        left: what was left alone, with the reason.
-        fallbacks: how often real logits had to be computed in a training forward, another schedule than ``memory`` had
-            to run, PEFT's own forward ran in place of ``lora_linear`` or ``lora_experts``, ``offload`` found nothing
-            to move, or an MLP saved more than ``recompute`` asks for, by reason; it goes on counting.
+        kernels: the requested kernels.
+        replaced: the replaced objects.
+        left: the objects that were not replaced, each with the reason.
+        fallbacks: counts by reason, which go on counting. A count grows when a training forward computes real logits,
+            another schedule than ``memory`` runs, or PEFT's own forward runs in place of ``lora_linear`` or
+            ``lora_experts``. It also grows when ``offload`` finds nothing to move, or an MLP saves more than
+            ``recompute`` allows.
         loss_reduction: what the loss averages over: "token", "square" or "sample".
-        memory: the schedule of the fused loss that was chosen: "fast", "balanced" or "small"; None where it follows
-            shape and dtype.
-        offload: "layers" where the inputs of checkpointed layers go to the host's memory.
-        recompute: "mlp" where gated MLPs save their input alone.
+        memory: the chosen schedule of the fused loss: "fast", "balanced" or "small". None lets shape and dtype decide.
+        offload: "layers" if the inputs of checkpointed layers go to host memory.
+        recompute: "mlp" if gated MLPs save only their input.
         invariant: whether the bits of a row depend on this row alone in everything that the patch computes.
-        not_invariant: with ``invariant``, what multiplies in the model and is not the patch's: attention, for one.
-        linear_attention: the gated delta rules and their convolutions, which are not patched: who computes each, and
-            what keeps the samples of a packed row apart there (docs/how-to/packed-samples.md).
-        forwards: how often the model's forward has run since.
-        never_ran: what was replaced and has run in none of these forwards, as :func:`liger_kernels.status` found it.
+        not_invariant: with ``invariant``, the modules that multiply outside the patch, for example attention.
+        linear_attention: the gated delta rules and their convolutions, which are not patched. Each entry says which
+            package computes it, and what keeps the samples of a packed row apart (docs/how-to/packed-samples.md).
+        forwards: the number of forwards of the model since the patch.
+        never_ran: the replaced objects that ran in none of these forwards; :func:`liger_kernels.status` fills it.
     """
 
     kernels: tuple[str, ...]
@@ -128,13 +128,13 @@ class PatchReport:
 
 
 def is_invariant(module: Any) -> bool:
-    """Whether ``module`` was patched to compute each row with bits of its own."""
+    """Whether ``module`` was patched to compute each row with bits that do not depend on other rows."""
     report = module.__dict__.get(REPORT)
     return report is not None and report.invariant
 
 
 def _grouped(header: tuple[str, ...], rows: list[tuple[tuple[str, ...], str]]) -> list[str]:
-    """A table with one row for each distinct key, how often it occurs and the first path."""
+    """A table with one row for each distinct key: the key, its count and the first path."""
     first: dict[tuple[str, ...], str] = {}
     for key, path in rows:
         first.setdefault(key, path or "the model itself")

@@ -1,12 +1,12 @@
-"""Whether a patched module still is what was recognised.
+"""Checks whether a patched module still is what was recognised.
 
-A recipe holds what a probe found out: an eps, an activation, a limit. Upstream's forward reads these from the module at
-each call. So :class:`Watch` keeps what that forward may read (``reads.py``, ``look.py``), and :func:`unchanged`
-compares it at each call, by identity. Where something differs, the module runs upstream's own forward, ``status`` says
-what changed, and ``patch`` recognises the module anew. That never happens inside a forward: a probe takes milliseconds,
-and which formula runs would depend on when somebody looked.
+A recipe holds the findings of a probe: an eps, an activation, a limit. Upstream's forward reads such values from the
+module at each call. So :class:`Watch` keeps every value that upstream's forward may read (``reads.py``, ``look.py``).
+:func:`unchanged` compares these values at each call, by identity. If a value differs, the module runs upstream's
+forward, and ``status`` says what changed. Only another ``patch`` recognises the module again. A forward never does: a
+probe takes milliseconds, and the formula would depend on the time of the probe.
 
-Parameters are not compared: they train, and sharding exchanges them. A recipe's forward reads them at each call.
+Parameters are not compared, because they train and sharding replaces them. A recipe's forward reads them at each call.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from torch import nn
 
 from liger_kernels.patching.look import ABSENT, SCALARS, Known, Look, Way
 
-# Where a patched module keeps its watch. Deep copies and pickles of the module have one of their own.
+# The attribute of a patched module with its watch. A deep copy or a pickle of the module has a separate watch.
 WATCH = "_liger_kernels_watch"
 
 
 class Watch:
-    """What upstream's forward could read of one module when it was recognised, by the path to each value.
+    """The values that upstream's forward could read when a module was recognised, by path.
 
-    It refers to nothing that refers to the module: a module stays free of reference cycles.
+    A watch holds no object that refers to the module, so there are no reference cycles.
     """
 
     def __init__(self, found: dict[str, Any], ways: dict[str, Way], unknown: tuple[str, ...] = ()):
         self.found = found
         self.ways = ways
-        # What Dynamo can compare, of that which it can read.
+        # The values that Dynamo can read and compare.
         kinds = ((path, _kind(found[path])) for path in ways if path in found)
         self.traced = tuple((kind, ways[path], found[path]) for path, kind in kinds if kind is not None)
-        self.unknown = unknown  # what a pickle could not hold: it counts as it is found first
+        self.unknown = unknown  # paths that a pickle could not hold; the first value that is found counts
         self.known = Known()
 
     @classmethod
@@ -48,7 +48,7 @@ class Watch:
         return cls(look.found, look.ways)
 
     def examine(self, module: nn.Module) -> str | None:
-        """Why ``module`` is not what was recognised; None where it is."""
+        """Why ``module`` is not what was recognised; None if it is."""
         look = Look(module)
         if self.unknown:
             self.found.update({path: look.found[path] for path in self.unknown if path in look.found})
@@ -61,13 +61,14 @@ class Watch:
         return Watch(copy.deepcopy(self.found, memo), self.ways, self.unknown)
 
     def __reduce__(self) -> Any:
-        """With what a pickle finds again by its value or its name; the rest counts as it is found there."""
+        """Pickle the values that have a value or a name to be found by. For all others, the first value found after
+        loading counts."""
         plain = {path: value for path, value in self.found.items() if _is_pickled(value)}
         return Watch, (plain, self.ways, (*self.unknown, *(path for path in self.found if path not in plain)))
 
 
 def unchanged(module: nn.Module) -> bool:
-    """Whether everything that upstream's forward may read is what it was when ``module`` was recognised."""
+    """Whether every value that upstream's forward may read is the same as when ``module`` was recognised."""
     if torch.compiler.is_compiling():
         return _unchanged_in_a_program(module)
     state = module.__dict__
@@ -94,13 +95,13 @@ def unchanged(module: nn.Module) -> bool:
         for tensor, version in versions:
             if tensor._version != version:
                 return watch.examine(module) is None
-    except (KeyError, IndexError, AttributeError):  # one of them is gone
+    except (KeyError, IndexError, AttributeError):  # a watched value is gone
         return watch.examine(module) is None
     return reason is None
 
 
 def _unchanged_in_a_program(module: Any) -> bool:
-    """:func:`unchanged` where it is traced: each value that is read becomes a guard of the program."""
+    """:func:`unchanged` for Dynamo: each value that is read becomes a guard of the program."""
     watch = module.__dict__[WATCH]
     for kind, way, value in watch.traced:
         found = module
@@ -124,7 +125,7 @@ def _unchanged_in_a_program(module: Any) -> bool:
 
 
 def changed(module: nn.Module) -> str | None:
-    """What is not as it was recognised, for the report; None where nothing is, or where nothing is watched."""
+    """A report's text on what changed since recognition; None if nothing changed, or nothing is watched."""
     watch = module.__dict__.get(WATCH)
     return None if watch is None else watch.examine(module)
 
@@ -151,12 +152,12 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, (*SCALARS, tuple)):
         return repr(a) == repr(b)  # 0.0 and -0.0 differ
     if isinstance(a, functools.partial):
-        return True  # its parts are compared
+        return True  # look.py lists its parts, which are compared
     return isinstance(a, types.MethodType) and a == b
 
 
 def _kind(value: Any) -> str | None:
-    """How a compiled program compares ``value``; None where it cannot."""
+    """How a compiled program compares ``value``; None if it cannot."""
     if isinstance(value, type):
         return "type"
     if isinstance(value, (bool, int, float, str, type(None))):
@@ -169,7 +170,7 @@ def _kind(value: Any) -> str | None:
 
 
 def _is_pickled(value: Any) -> bool:
-    """Whether a pickle of ``value`` is the same here as where it is loaded."""
+    """Whether a pickle of ``value`` means the same after loading."""
     if isinstance(value, (type, types.FunctionType)):
         holder: Any = sys.modules.get(value.__module__)
         for name in value.__qualname__.split("."):

@@ -1,8 +1,8 @@
-"""Linear layers that share x, each with low-rank adapters, as one op that multiplies by the weights itself.
+"""One op for linear layers that share x, each with low-rank adapters. The op multiplies by the weights itself.
 
-What the layers share is made once: one pass over x for z of all adapters, one for all dA, and one over dx for all g A
-(projection.py). Each result is a new tensor of the op's own, to which the adapters are added in place. The formulas are
-those of lora_linear.py, which takes any base, and adapters that drop.
+The layers share passes: one over x for z of all adapters, one over x for all dA, and one over dx for all g A
+(projection.py). Each result is a new tensor, to which the adapters are added in place. The formulas are those of
+lora_linear.py, which accepts any base and adapters with dropout.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def one_ref(x: Tensor, projection: Any) -> Tensor:
 
 
 class AdaptedFunction(torch.autograd.Function):
-    """Saves x and z of all adapters, and keeps the projections' own tensors. Returns each projection's result, or with
-    ``first`` the anchor of a single one, and z."""
+    """Saves x and z of all adapters, and keeps the projections' tensors. Returns each projection's result, or with
+    ``first`` the anchor of a single projection, and z."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kinds: Kinds, first: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -81,7 +81,7 @@ class AdaptedFunction(torch.autograd.Function):
     @backward_once
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         needs_x, _kinds, _first, *needs = ctx.needs_input_grad
-        x, z = ctx.saved_tensors  # once in a pass: a recomputation gives them once
+        x, z = ctx.saved_tensors  # read once, because a recomputation gives them only once
         parts, of_parts = parts_of(ctx.kinds, kept(ctx)), needs_of(ctx.kinds, needs)
         slopes = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys[: len(parts)]]
         if all(dy is None for dy in slopes):
@@ -107,16 +107,16 @@ def _check(x: Tensor, projections: Sequence[Projection]) -> None:
 
 @checked_op
 def adapted_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
-    """The result of each of ``projections``, which share x; the formula stands at the top of this file.
+    """The result of each of ``projections``, which share x. lora_linear.py has the formulas.
 
-    Under autocast, x is cast as ``F.linear`` casts it, and weights and biases with it. Adapters keep their own dtype.
+    Under autocast, x, weights and biases are cast as ``F.linear`` casts them. Adapters keep their dtype.
 
     Args:
         x: [..., in features]: float16, bfloat16, float32, or float64 (which runs the reference). Never overwritten.
-        projections: each a :class:`Projection` of in features. More than 256 ranks together run the reference.
+        projections: each is a :class:`Projection` of in features. More than 256 ranks in total run the reference.
 
     Returns:
-        A new tensor [..., out features] of x's dtype for each.
+        For each projection a new tensor [..., out features] of x's dtype.
 
     Raises:
         TypeError, ValueError: for an argument of a wrong type, dtype, shape or device.
@@ -128,10 +128,10 @@ def adapted_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tenso
 
 
 def adapted_linears_of_checked(x: Tensor, projections: Sequence[Any], first: bool) -> tuple[Tensor, ...]:
-    """:func:`adapted_linears` of arguments that fit, and that kernels take.
+    """:func:`adapted_linears` for checked arguments that the kernels accept.
 
-    With ``first``, a single projection saves before its product. Where that is the last one of a checkpointed block, it
-    is not computed again."""
+    With ``first``, a single projection saves before its product. If that product is the last of a checkpointed block,
+    it is not recomputed."""
     (x,) = as_values(cast_as_base(x))  # type: ignore[assignment]
     kinds, tensors = flat(projections)
     if not first or len(projections) > 1 or not projections[0].adapters:

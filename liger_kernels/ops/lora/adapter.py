@@ -1,4 +1,4 @@
-"""A low-rank adapter, what several of one layer add together, and the gradients of their parameters."""
+"""A low-rank adapter, the sum of several adapters of one layer, and the gradients of their parameters."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class LoraAdapter:
     Attributes:
         a: [rank, in features], any floating dtype.
         b: [out features, rank], any floating dtype.
-        scale: the factor of its result.
-        bias: [out features], or None; ``scale`` multiplies it, too.
-        dropped: [..., in features], what it multiplies instead of the layer's x where its dropout is active; else None.
+        scale: the factor of the adapter's result.
+        bias: [out features], or None. ``scale`` multiplies the bias, too.
+        dropped: [..., in features], x after an active dropout, the adapter's input in place of x; None without dropout.
 
     Raises:
         TypeError, ValueError: for an attribute of a wrong type, dtype, shape or device.
@@ -56,7 +56,7 @@ class LoraAdapter:
 
 
 def stacked_b(b: Sequence[Tensor], scales: Sequence[float]) -> tuple[Tensor, float]:
-    """B, [out features, ranks], and the scale that it has not been multiplied by."""
+    """B, [out features, ranks], and the scale that B must still be multiplied by."""
     if len(b) == 1:
         return b[0], scales[0]
     return torch.cat([scale * one.float() for one, scale in zip(b, scales, strict=True)], dim=1), 1.0
@@ -65,7 +65,7 @@ def stacked_b(b: Sequence[Tensor], scales: Sequence[float]) -> tuple[Tensor, flo
 def delta_of(
     b: Sequence[Tensor], biases: Sequence[Tensor | None], scales: Sequence[float]
 ) -> tuple[Tensor, Tensor | None, float]:
-    """w [out features, ranks], bias and scale of what adapters add together: scale * (z w^T + bias)."""
+    """w [out features, ranks], bias and scale of the sum of all adapters: scale * (z w^T + bias)."""
     w, scale = stacked_b(b, scales)
     if len(b) == 1:
         return w, biases[0], scale
@@ -79,8 +79,8 @@ def delta_of(
 def gradients_of_a(
     x: Tensor, g: Tensor, a: Sequence[Tensor], needs: Sequence[bool], dtype: torch.dtype | None = None
 ) -> list[Tensor | None]:
-    """``needs``: those that are wanted, in the dtype of each or in ``dtype``. x is [..., in features], ``g`` float32
-    [tokens, ranks]."""
+    """The gradients of ``a`` that ``needs`` asks for, each in its tensor's dtype or in ``dtype``. x is [..., in
+    features], ``g`` is float32 [tokens, ranks]."""
     if len(a) == 1:
         return [columns_product(x, g, a[0].shape, dtype or a[0].dtype, 1.0, by_rank=True)]
     ranks = [one.shape[0] for one in a]
@@ -98,8 +98,8 @@ def gradients_of_b(
     needs: Sequence[bool],
     dtype: torch.dtype | None = None,
 ) -> list[Tensor | None]:
-    """``needs``: those that are wanted, in the dtype of each or in ``dtype``. ``dy`` is [..., out features], ``z``
-    float32 [tokens, ranks]."""
+    """The gradients of ``b`` that ``needs`` asks for, each in its tensor's dtype or in ``dtype``. ``dy`` is [..., out
+    features], ``z`` is float32 [tokens, ranks]."""
     if len(b) == 1:
         return [columns_product(dy, z, b[0].shape, dtype or b[0].dtype, scales[0])]
     ranks = [one.shape[1] for one in b]
@@ -111,7 +111,7 @@ def gradients_of_b(
 def gradients_of_biases(
     dy: Tensor, scales: Sequence[float], dtypes: Sequence[torch.dtype | None], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """``needs``: those that are wanted, of ``dtypes``. ``dy`` is [..., out features]."""
+    """The gradients of the biases that ``needs`` asks for, in ``dtypes``. ``dy`` is [..., out features]."""
     total = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32)
     kinds = zip(scales, dtypes, needs, strict=True)
     return [(scale * total).to(dtype) if needed else None for scale, dtype, needed in kinds]

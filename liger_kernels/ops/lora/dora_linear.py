@@ -1,15 +1,15 @@
-"""A linear layer whose weight has a low-rank adapter and rows of a learned length (DoRA; Liu, arXiv:2402.09353).
+"""A linear layer whose weight has a low-rank adapter and rows of learned length (DoRA; Liu, arXiv:2402.09353).
 
     c = m / n        y = c * (x W^T + s z B^T) + b        z = x A^T
 
-W + s B A has rows of length n, which dora_norm.py computes and which counts as constant, m is the magnitude, b the bias
-of the layer, and its output is y0 = x W^T + b. So it is :func:`lora_linear` with c B instead of B, and with an end
-of its own. With the upstream gradient dY, and with dB' = s dY^T z, the gradient of c B:
+m is the magnitude and b the layer's bias. n is the length of the rows of W + s B A; dora_norm.py computes n, which
+counts as a constant. The layer's output is y0 = x W^T + b. So the op is :func:`lora_linear` with c B in place of B, and
+a different last step. With the upstream gradient dY, and with dB' = s dY^T z, the gradient of c B:
 
     g = s dY (c B)        dB = c * dB'        dA = g^T x        dc = sum of the rows of dY * (y0 - b) + sum of dB' * B
 
-where the last sum is over the ranks. x gets g A in addition to what comes through the base, whose output gets c * dY.
-The end saves y0, unless the magnitude is frozen; so a recomputation of activations runs the base again.
+where the last sum is over the ranks. g A is added to the base's gradient of x, and the base's output gets c * dY. The
+last step saves y0, unless the magnitude is frozen. So activation checkpointing runs the base again.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _dora_linear_bwd_kernel(
 
 @choice("dora_add")
 def _add_shape(n_rows: int, n_cols: int, ranks: int, is_narrow: bool) -> dict[str, int]:
-    """A sum that keeps 24 bits of its numbers takes twice the shared memory."""
+    """Launch choices. A sum of numbers with 24 bits takes twice the shared memory."""
     rows, block = tile(n_rows, n_cols, 64, 64 if is_narrow else 32)
     return {"PART": min(ranks, 32 if is_narrow else 16), "ROWS": rows, "BLOCK": block, "num_warps": 4}
 
@@ -166,9 +166,9 @@ class ScaledFunction(torch.autograd.Function):
 
 
 class DoraFunction(torch.autograd.Function):
-    """What ``compute`` returns: y, of the base's output ``y0`` and an anchor that stands for what the adapter adds.
+    """Returns y from ``compute``. Its inputs are the base's output ``y0`` and an anchor of the adapter's result.
 
-    Saves y0 where c has a gradient. The anchor's gradient is dY.
+    Saves y0 if c needs a gradient. The anchor's gradient is dY.
     """
 
     @staticmethod
@@ -192,7 +192,7 @@ class DoraFunction(torch.autograd.Function):
 
 
 def _backward(dy: Tensor, y0: Tensor | None, c: Tensor, bias: Tensor | None, dy0: Tensor | None) -> Tensor | None:
-    """Writes c * dy to ``dy0``, if there is one. Returns the sum of the rows of dy * (y0 - bias), if there is y0."""
+    """Write c * dy to ``dy0``, if it is given. Return the sum of the rows of dy * (y0 - bias), if y0 is given."""
     if dy0 is None and y0 is None:
         return None
     n_cols = dy.shape[-1]
@@ -231,20 +231,21 @@ def dora_linear(
     norm: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The result of ``base`` with an adapter, each output scaled to a learned magnitude; the formula stands above.
+    """The result of ``base`` with an adapter, each output scaled to a learned magnitude. The formula is at the top of
+    this file.
 
-    Under autocast, x is cast as ``F.linear`` casts it, and base gets it so. Everything else keeps its own dtype.
+    Under autocast, x is cast as ``F.linear`` casts it, and base gets the cast x. All other tensors keep their dtype.
 
     Args:
         x: [..., in features]: float16, bfloat16, float32, or float64 (which runs the reference). Never overwritten.
-        base: the layer that is adapted, called once, with x or an alias of it. Its result stays as it is.
-        adapter: of this layer, without bias and dropout.
+        base: the adapted layer. It is called once, with x or an alias of x. Its result is not overwritten.
+        adapter: the layer's adapter, without bias and dropout.
         magnitude: [out features], any floating dtype.
-        norm: [out features], what :func:`dora_norm` returns. No gradient comes to it.
-        bias: [out features], that of base, or None. It is not scaled.
+        norm: [out features], the result of :func:`dora_norm`. It gets no gradient.
+        bias: [out features], the bias of base, or None. It is not scaled.
 
     Returns:
-        A new tensor [..., out features] of the dtype that base returns.
+        A new tensor [..., out features] of the dtype of base's result.
 
     Raises:
         TypeError, ValueError: for an argument of a wrong type, dtype, shape or device.

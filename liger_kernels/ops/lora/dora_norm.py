@@ -1,10 +1,10 @@
-"""The length of each row of a weight with a low-rank adapter, W + s B A, which DoRA divides by.
+"""The length of each row of W + s B A, a weight with a low-rank adapter. DoRA divides by this length.
 
-The length needs no product of the adapters, which would be as large as W:
+The product B A would be as large as W, so the length is computed without it:
 
     n^2 = |W|^2 + 2 s (W A^T * B) + s^2 (B (A A^T) * B), the last two summed over the ranks
 
-They may cancel each other where an adapter takes W away, so that they are added up in float64. They are few numbers.
+The three terms cancel if the adapter is nearly -W, so their sum is float64. It has few numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from liger_kernels.ops.runtime.tiling import cdiv, choice, tile
 
 @checked
 def dora_norm_ref(weight: Tensor, adapter: LoraAdapter) -> Tensor:
-    """:func:`dora_norm` as it is defined."""
+    """:func:`dora_norm` by its definition."""
     _check_weight(weight, adapter)
     dtype = torch.promote_types(torch.promote_types(weight.dtype, adapter.a.dtype), torch.float32)
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
@@ -37,7 +37,7 @@ def _dora_gram_kernel(
     n_cols, n_ranks, cols_of_part,
     RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The part of A A^T of some of the columns. A program has one row of it: a rank with all others."""
+    """A A^T over a part of the columns. A program computes one row: one rank with all ranks."""
     part, own = tl.program_id(0), tl.program_id(1)
     rank = tl.arange(0, RANKS)
     total = tl.zeros((RANKS, BLOCK), tl.float64)
@@ -87,7 +87,7 @@ def _dora_norm_kernel(
 
 @choice("dora_gram")
 def _gram_shape(n_cols: int, ranks: int) -> tuple[int, int]:
-    """In how many parts the columns are summed, and how many a program adds up at once."""
+    """The number of parts of the columns, and the number of columns that a program adds at once."""
     _, block = tile(1, n_cols, 1, max(16, 1024 // ranks))
     return max(1, min(16, n_cols // (4 * block))), block
 
@@ -122,14 +122,14 @@ def _check_weight(weight: Tensor, adapter: LoraAdapter) -> None:
 
 @checked_op
 def dora_norm(weight: Tensor, adapter: LoraAdapter) -> Tensor:
-    """The length of each row of ``weight`` + scale * B A, without the gradient that DoRA does not give it.
+    """The length of each row of ``weight`` + scale * B A, without gradient, because DoRA treats it as a constant.
 
     Args:
-        weight: [out features, in features], any floating dtype; a quantised layer's is dequantised for this.
-        adapter: of this layer.
+        weight: [out features, in features], any floating dtype. A quantised weight must be dequantised first.
+        adapter: the adapter of the layer.
 
     Returns:
-        [out features], float32; float64 where ``weight`` or the adapter is.
+        [out features], float32; float64 if ``weight`` or the adapter is float64.
 
     Raises:
         TypeError, ValueError: for an argument of a wrong type, dtype, shape or device.

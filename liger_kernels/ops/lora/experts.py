@@ -1,12 +1,12 @@
-"""Low-rank adapters of the packed experts of a mixture: what they add to the two products of ``experts``.
+"""Low-rank adapters of the packed experts of a mixture. They add to the two products of the op ``experts``.
 
-Each expert e has matrices of its own. With rows x of e, its weight W, and the upstream gradient dY of the product:
+Each expert e has its own matrices. With the rows x of e, its weight W_e, and the upstream gradient dY of the product:
 
     z = x A_e^T        y = x W_e^T + s z B_e^T        g = s dY B_e        dx = dY W_e + g A_e
 
     dB_e = s dY^T z    dA_e = g^T x
 
-So nothing has the size of W. Several adapters of one weight are stacked, A = [A_1; A_2] and B = [s_1 B_1, s_2 B_2].
+So no tensor has the size of W. Several adapters of one weight are stacked, A = [A_1; A_2] and B = [s_1 B_1, s_2 B_2].
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ExpertsAdapter:
 
     Attributes:
         a: [experts, rank, in features], any floating dtype and strides.
-        b: [experts, out features, rank], likewise.
-        scale: the factor of its result.
+        b: [experts, out features, rank], any floating dtype and strides.
+        scale: the factor of the adapter's result.
 
     Raises:
         TypeError, ValueError: for an attribute of a wrong type, dtype, shape or device.
@@ -57,7 +57,7 @@ class ExpertsAdapter:
 
 
 def check_adapters(name: str, adapters: Sequence[Any], weight_name: str, weight: Tensor) -> None:
-    """Raise where one of ``adapters``, the argument ``name``, does not fit to ``weight`` [experts, out, in]."""
+    """Raise if one of ``adapters``, the argument ``name``, does not fit ``weight`` [experts, out, in]."""
     for one in adapters:
         if not isinstance(one, ExpertsAdapter):
             raise TypeError(f"{name} has {describe(one)} in it; it must be a list of ExpertsAdapters")
@@ -72,7 +72,7 @@ def check_adapters(name: str, adapters: Sequence[Any], weight_name: str, weight:
 
 
 def adapted_product_ref(x: Tensor, weight: Tensor, adapters: Sequence[Any], expert: int) -> Tensor:
-    """x W^T plus what the adapters of one expert add, rounded once."""
+    """x W^T plus the results of one expert's adapters, rounded once."""
     y = F.linear(x, weight[expert])
     if not adapters:
         return y
@@ -88,7 +88,7 @@ def adapted_product_ref(x: Tensor, weight: Tensor, adapters: Sequence[Any], expe
 
 
 def runs_kernel(adapters: Sequence[Any]) -> bool:
-    """Whether the kernels take these adapters of one weight."""
+    """Whether the kernels accept these adapters of one weight."""
     ranks = 0
     for one in adapters:
         ranks += one.a.shape[1]
@@ -98,7 +98,7 @@ def runs_kernel(adapters: Sequence[Any]) -> bool:
 
 
 class Stacked(NamedTuple):
-    """The adapters of one weight, as one for the products: parameters as they are, and their scales."""
+    """The adapters of one weight, which the products see as one adapter: their parameters and scales."""
 
     a: tuple[Tensor, ...]
     b: tuple[Tensor, ...]
@@ -108,8 +108,8 @@ class Stacked(NamedTuple):
         return self.a[0] if len(self.a) == 1 else torch.cat(self.a, dim=1)
 
     def _b(self) -> tuple[Tensor, float]:
-        """B without gaps between the ranks, and the scale that it has not been multiplied by."""
-        if len(self.b) == 1:  # PEFT has the experts side by side, so that each number is in another part of memory
+        """B, contiguous along the ranks, and the scale that B must still be multiplied by."""
+        if len(self.b) == 1:  # in PEFT's layout the ranks of an expert lie far apart
             return self.b[0].contiguous(), self.scales[0]
         return torch.cat([scale * b.float() for b, scale in zip(self.b, self.scales, strict=True)], dim=2), 1.0
 
@@ -118,7 +118,7 @@ class Stacked(NamedTuple):
         return rows_product(x, self._a(), groups, 1.0)
 
     def add_(self, y: Tensor, z: Tensor, groups: Groups) -> None:
-        """To ``y``, what they make of z."""
+        """Add the adapters' result for z to ``y``."""
         b, scale = self._b()
         add_product_(y, z, b, groups, scale)
 
@@ -128,7 +128,7 @@ class Stacked(NamedTuple):
         return rows_product(dy, b.transpose(1, 2), groups, scale)
 
     def add_input_gradient_(self, dx: Tensor, g: Tensor, groups: Groups) -> None:
-        """To ``dx``, what comes through them."""
+        """Add the gradient through the adapters to ``dx``."""
         add_product_(dx, g, self._a().transpose(1, 2), groups, 1.0)
 
     def gradients(
@@ -142,8 +142,8 @@ class Stacked(NamedTuple):
         order: Tensor | None = None,
         choices: int = 1,
     ) -> tuple[Tensor | None, ...]:
-        """Of A of each and B of each, as far as ``needs`` says. ``x`` has rows, or as :func:`columns_product` takes
-        them with ``order`` and ``choices``. A ``z`` of None is made of x."""
+        """The gradients of each A and each B that ``needs`` asks for. ``x``, ``order`` and ``choices`` are those of
+        :func:`columns_product`. If ``z`` is None, it is computed from x."""
         count = len(self.a)
         of_a, of_b = needs[:count], needs[count:]
         da: Sequence[Tensor | None] = [None] * count
@@ -179,13 +179,13 @@ Scales = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def halves(items: Sequence[Any], scales: Scales) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Of A and B of the adapters of two weights, with these scales, those of each weight."""
+    """Split a list over the A and B of two weights' adapters into the lists of each weight."""
     first = 2 * len(scales[0])
     return items[:first], items[first:]
 
 
 def stacked(items: Sequence[Any], scales: Scales) -> tuple[Stacked | None, Stacked | None]:
-    """Of the adapters of two weights, A of each and B of each of the first, and then of the second."""
+    """The adapters of two weights. ``items`` has every A and every B of the first weight, then those of the second."""
     if not items:
         return None, None
     found = []

@@ -2,22 +2,21 @@
 
     h = act(gate(x)) * up(x)        y = down(h)
 
-Each projection is a :class:`Projection`. The op multiplies by the weights itself, and owns what lies between:
+Each projection is a :class:`Projection`. The op multiplies by the weights itself and owns all tensors in between:
 
-- The unit's kernel adds the adapters of gate and up where it reads the products, so that no pass over memory is spent
-  on them alone (adapted_glu.py).
-- Saved are x, the two products of the weights, and the ranks z of the adapters, but neither h nor a sum. The backward's
-  kernel makes h once more, adds the gradient that h has through down's adapters, and writes the gradients of gate and
-  up over their products: three tensors of the inner size exist there, and not six. Where the graph is kept for another
-  backward, they are new.
-- Gate and up share x, and with it the products of their adapters (projection.py).
+- The unit's kernel adds the adapters of gate and up while it reads the products. So the adapters need no separate pass
+  over memory (adapted_glu.py).
+- The op saves x, the two products of the weights, and z of the adapters, but neither h nor a sum. The backward's kernel
+  computes h again and adds the gradient of h through down's adapters. It writes the gradients of gate and up over their
+  products, so only three tensors of the inner size exist. If the graph is retained, the gradients are new tensors.
+- Gate and up share x, and so the products of their adapters (projection.py).
 
-With ``recompute``, x alone is saved, and the products of gate and up are computed again in the backward, tile by tile
-of tokens. No more than the inner tensors of one tile exist then.
+With ``recompute``, the op saves only x. The backward computes the products of gate and up again, one tile of tokens
+after another. Then only one tile's inner tensors exist at a time.
 
-Under checkpointing, everything is saved before the last product, which is not computed again (runtime/anchor.py). With
-``recompute``, x is saved before the first one: the recomputation of the layer ends there, so that gate and up are
-computed again once, in their tiles.
+Under checkpointing, everything is saved before the last product, so the last product is not recomputed
+(runtime/anchor.py). With ``recompute``, x is saved before the first product, and the layer's recomputation stops there.
+Gate and up are then recomputed only once, in their tiles.
 """
 
 from __future__ import annotations
@@ -83,8 +82,8 @@ def _reference(x: Tensor, gate: Any, up: Any, down: Any, activation: str) -> Ten
 
 
 class Inner(NamedTuple):
-    """What the backward reads of a forward: the products of gate's and up's weights [tokens, inner features], and z of
-    the adapters; that of down may come later."""
+    """The tensors of a forward that the backward reads: the products of gate's and up's weights [tokens, inner
+    features], and z of the adapters. z of down may be computed later."""
 
     gate: Tensor
     up: Tensor
@@ -93,7 +92,7 @@ class Inner(NamedTuple):
 
 
 def inner_of(rows: Tensor, inner: Sequence[NodeProjection]) -> Inner:
-    """Of ``rows`` [tokens, in features]."""
+    """The inner tensors of ``rows`` [tokens, in features]."""
     z = ranks_of_all(rows, inner)
     gate, up = (base_product(rows, part) for part in inner)
     return Inner(gate, up, z)
@@ -120,8 +119,8 @@ def gradients_of_mlp(
     in_place: bool,
     sums: GradientSums | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradients of x and of all tensors of ``parts``. With ``in_place``, those of gate and up are written over
-    ``found``; with ``sums``, those of tensors are added there."""
+    """The gradients of x and of all tensors of ``parts``. With ``in_place``, the gradients of gate and up overwrite
+    ``found``. With ``sums``, the tensors' gradients are added to ``sums``."""
     *inner, down = parts
     *inner_needs, down_needs = needs
     n_inner = sum([2 + 3 * len(part.a) for part in inner])
@@ -153,8 +152,8 @@ def gradients_of_mlp(
 
 
 class GatedMLPFunction(torch.autograd.Function):
-    """Saves x, the products of gate's and up's weights and z of all adapters, and keeps the projections' own tensors.
-    Returns y, or with ``first`` its anchor and what y is computed of."""
+    """Saves x, the products of gate's and up's weights and z of all adapters, and keeps the projections' tensors.
+    Returns y, or with ``first`` an anchor of y and the tensors that y is computed from."""
 
     @staticmethod
     def forward(
@@ -167,7 +166,7 @@ class GatedMLPFunction(torch.autograd.Function):
         ctx.save_for_backward(x, found.gate, found.up, found.z, down_z)
         keep(ctx, tensors)
         ctx.activation, ctx.kinds = activation, kinds
-        ctx.set_materialize_grads(False)  # zeros of h's size otherwise, which nobody reads
+        ctx.set_materialize_grads(False)  # else autograd would make zeros of h's size, which nobody reads
         shape = *x.shape[:-1], out_features(down)
         if not first:
             return down_of(h, down_z, down, shape)
@@ -179,9 +178,9 @@ class GatedMLPFunction(torch.autograd.Function):
     @backward_once
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         needs_x, _activation, _kinds, _first, *needs = ctx.needs_input_grad
-        if dy is None:  # nobody asked for it
+        if dy is None:  # no gradient is wanted
             return None, None, None, None, *[None] * len(needs)
-        x, *found = ctx.saved_tensors  # once in a pass: a recomputation gives them once
+        x, *found = ctx.saved_tensors  # read once, because a recomputation gives them only once
         dx, gradients = gradients_of_mlp(
             x.reshape(-1, x.shape[-1]),
             dy.reshape(-1, dy.shape[-1]),
@@ -210,12 +209,12 @@ MOST_TOKENS = 8192  # of a tile
 
 @choice("recomputed_mlp")
 def tokens_of_tile(tokens: int) -> int:
-    """By shape alone: free memory differs from rank to rank."""
+    """The tile depends on the shape alone, because free memory differs from rank to rank."""
     return MOST_TOKENS if tokens >= 4 * MOST_TOKENS else MOST_TOKENS // 2
 
 
 def _in_tiles(x: Tensor, parts: Sequence[NodeProjection], activation: str, shape: Sequence[int]) -> Tensor:
-    """y, of which no more than one tile's inner tensors exist at a time."""
+    """y, computed so that only one tile's inner tensors exist at a time."""
     *inner, down = parts
     rows = x.reshape(-1, x.shape[-1])
     tile = tokens_of_tile(len(rows))
@@ -233,7 +232,8 @@ def _in_tiles(x: Tensor, parts: Sequence[NodeProjection], activation: str, shape
 
 
 class RecomputedMLPFunction(torch.autograd.Function):
-    """Saves x alone, and keeps the projections' own tensors. Forward and backward go tile by tile of tokens."""
+    """Saves only x, and keeps the projections' tensors. Forward and backward compute one tile of tokens after
+    another."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str, kinds: Kinds, first: bool, *tensors: Tensor | None) -> Tensor:
@@ -290,20 +290,20 @@ def gated_mlp(
     activation: Activation = "silu",
     recompute: bool = False,
 ) -> Tensor:
-    """down(act(gate(x)) * up(x)); what it saves and what it computes again stands at the top of this file.
+    """down(act(gate(x)) * up(x)). The top of this file says what is saved and what is recomputed.
 
-    Under autocast, x is cast as ``F.linear`` casts it, and weights and biases with it. Adapters keep their own dtype.
+    Under autocast, x, weights and biases are cast as ``F.linear`` casts them. Adapters keep their dtype.
 
     Args:
         x: [..., in features]: float16, bfloat16, float32, or float64 (which runs the reference). Never overwritten.
         gate, up: :class:`Projection` of in features to inner features.
-        down: :class:`Projection` of inner features to out features. More than 256 ranks of gate and up together, or of
+        down: :class:`Projection` of inner features to out features. More than 256 ranks of gate and up in total, or of
             down, run the reference.
         activation: "silu", "gelu" or "gelu_tanh".
-        recompute: save x alone, and compute the products of gate and up again in the backward. Both directions go by
-            tiles of 8192 tokens, of 4096 below 32768 tokens. Gradients of weights are summed over tiles in float32.
-            Under non-reentrant checkpointing that costs no product, because the layer's recomputation ends before the
-            MLP.
+        recompute: save only x, and compute the products of gate and up again in the backward. Both directions use tiles
+            of 8192 tokens, or of 4096 below 32768 tokens. Gradients of weights are summed over tiles in float32. Under
+            non-reentrant checkpointing this costs no additional product, because the layer's recomputation stops before
+            the MLP.
 
     Returns:
         A new tensor [..., out features] of x's dtype.
@@ -318,10 +318,10 @@ def gated_mlp(
 
 
 def gated_mlp_of_checked(x: Tensor, gate: Any, up: Any, down: Any, activation: str, recompute: bool = False) -> Tensor:
-    """:func:`gated_mlp` of arguments that fit, and that kernels take."""
+    """:func:`gated_mlp` for checked arguments that the kernels accept."""
     (x,) = as_values(cast_as_base(x))  # type: ignore[assignment]
     kinds, tensors = flat((gate, up, down))
-    first = saves_first() and bool(down.adapters or down.dense is as_it_is)  # else nobody knows how long y is
+    first = saves_first() and bool(down.adapters or down.dense is as_it_is)  # else the length of y is unknown
     if recompute:
         y: Tensor = RecomputedMLPFunction.apply(x, activation, kinds, first, *tensors)
         if not first:

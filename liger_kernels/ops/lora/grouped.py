@@ -1,7 +1,7 @@
-"""The thin products of low-rank adapters of groups of rows, each group with matrices of its own.
+"""The thin products of low-rank adapters for groups of rows. Each group has its own matrices.
 
-Rows are sorted by group, as in ops/_grouped.py; precision is that of products.py. A program has a tile of rows, and
-visits each group that has rows in there. So the host need not know where groups end.
+Rows are sorted by group, as in ops/_grouped.py. The precision is that of products.py. A program has a tile of rows and
+visits each group with rows in the tile. So the host need not know where groups end.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, tile
 
 
 class Groups(NamedTuple):
-    """Which rows belong together."""
+    """The groups of sorted rows."""
 
-    group: Tensor  # [rows], sorted; a number that is no group's comes last
-    ends: Tensor  # [groups], int32: behind which row each group ends
+    group: Tensor  # [rows], sorted; rows of no group have a larger number and come last
+    ends: Tensor  # [groups], int32: one more than the last row of each group
 
 
 @triton.jit
 def _groups_of_tile(group_ptr, first, n_rows, n_groups, ROWS: tl.constexpr):
-    """The first group of a tile of rows, and the one behind its last."""
+    """The first group of a tile of rows, and one more than its last group."""
     last = tl.minimum(first + ROWS, n_rows) - 1
     lowest = tl.load(group_ptr + first).to(tl.int32)
     return lowest, tl.minimum(tl.load(group_ptr + last).to(tl.int32) + 1, n_groups)
@@ -33,7 +33,7 @@ def _groups_of_tile(group_ptr, first, n_rows, n_groups, ROWS: tl.constexpr):
 
 @triton.jit
 def _bounds(ends_ptr, group):
-    """The first row of a group, and the one behind its last."""
+    """The first row of a group, and one more than its last row."""
     return tl.load(ends_ptr + group - 1, mask=group > 0, other=0), tl.load(ends_ptr + group)
 
 
@@ -46,7 +46,7 @@ def _lora_experts_rows_kernel(
     n_rows, n_groups, n_cols, n_ranks, scale,
     EXACT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """z = scale * x w^T with the w of each row's group; 0 for a row of no group, whatever it holds."""
+    """z = scale * x w^T with the w of each row's group. Rows of no group get 0, even if they hold NaN."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)[:, None]
     rank = tl.arange(0, RANKS)[None, :]
@@ -79,7 +79,7 @@ def _lora_experts_add_kernel(
     row = first + tl.arange(0, ROWS)[:, None]
     col = (program % col_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < n_rows) & (col < n_cols)
-    y = tl.load(y_ptr + row * y_stride + col, mask=inside, other=0.0)  # what takes longest is under way first
+    y = tl.load(y_ptr + row * y_stride + col, mask=inside, other=0.0)  # the slowest load starts first
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     lowest, behind = _groups_of_tile(group_ptr, first, n_rows, n_groups, ROWS)
     for group in range(lowest, behind):
@@ -104,8 +104,8 @@ def _lora_experts_columns_kernel(
     n_choices, n_cols, n_ranks, scale,
     EXACT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """w = scale * x^T z over the rows of each group; 0 for one without rows. ``order_ptr``: which token and choice a
-    row is, n_choices * token + choice, where x has a row for each token."""
+    """w = scale * x^T z over the rows of each group; 0 for a group without rows. If x has a row for each token,
+    ``order_ptr`` has n_choices * token + choice for each row."""
     group = tl.program_id(1)
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rank = tl.arange(0, RANKS)[None, :]
@@ -130,7 +130,8 @@ def _lora_experts_columns_kernel(
 @choice("lora_experts_rows")
 @remembered
 def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> dict[str, int]:
-    """64 rows where there are many: a tile on the border of two groups reads the matrices of both."""
+    """Launch choices: 64 rows if there are many rows, because a tile on the border of two groups reads the matrices of
+    both."""
     rows = min(64 if n_rows >= 4096 else 16, 128 // size)
     rows, block = tile(n_rows, n_cols, rows, max(16, min(256 // size, 4096 // ranks)))
     stages = stages_that_fit(device, block * (rows * size + ranks * 4))
@@ -140,7 +141,7 @@ def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.d
 @choice("lora_experts_add")
 @remembered
 def _add_shape(n_rows: int, n_cols: int, ranks: int) -> dict[str, int]:
-    """Most tiles are of one group and one part of the ranks: nothing is loaded ahead."""
+    """Launch choices. Nothing is loaded ahead, because most tiles have one group and one part of the ranks."""
     rows, block = tile(n_rows, n_cols, 64, 128)
     return {"PART": min(ranks, 32), "ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": 1}
 
@@ -154,8 +155,8 @@ def _columns_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torc
 
 
 def rows_product(x: Tensor, w: Tensor, groups: Groups, scale: float) -> Tensor:
-    """scale * x w^T, float32 [rows, ranks], of ``x`` [rows, columns] and the ``w`` [groups, ranks, columns] of each
-    row's group; 0 for a row of no group."""
+    """scale * x w^T, float32 [rows, ranks], for ``x`` [rows, columns] with the w of each row's group in ``w`` [groups,
+    ranks, columns]. Rows of no group get 0."""
     n_rows, n_cols = x.shape
     n_groups, n_ranks, _ = w.shape
     z = torch.empty((n_rows, n_ranks), dtype=torch.float32, device=x.device)
@@ -168,8 +169,8 @@ def rows_product(x: Tensor, w: Tensor, groups: Groups, scale: float) -> Tensor:
 
 
 def add_product_(y: Tensor, z: Tensor, w: Tensor, groups: Groups, scale: float) -> None:
-    """Add scale * z w^T to ``y`` [rows, columns], of unit stride along a row. ``z`` is contiguous float32 [rows,
-    ranks], ``w`` [groups, columns, ranks] has that of each row's group."""
+    """Add scale * z w^T to ``y`` [rows, columns], which has unit stride along a row. ``z`` is contiguous float32 [rows,
+    ranks]. ``w`` [groups, columns, ranks] has the w of each row's group."""
     (n_rows, n_cols), (n_groups, _, n_ranks) = y.shape, w.shape
     options = _add_shape(n_rows, n_cols, ranks_of_program(n_ranks))
     col_blocks = cdiv(n_cols, options["BLOCK"])
@@ -184,9 +185,9 @@ def add_product_(y: Tensor, z: Tensor, w: Tensor, groups: Groups, scale: float) 
 def columns_product(
     x: Tensor, z: Tensor, w: Tensor, groups: Groups, scale: float, order: Tensor | None = None, choices: int = 1
 ) -> Tensor:
-    """``w`` [groups, columns, ranks] of any strides, filled with scale * x^T z over the rows of each group. ``x`` is
-    [rows, columns], or [tokens, columns] where ``order`` [rows] says which token and choice each row is; ``z`` is
-    contiguous float32 [rows, ranks]."""
+    """Fill ``w`` [groups, columns, ranks], of any strides, with scale * x^T z over the rows of each group, and return
+    it. ``x`` is [rows, columns]. With ``order`` [rows], the token and choice of each row, ``x`` is [tokens, columns].
+    ``z`` is contiguous float32 [rows, ranks]."""
     n_rows, n_ranks = z.shape
     n_cols = x.shape[1]
     ranks = ranks_of_program(n_ranks)

@@ -1,4 +1,4 @@
-"""A linear head that has adapters, or a weight that is no matrix: what the fused losses make of these."""
+"""How the fused losses handle a linear head with adapters, or with a weight that is no matrix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from liger_kernels.ops.runtime.dispatch import as_autocast
 
 
 def as_matrix(weight: Tensor, dense: Callable[[Tensor], Tensor], hidden: Tensor) -> tuple[Tensor, Packed]:
-    """The matrix that ``weight`` stands for, in the dtype of the product, and what it was made of."""
+    """The matrix that ``weight`` stands for, in the dtype of the product, and the packed weight that it was made of."""
     packed = Packed(weight, dense)
     return packed.matrix(as_autocast(hidden[:0], hidden.device).dtype), packed
 
@@ -25,10 +25,10 @@ def as_matrix(weight: Tensor, dense: Callable[[Tensor], Tensor], hidden: Tensor)
 def check_head_adapters(
     hidden: Tensor, weight: Tensor, adapters: Sequence[LoraAdapter], shard: VocabShard | None
 ) -> None:
-    """Raise where ``adapters`` are not those of this head.
+    """Raise if ``adapters`` do not fit this head.
 
     Raises:
-        TypeError, ValueError: they are not.
+        TypeError, ValueError: they do not fit.
     """
     if shard is not None:
         raise ValueError(
@@ -46,15 +46,15 @@ def check_head_adapters(
 def with_adapters(
     hidden: Tensor, adapters: Sequence[LoraAdapter], taken: CountedRows, needs: Needs, invariant: bool = False
 ) -> tuple[Tensor, LowRank, Needs]:
-    """``hidden``, of the rows that are ``taken``, to be used in its place, what ``adapters`` add, and what needs a
-    gradient then."""
+    """The hidden states of the rows in ``taken``, the adapters' part of the logits, and the tensors that then need a
+    gradient. The caller must go on with the returned hidden states."""
     hidden, low = low_rank(hidden, adapters, taken.take, invariant)
     grad = torch.is_grad_enabled()
     return hidden, low, needs._replace(z=grad and low.z.requires_grad, b=grad and low.b.requires_grad)
 
 
 def has_float64(adapters: Sequence[LoraAdapter]) -> bool:
-    """Whether a tensor of ``adapters`` is float64, which no kernel takes."""
+    """Whether a tensor of ``adapters`` is float64, which no kernel accepts."""
     tensors = [t for one in adapters for t in (one.a, one.b, one.bias, one.dropped)]
     return any(t is not None and t.dtype is torch.float64 for t in tensors)
 
@@ -67,8 +67,8 @@ def reference_logits(
     shard: VocabShard | None,
     invariant: bool = False,
 ) -> Tensor:
-    """All logits, whose gradient an observer gets if there is one. ``invariant``: the bits of what ``weight`` makes of
-    a row do not depend on the other rows."""
+    """All logits. An observer, if there is one, gets their gradient. With ``invariant``, the bits of the product of
+    ``weight`` with a row do not depend on the other rows."""
     logits = logits_of_all(hidden, weight, bias, shard, invariant)
     if adapters:
         logits = lora_linear_ref(hidden, lambda _: logits, adapters)

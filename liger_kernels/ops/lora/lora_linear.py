@@ -1,19 +1,19 @@
-"""A linear layer with low-rank adapters, of which only the adapters cost memory traffic here (Hu, arXiv:2106.09685).
+"""A linear layer with low-rank adapters (Hu, arXiv:2106.09685). This op computes only the adapters' part.
 
     z_a = x_a A_a^T        y = base(x) + sum over a of s_a (z_a B_a^T + beta_a)
 
-x_a is x, or what the adapter's dropout made of it. With the upstream gradient dY:
+x_a is x, or x after the adapter's dropout. With the upstream gradient dY:
 
     g_a = s_a dY B_a        dB_a = s_a dY^T z_a        dA_a = g_a^T x_a        dbeta_a = s_a * sum of dY's rows
 
-and x gets g_a A_a in addition to what it gets through the base. Everything accumulates in float32, and y, dA, dB and
-the gradient of x are rounded once. A product of 16-bit numbers with float32 ones takes the latter as a sum of bfloat16
-numbers (products.py); these products are bound by memory, so that is free.
+and g_a A_a is added to the base's gradient of x. Everything accumulates in float32. y, dA, dB and the gradient of x are
+rounded once. In a product with 16-bit numbers, a float32 number is a sum of bfloat16 numbers (products.py). Memory
+limits these products, so the extra multiplications cost no time.
 
-The op is two nodes of autograd (runtime/anchor.py): the first makes z and saves whatever is saved, the second adds
-behind the base, and saves nothing. So a recomputation of activations, which ends at the last tensor that was saved,
-ends before the base's product where that is the last of a block. x goes to the base through the first node, whose
-backward adds g A to what comes back in one pass.
+The op has two autograd nodes (runtime/anchor.py). The first node computes z and saves every tensor that the backward
+needs. The second node adds the adapters' part to the base's result and saves nothing. Activation checkpointing stops
+its recomputation at the last saved tensor. So it skips the base's product if that product is the last of a block. x
+reaches the base through the first node. The backward of this node adds g A to the base's gradient of x in one pass.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def lora_linear_ref(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Seque
 
 
 def cast_as_base(x: Tensor) -> Tensor:
-    """x as a linear layer would cast it under autocast, so that base and adapters share what comes of it."""
+    """x, cast as a linear layer casts it under autocast. Base and adapters share the result."""
     return x if x.is_meta else as_autocast(x, x.device)
 
 
@@ -70,17 +70,17 @@ def _reference(y0: Tensor, x: Tensor, adapters: Sequence[LoraAdapter]) -> Tensor
 
 
 class LoraFunction(torch.autograd.Function):
-    """z = x A^T, float32 [tokens, ranks], an anchor of y, and with ``passes`` x itself, which goes to the base.
+    """z = x A^T, float32 [tokens, ranks], an anchor of y, and with ``passes`` also x itself, as the base's input.
 
-    Saves x, z and the parameters themselves, which a sharding package may free and fill again. The anchor's gradient is
-    dY; that of the x that passes is what came through the base.
+    The node saves x, z and the parameters themselves, because a sharding package may free and refill parameters. The
+    anchor's gradient is dY. The gradient of the returned x is the base's gradient of x.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dtype: torch.dtype, passes: bool, scales: tuple[float, ...], *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """``parameters``: A of each adapter, B of each, the bias or None of each. ``dtype`` is that of y."""
+        """``parameters``: all A, then all B, then each adapter's bias or None. ``dtype`` is y's dtype."""
         a, b, biases = _thirds(parameters)
         z = rows_product(x, a, 1.0)
         ctx.save_for_backward(x, z, *a, *b)
@@ -94,9 +94,9 @@ class LoraFunction(torch.autograd.Function):
     @backward_once
     def backward(ctx: Any, _: None, dy: Tensor | None, dx: Tensor | None = None) -> tuple[Tensor | None, ...]:
         needs_x, _, _, _, *needs = ctx.needs_input_grad
-        if dy is None:  # nobody asked for it, or only what lies between this node and the result was differentiated
+        if dy is None:  # nothing was differentiated, or only tensors between this node and the result
             return dx, None, None, None, *[None] * len(needs)
-        x, z, *parameters = ctx.saved_tensors  # the only time in this pass: a recomputation gives them once
+        x, z, *parameters = ctx.saved_tensors  # read once, because a recomputation gives them only once
         (a, b), scales = _halves(parameters), ctx.scales
         needs_a, needs_b, needs_bias = _thirds(needs)
         da: Sequence[Tensor | None] = [None] * len(a)
@@ -117,7 +117,7 @@ class LoraFunction(torch.autograd.Function):
 
 
 def _added(zs: Sequence[Tensor], adapters: Sequence[Any], y0: Tensor) -> Tensor:
-    """y0 + the sum of scale * (z B^T + bias), a new tensor in y0's dtype. ``zs`` are in the order of ``adapters``."""
+    """y0 plus the sum of scale * (z B^T + bias), a new tensor of y0's dtype. ``zs`` have the order of ``adapters``."""
     b: tuple[Any, ...] = as_values(*[one.b for one in adapters])
     w, bias, scale = delta_of(b, as_values(*[one.bias for one in adapters]), [one.scale for one in adapters])
     z = zs[0] if len(zs) == 1 else torch.cat([*zs], dim=1)
@@ -134,7 +134,7 @@ def _thirds(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequenc
 
 
 def checked_adapters(x: Tensor, adapters: Sequence[LoraAdapter]) -> list[LoraAdapter]:
-    """``adapters``, each of which fits to x."""
+    """``adapters`` as a list; an error if one does not fit x."""
     if not x.is_floating_point():
         raise TypeError(f"x is {x.dtype}; it must be floating point")
     known = [*adapters]
@@ -180,17 +180,17 @@ def runs_kernel(x: Tensor, adapters: Sequence[LoraAdapter]) -> bool:
 
 @checked_op
 def lora_linear(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[LoraAdapter]) -> Tensor:
-    """The result of ``base`` plus those of low-rank ``adapters``; the formula stands at the top of this file.
+    """The result of ``base`` plus the results of low-rank ``adapters``. The formula is at the top of this file.
 
-    Under autocast, x is cast as ``F.linear`` casts it, and base gets it so. The adapters keep their own dtype.
+    Under autocast, x is cast as ``F.linear`` casts it, and base gets the cast x. The adapters keep their dtype.
 
     Args:
         x: [..., in features]: float16, bfloat16, float32, or float64 (which runs the reference). Never overwritten.
-        base: the layer that is adapted, called once, with x or an alias of it. Its result stays as it is.
-        adapters: :class:`LoraAdapter` of this layer. More than 256 ranks together run the reference.
+        base: the adapted layer. It is called once, with x or an alias of x. Its result is not overwritten.
+        adapters: every :class:`LoraAdapter` of this layer. More than 256 ranks in total run the reference.
 
     Returns:
-        A new tensor [..., out features] of the dtype that base returns. Without adapters, what base returns.
+        A new tensor [..., out features] of the dtype of base's result. Without adapters, the result of base itself.
 
     Raises:
         TypeError, ValueError: for an argument of a wrong type, dtype, shape or device.
@@ -203,7 +203,7 @@ def lora_linear(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[
 
 
 def lora_linear_of_checked(x: Tensor, base: Callable[[Tensor], Tensor], adapters: Sequence[Any]) -> Tensor:
-    """:func:`lora_linear` of at least one adapter, and arguments that are known to fit. x has been cast."""
+    """:func:`lora_linear` for at least one adapter and for arguments that were checked. x must have been cast."""
     if not runs_kernel(x, adapters):
         return _reference(base(x), x, adapters)
     groups = [(x, shared)] if (shared := [one for one in adapters if one.dropped is None]) else []

@@ -1,16 +1,17 @@
-r"""A linear head with low-rank adapters: what they add to the logits of a chunk, and the gradients of that.
+r"""A linear head with low-rank adapters: the adapters' part of the logits of a chunk, and its gradients.
 
     logits = hidden @ W^T + bias + z @ B^T,    z = [s_1 hidden A_1^T, s_2 hidden A_2^T, ...],    B = [B_1, B_2, ...]
 
-z is a node of autograd of its own, with the gradient of every A in it. So a schedule has only z and B to add to the
-logits that it makes: z B^T is written into their buffer, and the product of hidden and W is added on top. From the
-logits' gradient G it takes
+A separate autograd node computes z and the gradient of every A. So a schedule of the head only handles z and B. It
+writes z B^T into the logits' buffer and adds the product of hidden and W to it. From the logits' gradient G the
+schedule computes
 
     dz += G B        dB += G^T z
 
-Both sums are float32. A float32 number meets 16-bit logits as a sum of three numbers of their dtype, which are columns
-of one product; of two where the result is rounded to that dtype. float16 has too little range for that, so each rank is
-first divided by a power of two: its largest magnitude is at most 1 then.
+Both sums are float32. In a product with 16-bit logits, a float32 number is split into three numbers of the logits'
+dtype; all parts are columns of one product. Two parts are enough if the result is rounded to that dtype. float16 has
+too little range for the parts. So each rank is first divided by a power of two, and its largest magnitude is then at
+most 1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from liger_kernels.ops.runtime.dispatch import as_values, backward_once
 
 
 class LowRank(NamedTuple):
-    """What adapters add to the logits: z B^T."""
+    """The factors of the adapters' part of the logits, z B^T."""
 
     z: Tensor  # [tokens, ranks], float32
     b: Tensor  # [vocab, ranks]
@@ -38,9 +39,10 @@ class LowRank(NamedTuple):
 def low_rank(
     hidden: Tensor, adapters: Sequence[LoraAdapter], take: Callable[[Tensor], Tensor], invariant: bool = False
 ) -> tuple[Tensor, LowRank]:
-    """``hidden`` [tokens, hidden size], from here on to be used in its place, and what ``adapters`` of a head make of
-    it. A bias is one rank more, whose z is the scale. ``take`` takes of what was dropped the rows that hidden has.
-    ``invariant``: the bits of a row do not depend on the other rows."""
+    """Return ``hidden`` [tokens, hidden size] and the :class:`LowRank` of a head's ``adapters``. The caller must go on
+    with the returned ``hidden``. A bias becomes one more rank, and the z of that rank is the scale. ``take`` selects
+    the rows of ``hidden`` from an adapter's dropped input. With ``invariant``, the bits of a row do not depend on the
+    other rows."""
     zs, bs = [], []
     passes = hidden.requires_grad and torch.is_grad_enabled()
     for one in adapters:
@@ -61,15 +63,15 @@ def low_rank(
 
 
 def _of_few_ranks(adapter: LoraAdapter) -> Sequence[tuple[Tensor, Tensor]]:
-    """A and B in parts whose ranks one program holds."""
+    """A and B, split into parts with few enough ranks for one program."""
     if len(adapter.a) <= MOST_RANKS:
         return [(adapter.a, adapter.b)]
     return [*zip(adapter.a.split(MOST_RANKS), adapter.b.split(MOST_RANKS, dim=1), strict=True)]
 
 
 class RanksFunction(torch.autograd.Function):
-    """z = scale * x A^T, float32 [tokens, ranks], and with ``passes`` x itself, which goes to the head: the backward
-    then adds the adapter's part to what comes back from there in one pass."""
+    """z = scale * x A^T, float32 [tokens, ranks], and with ``passes`` also x itself, as the head's input. The backward
+    then adds the adapter's gradient to the head's gradient of x in one pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, scale: float, passes: bool, invariant: bool) -> tuple[Tensor, ...]:
@@ -83,7 +85,7 @@ class RanksFunction(torch.autograd.Function):
     @backward_once
     def backward(ctx: Any, dz: Tensor | None, dx: Tensor | None = None) -> tuple[Tensor | None, ...]:
         needs_x, needs_a, *_ = ctx.needs_input_grad
-        if dz is None:  # only what lies between this node and the result was differentiated
+        if dz is None:  # only tensors between this node and the result were differentiated
             return dx, None, None, None, None
         x, a = ctx.saved_tensors
         da = columns_product(x, dz, a.shape, a.dtype, ctx.scale, by_rank=True) if needs_a else None
@@ -95,7 +97,7 @@ class ThinProducts:
     """The products with z and B of one pass over the logits of a head."""
 
     def __init__(self, low: LowRank, dtype: torch.dtype, needs_z: bool, needs_b: bool) -> None:
-        """``dtype`` is that of the logits; ``needs_z``, ``needs_b``: which gradients are wanted."""
+        """``dtype`` is the logits' dtype; ``needs_z`` and ``needs_b`` say which gradients are wanted."""
         self._low = low
         b, self._b_unit = _parts(low.b, dtype)
         z, _ = _parts(low.z if self._b_unit is None else low.z * self._b_unit, dtype, in_units=False)
@@ -111,30 +113,31 @@ class ThinProducts:
             self._db = low.z.new_zeros((len(low.b), self._z.shape[1]))
 
     def added(self, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
-        """z and B for ``rows`` and ``classes``, whose product in the logits' dtype is what is added."""
+        """z and B for ``rows`` and ``classes``, in the logits' dtype. Their product is the adapters' part of the
+        logits."""
         return self._z_added[rows], self._b_added[classes]
 
     def add(self, d_logits: Tensor, rows: slice, classes: slice, invariant: bool = False) -> None:
-        """What the gradient of these logits adds to those of z and B. ``invariant``: the bits of a row of z's do not
-        depend on the other rows."""
+        """Add the contribution of these logits to the gradients of z and B. With ``invariant``, the bits of a row of
+        z's gradient do not depend on the other rows."""
         if self._b is not None and self._dz is not None:
             add_product(self._dz[rows], d_logits, self._b[classes], 1.0, invariant)
         if self._z is not None and self._db is not None:
             add_product(self._db[classes], d_logits.t(), self._z[rows], keep=1.0)
 
     def gradients(self) -> tuple[Tensor, Tensor]:
-        """Those of z and B, float32, each without elements if it is not wanted."""
+        """The gradients of z and B, float32. A gradient that is not wanted has no elements."""
         none, ranks = self._low.z.new_empty(0), self._low.z.shape[1]
         dz = none if self._dz is None else _summed(self._dz, ranks, self._b_unit)
         db = none if self._db is None else _summed(self._db, ranks, self._z_unit)
         return dz, db
 
 
-_ROUNDED, _EXACT = 2, 3  # numbers whose sum is a float32 number, where the result is of their dtype, and float32
+_ROUNDED, _EXACT = 2, 3  # parts of a float32 number if the result has the logits' dtype, and if it is float32
 
 
 def _parts(t: Tensor, dtype: torch.dtype, in_units: bool = True) -> tuple[list[Tensor], Tensor | None]:
-    """Tensors of ``dtype`` whose sum is ``t`` [rows, ranks], and what each rank of it has been divided by."""
+    """Tensors of ``dtype`` whose sum is ``t`` [rows, ranks], and the divisor of each rank, if ranks were divided."""
     if dtype in (torch.float32, t.dtype):
         return [t.to(dtype)], None
     rest, unit, parts = t.float(), None, []

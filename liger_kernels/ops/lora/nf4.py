@@ -1,8 +1,8 @@
-"""A weight that bitsandbytes keeps in NF4, as a dense matrix in one launch.
+"""Makes a dense matrix of a weight that bitsandbytes keeps in NF4, in one launch.
 
-Two numbers share a byte, the first in its upper half. A number is code[its four bits] times the scale of its block.
-With double quantisation that scale is itself code[its eight bits] * the scale of a block of scales, plus an offset
-(Dettmers et al. 2023, QLoRA, section 3). The numbers are bitsandbytes' own to the last bit.
+Two numbers share a byte, the first in the upper half. A number is code[its four bits] times the scale of its block.
+With double quantisation a scale is code[its eight bits] times the scale of a block of scales, plus an offset (Dettmers
+et al. 2023, QLoRA, section 3). The results are bit for bit those of bitsandbytes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from liger_kernels.ops.runtime.tiling import cdiv
 
 
 class NestedScales(NamedTuple):
-    """How the scales of blocks are kept in eight bits.
+    """The quantisation of the blocks' scales to eight bits.
 
     Attributes:
         code: [256], float32.
         scales: [blocks of scales], float32.
-        per_block: how many scales a block has.
-        offset: 0-d float32, what is added to each scale.
+        per_block: the number of scales in a block.
+        offset: 0-d float32, added to each scale.
     """
 
     code: Tensor
@@ -34,15 +34,15 @@ class NestedScales(NamedTuple):
 
 
 class PackedNf4(NamedTuple):
-    """How a weight is kept in four bits.
+    """The quantisation of a weight to four bits.
 
     Attributes:
         code: [16], float32.
-        scales: [blocks], float32; uint8 where they are ``nested``.
-        per_block: how many numbers a block has, a power of two from 32 on.
+        scales: [blocks], float32, or uint8 if ``nested`` is given.
+        per_block: the number of numbers in a block, a power of two from 32 on.
         shape: of the dense matrix.
         dtype: of the dense matrix.
-        nested: how the scales are kept; None where they are as they are.
+        nested: the quantisation of the scales; None if they are float32.
     """
 
     code: Tensor
@@ -80,7 +80,7 @@ _BYTES_OF_PROGRAM = 4096  # 32 a lane of 4 warps, as two loads of 16
 
 
 def dense_nf4(packed: Tensor, state: PackedNf4) -> Tensor:
-    """The matrix of ``state.shape`` and ``state.dtype`` whose numbers ``packed`` has, uint8 [half of them, 1]."""
+    """The matrix, of ``state.shape`` and ``state.dtype``, of the numbers in ``packed``, uint8 [half as many, 1]."""
     if not use_triton(state.code):
         return dense_nf4_ref(packed, state)
     y = torch.empty(state.shape, dtype=state.dtype, device=state.code.device)

@@ -1,9 +1,10 @@
-"""The thin products of low-rank adapters: a long matrix and one of few columns, bound by the memory of the long one.
+"""The thin products of low-rank adapters: a long matrix times one with few columns. Reading the long one limits the
+speed.
 
-Sums are float32. A float32 number is the sum of three bfloat16 numbers (error 2^-24) where it meets 16-bit numbers, so
-that tensor cores multiply it; float16 has too little range to be split. Where the result is rounded to bfloat16, two
-(error 2^-17) are enough. Tensor cores cut off what does not fit into a sum, so float32 results of float32 numbers come
-from ordinary multiplications.
+Sums are float32. In a product with 16-bit numbers, a float32 number is the sum of three bfloat16 numbers (error 2^-24),
+so that tensor cores can multiply it. float16 has too little range for such parts. Two parts (error 2^-17) are enough if
+the result is rounded to bfloat16. Tensor cores truncate their sums, so ordinary multiplications compute float32 results
+of float32 numbers.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from liger_kernels.ops.runtime.dispatch import INTERPRET, launch, tl, triton
 from liger_kernels.ops.runtime.launcher import current_stream
 from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, next_power_of_2, tile
 
-MOST_RANKS = 256  # of a program, which holds them all
+MOST_RANKS = 256  # of one program, which holds all of them
 _PROGRAMS = 264  # two for each multiprocessor of an H100
-_SCRATCH = 24 * 1024  # bytes of shared memory for what is not loaded ahead
+_SCRATCH = 24 * 1024  # bytes of shared memory for data that is not loaded ahead
 _SCRATCH_OF_TILES = 40 * 1024  # the same, in a program of several products
 _COMPILED = tl.constexpr(not INTERPRET)
-remembered = functools.lru_cache(maxsize=1024)  # what is chosen costs the host as much as a launch
+remembered = functools.lru_cache(maxsize=1024)  # without it, choosing shapes would cost the host as much as a launch
 
 
 @triton.jit
 def _split(x):
-    """The bfloat16 nearest to float32 ``x``, and what is left of it."""
+    """The bfloat16 nearest to float32 ``x``, and the rest of ``x``."""
     near = x.to(tl.bfloat16)
     return near, x - near.to(tl.float32)
 
 
 @triton.jit
 def _split_in_three(x):
-    """Three bfloat16 numbers whose sum is ``x``, but for 2^-24 of it."""
+    """Three bfloat16 numbers whose sum is ``x``, with a relative error of 2^-24."""
     x_1, rest = _split(x.to(tl.float32))
     x_2, rest = _split(rest)
     return x_1, x_2, rest.to(tl.bfloat16)
@@ -47,8 +48,8 @@ def _split_in_three(x):
 
 @triton.jit
 def dot(a, b, total, EXACT: tl.constexpr):
-    """total + a @ b in float32. ``EXACT``: both may need all 24 bits; else one of them at least is bfloat16, or 16 bits
-    are enough."""
+    """total + a @ b in float32. With ``EXACT``, both operands may need all 24 bits. Otherwise at least one operand is
+    bfloat16, or 16 bits are enough."""
     if not _COMPILED:
         total = tl.dot(a.to(tl.float32), b.to(tl.float32), total)
     elif EXACT and a.dtype == tl.float32 and b.dtype == tl.float32:
@@ -85,7 +86,8 @@ def dot(a, b, total, EXACT: tl.constexpr):
 
 @triton.jit
 def _of_rank(w_ptr, w1_ptr, w2_ptr, end, end1, rank, rank_stride):
-    """Where the row of each ``rank`` begins in up to three matrices that lie one below the other in thought alone."""
+    """The address of each ``rank``'s row in up to three matrices. They count as one stacked matrix, but lie apart in
+    memory."""
     at = w_ptr + rank.to(tl.int64) * rank_stride
     if w1_ptr is not None:
         at = tl.where(rank < end, at, w1_ptr + (rank - end).to(tl.int64) * rank_stride)
@@ -100,7 +102,7 @@ def some_of_w(
     w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride,
     first, col, n_cols, n_ranks, PART: tl.constexpr,
 ):
-    """w of ``PART`` ranks from ``first`` on, at ``col`` [1, columns]; None without w."""
+    """``PART`` ranks of w from ``first`` on, at ``col`` [1, columns]; None without w."""
     w = None
     if w_ptr is not None:
         rank = first + tl.arange(0, PART)[:, None]
@@ -114,8 +116,8 @@ def plus_delta(
     y0, z_ptr, z_stride, w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride, bias_ptr, first_w,
     row, col, n_rows, n_cols, n_ranks, scale, EXACT: tl.constexpr, RANKS: tl.constexpr, PART: tl.constexpr,
 ):
-    """y0 + scale * (z w + bias) in float32, of a tile at ``row`` [rows, 1] and ``col`` [1, columns]; y0 alone without
-    w. ``first_w`` has the first ``PART`` ranks of w, which a program loads once for all of its tiles."""
+    """y0 + scale * (z w + bias) in float32 for the tile at ``row`` [rows, 1] and ``col`` [1, columns]; y0 alone without
+    w. ``first_w`` has the first ``PART`` ranks of w. A program loads ``first_w`` once for all of its tiles."""
     y0 = y0.to(tl.float32)
     if w_ptr is not None:
         total = tl.zeros_like(y0)
@@ -144,8 +146,9 @@ def _lora_linear_rows_kernel(
     n_rows, n_cols, n_ranks, cols_of_part, scale,
     EXACT: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """z = scale * x w^T. Each of ``PARTS`` programs sums over its part of the columns. The last one to be done adds the
-    sums in the order of the parts, so that the bits do not depend on which it was, and leaves zero behind."""
+    """z = scale * x w^T. Each of ``PARTS`` programs sums over its part of the columns. The program that finishes last
+    adds the sums in the order of the parts, so the bits do not depend on which program is last. It then resets the
+    counter to zero."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     rank = tl.arange(0, RANKS)[None, :]
     w_at = _of_rank(w_ptr, w1_ptr, w2_ptr, end, end1, rank, w_rank_stride)
@@ -161,7 +164,7 @@ def _lora_linear_rows_kernel(
     if PARTS > 1:
         at = sums_ptr + row * RANKS + rank
         tl.store(at + tl.program_id(1).to(tl.int64) * n_rows * RANKS, z, mask=row < n_rows)
-        tl.debug_barrier()  # all threads have written before one says so
+        tl.debug_barrier()  # all threads must have written before one thread counts up
         last = tl.atomic_add(done_ptr + tl.program_id(0), 1, sem="acq_rel") == PARTS - 1
         if last:
             z = tl.zeros((ROWS, RANKS), tl.float32)
@@ -189,7 +192,7 @@ def _lora_linear_add_kernel(
     for start in range(0, rows_of_program, ROWS):
         row = first + start + tl.arange(0, ROWS)[:, None]
         mask = (row < n_rows) & (col < n_cols)
-        if y0_ptr is not None:  # what takes longest is under way first
+        if y0_ptr is not None:  # the slowest load starts first
             y0 = tl.load(y0_ptr + row * y0_stride + col, mask=mask, other=0.0)
         else:
             y0 = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -242,21 +245,21 @@ def _lora_linear_sum_kernel(
 
 
 def ranks_of_program(n: int) -> int:
-    """A tensor core multiplies 16 ranks at least."""
+    """The number of ranks with padding: a tensor core multiplies at least 16 ranks."""
     return max(16, next_power_of_2(n))
 
 
 def stages_that_fit(device: torch.device, bytes_: int) -> int:
-    """How many loads of ``bytes_`` a program has under way."""
+    """How many loads of ``bytes_`` each a program can have in flight."""
     return max(2, min(4, (room_for_loads(real_device(device)) - _SCRATCH) // bytes_))
 
 
 @choice("lora_rows")
 @remembered
 def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> tuple[int, dict[str, int]]:
-    """In how many parts the columns are summed, and launch choices. A program reads all of w, so it has many rows; that
-    there are enough programs is up to the parts. 4096 x 4096, bfloat16, on an H200: 16 ranks 19 us with 64 rows and 4
-    parts, 34 with 1 part; 48 ranks 29 with 128 rows and 4 parts, 76 with 64 rows and 1 part."""
+    """The number of parts of the columns, and launch choices. Every program reads all of w, so a program has many rows.
+    The parts make enough programs. With 16 ranks, four parts take 56% of the time of one part (4096 x 4096, bfloat16,
+    H200)."""
     rows, warps = (64, 4) if ranks * size <= 32 else (128, 8)
     rows, block = tile(
         n_rows, n_cols, rows if size == 2 else 32, max(16, min(8192 // rows, 256 // size, 4096 // ranks))
@@ -274,11 +277,12 @@ def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.d
 def tiles_of_program(
     n_rows: int, n_cols: int, ranks: int, products: int, shape: dict[str, int], most: int, device: torch.device
 ) -> tuple[int, int]:
-    """How many tiles of ``shape``, one below the other, a program takes, and their stages. It splits its columns of w
-    once for all tiles, and loads for the next one ahead; where shared memory does not suffice, it takes one tile."""
+    """How many tiles of ``shape`` a program computes, one below the other, and the number of stages. A program splits
+    its columns of w once for all tiles and loads ahead for the next tile. If shared memory does not suffice, a program
+    computes one tile."""
     part, rows, block = shape["PART"], shape["ROWS"], shape["BLOCK"]
     parts = cdiv(ranks, part)
-    bytes_ = products * 4 * part * (parts * rows + (parts - 1) * block)  # z, and w but for its first part
+    bytes_ = products * 4 * part * (parts * rows + (parts - 1) * block)  # z, and w without its first part
     if _SCRATCH_OF_TILES + bytes_ > room_for_loads(real_device(device)):
         return 1, 1
     return max(1, min(most, cdiv(n_rows, rows) * cdiv(n_cols, block) // _PROGRAMS)), 2
@@ -287,8 +291,8 @@ def tiles_of_program(
 @choice("lora_add")
 @remembered
 def _add_shape(n_rows: int, n_cols: int, ranks: int, device: torch.device) -> tuple[int, dict[str, int]]:
-    """Tiles of a program, and launch choices. bfloat16, on an H100: 4096 x 4096, 64 ranks, 41 us with four tiles and 48
-    with one; 16384 x 4096, 16 ranks, 102 with four and 104 with two."""
+    """Tiles of a program, and launch choices. Four tiles were fastest in bfloat16 on an H100: one tile takes 17% longer
+    for 4096 x 4096 and 64 ranks."""
     rows, block = tile(n_rows, n_cols, 32 if ranks == 16 else 64, 128)
     shape = {"PART": min(ranks, 32), "ROWS": rows, "BLOCK": block, "num_warps": 4}
     tiles, stages = tiles_of_program(n_rows, n_cols, ranks, 1, shape, 4, device)
@@ -298,7 +302,7 @@ def _add_shape(n_rows: int, n_cols: int, ranks: int, device: torch.device) -> tu
 @choice("lora_columns")
 @remembered
 def columns_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> tuple[int, dict[str, int]]:
-    """In how many parts the rows are summed, and launch choices."""
+    """The number of parts of the rows, and launch choices."""
     rows, block = tile(n_rows, n_cols, 64 if ranks * size <= 128 else 32, 64)
     parts = max(1, min(_PROGRAMS // cdiv(n_cols, block), cdiv(n_rows, 4 * rows)))
     stages = stages_that_fit(device, rows * (block * size + ranks * 4))
@@ -306,8 +310,8 @@ def columns_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch
 
 
 def _stack(ws: Sequence[Tensor], by_column: bool) -> tuple[tuple[Any, ...], int]:
-    """The arguments of up to three matrices [ranks, columns], or one [columns, ranks], that a kernel reads as one
-    [ranks, columns], and the ranks of all."""
+    """A kernel's arguments for ``ws``, which the kernel reads as one [ranks, columns], and the number of all ranks.
+    ``ws`` are up to three matrices [ranks, columns]; with ``by_column`` they are one [columns, ranks]."""
     w = ws[0]
     rank_stride, col_stride = w.stride()
     if by_column:
@@ -328,8 +332,9 @@ _zeros: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _zeros_left_behind(n: int, device: torch.device) -> Tensor:
-    """``n`` zeros, int32, for a kernel that counts up from them and leaves zeros behind. The kernels of a stream run
-    one after the other and share them. A CUDA graph keeps its own: its memory is not there for others."""
+    """``n`` zeros, int32, for a kernel that uses them as counters and resets them to zero. The kernels of a stream run
+    one after the other and share these zeros. A CUDA graph gets separate zeros, because other work cannot use a graph's
+    memory."""
     kind = device.type
     if kind not in ("cuda", "cpu") or (kind == "cuda" and torch.cuda.is_current_stream_capturing()):
         return torch.zeros(n, dtype=torch.int32, device=device)
@@ -341,7 +346,7 @@ def _zeros_left_behind(n: int, device: torch.device) -> Tensor:
 
 
 def _chosen_for(n_rows: int, invariant: bool) -> int:
-    """For how many rows tiles, and the parts of a row's sum, are chosen."""
+    """The number of rows for which tiles and the parts of a row's sum are chosen."""
     return rows_of_block() if invariant else n_rows
 
 
@@ -353,9 +358,9 @@ def rows_product(
     by_column: bool = False,
     invariant: bool = False,
 ) -> Tensor:
-    """scale * x w^T, float32 [tokens, ranks], of ``x`` [..., columns] and one or more ``ws`` [ranks, columns] of any
-    strides, whose ranks follow one another, or with ``by_column`` one that is [columns, ranks]. ``out`` may be columns
-    of a larger tensor. ``invariant``: the bits of a row do not depend on the other rows."""
+    """scale * x w^T, float32 [tokens, ranks], for ``x`` [..., columns]. w is one or more ``ws`` [ranks, columns], of
+    any strides, stacked along the ranks. With ``by_column``, ``ws`` has one matrix [columns, ranks]. ``out`` may be
+    columns of a larger tensor. With ``invariant``, the bits of a row do not depend on the other rows."""
     x_rows, x_stride = as_rows(x)
     w_args, n_ranks = _stack(ws, by_column)
     n_cols = x.shape[-1]
@@ -387,9 +392,9 @@ def add_product(
     by_column: bool = False,
     invariant: bool = False,
 ) -> Tensor:
-    """y0 + scale * (z w + bias), a new tensor of ``shape`` [..., columns] and ``dtype``, or with ``in_place`` a
-    contiguous y0 itself. ``y0`` of None counts as zero. ``z`` is float32 [tokens, ranks]; ``ws`` are as
-    :func:`rows_product` takes them, and so is ``invariant``."""
+    """y0 + scale * (z w + bias), a new tensor of ``shape`` [..., columns] and ``dtype``. With ``in_place`` the result
+    overwrites y0, which must be contiguous. ``y0`` None counts as zero. ``z`` is float32 [tokens, ranks]. ``ws`` and
+    ``invariant`` are those of :func:`rows_product`."""
     y = y0 if in_place else torch.empty(shape, dtype=dtype, device=z.device)
     w_args, n_ranks = _stack(ws, by_column)
     n_rows, n_cols = z.shape[0], shape[-1]
@@ -409,8 +414,8 @@ def add_product(
 def columns_product(
     x: Tensor, z: Tensor, shape: Sequence[int], dtype: torch.dtype, scale: float, by_rank: bool = False
 ) -> Tensor:
-    """scale * x^T z, a new tensor of ``shape`` [columns, ranks] and ``dtype``; with ``by_rank`` transposed, [ranks,
-    columns]. ``x`` is [..., columns], ``z`` float32 [tokens, ranks]."""
+    """scale * x^T z, a new tensor of ``shape`` [columns, ranks] and ``dtype``. With ``by_rank`` the result is
+    transposed, [ranks, columns]. ``x`` is [..., columns], ``z`` is float32 [tokens, ranks]."""
     w = torch.empty(shape, dtype=dtype, device=x.device)
     x_rows, x_stride = as_rows(x)
     n_rows, n_ranks = z.shape

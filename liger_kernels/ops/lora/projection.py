@@ -1,7 +1,7 @@
-"""A linear layer that an op multiplies by itself, with its adapters; and several that share x.
+"""A linear layer with its adapters whose products an op computes itself, and several such layers that share x.
 
-The products of those that share x are made together where that spares a pass over x: one makes z = x A^T of all, one
-all dA, and one adds g A to dx. The formulas are those of lora_linear.py.
+Layers that share x share the passes over x. One pass computes z = x A^T of all adapters, one computes all dA, and one
+adds g A to dx. The formulas are those of lora_linear.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from liger_kernels.ops.runtime.dispatch import as_values, in_dtype, use_triton
 
 
 def as_it_is(weight: Tensor) -> Tensor:
-    """The matrix that a weight which is one stands for."""
+    """The identity: ``weight`` is already a matrix."""
     return weight
 
 
@@ -39,10 +39,11 @@ class Projection:
     """A linear layer, y = x W^T + bias + sum over a of s_a (x A_a^T B_a^T + beta_a).
 
     Attributes:
-        weight: [out features, in features], or whatever ``dense`` makes that of; it is saved for the backward as it is.
+        weight: [out features, in features], or a tensor of which ``dense`` makes such a matrix. The backward's saved
+            tensor is ``weight`` itself.
         bias: [out features], or None.
         adapters: :class:`LoraAdapter`, without ``dropped``.
-        dense: makes W of ``weight``, of any floating dtype; in the forward, and once more in the backward.
+        dense: makes W of ``weight``, in any floating dtype. It is called in the forward and again in the backward.
 
     Raises:
         TypeError, ValueError: for an attribute of a wrong type, dtype, shape or device.
@@ -82,7 +83,7 @@ class Projection:
 
     @property
     def shape(self) -> tuple[int | None, int | None]:
-        """Out and in features, where they are known without making the weight dense."""
+        """Out and in features; None if only the dense weight tells them."""
         if self.dense is as_it_is:
             return self.weight.shape[0], self.weight.shape[1]
         if self.adapters:
@@ -91,7 +92,7 @@ class Projection:
 
 
 class NodeProjection(NamedTuple):
-    """A :class:`Projection` as a node of autograd has it: its tensors, and what they mean."""
+    """A :class:`Projection` inside an autograd node: its tensors by their roles."""
 
     weight: Tensor
     bias: Tensor | None
@@ -124,7 +125,7 @@ Kinds = tuple[tuple[tuple[float, ...], Callable[[Tensor], Tensor]], ...]
 
 
 def flat(projections: Sequence[Any]) -> tuple[Kinds, tuple[Tensor | None, ...]]:
-    """Of each projection the scales and ``dense``, and the tensors of all in one list, for a node of autograd."""
+    """The arguments of an autograd node: each projection's scales and ``dense``, and all tensors in one list."""
     kinds, tensors = [], []
     for one in projections:
         adapters = one.adapters
@@ -155,19 +156,20 @@ def needs_of(kinds: Kinds, needs: Sequence[bool]) -> list[Needs]:
 
 
 def base_product(x: Tensor, part: NodeProjection) -> Tensor:
-    """x W^T + bias, of ``x`` [tokens, in features] and in its dtype: a new tensor."""
+    """x W^T + bias for ``x`` [tokens, in features], a new tensor of x's dtype."""
     w = in_dtype(part.dense(part.weight), x.dtype)
     return torch.mm(x, w.t()) if part.bias is None else torch.addmm(in_dtype(part.bias, x.dtype), x, w.t())
 
 
 def ranks_of_all(x: Tensor, parts: Sequence[NodeProjection]) -> Tensor | None:
-    """z = x A^T, float32 [tokens, ranks], of all adapters of ``parts``, one after the other; None without any."""
+    """z = x A^T, float32 [tokens, ranks], with the ranks of all adapters of ``parts`` side by side; None without
+    adapters."""
     every = [a for part in parts for a in part.a]
     return rows_product(x, every, 1.0) if every else None
 
 
 def columns_of(t: Tensor | None, parts: Sequence[NodeProjection]) -> list[Tensor | None]:
-    """The columns of z or of its gradient that belong to each of ``parts``."""
+    """The columns of z, or of its gradient, for each of ``parts``."""
     if t is None or len(parts) == 1:
         return [t] * len(parts)
     found: list[Tensor | None] = []
@@ -180,7 +182,7 @@ def columns_of(t: Tensor | None, parts: Sequence[NodeProjection]) -> list[Tensor
 
 
 def add_delta(y0: Tensor, z: Tensor | None, part: NodeProjection) -> Tensor:
-    """y0 [tokens, out features], over which the result of the adapters has been added."""
+    """Add the adapters' result to y0 [tokens, out features] in place, and return y0."""
     if z is None:
         return y0
     w, bias, scale = delta_of(part.b, part.biases, part.scales)
@@ -188,7 +190,8 @@ def add_delta(y0: Tensor, z: Tensor | None, part: NodeProjection) -> Tensor:
 
 
 def gradients_of_ranks(dys: Sequence[Tensor | None], parts: Sequence[NodeProjection]) -> Tensor | None:
-    """g = s dY B, float32 [tokens, ranks], of all adapters of ``parts``, one after the other; None without any."""
+    """g = s dY B, float32 [tokens, ranks], with the ranks of all adapters of ``parts`` side by side; None without
+    adapters."""
     if not any(part.a for part in parts):
         return None
     if len(parts) == 1 and dys[0] is not None:
@@ -209,14 +212,14 @@ def gradients_of_ranks(dys: Sequence[Tensor | None], parts: Sequence[NodeProject
 
 
 class GradientSums:
-    """Gradients of ``tensors`` that are summed over tiles of tokens in float32, and rounded once."""
+    """Sums the gradients of ``tensors`` over tiles of tokens in float32, and rounds each sum once."""
 
     def __init__(self, tensors: Sequence[Tensor | None]):
         self.tensors = tensors
         self.totals: list[Tensor | None] = [None] * len(tensors)
 
     def add_product(self, i: int, a: Tensor, b: Tensor) -> None:
-        """a @ b is added to the gradient of tensor ``i``."""
+        """Add a @ b to the gradient of tensor ``i``."""
         total = self.totals[i]
         if total is None:
             total = self.totals[i] = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
@@ -225,14 +228,14 @@ class GradientSums:
             add_to_sum(total, a, b, 1.0)
 
     def add(self, first: int, gradients: Sequence[Tensor | None]) -> None:
-        """Those of the tensors from ``first`` on, new and in float32, are added."""
+        """Add ``gradients``, new float32 tensors, to the sums from number ``first`` on."""
         for i, gradient in enumerate(gradients, first):
             if gradient is not None:
                 total = self.totals[i]
                 self.totals[i] = gradient if total is None else total.add_(gradient)
 
     def rounded(self) -> list[Tensor | None]:
-        """Each in the dtype of its tensor. The sums are given up one after the other."""
+        """Each sum in the dtype of its tensor. Each float32 sum is freed before the next one is rounded."""
         found: list[Tensor | None] = []
         for i, t in enumerate(self.tensors):
             total, self.totals[i] = self.totals[i], None
@@ -250,8 +253,8 @@ def gradients_of_parts(
     sums: GradientSums | None = None,
     first_of_sums: int = 0,
 ) -> list[Tensor | None]:
-    """The gradients of all tensors of ``parts``, which share ``x`` [tokens, in features], in the order of
-    :func:`flat`. ``dys`` are the gradients of their results. With ``sums`` they are added there, from
+    """The gradients of all tensors of ``parts``, which share ``x`` [tokens, in features], in the order of :func:`flat`.
+    ``dys`` are the gradients of the parts' results. With ``sums``, the gradients are also added to ``sums``, from
     ``first_of_sums`` on."""
     dtype = None if sums is None else torch.float32
     das: list[Tensor | None] = [None] * sum([len(part.a) for part in parts])
@@ -298,7 +301,7 @@ def gradient_of_x(dys: Sequence[Tensor | None], g: Tensor | None, parts: Sequenc
 
 
 def runs_as_one(x: Tensor, projections: Sequence[Any]) -> bool:
-    """Whether kernels take ``x`` and the adapters of ``projections`` that share it: a program holds all their ranks."""
+    """Whether the kernels accept ``x`` and the adapters of ``projections``. One program must hold all their ranks."""
     if not use_triton(x) or left_to_inductor("lora_linear", x) or not x.numel():
         return False
     total = 0
@@ -311,12 +314,12 @@ def runs_as_one(x: Tensor, projections: Sequence[Any]) -> bool:
 
 
 def out_features(part: NodeProjection) -> int:
-    """The number of features that come out."""
+    """The number of output features."""
     return part.b[0].shape[0] if part.b else part.weight.shape[0]
 
 
 def check_projection(name: str, one: Any, x: Tensor, features: int | None) -> None:
-    """Raise where ``one`` is no projection of ``features`` on x's device.
+    """Raise unless ``one`` is a projection of ``features`` on x's device.
 
     Raises:
         TypeError, ValueError: it is not.
@@ -334,7 +337,7 @@ def check_projection(name: str, one: Any, x: Tensor, features: int | None) -> No
 
 
 def check_input(x: Tensor) -> None:
-    """Raise where ``x`` is nothing that a projection takes.
+    """Raise unless a projection accepts ``x``.
 
     Raises:
         TypeError, ValueError: it is not.

@@ -1,4 +1,4 @@
-r"""Row weights that keep a packed batch's loss what the mode says, whatever else lies in the row.
+r"""Row weights that give a packed batch's loss the chosen reduction, independent of how samples are packed.
 
 Row t predicts y_t. Sequence s has n_s targets: its rows with y_t != ignore_index, counted *after* the shift. With the
 exponent p = 0 ("token"), 1/2 ("square") or 1 ("sample"):
@@ -6,13 +6,12 @@ exponent p = 0 ("token"), 1/2 ("square") or 1 ("sample"):
     w_t = n_s(t)^-p            D = sum_t w_t = sum over non-empty s of n_s^(1-p)
     L = (1/D) sum_t w_t * nll_t
 
-With class weights c, n_s is the sum of c[y_t] over s, and the loss multiplies w_t by c[y_t]. "token" is what
-transformers does; "sample" gives every sequence the same say, as if each had been a batch of its own; "square" is the
-compromise of InternVL 2.5 (arXiv:2412.05271).
+With class weights c, n_s is the sum of c[y_t] over s, and the loss multiplies w_t by c[y_t]. "token" is transformers'
+mean. "sample" weights every sequence alike, as if each had been a separate batch. "square" is the compromise of
+InternVL 2.5 (arXiv:2412.05271).
 
-Over several micro-batches or ranks, D is the sum of everybody's ``denominator`` (times the number of ranks where
-gradients are averaged). Everything is computed on the labels' device in a fixed number of scans, without a look at any
-value by the host.
+Over several micro-batches or ranks, D is the sum of all their ``denominator`` (times the number of ranks if gradients
+are averaged). Everything is computed on the labels' device in a fixed number of scans. The host reads no value.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ LossReduction = Annotated[str, one_of(EXPONENTS)]
 
 
 class PackedTargets(NamedTuple):
-    """What a loss over packed rows takes.
+    """The arguments of a loss over packed rows.
 
     Attributes:
         shift_labels: int64, of the labels' shape: the target of each row; ``ignore_index`` at a sequence's last row.
         row_weight: [tokens], over the flattened rows: w_t, 0 where there is no target.
-        denominator: 0-d: D, this batch's part of it where there are several.
-        counts: [tokens]: n_s of each row's sequence; 0 in padding.
+        denominator: 0-d: D, or this batch's part of D if there are several batches.
+        counts: [tokens]: n_s of each row's sequence, 0 in padding.
     """
 
     shift_labels: Tensor
@@ -45,13 +44,13 @@ class PackedTargets(NamedTuple):
 
 
 class _Sequences(NamedTuple):
-    """Where sequences begin, over the flattened rows [tokens]; ``number`` counts them from 0."""
+    """The beginnings of sequences, over the flattened rows [tokens]; ``number`` counts sequences from 0."""
 
     start: Tensor
     padding: Tensor
     number: Tensor
-    broken: Tensor  # 0-d: the source makes no sense; the host sees that only on a CPU
-    named: int = 0  # how many there are at least, also of no rows, if the source says so
+    broken: Tensor  # 0-d: the source is invalid; the host reads that only on a CPU
+    named: int = 0  # the least number of sequences, empty ones too, if the source says it
 
 
 @checked
@@ -69,31 +68,32 @@ def packing_weights(
     seq_token_counts: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> PackedTargets:
-    """Targets, row weights and denominator of packed ``labels``; the formulas stand at the top of this file.
+    """Targets, row weights and denominator of packed ``labels``. The formulas are at the top of this file.
 
-    Sequences begin where the first source that is given says so: ``seq_idx``, ``cu_seqlens``, ``position_ids``, or else
-    each row is one. Labels are never a source: in a chat with several turns, the masked turns lie inside a sequence.
+    The first given source says where sequences begin: ``seq_idx``, ``cu_seqlens``, then ``position_ids``. Without a
+    source each row is one sequence. Labels are never a source: in a chat with several turns, the masked turns lie
+    inside a sequence.
 
     Args:
         labels: int [batch, length] or [length], unshifted: row t predicts labels[t + 1] inside its sequence.
         cu_seqlens: int [sequences + 1], ascending from 0, over the flattened rows; rows past its end are padding.
         seq_idx: int, of the labels' shape: a change of value is a boundary; negative is padding.
-        position_ids: int, of the labels' shape, or [1, length] for every row, or [4, batch, length] (the first plane
-            is the text's): a boundary wherever it does not go on by one.
-        shift_labels: instead of ``labels``: the targets themselves, taken as they are.
+        position_ids: int, of the labels' shape, or [1, length] for every row, or [4, batch, length] (the first plane is
+            the text's). A boundary is wherever the value does not grow by one.
+        shift_labels: the targets themselves, in place of ``labels``.
         loss_reduction: "token", "square" or "sample".
-        is_packed: "sample", and some source must be given.
+        is_packed: use "sample", and require a source.
         ignore_index: the label that is no target.
-        class_weight: [vocab], as the loss gets it.
-        seq_token_counts: [sequences], n_s of every sequence in order, where a sequence goes on in another row or on
-            another rank and its targets here are not all it has.
-        dtype: of row_weight and denominator.
+        class_weight: [vocab], the class_weight of the loss.
+        seq_token_counts: [sequences], n_s of every sequence in order. It is needed if a sequence goes on in another row
+            or on another rank, because not all of its targets are here then.
+        dtype: the dtype of row_weight and denominator.
 
     Raises:
         TypeError, ValueError: for arguments of a wrong type, shape or device, an unknown mode, mrope's three planes
-            (pass ``cu_seqlens``); on a CPU also for sources that disagree, ``cu_seqlens`` that descends or ends past
-            the rows, and counts that are negative, less than what is here, or not one for each sequence. On a GPU,
-            where looking would stall the device, those make every row weight NaN.
+            (pass ``cu_seqlens``). On a CPU also for sources that disagree, ``cu_seqlens`` that descends or ends past
+            the rows, and counts that are negative, less than the targets here, or not one for each sequence. On a GPU a
+            check would stall the device, so such values make every row weight NaN.
     """
     if (labels is None) == (shift_labels is None):
         raise ValueError("packing_weights takes labels or shift_labels, one of the two")
@@ -116,7 +116,7 @@ def packing_weights(
     targets, counts = _count(given, labels is None, sources[0], ignore_index, class_weight)
     broken = _broken(given, labels is None, sources, ignore_index)
     if seq_token_counts is not None:
-        here = counts if class_weight is None else torch.zeros_like(counts)  # whose sums are not numbers of targets
+        here = counts if class_weight is None else torch.zeros_like(counts)  # sums of weights are no numbers of targets
         counts, wrong = _given_counts(seq_token_counts, sources[0], here)
         broken = broken | wrong
     counted = (targets != ignore_index) & (counts > 0)
@@ -136,16 +136,16 @@ def sequence_index(
     shifted: bool = False,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor]:
-    """Which sequence each row belongs to, for a loss that is computed later and elsewhere.
+    """The sequence of each row, for a loss that is computed later.
 
     Args:
-        labels, cu_seqlens, seq_idx, position_ids, ignore_index: as in :func:`packing_weights`, which takes the result
-            as its ``seq_idx``; at least one source.
+        labels, cu_seqlens, seq_idx, position_ids, ignore_index: as in :func:`packing_weights`, with at least one
+            source. :func:`packing_weights` accepts the result as ``seq_idx``.
         shifted: whether ``labels`` are the targets themselves.
 
     Returns:
-        int64 of the labels' shape, another number for each sequence and -1 in padding; and whether the sources make no
-        sense, a 0-d bool that the host sees, and raises for, only on a CPU.
+        int64 of the labels' shape, a different number for each sequence and -1 in padding; and a 0-d bool, whether the
+        sources are invalid. The host reads this bool, and raises, only on a CPU.
     """
     _check_integers("labels", labels)
     if labels.dim() not in (1, 2):
@@ -157,9 +157,9 @@ def sequence_index(
 
 
 def _broken(given: Tensor, shifted: bool, sources: list[_Sequences], ignore_index: int) -> Tensor:
-    """Whether a source makes no sense or another disagrees with the first, 0-d; raises where the host may look.
+    """Whether a source is invalid or disagrees with the first, 0-d. Raises if the host may read the values.
 
-    Only what changes the loss is a disagreement: sources differ in what they call padding.
+    Only differences that change the loss are disagreements, because sources define padding differently.
     """
     broken = sources[0].broken
     if len(sources) > 1:
@@ -194,7 +194,7 @@ def _check_class_weight(weight: Tensor, device: torch.device) -> None:
 
 
 def _refuse(wrong: Tensor, why: str) -> None:
-    """Raise where the host may look: on a CPU."""
+    """Raise if the host may read ``wrong``: on a CPU."""
     if wrong.device.type == "cpu" and not torch.compiler.is_compiling() and bool(wrong):
         raise ValueError(why)
 
@@ -222,7 +222,7 @@ def _sources(
 
 
 def _like_labels(name: str, value: Tensor, labels: Tensor) -> Tensor:
-    """``value`` as int64 [batch, length]; one row stands for all."""
+    """``value`` as int64 [batch, length]. A single row stands for all rows."""
     batch, length = _two_dimensional(labels).shape
     rows = value.view(1, -1) if value.dim() == 1 else value
     if rows.dim() != 2 or rows.shape[1] != length or rows.shape[0] not in (1, batch):
@@ -246,7 +246,7 @@ def _text_plane(position_ids: Tensor) -> Tensor:
 
 
 def _changes(rows: Tensor, expected: Tensor) -> Tensor:
-    """Whether each element is not what its neighbour on the left leads one to expect; the first never is."""
+    """Whether each element differs from its expected value. The first of a row always counts as different."""
     start = rows != expected
     start[:, :1] = True
     return start
@@ -275,7 +275,7 @@ def _from_cu_seqlens(labels: Tensor, cu_seqlens: Tensor) -> _Sequences:
         f"cu_seqlens must ascend from 0 to at most {tokens}, the number of rows; it is "
         f"{ends.tolist() if device.type == 'cpu' else '...'}",
     )
-    # One place more than there are rows, for sequences of no rows at the end.
+    # One more place than rows, for empty sequences at the end.
     starts = torch.zeros(tokens + 1, dtype=torch.int64, device=device)
     starts.scatter_add_(0, ends[:-1].clamp(0, tokens), torch.ones_like(ends[:-1]))
     starts = starts[:tokens]
@@ -289,7 +289,7 @@ def _from_cu_seqlens(labels: Tensor, cu_seqlens: Tensor) -> _Sequences:
 def _count(
     labels: Tensor, shifted: bool, sequences: _Sequences, ignore_index: int, class_weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The target of each row, int64 [tokens], and n_s of its sequence [tokens], in the dtype of ``_share``."""
+    """The target of each row, int64 [tokens], and n_s of the row's sequence [tokens], in the dtype of ``_share``."""
     flat = labels.flatten().long()
     ignored = torch.full_like(flat, ignore_index)
     flat = torch.where(sequences.padding, ignored, flat)
@@ -300,20 +300,21 @@ def _count(
         goes_on[-1:] = False
         targets = torch.where(goes_on, flat.roll(-1), ignored)
     counted = targets != ignore_index
-    # A sequence's sum is the difference of the running sums before the next one and before itself. Cumulative sums and
-    # writes to places of their own are fast on any device, which atomics to one address and running maxima are not.
+    # A sequence's sum is the running sum before the next sequence, minus the running sum before this one. Cumulative
+    # sums and writes to separate places are fast on any device. Atomics to one address and running maxima are not.
     share = _share(targets, counted, class_weight)
     running = share.cumsum(0)
-    number = sequences.start.cumsum(0)  # from 1, padding's runs included
+    number = sequences.start.cumsum(0)  # from 1, including runs of padding
     total = running[-1:] if len(flat) else share.new_zeros(1)
-    before = total.expand(len(flat) + 2).clone()  # [number]: 0 takes what is not the start of a sequence
+    before = total.expand(len(flat) + 2).clone()  # [number]: rows that do not start a sequence write to 0
     before.scatter_(0, torch.where(sequences.start, number, 0), running - share)
     counts = before[number + 1] - before[number]
     return targets, counts.masked_fill(sequences.padding, 0)
 
 
 def _share(targets: Tensor, counted: Tensor, class_weight: Tensor | None) -> Tensor:
-    """What each row counts [tokens]: 1 in int64, whose sums are the same in any order, or its class's weight."""
+    """The share of each row [tokens]: 1 in int64, whose sums are exact in any order, or the weight of the target's
+    class."""
     if class_weight is None:
         return counted.long()
     usable = counted & (targets >= 0) & (targets < len(class_weight))
@@ -321,8 +322,8 @@ def _share(targets: Tensor, counted: Tensor, class_weight: Tensor | None) -> Ten
 
 
 def _given_counts(counts: Tensor, sequences: _Sequences, here: Tensor) -> tuple[Tensor, Tensor]:
-    """n_s of each row's sequence from one number per sequence, and whether these cannot be right: there are too few of
-    them or too many, or one is less than what its sequence has ``here`` [tokens]."""
+    """n_s of each row's sequence, from one number per sequence, and whether these numbers are wrong. They are wrong if
+    there are too few or too many, or if one is less than its sequence has ``here`` [tokens]."""
     _check_integers("seq_token_counts", counts)
     device = sequences.start.device
     if counts.dim() != 1 or counts.device != device:

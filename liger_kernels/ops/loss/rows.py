@@ -15,22 +15,22 @@ from liger_kernels.ops.runtime.tiling import cdiv, choice, next_power_of_2, tile
 
 
 class Rows(NamedTuple):
-    """What the forward kernel writes per row; ``None`` is not computed."""
+    """The results of the forward kernel per row. ``None`` is not computed."""
 
     loss: torch.Tensor  # [tokens]
-    stats: torch.Tensor | None  # [3, tokens]: the maximum of z, the sum of exp(z - maximum), the same without y's
-    extras: dict[str, torch.Tensor]  # [tokens] each: of WRITTEN
-    ids: torch.Tensor | None = None  # float32 [tokens, K]: of the chosen classes z, and in the end the log-probability
+    stats: torch.Tensor | None  # [3, tokens]: maximum of z, sum of exp(z - maximum), that sum without the target
+    extras: dict[str, torch.Tensor]  # [tokens] each, by names in WRITTEN
+    ids: torch.Tensor | None = None  # float32 [tokens, K]: z of the chosen classes, finally the log-probability
 
     @classmethod
     def empty(cls, tokens: int, device: torch.device, options: LossOptions, stats: bool, n_ids: int = 0) -> Rows:
-        """With ``n_ids`` chosen classes of each row; 0: none."""
+        """Uninitialised results, with ``n_ids`` chosen classes of each row."""
 
         def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         extras = {name: rows(tokens, dtype=WRITTEN[name]) for name in options.written()}
-        # Each slab writes the classes that it has.
+        # Each slab writes only its own classes.
         ids = torch.zeros((tokens, n_ids), dtype=torch.float32, device=device) if n_ids else None
         return cls(rows(tokens), rows(3, tokens) if stats or n_ids else None, extras, ids)
 
@@ -42,11 +42,11 @@ class Rows(NamedTuple):
 
 
 class IdGrads(NamedTuple):
-    """What a backward adds for the log-probabilities of chosen classes."""
+    """The gradients that a backward adds for the log-probabilities of chosen classes."""
 
     ids: torch.Tensor  # [tokens, K]
-    grads: torch.Tensor  # float32 [tokens, K]: what comes in for this class, from all of the row's ids that are it
-    totals: torch.Tensor  # float32 [2, tokens]: the sum over all ids, and over those that are the target
+    grads: torch.Tensor  # float32 [tokens, K]: the gradient of this class, summed over the row's equal ids
+    totals: torch.Tensor  # float32 [2, tokens]: sums over all ids, and over ids equal to the target
 
     def chunk(self, start: int, stop: int) -> IdGrads:
         """Views of rows ``start`` to ``stop``."""
@@ -54,10 +54,10 @@ class IdGrads(NamedTuple):
 
 
 class Carried(IntEnum):
-    """The rows of a slab's ``carry``, in the order in which the kernel finds them: what is known of the classes before.
+    """The rows of a slab's ``carry``, in the kernel's order: running values over the earlier classes.
 
-    OTHERS, DISTANCE and SQUARES are the sums of exp(z - maximum), of exp(z - maximum) * (z - maximum) and of
-    exp(z - maximum)^2, all without the target's. TOTAL is the sum of z.
+    OTHERS, DISTANCE and SQUARES are the sums of exp(z - maximum), of exp(z - maximum) * (z - maximum) and of exp(z -
+    maximum)^2, all without the target. TOTAL is the sum of z.
     """
 
     TARGET = 0
@@ -69,12 +69,12 @@ class Carried(IntEnum):
 
 
 class Slab(NamedTuple):
-    """Where a head's logits are those of some of its classes only. Not for label smoothing.
+    """A slab: logits of only some classes of a head. Label smoothing cannot use slabs.
 
     Attributes:
-        first: the class of the first column.
-        classes: how many there are in all.
-        carry: float32 [6, tokens], what the forward knows of the classes before: :class:`Carried`.
+        first: the class in the first column.
+        classes: the number of all classes.
+        carry: float32 [6, tokens], the forward's running values over the earlier classes (:class:`Carried`).
     """
 
     first: int
@@ -90,22 +90,22 @@ class Slab(NamedTuple):
 
 
 def _aligned(logits: torch.Tensor) -> bool:
-    """Whether every row starts where a lane can read 16 bytes at once, as far as Triton looks. Dynamo does not tell
-    where computed logits start; Inductor gives them memory that does."""
+    """Whether Triton knows that a lane can read 16 bytes at once at the start of every row. Dynamo does not tell where
+    computed logits start, but Inductor aligns them."""
     starts = torch.compiler.is_compiling() or logits.storage_offset() * logits.element_size() % 16 == 0
     return starts and logits.stride(0) % 16 == 0
 
 
-# Of the logits, or of the chosen classes, that one program holds where a row is short.
+# The number of logits, or of chosen classes, that one program holds if rows are short.
 _ELEMENTS = 4096
 
 
 @choice("cross_entropy")
 def _launch_shape(logits: torch.Tensor, passes: int) -> dict[str, int]:
-    """Launch choices: 64 bytes a lane, several rows a program when a row is small. The longer a row, the fewer of them
-    may be under way at once if the second of two ``passes`` is to find them in the L2 cache: so more lanes work on one.
-    The forward has two even where it writes no gradient: its sums are then the same to the last bit. Rows that are
-    read element by element go in small blocks."""
+    """Launch choices: 64 bytes a lane, and several short rows a program. The second of two ``passes`` should find its
+    row in the L2 cache. So longer rows get more lanes, and fewer rows are in flight. The forward counts as two passes
+    even if it writes no gradient, so that its sums have the same bits. Rows that are read element by element use small
+    blocks."""
     tokens, vocab = logits.shape
     size = logits.element_size()
     row_bytes = vocab * size if passes > 1 else 0
@@ -114,21 +114,21 @@ def _launch_shape(logits: torch.Tensor, passes: int) -> dict[str, int]:
     block = min(next_power_of_2(vocab), block)
     rows, block = tile(tokens, vocab, max(1, _ELEMENTS // block), block, widest=8192)
     if INTERPRET:
-        rows = max(2, rows)  # one row goes through its blocks in another order
+        rows = max(2, rows)  # one row would process its blocks in another order
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(1, rows * block // (32 * lane)))}
 
 
 def lane_shape(shape: dict[str, int], logits: torch.Tensor) -> dict[str, int]:
-    """How Triton lays out a row's block over the lanes: vectors of 16 bytes, or single elements where rows are not
-    aligned, one to each lane, in as many chunks as it takes. Only the speed depends on it."""
-    # The interpreter has no lanes, and rows a program that follow the batch: what a row is added up in may not.
+    """How Triton lays out a row's block over the lanes. Each lane gets a vector of 16 bytes, or a single element of
+    unaligned rows, in as many chunks as needed. The layout affects only the speed."""
+    # The interpreter has no lanes, and its rows a program depend on the batch. The order of a row's sum must not.
     per_lane = 16 if INTERPRET else max(1, shape["ROWS"] * shape["BLOCK"] // (32 * shape["num_warps"]))
     per_lane = min(shape["BLOCK"], per_lane)
     vector = min(16 // logits.element_size(), per_lane) if _aligned(logits) else 1
     return {"VECTOR": vector, "CHUNKS": per_lane // vector}
 
 
-# Contracted into fma(x, scale, -max) in one kernel and not in the other, p would be off by the roundoff of max.
+# If only one kernel contracted this to fma(x, scale, -max), p would be off by the roundoff of max.
 _FUSION = False
 
 
@@ -141,7 +141,7 @@ def _weight_sum(class_weight: torch.Tensor | None, options: LossOptions) -> torc
 
 
 def _with_ids(shape: dict[str, int], ids: torch.Tensor | None) -> dict[str, int]:
-    """``shape`` with so few rows a program that their chosen classes fit into its shared memory."""
+    """``shape``, with few enough rows a program for their chosen classes to fit into shared memory."""
     if ids is None:
         return {**shape, "IDS": 1}
     block = next_power_of_2(ids.shape[1])
@@ -150,7 +150,7 @@ def _with_ids(shape: dict[str, int], ids: torch.Tensor | None) -> dict[str, int]
 
 @choice("ids")
 def _ids_shape(ids: torch.Tensor) -> dict[str, int]:
-    """Launch choices of what goes over the ids alone: two of them for each lane."""
+    """Launch choices of kernels that only read the ids: two ids a lane."""
     n_rows, n_ids = ids.shape
     block = next_power_of_2(n_ids)
     rows, _ = tile(n_rows, n_ids, max(1, 128 // block), block)
@@ -158,7 +158,7 @@ def _ids_shape(ids: torch.Tensor) -> dict[str, int]:
 
 
 def finish_ids(rows: Rows, ids: torch.Tensor | None, targets: torch.Tensor, ignore_index: int, classes: int) -> None:
-    """``rows.ids`` become log-probabilities, once ``rows`` know all ``classes``."""
+    """Turn ``rows.ids`` into log-probabilities, after ``rows`` have seen all ``classes``."""
     if ids is None:
         return
     assert rows.stats is not None
@@ -171,8 +171,8 @@ def finish_ids(rows: Rows, ids: torch.Tensor | None, targets: torch.Tensor, igno
 def id_grads(
     ids: torch.Tensor, targets: torch.Tensor, upstream: torch.Tensor, ignore_index: int, classes: int
 ) -> IdGrads:
-    """``upstream`` [tokens, K], the gradient of the log-probabilities, as :func:`backward_rows` takes it. Equal ids of
-    a row are added up here, so that they may all store the same number there."""
+    """Convert ``upstream`` [tokens, K], the gradient of the log-probabilities, for :func:`backward_rows`. Gradients of
+    a row's equal ids are summed here, so that all of them can store the same number later."""
     shape, (n_rows, n_ids) = _ids_shape(ids), ids.shape
     grads = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
     totals = torch.empty((2, n_rows), dtype=torch.float32, device=ids.device)
@@ -185,10 +185,10 @@ def id_grads(
 
 
 def scaling_of(options: LossOptions) -> tuple[float | None, float | None, float | None]:
-    """softcap, logit_scale and 1 / temperature for a kernel, None for what changes nothing."""
+    """softcap, logit_scale and 1 / temperature for a kernel. A value that changes nothing is None."""
     scale: float | None = options.logit_scale
     inverse: float | None = 1.0 / options.temperature
-    if options.softcap is None:  # then one factor does
+    if options.softcap is None:  # then one factor is enough
         scale, inverse = options.logit_scale / options.temperature, None
         scale = None if scale == 1.0 else scale
     elif inverse == 1.0:
@@ -197,8 +197,8 @@ def scaling_of(options: LossOptions) -> tuple[float | None, float | None, float 
 
 
 def _as_arguments(options: LossOptions) -> tuple[float | None, ...]:
-    """ignore_index, label_smoothing, softcap, logit_scale, 1 / temperature and z_loss for a kernel, None for what
-    changes nothing."""
+    """ignore_index, label_smoothing, softcap, logit_scale, 1 / temperature and z_loss for a kernel. A value that
+    changes nothing is None."""
     softcap, scale, inverse = scaling_of(options)
     return options.ignore_index, options.label_smoothing or None, softcap, scale, inverse, options.z_loss
 
@@ -215,9 +215,10 @@ def forward_rows(
     slab: Slab | None = None,
     ids: torch.Tensor | None = None,
 ) -> None:
-    """Fill ``rows``, with a ``slab`` from the classes up to its last one; ``grad``, which may be ``logits``, gets
-    dloss/dlogits over ``denominator`` (0-d, default 1). ``row_weight`` is float32 [tokens] and contiguous. ``rows.ids``
-    get z of the classes ``ids``, [tokens, K] and contiguous: :func:`finish_ids` makes log-probabilities of them."""
+    """Fill ``rows``. With a ``slab``, ``rows`` cover the classes up to the slab's last. ``grad``, which may be
+    ``logits``, gets dloss/dlogits divided by ``denominator`` (0-d, default 1). ``row_weight`` is float32 [tokens] and
+    contiguous. ``rows.ids`` get z of the classes ``ids``, [tokens, K] and contiguous; :func:`finish_ids` turns z into
+    log-probabilities."""
     tokens, vocab = logits.shape
     shape = _with_ids(_launch_shape(logits, passes=2), ids)
     first, classes, carry = (None, None, None) if slab is None else slab
@@ -255,9 +256,9 @@ def backward_rows(
     slab: Slab | None = None,
 ) -> None:
     """Write upstream / denominator * row weight * dloss/dlogits into ``grad``, which may be ``logits``; ``upstream`` is
-    0-d or [tokens], ``denominator`` 0-d, ``row_weight`` float32 [tokens] and contiguous. Where ``skip_if_one`` (0-d) is
-    1, ``grad`` is left as it is: only the device knows, and nobody waits for it. With ``grad_entropy`` [tokens], the
-    gradient of the rows' ``entropy`` times it is added, and that of chosen classes with ``ids``."""
+    0-d or [tokens], ``denominator`` 0-d, ``row_weight`` float32 [tokens] and contiguous. If ``skip_if_one`` (0-d) is 1,
+    ``grad`` is not changed; the device decides that without the host. ``grad_entropy`` [tokens] times the gradient of
+    the rows' ``entropy`` is added, and with ``ids`` the gradient of chosen classes."""
     tokens, vocab = logits.shape
     first, classes, _ = (None, None, None) if slab is None else slab
     chosen, of_ids, totals = (None, None, None) if ids is None else ids

@@ -1,16 +1,16 @@
-"""Log-probabilities that are gathered from the logits of a forward without labels, computed without these logits.
+"""Computes log-probabilities that a trainer gathers from the logits of a forward without labels, without these logits.
 
 A trainer that computes its own loss (ORPO, CPO) calls the model without labels and gathers log-probabilities of tokens
-from ``outputs.logits``. After :func:`install`, such a forward in training returns a lazy tensor whose meaning is known
-(:class:`Gathering`). What trainers do with it is recognised, operation by operation:
+from ``outputs.logits``. After :func:`install`, such a forward in training returns a lazy tensor with a known meaning
+(:class:`Gathering`). The trainer's operations on it are recognised one by one:
 
-- views of rows, casts, a scale (the temperature) and iteration over rows are written down;
+- views of rows, casts, a scale (the temperature) and iteration over rows are recorded;
 - ``log_softmax`` then ``gather``, or ``gather`` minus ``logsumexp``, also row by row and stacked, runs
   :func:`linear_log_probs` on hidden states and weight;
 - ``cross_entropy`` runs :func:`linear_cross_entropy`;
-- the mean of all logits, which trainers log, is that of hidden states times that of the weight.
+- the mean of all logits, which trainers log, is the mean of the hidden states times the mean of the weight.
 
-**Anything else gets real logits**, and from there on everything of this forward runs on them.
+**Any other operation gets real logits**, and all later operations of this forward use them, too.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from liger_kernels.patching.logits.product import Product, Request, autocast
 from liger_kernels.patching.logits.split_head import has_plan
 from liger_kernels.patching.swap import mark_run, recipe_of, runs_inside_hook
 
-# No index of a class: linear_log_probs is to ignore no row.
+# No class has this index, so linear_log_probs ignores no row.
 NO_ROW = torch.iinfo(torch.int32).min
-# Elements of logits of which a mean is computed at a time.
+# The number of logits in one block of a mean.
 _BLOCK = 2**24
 
 
@@ -51,12 +51,12 @@ class _Switch:
 
 
 def install() -> None:
-    """Let forwards in training without labels return logits that log-probabilities may be gathered from."""
+    """Let forwards in training without labels return lazy logits, from which log-probabilities can be gathered."""
     _Switch.on, _Switch.calls = True, 0
 
 
 def uninstall() -> None:
-    """Undo :func:`install`. What has left a forward stays what it is."""
+    """Undo :func:`install`. Lazy tensors that a forward has already returned stay lazy."""
     _Switch.on = False
 
 
@@ -68,9 +68,9 @@ def state() -> str:
 
 
 def gathers_from(model: Any) -> bool:
-    """Whether a forward of ``model`` without labels is to return logits that have no value yet.
+    """Whether a forward of ``model`` without labels should return lazy logits.
 
-    Not where somebody frees or moves the head's weight after the forward (FSDP, ZeRO-3, offload, a plan), or where no
+    The answer is no if the head's weight is freed or moved after the forward (FSDP, ZeRO-3, offload, a plan), or if no
     kernel runs.
     """
     if not _Switch.on or torch.compiler.is_compiling() or not model.training or not torch.is_grad_enabled():
@@ -102,21 +102,21 @@ class _NotRecordedError(Exception):
 
 
 class Source(Product):
-    """The product of one forward without labels, after it. Who holds a lazy tensor of it computes the logits."""
+    """The product of one forward without labels, after that forward. Its lazy tensors can still compute the logits."""
 
     def __init__(self, product: Product, held: tuple[Tensor, HeldHead]) -> None:
         super().__init__(product.hidden, product.head, product.outer, product.forward, product.memory, losses=None)
         self.autocast, self.grad = product.autocast, product.grad
         self.held: tuple[Tensor, HeldHead] = held
         self.unchanged = Unchanged(held[0], *held[1].tensors())
-        self.real = False  # whether somebody got values
+        self.real = False  # whether a caller got values
         self.members: list[weakref.ref[LazyTensor]] = []
 
     def compute(self, reason: str | None) -> Tensor:
         raise _NotRecordedError
 
     def ask(self, request: Request, held: tuple[Tensor, HeldHead] | None = None) -> Any:
-        """What ``request`` asks for, of the hidden states and weights that the head had, or of ``held``."""
+        """The answer to ``request``, from the hidden states and weights of the head, or from ``held``."""
         hidden, weights = held or self.held
         if not all(x is None or is_here(x) for x in (hidden, *weights.tensors())):
             raise _NotRecordedError
@@ -127,20 +127,20 @@ class Source(Product):
             return request.answer(hidden, weights)
 
     def tensors(self) -> list[LazyTensor]:
-        """Those of its lazy tensors that somebody has."""
+        """The lazy tensors that are still alive."""
         found = [lazy for ref in self.members if (lazy := ref()) is not None]
         self.members = [weakref.ref(lazy) for lazy in found]
         return found
 
     def make_real(self) -> None:
-        """Compute all of them. Somebody may change a value in place, and views of it are to see that."""
+        """Compute all lazy tensors. The caller may change one in place, and its views must see the change."""
         if not self.real:
             self.real = True
             for lazy in self.tensors():
                 lazy.computed()
 
     def is_used(self) -> bool:
-        """Whether somebody got values, or wants the gradient of logits on its way."""
+        """Whether a caller got values, or waits for a gradient of the logits."""
         return self.real or any(lazy._backward_hooks or lazy.retains_grad for lazy in self.tensors())
 
 
@@ -187,15 +187,15 @@ class _Mean(Request):
 
 @dataclass(eq=False)
 class Gathering:
-    """The meaning of a lazy tensor.
+    """The meaning of one lazy tensor.
 
     Attributes:
-        source: the product that it comes from.
-        kind: "logits"; their "log_softmax"; "logits_of" and "log_probs_of" the classes ``index``; "logsumexp".
-        logits: the logits that it is made from, as they have been recorded.
+        source: the product that the tensor comes from.
+        kind: "logits"; "log_softmax"; "logits_of" or "log_probs_of" the classes ``index``; "logsumexp".
+        logits: the recorded logits that the tensor is made from.
         index: int64 [..., K].
         trailing: whether the last dimension stands for K, or for the one number of a row.
-        row: what this is a row of, and which.
+        row: if the tensor is one row, the logits of all rows and the row's number.
     """
 
     source: Source
@@ -206,7 +206,7 @@ class Gathering:
     row: tuple[DeferredLogits, int] | None = None
 
     def real(self, lazy: Any) -> Tensor | None:
-        """What an unpatched model has: for autograd, too, a view of logits is a view of the same tensor."""
+        """The value of an unpatched model. Views of the logits must be views of the same tensor for autograd, too."""
         if self.kind == "log_probs_of":
             return None
         self.source.make_real()
@@ -224,7 +224,7 @@ class Gathering:
         given = (self, name, lazy, *args) if name == "stack" else (self, name, *args)
         try:
             bound = inspect.signature(step).bind(*given, **kwargs)
-        except TypeError:  # an argument that is not known here
+        except TypeError:  # an unknown argument
             return NotImplemented
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and lazy.requires_grad):
@@ -233,7 +233,7 @@ class Gathering:
             return NotImplemented
 
     def made(self, lazy: Any, compute: Any, shape: Any, dtype: Any = None, **changes: Any) -> Any:
-        """A lazy tensor that comes from ``lazy``, whose meaning is this one with ``changes``."""
+        """A lazy tensor made from ``lazy``. Its meaning is this meaning with ``changes``."""
         what = Computation(tuple(shape), dtype or lazy.dtype, lazy.device, compute, (lazy,))
         return _member(replace(self, **{"row": None, **changes}), what)
 
@@ -273,7 +273,7 @@ class Gathering:
         size = -(-len(lazy) // chunks)
         return tuple([self.getitem(name, lazy, slice(i, i + size)) for i in range(0, len(lazy), size)])
 
-    # Of all classes.
+    # Operations over all classes.
 
     def log_softmax(self, name: str, lazy: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         _check_last(lazy, dim)
@@ -296,10 +296,10 @@ class Gathering:
         return self.source.ask(_Mean(self.source, None, *_of(self.logits))).to(lazy.dtype)
 
     def _as(self, function: Any) -> DeferredLogits:
-        """The logits in the dtype of what ``function`` makes of them."""
+        """The logits in the dtype of the result of ``function``."""
         return _in(_dtype_of(function, self.logits), self.logits)
 
-    # Of one number for a class of a row.
+    # Operations on one number for each chosen class of a row.
 
     def gather(self, name: str, lazy: Any, dim: int, index: Tensor, sparse_grad: bool = False) -> Any:
         _check_last(lazy, dim)
@@ -328,7 +328,7 @@ class Gathering:
         return self.made(lazy, lambda x: x.reshape(shape), shape, trailing=trailing, row=self.row)
 
     def stack(self, name: str, lazy: Any, tensors: Any, dim: int = 0) -> Any:
-        """All rows of one tensor, in their order."""
+        """Stack all rows of one tensor, in their order."""
         meanings = [t._computation.meaning if isinstance(t, LazyTensor) else None for t in tensors]
         found = [m for m in meanings if isinstance(m, Gathering) and m.source is self.source and m.row is not None]
         whole = None if self.row is None else self.row[0]
@@ -345,7 +345,7 @@ class Gathering:
         return _member(replace(self, logits=whole, row=None), what)
 
     def minus(self, name: str, lazy: Any, other: Any) -> Any:
-        """The logits of classes minus logsumexp."""
+        """Log-probabilities: the logits of classes minus logsumexp."""
         sums = other._computation.meaning if isinstance(other, LazyTensor) else None
         if not isinstance(sums, Gathering) or sums.kind != "logsumexp" or sums.logits is not self.logits:
             raise _NotRecordedError
@@ -354,10 +354,10 @@ class Gathering:
         logits = _in(torch.promote_types(lazy.dtype, other.dtype), self.logits)
         return replace(self, kind="log_probs_of", logits=logits, row=None).log_probs()
 
-    # What computes.
+    # Computation.
 
     def log_probs(self, held: tuple[Tensor, HeldHead] | None = None) -> Tensor:
-        """Of the classes ``index``, by :func:`linear_log_probs`."""
+        """The log-probabilities of the classes ``index``, by :func:`linear_log_probs`."""
         logits, index = self.logits, self.index
         assert index is not None
         targets = index.reshape(-1, index.shape[-1])
@@ -366,7 +366,7 @@ class Gathering:
         return found.view(index.shape if self.trailing else index.shape[:-1]).to(logits.dtype)
 
     def waiting(self) -> Any:
-        """Those of one row, until they are stacked with others."""
+        """The lazy log-probabilities of one row, which wait until they are stacked with other rows."""
         assert self.index is not None
         hidden, weights = self.source.held
         scales, dense = [one.scale for one in weights.adapters], weights.dense
@@ -381,13 +381,13 @@ class Gathering:
 
 
 def _of(logits: DeferredLogits) -> tuple[Any, ...]:
-    """What a request says of them."""
+    """The arguments of a request for these logits."""
     how = {"logit_scale": logits._scale, "softcap": logits._cap}
     return logits._views, logits._vocabulary, logits._bias, how
 
 
 def _dtype_of(function: Any, logits: DeferredLogits) -> torch.dtype:
-    """Of what ``function`` makes of ``logits``: autocast has another one for each function and device."""
+    """The dtype of ``function(logits)``. Under autocast it depends on function and device."""
     result: Tensor = function(torch.empty(0, 1, dtype=logits.dtype, device=logits.device))
     return result.dtype
 
@@ -415,7 +415,7 @@ def _member(meaning: Gathering, what: Computation) -> Any:
 
 
 def gathered_from(logits: DeferredLogits) -> Any:
-    """What leaves the forward in place of ``logits``: with a meaning, where their product was not made."""
+    """The tensor that leaves the forward in place of ``logits``. It has a meaning if the logits were not computed."""
     tensor, product = logits.released(), logits._product
     if not isinstance(tensor, LazyTensor) or product.held is None:
         return tensor
@@ -430,7 +430,7 @@ _ANY = {"detach": _G.detach}
 _VIEWS = {"__getitem__": _G.getitem, "unbind": _G.unbind, "__iter__": _G.unbind, "chunk": _G.chunk}
 _RECORDED = "float to type view reshape flatten contiguous tanh mul multiply __mul__ __rmul__ div divide __truediv__"
 _ONES = {"squeeze": _G.squeeze, "unsqueeze": _G.unsqueeze, "stack": _G.stack}
-# By kind: what is known of a function of that name.
+# By kind: the known functions by name.
 _STEPS: dict[str, dict[str, Any]] = {
     "logits": {
         **dict.fromkeys(_RECORDED.split(), _G.record),

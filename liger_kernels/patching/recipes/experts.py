@@ -1,9 +1,10 @@
-"""Recognise packed experts, which are many MLPs in few parameters, by what they compute, and run them on kernels.
+"""Recognise packed experts, many MLPs in few parameters, by the function that they compute, and run them on kernels.
 
-The whole module where its forward is a sum of experts weighted by the router, ``forward(hidden, ids, weights)``, of one
-parameter for gate and up and one for down. Else, with biases or a norm behind each expert for example, only the unit
-between the products: transformers multiplies the rows of all experts at once and calls the module's ``_apply_gate``.
-What that method computes is solved for (limit, offset, factor) and compared. The forward runs on small parameters.
+The whole module is replaced if ``forward(hidden, ids, weights)`` is a sum of experts weighted by the router. It must
+have one parameter for gate and up, and one for down. Otherwise, for example with a norm behind each expert, only the
+unit between the products is replaced. transformers multiplies the rows of all experts at once and calls the module's
+``_apply_gate`` for this unit. The settings of that method (limit, offset, factor) are solved from its results, and the
+formula is compared. The forward is probed with small parameters.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from liger_kernels.patching.report import is_invariant
 from liger_kernels.patching.swap import Recipe, mark_run
 from liger_kernels.patching.watch import unchanged
 
-# Of transformers (since 5.0), private: what experts compute between their two products.
+# transformers' private method (since 5.0) for the unit between the experts' two products.
 _GATE = "_apply_gate"
-# Where a configuration says how experts are multiplied; looked at in each call.
+# The attribute of a configuration that says how experts are multiplied. Each call reads it.
 _IMPLEMENTATION = "_experts_implementation"
-# Ways to multiply that the kernels stand for: any other is somebody's choice.
+# The ways to multiply that the kernels replace. Any other way is the user's choice.
 _REPLACED = (None, "eager", "grouped_mm")
-# What the sizes of the probe are. Grouped products take rows of 16 bytes, in 16 bits, too.
+# The sizes of the probe. Grouped products need rows of a multiple of 16 bytes, also in 16 bits.
 _HIDDEN, _INNER = 8, 16
-# Grouped products know no float64. Sums of 32 products in float32, over the largest result.
+# Largest relative difference of sums of 32 products in float32. Grouped products do not support float64.
 _SAME_IN_FLOAT32 = 2e-5
 
 
@@ -56,7 +57,7 @@ class Parameters:
         return tuple(filter(None, (self.gate_up, self.down, self.gate_up_bias, self.down_bias)))
 
     def of(self, module: Any) -> dict[str, Any]:
-        """As the op takes them."""
+        """The parameters as keyword arguments of the op."""
         gate_up, down = getattr(module, self.gate_up), getattr(module, self.down)
         if self.transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
@@ -66,12 +67,12 @@ class Parameters:
 
 @dataclass(frozen=True)
 class ExpertsRecipe(Recipe):
-    """Experts of one unit.
+    """Experts with a recognised unit.
 
     Attributes:
         gate: the unit between the two products.
-        whole: where the parameters are; None: only ``_apply_gate`` is replaced.
-        mixed: also where the router's weights are float32, and all else has 16 bits.
+        whole: the names of the parameters. With None only ``_apply_gate`` is replaced.
+        mixed: whether the kernel also runs if the router's weights are float32 and all other tensors have 16 bits.
     """
 
     gate: GluFormula
@@ -127,7 +128,7 @@ class ExpertsRecipe(Recipe):
 
 
 def _takes(module: nn.Module, mixed: bool, hidden: Any, ids: Any, weights: Any, *parameters: Any) -> bool:
-    """Whether the kernels compute this call as the probe did, and nobody watches what they skip."""
+    """Whether the kernels compute this call as probed, and no hook watches a part that they skip."""
     tensors = (hidden, ids, weights, *parameters)
     return (
         all(type(t) in PLAIN for t in tensors)
@@ -138,7 +139,8 @@ def _takes(module: nn.Module, mixed: bool, hidden: Any, ids: Any, weights: Any, 
         and all(t.dtype == hidden.dtype for t in parameters)
         and (weights.dtype == hidden.dtype or (mixed and weights.dtype == torch.float32))
         and all(t.device == hidden.device for t in tensors)
-        # Under autocast the loop casts, and the grouped products do not. Where everything has that dtype, nothing does.
+        # Under autocast upstream's loop casts, but its grouped products do not. If all tensors have autocast's dtype,
+        # neither casts.
         and autocast_dtype(hidden.device) in (None, hidden.dtype)
         and _implementation(module) in _REPLACED
         and unchanged(module)
@@ -147,17 +149,18 @@ def _takes(module: nn.Module, mixed: bool, hidden: Any, ids: Any, weights: Any, 
 
 
 def _implementation(module: nn.Module) -> str | None:
-    """How the configuration of transformers says that experts are multiplied."""
+    """The way to multiply experts in transformers' configuration."""
     return getattr(getattr(module, "config", None), _IMPLEMENTATION, None)
 
 
 def _cubes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """The shapes of the parameters of three dimensions."""
+    """The shapes of all parameters with three dimensions."""
     return {name: shape for name, shape in true_shapes(module).items() if shape is not None and len(shape) == 3}
 
 
 def is_packed_experts(module: nn.Module) -> bool:
-    """Many experts in few parameters of three dimensions, whose sizes are those of gate, up and down."""
+    """Whether ``module`` has many experts in few parameters of three dimensions, with the sizes of gate, up and
+    down."""
     cubes = list(_cubes(module).values())
     if not cubes or isinstance(module, nn.modules.conv._ConvNd):
         return False
@@ -169,7 +172,7 @@ def is_packed_experts(module: nn.Module) -> bool:
 
 
 def _fit(up: tuple[int, ...], down: tuple[int, ...]) -> bool:
-    """Whether a matrix of gate and up (or of up alone) belongs to the one that leads back, both stored alike."""
+    """Whether the matrices ``up`` (gate and up, or up alone) and ``down`` have matching sizes in the same layout."""
     return any(
         hidden == back and hidden != inner and wide in (inner, 2 * inner)
         for (wide, hidden), (back, inner) in ((up, down), (up[::-1], down[::-1]))
@@ -177,7 +180,7 @@ def _fit(up: tuple[int, ...], down: tuple[int, ...]) -> bool:
 
 
 def recognise_experts(module: nn.Module) -> Verdict:
-    """The recipe for ``module``, or why its experts stay as they are."""
+    """The recipe for ``module``, or the reason why its experts are not replaced."""
     has_gate = getattr(type(module), _GATE, None) is not None
     further = [name for name, _ in module.named_parameters() if "." in name]
     try:
@@ -187,7 +190,7 @@ def recognise_experts(module: nn.Module) -> Verdict:
             if whole is not None:
                 return whole
             called = has_gate and _calls_gate(module)
-    except Exception as error:  # whatever a stranger's forward raises on the probe means that it is not ours
+    except Exception as error:  # any exception in the probe means that the forward is not recognised
         return (f"packed experts that cannot be probed ({probe.describe(error)})",)
     if called:
         return ExpertsRecipe(gate) if gate else ("packed experts whose gate is not act(gate) * up with silu or gelu",)
@@ -196,13 +199,13 @@ def recognise_experts(module: nn.Module) -> Verdict:
 
 
 def _trains_its_gate(module: nn.Module) -> bool:
-    """Whether a parameter decides what ``_apply_gate`` computes."""
+    """Whether the result of ``_apply_gate`` depends on a parameter."""
     names = reads_of([getattr(type(module), _GATE)], type(module)).names
     return any(name.partition(".")[0] in names for name, _ in module.named_parameters())
 
 
 def find_gate(module: nn.Module) -> GluFormula | None:
-    """What the ``_apply_gate`` of ``module`` computes; None where it is no :class:`GluFormula`."""
+    """The formula of the module's ``_apply_gate``; None if it is no :class:`GluFormula`."""
     clone = probe.bare_copy(module)
     apply = getattr(type(module), _GATE)
     for interleaved, gate_first in itertools.product((False, True), (True, False)):
@@ -215,7 +218,7 @@ def find_gate(module: nn.Module) -> GluFormula | None:
 
 
 def _same(function: Any, gate: GluFormula, scale: float) -> bool:
-    """Whether values and gradients are those of ``gate`` on numbers of this size."""
+    """Whether ``function`` has the values and gradients of ``gate`` on numbers of this size."""
     x = (scale * probe.randn(16, 2 * _INNER, dtype=torch.float64)).requires_grad_()
     upstream = probe.randn(16, _INNER, dtype=torch.float64)
     y, expected = function(x), packed_glu_ref(x, gate)
@@ -226,9 +229,9 @@ def _same(function: Any, gate: GluFormula, scale: float) -> bool:
 
 
 def _solve(function: Any, interleaved: bool, gate_first: bool) -> list[GluFormula]:
-    """The gates that a function in this layout can be at most: their limit, offset and factor solved from its values.
+    """All gates that a function in this layout can be. Their limit, offset and factor are solved from its values.
 
-    Up is a factor, (up + offset), as far as it is not clamped: two points make a line."""
+    Where up is not clamped, the result is linear in it, (up + offset), so two points give offset and factor."""
 
     def at(gate: float, up: float) -> float:
         x = probe.full((1, 2, _INNER), 0.0).double()
@@ -251,25 +254,25 @@ def _solve(function: Any, interleaved: bool, gate_first: bool) -> list[GluFormul
 
 
 def _rounded(number: float) -> float:
-    """A setting from a result that may have passed through float32."""
+    """A setting, rounded because the result may have passed through float32."""
     return float(f"{number:.6g}") if abs(number) > 1e-6 else 0.0
 
 
 class _Small(NamedTuple):
-    """A copy of a module with small random parameters in float32, for one way to read their sizes."""
+    """A copy of a module with small random parameters in float32, for one interpretation of their sizes."""
 
     module: Any
     hidden: int
     parameters: Parameters
 
     def has_all(self) -> bool:
-        """Whether these are all parameters of the module, and the first has room for gate and up."""
+        """Whether ``parameters`` are all parameters of the module, and the first has room for gate and up."""
         known = list(self.parameters.of(self.module).values())
         return known[0].numel() == 2 * known[1].numel() and len(known) == len(self.module._parameters)
 
 
 def _find_whole(module: nn.Module, gates: tuple[GluFormula, ...]) -> ExpertsRecipe | None:
-    """The recipe for the whole ``module``; None where its forward computes something else, or has more parameters."""
+    """The recipe for the whole ``module``; None if its forward computes something else or has more parameters."""
     if len(probe.parameter_names(type(module).forward)) != 3:
         return None
     for small in _small_copies(module):
@@ -279,7 +282,7 @@ def _find_whole(module: nn.Module, gates: tuple[GluFormula, ...]) -> ExpertsReci
             small.module.to(dtype)
             try:
                 results = [_run(small, scale) for scale in (1.0, 1e3)]
-            except Exception:  # whatever a stranger's forward raises
+            except Exception:  # a foreign forward may raise anything
                 continue
             for gate in gates:
                 expected = [_run(small, scale, gate) for scale in (1.0, 1e3)]
@@ -294,19 +297,19 @@ def _find_whole(module: nn.Module, gates: tuple[GluFormula, ...]) -> ExpertsReci
 
 @torch.no_grad()
 def _same_in_16_bits(small: _Small, gate: GluFormula, dtype: torch.dtype) -> bool:
-    """Whether the result is bfloat16, and differs by a few roundings, where the router's weights have ``dtype``."""
+    """Whether the result is bfloat16 and differs by a few roundings, if the router's weights have ``dtype``."""
     small.module.to(torch.bfloat16)
     hidden, ids, weights = _tokens(small)
     try:
         y = type(small.module).forward(small.module, hidden, ids, weights.to(dtype))
-    except Exception:  # whatever upstream raises, it is to raise
+    except Exception:  # a call in which upstream raises must not be replaced
         return False
     expected = experts_ref(hidden, ids, weights.to(dtype), gate=gate, **small.parameters.of(small.module))
     return y.dtype == hidden.dtype and probe.relative_difference(y, expected) < 8 * torch.finfo(y.dtype).eps
 
 
 def _run(small: _Small, scale: float, gate: GluFormula | None = None) -> list[torch.Tensor]:
-    """What the module, or the reference with ``gate``, makes of random tokens, and every gradient."""
+    """The result of the module, or of the reference with ``gate``, for random tokens, and every gradient."""
     torch.default_generator.manual_seed(1)
     hidden, ids, weights = _tokens(small)
     leaves = [(scale * hidden).requires_grad_(), weights.requires_grad_(), *small.module.parameters(recurse=False)]
@@ -319,10 +322,10 @@ def _run(small: _Small, scale: float, gate: GluFormula | None = None) -> list[to
 
 
 def _calls_gate(module: nn.Module) -> bool:
-    """Whether the forward, on small parameters, comes to ``_apply_gate``.
+    """Whether the forward, with small parameters, calls ``_apply_gate``.
 
     Raises:
-        Exception: what the forward raised, where it runs with none of the ways to read its sizes."""
+        Exception: the forward's exception, if it raises for every interpretation of its sizes."""
     calls: list[torch.Size] = []
     errors: list[Exception] = []
     copies = list(_small_copies(module))
@@ -345,7 +348,7 @@ def _calls_gate(module: nn.Module) -> bool:
 
 
 def _tokens(small: _Small) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, the experts that each token goes to, and their weights. One token goes to an expert twice."""
+    """Hidden states, the experts of each token, and the experts' weights. One token has an expert twice."""
     down = getattr(small.module, small.parameters.down)
     hidden = probe.randn(5, small.hidden, dtype=torch.float64).to(down.dtype)
     ids = torch.tensor([[0, 1], [1, 2], [2, 2], [0, 3], [5, 1]]) % len(down)
@@ -353,7 +356,7 @@ def _tokens(small: _Small) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _small_copies(module: nn.Module) -> Iterator[_Small]:
-    """One for each way to read the sizes of ``module``."""
+    """A small copy for each interpretation of the sizes of ``module``."""
     shapes = true_shapes(module)
     for (up_name, up), (down_name, down) in itertools.permutations(_cubes(module).items(), 2):
         for transposed in (False, True):
@@ -361,7 +364,7 @@ def _small_copies(module: nn.Module) -> Iterator[_Small]:
             back, inner = down[1:][::-1] if transposed else down[1:]
             if hidden != back or wide not in (inner, 2 * inner):
                 continue
-            # Sizes that are equal stay equal: an attribute may be either.
+            # Equal sizes stay equal, because an attribute may mean either.
             sizes = {hidden: _HIDDEN, inner: _INNER, 2 * inner: 2 * _INNER}
             biases = [[n for n in shapes if shapes[n] == (up[0], size)] for size in (wide, hidden)]
             for pair in itertools.product(*((*names,) or (None,) for names in biases)):
@@ -381,7 +384,7 @@ def _small_copy(module: nn.Module, sizes: dict[int, int]) -> Any:
     return small
 
 
-# What a unit can be that is no method of its own.
+# The possible units if the unit is no separate method.
 _UNITS = tuple(
     GluFormula(activation, gate_first=first) for activation in ("silu", "gelu_tanh", "gelu") for first in (True, False)
 )

@@ -1,4 +1,4 @@
-"""What the recognisers of norms, gated MLPs and rotary functions share."""
+"""Functions that the recognisers of norms, gated MLPs and rotary functions share."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-# Two float64 evaluations of one formula, one of which may pass through float32 somewhere (many upstream functions
-# upcast to float32 whatever comes in), differ by some roundoffs of float32 (6e-8 each).
+# Largest relative difference between two float64 evaluations of one formula. Many upstream functions compute in float32
+# for any input, so one evaluation may have a few roundoffs of float32 (6e-8 each).
 SAME_FORMULA = 1e-6
-# What our kernels take. A subclass (DTensor, FakeTensor, a quantized weight) computes by its own rules.
+# The tensor types that our kernels accept. A subclass (DTensor, FakeTensor, a quantized weight) computes by other
+# rules.
 PLAIN = (torch.Tensor, nn.Parameter)
-# The dtypes in which a norm is probed. Where one of its tensors has another, it runs itself.
+# The dtypes in which a norm is probed. A call in which a tensor has another dtype runs the original norm.
 PROBED = (torch.float32, torch.bfloat16, torch.float16)
-# Probes make their tensors from this one: `deepspeed.zero.Init` exchanges `torch.randn`, `torch.full` and their like.
+# Probes make their tensors from this one, because `deepspeed.zero.Init` replaces `torch.randn`, `torch.full` and
+# others.
 _ANCHOR = torch.zeros(0, dtype=torch.float64, device="cpu")
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# FakeTensorMode, FlopCounterMode and their like; the name is private.
+# Switches FakeTensorMode, FlopCounterMode and similar modes off. Its name in torch is private.
 _without_dispatch_modes = getattr(torch.utils._python_dispatch, "_disable_current_modes", contextlib.nullcontext)
 # Hooks of these packages gather and move weights. A module without weights needs none of them.
 INFRASTRUCTURE = ("torch.distributed.", "deepspeed.", "accelerate.")
@@ -38,20 +40,20 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
 def probing() -> Iterator[None]:
     """Inside, a probe computes on the CPU, in the dtypes that it names, with gradients and the same random numbers.
 
-    It does not matter what is set around it: default dtype and device, gradient and inference mode, autocast, fake
-    tensors, hooks on what autograd saves.
+    The caller's settings have no effect: default dtype and device, gradient and inference mode, autocast, fake tensors,
+    hooks on tensors that autograd saves.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_without_dispatch_modes())
-        with contextlib.suppress(RuntimeError):  # inside torch.func there are none, nor may there be
-            # A node that saves its own result would hold itself, for ever: so an alias of what it saves.
+        with contextlib.suppress(RuntimeError):  # inside torch.func such hooks are forbidden
+            # A node that saves its own result would keep itself alive for ever, so it saves an alias.
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if torch.empty(0).device.type != "cpu":  # on the CPU, the mode would slow every operation down for nothing
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # about mixed dtypes, which only the probe mixes
+        warnings.simplefilter("ignore")  # about mixed dtypes, which only a probe uses
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed the accelerators, too
@@ -74,8 +76,8 @@ def full(shape: tuple[int, ...], value: float) -> torch.Tensor:
 def random_linear(inputs: int, outputs: int) -> nn.Linear:
     """A projection without bias in float64.
 
-    It is not built by ``nn.Linear.__init__``: ``from_pretrained`` switches initialisation off and sends parameters to
-    the meta device, and ``deepspeed.zero.Init`` shards what is built.
+    The projection is not built by ``nn.Linear.__init__``. ``from_pretrained`` switches initialisation off and sends
+    parameters to the meta device. ``deepspeed.zero.Init`` shards every module that ``__init__`` builds.
     """
     linear = nn.Linear.__new__(nn.Linear)
     nn.Module.__init__(linear)
@@ -86,11 +88,10 @@ def random_linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
-    """A shallow copy of ``module`` without hooks, in which the parameters and submodules named are replaced.
+    """A shallow copy of ``module`` without hooks. ``members`` replace its parameters and submodules of the same names.
 
-    The copy shares nothing that probing could change: its containers of parameters, submodules and hooks are its own,
-    and so are its buffers and submodules. All of it is in training mode, so that dropout shows, but in
-    :func:`evaluating`.
+    The copy shares nothing that probing could change: containers of parameters and hooks, buffers and submodules are
+    copies, too. The copy is in training mode, so that dropout shows, except inside :func:`evaluating`.
     """
     clone: Any = object.__new__(type(module))
     state = clone.__dict__
@@ -103,7 +104,7 @@ def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
             state[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
     state["training"] = not _evaluation[0]
     for name, buffer in module._buffers.items():
-        # A probe computes on the CPU. What has no memory stays so.
+        # A probe computes on the CPU. A buffer on the meta device stays there.
         state["_buffers"][name] = buffer if buffer is None or buffer.is_meta else buffer.detach().to("cpu", copy=True)
     children = state["_modules"]
     for name, child in children.items():
@@ -128,39 +129,39 @@ def evaluating() -> Iterator[None]:
 
 
 def _unhooked(module: Any) -> Any:
-    """Let a call of ``module`` be its ``forward`` and nothing else: no hooks of every module, no compiled program."""
+    """Make a call of ``module`` run only its ``forward``: no global module hooks, no compiled program."""
     module.__dict__["_compiled_call_impl"] = module.forward
     return module
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody watches or changes what goes through ``module``: a hook, or a forward of its own."""
+    """Whether ``module`` has a hook or an instance ``forward``, which may watch or change its inputs and outputs."""
     first, second, third, fourth = _HOOKS  # no loop: this runs at every call of an MLP
     state = module.__dict__
     return bool(state.get(first) or state.get(second) or state.get(third) or state.get(fourth) or "forward" in state)
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether somebody other than a sharding package has hooks on ``module``: deepspeed has some on every module."""
+    """Whether ``module`` has hooks that no sharding package installed. Deepspeed installs some on every module."""
     if not has_hooks(module):
         return False
     return "forward" in module.__dict__ or any_user_hook(module.__dict__.get(name, {}) for name in _HOOKS)
 
 
 def any_user_hook(kinds: Iterable[dict[int, Any]]) -> bool:
-    """Whether one of these hooks does more than to gather, shard or move weights around a call."""
+    """Whether one of these hooks does more than gather, shard or move weights around a call."""
     return any(not module_of(hook).startswith(INFRASTRUCTURE) for hooks in kinds for hook in hooks.values())
 
 
-# Decorators of these packages add a mode or a check: what they decorate is what somebody wrote.
+# Decorators of these packages add a mode or a check. The author of the code is the author of the decorated function.
 _DECORATORS = ("torch.", "functools", "contextlib", "transformers.utils.")
 
 
 def module_of(function: Any, until: Callable[[Any], bool] = lambda function: False) -> str:
     """The name of the module in which the code of ``function`` was written; empty where nothing tells.
 
-    What ``functools.wraps`` copied from another function does not count. Partials, bound methods and the usual
-    decorators are followed to what they hold, unless ``until`` says that this is what they were put around.
+    Names that ``functools.wraps`` copied from another function do not count. Partials, bound methods and the usual
+    decorators are followed to the function inside. The walk stops where ``until`` returns True for that function.
     """
     module = ""
     for _ in range(9):
@@ -177,7 +178,7 @@ def module_of(function: Any, until: Callable[[Any], bool] = lambda function: Fal
 
 
 def _defining_module(function: Any) -> str:
-    own: Any = getattr(function, "__module__", None)  # of a class or a function in C nothing else says it
+    own: Any = getattr(function, "__module__", None)  # a class or a function in C has no other sign of its module
     if hasattr(function, "__globals__"):
         own = function.__globals__.get("__name__") if hasattr(function, "__wrapped__") else own
     elif not isinstance(function, type) and type(function).__module__ != "builtins":  # an object that can be called
@@ -191,24 +192,24 @@ def package_of(function: Any, until: Callable[[Any], bool] = lambda function: Fa
 
 
 def with_origin(reason: str, cls: type) -> str:
-    """``reason``, and which package the forward is of, where another than the one that defines the class."""
+    """``reason``, with the package that wrote the forward, if another package defines the class."""
     definer = next((c for c in cls.__mro__ if "forward" in vars(c)), cls)
     package = package_of(vars(definer).get("forward"))
     return reason if package in ("", definer.__module__.partition(".")[0]) else f"its forward is {package}'s: {reason}"
 
 
 def has_global_hooks() -> bool:
-    """Whether somebody watches every module of the process."""
+    """Whether a global hook watches every module of the process."""
     first, second, third, fourth = _GLOBAL_HOOKS
     return bool(first or second or third or fourth)
 
 
 def true_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The shape of a parameter as its module sees it, also where it is sharded now; None where nothing tells."""
+    """The whole shape of a parameter, even while the parameter is sharded; None if the shape is unknown."""
     whole = getattr(tensor, "ds_shape", None)  # deepspeed, ZeRO-3
     if whole is not None:
         return tuple(whole)
-    # A DTensor's shape is that of the whole. FSDP1 leaves flat or empty views, and marks them.
+    # A DTensor's shape is the whole shape. FSDP1 leaves flat or empty views and marks them.
     if not tensor.numel() or getattr(tensor, "_fsdp_flattened", False):
         return None
     return tuple(tensor.shape)
@@ -220,15 +221,15 @@ def true_shapes(module: nn.Module) -> dict[str, tuple[int, ...] | None]:
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
-    """``getattr(module, name)``, which takes half a microsecond for a parameter."""
+    """A faster ``getattr(module, name)``, which takes half a microsecond for a parameter."""
     found = module._parameters.get(name)
     return getattr(module, name) if found is None else found  # sharded by FSDP1, or computed by a parametrisation
 
 
 def fits(vector: Any, x: torch.Tensor, mixed: bool) -> bool:
-    """Whether a parameter is one plain vector for the rows of ``x``: where it is sharded, something has gathered it.
+    """Whether a parameter is one plain vector for the rows of ``x``. If the parameter is sharded, it is gathered now.
 
-    Unless ``mixed``, it has the dtype of ``x``.
+    Unless ``mixed``, the parameter must have the dtype of ``x``.
     """
     return (
         type(vector) in PLAIN
@@ -241,20 +242,22 @@ def fits(vector: Any, x: torch.Tensor, mixed: bool) -> bool:
 def takes_one_tensor(function: Callable[..., Any]) -> bool:
     """Whether a ``forward`` has exactly one parameter besides ``self``.
 
-    The signature is part of the formula: a norm that also takes a gate is not an RMSNorm, however it behaves without.
+    The signature is part of the formula. A norm that also takes a gate is no RMSNorm, even if it computes one without
+    the gate.
     """
     return takes_tensors(function, 1)
 
 
 def takes_tensors(function: Callable[..., Any], count: int) -> bool:
-    """Whether a ``forward`` has exactly ``count`` parameters besides ``self``, each of which may go by position."""
+    """Whether a ``forward`` has exactly ``count`` parameters besides ``self``, all of which can be passed by
+    position."""
     parameters = signature_of(function)[1:]
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return len(parameters) == count and all(parameter.kind in by_position for parameter in parameters)
 
 
 def signature_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of ``function``; none where they cannot be read."""
+    """The parameters of ``function``, or an empty list if its signature cannot be read."""
     try:
         return list(inspect.signature(function).parameters.values())
     except Exception:  # whatever a stranger's __signature__ raises
@@ -262,12 +265,13 @@ def signature_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def parameter_names(forward: Callable[..., Any]) -> list[str]:
-    """What a ``forward`` takes besides ``self``, by name."""
+    """The names of a ``forward``'s parameters besides ``self``."""
     return [parameter.name for parameter in signature_of(forward)[1:]]
 
 
 def relative_difference(a: Any, b: torch.Tensor) -> float:
-    """Largest difference of ``a`` from ``b``, over the largest element of ``b``; infinite where they cannot compare."""
+    """Largest difference of ``a`` from ``b``, divided by the largest element of ``b``; infinite if shapes differ or a
+    number is not finite."""
     if not isinstance(a, torch.Tensor) or a.shape != b.shape:
         return float("inf")
     difference = (a.double() - b.double()).abs().max() / b.double().abs().max()

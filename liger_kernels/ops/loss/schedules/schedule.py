@@ -1,4 +1,4 @@
-"""What the schedules of the linear cross entropy share: a call's arguments, the logits' buffer, and the observer."""
+"""What all schedules of linear cross entropy share: a call's arguments, the logits' buffer, and the observer."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _observer: Observer | None = None
 @checked
 @contextlib.contextmanager
 def observe_logits_grad(observer: Observer) -> Iterator[None]:
-    """While installed, every backward of :func:`linear_cross_entropy` calls ``observer(start_row, grad)``, chunk by
-    chunk in the order of the rows, with the float32 [rows, vocab] gradient of the head's raw output
-    hidden @ weight^T + bias. Where only the counted rows are multiplied, ``grad`` has all rows, zeros but for the
-    chunk's: the sum of what it is called with is the gradient.
+    """Inside, every backward of :func:`linear_cross_entropy` calls ``observer(start_row, grad)`` for each chunk of
+    rows, in order. ``grad`` is the float32 [rows, vocab] gradient of the head's raw output hidden @ weight^T + bias. If
+    only the counted rows are multiplied, ``grad`` has all rows, and the rows outside the chunk are zero. The gradient
+    is then the sum over all calls.
 
-    It must be installed around the forward and the backward. It changes neither the schedule nor any computed number;
-    it costs tokens x vocab memory. ``grad`` is the observer's to keep.
+    The observer must be installed around the forward and the backward. It changes neither the schedule nor any computed
+    number, but it costs memory for tokens x vocab numbers. The observer may keep ``grad``.
     """
     global _observer
     before = _observer
@@ -47,17 +47,17 @@ def observe_logits_grad(observer: Observer) -> Iterator[None]:
 
 
 def current_observer() -> Observer | None:
-    """The observer, but not for a backward that only foresees its launches: its gradients have no numbers."""
+    """The observer, or None in a backward that only foresees its launches: such gradients have no numbers."""
     return None if foresees() else _observer
 
 
 class Needs(NamedTuple):
-    """What needs a gradient."""
+    """The tensors that need a gradient."""
 
     hidden: bool
     weight: bool
     bias: bool
-    z: bool = False  # of what adapters add
+    z: bool = False  # hidden @ a^T of the adapters
     b: bool = False
 
 
@@ -65,7 +65,7 @@ NO_GRADIENTS = Needs(hidden=False, weight=False, bias=False)
 
 
 class Packed(NamedTuple):
-    """A weight that is no matrix, and what makes one of it."""
+    """A weight that is no matrix, and the function that makes a matrix of it."""
 
     weight: Tensor
     dense: Callable[[Tensor], Tensor]
@@ -80,7 +80,7 @@ class Packed(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The arguments of a call, checked. In a backward the tensors may be None that it does not read."""
+    """The arguments of a call, checked. In a backward, tensors that the backward does not read may be None."""
 
     hidden: Tensor  # [tokens, hidden size]
     weight: Tensor  # [vocab, hidden size]
@@ -91,10 +91,10 @@ class Call(NamedTuple):
     denominator: Tensor | None  # 0-d
     options: LossOptions
     needs: Needs
-    taken: CountedRows | None = None  # which of the caller's rows these are, if not all
-    shard: VocabShard | None = None  # whose classes the weight has, if not all
-    low: LowRank | None = None  # what adapters add to the logits
-    packed: Packed | None = None  # what the weight was made of
+    taken: CountedRows | None = None  # the caller's rows that these are, if not all
+    shard: VocabShard | None = None  # the classes that the weight has, if not all
+    low: LowRank | None = None  # the adapters' part of the logits
+    packed: Packed | None = None  # the tensor that the weight was made of
     ids: Tensor | None = None  # [tokens, K]: the classes whose log-probabilities are asked for, -1 for none
     teacher: Teacher | None = None  # the loss is the divergence from this head; every target is 0 or ignore_index then
 
@@ -104,15 +104,16 @@ class Call(NamedTuple):
         return *tensors, self.ids, *of_teacher
 
     def for_backward(self, schedule: Schedule) -> tuple[Tensor | None, ...]:
-        """:meth:`tensors`, None for what the backward does not read: never the denominator, which the caller may fill
-        anew before it. Instead of a weight that was made of another tensor, that one."""
+        """:meth:`tensors`, with None for every tensor that the backward does not read. The backward never reads the
+        denominator, because the caller may fill it again before the backward. A packed weight stands in place of the
+        matrix that was made of it."""
         if not schedule.reads(self.options):
             return (None,) * TENSORS
         weight = self.weight if self.packed is None else self.packed.weight
         return self._replace(denominator=None, weight=weight).tensors()
 
     def thin(self, needs: Needs) -> ThinProducts | None:
-        """The products of a pass over the logits with what adapters add, if there are any."""
+        """The adapters' products in a pass over the logits, or None without adapters."""
         return None if self.low is None else ThinProducts(self.low, self.hidden.dtype, needs.z, needs.b)
 
     @classmethod
@@ -123,7 +124,7 @@ class Call(NamedTuple):
         needs: Needs,
         teacher: Sequence[float] | None = None,
     ) -> Call:
-        """What :meth:`tensors` came from; ``teacher`` has the numbers of one."""
+        """The call whose :meth:`tensors` these are; ``teacher`` has the numbers of its teacher."""
         fields: Any = *tensors[:_FIRST], options, needs
         rest = tensors[_FIRST:]
         known = None if teacher is None else Teacher.of_numbers(rest[1:], teacher)
@@ -141,7 +142,7 @@ class Call(NamedTuple):
             observer(0, grad.new_zeros((self.taken.of, grad.shape[1])).index_copy_(0, rows, grad))
 
     def mean_denominator(self) -> Tensor:
-        """What the sum of the rows' losses is divided by, 0-d float32."""
+        """The divisor of the sum of the rows' losses, 0-d float32."""
         if self.options.reduction != "mean":
             return torch.ones((), dtype=torch.float32, device=self.hidden.device)
         weights = self.class_weight, self.row_weight, self.denominator
@@ -149,7 +150,7 @@ class Call(NamedTuple):
 
     @property
     def classes(self) -> int:
-        """How many there are, on all ranks."""
+        """The number of classes on all ranks."""
         return classes_of(self.weight, self.shard)
 
     def of_rows(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -157,20 +158,21 @@ class Call(NamedTuple):
         return self.targets, self.class_weight, self.row_weight
 
     def empty_rows(self, stats: bool) -> Rows:
-        """What the forward writes for each row."""
+        """Empty memory for the numbers that the forward writes for each row."""
         if self.teacher is not None:
             return self.teacher.empty_rows(self.hidden.shape[0], self.hidden.device, self.options)
         n_ids = 0 if self.ids is None else self.ids.shape[1]
         return Rows.empty(self.hidden.shape[0], self.hidden.device, self.options, stats, n_ids)
 
     def id_grads(self, upstream: Upstream) -> IdGrads | None:
-        """What the backward adds for the chosen classes."""
+        """The gradients that the backward adds for the chosen classes."""
         if self.ids is None or upstream.ids is None:
             return None
         return id_grads(self.ids, self.targets, upstream.ids, self.options.ignore_index, self.classes)
 
     def new(self, wanted: bool, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Uninitialised, without elements unless it is ``wanted``; of hidden's dtype if no other is given."""
+        """An uninitialised tensor, without elements unless it is ``wanted``. Its dtype is hidden's unless ``dtype`` is
+        given."""
         return torch.empty(shape if wanted else (0,), dtype=dtype or self.hidden.dtype, device=self.hidden.device)
 
 
@@ -179,48 +181,49 @@ TENSORS = _FIRST + 1 + _OF_TEACHER  # of a call
 
 
 class Output(NamedTuple):
-    """What the forward of a schedule returns."""
+    """The result of a schedule's forward."""
 
     loss: Tensor  # float32, 0-d or [tokens]
     rows: Rows
-    saved: tuple[Tensor, ...]  # for the backward, beside the arguments
+    saved: tuple[Tensor, ...]  # for the backward, in addition to the arguments
     buffers: tuple[Tensor, ...]  # for the backward, which may overwrite them
 
     def fake(self, reduction: str) -> Output:
-        """The same shapes and dtypes where nothing was computed, the loss that of every row."""
+        """The output of :meth:`Schedule.allocate`, with the shape that the loss has after ``reduction``."""
         return self if reduction == "none" else self._replace(loss=self.loss.new_empty(()))
 
 
 class Upstream(NamedTuple):
-    """What comes into a backward."""
+    """The gradients that come into a backward."""
 
     loss: Tensor  # the gradient of the loss, 0-d or [tokens]
-    entropy: Tensor | None = None  # the rows' entropy, and
-    grad_entropy: Tensor | None = None  # its gradient, both [tokens]
+    entropy: Tensor | None = None  # the rows' entropy, [tokens]
+    grad_entropy: Tensor | None = None  # the gradient of the rows' entropy, [tokens]
     ids: Tensor | None = None  # the gradient of the chosen classes' log-probabilities, [tokens, K]
 
 
-# Of hidden, weight and bias, and behind them of z and b where there are adapters, each without elements if it is not
-# needed.
+# The gradients of hidden, weight and bias, then those of z and b if there are adapters. A gradient that is not needed
+# has no elements.
 Gradients = tuple[Tensor, ...]
 
 
 class Schedule(Protocol):
-    """An order in which the products are computed, and what lies in memory between forward and backward.
+    """A schedule fixes the order of the products, and the tensors that stay in memory between forward and backward.
 
-    A schedule is a NamedTuple of ints: that is how it gets into a ``torch.library`` operator.
+    A schedule is a NamedTuple of ints, because a ``torch.library`` operator accepts lists of ints.
     """
 
     def allocate(self, call: Call) -> Output:
-        """Everything that :meth:`forward` returns, nothing computed: with fake tensors, this is what it would be."""
+        """Everything that :meth:`forward` returns, uninitialised. Fake tensors use it to learn the shapes and
+        dtypes."""
 
     def forward(self, call: Call) -> Output: ...
 
     def split(self, state: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """``saved`` and ``buffers`` of an output from both in a row and whatever follows them."""
+        """Split a flat ``state`` into the ``saved`` and ``buffers`` of an output. Tensors behind them are ignored."""
 
     def reads(self, options: LossOptions) -> bool:
-        """Whether the backward reads the arguments."""
+        """Whether the backward reads the arguments of the call."""
 
     def backward(
         self,
@@ -233,12 +236,12 @@ class Schedule(Protocol):
         """The gradients of the arguments.
 
         Args:
-            buffers: those of the forward, or None where an earlier pass overwrote them.
+            buffers: the buffers of the forward, or None if an earlier pass overwrote them.
             overwrite: whether this pass may overwrite the ``buffers`` and return them.
         """
 
     def allocate_gradients(self, call: Call, buffers: tuple[Tensor, ...]) -> Gradients:
-        """What :meth:`backward` returns, nothing computed."""
+        """Everything that :meth:`backward` returns, uninitialised."""
 
 
 def new_gradients(call: Call) -> Gradients:
@@ -252,8 +255,7 @@ def new_gradients(call: Call) -> Gradients:
 
 
 def padded(vocab: int) -> int:
-    """Tensor cores want rows that begin at multiples of 16 bytes, which those of an odd vocabulary do only with some
-    padding."""
+    """The length of a row of logits with padding. Tensor cores want rows that begin at multiples of 16 bytes."""
     return -(-vocab // 8) * 8
 
 
@@ -270,8 +272,8 @@ def logits_of(
     added: tuple[Tensor, Tensor] | None = None,
     invariant: bool = False,
 ) -> Tensor:
-    """The logits [rows, vocab], in ``buffer``. The product of ``added``, [rows, ranks] and [vocab, ranks], is part of
-    them. ``invariant``: with bits that do not depend on the other rows."""
+    """The logits [rows, vocab], in ``buffer``. They include the product of ``added``, [rows, ranks] and [vocab, ranks].
+    With ``invariant``, the bits of a row do not depend on the other rows."""
 
     # Every GEMM of the schedules is given its ``out``, which also keeps autocast from casting its operands again.
     def product(out: Tensor, hidden: Tensor, *zs: Tensor) -> None:
