@@ -37,6 +37,16 @@ def test_kernels_run_where_they_can(device, dtype) -> None:
     assert use_triton(torch.empty(1, dtype=dtype)) == (runs and INTERPRET)
 
 
+def test_kernels_that_run_in_eager_only_are_in_no_program(device) -> None:
+    x = torch.zeros(1, device=device)
+
+    def asked(x):
+        return x + int(use_triton(x, opaque=True)), x + int(use_triton(x, opaque=True, eager_only=True))
+
+    assert [int(y) for y in asked(x)] == [1, 1]
+    assert [int(y) for y in torch.compile(asked, backend="eager", fullgraph=True)(x)] == [1, 0]
+
+
 def test_without_triton_nothing_runs_it(device, monkeypatch) -> None:
     monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     assert not use_triton(torch.empty(1, device=device))

@@ -16,10 +16,23 @@ from tests.op_calls import BF16, in_subprocess, new, op_modules, run
 TRITON = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
 
 
-def traced_calls() -> list[tuple[str, Callable[..., Any], list[torch.Tensor]]]:
-    """In the subprocess: names, functions for Dynamo, which may trace launches from now on, and their arguments."""
+Calls = list[tuple[str, Callable[..., Any], list[torch.Tensor]]]
+
+
+def pretend_a_gpu() -> None:
+    """In the subprocess: from now on ops run their kernels, and Dynamo may trace the launches."""
     import torch.utils._triton
 
+    from liger_kernels.ops.runtime.compiling import traces_reference
+
+    for module in op_modules():
+        if hasattr(module, "use_triton"):
+            module.use_triton = lambda x, eager_only=False, **_: not (eager_only and traces_reference())
+    torch.utils._triton.has_triton = lambda **_: True  # what Dynamo asks before it traces a launch
+
+
+def traced_calls() -> Calls:
+    """In the subprocess: names, functions for Dynamo, and their arguments."""
     from liger_kernels.ops import (
         add_rms_norm,
         cross_entropy,
@@ -34,12 +47,6 @@ def traced_calls() -> list[tuple[str, Callable[..., Any], list[torch.Tensor]]]:
     )
     from liger_kernels.ops.loss.cross_entropy import EXTRAS
 
-    for module in op_modules():
-        if hasattr(module, "use_triton"):
-            module.use_triton = lambda x, **_: True
-    torch.utils._triton.has_triton = lambda **_: (
-        True
-    )  # what Dynamo asks a machine without a GPU before it traces a launch
     cos, sin = (torch.randn(1, 16, 128).to(BF16) for _ in range(2))
     targets, ones = torch.zeros(64, dtype=torch.int64), torch.ones(1000)
 
@@ -67,6 +74,53 @@ def traced_calls() -> list[tuple[str, Callable[..., Any], list[torch.Tensor]]]:
     ]
 
 
+def eager_only_calls() -> Calls:
+    """In the subprocess: the same of ops whose kernels are in no program."""
+    from liger_kernels.ops import (
+        LoraAdapter,
+        Projection,
+        adapted_linears,
+        dora_linear,
+        experts,
+        gated_mlp,
+        lora_linear,
+        packed_glu,
+    )
+
+    ids, x, weight, norm = torch.zeros(64, 2, dtype=torch.int64), new(64, 128), new(128, 128), torch.ones(128)
+    adapter = LoraAdapter(new(8, 128), new(128, 8))
+    one = Projection(weight, None, [adapter])
+    return [
+        ("packed_glu", packed_glu, [x]),
+        ("experts", lambda x, w: experts(x, ids, w, new(2, 64, 128), new(2, 128, 32)), [x, new(64, 2)]),
+        ("lora_linear", lambda x: lora_linear(x, lambda x: x @ weight, [adapter]), [x]),
+        ("dora_linear", lambda x: dora_linear(x, lambda x: x @ weight, adapter, norm, norm), [x]),
+        ("adapted_linears", lambda x: adapted_linears(x, [one]), [x]),
+        ("gated_mlp", lambda x: gated_mlp(x, one, one, one), [x]),
+    ]
+
+
+def launches_in(graph: torch.fx.GraphModule) -> int:
+    nodes = [n for m in graph.modules() if isinstance(m, torch.fx.GraphModule) for n in m.graph.nodes]
+    return sum("triton_kernel_wrapper" in str(n.target) for n in nodes)
+
+
+def trace_references() -> dict[str, int]:
+    """In the subprocess: how many kernel launches the programs hold of ops that run theirs in eager only. The reference
+    of ``experts`` reads on the host which of them have tokens, which ends a graph."""
+    launched: dict[str, int] = {}
+
+    def count(name: str, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        launched[name] = launched.get(name, 0) + launches_in(graph)
+        return graph.forward
+
+    pretend_a_gpu()
+    for name, op, args in eager_only_calls():
+        torch.compiler.reset()
+        torch.compile(op, backend=functools.partial(count, name), fullgraph=name != "experts")(*args)
+    return launched
+
+
 def trace_all() -> dict[str, int]:
     """In the subprocess: let Dynamo trace the ops, the number of rows unknown; how many kernel launches it put into
     each graph, forward and backward."""
@@ -75,13 +129,13 @@ def trace_all() -> dict[str, int]:
     launched: dict[str, int] = {}
 
     def count(name: str, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        nodes = [n for m in graph.modules() if isinstance(m, torch.fx.GraphModule) for n in m.graph.nodes]
-        launched[name] = sum("triton_kernel_wrapper" in str(n.target) for n in nodes)
+        launched[name] = launches_in(graph)
         given = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
         if not any(isinstance(x, torch.Tensor) and free_symbols(x.shape) for x in given):
             launched[f"{name}: for this size alone"] = 1
         raise NotImplementedError  # the graph is all we want
 
+    pretend_a_gpu()
     for name, op, args in traced_calls():
         for x in args:
             if len(x) == 64:
@@ -130,10 +184,10 @@ def overwritten_inputs() -> list[str]:
             lambda *_: [t if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in results]
         )
 
-    calls = traced_calls()
+    pretend_a_gpu()
     triton.runtime.driver.set_active(Driver())
     found: list[str] = []
-    for name, op, args in calls:
+    for name, op, args in traced_calls():
         torch.compiler.reset()
         backend = aot_autograd(
             fw_compiler=functools.partial(look, name),
@@ -152,15 +206,15 @@ traces_launches = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def traced(once: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What two functions find that make Dynamo trace the ops, in one process for this run."""
-    calls = ("trace_all",), ("overwritten_inputs",)
+    """What three functions find that make Dynamo trace the ops, in one process for this run."""
+    calls = ("trace_all",), ("overwritten_inputs",), ("trace_references",)
     return once("traced", lambda: in_subprocess(tmp_path_factory.mktemp("triton"), __name__, *calls))
 
 
 @traces_launches
 def test_dynamo_traces_down_to_the_launches(traced: list[Any]) -> None:
     """Without a graph break, forward and backward, for any number of rows, also where every number is a symbol."""
-    launched, _ = traced
+    launched, _, _ = traced
     units = ("swiglu", "swiglu, of few elements", "geglu", "swiglu_linear", "rope")
     ways = ("", ", extras", ", options", ", of computed logits")  # the mean and its denominator are torch's
     losses = (*(f"cross_entropy{way}" for way in ways), "linear_cross_entropy")
@@ -172,5 +226,13 @@ def test_dynamo_traces_down_to_the_launches(traced: list[Any]) -> None:
 @traces_launches
 def test_a_compiled_program_sees_what_a_kernel_writes_to(traced: list[Any]) -> None:
     """It goes by the parsed kernel, whatever the address of a store was computed from, and by the program around it."""
-    _, overwritten = traced
+    _, overwritten, _ = traced
     assert overwritten == []
+
+
+@traces_launches
+def test_kernels_that_run_in_eager_only_are_in_no_program(traced: list[Any]) -> None:
+    """Nor are those of the loss' mean, which the test of launches counts."""
+    *_, launched = traced
+    names = ("packed_glu", "experts", "lora_linear", "dora_linear", "adapted_linears", "gated_mlp")
+    assert launched == dict.fromkeys(names, 0)

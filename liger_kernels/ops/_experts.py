@@ -43,7 +43,6 @@ from liger_kernels.ops.lora.experts import (
 from liger_kernels.ops.lora.grouped import Groups
 from liger_kernels.ops.runtime.anchor import Computed, anchor, saves_first
 from liger_kernels.ops.runtime.arguments import checked, checked_op
-from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.ops.runtime.dispatch import as_values, backward_once, launch, tl, triton, use_triton
 from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, next_power_of_2, tile
 
@@ -406,7 +405,7 @@ def experts(
     if invariant and (gate_up_adapters or down_adapters):
         raise ValueError("invariant is True and adapters were given, which do not go together: leave one of them out")
     formula = SWIGLU if gate is None else gate
-    runs = use_triton(hidden) and weights.dtype != torch.float64 and hidden.numel() and gate_up.numel()
+    runs = use_triton(hidden, eager_only=True) and weights.dtype != torch.float64 and hidden.numel() and gate_up.numel()
     biases = gate_up_bias, down_bias
     of_adapters: tuple[Any, ...] = ()
     scales: Scales = (), ()
@@ -417,7 +416,7 @@ def experts(
         both = gate_up_adapters, down_adapters
         of_adapters = as_values(*[t for of_one in both for t in (*[x.a for x in of_one], *[x.b for x in of_one])])
         scales = tuple([x.scale for x in gate_up_adapters]), tuple([x.scale for x in down_adapters])
-    if not runs or left_to_inductor("experts", hidden):
+    if not runs:
         return experts_ref(hidden, ids, weights, gate_up, down, formula, *biases, gate_up_adapters, down_adapters)
     parameters = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
     _check(hidden, ids, weights, parameters)

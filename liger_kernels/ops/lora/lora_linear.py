@@ -38,7 +38,6 @@ from liger_kernels.ops.lora.adapter import (
 from liger_kernels.ops.lora.products import MOST_RANKS, add_product, rows_product
 from liger_kernels.ops.runtime.anchor import Computed, anchor
 from liger_kernels.ops.runtime.arguments import checked, checked_op, describe
-from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.ops.runtime.dispatch import as_autocast, as_values, backward_once, use_triton
 
 
@@ -168,7 +167,7 @@ def check_base(x: Tensor, y0: Any, adapters: Sequence[LoraAdapter]) -> None:
 
 
 def runs_kernel(x: Tensor, adapters: Sequence[LoraAdapter]) -> bool:
-    if not use_triton(x) or left_to_inductor("lora_linear", x):
+    if not use_triton(x, eager_only=True):
         return False
     ranks = 0
     for one in adapters:

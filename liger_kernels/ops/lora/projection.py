@@ -24,7 +24,6 @@ from liger_kernels.ops.lora.adapter import (
 )
 from liger_kernels.ops.lora.products import MOST_RANKS, add_product, rows_product
 from liger_kernels.ops.runtime.arguments import checked_fields, describe
-from liger_kernels.ops.runtime.compiling import left_to_inductor
 from liger_kernels.ops.runtime.dispatch import as_values, in_dtype, use_triton
 
 
@@ -302,7 +301,7 @@ def gradient_of_x(dys: Sequence[Tensor | None], g: Tensor | None, parts: Sequenc
 
 def runs_as_one(x: Tensor, projections: Sequence[Any]) -> bool:
     """Whether the kernels accept ``x`` and the adapters of ``projections``. One program must hold all their ranks."""
-    if not use_triton(x) or left_to_inductor("lora_linear", x) or not x.numel():
+    if not use_triton(x, eager_only=True) or not x.numel():
         return False
     total = 0
     for one in projections:

@@ -4,6 +4,9 @@ Inductor fuses a norm with the residual around it, and a mean with what follows.
 the host about 20 us longer than one of Inductor's there (H200 machine, torch 2.11), and a step whose tensors have
 2**20 elements or less (512 tokens of 2048 features) waits for the host. docs/reference/compile.md lists what else
 differs.
+
+Recipes ask :func:`left_to_inductor`, and then run the model's own code. A public op asks nothing of its own: where its
+kernels stay out of every program, it says ``eager_only`` to ``use_triton``, which asks :func:`traces_reference`.
 """
 
 from __future__ import annotations
@@ -12,12 +15,11 @@ import math
 
 import torch
 
-# The number of elements up to which each is left to Inductor.
+# The number of elements up to which a recipe leaves each to Inductor.
 INDUCTOR_UP_TO: dict[str, float] = {
     "rms_norm": math.inf,
     "layer_norm": math.inf,
     "gated_rms_norm": math.inf,
-    "mean": math.inf,
     "experts": math.inf,
     "lora_linear": math.inf,
     "rope": 2**20,
@@ -29,6 +31,13 @@ INDUCTOR_UP_TO: dict[str, float] = {
 def is_exporting() -> bool:
     """Whether torch.export runs. ``torch.compiler.is_exporting()`` says so in every traced program of torch 2.11."""
     return torch.compiler._is_exporting_flag
+
+
+def traces_reference() -> bool:
+    """Whether a program is traced, which holds the references of ops whose kernels run in eager only.
+
+    Inductor fuses the references. Dynamo cannot trace the kernels of several adapted projections in one node."""
+    return torch.compiler.is_compiling()
 
 
 def left_to_inductor(kernel: str, x: torch.Tensor) -> bool:

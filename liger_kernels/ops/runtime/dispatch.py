@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_dynamo_compiling
 
 from liger_kernels.ops.runtime import ahead, launcher
+from liger_kernels.ops.runtime.compiling import traces_reference
 from liger_kernels.ops.runtime.device import most_warps, obstacle
 from liger_kernels.ops.runtime.launcher import start_kept
 
@@ -55,12 +56,14 @@ _KEEP_PROGRAMS = launcher.state(INTERPRET) == "on"
 _MOST_WARPS = most_warps(32 if torch.version.hip is None else 64)
 
 
-def use_triton(x: torch.Tensor, *, opaque: bool = False) -> bool:
+def use_triton(x: torch.Tensor, *, opaque: bool = False, eager_only: bool = False) -> bool:
     """Whether an op over ``x`` runs its Triton kernel (else its reference).
 
     Dynamo would trace into the interpreter's NumPy, so while it traces a CPU program only an ``opaque`` op, one that is
-    registered with ``torch.library``, keeps its interpreted kernels.
+    registered with ``torch.library``, keeps its interpreted kernels. No program holds kernels of an ``eager_only`` op.
     """
+    if eager_only and traces_reference():
+        return False
     device = x.device
     if not HAS_TRITON or (device.type == "cpu" and not INTERPRET) or x.dtype not in _KERNEL_DTYPES:
         return False
