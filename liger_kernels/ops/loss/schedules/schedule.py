@@ -104,9 +104,8 @@ class Call(NamedTuple):
         return *tensors, self.ids, *of_teacher
 
     def for_backward(self, schedule: Schedule) -> tuple[Tensor | None, ...]:
-        """:meth:`tensors`, with None for every tensor that the backward does not read. The backward never reads the
-        denominator, because the caller may fill it again before the backward. A packed weight stands in place of the
-        matrix that was made of it."""
+        """:meth:`tensors`, with None for every tensor that the backward does not read. The denominator is always None,
+        because the caller may fill it again. A packed weight replaces its matrix."""
         if not schedule.reads(self.options):
             return (None,) * TENSORS
         weight = self.weight if self.packed is None else self.packed.weight
@@ -171,8 +170,7 @@ class Call(NamedTuple):
         return id_grads(self.ids, self.targets, upstream.ids, self.options.ignore_index, self.classes)
 
     def new(self, wanted: bool, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised tensor, without elements unless it is ``wanted``. Its dtype is hidden's unless ``dtype`` is
-        given."""
+        """An uninitialised tensor, without elements unless ``wanted``, by default of hidden's dtype."""
         return torch.empty(shape if wanted else (0,), dtype=dtype or self.hidden.dtype, device=self.hidden.device)
 
 
@@ -189,7 +187,7 @@ class Output(NamedTuple):
     buffers: tuple[Tensor, ...]  # for the backward, which may overwrite them
 
     def fake(self, reduction: str) -> Output:
-        """The output of :meth:`Schedule.allocate`, with the shape that the loss has after ``reduction``."""
+        """The output of :meth:`Schedule.allocate`, with the loss after ``reduction``."""
         return self if reduction == "none" else self._replace(loss=self.loss.new_empty(()))
 
 
@@ -198,7 +196,7 @@ class Upstream(NamedTuple):
 
     loss: Tensor  # the gradient of the loss, 0-d or [tokens]
     entropy: Tensor | None = None  # the rows' entropy, [tokens]
-    grad_entropy: Tensor | None = None  # the gradient of the rows' entropy, [tokens]
+    grad_entropy: Tensor | None = None  # [tokens]
     ids: Tensor | None = None  # the gradient of the chosen classes' log-probabilities, [tokens, K]
 
 
@@ -214,8 +212,7 @@ class Schedule(Protocol):
     """
 
     def allocate(self, call: Call) -> Output:
-        """Everything that :meth:`forward` returns, uninitialised. Fake tensors use it to learn the shapes and
-        dtypes."""
+        """Everything that :meth:`forward` returns, uninitialised. With fake tensors it gives shapes and dtypes."""
 
     def forward(self, call: Call) -> Output: ...
 
