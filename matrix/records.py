@@ -24,10 +24,10 @@ from matrix.cells import checked_name
 SCHEMA = 2
 # What a stage's result of an earlier schema did not hold yet. What it ran is then all that its record's code says.
 _NOT_YET: dict[int, dict[str, Any]] = {1: {"code": ""}}
-# What a case of the proof, a model class and a trainer say when all is well; the last is a fact about upstream.
-GOOD = ("equal", "patched", "same", "upstream leaks")
+# What a case of the proof and a model class say when all is well; the last is a fact about upstream.
+GOOD = ("equal", "patched", "upstream leaks")
 STATUSES = ("passed", "failed", "nothing ran")
-NAMED_BY = (("name",), ("model", "dtype", "patch"), ("case", "family", "way"))
+NAMED_BY = (("name",), ("model", "dtype", "patch"))
 GPU = "-gpu"
 NOT_THERE = "absent"  # the verdict on what this version of upstream does not have
 
