@@ -15,10 +15,10 @@ from torch import nn
 from convergence import kept, ours
 from convergence.arms import isolate
 from convergence.arms.candidate import Candidate, PatchError, load_patch, train_candidate
-from convergence.arms.in_setup import Arms, train_in_setup
+from convergence.arms.in_setup import train_in_setup
 from convergence.arms.pristine import Bystander, Fingerprint, remember_upstream
 from convergence.arms.process import ProcessState, drawing
-from convergence.arms.quantities import CONSISTENCY, LOG_PROBS, LOSS, Failure, Finding
+from convergence.arms.quantities import CONSISTENCY, LOG_PROBS, Failure, Finding
 from convergence.arms.setups import SETUPS
 from convergence.arms.train import PROMPT_TOKENS, train
 from convergence.arms.trajectory import Run, Trajectory
@@ -27,9 +27,10 @@ from convergence.blame.failing import Key
 from convergence.consistency import judge as consistency
 from convergence.consistency import rollout
 from convergence.consistency.paths import at, observe
-from convergence.judge import bitwise, long_run, tolerance
-from convergence.judge.compare import Pair, compare
-from convergence.judge.verdict import Evidence, Verdict
+from convergence.judge import bitwise, tolerance
+from convergence.judge.arms import Arms, judge, shown
+from convergence.judge.compare import Pair
+from convergence.judge.verdict import Verdict
 from convergence.models import memory
 from convergence.models.checkpoint import Checkpoint
 from convergence.models.data import IGNORE, Batch, Step
@@ -158,21 +159,21 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
     """
     began = time.perf_counter()
     row, upstream = find(case.model), _upstream(case)
-    shown: dict[str, Any] = {"replicas": tolerance.REPLICAS, "symbols": len(upstream)}
-    shown["truth"] = memory.describe(row.truth(case.dtype, case.device))
+    about: dict[str, Any] = {"replicas": tolerance.REPLICAS, "symbols": len(upstream)}
+    about["truth"] = memory.describe(row.truth(case.dtype, case.device))
     if changed := upstream.changes():
         verdict = Verdict(failures=[Failure("baseline", "before training", Finding.NOT_PRISTINE, ", ".join(changed))])
     else:
         arms = train_in_setup(case, timeout) if _is_in_setup(case) else _train(case, upstream, timeout)
         if case.profile == CONSISTENCY and arms.candidate.trajectory is not None:
             _add_rollout(case, arms.pairs, arms.candidate.trajectory, timeout)
-        verdict = _judge(case, arms)
-        shown |= _shown(case, arms)
+        verdict = judge(case, arms, _checks(case, arms))
+        about |= shown(case, arms, functools.partial(_is_fused, case, arms))
         if blames and not verdict.passed and not _is_in_setup(case) and case.profile != CONSISTENCY:
-            shown["blame"], note = _blame(case, verdict, arms.candidate.trajectory, timeout)
+            about["blame"], note = _blame(case, verdict, arms.candidate.trajectory, timeout)
             verdict += note
     notes = Verdict(notes=row.notes())
-    return outcome(notes + verdict, seconds=round(time.perf_counter() - began, 2), **shown)
+    return outcome(notes + verdict, seconds=round(time.perf_counter() - began, 2), **about)
 
 
 def train_case(case: Case, given: Inputs | None = None) -> Candidate:
@@ -247,60 +248,18 @@ def _train(case: Case, upstream: Fingerprint, timeout: float) -> Arms:
     return Arms(reference.pairs, candidate, faults=faults)
 
 
-def _judge(case: Case, arms: Arms) -> Verdict:
-    """What is wrong with the arms, or else what a comparison of them shows; then the candidate's other checks."""
-    candidate, verdict = arms.candidate, Verdict(failures=arms.faults)
-    if candidate.trajectory is None:
-        assert candidate.failure is not None
-        return verdict + Verdict(failures=[Failure("candidate", "", *candidate.failure)], notes=[candidate.details])
-    if verdict.passed:
-        dtype = DTYPES[case.dtype]
-        if case.profile == CONSISTENCY:
-            verdict = consistency.judge(arms.pairs, candidate.trajectory, dtype)
-        else:
-            verdict = compare(arms.pairs, candidate.trajectory, dtype, foreign=candidate.report is None)
-    return verdict + Verdict.of(_checks(case, arms, candidate.trajectory))
+def _is_fused(case: Case, arms: Arms, report: Any) -> bool:
+    """Whether the loss was computed from hidden states; in a set-up, with logits only for the caller who read them."""
+    if not _is_in_setup(case):
+        return bool(report.fuses_head)
+    others = {reason: n for reason, n in report.fallbacks.items() if reason != "outputs.logits was read"}
+    return report.fuses_head and not others and sum(report.fallbacks.values()) <= arms.reads
 
 
-def _shown(case: Case, arms: Arms) -> dict[str, Any]:
-    """What the outcome holds of the arms besides their verdict."""
-    candidate = arms.candidate
-    trajectory, report = candidate.trajectory, candidate.report
-    found: dict[str, Any] = {"launches": candidate.launches}
-    if trajectory is None:
-        return found
-    if case.profile == CONSISTENCY:
-        truth, baseline = arms.pairs[0]
-        found["differences"] = consistency.described(truth, {"unpatched": baseline, "patched": trajectory})
-    observed = dict(zip(("truth", "baseline", "candidate"), (*arms.pairs[0], trajectory), strict=True))
-    losses = {
-        arm: {str(step): float(value) for step, value in shown.values[LOSS].items()} for arm, shown in observed.items()
-    }
-    if trajectory.curve is not None:
-        curves = [arm.curve for _, arm in arms.pairs if arm.curve is not None]
-        for arm, of_blocks in long_run.curves(curves, trajectory.curve).items():
-            losses[arm] = {**losses.get(arm, {}), **of_blocks}
-    found |= {"losses": losses, "costs": {arm: shown.costs for arm, shown in observed.items()}}
-    found["digests"] = {arm: bitwise.digest(observed[arm]) for arm in ("baseline", "candidate")}
-    if report is None:
-        return found | {"census": candidate.census}
-    is_fused = _is_fused(report, arms.reads) if _is_in_setup(case) else report.fuses_head
-    fused = "yes" if is_fused else "no"
-    return found | {"census": report.counts(), "fallbacks": dict(report.fallbacks), "fused": fused}
-
-
-def _checks(case: Case, arms: Arms, trajectory: Trajectory) -> Iterator[Evidence]:
-    """What is judged besides the numbers: the state_dict, other models, and whether it is a patched model at all."""
-    candidate, in_setup = arms.candidate, _is_in_setup(case)
-    for difference in candidate.layout:
-        yield Failure("state_dict", "", Finding.CHANGED, difference)
-    if candidate.changed and case.scope == "instance":
-        yield Failure("other models", "", Finding.PATCHED_TOO, ", ".join(candidate.changed))
-    elif candidate.changed and not in_setup:
-        yield "changed for the whole process: " + ", ".join(candidate.changed)
-    yield from _check_own(case, arms.pairs, trajectory, candidate.launches)
-    check = _check_in_setup if in_setup else _check_foreign if candidate.report is None else _check_ours
-    yield from check(case, arms)
+def _checks(case: Case, arms: Arms) -> Iterator[Failure]:
+    """Whether the candidate is a patched model at all."""
+    own = _check_foreign if arms.candidate.report is None else _check_ours
+    yield from (_check_in_setup if _is_in_setup(case) else own)(case, arms)
 
 
 def _add_rollout(case: Case, pairs: list[Pair], candidate: Trajectory, timeout: float) -> None:
@@ -317,27 +276,6 @@ def _add_rollout(case: Case, pairs: list[Pair], candidate: Trajectory, timeout: 
     consistency.add_rollout(row.rollout, known, pairs, candidate)
 
 
-def _check_own(case: Case, pairs: list[Pair], candidate: Trajectory, launches: dict[str, int]) -> Iterator[Failure]:
-    """A truth has another dtype, and a replica began at other weights: no candidate is one of them to the last bit. It
-    may be the baseline, where nothing was replaced, or only what has one way to be rounded: a rotation, an activation,
-    a copy. Where a kernel summed, it did so in an order of its own."""
-    summed = _summed(case, launches)
-    if summed and bitwise.is_same(candidate, pairs[0][1]):
-        yield Failure("candidate", "", Finding.NOT_ITS_OWN, f"every bit is the baseline's, though it launched {summed}")
-    others = {f"replica {number}": arm for number, (_, arm) in enumerate(pairs) if number}
-    others |= {f"truth {number}": truth for number, (truth, _) in enumerate(pairs)}
-    for which, other in others.items():
-        if bitwise.is_same(candidate, other):
-            yield Failure("candidate", "", Finding.NOT_ITS_OWN, f"every bit is that of {which}")
-
-
-def _summed(case: Case, launches: dict[str, int]) -> str:
-    """Kernels whose sums show in bits that are observed: the loss is held in float32 in every case, and what a norm
-    returns in the case's dtype. In 16 bits, rounding could hide an order."""
-    shows = ("cross_entropy", *(("norm",) if (case.dtype, case.setup) == ("float32", "plain") else ()))
-    return ", ".join(name for name in launches if any(part in name for part in shows))
-
-
 def _check_in_setup(case: Case, arms: Arms) -> Iterator[Failure]:
     """Nothing is hooked in a set-up, so less can be asked there: something changed, or every kernel ran."""
     candidate = arms.candidate
@@ -346,12 +284,6 @@ def _check_in_setup(case: Case, arms: Arms) -> Iterator[Failure]:
             yield Failure("candidate", "", Finding.NOT_PATCHED, "no module changed, and no kernel of this package ran")
     else:
         yield from _check_kernels(find(case.model), candidate, SETUPS[case.setup].kernels)
-
-
-def _is_fused(report: Any, reads: int) -> bool:
-    """Whether the loss was computed from hidden states, and logits only for the caller who read them."""
-    others = {reason: n for reason, n in report.fallbacks.items() if reason != "outputs.logits was read"}
-    return report.fuses_head and not others and sum(report.fallbacks.values()) <= reads
 
 
 def _check_kernels(model: Row, candidate: Candidate, of_setup: tuple[str, ...] = ()) -> Iterator[Failure]:

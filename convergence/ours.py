@@ -52,6 +52,11 @@ def launches() -> dict[str, int]:
     return launches()
 
 
+def launched_since(before: dict[str, int]) -> dict[str, int]:
+    """How often each of them was launched since :func:`launches` returned ``before``."""
+    return {name: n - before.get(name, 0) for name, n in launches().items() if n > before.get(name, 0)}
+
+
 # What is launched under another name than a report has.
 _LAUNCHED = {"swiglu": "glu", "geglu": "glu", "experts": "packed_glu", "linear_cross_entropy": "cross_entropy"}
 
@@ -101,3 +106,32 @@ def observe_logits_grad(observer: Callable[[int, torch.Tensor], None]) -> contex
     from liger_kernels.ops import observe_logits_grad
 
     return observe_logits_grad(observer)
+
+
+@contextlib.contextmanager
+def trls_head(patched: bool) -> Iterator[Callable[[], int]]:
+    """Inside, trl's head (trl 1.15 and later) runs on the package's kernels for a ``patched`` model, and on trl's own
+    for any other; a function of how many calls ran on the package's."""
+    if not INSTALLED:
+        yield lambda: 0
+        return
+    from liger_kernels import trl_head
+
+    trl_head.uninstall()
+    if patched:
+        trl_head.install()
+    replacements = [trl_head.current(module) for module in (trl_head.LOG_PROBS, trl_head.DIVERGENCE)]
+    try:
+        yield lambda: sum(0 if replacement is None else replacement.ours for replacement in replacements)
+    finally:
+        trl_head.install()
+
+
+def trls_head_differences() -> list[str]:
+    """Why parts of trl's head stay on trl's own kernels: in what the package's are another function."""
+    if not INSTALLED:
+        return []
+    from liger_kernels import trl_head
+
+    found = [trl_head.current(module) for module in (trl_head.LOG_PROBS, trl_head.DIVERGENCE)]
+    return [one.difference for one in found if one is not None and one.difference]

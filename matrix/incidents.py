@@ -205,7 +205,7 @@ def _verdict(folder: Path) -> tuple[str, list[str]]:
     found = [data for path in sorted(folder.glob("*.json")) if "verdict" in (data := read_json(path))]
     if not found:
         raise Unusable(f"{folder}: no record: the environment could not be made, or nothing ran in it")
-    failed = [data for data in found if data["verdict"] not in ("equal", "same")]
+    failed = [data for data in found if data["verdict"] != "equal"]
     reasons = [" ".join(str(part) for part in failure if part) for data in failed for failure in data["failures"]]
     return ", ".join(sorted({data["verdict"] for data in failed or found})), reasons
 

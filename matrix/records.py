@@ -24,10 +24,10 @@ from matrix.cells import checked_name
 SCHEMA = 2
 # By earlier schema, the fields that a stage's result lacks. For such a stage, the code of the whole record counts.
 _NOT_YET: dict[int, dict[str, Any]] = {1: {"code": ""}}
-# The good verdicts of a case of the proof, a model class and a trainer. "upstream leaks" is a fact about upstream.
-GOOD = ("equal", "patched", "same", "upstream leaks")
+# The good verdicts of a case of the proof and a model class. "upstream leaks" is a fact about upstream.
+GOOD = ("equal", "patched", "upstream leaks")
 STATUSES = ("passed", "failed", "nothing ran")
-NAMED_BY = (("name",), ("model", "dtype", "patch"), ("case", "family", "way"))
+NAMED_BY = (("name",), ("model", "dtype", "patch"))
 GPU = "-gpu"
 NOT_THERE = "absent"  # the verdict on a model that this version of upstream does not have
 

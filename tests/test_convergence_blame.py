@@ -12,6 +12,7 @@ from convergence.blame.changes import Changes
 from convergence.case import Case, prove
 from convergence.models.models import MODELS
 from convergence.report import report
+from convergence.report.records import Record
 from tests import blame_faults
 from tests.mutants import MUTANTS
 from tests.mutants.mutant import Mutant
@@ -54,7 +55,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.parametrize("fault", CULPRITS)
 def test_the_culprit_is_named(fault, dtype):
-    record = prove(Case("llama-untied", dtype, f"tests.blame_faults:{fault}", "plain", DEVICE))
+    case = Case("llama-untied", dtype, f"tests.blame_faults:{fault}", "plain", DEVICE)
+    record = Record.of(case, prove(case))
     assert record.verdict == "different"
     (row,) = record.blame
     tensor, kernel, module, which, note = CULPRITS[fault]

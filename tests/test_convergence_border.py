@@ -21,7 +21,8 @@ from convergence.arms.candidate import Candidate, PatchError
 from convergence.arms.quantities import INITIAL, LOSS, Finding, Moment, Remark
 from convergence.arms.train import train
 from convergence.arms.trajectory import Trajectory
-from convergence.case import Case, _check_own, inputs, prove, references
+from convergence.case import Case, inputs, prove, references
+from convergence.judge.arms import _check_own
 from convergence.judge.bitwise import is_same
 from convergence.models.models import DTYPES
 from tests.border_patches import code

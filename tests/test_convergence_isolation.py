@@ -26,6 +26,7 @@ from convergence.judge.compare import compare
 from convergence.models.rows import find
 from convergence.patches import BUILT_IN
 from convergence.report import progress
+from convergence.report.records import Record
 from convergence.report.report import failure
 from tests.isolation_patches import KEPT
 from tests.suite import suite
@@ -33,14 +34,15 @@ from tests.suite import suite
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def judged(patch: str, scope: str = "instance", timeout: float = isolate.TIMEOUT, blames: bool = False):
+def judged(patch: str, scope: str = "instance", timeout: float = isolate.TIMEOUT, blames: bool = False) -> Record:
     name = patch if ":" in patch else f"tests.isolation_patches:{patch}"
-    record = prove(Case("llama-untied", "float32", name, "plain", DEVICE, scope=scope), timeout, blames)
+    case = Case("llama-untied", "float32", name, "plain", DEVICE, scope=scope)
+    outcome = prove(case, timeout, blames)
     assert remember_upstream().changes() == []
-    return record
+    return Record.of(case, outcome)
 
 
-def found(record) -> set[tuple[str, str]]:
+def found(record: Record) -> set[tuple[str, str]]:
     return {(quantity, statistic) for quantity, _, statistic, *_ in record.failures}
 
 
@@ -194,7 +196,8 @@ def test_a_patch_of_classes_is_judged_on_a_model_that_is_built_after_it():
 
 def test_logits_that_a_patch_of_classes_does_not_return_are_noted():
     name = "tests.isolation_patches:class_without_logits"
-    record = prove(Case("llama-untied", "float32", name, "hard", DEVICE, scope="class"))
+    case = Case("llama-untied", "float32", name, "hard", DEVICE, scope="class")
+    record = Record.of(case, prove(case))
     assert record.verdict == "equal", failure(record)
     assert any("the caller reads outputs.logits and finds None" in note for note in record.notes)
 

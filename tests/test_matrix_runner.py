@@ -199,13 +199,14 @@ def test_findings_are_read_from_records(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text(
         json.dumps({"name": "sft", "verdict": "different", "reason": "so", "census": {"x": 1}})
     )
-    trained = {"case": "dpo", "family": "llama", "way": "class", "verdict": "same"}
+    trained = {"model": "llama", "setup": "dpo", "order": "before", "dtype": "float32", "patch": "a:by_class"}
+    trained["verdict"] = "equal"
     (tmp_path / "c.json").write_text(json.dumps(trained))
     worst = {"gain": {"value": 0.2, "bound": 0.4, "quantity": "logits", "step": "2"}}
     expected = {
         "gemma/float32/c": CaseVerdict("equal", "", worst),
         "sft": CaseVerdict("different", "so", census={"x": 1}),
-        "dpo/llama/class": CaseVerdict("same"),
+        "llama/dpo/before/float32/by_class": CaseVerdict("equal"),
     }
     assert records.read_findings(tmp_path) == expected
 

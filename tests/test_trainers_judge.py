@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from convergence.arms.quantities import GRADIENT_NORM, SGD, Moment
+from convergence.arms.quantities import Failure
 from convergence.arms.trajectory import Trajectory
+from convergence.trainers.observe import Seen
+from convergence.trainers.prove import _check_ours, prove_in_trainer
 from liger_kernels.patching.report import PatchReport, Replacement
 from matrix.trainers import material
-from matrix.trainers.judge import TrainerRecord, _check_what_ran, judge_foreign
-from matrix.trainers.observe import Seen
+from matrix.trainers.cases import InCase
+from matrix.trainers.judge import case_of
 
 LAUNCHED = {"_rms_norm_fwd_kernel": 1, "_rope_kernel": 1, "_glu_fwd_kernel": 1}
 
@@ -31,14 +32,10 @@ LAUNCHED = {"_rms_norm_fwd_kernel": 1, "_rope_kernel": 1, "_glu_fwd_kernel": 1}
 def test_a_replaced_kernel_must_have_been_launched(kernel, launched, asked) -> None:
     replaced = [Replacement(name, name, "Module", "") for name in ("rms_norm", "rope", "swiglu", kernel)]
     report = PatchReport(kernels=(kernel,), replaced=replaced)
-    baseline = Seen(Trajectory(), [], {}, 0, None)
-    for step in (1, 2):
-        baseline.trajectory.record(GRADIENT_NORM, Moment(SGD, str(step)), torch.tensor(float(step)))
 
     def failures(launches: dict[str, int]) -> list[tuple[str, str]]:
-        seen = Seen(Trajectory(), [], launches, 0, report)
-        found = _check_what_ran(baseline, seen, TrainerRecord("sft", "f", "w"))
-        return [(failure.finding, failure.value) for failure in found]
+        found = _check_ours(InCase("sft", Path()), Seen(Trajectory(), [], launches, 0, report))
+        return [(one.finding, one.value) for one in found if isinstance(one, Failure)]
 
     assert failures(LAUNCHED) == [("not launched", kernel)] * asked
     assert failures({**LAUNCHED, launched: 1}) == []
@@ -77,6 +74,7 @@ def crashes(model: Any) -> None:
 def test_a_patch_of_somebody_else(patch: str, scope: str, statistic: str, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     material.save("llama", tmp_path / "llama")
-    record = judge_foreign("trainer", "llama", tmp_path / "llama", f"{__name__}:{patch}", scope, timeout=600)
-    assert (record.verdict, record.way) == ("different", f"{patch}-{scope}")
-    assert statistic in {failure.finding for failure in record.failures}
+    case = case_of("trainer", "llama", f"{__name__}:{patch}", scope)
+    outcome = prove_in_trainer(case, InCase("trainer", tmp_path / "llama"), timeout=600)
+    assert outcome.verdict == ("cannot run" if statistic == "cannot run" else "different")
+    assert statistic in {failure.finding for failure in outcome.failures}

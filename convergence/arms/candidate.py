@@ -96,7 +96,7 @@ def train_candidate(
             result.layout += _differences(_layout(run.template, run.dtype), _layout(trajectory.model), "after training")
         trajectory.model = trajectory.unpatched = None
         result.trajectory = trajectory
-    result.launches = {name: n - before.get(name, 0) for name, n in ours.launches().items() if n > before.get(name, 0)}
+    result.launches = ours.launched_since(before)
     result.changed = changes()
     return result
 

@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,13 @@ from convergence.arms.hooks import observed_arm
 from convergence.arms.large import nudged
 from convergence.arms.pristine import remember_upstream
 from convergence.arms.process import ProcessState, drawing
-from convergence.arms.quantities import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Failure, Moment
+from convergence.arms.quantities import EVALUATION, EVALUATION_LOGITS, INITIAL, LOSS, SGD, Moment
 from convergence.arms.setup import Setup
 from convergence.arms.setups import RANKS, SETUPS
 from convergence.arms.train import SGD_LEARNING_RATE
 from convergence.arms.trajectory import Run, Trajectory, apply, build
 from convergence.judge import tolerance
+from convergence.judge.arms import Arms
 from convergence.models.data import Batch, Step, evaluation_batch, steps
 from convergence.models.models import DTYPES, MODELS
 from convergence.models.rows import construct
@@ -43,17 +44,6 @@ from convergence.report.records import Case
 # What takes part: enough for every way through a loss, few enough for a dozen set-ups.
 STEPS = ("masked", "packed", "accumulated", "label smoothing", "logits read", "padded", "plain 0", "plain 1", "plain 2")
 WAIT = datetime.timedelta(seconds=120)  # for the other rank
-
-
-@dataclass
-class Arms:
-    """What was trained: truth and baseline of the initial weights and of each replica, and the candidate. Of a rank,
-    the truths are those that are its own."""
-
-    pairs: list[tuple[Any, Trajectory]]
-    candidate: Candidate
-    reads: int = 0  # how often the caller read the logits in training
-    faults: list[Failure] = field(default_factory=list)  # what shows that truth and baseline were not unpatched
 
 
 def train_in_setup(case: Case, timeout: float) -> Arms:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -110,6 +110,11 @@ class Trajectory:
         if is_large(kept):
             self.forms[quantity, at] = kept.shape, kept.dtype
         self.values.setdefault(quantity, {})[at] = project(kept) if is_large(kept) else kept.clone()
+
+    def without(self, quantities: Collection[Quantity]) -> Trajectory:
+        """The same, less these ``quantities``."""
+        kept = {quantity: steps for quantity, steps in self.values.items() if quantity not in quantities}
+        return replace(self, values=kept)
 
     def form(self, quantity: Quantity, at: Moment) -> Form:
         """Shape and dtype of the observed tensor, even if only its projections were kept."""

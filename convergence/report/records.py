@@ -152,9 +152,11 @@ class Record(Outcome, Case):
     schema: int = SCHEMA
 
     @classmethod
-    def of(cls, case: Case, outcome: Outcome, run: str = "") -> Record:
-        """What came of ``case`` in this process, whose environment it holds, and in this ``run``."""
-        return cls(**vars(case), **vars(outcome), versions=versions(case.device, case.patch), run=run)
+    def of(cls, case: Case, outcome: Outcome, run: str = "", packages: Iterable[str] = ()) -> Record:
+        """What came of ``case`` in this process, whose environment it holds, and in this ``run``. ``packages`` are
+        those that the environment depends on besides."""
+        known = versions(case.device, case.patch) | files.versions(packages, missing="not installed")
+        return cls(**vars(case), **vars(outcome), versions=known, run=run)
 
     @property
     def case(self) -> Case:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from convergence.arms.quantities import LOGGED, LOSS, Quantity
+from convergence.trainers.observe import InTrainer
 from matrix.trainers import material
 
 STEPS = 3
@@ -135,6 +136,33 @@ class TrainerCase:
             arguments["teacher_model"] = material.teacher(folder, model.dtype)
         arguments["processing_class|tokenizer"] = material.tokenizer()
         return trainer(model, **chosen(trainer, arguments))
+
+
+@dataclass(frozen=True)
+class InCase(InTrainer):
+    """The trainer of the case called ``case``, of the model in ``folder``."""
+
+    case: str
+    folder: Path
+
+    @property
+    def zero(self) -> tuple[Quantity, ...]:
+        return CASES[self.case].zero
+
+    @property
+    def launches(self) -> tuple[str, ...]:
+        return CASES[self.case].launches
+
+    @property
+    def options_of_truth(self) -> Mapping[str, Any]:
+        # The truth keeps its activations: what is computed again in the backward pass is out of float64's reach.
+        return {"gradient_checkpointing": False}
+
+    def model(self) -> Any:
+        return material.plain(self.folder)
+
+    def trainer(self, model: Any, options: dict[str, Any]) -> Any:
+        return CASES[self.case].make(self.folder, self.folder / "output", model, options)
 
 
 def _tokenized() -> dict[str, Any]:

@@ -71,11 +71,16 @@ def save(family: str, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def teacher(folder: Path, dtype: torch.dtype) -> Any:
-    """The model in ``folder``, with other weights."""
+def plain(folder: Path) -> Any:
+    """The model in ``folder`` as anybody loads it."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def teacher(folder: Path, dtype: torch.dtype) -> Any:
+    """The model in ``folder``, with other weights."""
+    model = plain(folder)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)

@@ -4,6 +4,7 @@ every other."""
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -24,12 +25,14 @@ from convergence.judge import tolerance
 from convergence.judge.compare import compare
 from convergence.judge.tolerance import rms, three_way
 from convergence.models.data import Batch, Step
+from convergence.trainers.observe import Arm, run
+from convergence.trainers.prove import honest
 from liger_kernels.ops import linear_cross_entropy
 from matrix.trainers import material
-from matrix.trainers.cases import CASES, COMMON, DEVICE, find, takes
-from matrix.trainers.judge import TrainerRecord, honest, versions, without
-from matrix.trainers.observe import Arm, plain, run
-from matrix.trainers.test_flags import flagged_sft
+from matrix.trainers.cases import CASES, COMMON, DEVICE, InCase, find, takes
+from matrix.trainers.judge import write_fact
+from matrix.trainers.material import plain
+from matrix.trainers.test_flags import by_flag_of_sft
 from matrix.trainers.test_trainers import WAYS, by_instance
 
 IGNORE = -100
@@ -52,24 +55,24 @@ def fallbacks(model: nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("way", ["class", "instance"])
-def test_dpo_without_labels(way: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_dpo_without_labels(way: str, folders: dict[str, Path]) -> None:
     folder, calls = folders["llama"], list[dict[str, Any]]()
 
-    def watched(folder: Path) -> Any:
+    def watched() -> Any:
         model = WAYS[way](folder)
         model.register_forward_pre_hook(lambda *call: calls.append(call[-1]), with_kwargs=True)
         return model
 
-    make = functools.partial(CASES["dpo"].make, folder, tmp_path)
-    ours = run(make, Arm(load=watched), folder, reference_is_another=False).trajectory
+    how = InCase("dpo", folder)
+    arms = [honest(how, torch.float32, nudge, 0.0) for nudge in (None, *range(tolerance.REPLICAS))]
+    ours = run(how, Arm(load=watched, distance=0.0)).trajectory
     assert calls
     # From 1.15 trl has a head of its own, which takes labels; the model's forward is not asked for a loss.
     assert all(call.get("labels") is None or call.get("fused_lm_head") for call in calls)
-    arms = [honest("dpo", folder, nudge, False) for nudge in (None, *range(tolerance.REPLICAS))]
     # Its reference is the policy itself: what is logged of their difference is 0, or rounding.
     logged = [quantity for quantity in arms[0][0].trajectory.values if quantity.kind == LOGGED]
-    pairs = [(without(truth.trajectory, logged), without(own.trajectory, logged)) for truth, own in arms]
-    verdict = compare(pairs, without(ours, logged), torch.float32)
+    pairs = [(truth.trajectory.without(logged), own.trajectory.without(logged)) for truth, own in arms]
+    verdict = compare(pairs, ours.without(logged), torch.float32)
     assert verdict.passed, verdict.failures
 
 
@@ -129,12 +132,12 @@ def test_token_accuracy_reads_logits_in_training(folders: dict[str, Path], tmp_p
 
 
 @pytest.mark.parametrize("flag", [False, True])
-def test_token_accuracy_that_sft_logs(flag: bool, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_token_accuracy_that_sft_logs(flag: bool, folders: dict[str, Path]) -> None:
     """Without and with trl's flag, in whatever way the installed trl computes it."""
-    case = CASES["sft-nll" if takes(find("SFTConfig"), "loss_type") else "sft"]
-    make = functools.partial(case.make, folders["llama"], tmp_path)
-    ours = run(make, flagged_sft() if flag else Arm(load=by_instance), folders["llama"])
-    own = run(make, Arm(), folders["llama"])
+    folder = folders["llama"]
+    how = InCase("sft-nll" if takes(find("SFTConfig"), "loss_type") else "sft", folder)
+    ours = run(how, by_flag_of_sft(folder) if flag else Arm(load=functools.partial(by_instance, folder)))
+    own = run(how, Arm())
     logged = [[row["mean_token_accuracy"] for row in arm.logged if "mean_token_accuracy" in row] for arm in (ours, own)]
     if logged[0] or not flag:  # under its flag, trl 0.15 to 0.25 does not log it
         assert logged[0] == logged[1]
@@ -307,10 +310,10 @@ def test_packed_rows_give_the_gradients_of_rows_of_their_own(
     if isolates:
         three_way(ours["packed"], own["rows"], truth["rows"], torch.float32, f"{family}, packed against rows", chain)
     reason = "" if isolates else f"upstream does not keep packed documents apart here: off by {apart:.2g} of the size"
-    verdict = "same" if isolates else "upstream leaks"
-    TrainerRecord("packing", family, "instance", verdict, reason).write(records)
+    verdict = "equal" if isolates else "upstream leaks"
+    write_fact(f"packing/{family}/instance", verdict, reason, records)
     assert isolates == (_release("transformers") >= (4, 53)), reason
 
 
 def _release(package: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in versions()[package].split(".")[:2])
+    return tuple(int(part) for part in importlib.metadata.version(package).split(".")[:2])

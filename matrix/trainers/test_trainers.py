@@ -5,15 +5,17 @@ With ``--patch module:function`` the patch is somebody else's.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import liger_kernels
+from convergence.trainers.observe import Arm
 from matrix.trainers.cases import CASES
-from matrix.trainers.judge import judge, judge_foreign, skip_if_missing
-from matrix.trainers.observe import Arm, plain
+from matrix.trainers.judge import case_of, patch_of, prove, skip_if_missing
+from matrix.trainers.material import plain
 
 
 def by_instance(folder: Path) -> Any:
@@ -58,10 +60,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_trainer(
     case: str, family: str, way: str, folders: dict[str, Path], records: str | None, pytestconfig: pytest.Config
 ) -> None:
-    skip_if_missing(case, family, way.rpartition(":")[2], records)
+    folder = folders[family]
     if way in WAYS:
-        record = judge(case, family, folders[family], way, Arm(load=WAYS[way], expects=CASES[case].expects))
+        row = case_of(case, family, patch_of(WAYS[way]), "class" if way == "class" else "instance")
+        arm = Arm(load=functools.partial(WAYS[way], folder), expects=CASES[case].expects)
+        skip_if_missing(row, records)
+        prove(row, folder, records, arm)
     else:
-        scope, timeout = pytestconfig.getoption("--scope"), pytestconfig.getoption("--patch-timeout")
-        record = judge_foreign(case, family, folders[family], way, scope, timeout)
-    record.check(records)
+        row = case_of(case, family, way, pytestconfig.getoption("--scope"))
+        skip_if_missing(row, records)
+        prove(row, folder, records, timeout=pytestconfig.getoption("--patch-timeout"))

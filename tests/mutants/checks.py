@@ -38,7 +38,7 @@ _model = faults("patching.logits.model", "test_patching.py")
 _compare = faults("convergence.judge.compare", "test_convergence_compare.py")
 _border = faults("convergence.border", "test_convergence_border.py")
 _isolate = faults("convergence.arms.isolate", "test_convergence_border.py")
-_case = faults("convergence.case", "test_convergence_border.py")
+_arms = faults("convergence.judge.arms", "test_convergence_border.py")
 _kept = faults("convergence.kept", "test_convergence_border.py")
 _lifetimes = faults("convergence.arms.lifetimes", "test_convergence_isolation.py")
 _layout = faults("convergence.arms.candidate", "test_convergence_isolation.py")
@@ -377,7 +377,7 @@ MUTANTS = (
     _lifetimes("tensor_watched_and_not_its_memory", "Who keeps an alias of the logits goes unseen.",
         "StorageWeakRef(value.untyped_storage()).expired", "(lambda r: lambda: r() is None)(weakref.ref(value))",
         "test_what_a_patch_keeps_of_a_step_is_named[keeps_logits-the logits stayed after the step]"),
-    _case("baseline_returned_by_who_launches_for_the_count", "Who launches kernels may have every bit of the baseline.",
+    _arms("baseline_returned_by_who_launches_for_the_count", "Who launches kernels may have every bit of the baseline.",
         "summed and bitwise.is_same(candidate, pairs[0][1])", "False",
         "test_who_launched_a_sum_has_not_every_bit_of_the_baseline"),
     faults("convergence.judge.verdict", "test_convergence_compare.py")("inflated_bound",
@@ -460,7 +460,7 @@ MUTANTS = (
         "_classes().get(name) is not kind", "False", "test_what_unpickles_to_code_does_not_cross"),
     _isolate("border_result_of_another_call", "A result is taken for that of the call that waits.",
         "(of, at) == (call_id, number)", "True", "test_a_result_of_another_call_is_refused"),
-    _case("border_replica_as_candidate", "A candidate may be an honest arm, bit for bit.",
+    _arms("border_replica_as_candidate", "A candidate may be an honest arm, bit for bit.",
         "bitwise.is_same(candidate, other)", "False", "test_a_replica_is_no_candidate"),
     _kept("kept_file_that_changed", "References are read, whatever was written over them.",
         "digest and _digest(data) != digest", "False",

@@ -1,29 +1,28 @@
-"""Trains one arm of a trainer's case and writes down all that the trainer shows, as a trajectory of the proof."""
+"""Trains one arm through a trainer and writes down all that the trainer shows, as a trajectory of the proof.
+
+The proof knows no trainer. Whoever calls it says with an :class:`InTrainer` how the model and its trainer are made.
+"""
 
 from __future__ import annotations
 
+import abc
 import contextlib
-import functools
 import gc
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import liger_kernels
-from convergence.arms.candidate import load_patch
+from convergence import ours
 from convergence.arms.float64 import InFloat64
 from convergence.arms.hooks import logged_warnings
+from convergence.arms.large import nudged
 from convergence.arms.quantities import GRADIENT, GRADIENT_NORM, LOGGED, LOSS, SGD, Moment, Quantity
-from convergence.arms.trajectory import Trajectory, apply, nudged
-from liger_kernels import trl_head
-from liger_kernels.ops import launches, reset_launches
-from matrix.trainers.cases import CASES
+from convergence.arms.trajectory import Trajectory
 
 # What a trainer logs about the clock and its own progress, not about the model.
 _NOT_JUDGED = ("runtime", "per_second", "time", "epoch", "flos", "learning_rate")
@@ -31,43 +30,69 @@ _NOT_JUDGED = ("runtime", "per_second", "time", "epoch", "flos", "learning_rate"
 _ROUNDED = {"loss": 4}
 
 
+class InTrainer(abc.ABC):
+    """How the model of a case and its trainer are made. It is a key of what was trained, and goes to other processes,
+    so it can be hashed and pickled."""
+
+    @property
+    def zero(self) -> tuple[Quantity, ...]:
+        """Quantities that are 0 by construction, as sums of terms that cancel: what is left of them is rounding."""
+        return ()
+
+    @property
+    def launches(self) -> tuple[str, ...]:
+        """Parts of names of kernels of this package that a patched arm must launch."""
+        return ()
+
+    @property
+    def options_of_truth(self) -> Mapping[str, Any]:
+        """What the truth asks of the trainer's configuration beyond the case's own."""
+        return {}
+
+    @abc.abstractmethod
+    def model(self) -> Any:
+        """A new model as anybody loads it: unpatched, in float32, on the CPU."""
+
+    @abc.abstractmethod
+    def trainer(self, model: Any, options: dict[str, Any]) -> Any:
+        """A trainer of ``model``, ready to train, whose configuration has these ``options``, too."""
+
+
 @dataclass(frozen=True)
 class Arm:
-    """How a model is loaded and what is done to it before the trainer gets it.
+    """How the model of an arm is made, and what is asked of its trainer.
 
     Args:
         dtype: what it trains in. float64 is the truth.
         nudge: the seed of a perturbation of every initial weight by one unit in the last place of float32.
-        load: from a folder to the model (or to whatever the trainer takes for one).
+        load: returns the patched model, or whatever the trainer takes for one.
         ours: whether what ``load`` returns is patched by this package; trl's head then runs on its kernels, too.
         options: what this arm asks of the trainer's configuration beyond the case's own.
         expects: parts of warnings that belong to what this arm does.
+        logs_less: whether the trainer knows that the model is patched, and so may choose not to log some metrics.
+        distance: how far a reference model is moved away from the policy.
     """
 
     dtype: torch.dtype = torch.float32
     nudge: int | None = None
-    load: Callable[[Path], Any] | None = None
+    load: Callable[[], Any] | None = None
     ours: bool = True
-    options: tuple[tuple[str, Any], ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
     expects: tuple[str, ...] = ()
+    logs_less: bool = False
+    distance: float = 0.1
 
-    def model(self, folder: Path) -> Any:
+    def model(self, how: InTrainer) -> Any:
+        """The model that trains."""
         if self.load is not None:
-            return self.load(folder)
-        model = plain(folder)
+            return self.load()
+        model = how.model()
         generator = torch.Generator().manual_seed(self.nudge or 0)
         for parameter in model.parameters():
             if self.nudge is not None:
                 parameter.data = nudged(parameter.data, torch.float32, generator)
             parameter.data = parameter.data.to(self.dtype)
         return model
-
-
-def plain(folder: Path) -> Any:
-    """The model in ``folder`` as anybody loads it."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 class Seen(NamedTuple):
@@ -83,9 +108,9 @@ class Seen(NamedTuple):
     trls_head: int = 0
 
 
-def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, reference_is_another: bool = True) -> Seen:
-    """Train the arm: ``make(model, options)`` is its trainer. A reference model is moved away from the policy, unless
-    ``reference_is_another`` says that it is not."""
+def run(how: InTrainer, arm: Arm) -> Seen:
+    """Train ``arm``, and evaluate it where the trainer has data for that. What the patch or the trainer raises comes as
+    it is."""
     # Every trainer collects garbage before it trains. It need not look through what the arms before have left alive.
     gc.collect()
     gc.freeze()
@@ -93,17 +118,17 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, refe
     mode = InFloat64() if arm.dtype is torch.float64 else contextlib.nullcontext()
     with _warnings(result.warnings):
         torch.manual_seed(0)
-        trainer = make(arm.model(folder), dict(arm.options))
-        _prepare_reference(trainer, arm.dtype, 0.1 if reference_is_another else 0.0)
+        trainer = how.trainer(arm.model(how), dict(arm.options))
+        _prepare_reference(trainer, arm.dtype, arm.distance)
         initial = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         calls: list[None] = []
         trainer.model.get_output_embeddings().register_forward_pre_hook(lambda *call: calls.append(None))
-        reset_launches()
-        with mode, _observed(trainer, result), _trls_head(patched=arm.load is not None and arm.ours) as taken:
+        before = ours.launches()
+        with mode, _observed(trainer, result), ours.trls_head(patched=arm.load is not None and arm.ours) as taken:
             trainer.train()
             if trainer.eval_dataset is not None:
                 trainer.evaluate()
-        ran = launches()
+        ran = ours.launched_since(before)
     result.warnings = [text for text in result.warnings if not any(part in text for part in arm.expects)]
     result.record_end(trainer.model.named_parameters(), initial, SGD)
     logged = [
@@ -116,29 +141,8 @@ def run(make: Callable[[Any, dict[str, Any]], Any], arm: Arm, folder: Path, refe
                 quantity = GRADIENT_NORM if name == "grad_norm" else Quantity(LOGGED, name)
                 result.record(quantity, Moment(SGD, str(i)), torch.tensor(float(value), dtype=torch.float64))
     result.to_cpu()
-    report = liger_kernels.status(trainer.accelerator.unwrap_model(trainer.model))
+    report = ours.status(trainer.accelerator.unwrap_model(trainer.model))
     return Seen(result, logged, ran, len(calls), report, taken())
-
-
-def run_foreign(case: str, folder: Path, patch: str, scope: str) -> tuple[Any, ...]:
-    """Train ``case`` on a model of ``patch``, which is not ours, in this process; returns the fields of :class:`Seen`.
-
-    With the scope "class" the patch sees a model of that class, and the one that trains is loaded afterwards. What it
-    replaces stays replaced, so nothing else may train in this process.
-
-    Raises:
-        PatchError: the patch cannot be imported.
-        CannotApply: it raised. Whatever the trainer raises comes as it is.
-    """
-    patched = load_patch(patch)
-
-    def load(folder: Path) -> Any:
-        model = plain(folder)
-        apply(patched, model)
-        return plain(folder) if scope == "class" else model
-
-    make = functools.partial(CASES[case].make, folder, folder / "output")
-    return tuple(run(make, Arm(load=load, ours=False), folder))
 
 
 def _prepare_reference(trainer: Any, dtype: torch.dtype, distance: float) -> None:
@@ -179,20 +183,6 @@ def _observed(trainer: Any, result: Trajectory) -> Iterator[None]:
     finally:
         handle.remove()
         del trainer.training_step
-
-
-@contextlib.contextmanager
-def _trls_head(patched: bool) -> Iterator[Callable[[], int]]:
-    """Inside, trl's head (trl 1.15 and later) runs on our kernels in a ``patched`` arm, and on trl's own in any other;
-    a function of how many calls ran on ours."""
-    trl_head.uninstall()
-    if patched:
-        trl_head.install()
-    replacements = [trl_head.current(module) for module in (trl_head.LOG_PROBS, trl_head.DIVERGENCE)]
-    try:
-        yield lambda: sum(0 if replacement is None else replacement.ours for replacement in replacements)
-    finally:
-        trl_head.install()
 
 
 @contextlib.contextmanager

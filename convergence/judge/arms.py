@@ -1,0 +1,142 @@
+"""The judge of arms, whoever has trained them: a plain run, a set-up or a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from convergence.arms.candidate import Candidate
+from convergence.arms.quantities import CONSISTENCY, LOSS, STATISTICS, Failure, Finding, Quantity
+from convergence.arms.trajectory import Trajectory
+from convergence.consistency import judge as consistency
+from convergence.judge import bitwise, long_run, tolerance
+from convergence.judge.compare import Pair, compare
+from convergence.judge.verdict import Evidence, Verdict, judged
+from convergence.models.models import DTYPES
+from convergence.report.records import Case
+
+# What may be left of terms of the size of 1 that add up to 0.
+_ROUNDING = tolerance.FLOOR_ROUNDOFFS * tolerance.unit_roundoff(torch.float32)
+
+
+@dataclass
+class Arms:
+    """What was trained.
+
+    Attributes:
+        pairs: truth and baseline of the initial weights and of each replica. Of a rank, the truths are those that are
+            its own.
+        candidate: what the patched arm showed.
+        reads: how often the caller read the logits in training.
+        faults: what shows that truth and baseline were not unpatched.
+        zero: quantities that are 0 by construction.
+        more: trains more replicas, to judge once more a number that is beyond its bound.
+    """
+
+    pairs: list[tuple[Any, Trajectory]]
+    candidate: Candidate
+    reads: int = 0
+    faults: list[Failure] = field(default_factory=list)
+    zero: tuple[Quantity, ...] = ()
+    more: Callable[[], list[Pair]] | None = None
+
+
+def judge(case: Case, arms: Arms, checks: Iterable[Evidence]) -> Verdict:
+    """What is wrong with the arms, or else what a comparison of them shows; then what else speaks against the
+    candidate.
+
+    Args:
+        checks: what the maker of the arms checks of a candidate that came to its end, besides.
+    """
+    candidate, verdict = arms.candidate, Verdict(failures=arms.faults)
+    if candidate.trajectory is None:
+        assert candidate.failure is not None
+        return verdict + Verdict(failures=[Failure("candidate", "", *candidate.failure)], notes=[candidate.details])
+    if verdict.passed:
+        verdict = _compared(case, arms, candidate.trajectory)
+        if arms.more is not None and verdict.failures and all(f.finding in STATISTICS for f in verdict.failures):
+            # A few steps and a few replicas know the noise of one number badly. What is beyond it is judged once more
+            # by many: what is wrong stays wrong, and by the same factor of a noise that is better known.
+            arms.pairs += arms.more()
+            verdict = _compared(case, arms, candidate.trajectory)
+    return verdict + Verdict.of(_check_changes(case, arms, candidate.trajectory)) + Verdict.of(checks)
+
+
+def _compared(case: Case, arms: Arms, candidate: Trajectory) -> Verdict:
+    dtype = DTYPES[case.dtype]
+    if case.profile == CONSISTENCY:
+        return consistency.judge(arms.pairs, candidate, dtype)
+    if not arms.zero:
+        return compare(arms.pairs, candidate, dtype, foreign=arms.candidate.report is None)
+    pairs = [(truth.without(arms.zero), arm.without(arms.zero)) for truth, arm in arms.pairs]
+    verdict = compare(pairs, candidate.without(arms.zero), dtype, foreign=arms.candidate.report is None)
+    return verdict + Verdict.of(_check_zeros(arms.zero, candidate))
+
+
+def _check_zeros(zero: Iterable[Quantity], candidate: Trajectory) -> Iterator[Evidence]:
+    for quantity in zero:
+        for step, value in candidate.values.get(quantity, {}).items():
+            size, shown = float(value.abs()), f"{float(value):.3g}"
+            yield from judged(quantity, step, "size", size, _ROUNDING, shown, Finding.NOT_ZERO_BY_ROUNDING)
+
+
+def _check_changes(case: Case, arms: Arms, trajectory: Trajectory) -> Iterator[Evidence]:
+    """What the patch changed that is not the candidate's own, and whether the candidate is an arm of its own."""
+    candidate = arms.candidate
+    for difference in candidate.layout:
+        yield Failure("state_dict", "", Finding.CHANGED, difference)
+    if candidate.changed and case.scope == "instance":
+        yield Failure("other models", "", Finding.PATCHED_TOO, ", ".join(candidate.changed))
+    elif candidate.changed and case.setup == "plain":
+        yield "changed for the whole process: " + ", ".join(candidate.changed)
+    yield from _check_own(case, arms.pairs, trajectory, candidate.launches)
+
+
+def _check_own(case: Case, pairs: list[Pair], candidate: Trajectory, launches: dict[str, int]) -> Iterator[Failure]:
+    """A truth has another dtype, and a replica began at other weights: no candidate is one of them to the last bit. It
+    may be the baseline, where nothing was replaced, or only what has one way to be rounded: a rotation, an activation,
+    a copy. Where a kernel summed, it did so in an order of its own."""
+    summed = _summed(case, launches)
+    if summed and bitwise.is_same(candidate, pairs[0][1]):
+        yield Failure("candidate", "", Finding.NOT_ITS_OWN, f"every bit is the baseline's, though it launched {summed}")
+    others = {f"replica {number}": arm for number, (_, arm) in enumerate(pairs) if number}
+    others |= {f"truth {number}": truth for number, (truth, _) in enumerate(pairs)}
+    for which, other in others.items():
+        if bitwise.is_same(candidate, other):
+            yield Failure("candidate", "", Finding.NOT_ITS_OWN, f"every bit is that of {which}")
+
+
+def _summed(case: Case, launches: dict[str, int]) -> str:
+    """Kernels whose sums show in bits that are observed: the loss is held in float32 in every case, and what a norm
+    returns in the case's dtype. In 16 bits, rounding could hide an order."""
+    shows = ("cross_entropy", *(("norm",) if (case.dtype, case.setup) == ("float32", "plain") else ()))
+    return ", ".join(name for name in launches if any(part in name for part in shows))
+
+
+def shown(case: Case, arms: Arms, fused: Callable[[Any], bool]) -> dict[str, Any]:
+    """What an outcome holds of the arms besides their verdict; ``fused(report)`` says whether the loss was."""
+    candidate = arms.candidate
+    trajectory, report = candidate.trajectory, candidate.report
+    found: dict[str, Any] = {"launches": candidate.launches}
+    if trajectory is None:
+        return found
+    if case.profile == CONSISTENCY:
+        truth, baseline = arms.pairs[0]
+        found["differences"] = consistency.described(truth, {"unpatched": baseline, "patched": trajectory})
+    observed = dict(zip(("truth", "baseline", "candidate"), (*arms.pairs[0], trajectory), strict=True))
+    losses = {
+        arm: {str(step): float(value) for step, value in one.values[LOSS].items()} for arm, one in observed.items()
+    }
+    if trajectory.curve is not None:
+        curves = [arm.curve for _, arm in arms.pairs if arm.curve is not None]
+        for arm, of_blocks in long_run.curves(curves, trajectory.curve).items():
+            losses[arm] = {**losses.get(arm, {}), **of_blocks}
+    found |= {"losses": losses, "costs": {arm: one.costs for arm, one in observed.items()}}
+    found["digests"] = {arm: bitwise.digest(observed[arm]) for arm in ("baseline", "candidate")}
+    if report is None:
+        return found | {"census": candidate.census}
+    said = "yes" if fused(report) else "no"
+    return found | {"census": report.counts(), "fallbacks": dict(report.fallbacks), "fused": said}
