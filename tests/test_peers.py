@@ -121,5 +121,5 @@ def test_one_reason_for_all_models_is_one_row() -> None:
 def test_the_version_of_a_peer_is_in_its_record() -> None:
     given = case.Case("llama-tied", "float32", "convergence.peers:torch_head")
     assert Record.of(given, Outcome()).versions["torch"] == importlib.metadata.version("torch")
-    missing = Record.of(case.Case("llama-tied", "float32", "convergence.peers:unsloth"))
+    missing = Record.of(case.Case("llama-tied", "float32", "convergence.peers:unsloth"), Outcome())
     assert missing.versions["unsloth"] == "not installed"
