@@ -20,7 +20,9 @@ from convergence.arms.pristine import Bystander, Fingerprint, remember_upstream
 from convergence.arms.process import ProcessState, drawing
 from convergence.arms.quantities import CONSISTENCY, LOG_PROBS, Failure, Finding
 from convergence.arms.setups import SETUPS
-from convergence.arms.train import PROMPT_TOKENS, train
+from convergence.arms.tasks.causal_lm import PROMPT_TOKENS
+from convergence.arms.tasks.task import Task
+from convergence.arms.train import train
 from convergence.arms.trajectory import Run, Trajectory
 from convergence.blame.blame import blame, searched
 from convergence.blame.failing import Key
@@ -59,10 +61,11 @@ class Inputs:
     evaluation: Batch
     phases: tuple[str, ...]
     curve: list[Batch]
+    task: Task
 
     def run(self, dtype: torch.dtype, device: torch.device, **other: Any) -> Run:
         given = {"phases": self.phases, "curve": self.curve, **other}
-        return Run(self.template, self.steps, self.evaluation, dtype, device, **given)
+        return Run(self.template, self.steps, self.evaluation, dtype, device, self.task, **given)
 
 
 @dataclass
@@ -77,11 +80,11 @@ def inputs(model: str, dtype: str, profile: str, seed: int) -> Inputs:
     row = find(model)
     template = row.build(seed)
     if profile == CONSISTENCY:  # nothing trains
-        return Inputs(template, [], row.prompted(seed), (), [])
+        return Inputs(template, [], row.prompted(seed), (), [], row.task)
     chosen, evaluation = row.data(profile, seed, DTYPES[dtype])
     if profile == "hard":
         _ask_for_confident_predictions(template, chosen)
-    return Inputs(template, chosen, evaluation, row.phases, row.curve(seed))
+    return Inputs(template, chosen, evaluation, row.phases, row.curve(seed), row.task)
 
 
 @functools.lru_cache(maxsize=1)
@@ -181,7 +184,8 @@ def train_case(case: Case, given: Inputs | None = None) -> Candidate:
     upstream = _upstream(case)
     if given is None:
         given = inputs(case.model, case.dtype, case.profile, case.seed)
-    bystander = Bystander(find(case.model).bystander(given.template), given.evaluation)
+    row = find(case.model)
+    bystander = Bystander(row.bystander(given.template), given.evaluation, row.task)
 
     state, drawn = ProcessState(), list[str]()
 
@@ -311,7 +315,8 @@ def _check_ours(case: Case, arms: Arms) -> Iterator[Failure]:
             yield Failure(
                 "candidate", "", Finding.NOT_PATCHED, f"{path} is left, though others of its class are replaced"
             )
-    changed = sum(candidate.census.values()) - 1  # the model itself, which arms its head
+    root = type(_references(case).template).__name__  # a language model arms its head, and is not listed
+    changed = sum(candidate.census.values()) - candidate.census.get(root, 0)
     if changed < len(listed):
         yield Failure(
             "candidate", "", Finding.NOT_PATCHED, f"{changed} modules changed", f"the {len(listed)} that are listed"

@@ -30,7 +30,7 @@ from convergence.consistency.rollout import check_engine
 from convergence.judge import bitwise
 from convergence.judge.tolerance import REPLICAS
 from convergence.kept import digests, keep_in, kept_key
-from convergence.models import models, scale
+from convergence.models import models, own, scale
 from convergence.models.checkpoint import PROFILE, Checkpoint
 from convergence.models.checkpoint_check import check
 from convergence.models.folder import CONFIG
@@ -57,6 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--scope", default="instance", help="what it may change: the instance, or any class (see docs)")
     group.addoption("--patch-timeout", type=float, default=1800, metavar="S", help="seconds per candidate (1800)")
     group.addoption("--models", default="core", help="a comma-separated list, 'core' or 'all' (default: core)")
+    group.addoption(own.OPTION, metavar="MODULE:FUNCTION", help="prove the models that function() describes (see docs)")
     group.addoption("--checkpoint", metavar="PATH", help="prove this model: a folder of transformers, or a GGUF file")
     group.addoption("--text", metavar="FILE", default="", help="what a checkpoint trains on (default: Python's manual)")
     group.addoption("--layers", type=int, metavar="N", help="of a checkpoint, the first N layers only")
@@ -124,6 +125,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _check_names("--profile", [profile], ("plain", "hard", "scale", CONSISTENCY))
     small = ("float16",) if profile in ("scale", CONSISTENCY) else ()
     _check_names("--dtypes", _names(config, "--dtypes"), ("float32", "bfloat16", *small))
+    _check_own(config)
     with _usage_error("--models: "):
         _models(config)
     with _usage_error("--setups: "):
@@ -179,6 +181,8 @@ def _use_own_gpu(worker: str) -> None:
 def _models(config: pytest.Config) -> Sequence[models.Row]:
     """The models that ``--models`` selects of those that the profile has."""
     names = config.getoption("--models")
+    if source := config.getoption(own.OPTION):
+        return own.select(source, "all" if names == "core" else names)
     if config.getoption("--profile") != scale.PROFILE:
         return models.select(names)
     rows = scale.select(names)
@@ -189,10 +193,12 @@ def _models(config: pytest.Config) -> Sequence[models.Row]:
 
 def _rows(config: pytest.Config) -> tuple[Sequence[models.Row], str]:
     """What is trained, and the name of its inputs: the checkpoint on text, or models on those of the profile."""
-    own, profile = checkpoint(config), config.getoption("--profile")
-    if own is None:
+    given, profile = checkpoint(config), config.getoption("--profile")
+    if config.getoption(own.OPTION):
+        return _models(config), own.PROFILE
+    if given is None:
         return _models(config), profile
-    return [own], profile if profile == CONSISTENCY else PROFILE
+    return [given], profile if profile == CONSISTENCY else PROFILE
 
 
 def _names(config: pytest.Config, option: str) -> list[str]:
@@ -251,6 +257,21 @@ def checkpoint(config: pytest.Config) -> Checkpoint | None:
     # Links stay: in the Hub's cache, what a link leads to has another name, and other files around it.
     text, rollout = os.path.abspath(text) if text else "", config.getoption("--rollout")
     return Checkpoint(os.path.abspath(path), **given, text=text, rollout=rollout)
+
+
+def _check_own(config: pytest.Config) -> None:
+    """See before anything is trained that the user's own models can be trained."""
+    source = config.getoption(own.OPTION)
+    if not source:
+        return
+    for option, default in (("--checkpoint", None), ("--setups", "plain"), ("--profile", "hard")):
+        if config.getoption(option) != default:
+            raise pytest.UsageError(f"{own.OPTION} and {option} do not go together; leave {option} out")
+    try:
+        for row in own.rows(source) if not _worker(config) else ():
+            row.check()
+    except (TypeError, ValueError) as error:
+        raise pytest.UsageError(visible(f"{own.OPTION}: {error}")) from None
 
 
 def _check_patch(name: str, timeout: float) -> None:

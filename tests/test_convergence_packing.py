@@ -92,7 +92,7 @@ def alone(run: Run, steps: list[PackedStep]) -> Arm:
 
 def arms_of(row: MiniModel, steps: list[PackedStep]) -> list[tuple[Arm, Arm]]:
     """Truth and baseline of the initial weights and of every replica: they serve all reductions."""
-    run = functools.partial(Run, row.build(0), [], None, device=DEVICE)
+    run = functools.partial(Run, row.build(0), [], None, device=DEVICE, task=row.task)
     pairs = []
     for nudge in (None, *range(tolerance.REPLICAS)):
         truth = alone(run(dtype=torch.float64, rounded_to=torch.float32, nudge=nudge), steps)
@@ -120,7 +120,7 @@ def reduced(arm: Arm, mode: str, steps: list[PackedStep]) -> Trajectory:
 def together(mode: str, mini: MiniModel, steps: list[PackedStep], bounded: bool = False) -> Trajectory:
     """The patched model over packed rows. ``bounded``: every argument says where samples begin."""
     result = Trajectory()
-    model = build(Run(mini.build(0), [], None, torch.float32, DEVICE))
+    model = build(Run(mini.build(0), [], None, torch.float32, DEVICE, mini.task))
     liger_kernels.patch(model, loss_reduction=mode)
     for step in steps:
         model.zero_grad(set_to_none=True)

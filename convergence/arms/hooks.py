@@ -1,34 +1,27 @@
-"""What is watched while an arm trains: gradients at its head, activations that must stay, warnings of transformers."""
+"""What is watched while an arm trains: hidden states, activations that must stay, warnings of transformers."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from convergence import ours
 from convergence.arms.float64 import InFloat64
-from convergence.arms.large import is_large, sample
+from convergence.arms.large import is_large
 from convergence.arms.lifetimes import Lifetimes
 from convergence.arms.quantities import (
-    BY_ELEMENT,
-    HIDDEN,
     HIDDEN_GRADIENT,
     HIDDEN_STATES,
-    INITIAL,
-    LOGITS,
-    TARGET_LOGIT,
     Moment,
     Quantity,
     Remark,
 )
 from convergence.arms.trajectory import Run, Trajectory
-from convergence.models.data import IGNORE, Batch, Step
 
 
 @contextlib.contextmanager
@@ -38,73 +31,6 @@ def observed_arm(run: Run) -> Iterator[Trajectory]:
     with logged_warnings(result.warnings), InFloat64() if run.dtype is torch.float64 else contextlib.nullcontext():
         yield result
         result.to_cpu()
-
-
-class HeadObserver:
-    """Records the gradients that arrive at the logits and at the hidden states entering the head in one backward."""
-
-    def __init__(self, batch: Batch, result: Trajectory, at: Moment, lifetimes: Lifetimes) -> None:
-        self.batch, self.result, self.at, self.lifetimes = batch, result, at, lifetimes
-        self.chunks: dict[int, torch.Tensor] = {}
-
-    def observe_outputs(self, logits: torch.Tensor) -> None:
-        """Observe what arrives at the head's output, or where the caller's own loss reads ``outputs.logits``."""
-        if self.at.phase == INITIAL and logits.requires_grad:
-            self.lifetimes.watch("the logits", logits)
-            logits.register_hook(self.logits_grad)
-
-    def pre_hook(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        self.lifetimes.watch("what entered the head", args[0])
-        if args[0].requires_grad:
-            args[0].register_hook(lambda grad: self.result.record(HIDDEN, self.at, grad))
-
-    def chunk(self, start: int, grad: torch.Tensor) -> None:
-        self.chunks[start] = self.chunks[start] + grad if start in self.chunks else grad
-
-    def logits_grad(self, grad: torch.Tensor) -> None:
-        """Record ``grad`` [..., vocab] of [batch, length] rows; the last position may be missing (the loss cuts it)."""
-        rows = grad.flatten(0, -2)
-        batch, length = self.batch.labels.shape
-        full = rows.unflatten(0, (batch, len(rows) // batch))
-        if full.shape[1] < length:
-            full = torch.nn.functional.pad(full, (0, 0, 0, length - full.shape[1]))
-        self.result.record(LOGITS, self.at, full)
-        if is_large(full):
-            self.result.record(BY_ELEMENT, self.at, sample(full))
-        targets = self.batch.labels[:, 1:]
-        at_target = full[:, :-1].gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        self.result.record(TARGET_LOGIT, self.at, at_target[targets != IGNORE])
-
-    def finish(self) -> None:
-        if self.chunks:
-            self.logits_grad(torch.cat([self.chunks[start] for start in sorted(self.chunks)]))
-
-
-@contextlib.contextmanager
-def observed_head(
-    model: Any, batch: Batch, result: Trajectory, at: Moment, step: Step, lifetimes: Lifetimes
-) -> Iterator[HeadObserver]:
-    """Inside, one forward and backward are observed at the head; only in the initial phase.
-
-    A fused head never has logits, and a forward hook on it would make it compute them: there the op hands out each
-    chunk's gradient. Everywhere else a tensor hook clones what autograd delivers. Where the caller reads the logits, a
-    fused head computes them a second time or instead, so the raw output of the head is not one thing to observe there.
-    """
-    observer = HeadObserver(batch, result, at, lifetimes)
-    if at.phase != INITIAL:
-        yield observer
-        return
-    head = model.get_output_embeddings()
-    with contextlib.ExitStack() as stack:
-        stack.callback(head.register_forward_pre_hook(observer.pre_hook).remove)
-        if not (step.reads_logits or step.label_smoothing is not None):
-            if ours.fuses_head(model):
-                stack.enter_context(ours.observe_logits_grad(observer.chunk))
-            else:
-                hook = head.register_forward_hook(lambda module, args, logits: observer.observe_outputs(logits))
-                stack.callback(hook.remove)
-        yield observer
-        observer.finish()
 
 
 @contextlib.contextmanager
@@ -154,10 +80,9 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def kept_activations(model: Any, result: Trajectory, at: Moment) -> Iterator[None]:
-    """Inside, what every innermost module but the head returns must stay as it was. Autograd's own check does not see a
-    kernel that writes: it bumps no version."""
-    head = set(model.get_output_embeddings().modules())
+def kept_activations(model: Any, head: Collection[nn.Module], result: Trajectory, at: Moment) -> Iterator[None]:
+    """Inside, what every innermost module returns must stay as it was, but for the modules of the ``head``. Autograd's
+    own check does not see a kernel that writes: it bumps no version."""
     kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def keep(path: str, module: nn.Module, args: Any, output: Any) -> None:

@@ -82,7 +82,7 @@ def train_rank(case: Case, rank: int, folder: str) -> Iterator[Any]:
     chosen = [[setup.fitted(s) for s in steps(case.profile, seed, judged) if s.name in wanted] for seed in seeds]
     evaluation = setup.fitted(Step("evaluation", [evaluation_batch(case.seed)])).batches[0]
     own = chosen[rank % len(chosen)]
-    run = Run(template, own, evaluation, judged, device)
+    run = Run(template, own, evaluation, judged, device, MODELS[case.model].task)
     plain = replace(run, dtype=torch.float64, rounded_to=judged)
     pairs: list[tuple[Any, Trajectory]] = []
     nudges = None, *range(tolerance.REPLICAS)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from convergence.models.data import Batch
+from convergence.arms.tasks.task import Task
 from convergence.models.models import MODELS, Row
 
 _REGISTRIES = (
@@ -62,7 +62,7 @@ class Fingerprint:
 
 def remember_upstream(models: Iterable[Row] = MODELS.values()) -> Fingerprint:
     """The fingerprint of everything unpatched; it is taken once per process, before any patch is imported."""
-    return _fingerprint(frozenset(model.model_class() for model in models if model.is_available()))
+    return _fingerprint(frozenset(cls for model in models if model.is_available() for cls in model.classes()))
 
 
 @functools.cache
@@ -73,14 +73,14 @@ def _fingerprint(classes: frozenset[type]) -> Fingerprint:
 class Bystander:
     """An unpatched ``model`` on the CPU: nothing that it computes on ``batch`` may change when another is patched."""
 
-    def __init__(self, model: Any, batch: Batch) -> None:
-        self._model, self._batch = model, batch
+    def __init__(self, model: Any, batch: Any, task: Task) -> None:
+        self._model, self._batch, self._task = model, batch, task
         self._before = self._computed()
 
     def _computed(self) -> list[torch.Tensor]:
-        outputs = self._model(input_ids=self._batch.input_ids, labels=self._batch.labels, use_cache=False)
-        gradients = torch.autograd.grad(outputs.loss, list(self._model.parameters()), allow_unused=True)
-        return [value for value in (outputs.loss, outputs.logits, *gradients) if value is not None]
+        loss, others = self._task.computed(self._model, self._batch)
+        gradients = torch.autograd.grad(loss, list(self._model.parameters()), allow_unused=True)
+        return [value for value in (loss, *others, *gradients) if value is not None]
 
     def changes(self) -> list[str]:
         """What is no longer the same, in words."""

@@ -52,7 +52,7 @@ class Quantity(NamedTuple):
     def parse(cls, text: str) -> Quantity:
         """The quantity with this text. A text with no known beginning is a quantity of the whole model."""
         if cls(text) not in HEAD:
-            for kind in (HIDDEN_GRADIENT, HIDDEN_STATES, GRADIENT, PARAMETER, DISPLACEMENT, LOGGED):
+            for kind in (*INSIDE, GRADIENT, PARAMETER, DISPLACEMENT, LOGGED):
                 if text.startswith(f"{kind} "):
                     return cls(kind, text.removeprefix(f"{kind} "))
         return cls(text)
@@ -64,6 +64,9 @@ TRAINING_FORWARD, PREFILL = "training forward", "prefill"
 CONSISTENCY = "consistency"
 # For each layer, for the norm after the last layer (named by the module), and for the head.
 HIDDEN_STATES, HIDDEN_GRADIENT = "hidden states entering", "gradient of the hidden states entering"
+# Of a model of the user's own, each tensor that it returns (the name is its key or index).
+OUTPUT, OUTPUT_GRADIENT = "output", "gradient of the output"
+INSIDE = (HIDDEN_GRADIENT, HIDDEN_STATES, OUTPUT_GRADIENT, OUTPUT)
 LOSS = Quantity("loss")
 GRADIENT_NORM = Quantity("gradient norm")
 EVALUATION_LOGITS = Quantity("logits")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from convergence.arms.quantities import (
 )
 from convergence.models.data import Batch, Step
 
+if TYPE_CHECKING:
+    from convergence.arms.tasks.task import Task
+
 Form = tuple[torch.Size, torch.dtype]
 Values = dict[Quantity, dict[Moment, torch.Tensor]]
 Layout = dict[Quantity, dict[Moment, tuple[int, torch.Size]]]
@@ -41,6 +44,7 @@ class Run:
         evaluation: the batch that is evaluated after SGD.
         dtype: the dtype of the parameters; float64 for the truth. Buffers stay float32, as after ``from_pretrained``.
         device: the device of the training.
+        task: how an arm runs the model.
         patch: the patch, applied before anything runs; None for truth and baseline.
         construct: None if the patch changes one model; the patch then gets the arm's copy of the template. Otherwise
             the patch changes classes. It then gets a copy that is thrown away, and ``construct()`` makes the arm's
@@ -59,6 +63,7 @@ class Run:
     evaluation: Batch
     dtype: torch.dtype
     device: torch.device
+    task: Task
     patch: Callable[[nn.Module], Any] | None = None
     construct: Callable[[], nn.Module] | None = None
     rounded_to: torch.dtype | None = None

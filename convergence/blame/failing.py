@@ -18,6 +18,8 @@ from convergence.arms.quantities import (
     HIDDEN_GRADIENT,
     HIDDEN_STATES,
     INITIAL,
+    OUTPUT,
+    OUTPUT_GRADIENT,
     SGD,
     Finding,
     Moment,
@@ -135,7 +137,7 @@ def _limited(trajectory: Trajectory, chosen: Chosen) -> Trajectory:
 def _is_forward(quantity: str) -> bool:
     """Whether a forward pass alone computes ``quantity``."""
     found = Quantity.parse(quantity)
-    return found in FORWARD or found.kind == HIDDEN_STATES
+    return found in FORWARD or found.kind in (HIDDEN_STATES, OUTPUT)
 
 
 def _order(text: str, arrival: dict[str, int]) -> tuple[int, int]:
@@ -145,6 +147,8 @@ def _order(text: str, arrival: dict[str, int]) -> tuple[int, int]:
         return 0, quantity.kind != HIDDEN_STATES
     if quantity in HEAD:
         return 1, HEAD.index(quantity)
+    if quantity.kind == OUTPUT_GRADIENT:
+        return 1, 0
     if quantity.kind == HIDDEN_GRADIENT:  # after all gradients of the module that they enter
         return 2, max((n for name, n in arrival.items() if name.startswith(f"{quantity.name}.")), default=-1)
     arrived = arrival.get(quantity.name, -1)

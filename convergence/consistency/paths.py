@@ -13,7 +13,8 @@ import torch
 
 from convergence import ours
 from convergence.arms.quantities import DECODING, INITIAL, LOG_PROBS, LOSS, PREFILL, TRAINING_FORWARD, Moment
-from convergence.arms.train import PROMPT_TOKENS, decoded, observed
+from convergence.arms.tasks.causal_lm import PROMPT_TOKENS, decoded
+from convergence.arms.train import observed
 from convergence.arms.trajectory import Run, Trajectory
 from convergence.report import progress
 

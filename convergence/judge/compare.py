@@ -51,6 +51,8 @@ from convergence.arms.quantities import (
     INITIAL,
     LOGITS,
     LOSS,
+    OUTPUT,
+    OUTPUT_GRADIENT,
     PARAMETER,
     SGD,
     TARGET_LOGIT,
@@ -66,13 +68,21 @@ from convergence.judge import long_run, tolerance
 from convergence.judge.verdict import Evidence, Verdict, judged
 
 # Quantities and kinds that a patch of another package need not have.
-_NOT_OBSERVABLE = (LOGITS, BY_ELEMENT, TARGET_LOGIT, TRAINING_LOGITS, HIDDEN_STATES, HIDDEN_GRADIENT)
+_NOT_OBSERVABLE = (LOGITS, BY_ELEMENT, TARGET_LOGIT, TRAINING_LOGITS, HIDDEN_STATES, HIDDEN_GRADIENT, OUTPUT_GRADIENT)
 # Quantities and kinds with similar noise. Each group measures the noise of a step together.
-_GRADIENTS = (GRADIENT, LOGITS, HIDDEN)
+_GRADIENTS = (GRADIENT, LOGITS, HIDDEN, OUTPUT_GRADIENT)
 _NUMBERS = (LOSS, GRADIENT_NORM)
-_OTHERS = ((HIDDEN_GRADIENT,), (EVALUATION_LOGITS, TRAINING_LOGITS, HIDDEN_STATES), (DISPLACEMENT, PARAMETER))
+_OTHERS = ((HIDDEN_GRADIENT,), (EVALUATION_LOGITS, TRAINING_LOGITS, HIDDEN_STATES, OUTPUT), (DISPLACEMENT, PARAMETER))
 # Quantities [..., tokens, columns]. A kernel may get a single token's row wrong.
-_IN_ROWS = (HIDDEN_GRADIENT, HIDDEN_STATES, LOGITS, EVALUATION_LOGITS, TRAINING_LOGITS)
+_IN_ROWS = (
+    HIDDEN_GRADIENT,
+    HIDDEN_STATES,
+    LOGITS,
+    EVALUATION_LOGITS,
+    TRAINING_LOGITS,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+)
 
 Pair = tuple[Trajectory, Trajectory]  # the truth, and the arm that is measured against it
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from convergence.arms.quantities import ADAMW, SGD
+from convergence.arms.tasks.causal_lm import CausalLM
+from convergence.arms.tasks.task import Task
 from convergence.models import data
 from convergence.models.data import Batch
 
@@ -55,6 +57,7 @@ class Row:
         dtypes: those that it is proven in where none is asked for.
         phases: the optimizers that train it, after the observation at the initial weights.
         is_long: whether a bar shows how far it is.
+        task: how an arm runs it.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Row:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     phases: tuple[str, ...] = (SGD, ADAMW)
     is_long = False
+    task: ClassVar[Task] = CausalLM()
 
     def is_available(self) -> bool:
         """Whether the installed transformers has its architecture."""
@@ -74,6 +78,10 @@ class Row:
 
     def model_class(self) -> Any:
         raise NotImplementedError
+
+    def classes(self) -> list[type]:
+        """The classes whose code, with everything else in their modules, must stay as it is."""
+        return [self.model_class()]
 
     def build(self, seed: int) -> nn.Module:
         """The unpatched model."""

@@ -1,4 +1,4 @@
-"""The row of a case's model, of whichever kind: a mini model, a shape of real size, or a checkpoint."""
+"""The row of a case's model, of whichever kind: a mini model, a shape of real size, a checkpoint, or the user's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from convergence.models import scale
+from convergence.models import own, scale
 from convergence.models.checkpoint import Checkpoint
 from convergence.models.models import MODELS, Row
 from convergence.report.records import Case
@@ -15,7 +15,7 @@ from convergence.report.records import Case
 
 def find(name: str) -> Row:
     """The row of that name, of whichever kind."""
-    return MODELS.get(name) or scale.find(name) or Checkpoint.parse(name)
+    return MODELS.get(name) or scale.find(name) or own.find(name) or Checkpoint.parse(name)
 
 
 def construct(case: Case) -> Callable[[], nn.Module] | None:

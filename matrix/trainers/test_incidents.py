@@ -19,6 +19,7 @@ import liger_kernels
 import liger_kernels.patching.logits.product
 from convergence.arms.float64 import InFloat64
 from convergence.arms.quantities import LOGGED, LOGITS, LOSS
+from convergence.arms.tasks.causal_lm import CausalLM
 from convergence.arms.train import train
 from convergence.arms.trajectory import Run
 from convergence.judge import tolerance
@@ -247,7 +248,7 @@ def observed(
     rounded_to: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """What the proof records as the gradient of the logits of ``step``, micro batches after one another."""
-    run = Run(template, [step], step.batches[0], dtype, DEVICE, patch, only=frozenset({step.name}))
+    run = Run(template, [step], step.batches[0], dtype, DEVICE, CausalLM(), patch, only=frozenset({step.name}))
     run.rounded_to = rounded_to
     return torch.cat(list(train(run).values[LOGITS].values()), dim=1)
 
