@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.process import run_module
 from convergence import files, tables
-from matrix.trainers.material import tokenizer
+from convergence.trainers.material import tokenizer
 
 ROWS, LENGTH, VOCAB = 4, 2048, 128256
 WARM_UP, STEPS = 5, 15

@@ -40,7 +40,8 @@ from convergence.models.models import DTYPES, MODELS, Row
 from convergence.models.rows import construct, find
 from convergence.patches import BUILT_IN
 from convergence.report import progress
-from convergence.report.records import Blame, Case, Outcome, environment, outcome
+from convergence.report.records import TRAINER, Blame, Case, Outcome, environment, outcome
+from convergence.trainers import rows
 
 # Between these probabilities a prediction counts as confident, and the hard profile asks for it. Nearer to 1, p - 1
 # would have too few digits left in the truth itself: float64 keeps ten of them here.
@@ -146,6 +147,8 @@ def _ask_for_confident_predictions(template: nn.Module, inputs: list[Step]) -> N
 
 def absent(case: Case) -> str:
     """Why ``case`` cannot be had here; empty where it can."""
+    if case.profile == TRAINER:
+        return rows.absent(case)
     model = find(case.model)
     missing = model.absent(case.dtype, case.device)
     if missing or case.setup == "plain":
@@ -160,6 +163,8 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
         timeout: the seconds that a patch of somebody else may take, in its own process, for one candidate.
         blames: whether a failed verdict is explained, by training parts of the patch again.
     """
+    if case.profile == TRAINER:
+        return rows.prove(case, timeout)
     began = time.perf_counter()
     row, upstream = find(case.model), _upstream(case)
     about: dict[str, Any] = {"replicas": tolerance.REPLICAS, "symbols": len(upstream)}

@@ -37,10 +37,11 @@ from convergence.models.folder import CONFIG
 from convergence.models.rows import find
 from convergence.patches import BUILT_IN
 from convergence.report import html, progress
-from convergence.report.records import Case, Record, changed, dumps, environment, load, load_all, parsed
+from convergence.report.records import TRAINER, Case, Record, changed, dumps, environment, load, load_all, parsed
 from convergence.report.report import progress as line_of
 from convergence.report.report import summary_tables
 from convergence.tables import visible
+from convergence.trainers import rows as in_trainers
 
 _PROPERTY = "convergence"
 UNUSABLE = "convergence: a file that the user named cannot be used"
@@ -57,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--scope", default="instance", help="what it may change: the instance, or any class (see docs)")
     group.addoption("--patch-timeout", type=float, default=1800, metavar="S", help="seconds per candidate (1800)")
     group.addoption("--models", default="core", help="a comma-separated list, 'core' or 'all' (default: core)")
+    group.addoption(in_trainers.OPTION, metavar="NAMES", help="train in trainers: a comma-separated list, or 'all'")
     group.addoption(own.OPTION, metavar="MODULE:FUNCTION", help="prove the models that function() describes (see docs)")
     group.addoption("--checkpoint", metavar="PATH", help="prove this model: a folder of transformers, or a GGUF file")
     group.addoption("--text", metavar="FILE", default="", help="what a checkpoint trains on (default: Python's manual)")
@@ -126,8 +128,9 @@ def pytest_configure(config: pytest.Config) -> None:
     small = ("float16",) if profile in ("scale", CONSISTENCY) else ()
     _check_names("--dtypes", _names(config, "--dtypes"), ("float32", "bfloat16", *small))
     _check_own(config)
+    _check_trainers(config)
     with _usage_error("--models: "):
-        _models(config)
+        _rows(config)
     with _usage_error("--setups: "):
         setups.select(config.getoption("--setups"))
     if profile == CONSISTENCY and config.getoption("--setups") != "plain":
@@ -193,6 +196,8 @@ def _models(config: pytest.Config) -> Sequence[models.Row]:
 
 def _rows(config: pytest.Config) -> tuple[Sequence[models.Row], str]:
     """What is trained, and the name of its inputs: the checkpoint on text, or models on those of the profile."""
+    if config.getoption(in_trainers.OPTION):
+        return [], TRAINER
     given, profile = checkpoint(config), config.getoption("--profile")
     if config.getoption(own.OPTION):
         return _models(config), own.PROFILE
@@ -259,14 +264,38 @@ def checkpoint(config: pytest.Config) -> Checkpoint | None:
     return Checkpoint(os.path.abspath(path), **given, text=text, rollout=rollout)
 
 
+def _check_alone(config: pytest.Config, option: str, **others: Any) -> None:
+    """See that ``option`` comes without ``others``, which are given with their defaults."""
+    for name, default in others.items():
+        other = f"--{name.replace('_', '-')}"
+        if config.getoption(other) not in (default, None):
+            raise pytest.UsageError(f"{option} and {other} do not go together; leave {other} out")
+
+
+def _trainers(config: pytest.Config) -> list[tuple[str, str]]:
+    """Model and trainer of every case of ``--trainer``; nothing without that option."""
+    if not config.getoption(in_trainers.OPTION):
+        return []
+    names = config.getoption("--models")
+    return in_trainers.select(config.getoption(in_trainers.OPTION), "llama" if names == "core" else names)
+
+
+def _check_trainers(config: pytest.Config) -> None:
+    if not config.getoption(in_trainers.OPTION):
+        return
+    with _usage_error(f"{in_trainers.OPTION}: "):
+        _trainers(config)
+    alone: dict[str, Any] = {"models_from": None, "checkpoint": None, "setups": "plain", "profile": "hard"}
+    alone |= {"references": None, "compare_to": None, "dtypes": in_trainers.DTYPE, "device": in_trainers.DEVICE.type}
+    _check_alone(config, in_trainers.OPTION, **alone)
+
+
 def _check_own(config: pytest.Config) -> None:
     """See before anything is trained that the user's own models can be trained."""
     source = config.getoption(own.OPTION)
     if not source:
         return
-    for option, default in (("--checkpoint", None), ("--setups", "plain"), ("--profile", "hard")):
-        if config.getoption(option) != default:
-            raise pytest.UsageError(f"{own.OPTION} and {option} do not go together; leave {option} out")
+    _check_alone(config, own.OPTION, checkpoint=None, setups="plain", profile="hard")
     try:
         for row in own.rows(source) if not _worker(config) else ():
             row.check()
@@ -354,6 +383,9 @@ def cases(config: pytest.Config) -> list[Case]:
     ones in bfloat16 come first: workers then finish together."""
     patches, dtypes = _names(config, "--patch"), _names(config, "--dtypes")
     device, scope = config.getoption("--device"), config.getoption("--scope")
+    if trainers := _trainers(config):
+        given = patches or BUILT_IN[:1]
+        return [in_trainers.case_of(trainer, family, patch, scope) for family, trainer in trainers for patch in given]
     rows, profile = _rows(config)
     return [
         Case(model.name, dtype, which, profile, device, scope=scope, setup=setup.name, order=order)
@@ -379,7 +411,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def shown(config: pytest.Config, case: Case) -> Iterator[None]:
     """Inside, what trains is shown on the terminal, where ``case`` takes long."""
     capture = config.pluginmanager.get_plugin("capturemanager")
-    if not find(case.model).is_long or capture is None or _worker(config):
+    if case.profile == TRAINER or not find(case.model).is_long or capture is None or _worker(config):
         yield
         return
     with capture.global_and_fixture_disabled(), progress.bar(2 * (1 + REPLICAS) + 1):

@@ -50,7 +50,7 @@ class Incident:
 
 
 def _trainers(patch: str, case: str, scope: str = "class") -> str:
-    return f"matrix/trainers --patch matrix.released:{patch} --scope {scope} -k test_trainer[{case}-llama"
+    return f"convergence --trainer {case} --models llama --patch matrix.released:{patch} --scope {scope}"
 
 
 def _proof(patch: str, model: str = "llama-tied", scope: str = "class") -> str:

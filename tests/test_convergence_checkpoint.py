@@ -22,7 +22,7 @@ from convergence.models.checkpoint import Checkpoint
 from convergence.models.rows import find
 from convergence.report import progress
 from convergence.report.records import Record, dumps, from_dict, load_folder
-from matrix.trainers.material import save
+from convergence.trainers.material import save
 from tests.mutants import restore
 from tests.suite import assert_refused, suite
 

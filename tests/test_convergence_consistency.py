@@ -17,7 +17,7 @@ from convergence.consistency.judge import Figures, described, differences, judge
 from convergence.consistency.paths import PATHS, at
 from convergence.report import html, report
 from convergence.report.records import Case, Record, load_folder
-from matrix.trainers.material import save
+from convergence.trainers.material import save
 from tests.suite import ISOLATED, assert_refused
 
 OURS = "convergence.patches:fused_linear"

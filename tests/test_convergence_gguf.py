@@ -19,7 +19,7 @@ from convergence.models.checkpoint_check import check
 from convergence.models.data import default_text
 from convergence.models.models import MODELS
 from convergence.report.records import load_folder
-from matrix.trainers.material import VOCABULARY, tokenizer
+from convergence.trainers.material import VOCABULARY, tokenizer
 from tests.suite import assert_refused, suite
 
 # Rows of whole blocks of 32.

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from convergence import plugin
 from convergence.models import checkpoint
 from convergence.models.checkpoint import Checkpoint
-from matrix.trainers.material import save
+from convergence.trainers.material import save
 from tests import damaged
 from tests.damaged import HOSTILE, RAW, controls, put
 from tests.suite import assert_refused, collect

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import liger_kernels
+from convergence.trainers import material
 from liger_kernels.ops import launches
-from matrix.trainers import material
 from tests.ranks import on_ranks
 from tests.suite import suite
 

@@ -11,7 +11,7 @@ from convergence.judge import long_run
 from convergence.judge.verdict import Verdict
 from convergence.report import html
 from convergence.report.records import Record, load_folder
-from matrix.trainers.material import save
+from convergence.trainers.material import save
 from tests.suite import suite
 
 STEPS = 200

@@ -15,9 +15,9 @@ from convergence import plugin
 from convergence.arms.setups import SETUPS
 from convergence.models.models import CORE, MODELS
 from convergence.op import command
+from convergence.trainers.cases import CASES
 from liger_kernels import ops
 from matrix.repository import config
-from matrix.trainers.cases import CASES
 from tests.pages import ROOT
 from tools import determinism
 

@@ -10,12 +10,12 @@ import pytest
 
 from convergence.arms.quantities import Failure
 from convergence.arms.trajectory import Trajectory
+from convergence.trainers import material
+from convergence.trainers.cases import InCase
 from convergence.trainers.observe import Seen
 from convergence.trainers.prove import _check_ours, prove_in_trainer
+from convergence.trainers.rows import case_of
 from liger_kernels.patching.report import PatchReport, Replacement
-from matrix.trainers import material
-from matrix.trainers.cases import InCase
-from matrix.trainers.judge import case_of
 
 LAUNCHED = {"_rms_norm_fwd_kernel": 1, "_rope_kernel": 1, "_glu_fwd_kernel": 1}
 

@@ -91,7 +91,7 @@ def train_candidate(
         result.details = traceback.format_exc()
     else:
         result.report = ours.status(trajectory.model)
-        result.census = _census(trajectory.unpatched or run.template, trajectory.model)
+        result.census = census_of(trajectory.unpatched or run.template, trajectory.model)
         if trajectory.unpatched is None and not result.layout:  # a set-up may have split the state_dict
             result.layout += _differences(_layout(run.template, run.dtype), _layout(trajectory.model), "after training")
         trajectory.model = trajectory.unpatched = None
@@ -165,7 +165,7 @@ def _shown(kind: Any) -> str:
     return kind if isinstance(kind, str) else " ".join(map(str, kind))
 
 
-def _census(template: nn.Module, model: nn.Module) -> dict[str, int]:
+def census_of(template: nn.Module, model: nn.Module) -> dict[str, int]:
     """By class, the number of modules of ``model`` with another class or another forward than in ``template``."""
     before = dict(template.named_modules())
     census: Counter[str] = Counter()

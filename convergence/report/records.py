@@ -37,6 +37,7 @@ _ALWAYS: dict[int, dict[str, Any]] = {
 }
 CANNOT_RUN = Finding.CANNOT_RUN.value  # also the verdict on a patch that itself raised
 VERDICTS = ("equal", "different", CANNOT_RUN, "absent")
+TRAINER = "trainer"  # the profile of a case whose set-up is a trainer
 # What does not decide a single bit of a result; everything else in ``versions`` does.
 _DECIDES_NO_BIT = ("platform", "liger-kernels")
 
@@ -152,10 +153,11 @@ class Record(Outcome, Case):
     schema: int = SCHEMA
 
     @classmethod
-    def of(cls, case: Case, outcome: Outcome, run: str = "", packages: Iterable[str] = ()) -> Record:
-        """What came of ``case`` in this process, whose environment it holds, and in this ``run``. ``packages`` are
-        those that the environment depends on besides."""
-        known = versions(case.device, case.patch) | files.versions(packages, missing="not installed")
+    def of(cls, case: Case, outcome: Outcome, run: str = "") -> Record:
+        """What came of ``case`` in this process, whose environment it holds, and in this ``run``."""
+        known = versions(case.device, case.patch)
+        if case.profile == TRAINER:
+            known |= files.versions(("trl", "accelerate", "datasets"), missing="not installed")
         return cls(**vars(case), **vars(outcome), versions=known, run=run)
 
     @property

@@ -9,15 +9,18 @@ import abc
 import contextlib
 import gc
 import itertools
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from convergence import ours
+from convergence.arms.candidate import census_of
 from convergence.arms.float64 import InFloat64
 from convergence.arms.hooks import logged_warnings
 from convergence.arms.large import nudged
@@ -97,8 +100,9 @@ class Arm:
 
 class Seen(NamedTuple):
     """One arm's outcome: what is judged, the logged values, which kernels ran how often, how often the model's head was
-    called while it trained and was evaluated, the report of our patch (None: unpatched, or a patch of others), and how
-    many calls of trl's own head ran on ours."""
+    called while it trained and was evaluated, the report of our patch (None: unpatched, or a patch of others), how many
+    calls of trl's own head ran on ours, and of a patched arm how many modules of each class another model of the case
+    has otherwise."""
 
     trajectory: Trajectory
     logged: list[dict[str, float]]
@@ -106,6 +110,7 @@ class Seen(NamedTuple):
     head_calls: int
     report: Any
     trls_head: int = 0
+    census: dict[str, int] = {}  # noqa: RUF012  (of a tuple, which nobody changes)
 
 
 def run(how: InTrainer, arm: Arm) -> Seen:
@@ -141,8 +146,9 @@ def run(how: InTrainer, arm: Arm) -> Seen:
                 quantity = GRADIENT_NORM if name == "grad_norm" else Quantity(LOGGED, name)
                 result.record(quantity, Moment(SGD, str(i)), torch.tensor(float(value), dtype=torch.float64))
     result.to_cpu()
-    report = ours.status(trainer.accelerator.unwrap_model(trainer.model))
-    return Seen(result, logged, ran, len(calls), report, taken())
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    changed = {} if arm.load is None else census_of(how.model(), model)
+    return Seen(result, logged, ran, len(calls), ours.status(model), taken(), changed)
 
 
 def _prepare_reference(trainer: Any, dtype: torch.dtype, distance: float) -> None:
@@ -187,8 +193,20 @@ def _observed(trainer: Any, result: Trajectory) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _warnings(found: list[str]) -> Iterator[None]:
-    """Collects what transformers, trl and Python warn of."""
-    with logged_warnings(found, "transformers", "trl", "accelerate"), warnings.catch_warnings(record=True) as caught:
+    """Collects what transformers, trl and Python warn of, but for what the import of a module does: which arm is the
+    first to import it says nothing of the arm."""
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if not _is_importing(sys._getframe()):
+            found.append(f"{category.__name__}: {message}")
+
+    with logged_warnings(found, "transformers", "trl", "accelerate"), warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.showwarning = show
         yield
-    found += [f"{w.category.__name__}: {w.message}" for w in caught]
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None

@@ -78,7 +78,7 @@ def _arms(how: InTrainer, dtype: torch.dtype, baseline: Seen, seen: Seen, arm: A
     if baseline.launches:
         what = f"it launched {sorted(baseline.launches)}"
         faults.append(Failure("baseline", "", Finding.NOT_PRISTINE, what))
-    candidate = Candidate(seen.trajectory, report=seen.report, launches=seen.launches)
+    candidate = Candidate(seen.trajectory, report=seen.report, launches=seen.launches, census=seen.census)
     more = functools.partial(pairs, range(tolerance.REPLICAS, MANY_REPLICAS))
     return Arms(pairs((None, *range(tolerance.REPLICAS))), candidate, faults=faults, zero=how.zero, more=more)
 
@@ -119,8 +119,8 @@ def _run_foreign(how: InTrainer, patch: str, scope: str) -> tuple[Any, ...]:
 def _checks(how: InTrainer, baseline: Seen, seen: Seen, arm: Arm | None) -> Iterator[Evidence]:
     if arm is not None:
         yield from _check_ours(how, seen)
-    elif not seen.launches and bitwise.is_same(baseline.trajectory, seen.trajectory):
-        yield Failure("candidate", "", Finding.NOT_PATCHED, "every bit is the baseline's")
+    elif not (seen.launches or seen.census) and bitwise.is_same(baseline.trajectory, seen.trajectory):
+        yield Failure("candidate", "", Finding.NOT_PATCHED, "no module changed and every bit is the baseline's")
     norms = [float(value) for value in baseline.trajectory.values[GRADIENT_NORM].values()]
     if len(set(norms)) < 2:  # not the losses: GRPO's is 0 by construction, as long as it is on policy
         yield Failure("baseline", "", Finding.DID_NOT_TRAIN, f"its gradient norms are {norms}")

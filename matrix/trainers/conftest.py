@@ -14,10 +14,10 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # trl looks for the package when its modules are imported; without a flag it does nothing with it. A patch to judge
-    # may be of the package that has this name.
-    if not config.getoption("--patch"):
-        liger_kernels.compat.install()
+    if config.getoption("--patch"):
+        raise pytest.UsageError("--patch is judged in trainers by pytest convergence --trainer all --patch ...")
+    # trl looks for the package when its modules are imported; without a flag it does nothing with it.
+    liger_kernels.compat.install()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,7 +32,7 @@ def _quiet() -> None:
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: Any) -> dict[str, Path]:
     """Where the tiny model of each family lies."""
-    from matrix.trainers import material
+    from convergence.trainers import material
 
     return {family: material.save(family, tmp_path_factory.mktemp(family)) for family in material.FAMILIES}
 
@@ -41,12 +41,3 @@ def folders(tmp_path_factory: Any) -> dict[str, Path]:
 def records(pytestconfig: pytest.Config) -> str | None:
     """The folder that records go to."""
     return pytestconfig.getoption("records")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--patch``, what is about this package's own patch is left out."""
-    if config.getoption("--patch"):
-        here = Path(__file__).parent
-        left = [item for item in items if item.path.parent == here and not item.name.startswith("test_trainer[")]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in left]

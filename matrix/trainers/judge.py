@@ -11,14 +11,10 @@ import pytest
 from convergence import files
 from convergence.report import report
 from convergence.report.records import Case, Outcome, Record, write
+from convergence.trainers import rows
+from convergence.trainers.cases import InCase
 from convergence.trainers.observe import Arm
 from convergence.trainers.prove import prove_in_trainer
-from matrix.trainers.cases import CASES, DEVICE, InCase
-
-
-def case_of(case: str, family: str, patch: str, scope: str = "instance") -> Case:
-    """The row of the proof that a trainer's case is, with a patch (``module:function``)."""
-    return Case(family, "float32", patch, "trainer", DEVICE.type, scope=scope, setup=case)
 
 
 def patch_of(way: Callable[..., Any]) -> str:
@@ -26,10 +22,9 @@ def patch_of(way: Callable[..., Any]) -> str:
     return f"{way.__module__}:{way.__name__}"
 
 
-def prove(case: Case, folder: Path, records: str | None, arm: Arm | None = None, **timeout: float) -> Outcome:
-    """The outcome of ``case`` with the model in ``folder``, which is written to ``records``, and passes. Without an
-    ``arm`` the patch is not ours."""
-    outcome = prove_in_trainer(case, InCase(case.setup, folder), arm, **timeout)
+def prove(case: Case, folder: Path, records: str | None, arm: Arm) -> Outcome:
+    """The outcome of ``case`` with the model in ``folder``, which is written to ``records``, and passes."""
+    outcome = prove_in_trainer(case, InCase(case.setup, folder), arm)
     record = _written(case, outcome, records)
     assert report.passed(record), report.failure(record)
     return outcome
@@ -37,14 +32,13 @@ def prove(case: Case, folder: Path, records: str | None, arm: Arm | None = None,
 
 def skip_if_missing(case: Case, records: str | None) -> None:
     """Skip a case that the installed version does not have, and record that."""
-    if missing := CASES[case.setup].missing():
-        reason = f"this version has {missing}"
+    if reason := rows.absent(case):
         _written(case, Outcome("absent", reason), records)
         pytest.skip(reason)
 
 
 def _written(case: Case, outcome: Outcome, records: str | None) -> Record:
-    record = Record.of(case, outcome, packages=("trl", "accelerate", "datasets"))
+    record = Record.of(case, outcome)
     if records:
         write(record, Path(records))
     return record

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import liger_kernels
-from matrix.trainers import material
+from convergence.trainers import material
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMON: dict[str, Any] = {"use_cpu": not torch.cuda.is_available(), "bf16": False, "disable_tqdm": True}

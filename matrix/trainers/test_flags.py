@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from convergence.report.records import Case, Outcome
+from convergence.trainers.cases import CASES, find, takes
+from convergence.trainers.material import plain
 from convergence.trainers.observe import Arm
-from matrix.trainers.cases import CASES, find, takes
-from matrix.trainers.judge import case_of, patch_of, prove, skip_if_missing, write_fact
-from matrix.trainers.material import plain
+from convergence.trainers.rows import case_of
+from matrix.trainers.judge import patch_of, prove, skip_if_missing, write_fact
 
 # What the flag itself makes trl say: that it is deprecated, and that it loads a model that is given as a string.
 EXPECTED = ("use_liger_kernel", "You passed a model")

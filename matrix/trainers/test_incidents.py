@@ -26,13 +26,13 @@ from convergence.judge import tolerance
 from convergence.judge.compare import compare
 from convergence.judge.tolerance import rms, three_way
 from convergence.models.data import Batch, Step
+from convergence.trainers import material
+from convergence.trainers.cases import CASES, COMMON, DEVICE, InCase, find, takes
+from convergence.trainers.material import plain
 from convergence.trainers.observe import Arm, run
 from convergence.trainers.prove import honest
 from liger_kernels.ops import linear_cross_entropy
-from matrix.trainers import material
-from matrix.trainers.cases import CASES, COMMON, DEVICE, InCase, find, takes
 from matrix.trainers.judge import write_fact
-from matrix.trainers.material import plain
 from matrix.trainers.test_flags import by_flag_of_sft
 from matrix.trainers.test_trainers import WAYS, by_instance
 

@@ -1,7 +1,4 @@
-"""Every trainer of the installed trl, patched and unpatched, on a tiny Llama and a tiny Gemma.
-
-With ``--patch module:function`` the patch is somebody else's.
-"""
+"""Every trainer of the installed trl, patched and unpatched, on a tiny Llama and a tiny Gemma."""
 
 from __future__ import annotations
 
@@ -12,10 +9,11 @@ from typing import Any
 import pytest
 
 import liger_kernels
+from convergence.trainers.cases import CASES
+from convergence.trainers.material import plain
 from convergence.trainers.observe import Arm
-from matrix.trainers.cases import CASES
-from matrix.trainers.judge import case_of, patch_of, prove, skip_if_missing
-from matrix.trainers.material import plain
+from convergence.trainers.rows import case_of
+from matrix.trainers.judge import patch_of, prove, skip_if_missing
 
 
 def by_instance(folder: Path) -> Any:
@@ -50,23 +48,9 @@ ROWS = [
 ]
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """With ``--patch``, every trainer on Llama for each patch that it names."""
-    patches = metafunc.config.getoption("--patch")
-    rows = [(case, "llama", patch) for patch in patches.split(",") for case in CASES] if patches else ROWS
-    metafunc.parametrize(("case", "family", "way"), [pytest.param(*row, id="-".join(row)) for row in sorted(rows)])
-
-
-def test_trainer(
-    case: str, family: str, way: str, folders: dict[str, Path], records: str | None, pytestconfig: pytest.Config
-) -> None:
-    folder = folders[family]
-    if way in WAYS:
-        row = case_of(case, family, patch_of(WAYS[way]), "class" if way == "class" else "instance")
-        arm = Arm(load=functools.partial(WAYS[way], folder), expects=CASES[case].expects)
-        skip_if_missing(row, records)
-        prove(row, folder, records, arm)
-    else:
-        row = case_of(case, family, way, pytestconfig.getoption("--scope"))
-        skip_if_missing(row, records)
-        prove(row, folder, records, timeout=pytestconfig.getoption("--patch-timeout"))
+@pytest.mark.parametrize(("case", "family", "way"), [pytest.param(*row, id="-".join(row)) for row in sorted(ROWS)])
+def test_trainer(case: str, family: str, way: str, folders: dict[str, Path], records: str | None) -> None:
+    row = case_of(case, family, patch_of(WAYS[way]), "class" if way == "class" else "instance")
+    skip_if_missing(row, records)
+    arm = Arm(load=functools.partial(WAYS[way], folders[family]), expects=CASES[case].expects)
+    prove(row, folders[family], records, arm)

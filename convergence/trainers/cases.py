@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from convergence.arms.quantities import LOGGED, LOSS, Quantity
+from convergence.trainers import material
 from convergence.trainers.observe import InTrainer
-from matrix.trainers import material
 
 STEPS = 3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
