@@ -8,6 +8,7 @@ other means. A package that has a head, and no patch of models, gets the forward
 from __future__ import annotations
 
 import functools
+import tempfile
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,6 +120,22 @@ def use_kernels(model: Any) -> None:
     model.use_kernels = True
 
 
+def axolotl(model: Any) -> None:
+    if not hasattr(model, "peft_config"):
+        raise NotImplementedError("its kernels are for the adapters of PEFT: --setups lora-single")
+    from axolotl.monkeypatch.lora_kernels import apply_lora_kernel_patches, patch_self_attn_lora
+    from axolotl.utils.dict import DictDefault
+
+    base = model.get_base_model()
+    base.config.architectures = [type(base).__name__]
+    with tempfile.TemporaryDirectory() as folder:  # it reads the architecture of a model from its folder
+        base.config.save_pretrained(folder)
+        kernels = dict.fromkeys(("lora_qkv_kernel", "lora_o_kernel", "lora_mlp_kernel"), True)
+        options = DictDefault(base_model=folder, **kernels)
+        patch_self_attn_lora(options)
+        apply_lora_kernel_patches(model, options)
+
+
 def unsloth(model: Any) -> None:
     import unsloth  # noqa: F401
     from unsloth import FastLanguageModel  # noqa: F401
@@ -173,6 +190,12 @@ _ROWS = (
     Peer("torch's head", "torch_head", "torch", "`F.linear_cross_entropy(..., options=LinearCrossEntropyOptions())`"),
     Peer("torch.compile", "torch_compile", "torch", "`model.compile()`"),
     Peer("transformers' kernels", "use_kernels", "kernels", "`model.use_kernels = True`"),
+    Peer(
+        "axolotl's LoRA kernels",
+        "axolotl",
+        "axolotl",
+        "`patch_self_attn_lora(cfg)` and `apply_lora_kernel_patches(model, cfg)`, with all three kernels",
+    ),
     Peer("unsloth", "unsloth", "unsloth", "`FastLanguageModel.from_pretrained`"),
 )
 PEERS = {f"convergence.peers:{row.patch}": row for row in _ROWS}

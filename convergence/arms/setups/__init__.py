@@ -17,6 +17,7 @@ from convergence.arms.setups.adapters import (
     LoraDropout,
     LoraExperts,
     LoraHead,
+    LoraSingle,
     Qdora,
     Qlora,
     Qlora8Bit,
@@ -50,7 +51,9 @@ _CLASSES: tuple[type[Setup], ...] = (
     Checkpointing,
     ReentrantCheckpointing,
     Compile,
-    *with_checkpointing(Lora, LoraDropout, LoraAutocast, LoraExperts, LoraHead, Dora, Qlora, Qdora, Qlora8Bit, Float8),
+    *with_checkpointing(
+        Lora, LoraSingle, LoraDropout, LoraAutocast, LoraExperts, LoraHead, Dora, Qlora, Qdora, Qlora8Bit, Float8
+    ),
     DeviceMap,
     *with_checkpointing(Ddp, Fsdp2, LoraFsdp2),
     Fsdp1,

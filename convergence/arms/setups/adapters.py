@@ -36,7 +36,7 @@ class Lora(Setup):
 
     def options(self) -> dict[str, Any]:
         """What both adapters adapt, and how."""
-        return {"target_modules": [*self.targets], "lora_dropout": self.dropout}
+        return {"target_modules": [*self.targets], "lora_dropout": self.dropout, "task_type": "CAUSAL_LM"}
 
     def template(self, model: Any) -> Any:
         import peft
@@ -149,6 +149,14 @@ class LoraHead(Lora):
     name = "lora-head"
     does = "two adapters of peft's LoRA on every projection and the LM head"
     targets = (*Lora.targets, "lm_head")
+
+
+class LoraSingle(Lora):
+    """Kernels of other packages take one adapter."""
+
+    name = "lora-single"
+    does = "one adapter of peft's LoRA on every projection; the rest is frozen"
+    has_second = False
 
 
 class Dora(Lora):
