@@ -304,7 +304,7 @@ MUTANTS = (
         "test_ops_linear_cross_entropy.py::test_every_option[vocabulary slabs-torch.float32-all but smoothing-mean]",
         within="_overwritten"),
     _loss("slabs_forget_the_classes_before", "The sum over the classes begins anew with every slab of the vocabulary.",
-        "others = tl.where(lane, before[:, None], others)", "others = tl.where(lane, before[:, None] * 0.0, others)",
+        "_in_first_lane(others, carry_others, row_mask, 0.0)", "others",
         "test_ops_linear_cross_entropy.py::test_every_option[vocabulary slabs-torch.float32-all but smoothing-mean]"),
     _rows("c27_label_smoothing_ignored", "The loss accepts label_smoothing and does not use it.",
         "options.label_smoothing or None", "None", "test_ops_cross_entropy.py::test_every_option", source="C27"),

@@ -25,6 +25,12 @@ from liger_kernels.ops.runtime.dispatch import tl, triton
 # The formatter would put every argument on a line of its own.
 # fmt: off
 @triton.jit
+def _or_zero(x):
+    """``x``, and 0 for -inf."""
+    return tl.where(x > float("-inf"), x, 0.0)
+
+
+@triton.jit
 def _over_lane(x):
     """The sum of ``x`` [rows, chunks, lanes, vector] over what each lane holds."""
     return tl.sum(tl.sum(x, 3), 1)
@@ -87,7 +93,7 @@ def _scan_block(
         better = (block_max > group_max) | ((block_max == group_max) & (where_max < predicted))
         predicted = tl.where(better, where_max, predicted)
     new_max = tl.maximum(group_max, block_max)
-    shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
+    shift = _or_zero(new_max)  # -inf - -inf would be NaN
     decay = exp(group_max - shift, PRECISE)
     e = exp(z - shift[:, None, :, None], PRECISE)
     if not PLAIN:
@@ -101,6 +107,174 @@ def _scan_block(
         squares = squares * (decay * decay) + _over_lane(e * e)
     others = others * decay + _over_lane(e)
     return new_max, others, distance, squares, mean, smooth, predicted
+
+
+@triton.jit
+def _carry_rows(carry_ptr, row, carry_stride):
+    """Where the rows of ``Carried`` have their numbers of ``row``. Each row lies a stride after the one before: no
+    product in 32 bits."""
+    target = carry_ptr + row
+    maximum = target + carry_stride
+    others = maximum + carry_stride
+    distance = others + carry_stride
+    squares = distance + carry_stride
+    return target, maximum, others, distance, squares, squares + carry_stride
+
+
+@triton.jit
+def _in_first_lane(x, ptr, mask, other):
+    """``x`` [rows, lanes], but in the first lane what lies at ``ptr`` [rows]."""
+    lane = (tl.arange(0, x.shape[1]) == 0)[None, :]
+    before = tl.load(ptr, mask=mask, other=other).to(x.dtype)
+    return tl.where(lane, before[:, None], x)
+
+
+@triton.jit
+def _known_before(carry, wanted, row, row_mask, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """What the lanes know before the first column: nothing, or with a ``carry`` what it says of the classes before, as
+    if the first lane had seen them."""
+    _, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr = wanted
+    group_max = tl.full((ROWS, LANES), float("-inf"), tl.float32)
+    others = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max) but for the target's
+    distance = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max) * (z - max), for the entropy
+    squares = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max)^2 but for the target's
+    mean = tl.zeros((ROWS, LANES), tl.float32)  # sum of z
+    smooth = tl.zeros((ROWS, LANES), tl.float32)  # sum of w_c * (z_c - z_target), for label smoothing
+    predicted = tl.zeros((ROWS, LANES), tl.int32)
+    if carry is not None:
+        _, carry_max, carry_others, carry_distance, carry_squares, carry_mean = carry
+        group_max = _in_first_lane(group_max, carry_max, row_mask, float("-inf"))
+        others = _in_first_lane(others, carry_others, row_mask, 0.0)
+        if entropy_ptr is not None:
+            distance = _in_first_lane(distance, carry_distance, row_mask, 0.0)
+        if squares_ptr is not None:
+            squares = _in_first_lane(squares, carry_squares, row_mask, 0.0)
+        if mean_ptr is not None:
+            mean = _in_first_lane(mean, carry_mean, row_mask, 0.0)
+        if predicted_ptr is not None:
+            predicted = _in_first_lane(predicted, predicted_ptr + row, row_mask, 0)
+    return group_max, others, distance, squares, mean, smooth, predicted
+
+
+@triton.jit
+def _scan_rows(
+    logits_rows, running, wanted, rows, here, first_class,    # as _scan_block has them; whether a target is here
+    vocab, scaling, label_smoothing,
+    PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
+    EVICTED: tl.constexpr,
+):
+    """What the lanes know of the rows after all columns. Most of a large vocabulary are whole blocks of one row without
+    its target: nothing is asked of their elements. The target's block and the last one, if it is not whole, come after
+    them; a tile of several rows has only such blocks."""
+    group_max, others, distance, squares, mean, smooth, predicted = running
+    _, column, _ = rows
+    n_plain = 0
+    n_edges = tl.cdiv(vocab, BLOCK)
+    target_block = n_edges
+    n_whole = vocab // BLOCK
+    if ROWS == 1:
+        target_block = tl.max(tl.where(here, column // BLOCK, n_edges), 0)
+        with_target = tl.where(target_block < n_whole, 1, 0)
+        n_plain = n_whole - with_target
+        n_edges -= n_plain
+    for edges in tl.static_range(2):
+        for i in range(n_edges if edges else n_plain):
+            block = i
+            if not edges:
+                block += tl.where(i >= target_block, 1, 0)
+            elif ROWS == 1:
+                block = tl.minimum(target_block, n_whole)
+                if i > 0:
+                    block = n_whole
+            group_max, others, distance, squares, mean, smooth, predicted = _scan_block(
+                logits_rows, block * BLOCK,
+                (group_max, others, distance, squares, mean, smooth, predicted), wanted, rows, first_class,
+                vocab, scaling, label_smoothing,
+                PRECISE, BLOCK, CHUNKS, VECTOR, EVICTED, PLAIN=edges == 0,
+            )
+    return group_max, others, distance, squares, mean, smooth, predicted
+
+
+@triton.jit
+def _of_all_lanes(running, wanted, PRECISE: tl.constexpr):
+    """What all lanes of a row know together, each [rows]."""
+    group_max, others, distance, squares, mean, smooth, predicted = running
+    _, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr = wanted
+    known_max = tl.max(group_max, 1)
+    if predicted_ptr is not None:  # of equal maxima the first
+        none = 2**31 - 1
+        predicted = tl.min(tl.where(group_max == known_max[:, None], predicted, none), 1)
+        predicted = tl.where(predicted < none, predicted, 0)
+    row_max = _or_zero(known_max)
+    moved = tl.where(group_max > float("-inf"), group_max - row_max[:, None], 0.0)
+    decay = tl.where(group_max > float("-inf"), exp(group_max - row_max[:, None], PRECISE), 0.0)
+    if entropy_ptr is not None:
+        distance = tl.sum((distance + moved * others) * decay, 1)
+    others = tl.sum(others * decay, 1)
+    if squares_ptr is not None:
+        squares = tl.sum(squares * (decay * decay), 1)
+    if mean_ptr is not None:
+        mean = tl.sum(mean, 1)
+    return known_max, others, distance, squares, mean, tl.sum(smooth, 1), predicted
+
+
+@triton.jit
+def _store_carry(carry, wanted, z_target, known, row_mask):
+    """Write what is known of the rows, for the classes after these."""
+    carry_target, carry_max, carry_others, carry_distance, carry_squares, carry_mean = carry
+    _, entropy_ptr, squares_ptr, mean_ptr, _ = wanted
+    known_max, others, distance, squares, mean, _, _ = known
+    tl.store(carry_target, z_target, mask=row_mask)
+    tl.store(carry_max, known_max, mask=row_mask)
+    tl.store(carry_others, others, mask=row_mask)
+    if entropy_ptr is not None:
+        tl.store(carry_distance, distance, mask=row_mask)
+    if squares_ptr is not None:
+        tl.store(carry_squares, squares, mask=row_mask)
+    if mean_ptr is not None:
+        tl.store(carry_mean, mean, mask=row_mask)
+
+
+@triton.jit
+def _loss_of_rows(
+    nll, lse, smooth, target, counts,                   # [rows]
+    weight_ptr, weight_sum_ptr, vocab, label_smoothing, z_loss,
+):
+    """The loss of each row without its row weight, and the sum of the class weights."""
+    loss = nll
+    if label_smoothing is not None:
+        loss = nll * (1.0 - as_float32(label_smoothing))
+    if weight_ptr is not None:
+        loss *= tl.load(weight_ptr + target, mask=counts, other=0.0)
+    weight_sum = tl.full((), vocab, tl.float32)
+    if weight_sum_ptr is not None:
+        weight_sum = tl.load(weight_sum_ptr)
+    if label_smoothing is not None:
+        loss += as_float32(label_smoothing) / vocab * (weight_sum * nll - smooth)
+    return loss + z_loss * lse * lse, weight_sum
+
+
+@triton.jit
+def _store_extras(
+    wanted, max_ptr, row, row_mask, read,               # pointers as the kernel has them; [rows]
+    known, e_target, below_target, total, log_total,    # seven of [rows], and [rows]
+    classes,
+):
+    """Write what is reported of rows besides their loss and the target's log-probability."""
+    _, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr = wanted
+    known_max, _, distance, squares, mean, _, predicted = known
+    if entropy_ptr is not None:
+        mean_distance = (distance + tl.where(e_target > 0.0, e_target * below_target, 0.0)) / total
+        tl.store(entropy_ptr + row, log_total - mean_distance, mask=row_mask)
+    if squares_ptr is not None:
+        squares = tl.where(read, squares + e_target * e_target, 1.0)
+        tl.store(squares_ptr + row, tl.log(squares) - 2.0 * log_total, mask=row_mask)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean / classes, mask=row_mask)
+    if max_ptr is not None:
+        tl.store(max_ptr + row, known_max, mask=row_mask)
+    if predicted_ptr is not None:
+        tl.store(predicted_ptr + row, predicted.to(tl.int64), mask=row_mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["targets_ptr"])
@@ -134,16 +308,10 @@ def _cross_entropy_fwd_kernel(
         offset, id_column, id_here = _id_columns(ids_ptr, row, row_mask, first, vocab, n_ids, IDS)
         x_id = tl.load(logits_rows[:, None] + id_column, mask=id_here, other=0.0).to(tl.float32)
         tl.store(id_logits_ptr + offset, scaled_logits(x_id, scaling, PRECISE), mask=id_here)
-    carry_rows = row
+    carry, first_class = None, 0
     if carry_ptr is not None:
-        carry_rows = carry_ptr + row  # of its six rows, each a stride after the one before: no product in 32 bits
-        carry_max = carry_rows + carry_stride
-        carry_others = carry_max + carry_stride
-        carry_distance = carry_others + carry_stride
-        carry_squares = carry_distance + carry_stride
-        carry_mean = carry_squares + carry_stride
-        z_target = tl.where(here, z_target, tl.load(carry_rows, mask=row_mask, other=0.0))
-    finite_z_target = tl.where(z_target > float("-inf"), z_target, 0.0)
+        carry, first_class = _carry_rows(carry_ptr, row, carry_stride), first
+        z_target = tl.where(here, z_target, tl.load(carry[0], mask=row_mask, other=0.0))
 
     # Ignored rows are read only if something is reported about them.
     read = row_mask
@@ -152,111 +320,30 @@ def _cross_entropy_fwd_kernel(
 
     # A maximum and its sums for what each lane holds of a block, CHUNKS times VECTOR neighbouring columns: nothing
     # crosses lanes, and nobody waits, until the loop is over.
-    LANES: tl.constexpr = BLOCK // (CHUNKS * VECTOR)
-    group_max = tl.full((ROWS, LANES), float("-inf"), tl.float32)
-    others = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max) but for the target's
-    distance = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max) * (z - max), for the entropy
-    squares = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max)^2 but for the target's
-    mean = tl.zeros((ROWS, LANES), tl.float32)  # sum of z
-    smooth = tl.zeros((ROWS, LANES), tl.float32)  # sum of w_c * (z_c - z_target), for label smoothing
-    predicted = tl.zeros((ROWS, LANES), tl.int32)
-    first_class = 0
-    if carry_ptr is not None:  # the classes before these, as if the first lane had seen them
-        first_class = first
-        lane = (tl.arange(0, LANES) == 0)[None, :]
-        before = tl.load(carry_max, mask=row_mask, other=float("-inf"))
-        group_max = tl.where(lane, before[:, None], group_max)
-        before = tl.load(carry_others, mask=row_mask, other=0.0)
-        others = tl.where(lane, before[:, None], others)
-        if entropy_ptr is not None:
-            before = tl.load(carry_distance, mask=row_mask, other=0.0)
-            distance = tl.where(lane, before[:, None], distance)
-        if squares_ptr is not None:
-            before = tl.load(carry_squares, mask=row_mask, other=0.0)
-            squares = tl.where(lane, before[:, None], squares)
-        if mean_ptr is not None:
-            before = tl.load(carry_mean, mask=row_mask, other=0.0)
-            mean = tl.where(lane, before[:, None], mean)
-        if predicted_ptr is not None:
-            known = tl.load(predicted_ptr + row, mask=row_mask, other=0).to(tl.int32)
-            predicted = tl.where(lane, known[:, None], predicted)
+    wanted = (weight_ptr, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr)
+    running = _known_before(carry, wanted, row, row_mask, ROWS, BLOCK // (CHUNKS * VECTOR))
     # A gradient needs the row again: it should still be in the L2 cache then.
     EVICTED: tl.constexpr = "evict_first" if grad_ptr is None else "evict_last"
-    # Most of a large vocabulary are whole blocks of one row without its target: nothing is asked of their elements. The
-    # target's block and the last one, if it is not whole, come after them; a tile of several rows has only such blocks.
-    wanted = (weight_ptr, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr)
-    rows = (read, column, finite_z_target)
-    n_plain = 0
-    n_edges = tl.cdiv(vocab, BLOCK)
-    target_block = n_edges
-    n_whole = vocab // BLOCK
-    if ROWS == 1:
-        target_block = tl.max(tl.where(here, column // BLOCK, n_edges), 0)
-        with_target = tl.where(target_block < n_whole, 1, 0)
-        n_plain = n_whole - with_target
-        n_edges -= n_plain
-    for edges in tl.static_range(2):
-        for i in range(n_edges if edges else n_plain):
-            block = i
-            if not edges:
-                block += tl.where(i >= target_block, 1, 0)
-            elif ROWS == 1:
-                block = tl.minimum(target_block, n_whole)
-                if i > 0:
-                    block = n_whole
-            group_max, others, distance, squares, mean, smooth, predicted = _scan_block(
-                logits_rows, block * BLOCK,
-                (group_max, others, distance, squares, mean, smooth, predicted), wanted, rows, first_class,
-                vocab, scaling, label_smoothing,
-                PRECISE, BLOCK, CHUNKS, VECTOR, EVICTED, PLAIN=edges == 0,
-            )
-
-    row_max = tl.max(group_max, 1)
-    if predicted_ptr is not None:  # of equal maxima the first
-        none = 2**31 - 1
-        predicted = tl.min(tl.where(group_max == row_max[:, None], predicted, none), 1)
-        predicted = tl.where(predicted < none, predicted, 0)
-    known_max = row_max
-    row_max = tl.where(row_max > float("-inf"), row_max, 0.0)
-    moved = tl.where(group_max > float("-inf"), group_max - row_max[:, None], 0.0)
-    decay = tl.where(group_max > float("-inf"), exp(group_max - row_max[:, None], PRECISE), 0.0)
-    if entropy_ptr is not None:
-        distance = tl.sum((distance + moved * others) * decay, 1)
-    others = tl.sum(others * decay, 1)
-    if squares_ptr is not None:
-        squares = tl.sum(squares * (decay * decay), 1)
-    if mean_ptr is not None:
-        mean = tl.sum(mean, 1)
+    running = _scan_rows(
+        logits_rows, running, wanted, (read, column, _or_zero(z_target)), here, first_class,
+        vocab, scaling, label_smoothing, PRECISE, ROWS, BLOCK, CHUNKS, VECTOR, EVICTED,
+    )
+    known = _of_all_lanes(running, wanted, PRECISE)
     if carry_ptr is not None:
-        tl.store(carry_rows, z_target, mask=row_mask)
-        tl.store(carry_max, known_max, mask=row_mask)
-        tl.store(carry_others, others, mask=row_mask)
-        if entropy_ptr is not None:
-            tl.store(carry_distance, distance, mask=row_mask)
-        if squares_ptr is not None:
-            tl.store(carry_squares, squares, mask=row_mask)
-        if mean_ptr is not None:
-            tl.store(carry_mean, mean, mask=row_mask)
-    smooth = tl.sum(smooth, 1)
+        _store_carry(carry, wanted, z_target, known, row_mask)
+
+    known_max, others, _, _, _, smooth, _ = known
+    row_max = _or_zero(known_max)
     e_target = tl.where(counts, exp(z_target - row_max, PRECISE), 0.0)
     total = tl.where(read, others + e_target, 1.0)
     log_total = tl.log(total)
     confident = others <= e_target
     ratio = tl.where(confident, others, 0.0) / tl.where(e_target > 0.0, e_target, 1.0)
     nll = tl.where(confident & (e_target > 0.0), log1p(ratio), row_max - z_target + log_total)
-    lse = row_max + log_total
 
-    loss = nll
-    if label_smoothing is not None:
-        loss = nll * (1.0 - as_float32(label_smoothing))
-    if weight_ptr is not None:
-        loss *= tl.load(weight_ptr + target, mask=counts, other=0.0)
-    weight_sum = tl.full((), vocab, tl.float32)
-    if weight_sum_ptr is not None:
-        weight_sum = tl.load(weight_sum_ptr)
-    if label_smoothing is not None:
-        loss += as_float32(label_smoothing) / vocab * (weight_sum * nll - smooth)
-    loss += z_loss * lse * lse
+    loss, weight_sum = _loss_of_rows(
+        nll, row_max + log_total, smooth, target, counts, weight_ptr, weight_sum_ptr, vocab, label_smoothing, z_loss
+    )
     row_weight = tl.full((ROWS,), 1.0, tl.float32)
     if row_weight_ptr is not None:
         row_weight = tl.load(row_weight_ptr + row, mask=counts, other=0.0)
@@ -270,21 +357,10 @@ def _cross_entropy_fwd_kernel(
     if log_probs_ptr is not None:
         log_prob = tl.where(counts, -nll, tl.where(invalid, float("nan"), 0.0))
         tl.store(log_probs_ptr + row, log_prob, mask=row_mask)
-    if entropy_ptr is not None:
-        mean_distance = (distance + tl.where(e_target > 0.0, e_target * (z_target - row_max), 0.0)) / total
-        tl.store(entropy_ptr + row, log_total - mean_distance, mask=row_mask)
-    if squares_ptr is not None:
-        squares = tl.where(read, squares + e_target * e_target, 1.0)
-        tl.store(squares_ptr + row, tl.log(squares) - 2.0 * log_total, mask=row_mask)
-    if mean_ptr is not None:
-        classes_in_all = vocab
-        if classes is not None:
-            classes_in_all = classes
-        tl.store(mean_ptr + row, mean / classes_in_all, mask=row_mask)
-    if max_ptr is not None:
-        tl.store(max_ptr + row, known_max, mask=row_mask)
-    if predicted_ptr is not None:
-        tl.store(predicted_ptr + row, predicted.to(tl.int64), mask=row_mask)
+    _store_extras(
+        wanted, max_ptr, row, row_mask, read, known, e_target, z_target - row_max, total, log_total,
+        vocab if classes is None else classes,
+    )
 
     if grad_ptr is not None:
         upstream = row_weight
