@@ -188,11 +188,13 @@ def _rope_kernel(
     cos_ptr, cos_batch_stride, cos_seq_stride, cos_col_stride,          # [batch, seq, rotary_dim or half of it]
     sin_ptr, sin_batch_stride, sin_seq_stride, sin_col_stride,          # as cos
     n_tokens, seq_len, q_heads, k_heads, PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, INTERLEAVED_ANGLES: tl.constexpr,
-    REPEAT: tl.constexpr, INVERSE: tl.constexpr, TRAILING: tl.constexpr, TRANSPOSED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, INTERLEAVED_OUT: tl.constexpr, REPEAT: tl.constexpr,
+    INVERSE: tl.constexpr, TRAILING: tl.constexpr, TRANSPOSED: tl.constexpr,
     TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):
     """Rotate q and k, unless they are None. TRANSPOSED applies the transposed map."""
+    # Angles lie as the pairs of the rotated vectors do: in the results, or where the transposed map reads.
+    INTERLEAVED_ANGLES: tl.constexpr = INTERLEAVED if TRANSPOSED else INTERLEAVED_OUT
     # The division is in 32 bits: in 64 bits it would be slower than the loads that wait for it.
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     in_range = token < n_tokens
@@ -278,7 +280,6 @@ def _rotate(
     """Write the rotated ``q`` into ``q_out`` and ``k`` into ``k_out``. Either pair may be None."""
     pairing, rotary_dim, inverse, _, trailing = options
     read, written, repeat = _PAIRINGS[pairing]
-    angles = written
     if transposed:
         read, written = written, read
     some = q if q is not None else k
@@ -299,8 +300,8 @@ def _rotate(
         q, *q_strides, q_out, *q_out_strides, k, *k_strides, k_out, *k_out_strides,
         cos, *cos_strides, sin, *sin_strides,
         n_tokens, seq_len, q_heads, k_heads, PAIRS=rotary_dim // 2, HEAD_DIM=head_dim,
-        INTERLEAVED=read, INTERLEAVED_OUT=written, INTERLEAVED_ANGLES=angles,
-        REPEAT=repeat, INVERSE=inverse, TRAILING=trailing, TRANSPOSED=transposed, **shape,
+        INTERLEAVED=read, INTERLEAVED_OUT=written, REPEAT=repeat,
+        INVERSE=inverse, TRAILING=trailing, TRANSPOSED=transposed, **shape,
     )
     # fmt: on
 

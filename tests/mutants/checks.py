@@ -26,6 +26,7 @@ _anchor = faults("ops.runtime.anchor", "test_ops_anchor.py")
 _saves_first = faults("ops._glu", "test_ops_anchor.py")
 _chunks = faults("ops.loss.schedules.token_chunks", "test_ops_linear_cross_entropy.py")
 _head = faults("ops.loss.linear_cross_entropy", "test_ops_linear_cross_entropy.py")
+_head_arguments = faults("ops.loss.head", "test_ops_linear_cross_entropy.py")
 _slabs = faults("ops.loss.schedules.vocabulary_slabs", "test_ops_linear_cross_entropy_slabs.py")
 _chosen = faults("ops.loss.schedules.chosen", "test_ops_linear_cross_entropy_schedules.py")
 _slab_plan = faults("ops.loss.schedules.slab_plan", "test_ops_linear_log_probs.py")
@@ -208,11 +209,11 @@ MUTANTS = (
         "Without reduction, the fused head scales its gradients by the first row's upstream gradient.",
         "grad_loss = grad_loss if call.row_weight is None else grad_loss * call.row_weight",
         "grad_loss = grad_loss[:1].expand_as(grad_loss)", "test_every_option", source="C3"),
-    _head("c10_no_cast_under_autocast", "Under autocast the hidden states are not cast.",
+    _head_arguments("c10_no_cast_under_autocast", "Under autocast the hidden states are not cast.",
         "hidden, weight, bias = (as_autocast(t, hidden.device) for t in (hidden, weight, bias))",
         "weight, bias = (as_autocast(t, hidden.device) for t in (weight, bias))", "test_autocast_of_float32_masters",
         source="C10"),
-    _head("c13_frozen_head_pays_for_its_gradient", "A frozen head's gradient is allocated and computed.",
+    _head_arguments("c13_frozen_head_pays_for_its_gradient", "A frozen head's gradient is allocated and computed.",
         "grad and weight.requires_grad", "grad",
         "test_ops_linear_cross_entropy_schedules.py::test_what_is_frozen_costs_nothing", source="C13"),
     faults("ops.loss.schedules.schedule")("c16_logits_in_bfloat16_blocks",
@@ -307,7 +308,7 @@ MUTANTS = (
         "test_ops_linear_cross_entropy.py::test_every_option[vocabulary slabs-torch.float32-all but smoothing-mean]",
         within="_overwritten"),
     _loss("slabs_forget_the_classes_before", "The sum over the classes begins anew with every slab of the vocabulary.",
-        "others = tl.where(lane, before[:, None], others)", "others = tl.where(lane, before[:, None] * 0.0, others)",
+        "_in_first_lane(others, carry_others, row_mask, 0.0)", "others",
         "test_ops_linear_cross_entropy.py::test_every_option[vocabulary slabs-torch.float32-all but smoothing-mean]"),
     _rows("c27_label_smoothing_ignored", "The loss accepts label_smoothing and does not use it.",
         "options.label_smoothing or None", "None", "test_ops_cross_entropy.py::test_every_option", source="C27"),

@@ -32,13 +32,8 @@ from torch import Tensor
 
 from liger_kernels.ops.divergence.rows import Teacher
 from liger_kernels.ops.loss.counted_rows import CountedTargets
-from liger_kernels.ops.loss.linear_cross_entropy import (
-    Memory,
-    checked_head,
-    counted_rows,
-    run_schedule,
-    uncompiled,
-)
+from liger_kernels.ops.loss.head import checked_head, counted_rows
+from liger_kernels.ops.loss.linear_cross_entropy import Memory, run_schedule, uncompiled
 from liger_kernels.ops.loss.options import OF_DIVERGENCE, Finite, LossOptions, Positive, check_names
 from liger_kernels.ops.loss.schedules.chosen import choose_schedule
 from liger_kernels.ops.loss.schedules.schedule import Call, Needs

@@ -25,6 +25,12 @@ from liger_kernels.ops.runtime.dispatch import tl, triton
 # The formatter would put every argument on a line of its own.
 # fmt: off
 @triton.jit
+def _or_zero(x):
+    """``x``, and 0 for -inf."""
+    return tl.where(x > float("-inf"), x, 0.0)
+
+
+@triton.jit
 def _over_lane(x):
     """The sum of ``x`` [rows, chunks, lanes, vector] over what each lane holds."""
     return tl.sum(tl.sum(x, 3), 1)
@@ -87,7 +93,7 @@ def _scan_block(
         better = (block_max > group_max) | ((block_max == group_max) & (where_max < predicted))
         predicted = tl.where(better, where_max, predicted)
     new_max = tl.maximum(group_max, block_max)
-    shift = tl.where(new_max > float("-inf"), new_max, 0.0)  # -inf - -inf would be NaN
+    shift = _or_zero(new_max)  # -inf - -inf would be NaN
     decay = exp(group_max - shift, PRECISE)
     e = exp(z - shift[:, None, :, None], PRECISE)
     if not PLAIN:
@@ -103,56 +109,31 @@ def _scan_block(
     return new_max, others, distance, squares, mean, smooth, predicted
 
 
-@triton.jit(do_not_specialize_on_alignment=["targets_ptr"])
-def _cross_entropy_fwd_kernel(
-    logits_ptr, logits_stride,                          # [rows, vocab]
-    targets_ptr,                                        # [rows]
-    weight_ptr, weight_sum_ptr,                         # [vocab], 0-d, or None
-    row_weight_ptr,                                     # [rows] or None
-    loss_ptr,                                           # [rows]
-    stats_ptr, stats_stride,                            # [3, rows] or None
-    log_probs_ptr, entropy_ptr, predicted_ptr, squares_ptr, mean_ptr, max_ptr,    # [rows] or None
-    ids_ptr, id_logits_ptr, n_ids,                      # [rows, n_ids] or None
-    grad_ptr, grad_stride, denominator_ptr,            # [rows, vocab], 0-d, or None
-    carry_ptr, carry_stride, first, classes,            # of a slab: Carried [6, rows] or None, and two numbers
-    n_rows, vocab,
-    ignore_index, label_smoothing, softcap, logit_scale, inverse_temperature, z_loss,
-    IDS: tl.constexpr,
-    PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
-):
-    z_loss = as_float32(z_loss)
-    scaling = (logit_scale, softcap, inverse_temperature)
+@triton.jit
+def _carry_rows(carry_ptr, row, stride):
+    """Where the rows of ``Carried`` have their numbers of ``row``. Each row lies a stride after the one before: no
+    product in 32 bits."""
+    target = carry_ptr + row
+    maximum = target + stride
+    others = maximum + stride
+    distance = others + stride
+    squares = distance + stride
+    return target, maximum, others, distance, squares, squares + stride
 
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    row_mask = row < n_rows
-    target = tl.load(targets_ptr + row, mask=row_mask, other=ignore_index)
-    target, counts, invalid, column, here = read_target(target, ignore_index, vocab, first, classes)
-    logits_rows = logits_ptr + row * logits_stride
-    x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
-    z_target = scaled_logits(x_target, scaling, PRECISE)
-    if ids_ptr is not None:
-        offset, id_column, id_here = _id_columns(ids_ptr, row, row_mask, first, vocab, n_ids, IDS)
-        x_id = tl.load(logits_rows[:, None] + id_column, mask=id_here, other=0.0).to(tl.float32)
-        tl.store(id_logits_ptr + offset, scaled_logits(x_id, scaling, PRECISE), mask=id_here)
-    carry_rows = row
-    if carry_ptr is not None:
-        carry_rows = carry_ptr + row  # of its six rows, each a stride after the one before: no product in 32 bits
-        carry_max = carry_rows + carry_stride
-        carry_others = carry_max + carry_stride
-        carry_distance = carry_others + carry_stride
-        carry_squares = carry_distance + carry_stride
-        carry_mean = carry_squares + carry_stride
-        z_target = tl.where(here, z_target, tl.load(carry_rows, mask=row_mask, other=0.0))
-    finite_z_target = tl.where(z_target > float("-inf"), z_target, 0.0)
 
-    # Ignored rows are read only if something is reported about them.
-    read = row_mask
-    if entropy_ptr is None and predicted_ptr is None and squares_ptr is None and mean_ptr is None and max_ptr is None:
-        read = counts
+@triton.jit
+def _in_first_lane(x, ptr, mask, other):
+    """``x`` [rows, lanes], but in the first lane what lies at ``ptr`` [rows]."""
+    lane = (tl.arange(0, x.shape[1]) == 0)[None, :]
+    before = tl.load(ptr, mask=mask, other=other).to(x.dtype)
+    return tl.where(lane, before[:, None], x)
 
-    # A maximum and its sums for what each lane holds of a block, CHUNKS times VECTOR neighbouring columns: nothing
-    # crosses lanes, and nobody waits, until the loop is over.
-    LANES: tl.constexpr = BLOCK // (CHUNKS * VECTOR)
+
+@triton.jit
+def _known_before(carry, wanted, row, row_mask, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """What the lanes know before the first column: nothing, or with a ``carry`` what it says of the classes before, as
+    if the first lane had seen them."""
+    _, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr = wanted
     group_max = tl.full((ROWS, LANES), float("-inf"), tl.float32)
     others = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max) but for the target's
     distance = tl.zeros((ROWS, LANES), tl.float32)  # sum of exp(z - max) * (z - max), for the entropy
@@ -160,32 +141,33 @@ def _cross_entropy_fwd_kernel(
     mean = tl.zeros((ROWS, LANES), tl.float32)  # sum of z
     smooth = tl.zeros((ROWS, LANES), tl.float32)  # sum of w_c * (z_c - z_target), for label smoothing
     predicted = tl.zeros((ROWS, LANES), tl.int32)
-    first_class = 0
-    if carry_ptr is not None:  # the classes before these, as if the first lane had seen them
-        first_class = first
-        lane = (tl.arange(0, LANES) == 0)[None, :]
-        before = tl.load(carry_max, mask=row_mask, other=float("-inf"))
-        group_max = tl.where(lane, before[:, None], group_max)
-        before = tl.load(carry_others, mask=row_mask, other=0.0)
-        others = tl.where(lane, before[:, None], others)
+    if carry is not None:
+        _, carry_max, carry_others, carry_distance, carry_squares, carry_mean = carry
+        group_max = _in_first_lane(group_max, carry_max, row_mask, float("-inf"))
+        others = _in_first_lane(others, carry_others, row_mask, 0.0)
         if entropy_ptr is not None:
-            before = tl.load(carry_distance, mask=row_mask, other=0.0)
-            distance = tl.where(lane, before[:, None], distance)
+            distance = _in_first_lane(distance, carry_distance, row_mask, 0.0)
         if squares_ptr is not None:
-            before = tl.load(carry_squares, mask=row_mask, other=0.0)
-            squares = tl.where(lane, before[:, None], squares)
+            squares = _in_first_lane(squares, carry_squares, row_mask, 0.0)
         if mean_ptr is not None:
-            before = tl.load(carry_mean, mask=row_mask, other=0.0)
-            mean = tl.where(lane, before[:, None], mean)
+            mean = _in_first_lane(mean, carry_mean, row_mask, 0.0)
         if predicted_ptr is not None:
-            known = tl.load(predicted_ptr + row, mask=row_mask, other=0).to(tl.int32)
-            predicted = tl.where(lane, known[:, None], predicted)
-    # A gradient needs the row again: it should still be in the L2 cache then.
-    EVICTED: tl.constexpr = "evict_first" if grad_ptr is None else "evict_last"
-    # Most of a large vocabulary are whole blocks of one row without its target: nothing is asked of their elements. The
-    # target's block and the last one, if it is not whole, come after them; a tile of several rows has only such blocks.
-    wanted = (weight_ptr, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr)
-    rows = (read, column, finite_z_target)
+            predicted = _in_first_lane(predicted, predicted_ptr + row, row_mask, 0)
+    return group_max, others, distance, squares, mean, smooth, predicted
+
+
+@triton.jit
+def _scan_rows(
+    logits_rows, running, wanted, rows, here, first_class,    # as _scan_block has them; whether a target is here
+    vocab, scaling, label_smoothing,
+    PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
+    EVICTED: tl.constexpr,
+):
+    """What the lanes know of the rows after all columns. Most of a large vocabulary are whole blocks of one row without
+    its target: nothing is asked of their elements. The target's block and the last one, if it is not whole, come after
+    them; a tile of several rows has only such blocks."""
+    group_max, others, distance, squares, mean, smooth, predicted = running
+    _, column, _ = rows
     n_plain = 0
     n_edges = tl.cdiv(vocab, BLOCK)
     target_block = n_edges
@@ -210,14 +192,20 @@ def _cross_entropy_fwd_kernel(
                 vocab, scaling, label_smoothing,
                 PRECISE, BLOCK, CHUNKS, VECTOR, EVICTED, PLAIN=edges == 0,
             )
+    return group_max, others, distance, squares, mean, smooth, predicted
 
-    row_max = tl.max(group_max, 1)
+
+@triton.jit
+def _of_all_lanes(running, wanted, PRECISE: tl.constexpr):
+    """What all lanes of a row know together, each [rows]."""
+    group_max, others, distance, squares, mean, smooth, predicted = running
+    _, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr = wanted
+    known_max = tl.max(group_max, 1)
     if predicted_ptr is not None:  # of equal maxima the first
         none = 2**31 - 1
-        predicted = tl.min(tl.where(group_max == row_max[:, None], predicted, none), 1)
+        predicted = tl.min(tl.where(group_max == known_max[:, None], predicted, none), 1)
         predicted = tl.where(predicted < none, predicted, 0)
-    known_max = row_max
-    row_max = tl.where(row_max > float("-inf"), row_max, 0.0)
+    row_max = _or_zero(known_max)
     moved = tl.where(group_max > float("-inf"), group_max - row_max[:, None], 0.0)
     decay = tl.where(group_max > float("-inf"), exp(group_max - row_max[:, None], PRECISE), 0.0)
     if entropy_ptr is not None:
@@ -227,25 +215,32 @@ def _cross_entropy_fwd_kernel(
         squares = tl.sum(squares * (decay * decay), 1)
     if mean_ptr is not None:
         mean = tl.sum(mean, 1)
-    if carry_ptr is not None:
-        tl.store(carry_rows, z_target, mask=row_mask)
-        tl.store(carry_max, known_max, mask=row_mask)
-        tl.store(carry_others, others, mask=row_mask)
-        if entropy_ptr is not None:
-            tl.store(carry_distance, distance, mask=row_mask)
-        if squares_ptr is not None:
-            tl.store(carry_squares, squares, mask=row_mask)
-        if mean_ptr is not None:
-            tl.store(carry_mean, mean, mask=row_mask)
-    smooth = tl.sum(smooth, 1)
-    e_target = tl.where(counts, exp(z_target - row_max, PRECISE), 0.0)
-    total = tl.where(read, others + e_target, 1.0)
-    log_total = tl.log(total)
-    confident = others <= e_target
-    ratio = tl.where(confident, others, 0.0) / tl.where(e_target > 0.0, e_target, 1.0)
-    nll = tl.where(confident & (e_target > 0.0), log1p(ratio), row_max - z_target + log_total)
-    lse = row_max + log_total
+    return known_max, others, distance, squares, mean, tl.sum(smooth, 1), predicted
 
+
+@triton.jit
+def _store_carry(carry, wanted, z_target, known, row_mask):
+    """Write what is known of the rows, for the classes after these."""
+    carry_target, carry_max, carry_others, carry_distance, carry_squares, carry_mean = carry
+    _, entropy_ptr, squares_ptr, mean_ptr, _ = wanted
+    known_max, others, distance, squares, mean, _, _ = known
+    tl.store(carry_target, z_target, mask=row_mask)
+    tl.store(carry_max, known_max, mask=row_mask)
+    tl.store(carry_others, others, mask=row_mask)
+    if entropy_ptr is not None:
+        tl.store(carry_distance, distance, mask=row_mask)
+    if squares_ptr is not None:
+        tl.store(carry_squares, squares, mask=row_mask)
+    if mean_ptr is not None:
+        tl.store(carry_mean, mean, mask=row_mask)
+
+
+@triton.jit
+def _loss_of_rows(
+    nll, lse, smooth, target, counts,                   # [rows]
+    weight_ptr, weight_sum_ptr, vocab, label_smoothing, z_loss,
+):
+    """The loss of each row without its row weight, and the sum of the class weights."""
     loss = nll
     if label_smoothing is not None:
         loss = nll * (1.0 - as_float32(label_smoothing))
@@ -256,7 +251,99 @@ def _cross_entropy_fwd_kernel(
         weight_sum = tl.load(weight_sum_ptr)
     if label_smoothing is not None:
         loss += as_float32(label_smoothing) / vocab * (weight_sum * nll - smooth)
-    loss += z_loss * lse * lse
+    return loss + z_loss * lse * lse, weight_sum
+
+
+@triton.jit
+def _store_extras(
+    wanted, max_ptr, row, row_mask, read,               # pointers as the kernel has them; [rows]
+    known, e_target, below_target, total, log_total,    # seven of [rows], and [rows]
+    classes,
+):
+    """Write what is reported of rows besides their loss and the target's log-probability."""
+    _, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr = wanted
+    known_max, _, distance, squares, mean, _, predicted = known
+    if entropy_ptr is not None:
+        mean_distance = (distance + tl.where(e_target > 0.0, e_target * below_target, 0.0)) / total
+        tl.store(entropy_ptr + row, log_total - mean_distance, mask=row_mask)
+    if squares_ptr is not None:
+        squares = tl.where(read, squares + e_target * e_target, 1.0)
+        tl.store(squares_ptr + row, tl.log(squares) - 2.0 * log_total, mask=row_mask)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean / classes, mask=row_mask)
+    if max_ptr is not None:
+        tl.store(max_ptr + row, known_max, mask=row_mask)
+    if predicted_ptr is not None:
+        tl.store(predicted_ptr + row, predicted.to(tl.int64), mask=row_mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["targets_ptr"])
+def _cross_entropy_fwd_kernel(
+    logits_ptr, logits_stride,                          # [rows, vocab]
+    targets_ptr,                                        # [rows]
+    weight_ptr, weight_sum_ptr,                         # [vocab], 0-d, or None
+    row_weight_ptr,                                     # [rows] or None
+    loss_ptr,                                           # [rows]
+    stats_ptr, stats_stride,                            # [3, rows] or None; the stride of carry, too
+    log_probs_ptr, entropy_ptr, predicted_ptr, squares_ptr, mean_ptr, max_ptr,    # [rows] or None
+    ids_ptr, id_logits_ptr, n_ids,                      # [rows, n_ids] or None
+    grad_ptr, grad_stride, denominator_ptr,            # [rows, vocab], 0-d, or None
+    carry_ptr, first, classes,                          # of a slab: Carried [6, rows] or None, and two numbers
+    n_rows, vocab,
+    ignore_index, label_smoothing, softcap, logit_scale, inverse_temperature, z_loss,
+    IDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
+):
+    PRECISE: tl.constexpr = logits_ptr.dtype.element_ty == tl.float32
+    z_loss = as_float32(z_loss)
+    scaling = (logit_scale, softcap, inverse_temperature)
+
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_mask = row < n_rows
+    target = tl.load(targets_ptr + row, mask=row_mask, other=ignore_index)
+    target, counts, invalid, column, here = read_target(target, ignore_index, vocab, first, classes)
+    logits_rows = logits_ptr + row * logits_stride
+    x_target = tl.load(logits_rows + column, mask=here, other=0.0).to(tl.float32)
+    z_target = scaled_logits(x_target, scaling, PRECISE)
+    if ids_ptr is not None:
+        offset, id_column, id_here = _id_columns(ids_ptr, row, row_mask, first, vocab, n_ids, IDS)
+        x_id = tl.load(logits_rows[:, None] + id_column, mask=id_here, other=0.0).to(tl.float32)
+        tl.store(id_logits_ptr + offset, scaled_logits(x_id, scaling, PRECISE), mask=id_here)
+    carry, first_class = None, 0
+    if carry_ptr is not None:
+        carry, first_class = _carry_rows(carry_ptr, row, stats_stride), first
+        z_target = tl.where(here, z_target, tl.load(carry[0], mask=row_mask, other=0.0))
+
+    # Ignored rows are read only if something is reported about them.
+    read = row_mask
+    if entropy_ptr is None and predicted_ptr is None and squares_ptr is None and mean_ptr is None and max_ptr is None:
+        read = counts
+
+    # A maximum and its sums for what each lane holds of a block, CHUNKS times VECTOR neighbouring columns: nothing
+    # crosses lanes, and nobody waits, until the loop is over.
+    wanted = (weight_ptr, entropy_ptr, squares_ptr, mean_ptr, predicted_ptr)
+    running = _known_before(carry, wanted, row, row_mask, ROWS, BLOCK // (CHUNKS * VECTOR))
+    # A gradient needs the row again: it should still be in the L2 cache then.
+    EVICTED: tl.constexpr = "evict_first" if grad_ptr is None else "evict_last"
+    running = _scan_rows(
+        logits_rows, running, wanted, (read, column, _or_zero(z_target)), here, first_class,
+        vocab, scaling, label_smoothing, PRECISE, ROWS, BLOCK, CHUNKS, VECTOR, EVICTED,
+    )
+    known = _of_all_lanes(running, wanted, PRECISE)
+    if carry_ptr is not None:
+        _store_carry(carry, wanted, z_target, known, row_mask)
+
+    known_max, others, _, _, _, smooth, _ = known
+    row_max = _or_zero(known_max)
+    e_target = tl.where(counts, exp(z_target - row_max, PRECISE), 0.0)
+    total = tl.where(read, others + e_target, 1.0)
+    log_total = tl.log(total)
+    confident = others <= e_target
+    ratio = tl.where(confident, others, 0.0) / tl.where(e_target > 0.0, e_target, 1.0)
+    nll = tl.where(confident & (e_target > 0.0), log1p(ratio), row_max - z_target + log_total)
+
+    loss, weight_sum = _loss_of_rows(
+        nll, row_max + log_total, smooth, target, counts, weight_ptr, weight_sum_ptr, vocab, label_smoothing, z_loss
+    )
     row_weight = tl.full((ROWS,), 1.0, tl.float32)
     if row_weight_ptr is not None:
         row_weight = tl.load(row_weight_ptr + row, mask=counts, other=0.0)
@@ -270,21 +357,10 @@ def _cross_entropy_fwd_kernel(
     if log_probs_ptr is not None:
         log_prob = tl.where(counts, -nll, tl.where(invalid, float("nan"), 0.0))
         tl.store(log_probs_ptr + row, log_prob, mask=row_mask)
-    if entropy_ptr is not None:
-        mean_distance = (distance + tl.where(e_target > 0.0, e_target * (z_target - row_max), 0.0)) / total
-        tl.store(entropy_ptr + row, log_total - mean_distance, mask=row_mask)
-    if squares_ptr is not None:
-        squares = tl.where(read, squares + e_target * e_target, 1.0)
-        tl.store(squares_ptr + row, tl.log(squares) - 2.0 * log_total, mask=row_mask)
-    if mean_ptr is not None:
-        classes_in_all = vocab
-        if classes is not None:
-            classes_in_all = classes
-        tl.store(mean_ptr + row, mean / classes_in_all, mask=row_mask)
-    if max_ptr is not None:
-        tl.store(max_ptr + row, known_max, mask=row_mask)
-    if predicted_ptr is not None:
-        tl.store(predicted_ptr + row, predicted.to(tl.int64), mask=row_mask)
+    _store_extras(
+        wanted, max_ptr, row, row_mask, read, known, e_target, z_target - row_max, total, log_total,
+        vocab if classes is None else classes,
+    )
 
     if grad_ptr is not None:
         upstream = row_weight
@@ -304,19 +380,20 @@ def _cross_entropy_bwd_kernel(
     grad_ptr, grad_stride,                              # [rows, vocab]
     targets_ptr,                                        # [rows]
     weight_ptr, weight_sum_ptr,                         # [vocab], 0-d, or None
-    stats_ptr, stats_stride,                            # [3, rows]
+    stats_ptr, stats_stride,                            # [3, rows]; the stride of id_totals, too
     upstream_ptr, upstream_stride, denominator_ptr,         # [rows], 0-d or None
     row_weight_ptr, skip_if_one_ptr,                    # [rows], 0-d, or None
     entropy_ptr, grad_entropy_ptr, grad_entropy_stride, # [rows] or None
-    ids_ptr, id_grads_ptr, id_totals_ptr, id_totals_stride, n_ids,    # [rows, n_ids] twice, [2, rows], or None
+    ids_ptr, id_grads_ptr, id_totals_ptr, n_ids,    # [rows, n_ids] twice, [2, rows], or None
     first, classes,                                     # of a slab
     n_rows, vocab,
     ignore_index, label_smoothing, softcap, logit_scale, inverse_temperature, z_loss,
-    IDS: tl.constexpr, PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    IDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     if skip_if_one_ptr is not None:  # noqa: SIM102 (the outer one is decided when it is compiled)
         if tl.load(skip_if_one_ptr) == 1.0:
             return
+    PRECISE: tl.constexpr = logits_ptr.dtype.element_ty == tl.float32
     z_loss = as_float32(z_loss)
     scaling = (logit_scale, softcap, inverse_temperature)
 
@@ -341,7 +418,7 @@ def _cross_entropy_bwd_kernel(
         offset, id_column, id_here = _id_columns(ids_ptr, row, row_mask, first, vocab, n_ids, IDS)
         id_grad = tl.load(id_grads_ptr + offset, mask=id_here, other=0.0)
         ids_total = tl.load(id_totals_ptr + row, mask=row_mask, other=0.0)
-        ids_at_target = tl.load(id_totals_ptr + row + id_totals_stride, mask=row_mask, other=0.0)
+        ids_at_target = tl.load(id_totals_ptr + row + stats_stride, mask=row_mask, other=0.0)
         ids = (id_column, id_here, id_grad, ids_total, ids_at_target)
     stats_rows = stats_ptr + row
     _store_grad(

@@ -54,37 +54,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernels.ops._row_blocks import as_canonical
 from liger_kernels.ops.lora.adapter import LoraAdapter
-from liger_kernels.ops.lora.head import as_matrix, check_head_adapters, has_float64, reference_logits, with_adapters
 from liger_kernels.ops.lora.low_rank import LowRank
 from liger_kernels.ops.lora.projection import as_it_is
-from liger_kernels.ops.loss.counted_rows import CountedRows, CountedTargets, checked_count, rows_to_take
+from liger_kernels.ops.loss.counted_rows import CountedTargets
 from liger_kernels.ops.loss.cross_entropy import (
     CrossEntropyOutput,
     as_kernel_weight,
-    check_targets,
-    check_weights,
     cross_entropy,
     reference,
     with_extras,
 )
+from liger_kernels.ops.loss.head import Head, head_of
 from liger_kernels.ops.loss.operators import linear_cross_entropy_op
 from liger_kernels.ops.loss.options import LossOptions, takes_options
-from liger_kernels.ops.loss.schedules.chosen import choose_schedule, unsharded_because
+from liger_kernels.ops.loss.schedules.chosen import choose_schedule
 from liger_kernels.ops.loss.schedules.schedule import (
     TENSORS,
     Call,
-    Needs,
     Packed,
     Schedule,
     Upstream,
     current_observer,
     padded,
 )
-from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of
 from liger_kernels.ops.runtime.arguments import Limit, checked, checked_op, one_of
-from liger_kernels.ops.runtime.dispatch import as_autocast, backward_once, use_triton
+from liger_kernels.ops.runtime.dispatch import backward_once, use_triton
 from liger_kernels.ops.runtime.kept import keeps_graph
 
 MEMORY = ("fast", "balanced", "small")
@@ -111,30 +106,8 @@ def linear_cross_entropy_ref(
     """:func:`linear_cross_entropy` in plain torch. It holds all logits, in the input's dtype."""
     o = LossOptions.checked(options)
     weights = class_weight, row_weight, denominator
-    if dense is not as_it_is:
-        weight, _ = as_matrix(weight, dense, hidden)
-    hidden, weight, bias, _, shard = checked_head(hidden, weight, targets, bias, o, *weights, group)
-    if adapters:
-        check_head_adapters(hidden, weight, adapters, shard)
-    return _reference(hidden, weight, targets, bias, adapters, *weights, o, shard)
-
-
-def _reference(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    adapters: Sequence[LoraAdapter],
-    class_weight: Tensor | None,
-    row_weight: Tensor | None,
-    denominator: Tensor | None,
-    options: LossOptions,
-    shard: VocabShard | None,
-    invariant: bool = False,
-) -> Tensor | CrossEntropyOutput:
-    """:func:`linear_cross_entropy_ref` of checked arguments."""
-    logits = reference_logits(hidden, weight, bias, adapters, shard, invariant)
-    return reference(logits, targets, class_weight, row_weight, denominator, options)
+    head = head_of(hidden, weight, targets, bias, o, *weights, adapters=adapters, dense=dense, group=group)
+    return reference(head.logits(), targets, *weights, o)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -215,65 +188,6 @@ def _is_traced_whole(hidden: Tensor, vocab: int) -> bool:
     return torch.compiler.is_compiling() and use_triton(hidden) and aligned and current_observer() is None
 
 
-def checked_head(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    options: LossOptions,
-    class_weight: Tensor | None = None,
-    row_weight: Tensor | None = None,
-    denominator: Tensor | None = None,
-    group: Any = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Needs, VocabShard | None]:
-    """Check the arguments of a head.
-
-    Returns:
-        hidden, weight and bias, cast under autocast as ``F.linear`` casts them; which of them need a gradient; and this
-        rank's classes.
-
-    Raises:
-        TypeError, ValueError: for an argument of a wrong type, shape, dtype or device.
-    """
-    for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if t is not None and not t.is_floating_point():
-            raise TypeError(f"{name} is {t.dtype}; it must be floating point")
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they must be "
-            "[tokens, hidden size] and [vocab, hidden size]: flatten hidden's leading dimensions"
-        )
-    tokens, vocab = hidden.shape[0], weight.shape[0]
-    shard = VocabShard.of(group, weight)
-    if bias is not None and bias.shape != (vocab,):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{vocab}], one number per row of weight")
-    check_targets(targets, class_weight, options.ignore_index, tokens, classes_of(weight, shard), hidden.device)
-    check_weights(row_weight, denominator, tokens, hidden.device)
-    hidden, weight, bias = (as_autocast(t, hidden.device) for t in (hidden, weight, bias))
-    parameters = [weight] if bias is None else [weight, bias]
-    if any(p.dtype != hidden.dtype or p.device != hidden.device for p in parameters):
-        given = ", ".join(f"{t.dtype} on {t.device}" for t in (hidden, *parameters))
-        raise ValueError(f"hidden, weight and bias are {given}; they must have one dtype and device: cast or move them")
-    if shard is not None:
-        _check_sharded(options, hidden.dtype)
-    grad = torch.is_grad_enabled()
-    needs = Needs(
-        grad and hidden.requires_grad,
-        grad and weight.requires_grad,
-        grad and bias is not None and bias.requires_grad,
-    )
-    return hidden, weight, bias, needs, shard
-
-
-def _check_sharded(options: LossOptions, dtype: torch.dtype) -> None:
-    reason = unsharded_because(dtype, options.label_smoothing)
-    if reason is not None:
-        raise ValueError(
-            f"group was given with {reason}, which does not go with it: use bfloat16 or float32 without label "
-            "smoothing, or compute the logits of all ranks and their cross_entropy"
-        )
-
-
 def uncompiled(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``op(*args, **kwargs)`` outside of the program that is being compiled."""
     return torch.compiler.disable(op)(*args, **kwargs)  # as a decorator it would import the compiler for everybody
@@ -296,30 +210,37 @@ def run_schedule(schedule: Schedule, call: Call, entropy: bool = False) -> tuple
     return loss, dict(zip((*call.options.written(), *ids), extras, strict=True))
 
 
-# These extras are zero for an ignored row, or have no rows. The others describe every row.
-_OF_COUNTED_ROWS = ("token_accuracy", "log_probs", "is_top1")
-
-
-def counted_rows(
-    counted: CountedTargets | int | None,
-    hidden: Tensor,
-    classes: int,
+def _loss_of(
+    head: Head,
     targets: Tensor,
-    ignore_index: int,
-    extras: tuple[str, ...] = (),
-) -> CountedRows:
-    """The rows to multiply: all of them if one of ``extras`` describes every row, otherwise those that count.
+    o: LossOptions,
+    weights: dict[str, Any],
+    chunk_size: int | None,
+    memory: Memory | None,
+    counted: CountedTargets | int | None,
+    invariant: bool,
+) -> Tensor | CrossEntropyOutput:
+    """:func:`linear_cross_entropy` of checked arguments.
 
-    Raises:
-        TypeError, ValueError: as :func:`checked_count`.
+    Args:
+        weights: class_weight, row_weight and denominator.
     """
-    at_most = checked_count(counted, targets, ignore_index)
-    targets = targets.contiguous()
-    plain = type(hidden) in (Tensor, torch.nn.Parameter)
-    if at_most is None or not plain or not use_triton(hidden) or any(name not in _OF_COUNTED_ROWS for name in extras):
-        return CountedRows(targets)
-    taken = rows_to_take(len(targets), at_most)
-    return CountedRows.first(targets, ignore_index, classes, taken) if taken < len(targets) else CountedRows(targets)
+    vocab = head.weight.shape[0]
+    rows, taken, low, needs = head.rows(counted, targets, o.ignore_index, o.extras, invariant)
+    memory, schedule = choose_schedule(rows, vocab, o, needs, chunk_size, memory, head.shard, invariant=invariant)
+    class_weight, row_weight, denominator = weights.values()
+    if not head.runs:
+        return reference(head.logits(invariant), targets, class_weight, row_weight, denominator, o)
+    if memory == "fast" and not invariant and _is_traced_whole(head.hidden, vocab):
+        logits = F.linear(head.hidden, head.weight, head.bias)
+        return cross_entropy(logits, targets, **weights, **o.as_arguments())
+    row_weight = None if row_weight is None else taken.take(row_weight)
+    of_kernels = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
+    tensors = rows, head.weight, head.bias, taken.targets, *of_kernels
+    loss, extras = run_schedule(schedule, Call(*tensors, o, needs, taken, head.shard, low, head.packed))
+    loss = taken.spread(loss) if o.reduction == "none" else loss
+    extras = {name: taken.spread(extra) for name, extra in extras.items()}
+    return with_extras(loss, o, targets, extras)
 
 
 @takes_options()
@@ -391,34 +312,12 @@ def linear_cross_entropy(
         TypeError, ValueError: for an argument of a wrong type, shape, device or range; for targets out of range as
             :func:`cross_entropy` does.
     """
-    named: dict[str, Any] = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator}
+    weights: dict[str, Any] = {"class_weight": class_weight, "row_weight": row_weight, "denominator": denominator}
+    of_head: dict[str, Any] = {"adapters": adapters, "dense": dense, "group": group}
+    how: dict[str, Any] = {"chunk_size": chunk_size, "memory": memory, "counted": counted, "invariant": invariant}
     if (group is not None or adapters or dense is not as_it_is) and torch.compiler.is_compiling():
-        how: dict[str, Any] = {"chunk_size": chunk_size, "memory": memory, "counted": counted, "group": group}
-        how |= {"adapters": adapters, "dense": dense, "invariant": invariant}
-        return uncompiled(linear_cross_entropy, hidden, weight, targets, bias, **named, **how, **options)
+        every = weights | of_head | how | options
+        return uncompiled(linear_cross_entropy, hidden, weight, targets, bias, **every)
     o = LossOptions.checked(options)
-    weights = class_weight, row_weight, denominator
-    packed, low = None, None
-    if dense is not as_it_is:
-        weight, packed = as_matrix(weight, dense, hidden)
-    hidden, weight, bias, needs, shard = checked_head(hidden, weight, targets, bias, o, *weights, group)
-    if adapters:
-        check_head_adapters(hidden, weight, adapters, shard)
-    taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, o.ignore_index, o.extras)
-    rows = as_canonical(taken.take(hidden)) if invariant else taken.take(hidden)
-    runs = use_triton(hidden, opaque=True) and not (adapters and has_float64(adapters))
-    if runs and adapters:
-        rows, low, needs = with_adapters(rows, adapters, taken, needs, invariant)
-    memory, schedule = choose_schedule(rows, weight.shape[0], o, needs, chunk_size, memory, shard, invariant=invariant)
-    named |= o.as_arguments()
-    if not runs:
-        return _reference(hidden, weight, targets, bias, adapters, *weights, o, shard, invariant)
-    if memory == "fast" and not invariant and _is_traced_whole(hidden, weight.shape[0]):
-        return cross_entropy(F.linear(hidden, weight, bias), targets, **named)
-    row_weight = None if row_weight is None else taken.take(row_weight)
-    weights = as_kernel_weight(class_weight), as_kernel_weight(row_weight), denominator
-    call = Call(rows, weight, bias, taken.targets, *weights, o, needs, taken, shard, low, packed)
-    loss, extras = run_schedule(schedule, call)
-    loss = taken.spread(loss) if o.reduction == "none" else loss
-    extras = {name: taken.spread(extra) for name, extra in extras.items()}
-    return with_extras(loss, o, targets, extras)
+    head = head_of(hidden, weight, targets, bias, o, class_weight, row_weight, denominator, **of_head)
+    return _loss_of(head, targets, o, weights, **how)

@@ -20,24 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernels.ops._row_blocks import as_canonical
 from liger_kernels.ops.lora.adapter import LoraAdapter
-from liger_kernels.ops.lora.head import as_matrix, check_head_adapters, has_float64, reference_logits, with_adapters
 from liger_kernels.ops.lora.projection import as_it_is
 from liger_kernels.ops.loss.counted_rows import CountedTargets
-from liger_kernels.ops.loss.linear_cross_entropy import (
-    Memory,
-    checked_head,
-    counted_rows,
-    run_schedule,
-    uncompiled,
-)
+from liger_kernels.ops.loss.head import Head, head_of
+from liger_kernels.ops.loss.linear_cross_entropy import Memory, run_schedule, uncompiled
 from liger_kernels.ops.loss.options import LossOptions, check_names, check_options, takes_options
 from liger_kernels.ops.loss.schedules.chosen import choose_schedule
 from liger_kernels.ops.loss.schedules.schedule import Call
 from liger_kernels.ops.loss.vocab_parallel import classes_of
 from liger_kernels.ops.runtime.arguments import checked, checked_op
-from liger_kernels.ops.runtime.dispatch import use_triton
 
 
 class LogProbsOutput(NamedTuple):
@@ -81,9 +73,10 @@ def _checked(options: dict[str, Any], outputs: tuple[str, ...], ids: Tensor | No
     return LossOptions.checked({**options, "reduction": "none", "extras": extras})
 
 
-def _check_ids(ids: Tensor | None, tokens: int, classes: int, device: torch.device) -> None:
+def _check_ids(ids: Tensor | None, head: Head) -> None:
     if ids is None:
         return
+    tokens, classes, device = len(head.hidden), classes_of(head.weight, head.shard), head.hidden.device
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"ids are {ids.dtype}; they must be int64 or int32 class indices")
     if ids.dim() != 2 or ids.shape[0] != tokens or not 1 <= ids.shape[1] <= MOST_IDS:
@@ -115,13 +108,9 @@ def linear_log_probs_ref(
 ) -> LogProbsOutput:
     """What :func:`linear_log_probs` computes, in plain torch, holding all logits in the input's dtype."""
     o = _checked(options, outputs, ids)
-    if dense is not as_it_is:
-        weight, _ = as_matrix(weight, dense, hidden)
-    hidden, weight, bias, _, shard = checked_head(hidden, weight, targets, bias, o, group=group)
-    if adapters:
-        check_head_adapters(hidden, weight, adapters, shard)
-    _check_ids(ids, len(hidden), classes_of(weight, shard), hidden.device)
-    return _reference(reference_logits(hidden, weight, bias, adapters, shard), targets, o, outputs, ids)
+    head = head_of(hidden, weight, targets, bias, o, adapters=adapters, dense=dense, group=group)
+    _check_ids(ids, head)
+    return _reference(head.logits(), targets, o, outputs, ids)
 
 
 def _reference(
@@ -206,24 +195,15 @@ def linear_log_probs(
         how |= {"adapters": adapters, "dense": dense, "ids": ids, "invariant": invariant}
         return uncompiled(linear_log_probs, hidden, weight, targets, bias, **how, **options)
     o = _checked(options, outputs, ids)
-    packed, low = None, None
-    if dense is not as_it_is:
-        weight, packed = as_matrix(weight, dense, hidden)
-    hidden, weight, bias, needs, shard = checked_head(hidden, weight, targets, bias, o, group=group)
-    if adapters:
-        check_head_adapters(hidden, weight, adapters, shard)
-    _check_ids(ids, len(hidden), classes_of(weight, shard), hidden.device)
-    taken = counted_rows(counted, hidden, classes_of(weight, shard), targets, o.ignore_index)
-    rows = as_canonical(taken.take(hidden)) if invariant else taken.take(hidden)
-    runs = use_triton(hidden, opaque=True) and not (adapters and has_float64(adapters))
-    if runs and adapters:
-        rows, low, needs = with_adapters(rows, adapters, taken, needs, invariant)
-    _, schedule = choose_schedule(rows, weight.shape[0], o, needs, None, memory, shard, invariant=invariant)
-    if not runs:
-        logits = reference_logits(hidden, weight, bias, adapters, shard, invariant)
-        return _reference(logits, targets, o, outputs, ids)
+    head = head_of(hidden, weight, targets, bias, o, adapters=adapters, dense=dense, group=group)
+    _check_ids(ids, head)
+    rows, taken, low, needs = head.rows(counted, targets, o.ignore_index, (), invariant)
+    _, schedule = choose_schedule(rows, head.weight.shape[0], o, needs, None, memory, head.shard, invariant=invariant)
+    if not head.runs:
+        return _reference(head.logits(invariant), targets, o, outputs, ids)
     ids = None if ids is None else taken.take(ids.contiguous())
-    call = Call(rows, weight, bias, taken.targets, None, None, None, o, needs, taken, shard, low, packed, ids)
+    tensors = rows, head.weight, head.bias, taken.targets, None, None, None
+    call = Call(*tensors, o, needs, taken, head.shard, low, head.packed, ids)
     loss, found = run_schedule(schedule, call, entropy="entropy" in outputs)
     if "is_top1" in outputs:
         found["is_top1"] = found["predicted_tokens"] == taken.targets

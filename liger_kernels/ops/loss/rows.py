@@ -46,7 +46,8 @@ class IdGrads(NamedTuple):
 
     ids: torch.Tensor  # [tokens, K]
     grads: torch.Tensor  # float32 [tokens, K]: the gradient of this class, summed over the row's equal ids
-    totals: torch.Tensor  # float32 [2, tokens]: sums over all ids, and over ids equal to the target
+    # float32 [2, tokens], of the stride of the rows' stats: sums over all ids, and over ids equal to the target
+    totals: torch.Tensor
 
     def chunk(self, start: int, stop: int) -> IdGrads:
         """Views of rows ``start`` to ``stop``."""
@@ -74,7 +75,8 @@ class Slab(NamedTuple):
     Attributes:
         first: the class in the first column.
         classes: the number of all classes.
-        carry: float32 [6, tokens], the forward's running values over the earlier classes (:class:`Carried`).
+        carry: float32 [6, tokens], the forward's running values over the earlier classes (:class:`Carried`). Its stride
+            is that of the rows' ``stats``.
     """
 
     first: int
@@ -228,11 +230,11 @@ def forward_rows(
         kernels._cross_entropy_fwd_kernel, (cdiv(tokens, shape["ROWS"]),), logits.device,
         logits, logits.stride(0),
         targets, class_weight, _weight_sum(class_weight, options), row_weight,
-        rows.loss, rows.stats, _row_stride(rows.stats), *extras,
+        rows.loss, rows.stats, _row_stride(rows.stats if carry is None else carry), *extras,
         ids, rows.ids, 0 if ids is None else ids.shape[1],
         grad, _row_stride(grad), denominator,
-        carry, _row_stride(carry), first, classes,
-        tokens, vocab, *_as_arguments(options), PRECISE=logits.dtype == torch.float32,
+        carry, first, classes,
+        tokens, vocab, *_as_arguments(options),
         enable_fp_fusion=_FUSION, **lane_shape(shape, logits), **shape,
     )
     # fmt: on
@@ -270,9 +272,9 @@ def backward_rows(
         targets, class_weight, _weight_sum(class_weight, options), stats, stats.stride(0),
         upstream, upstream.stride(0) if upstream.dim() else 0, denominator, row_weight, skip_if_one,
         entropy, grad_entropy, 0 if grad_entropy is None else grad_entropy.stride(0),
-        chosen, of_ids, totals, _row_stride(totals), 0 if chosen is None else chosen.shape[1],
+        chosen, of_ids, totals, 0 if chosen is None else chosen.shape[1],
         first, classes,
-        tokens, vocab, *_as_arguments(options), PRECISE=logits.dtype == torch.float32,
+        tokens, vocab, *_as_arguments(options),
         enable_fp_fusion=_FUSION, **shape,
     )
     # fmt: on
