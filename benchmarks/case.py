@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+
+from tools.op_table import FIRST
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -71,6 +74,12 @@ class BenchmarkCase:
     def name(self) -> str:
         """What is asked for on the command line."""
         return self.formula.split()[0]
+
+
+def pair(name: str, **options: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The op of that name in the table of ops, and its reference, with ``options``."""
+    ours, reference = (partial(f, **options) for f in FIRST[name].public)
+    return ours, reference
 
 
 def counted(targets: torch.Tensor) -> int:

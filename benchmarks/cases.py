@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.case import CHECKED_ROWS, BenchmarkCase, Site, Tensors
+from benchmarks.case import CHECKED_ROWS, BenchmarkCase, Site, Tensors, pair
 from benchmarks.loss_cases import (
     DIVERGENCES,
     linear_divergence,
@@ -30,8 +30,7 @@ def norm(site: Site, rows: int, hidden: int, formula: str) -> BenchmarkCase:
         f"{rows}x{hidden}",
         rows,
         lambda n: (site.randn(n, hidden), site.randn(hidden)),
-        partial(ops.rms_norm, eps=EPS, formula=formula),
-        partial(ops.rms_norm_ref, eps=EPS, formula=formula),
+        *pair("rms_norm", eps=EPS, formula=formula),
         5 * rows * hidden * site.dtype.itemsize,
         12 * rows * hidden,
     )
@@ -44,24 +43,24 @@ def add_norm(site: Site, rows: int, hidden: int) -> BenchmarkCase:
         f"{rows}x{hidden}",
         rows,
         lambda n: (site.randn(n, hidden), site.randn(n, hidden), site.randn(hidden)),
-        ops.add_rms_norm,
-        ops.add_rms_norm_ref,
+        *pair("add_rms_norm"),
         8 * rows * hidden * site.dtype.itemsize,
         14 * rows * hidden,
     )
 
 
 def layer_norm(site: Site, rows: int, hidden: int) -> BenchmarkCase:
+    ours, truth = pair("layer_norm", eps=EPS)
     return BenchmarkCase(
         "layer_norm",
         f"{rows}x{hidden}",
         rows,
         lambda n: (site.randn(n, hidden), site.randn(hidden), site.randn(hidden)),
-        partial(ops.layer_norm, eps=EPS),
+        ours,
         lambda x, weight, bias: F.layer_norm(x, (hidden,), weight, bias, EPS),
         5 * rows * hidden * site.dtype.itemsize,
         16 * rows * hidden,
-        partial(ops.layer_norm_ref, eps=EPS),
+        truth,
     )
 
 
@@ -73,8 +72,7 @@ def gated_norm(site: Site, rows: int, hidden: int, groups: int = 1, **options: A
         f"{rows}x{hidden}",
         rows,
         lambda n: (site.randn(n, hidden), site.randn(n, hidden), site.randn(hidden)),
-        partial(ops.gated_rms_norm, eps=EPS, groups=groups, **options),
-        partial(ops.gated_rms_norm_ref, eps=EPS, groups=groups, **options),
+        *pair("gated_rms_norm", eps=EPS, groups=groups, **options),
         8 * rows * hidden * site.dtype.itemsize,
         30 * rows * hidden,
     )
@@ -99,8 +97,7 @@ def rope(
         f"{batch}x{seq}, {heads}/{kv_heads} heads x {dim}",
         seq,
         inputs,
-        partial(ops.rope, **options),
-        partial(ops.rope_ref, **options),
+        *pair("rope", **options),
         4 * elements * site.dtype.itemsize,
         6 * elements,
     )
@@ -112,8 +109,7 @@ def glu(site: Site, name: str, rows: int, inner: int) -> BenchmarkCase:
         f"{rows}x{inner}",
         rows,
         lambda n: (site.randn(n, inner), site.randn(n, inner)),
-        getattr(ops, name),
-        getattr(ops, f"{name}_ref"),
+        *pair(name),
         8 * rows * inner * site.dtype.itemsize,
         20 * rows * inner,
     )
@@ -126,8 +122,7 @@ def packed_glu(site: Site, rows: int, features: int, gate: ops.GluFormula) -> Be
         f"{rows}x{features}",
         rows,
         lambda n: (site.randn(n, 2 * features),),
-        partial(ops.packed_glu, gate=gate),
-        partial(ops.packed_glu_ref, gate=gate),
+        *pair("packed_glu", gate=gate),
         8 * rows * features * site.dtype.itemsize,
         30 * rows * features,
     )
@@ -152,17 +147,18 @@ def experts(site: Site, tokens: int, hidden: int, features: int, n_experts: int,
         vars(module).update(zip(("gate_up_proj", "down_proj"), parameters, strict=True))
         return grouped_mm_experts_forward(module, hidden, ids, weights)
 
+    ours, truth = pair("experts")
     parameters = 3 * n_experts * features * hidden
     return BenchmarkCase(
         "experts",
         f"{tokens} tokens, {choices} of {n_experts} x {features} x {hidden}",
         tokens,
         inputs,
-        ops.experts,
+        ours,
         transformers,
         (3 * parameters + 4 * tokens * hidden) * site.dtype.itemsize,
         18 * tokens * choices * features * hidden,
-        ops.experts_ref,
+        truth,
         checked_rows=CHECKED_ROWS,
     )
 
@@ -174,8 +170,7 @@ def glu_linear(site: Site, name: str, rows: int, inner: int, hidden: int) -> Ben
         f"{rows}x{inner}x{hidden}",
         rows,
         lambda n: (site.randn(n, inner), site.randn(n, inner), site.randn(hidden, inner, scale=inner**-0.5)),
-        getattr(ops, f"{name}_linear"),
-        getattr(ops, f"{name}_linear_ref"),
+        *pair(f"{name}_linear"),
         (6 * rows * inner + 2 * rows * hidden + 2 * hidden * inner) * site.dtype.itemsize,
         6 * rows * inner * hidden + 20 * rows * inner,
     )
@@ -201,17 +196,18 @@ def lora(site: Site, rows: int, inputs: int, outputs: int, dtype: torch.dtype | 
     def of(op: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, weight, a, b: op(x, partial(F.linear, weight=weight), [ops.LoraAdapter(a, b)])
 
+    ours, truth = map(of, pair("lora_linear"))
     adapter_bytes = 4 * rank * (inputs + outputs) * (dtype or site.dtype).itemsize
     return BenchmarkCase(
         f"lora_linear{f' ({dtype} adapter)'.replace('torch.', '') if dtype else ''}",
         f"{rows}x{inputs}x{outputs}",
         rows,
         leaves,
-        of(ops.lora_linear),
+        ours,
         lora_chain,
         (3 * rows * inputs + 2 * rows * outputs + 2 * inputs * outputs) * site.dtype.itemsize + adapter_bytes,
         4 * rows * inputs * outputs + 6 * rows * rank * (inputs + outputs),
-        of(ops.lora_linear_ref),
+        truth,
     )
 
 

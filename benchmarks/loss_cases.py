@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.case import CHECKED_ROWS, SHARE, BenchmarkCase, Site, Tensors, counted
-from liger_kernels import ops
+from benchmarks.case import CHECKED_ROWS, SHARE, BenchmarkCase, Site, Tensors, counted, pair
 from liger_kernels.ops.loss.schedules.chosen import balanced_because
 
 MASKED = " (30% of the labels)"
@@ -47,16 +46,17 @@ def loss(site: Site, rows: int, vocab: int, weights: bool = False) -> BenchmarkC
         drawn = site.randn(n, vocab, scale=3), site.targets(n, vocab)
         return (*drawn, *site.row_weights(n)) if weights else drawn
 
+    ours, truth = map(weighted, pair("cross_entropy")) if weights else pair("cross_entropy")
     return BenchmarkCase(
         "cross_entropy (row_weight)" if weights else "cross_entropy",
         f"{rows}x{vocab}",
         rows,
         inputs,
-        weighted(ops.cross_entropy) if weights else ops.cross_entropy,
+        ours,
         float_loss,
         2 * rows * vocab * site.dtype.itemsize,
         8 * rows * vocab,
-        weighted(ops.cross_entropy_ref) if weights else ops.cross_entropy_ref,
+        truth,
         checked_rows=CHECKED_ROWS,
     )
 
@@ -112,9 +112,19 @@ def linear_loss(
     memory: str | None = None,
     masked: bool = False,
 ) -> BenchmarkCase:
-    ours, truth = partial(ops.linear_cross_entropy, memory=memory), ops.linear_cross_entropy_ref
+    ours, truth = pair("linear_cross_entropy")
     shape = rows, hidden, vocab
-    return head(site, "linear_cross_entropy", shape, ours, linear_float_loss, truth, memory, masked, weights)
+    return head(
+        site,
+        "linear_cross_entropy",
+        shape,
+        partial(ours, memory=memory),
+        linear_float_loss,
+        truth,
+        memory,
+        masked,
+        weights,
+    )
 
 
 def float_log_probs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Tensors:
@@ -133,7 +143,8 @@ def linear_log_probs(
     def both(op: Callable[..., Any]) -> Callable[..., Tensors]:
         return lambda *tensors, **options: op(*tensors, outputs=("log_probs", "entropy"), **options)[:2]
 
-    ours, truth = both(partial(ops.linear_log_probs, memory=memory)), both(ops.linear_log_probs_ref)
+    ours, truth = map(both, pair("linear_log_probs"))
+    ours = partial(ours, memory=memory)
     return head(site, "linear_log_probs", (rows, hidden, vocab), ours, float_log_probs, truth, memory, masked)
 
 
@@ -155,9 +166,9 @@ def log_probs_of_ids(site: Site, rows: int, hidden: int, vocab: int, ids: int, m
         log_p = F.linear(hidden, weight).float().log_softmax(-1)
         return log_p.gather(1, targets[:, None])[:, 0], log_p.gather(1, ids)
 
-    shape, ours = (rows, hidden, vocab), partial(ops.linear_log_probs, memory=memory)
-    truth = both(ops.linear_log_probs_ref)
-    plain = head(site, f"linear_log_probs ({ids} ids)", shape, both(ours), eager, truth, memory, masked=False)
+    shape, (ours, truth) = (rows, hidden, vocab), pair("linear_log_probs")
+    ours, truth = both(partial(ours, memory=memory)), both(truth)
+    plain = head(site, f"linear_log_probs ({ids} ids)", shape, ours, eager, truth, memory, masked=False)
     return replace(plain, inputs=inputs)
 
 
@@ -190,6 +201,7 @@ def linear_divergence(
     def mean(op: Callable[..., Any]) -> Callable[..., torch.Tensor]:
         return lambda *heads: op(*heads, beta).divergence.mean()
 
+    ours, truth = pair("linear_divergence")
     # Of student and teacher; where logits are not kept, a mixture is one pass more.
     again = (0, 0) if memory == "fast" else (1, 1) if beta in (0.0, 1.0) else (2, 2)
     return BenchmarkCase(
@@ -197,11 +209,11 @@ def linear_divergence(
         f"{rows}x{hidden},{teacher_hidden}x{vocab}",
         rows,
         inputs,
-        mean(partial(ops.linear_divergence, memory=memory)),
+        mean(partial(ours, memory=memory)),
         float_divergence(beta),
         2 * (rows + vocab) * (hidden + teacher_hidden) * site.dtype.itemsize,
         2 * rows * vocab * ((3 + again[0]) * hidden + (1 + again[1]) * teacher_hidden),
-        mean(ops.linear_divergence_ref),
+        mean(truth),
         memory,
         CHECKED_ROWS,
     )
@@ -217,8 +229,10 @@ def packing(site: Site, rows: int, longest: int) -> BenchmarkCase:
         labels = torch.randint(100, (1, n)).masked_fill(torch.rand(1, n) < 0.3, -100)
         return labels.to(site.device), positions[None].to(site.device)
 
+    weights_of, _ = pair("packing_weights")
+
     def ours(labels: torch.Tensor, positions: torch.Tensor) -> Tensors:
-        found = ops.packing_weights(labels, position_ids=positions, loss_reduction="square")
+        found = weights_of(labels, position_ids=positions, loss_reduction="square")
         return found.row_weight, found.denominator
 
     def eager(labels: torch.Tensor, positions: torch.Tensor) -> Tensors:

@@ -1,9 +1,8 @@
 """Calls of every op on CPU tensors, for tests that compile or trace kernels without a GPU.
 
-The convention, for whoever adds an op: nothing is declared in the op's file. :data:`CASES` holds calls of the public
-ops; a call that requires gradients is also run backward. They run in a process without the interpreter, in which
-``launch`` is replaced. Add calls for each set of options that makes another program: dtypes, ``None`` arguments,
-constexpr switches, the largest tiles.
+:data:`CASES` holds calls by op, for each set of options that makes another program: dtypes, ``None`` arguments,
+constexpr switches, the largest tiles. An op without a case is called as the table of ops says. A call that requires
+gradients is also run backward. All run in a process without the interpreter, in which ``launch`` is replaced.
 """
 
 from __future__ import annotations
@@ -21,11 +20,20 @@ from typing import Any
 
 import torch
 
+from tools.op_table import FIRST
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def new(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, requires_grad=grad)
+
+
+def table_cases() -> None:
+    """Rows as wide as those of a model."""
+    for op in (op for name, op in FIRST.items() if name not in CASES):
+        for dtype in (BF16, FP32):
+            run(op.op, *op.leaves(64, dtype, torch.device("cpu"), columns=4096, sizes={"a": 16, "v": 1000}))
 
 
 def rms_norm_cases() -> None:
@@ -101,14 +109,12 @@ def rope_cases() -> None:
 
 
 def glu_cases() -> None:
-    from liger_kernels.ops import geglu, geglu_linear, swiglu, swiglu_linear
+    from liger_kernels.ops import geglu, swiglu, swiglu_linear
 
     for dtype in (BF16, FP32):
         run(geglu, new(64, 11008, dtype=dtype), new(64, 11008, dtype=dtype))
         run(swiglu_linear, new(64, 11008, dtype=dtype), new(64, 11008, dtype=dtype), new(8, 11008, dtype=dtype))
-    run(swiglu, new(64, 11008), new(64, 11008))
     run(geglu, new(64, 11008), new(64, 11008), approximate="none")
-    run(geglu_linear, new(64, 11008), new(64, 11008), new(8, 11008))
     run(swiglu, *new(64, 2 * 11008, dtype=FP16).chunk(2, dim=-1))
     run(swiglu, *new(64, 2 * 40).chunk(2, dim=-1))
     run(swiglu, new(64, 11008), new(64, 11008, dtype=FP32, grad=False))
@@ -295,6 +301,7 @@ CASES: dict[str, Callable[[], None]] = {  # what takes longest first, and what s
     "linear_divergence": linear_divergence_cases,
     "dora_linear": dora_linear_cases,
     "nf4": nf4_cases,
+    "ops without a case": table_cases,
 }
 
 
@@ -302,7 +309,8 @@ def run(op: Callable[..., Any], *args: torch.Tensor, **options: Any) -> None:
     """Call ``op`` and go backward from the results that carry a gradient."""
     result = op(*args, **options)
     results = [y for y in (result if isinstance(result, tuple) else (result,)) if y is not None and y.requires_grad]
-    torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+    if results:
+        torch.autograd.backward(results, [torch.ones_like(y) for y in results])
 
 
 def op_modules() -> list[Any]:

@@ -8,17 +8,14 @@ import torch
 from hypothesis import Phase, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tools.op_table.row import randn as randn
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # The same examples every time; a failing one is shown as it is, since shrinking it would take minutes of interpreter.
 EXAMPLES = settings(
     derandomize=True, deadline=None, max_examples=40, phases=[Phase.explicit, Phase.generate], database=None
 )
-
-
-def randn(*shape: int, dtype: torch.dtype, device: torch.device, grad: bool = True, scale: float = 1.0) -> torch.Tensor:
-    """Normal numbers, drawn on the CPU so that every device gets the same ones."""
-    return (scale * torch.randn(shape)).to(device, dtype).requires_grad_(grad)
 
 
 def eps_for(columns: int, eps: float, scale: float) -> float:

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import liger_kernels
 from liger_kernels import ops
 from tests.lifetime_checks import Made, left_by
-from tests.op_table import OPS
 from tests.packing_checks import packed, samples
 from tests.patching_checks import DEVICE, UNFUSED, batch, built, tiny
+from tools.op_table import OPS
 
 Step = Callable[[Any, Any], Any]
 

@@ -69,4 +69,4 @@ def test_what_depends_on_the_run_or_on_the_batch_is_found(device: torch.device) 
         Fact("sum", True, None),
         Fact("odd sum", False, None),
     ]
-    assert broken("rope", found) == [f"odd run: {RUNS}", f"odd run: {BATCH}", f"odd sum: {RUNS}"]
+    assert broken("rope, half", found) == [f"odd run: {RUNS}", f"odd run: {BATCH}", f"odd sum: {RUNS}"]

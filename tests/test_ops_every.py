@@ -20,8 +20,10 @@ from convergence.judge.tolerance import REPLICAS_OF_A_CALL
 from convergence.op.call import How, check_call, run
 from liger_kernels import ops
 from liger_kernels.ops._norm_rows import MAX_HIDDEN
-from tests.op_table import GPT_OSS, LAYOUTS, LINEAR, NORMS, OPS, ROPE, SUMS, UNITS, Op
 from tests.ops_checks import DTYPES, EXAMPLES, eps_for, randn
+from tools.op_table import LAYOUTS, LINEAR, NORMS, OPS, ROPE, SUMS, UNITS
+from tools.op_table.elementwise import GPT_OSS
+from tools.op_table.row import Op
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

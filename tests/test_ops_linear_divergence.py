@@ -26,7 +26,7 @@ from liger_kernels.ops.loss.schedules.vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops.runtime.tiling import tiled
 from tests.divergence_checks import BETAS, SCALING, TEACHER_HIDDEN, Divergence
 from tests.linear_cross_entropy_checks import HIDDEN, TOKENS, VOCAB, assert_equal, chunks_of
-from tools.gpu_calls import slabs_of
+from tools.slabs import slabs_of
 
 pytestmark = pytest.mark.usefixtures("small_slabs")
 

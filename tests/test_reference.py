@@ -19,12 +19,11 @@ from convergence.trainers.cases import CASES
 from liger_kernels import ops
 from matrix.repository import config
 from tests.pages import ROOT
-from tools import determinism
+from tools.op_table import FIRST, TABLE, op_of
+from tools.op_table.row import BATCH, RUNS
 
 PAGES = ROOT / "docs" / "reference"
 EVIDENCE = ROOT / "docs" / "evidence"
-# Functions of ops.__all__ that compute nothing.
-ABOUT_LAUNCHES = {"launches", "reset_launches", "observe_logits_grad"}
 
 
 def section(page: str, title: str) -> str:
@@ -148,7 +147,9 @@ def test_every_trainer_that_is_tested_is_listed() -> None:
 
 
 def test_every_public_name_is_on_a_page() -> None:
-    api, of_ops = ((PAGES / page).read_text(encoding="utf-8") for page in ("api.md", "ops.md"))
+    """An op is on the page of all ops, or on its own."""
+    api = (PAGES / "api.md").read_text(encoding="utf-8")
+    of_ops = "".join(page.read_text(encoding="utf-8") for page in PAGES.glob("*.md"))
     shown = [name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", api, flags=re.MULTILINE)]
     written = [name.removeprefix("liger_kernels.") for name in names(api)]
     assert {*liger_kernels.__all__} <= {*shown, *written}
@@ -158,11 +159,20 @@ def test_every_public_name_is_on_a_page() -> None:
     assert {name.removesuffix("_ref") for name in public if name.endswith("_ref")} <= {*shown}
 
 
-def test_the_promise_of_determinism_names_every_op() -> None:
-    table = section("determinism.md", "## What is promised, and why")
-    promised = {name for row in rows(table.partition("| cause |")[0]) for name in names(row[0])}
-    functions = {name for name in ops.__all__ if name.islower() and not name.endswith("_ref")}
-    assert promised - {"class_weight", "invariant=True"} == functions - ABOUT_LAUNCHES
+def test_the_promise_of_determinism_is_that_of_the_table() -> None:
+    """An op is bitwise in both ways, or a row of the page says in which it is not."""
+    text = section("determinism.md", "## What is promised, and why").partition("| cause |")[0]
+    every, *others = rows(text)
+    assert every == ["every op that no row below names", "bitwise", "bitwise"]
+    by_cells: dict[tuple[str, ...], set[str]] = {(): set(), (RUNS,): set(), (RUNS, BATCH): set()}
+    for name, op in TABLE.items():
+        if op.promised is not None:
+            by_cells[op.promised].add(op_of(name))
+    alone, with_option, never = ({*names(row[0])} for row in others)
+    assert [row[1:] for row in others] == [["bitwise", "no"], ["bitwise", others[1][2]], ["no", "no"]]
+    assert alone == by_cells[RUNS,]
+    assert by_cells[RUNS, BATCH] & alone <= with_option
+    assert by_cells[()] == never - {"class_weight"}
 
 
 def test_every_kernel_is_among_what_is_recognised() -> None:
@@ -194,13 +204,10 @@ def test_every_page_of_evidence_says_what_was_not_measured() -> None:
     assert [name for name, page in wholes.items() if not not_measured(page)] == []
 
 
-def test_ops_without_a_measurement_are_named() -> None:
-    """The lists on the two pages that have every op."""
-    page = EVIDENCE / "benchmarks.md"
-    functions = {name for name in ops.__all__ if name.islower() and not name.endswith("_ref")} - ABOUT_LAUNCHES
-    missing = not_measured(page)
-    measured = {word for row in rows(page.read_text(encoding="utf-8")) for word in re.findall(r"\w+", row[0])}
-    assert {*names(missing)} == functions - measured
-    page = EVIDENCE / "determinism.md"
-    measured = {row[0] for row in rows(page.read_text(encoding="utf-8"))}
-    assert {*names(not_measured(page))} == {*determinism.CASES} - measured
+@pytest.mark.parametrize("page", ["benchmarks.md", "determinism.md"])
+def test_an_op_without_a_measurement_is_known_by_it(page: str) -> None:
+    """The page has rows of ops, and says that an op without one was not measured."""
+    text = (EVIDENCE / page).read_text(encoding="utf-8")
+    assert "every op without a row" in not_measured(EVIDENCE / page)
+    measured = {op_of(row[0]).split(" ")[0] for row in rows(text)}
+    assert {*FIRST} & measured
