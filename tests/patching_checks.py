@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -73,11 +72,11 @@ def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
 @functools.cache
 def _built(family: str, name: str) -> Any:
     from matrix.checks import zoo
+    from matrix.checks.classes import ModelClass
 
     try:
-        cls = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
-        return zoo.tiny_model(cls).to(DEVICE)
-    except (ImportError, AttributeError, zoo.CannotShrink) as error:
+        return zoo.build(ModelClass(f"transformers.models.{family}.modeling_{family}", name), DEVICE)
+    except (AttributeError, zoo.CannotShrink) as error:
         return f"transformers {transformers.__version__} has no such class in the zoo: {error}"
 
 

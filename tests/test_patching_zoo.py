@@ -1,14 +1,13 @@
 """Every causal language model of the installed transformers: patched and unpatched train alike, on the fused loss.
 
-No model is named here, as none is named in ``liger_kernels.patching``: ``matrix/checks/zoo.py`` builds whatever
-transformers has. ``test_count`` keeps the zoo and the fused loss from shrinking unnoticed.
+No model is named here, as none is named in ``liger_kernels.patching``: ``matrix/checks/classes.py`` finds whatever
+transformers has, and ``zoo.py`` builds it. ``test_count`` keeps the zoo and the fused loss from shrinking unnoticed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,6 +22,7 @@ from convergence.arms.float64 import InFloat64
 from convergence.judge.tolerance import FLOOR_ROUNDOFFS, REPLICAS, rms, three_way, unit_roundoff
 from liger_kernels.ops import launches
 from matrix.checks import zoo
+from matrix.checks.classes import ModelClass, causal
 from tests.patching_checks import DEVICE, unlisted
 
 # How many classes train on the fused loss, by version of transformers; `pytest -rP -k test_count` prints it. A version
@@ -33,11 +33,8 @@ MINIMUM = 40
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Upstream warns about its own default configurations; that is none of this file's business."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
+    with zoo.quiet():
+        yield
 
 
 def batch(model: Any) -> dict[str, torch.Tensor]:
@@ -109,36 +106,22 @@ def unfused(report: liger_kernels.PatchReport, launched: int) -> str | None:
     return "; ".join(reasons)
 
 
-def build(module: str, name: str) -> Any:
-    """The tiny model of a class; raises CannotShrink also where its module needs a package that is not installed."""
-    try:
-        cls = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise zoo.CannotShrink(f"its module cannot be imported: {error}") from error
-    return zoo.tiny_model(cls).to(DEVICE)
-
-
-def classes() -> Iterator[Any]:
-    for module, name in zoo.causal_lm_names():
-        yield pytest.param(module, name, id=name)
-
-
 FUSED, ABSENT = "fused", "not in the zoo"
 
 
 @pytest.fixture
 def known(once: Callable[..., Any]) -> Callable[..., str]:
-    """``known(module, name, find)``: what ``find`` said of a class, here or in another worker: FUSED, ABSENT or why its
-    loss is not fused."""
-    return lambda module, name, find: once(f"zoo-{module}.{name}", find)
+    """``known(found, find)``: what ``find`` said of a class, here or in another worker: FUSED, ABSENT or why its loss
+    is not fused."""
+    return lambda found, find: once(f"zoo-{found.module}.{found.name}", find)
 
 
-@pytest.mark.parametrize(("module", "name"), list(classes()))
-def test_patched_equals_unpatched(module, name, known):
+@pytest.mark.parametrize("found", [pytest.param(found, id=found.name) for found in causal()])
+def test_patched_equals_unpatched(found, known):
     try:
-        baseline = build(module, name)
+        baseline = zoo.build(found, DEVICE)
     except zoo.CannotShrink as error:
-        known(module, name, lambda: ABSENT)
+        known(found, lambda: ABSENT)
         pytest.skip(f"not in the zoo: {error}")
     candidate = copy.deepcopy(baseline)
     report = liger_kernels.patch(candidate)
@@ -146,7 +129,7 @@ def test_patched_equals_unpatched(module, name, known):
     ours = train(candidate)
     reason = unfused(report, cross_entropy_launches() - before)
     assert reason != "", f"the loss was not fused and the report does not say why:\n{report}"
-    known(module, name, lambda: reason or FUSED)
+    known(found, lambda: reason or FUSED)
     assert unlisted(candidate, report) == []
     compare(baseline, ours)
 
@@ -154,9 +137,9 @@ def test_patched_equals_unpatched(module, name, known):
 def test_count(known):
     """How many classes train on the fused loss: the number of the version's record or more."""
 
-    def find(module: str, name: str) -> str:
+    def find(one: ModelClass) -> str:
         try:
-            model = build(module, name)
+            model = zoo.build(one, DEVICE)
         except zoo.CannotShrink:
             return ABSENT
         report = liger_kernels.patch(model, ["linear_cross_entropy"])
@@ -165,7 +148,7 @@ def test_count(known):
             model(**batch(model))
         return unfused(report, cross_entropy_launches() - before) or FUSED
 
-    found = [(name, known(module, name, partial(find, module, name))) for module, name in zoo.causal_lm_names()]
+    found = [(one.name, known(one, partial(find, one))) for one in causal()]
     fused, absent = ([reason for _, reason in found].count(what) for what in (FUSED, ABSENT))
     print(
         f"transformers {transformers.__version__}: {fused} classes train on the fused loss, {absent} are not in the zoo"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import importlib
 import logging
 import re
 import time
@@ -22,70 +21,28 @@ import types
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
-from unittest import mock
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matrix.checks.classes import ModelClass
 
 KINDS = {"norm": "norms", "rotary": "rotary functions", "experts": "experts", "MLP": "MLPs", "head": "heads"}
 _WEIGHTLESS = ("rope", "cross_entropy")  # kernels that run no weight of the module whose class they change
 _ROTARY = re.compile(r".*apply.*(rot|rope).*|.*(rot|rope).*apply.*")
 _LISTED = re.compile(r"(.*experts)\.\d+(\.|$)")
 _ROUTED = re.compile(r".*(experts_per_tok(en)?|top_?k.*|moe_k)")
-_OTHERS = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "VISION_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 
 
-def populations() -> dict[str, list[tuple[str, str]]]:
-    """(module, class) of each model: causal LMs, and multimodal or sequence-to-sequence models besides."""
-    from transformers.models.auto import modeling_auto
-
-    from matrix.checks import zoo
-
-    causal = zoo.causal_lm_names()
-    listed: set[str] = set()
-    for task in _OTHERS:
-        for names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}).values():
-            listed.update((names,) if isinstance(names, str) else names)
-    others = sorted(("transformers", name) for name in listed - {name for _, name in causal})
-    return {"causal": causal, "other": others}
-
-
-def build(cls: Any) -> tuple[Any, bool]:
-    """A model of ``cls`` on the meta device, and whether it has the size of the default configuration.
-
-    Raises:
-        Exception: what the last attempt raised; the default configurations of some classes build no model.
-    """
-    from transformers import PreTrainedModel
-
-    from matrix.checks import zoo
-
-    errors = []
-    for full, config in ((True, cls.config_class), *((False, shrink) for shrink in zoo.shrinkers(cls))):
-        try:
-            # Older versions of transformers draw initial weights on that device, too, which takes minutes.
-            drawn = mock.patch.object(PreTrainedModel, "initialize_weights", create=True, return_value=None)
-            with zoo.on_meta(), drawn:
-                return cls(_with_default_experts(config())), full
-        except Exception as error:  # whatever a foreign model raises
-            errors.append(error)
-    raise errors[0]
-
-
-def _with_default_experts(config: Any) -> Any:
-    """The zoo asks for the loop over experts, which knows float64; what is counted is what upstream runs by itself."""
-    for part in (config, *vars(config).values()):
-        if getattr(part, "_experts_implementation", None) is not None:
-            part._experts_implementation = None
-    return config
-
-
-def take(module: str, name: str) -> dict[str, Any]:
+def take(one: ModelClass) -> dict[str, Any]:
     """The census of one class; of one that cannot be built, why."""
+    from matrix.checks import zoo
+
     try:
-        model, full = build(getattr(importlib.import_module(module), name))
+        model, full = zoo.build_full(one.load())
     except Exception as error:
         text = " ".join(str(error).split())
-        return {"name": name, "absent": f"{type(error).__name__}: {text[:100]}"}
-    return {"name": name, "family": type(model).__module__.split(".")[-2], "full": full, **examine(model)}
+        return {"name": one.name, "absent": f"{type(error).__name__}: {text[:100]}"}
+    return {"name": one.name, "family": type(model).__module__.split(".")[-2], "full": full, **examine(model)}
 
 
 def examine(model: Any) -> dict[str, Any]:
@@ -224,6 +181,8 @@ def measure() -> dict[str, Any]:
     import torch
     import transformers
 
+    from matrix.checks.classes import populations
+
     logging.getLogger("transformers").setLevel(logging.CRITICAL)
     classes: dict[str, list[dict[str, Any]]] = {}
     collects = gc.isenabled()
@@ -233,10 +192,10 @@ def measure() -> dict[str, Any]:
         # building. What is alive between two models, mostly modules of Python, is not looked at again.
         gc.disable()
         try:
-            for group, names in populations().items():
+            for group, found in populations().items():
                 classes[group] = []
-                for pair in names:
-                    classes[group].append(take(*pair))
+                for one in found:
+                    classes[group].append(take(one))
                     gc.collect()
                     gc.freeze()
         finally:

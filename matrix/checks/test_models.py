@@ -1,13 +1,13 @@
 """Every causal LM of the installed transformers: what a patch replaces in it, and that signatures stay upstream's.
 
-No model is named: ``zoo.py`` shrinks whatever transformers has. Nothing is trained here; that patched models
-train alike is what the proof and ``tests/test_patching_zoo.py`` show. With ``--records DIR``, a record per class.
+No model is named: ``classes.py`` finds whatever transformers has, and ``zoo.py`` shrinks it. Nothing is trained here;
+that patched models train alike is what the proof and ``tests/test_patching_zoo.py`` show. With ``--records DIR``, a
+record per class.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,23 +15,20 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import liger_kernels
 from convergence.files import write_json
 from liger_kernels.ops import launches
 from matrix.checks import zoo
+from matrix.checks.classes import ModelClass, causal
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Upstream warns about its own default configurations; that is none of this file's business."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
+    with zoo.quiet():
+        yield
 
 
 def differs(patched: Callable[..., Any], upstream: Callable[..., Any]) -> str:
@@ -63,20 +60,11 @@ def leave_record(config: pytest.Config, name: str, **found: Any) -> None:
         write_json({"name": name, **found}, Path(folder) / f"{name}.json")
 
 
-def build(module: str, name: str) -> Any:
-    """The tiny model of a class; raises CannotShrink also where its module needs a package that is not installed."""
+@pytest.mark.parametrize("found", [pytest.param(found, id=found.name) for found in causal()])
+def test_patched(found: ModelClass, request: pytest.FixtureRequest) -> None:
+    name = found.name
     try:
-        cls = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise zoo.CannotShrink(f"its module cannot be imported: {error}") from error
-    model: Any = zoo.tiny_model(cls)
-    return model.to(DEVICE)
-
-
-@pytest.mark.parametrize(("module", "name"), [pytest.param(*pair, id=pair[1]) for pair in zoo.causal_lm_names()])
-def test_patched(module: str, name: str, request: pytest.FixtureRequest) -> None:
-    try:
-        upstream = build(module, name)
+        upstream = zoo.build(found, DEVICE)
     except zoo.CannotShrink as error:
         leave_record(request.config, name, verdict="absent", reason=f"not in the zoo: {error}")
         pytest.skip(f"not in the zoo: {error}")

@@ -1,10 +1,9 @@
-"""Every causal language model of the installed transformers, shrunk to a toy that trains on a CPU in milliseconds.
+"""Models of the classes of ``classes.py``: toys that train on a CPU in milliseconds, and models on the meta device.
 
-No model family is named here. A class belongs to the zoo when transformers lists it for ``AutoModelForCausalLM``, or
-when it is a language model whose own source calls ``self.loss_function``. Its configuration is shrunk by what the
-attributes are *called* (hidden size, heads, experts, ranks, periods ...) and by one rule for lists: one entry per
-layer, such that every kind of layer of the full-size model occurs. What cannot be built or trained that way raises
-:class:`CannotShrink` with the reason. ``python -m matrix.checks.zoo`` prints a census.
+No model family is named here. The configuration of a toy is shrunk by what the attributes are *called* (hidden size,
+heads, experts, ranks, periods ...) and by one rule for lists: one entry per layer, such that every kind of layer of
+the full-size model occurs. What cannot be built or trained that way raises :class:`CannotShrink` with the reason.
+``python -m matrix.checks.zoo`` prints which classes cannot.
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import inspect
 import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,7 +25,8 @@ import torch
 import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from matrix.checks.classes import ModelClass, causal
 
 BATCH, TOKENS = 2, 12
 VOCABULARY = 128
@@ -82,7 +80,6 @@ _NEEDED: dict[str, Any] = {
     "mlp_layer_types": ["dense", "sparse"],
     "vocabulary_map": {"<image>": 3},
 }
-_LANGUAGE_MODEL = re.compile(r".*(ForCausalLM|LMHeadModel|LMHead|ForConditionalGeneration)")
 
 
 @dataclass(frozen=True)
@@ -95,33 +92,6 @@ class _Attempt:
 
 
 _ATTEMPTS = (_Attempt(2, True, False), _Attempt(2, False, False), _Attempt(2, True, True), _Attempt(4, False, True))
-
-
-def causal_lm_names() -> list[tuple[str, str]]:
-    """(module, class) of every causal language model of the installed transformers, sorted, importing none of them."""
-    listed: set[str] = set()
-    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        listed.update((names,) if isinstance(names, str) else names)
-    found = set()
-    for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
-        if path.stem.startswith(("modeling_tf_", "modeling_flax_")):
-            continue
-        blocks = re.split(r"^class (\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        for name, body in zip(blocks[1::2], blocks[2::2], strict=True):
-            if name in listed or ("self.loss_function(" in body and _LANGUAGE_MODEL.fullmatch(name)):
-                found.add((f"transformers.models.{path.parent.name}.{path.stem}", name))
-    return sorted(found)
-
-
-def causal_lm_classes() -> list[type[PreTrainedModel]]:
-    """The classes of :func:`causal_lm_names`, without those whose module needs a package that is not installed."""
-    classes = []
-    for module, name in causal_lm_names():
-        try:
-            classes.append(getattr(importlib.import_module(module), name))
-        except ImportError:
-            continue
-    return classes
 
 
 _untrained: dict[Any, PreTrainedModel] = {}  # of seed 0: who asks first need not build another one
@@ -165,6 +135,20 @@ def tiny_model(cls: Any, seed: int = 0) -> PreTrainedModel:
     return built or _build(cls, config, seed)
 
 
+def build(found: ModelClass, device: torch.device) -> Any:
+    """The tiny model of a class of the census.
+
+    Raises:
+        CannotShrink: see :func:`tiny_config`; also where its module needs a package that is not installed.
+    """
+    try:
+        cls = found.load()
+    except ImportError as error:
+        raise CannotShrink(f"its module cannot be imported: {error}") from error
+    model: Any = tiny_model(cls)
+    return model.to(device)
+
+
 def tiny_batch(model: PreTrainedModel, seed: int = 0) -> dict[str, torch.Tensor]:
     """``input_ids`` and ``labels`` [2, 12] for ``model``: ordinary tokens only, and three labels of -100.
 
@@ -181,9 +165,40 @@ def tiny_batch(model: PreTrainedModel, seed: int = 0) -> dict[str, torch.Tensor]
     return batch
 
 
-def shrinkers(cls: Any) -> Iterator[Callable[[], PretrainedConfig]]:
-    """What makes tiny configurations of ``cls``, the likeliest first. Whether they build is for the caller to see."""
-    return (functools.partial(lambda attempt: _shrunk(cls.config_class(), attempt), attempt) for attempt in _ATTEMPTS)
+def build_full(cls: Any) -> tuple[Any, bool]:
+    """A model of ``cls`` on the meta device, and whether it has the size of the default configuration.
+
+    Raises:
+        Exception: what the last attempt raised; the default configurations of some classes build no model.
+    """
+    errors = []
+    shrunk = (functools.partial(lambda attempt: _shrunk(cls.config_class(), attempt), attempt) for attempt in _ATTEMPTS)
+    for full, config in ((True, cls.config_class), *((False, shrink) for shrink in shrunk)):
+        try:
+            # Older versions of transformers draw initial weights on that device, too, which takes minutes.
+            drawn = mock.patch.object(PreTrainedModel, "initialize_weights", create=True, return_value=None)
+            with _on_meta(), drawn:
+                return cls(_with_default_experts(config())), full
+        except Exception as error:  # whatever a foreign model raises
+            errors.append(error)
+    raise errors[0]
+
+
+def _with_default_experts(config: Any) -> Any:
+    """A toy asks for the loop over experts, which knows float64; this is what upstream runs by itself."""
+    for part in (config, *vars(config).values()):
+        if getattr(part, "_experts_implementation", None) is not None:
+            part._experts_implementation = None
+    return config
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, upstream does not warn about its own default configurations; that is none of our business."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
 
 
 def _shrunk(default: PretrainedConfig, attempt: _Attempt) -> PretrainedConfig:
@@ -254,7 +269,7 @@ def _set_sections(config: PretrainedConfig, fill: bool) -> None:
 
 
 @contextlib.contextmanager
-def on_meta() -> Iterator[None]:
+def _on_meta() -> Iterator[None]:
     """Inside, modules are built on the meta device. Torch would draw weights there, too, in as much time again."""
     drawing = [name for name in vars(nn.init) if re.fullmatch(r"[a-z].*_", name)]
     with torch.device("meta"), mock.patch.dict(vars(nn.init), dict.fromkeys(drawing, lambda tensor, *_, **__: tensor)):
@@ -264,7 +279,7 @@ def on_meta() -> Iterator[None]:
 def _check_size(cls: type[PreTrainedModel], config: PretrainedConfig) -> None:
     """Raise before memory is allocated for a model that is not tiny."""
     try:
-        with on_meta():
+        with _on_meta():
             size = sum(parameter.numel() for parameter in cls(copy.deepcopy(config)).parameters())
     except NotImplementedError:  # its constructor reads values: too special to be large
         return
@@ -304,22 +319,21 @@ def _train_once(model: PreTrainedModel) -> None:
 
 
 def _census() -> None:
-    transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    classes: list[Any] = list(causal_lm_classes())
-    built = 0
-    slowest = []
-    for cls in classes:
+    built, slowest = 0, []
+    every = causal()
+    for found in every:
         start = time.perf_counter()
         try:
-            tiny_config(cls)
+            build(found, torch.device("cpu"))
             built += 1
         except CannotShrink as error:
-            print(f"{cls.__name__:45s} {error}")
-        slowest.append((time.perf_counter() - start, cls.__name__))
-    print(f"transformers {transformers.__version__}: {built} of {len(classes)} classes build and train")
+            print(f"{found.name:45s} {error}")
+        slowest.append((time.perf_counter() - start, found.name))
+    print(f"transformers {transformers.__version__}: {built} of {len(every)} classes build and train")
     print("slowest:", ", ".join(f"{name} {seconds:.2f} s" for seconds, name in sorted(slowest, reverse=True)[:8]))
 
 
 if __name__ == "__main__":
-    _census()
+    with quiet():
+        _census()
