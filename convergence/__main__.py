@@ -26,6 +26,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write what is asked for; without a file, the Markdown goes to the standard output. 0 when it was written. Of
     ``prove``, ``consistency`` and ``peers``, the exit code of pytest: 0 equal, 1 different, 2 interrupted, 4 an error
     before anything was trained; ``op`` has the same."""
+    parser, of_op = _parsers()
+    options, others = parser.parse_known_args(arguments)
+    files.print_anything()
+    if options.command == "prove":
+        return _pytest("--checkpoint", options.path, *others)
+    if options.command == "consistency":  # argparse would take the value of an option of pytest's for PATH
+        given = ["--checkpoint", others.pop(0)] if others and not others[0].startswith("-") else []
+        return _pytest("--profile", CONSISTENCY, *given, *others)
+    if options.command == "peers":
+        return _pytest("--patch", ",".join(PEERS), "--no-blame", f"--records={options.records}", *others)
+    if options.command == "op":
+        try:
+            return op.judge(options) if not others else of_op.error(f"unrecognized arguments: {' '.join(others)}")
+        except (TypeError, ValueError) as error:
+            of_op.error(str(error))
+        except KeyboardInterrupt:
+            return 2
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    try:
+        _summarise(options)
+    except (ValueError, OSError) as error:
+        parser.error(visible(str(error)))
+    return 0
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The parser of all commands, and that of ``op``."""
     parser = argparse.ArgumentParser(prog="python -m convergence", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("report", help="summarise the newest record of every case")
@@ -60,50 +88,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usage="python -m convergence peers DIR [options of pytest convergence, such as --models llama]",
     )
     command.add_argument("records", type=Path, metavar="DIR", help="where a record of every case is added")
-    single = commands.add_parser("op", help="judge a single op against its reference", description=op.EXAMPLE)
-    op.add_options(single)
-    single.error = functools.partial(op.error_of, single)  # type: ignore[method-assign]
-    options, others = parser.parse_known_args(arguments)
-    files.print_anything()
-    if options.command == "prove":
-        return _pytest("--checkpoint", options.path, *others)
-    if options.command == "consistency":  # argparse would take the value of an option of pytest's for PATH
-        given = ["--checkpoint", others.pop(0)] if others and not others[0].startswith("-") else []
-        return _pytest("--profile", CONSISTENCY, *given, *others)
-    if options.command == "peers":
-        return _pytest("--patch", ",".join(PEERS), "--no-blame", f"--records={options.records}", *others)
-    if options.command == "op":
-        try:
-            return op.judge(options) if not others else single.error(f"unrecognized arguments: {' '.join(others)}")
-        except (TypeError, ValueError) as error:
-            single.error(str(error))
-        except KeyboardInterrupt:
-            return 2
-    if others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-    try:
-        everything = load_all(options.records)
-        records, history = newest(everything), []
-        if options.command == "setups":
-            print("\n".join(report.setups(records)))
-            return 0
-        if options.trend:  # one entry a case; its other environments are in its trend
-            records, history = [*{record.case: record for record in everything}.values()], everything
-            options.html = options.html or Path("report.html")
-        made: dict[Path, str] = {}
-        if options.html is not None:
-            made[options.html] = html.page(records, history)
-        if options.markdown is not None:
-            made[options.markdown] = report.markdown(records)
-        if options.junit is not None:
-            made[options.junit] = report.junit(records)
-        for path, text in made.items():
-            files.write(text, path)
-    except (ValueError, OSError) as error:
-        parser.error(visible(str(error)))
+    command = commands.add_parser("op", help="judge a single op against its reference", description=op.EXAMPLE)
+    op.add_options(command)
+    command.error = functools.partial(op.error_of, command)  # type: ignore[method-assign]
+    return parser, command
+
+
+def _summarise(options: argparse.Namespace) -> None:
+    """``report`` and ``setups``: write or print what records say.
+
+    Raises:
+        ValueError, OSError: a record cannot be read, or a file not written.
+    """
+    everything = load_all(options.records)
+    records, history = newest(everything), []
+    if options.command == "setups":
+        print("\n".join(report.setups(records)))
+        return
+    if options.trend:  # one entry a case; its other environments are in its trend
+        records, history = [*{record.case: record for record in everything}.values()], everything
+        options.html = options.html or Path("report.html")
+    made: dict[Path, str] = {}
+    if options.html is not None:
+        made[options.html] = html.page(records, history)
+    if options.markdown is not None:
+        made[options.markdown] = report.markdown(records)
+    if options.junit is not None:
+        made[options.junit] = report.junit(records)
+    for path, text in made.items():
+        files.write(text, path)
     if not made:
         print(report.markdown(records), end="")
-    return 0
 
 
 def _pytest(*options: str) -> int:

@@ -91,20 +91,8 @@ def run(
     Raises:
         ValueError: Ray is not installed, the cluster cannot be reached, or is of another Python or Ray.
     """
-    code, sources = runner.code_digest(), Code()
-    states = [_State(cell) for cell in chosen]
-    waiting: collections.deque[_State] = collections.deque()
-    for state in states:
-        name = f"{state.cell.name}{GPU if gpus else ''}"
-        kept = None if fresh else records.earlier(folder, name)
-        if kept is not None and kept.digest != state.cell.digest:
-            kept = None
-        if kept is not None and kept.passed and not sources.stale(kept, state.cell.kind, code):
-            state.record, state.done = kept, True
-            say(f"{state.cell.name}: kept, it passed with this code")
-        else:  # what an earlier run left is not what this one did
-            (folder / f"{name}.json").unlink(missing_ok=True)
-            waiting.append(state)
+    code, states = runner.code_digest(), [_State(cell) for cell in chosen]
+    waiting = _to_run(states, folder, code, GPU if gpus else "", fresh, say)
     if not waiting:
         return {}
     options = ["--workers", str(workers), *(["--fresh"] if fresh else [])]
@@ -144,6 +132,25 @@ def run(
                         state.failure = f"its node died {TRIES} times: {first_line(str(error))}"
             table.show()
     return {state.cell.name: state.failure for state in states if state.failure}
+
+
+def _to_run(
+    states: list[_State], folder: Path, code: str, suffix: str, fresh: bool, say: Callable[[str], None]
+) -> collections.deque[_State]:
+    """The cells that have to run. The others get their record of an earlier run."""
+    waiting, sources = collections.deque[_State](), Code()
+    for state in states:
+        name = f"{state.cell.name}{suffix}"
+        kept = None if fresh else records.earlier(folder, name)
+        if kept is not None and kept.digest != state.cell.digest:
+            kept = None
+        if kept is not None and kept.passed and not sources.stale(kept, state.cell.kind, code):
+            state.record, state.done = kept, True
+            say(f"{state.cell.name}: kept, it passed with this code")
+        else:  # what an earlier run left is not what this one did
+            (folder / f"{name}.json").unlink(missing_ok=True)
+            waiting.append(state)
+    return waiting
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from liger_kernels.fitting.config import find_config
 from liger_kernels.fitting.longest import longest
-from liger_kernels.fitting.step import MetaStep
+from liger_kernels.fitting.step import Counted, MetaStep
 from liger_kernels.fitting.training import Training, check_training
 from liger_kernels.ops.loss.linear_cross_entropy import Memory
 from liger_kernels.ops.runtime.arguments import checked
@@ -156,6 +156,22 @@ def fit(
         found = changed.count(tokens)
         if found.peak < counted.peak:
             switches.append(Switch(name, found.peak, _longest(changed, gpu), found.host))
+    return Fit(
+        type(config).__name__.removesuffix("Config"),
+        str(setup),
+        tokens,
+        batch,
+        counted.parts,
+        gpu,
+        most,
+        tuple(switches),
+        tuple(_notes(config, counted, tokens, batch)),
+        counted.host,
+    )
+
+
+def _notes(config: Any, counted: Counted, tokens: int, batch: int) -> list[str]:
+    """What the reader should know of the step besides its memory."""
     notes = [f"The loss is not fused: {reason}." for reason in counted.fallbacks]
     if counted.square:
         notes.append(
@@ -167,18 +183,7 @@ def fit(
         notes.append(f"The model's own limit is {limit:,} positions.")
     if batch > 1:
         notes.append("Padding takes as much as tokens do: pack samples into rows.")
-    return Fit(
-        type(config).__name__.removesuffix("Config"),
-        str(setup),
-        tokens,
-        batch,
-        counted.parts,
-        gpu,
-        most,
-        tuple(switches),
-        tuple(notes),
-        counted.host,
-    )
+    return notes
 
 
 def _longest(step: MetaStep, gpu: float | None) -> int | None:

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 KERNELS = kernel_names()  # of this package
-_CALLER = 3  # where a warning of patch() points, past the check of its arguments
+_CALLER = 4  # where a warning of patch() points, past the check of its arguments
 # Two threads that patch one model would give it two subclasses, one of the other.
 _one_at_a_time = threading.RLock()
 
@@ -107,31 +107,37 @@ def patch(
         asked = PatchReport(wanted, loss_reduction=loss_reduction, memory=memory, offload=offload, recompute=recompute)
         asked.invariant = invariant
         report = _patch(model, asked)
+    _warn_of_no_effect(model, report)
+    return report
+
+
+def _warn_of_no_effect(model: nn.Module, report: PatchReport) -> None:
+    """Warn the caller of ``patch`` if it replaced nothing, and of each option that changes nothing."""
+    name, recipes = type(model).__name__, [recipe_of(module) for module in model.modules()]
     if not report.replaced:
         warnings.warn(
-            f"liger_kernels.patch() replaced nothing in this {type(model).__name__} (kernels={list(wanted)}): "
+            f"liger_kernels.patch() replaced nothing in this {name} (kernels={list(report.kernels)}): "
             "it will run exactly as before. print() the report for the reasons.",
             stacklevel=_CALLER,
         )
-    elif memory is not None and not report.fuses_head:
+    elif report.memory is not None and not report.fuses_head:
         warnings.warn(
-            f"memory={memory!r} has no effect in this {type(model).__name__}: its loss is not computed from hidden "
+            f"memory={report.memory!r} has no effect in this {name}: its loss is not computed from hidden "
             "states. print() the report for the reasons.",
             stacklevel=_CALLER,
         )
-    if offload is not None and not any(isinstance(recipe_of(module), ModelRecipe) for module in model.modules()):
+    if report.offload is not None and not any(isinstance(recipe, ModelRecipe) for recipe in recipes):
         warnings.warn(
-            f"offload={offload!r} has no effect in this {type(model).__name__}: it takes a causal language model of "
+            f"offload={report.offload!r} has no effect in this {name}: it takes a causal language model of "
             "transformers and, among the kernels, linear_cross_entropy or cross_entropy",
             stacklevel=_CALLER,
         )
-    if recompute is not None and not any(isinstance(recipe_of(module), GluRecipe) for module in model.modules()):
+    if report.recompute is not None and not any(isinstance(recipe, GluRecipe) for recipe in recipes):
         warnings.warn(
-            f"recompute={recompute!r} has no effect in this {type(model).__name__}: no gated MLP runs on a kernel. "
+            f"recompute={report.recompute!r} has no effect in this {name}: no gated MLP runs on a kernel. "
             "print() the report for the reasons.",
             stacklevel=_CALLER,
         )
-    return report
 
 
 def _patch(model: nn.Module, report: PatchReport) -> PatchReport:

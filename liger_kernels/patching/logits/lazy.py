@@ -367,6 +367,45 @@ _OF_THE_FORM = {
 }  # fmt: skip
 
 
+def _read_entry(output: Any, name: str, value: Any) -> Any:
+    """``value``, which is the entry ``name``; for a user computed, and the attribute and the item with it. Called by
+    what the user calls."""
+    own = output.__dict__
+    if (
+        type(value) is not LazyTensor
+        or value._computation.meaning is not None
+        or "_liger_kernels_filling" in own
+        or _is_walker(2)
+    ):
+        return value
+    computed = value.computed()
+    if own.get(name) is value:
+        own[name] = computed
+    if OrderedDict.get(output, name) is value:
+        OrderedDict.__setitem__(output, name, computed)
+    return computed
+
+
+def _lazy_field(base: Any, name: str) -> property:
+    """The attribute ``name`` of a subclass of the output class ``base``, which may be a lazy tensor."""
+    default = base.__dataclass_fields__[name].default
+
+    def get(self: Any) -> Any:
+        if name not in self.__dict__ and default is MISSING:
+            raise AttributeError(f"{base.__name__!r} object has no attribute {name!r}")
+        return _read_entry(self, name, self.__dict__.get(name, default))
+
+    def write(self: Any, value: Any) -> None:
+        self.__dict__[name] = value
+
+    def delete(self: Any) -> None:
+        if name not in self.__dict__:
+            raise AttributeError(f"{base.__name__!r} object has no attribute {name!r}")
+        del self.__dict__[name]
+
+    return property(get, write, delete)
+
+
 @functools.cache
 def lazy_output(base: Any, names: tuple[str, ...], accuracy: bool = False) -> type:
     """The subclass of the output class ``base`` whose entries ``names`` may be lazy tensors, and which has another
@@ -376,42 +415,6 @@ def lazy_output(base: Any, names: tuple[str, ...], accuracy: bool = False) -> ty
     an optimizer step afterwards does not change it. Everything else is as ``base`` has it, which keeps an entry twice:
     as an attribute and as an item.
     """
-
-    def read(self: Any, name: str, value: Any, depth: int) -> Any:
-        """``value``, which is the entry ``name``; for a user computed, and the attribute and the item with it."""
-        own = self.__dict__
-        if (
-            type(value) is not LazyTensor
-            or value._computation.meaning is not None
-            or "_liger_kernels_filling" in own
-            or _is_walker(depth)
-        ):
-            return value
-        computed = value.computed()
-        if own.get(name) is value:
-            own[name] = computed
-        if OrderedDict.get(self, name) is value:
-            OrderedDict.__setitem__(self, name, computed)
-        return computed
-
-    def lazy_field(name: str) -> property:
-        default = base.__dataclass_fields__[name].default
-
-        def get(self: Any) -> Any:
-            if name not in self.__dict__ and default is MISSING:
-                raise AttributeError(f"{base.__name__!r} object has no attribute {name!r}")
-            return read(self, name, self.__dict__.get(name, default), 2)
-
-        def write(self: Any, value: Any) -> None:
-            self.__dict__[name] = value
-
-        def delete(self: Any) -> None:
-            if name not in self.__dict__:
-                raise AttributeError(f"{base.__name__!r} object has no attribute {name!r}")
-            del self.__dict__[name]
-
-        return property(get, write, delete)
-
     parent: Any = make_dataclass(base.__name__, [("token_accuracy", Any, None)], bases=(base,)) if accuracy else base
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -423,16 +426,16 @@ def lazy_output(base: Any, names: tuple[str, ...], accuracy: bool = False) -> ty
 
     def getitem(self: Any, key: Any) -> Any:
         if isinstance(key, str):
-            return read(self, key, base.__getitem__(self, key), 2)
+            return _read_entry(self, key, base.__getitem__(self, key))
         keys = tuple(self.keys())[key]
         return self[keys] if isinstance(keys, str) else tuple(self[k] for k in keys)
 
     def get_item(self: Any, key: Any, default: Any = None) -> Any:
-        return read(self, key, OrderedDict.get(self, key, default), 2)
+        return _read_entry(self, key, OrderedDict.get(self, key, default))
 
     def popitem(self: Any, last: bool = True) -> Any:
         key, value = OrderedDict.popitem(self, last)
-        return key, read(self, key, value, 2)
+        return key, _read_entry(self, key, value)
 
     def reduce(self: Any) -> Any:
         own = self.__dict__  # without computing; a field that was deleted has its default, or raises
@@ -448,7 +451,7 @@ def lazy_output(base: Any, names: tuple[str, ...], accuracy: bool = False) -> ty
         "get": get_item,
         "popitem": popitem,
         "__reduce__": reduce,
-        **{name: lazy_field(name) for name in names},
+        **{name: _lazy_field(base, name) for name in names},
     }
     return type(base.__name__, (parent,), namespace)
 
