@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import functools
 import os
+import pickle
 import shutil
 import sys
 import tempfile
@@ -27,6 +28,9 @@ from convergence.arms import isolate, setups
 from convergence.arms.candidate import check_patch
 from convergence.arms.quantities import CONSISTENCY
 from convergence.consistency.rollout import check_engine
+from convergence.elsewhere import options as elsewhere
+from convergence.elsewhere.candidates import Keeping
+from convergence.elsewhere.origin import HERE, NotHere, Origin
 from convergence.judge import bitwise
 from convergence.judge.tolerance import REPLICAS
 from convergence.kept import digests, keep_in, kept_key
@@ -48,6 +52,7 @@ _summaries = pytest.StashKey[list[Any]]()
 # What every record of this run shares, the folder that records go to ("" for none), and the cases' earlier records.
 RUN, RECORDS = pytest.StashKey[str](), pytest.StashKey[str]()
 EARLIER = pytest.StashKey[dict[Case, Record]]()
+ORIGIN = pytest.StashKey[Origin]()  # where candidates are from
 _KEPT = pytest.StashKey[dict[str, str]]()  # the digests of references that were there when the run began
 
 
@@ -87,6 +92,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--compare-to", metavar="RECORDS", default=None, help="every observed bit must be that of an earlier run"
     )
+    elsewhere.add_options(group)
 
 
 def _choose_device(device: str | None) -> str:
@@ -144,6 +150,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_KEPT] = told.get("kept") or {}
     if config.getoption("--references"):
         _keep_references(config, Path(config.getoption("--references")).resolve())
+    config.stash[ORIGIN] = pickle.loads(told["origin"]) if told else _origin(config)
     config.stash[EARLIER] = {}
     if config.getoption("--compare-to"):
         earlier = {record.case: record for record in map(parsed, told.get("earlier", ()))}
@@ -151,7 +158,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not worker:
         config.pluginmanager.register(_Reporter(config))
         for patch in patches:
-            _check_patch(patch, config.getoption("--patch-timeout"))
+            _check_patch(patch, config.getoption("--patch-timeout"), config.stash[ORIGIN])
 
 
 def _worker(config: pytest.Config) -> dict[str, Any]:
@@ -253,13 +260,24 @@ def checkpoint(config: pytest.Config) -> Checkpoint | None:
     return Checkpoint(os.path.abspath(path), **given, text=text, rollout=rollout)
 
 
-def _check_patch(name: str, timeout: float) -> None:
+def _origin(config: pytest.Config) -> Origin:
+    """Where candidates are from, seen before anything is trained."""
+    given, kept = (config.getoption(option) for option in (elsewhere.FROM, elsewhere.KEEP))
+    _check_folder(elsewhere.KEEP, kept or "")
+    if config.getoption("--setups") != "plain" and (given or kept):
+        raise pytest.UsageError(f"{elsewhere.FROM if given else elsewhere.KEEP} knows no set-up; leave --setups out")
+    with _usage_error(f"{elsewhere.FROM} "):
+        origin = elsewhere.origin_at(given, cases(config)) if given else HERE
+    return Keeping(origin, os.path.abspath(kept)) if kept else origin
+
+
+def _check_patch(name: str, timeout: float, origin: Origin) -> None:
     """Import the patch in another process: importing may patch already, or crash."""
     if name in BUILT_IN:
         return
     try:
-        with _usage_error(""):
-            isolate.call(check_patch, name, timeout=timeout)
+        with _usage_error(""), contextlib.suppress(NotHere):
+            origin.run(check_patch, name, timeout=timeout)
     except isolate.ProcessDied as error:
         raise pytest.UsageError(f"--patch {name!r}: {error}") from None
 
@@ -272,6 +290,7 @@ def pytest_configure_node(node: Any) -> None:
         "run": (stash[RUN], stash[RECORDS]),
         "kept": stash[_KEPT],
         "earlier": earlier,
+        "origin": pickle.dumps(stash[ORIGIN]),
     }
 
 
@@ -310,11 +329,11 @@ def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
     where = config.getoption("--compare-to")
     with _usage_error("--compare-to "):
         records = [record for record in load_all([Path(where)]) if record.run != config.stash[RUN]]
-    found, refused = {}, []
+    found, refused, origin = {}, [], config.stash[ORIGIN]
     for case in cases(config):
         if find(case.model).is_available():
             try:
-                found[case] = bitwise.earlier(records, case, environment(case.device, case.patch))
+                found[case] = bitwise.earlier(records, case, environment(case.device, case.patch) | origin.says(case))
             except ValueError as error:
                 refused.append(str(error))
     if refused:
@@ -350,6 +369,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     long = [row for row in rows if row.is_long]
     return [
         f"convergence: device {device}, {profile} inputs",
+        *dict.fromkeys(
+            visible(f"{n}: {v}") for case in cases(config) for n, v in config.stash[ORIGIN].says(case).items()
+        ),
         *(visible(row.describe(dtype, device)) for row in long for dtype in _names(config, "--dtypes") or row.dtypes),
     ]
 

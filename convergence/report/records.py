@@ -152,9 +152,14 @@ class Record(Outcome, Case):
     schema: int = SCHEMA
 
     @classmethod
-    def of(cls, case: Case, outcome: Outcome, run: str = "") -> Record:
-        """What came of ``case`` in this process, whose environment it holds, and in this ``run``."""
-        return cls(**vars(case), **vars(outcome), versions=versions(case.device, case.patch), run=run)
+    def of(cls, case: Case, outcome: Outcome, run: str = "", origin: dict[str, str] | None = None) -> Record:
+        """What came of ``case`` in this process, whose environment it holds, and in this ``run``.
+
+        Args:
+            origin: what the environment also holds where the candidate is from other code or versions.
+        """
+        found = versions(case.device, case.patch) | (origin or {})
+        return cls(**vars(case), **vars(outcome), versions=found, run=run)
 
     @property
     def case(self) -> Case:
