@@ -3,6 +3,7 @@
 ``python -m convergence prove PATH``: is a patch the same mathematics on a checkpoint of your own?
 ``python -m convergence consistency [PATH]``: do trainer and rollout compute the same log-probabilities under a patch?
 ``python -m convergence peers DIR``: are the kernels of other packages, as far as they are installed?
+``python -m convergence differences A B``: which kernels differ between two commits or environments, and by how much?
 ``python -m convergence op MODULE:FUNCTION --reference MODULE:FUNCTION``: is a single op that of its reference?"""
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from convergence import files
 from convergence.arms.quantities import CONSISTENCY
+from convergence.elsewhere import differences
 from convergence.op import command as op
 from convergence.peers import PEERS
 from convergence.report import html, report
@@ -60,9 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usage="python -m convergence peers DIR [options of pytest convergence, such as --models llama]",
     )
     command.add_argument("records", type=Path, metavar="DIR", help="where a record of every case is added")
+    sides = commands.add_parser("differences", help="compare two commits or environments, op by op")
+    differences.add_options(sides)
     single = commands.add_parser("op", help="judge a single op against its reference", description=op.EXAMPLE)
     op.add_options(single)
-    single.error = functools.partial(op.error_of, single)  # type: ignore[method-assign]
+    for command, error_of in ((single, op.error_of), (sides, differences.error_of)):
+        command.error = functools.partial(error_of, command)  # type: ignore[method-assign]
     options, others = parser.parse_known_args(arguments)
     files.print_anything()
     if options.command == "prove":
@@ -72,11 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _pytest("--profile", CONSISTENCY, *given, *others)
     if options.command == "peers":
         return _pytest("--patch", ",".join(PEERS), "--no-blame", f"--records={options.records}", *others)
-    if options.command == "op":
+    if options.command in ("op", "differences"):
+        command, judge = (single, op.judge) if options.command == "op" else (sides, differences.write)
         try:
-            return op.judge(options) if not others else single.error(f"unrecognized arguments: {' '.join(others)}")
+            return judge(options) if not others else command.error(f"unrecognized arguments: {' '.join(others)}")
         except (TypeError, ValueError) as error:
-            single.error(str(error))
+            command.error(str(error))
         except KeyboardInterrupt:
             return 2
     if others:
