@@ -3,6 +3,7 @@
 ``python -m convergence prove PATH``: is a patch the same mathematics on a checkpoint of your own?
 ``python -m convergence consistency [PATH]``: do trainer and rollout compute the same log-probabilities under a patch?
 ``python -m convergence peers DIR``: are the kernels of other packages, as far as they are installed?
+``python -m convergence differences A B``: which kernels differ between two commits or environments, and by how much?
 ``python -m convergence op MODULE:FUNCTION --reference MODULE:FUNCTION``: is a single op that of its reference?"""
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from convergence import files
 from convergence.arms.quantities import CONSISTENCY
+from convergence.elsewhere import differences
 from convergence.op import command as op
 from convergence.peers import PEERS
 from convergence.report import html, report
@@ -26,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write what is asked for; without a file, the Markdown goes to the standard output. 0 when it was written. Of
     ``prove``, ``consistency`` and ``peers``, the exit code of pytest: 0 equal, 1 different, 2 interrupted, 4 an error
     before anything was trained; ``op`` has the same."""
-    parser, of_op = _parsers()
+    parser, own = _parsers()
     options, others = parser.parse_known_args(arguments)
     files.print_anything()
     if options.command == "prove":
@@ -36,11 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _pytest("--profile", CONSISTENCY, *given, *others)
     if options.command == "peers":
         return _pytest("--patch", ",".join(PEERS), "--no-blame", f"--records={options.records}", *others)
-    if options.command == "op":
+    if options.command in own:
+        command, judge = own[options.command], op.judge if options.command == "op" else differences.write
         try:
-            return op.judge(options) if not others else of_op.error(f"unrecognized arguments: {' '.join(others)}")
+            return judge(options) if not others else command.error(f"unrecognized arguments: {' '.join(others)}")
         except (TypeError, ValueError) as error:
-            of_op.error(str(error))
+            command.error(str(error))
         except KeyboardInterrupt:
             return 2
     if others:
@@ -52,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The parser of all commands, and that of ``op``."""
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of all commands, and those of the commands that name their errors themselves."""
     parser = argparse.ArgumentParser(prog="python -m convergence", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("report", help="summarise the newest record of every case")
@@ -88,10 +91,13 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         usage="python -m convergence peers DIR [options of pytest convergence, such as --models llama]",
     )
     command.add_argument("records", type=Path, metavar="DIR", help="where a record of every case is added")
-    command = commands.add_parser("op", help="judge a single op against its reference", description=op.EXAMPLE)
-    op.add_options(command)
-    command.error = functools.partial(op.error_of, command)  # type: ignore[method-assign]
-    return parser, command
+    sides = commands.add_parser("differences", help="compare two commits or environments, op by op")
+    differences.add_options(sides)
+    single = commands.add_parser("op", help="judge a single op against its reference", description=op.EXAMPLE)
+    op.add_options(single)
+    for command, error_of in ((single, op.error_of), (sides, differences.error_of)):
+        command.error = functools.partial(error_of, command)  # type: ignore[method-assign]
+    return parser, {"op": single, "differences": sides}
 
 
 def _summarise(options: argparse.Namespace) -> None:

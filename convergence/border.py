@@ -179,6 +179,8 @@ def _made(cls: Any, items: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
         made = cls(*(_decoded(item, tensors) for item in items))
     else:
         state = {str(key): _decoded(item, tensors) for key, item in items[0]}
+        if cls in _reports():  # another commit's may have other fields
+            state = _defaults(cls) | {name: value for name, value in state.items() if name in _hints(cls)}
         if state.keys() != {field.name for field in dataclasses.fields(cls)}:
             raise NotPlain(f"a {cls.__name__} with the fields {', '.join(state)}")
         if "__setstate__" in vars(cls):
@@ -193,6 +195,24 @@ def _made(cls: Any, items: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
 
 
 _hints = functools.cache(typing.get_type_hints)
+
+
+@functools.cache
+def _reports() -> tuple[type, ...]:
+    from convergence import ours
+
+    return ours.reports()
+
+
+def _defaults(cls: Any) -> dict[str, Any]:
+    """New defaults of the fields of ``cls`` that have one."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+    return found
 
 
 def _fits(value: Any, kind: Any) -> bool:

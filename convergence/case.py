@@ -29,6 +29,7 @@ from convergence.blame.failing import Key
 from convergence.consistency import judge as consistency
 from convergence.consistency import rollout
 from convergence.consistency.paths import at, observe
+from convergence.elsewhere.origin import HERE, NotHere, Origin
 from convergence.judge import bitwise, tolerance
 from convergence.judge.arms import Arms, judge, shown
 from convergence.judge.compare import Pair
@@ -156,12 +157,13 @@ def absent(case: Case) -> str:
     return SETUPS[case.setup].absent(model.build(case.seed), case.dtype, case.device)
 
 
-def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> Outcome:
+def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True, origin: Origin = HERE) -> Outcome:
     """Train and judge ``case``; the outcome says whether the candidate is the same mathematics, and why not.
 
     Args:
         timeout: the seconds that a patch of somebody else may take, in its own process, for one candidate.
         blames: whether a failed verdict is explained, by training parts of the patch again.
+        origin: where the candidate is from. In a set-up it is from here.
     """
     if case.profile == TRAINER:
         return rows.prove(case, timeout)
@@ -172,13 +174,13 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True) -> 
     if changed := upstream.changes():
         verdict = Verdict(failures=[Failure("baseline", "before training", Finding.NOT_PRISTINE, ", ".join(changed))])
     else:
-        arms = train_in_setup(case, timeout) if _is_in_setup(case) else _train(case, upstream, timeout)
+        arms = train_in_setup(case, timeout) if _is_in_setup(case) else _train(case, upstream, timeout, origin)
         if case.profile == CONSISTENCY and arms.candidate.trajectory is not None:
             _add_rollout(case, arms.pairs, arms.candidate.trajectory, timeout)
         verdict = judge(case, arms, _checks(case, arms))
         about |= shown(case, arms, functools.partial(_is_fused, case, arms))
         if blames and not verdict.passed and not _is_in_setup(case) and case.profile != CONSISTENCY:
-            about["blame"], note = _blame(case, verdict, arms.candidate.trajectory, timeout)
+            about["blame"], note = _blame(case, verdict, arms.candidate.trajectory, timeout, origin)
             verdict += note
     notes = Verdict(notes=row.notes())
     return outcome(notes + verdict, seconds=round(time.perf_counter() - began, 2), **about)
@@ -205,19 +207,23 @@ def train_case(case: Case, given: Inputs | None = None) -> Candidate:
     return train_candidate(run, changes, _arm(case.profile))
 
 
-def _is_isolated(case: Case) -> bool:
+def _is_isolated(case: Case, origin: Origin) -> bool:
     """Our own patch is known to change one model only, so it saves itself the other process."""
-    return case.patch not in BUILT_IN or case.scope != "instance"
+    return origin != HERE or case.patch not in BUILT_IN or case.scope != "instance"
 
 
-def _blame(case: Case, verdict: Verdict, trajectory: Trajectory | None, timeout: float) -> tuple[list[Blame], Verdict]:
+def _blame(
+    case: Case, verdict: Verdict, trajectory: Trajectory | None, timeout: float, origin: Origin
+) -> tuple[list[Blame], Verdict]:
     """Who made ``verdict`` fail. That changes no verdict, and when it fails itself, that is a note."""
     failed = {failure.key for failure in verdict.failures}
     if not searched(failed):  # no other process need be given all that was observed
         return [], Verdict()
     arguments = case, _references(case), failed, trajectory
     try:
-        found = isolate.call(_who, *arguments, timeout=timeout) if _is_isolated(case) else _who(*arguments)
+        found = origin.call(_who, *arguments, timeout=timeout) if _is_isolated(case, origin) else _who(*arguments)
+    except NotHere as error:
+        return [], Verdict(notes=[f"who did it was not searched: {error}"])
     except Exception as error:
         return [], Verdict(notes=[f"who did it could not be found out: {type(error).__name__}: {error}"])
     return found, Verdict()
@@ -232,21 +238,21 @@ def _is_in_setup(case: Case) -> bool:
     return case.setup != "plain"
 
 
-def _train(case: Case, upstream: Fingerprint, timeout: float) -> Arms:
+def _train(case: Case, upstream: Fingerprint, timeout: float, origin: Origin) -> Arms:
     """The arms of a case without a set-up."""
     before = ours.launches()
     reference, faults = _references(case), list[Failure]()
     if ours.launches() != before:
         faults.append(Failure("baseline", "", Finding.NOT_PRISTINE, "it launched kernels of this package"))
     progress.begin("candidate")
-    if not _is_isolated(case):
+    if not _is_isolated(case, origin):
         return Arms(reference.pairs, train_case(case, reference), faults=faults)
     if case.device == "cuda":  # the other process needs it
         torch.cuda.empty_cache()
     written: list[str] = []
     try:
         with kept.watched(written):
-            candidate = isolate.call(train_case, case, timeout=timeout)
+            candidate = origin.candidate(train_case, case, reference, timeout)
     except isolate.ProcessDied as death:
         candidate = Candidate.died(str(death), death.output)
     if written:

@@ -6,6 +6,7 @@ Nothing is imported before it is needed: a patch may be the first to import the 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -36,6 +37,40 @@ def reports() -> tuple[type, ...]:
     from liger_kernels.patching.report import Left, PatchReport, Replacement
 
     return PatchReport, Replacement, Left
+
+
+# All that this file takes from the package. Another commit of the package may lack some of it.
+_TAKEN = {
+    "liger_kernels": ("patch", "status", "KERNELS"),
+    "liger_kernels.ops": ("launches", "observe_logits_grad"),
+    "liger_kernels.ops.loss.schedules.slab_plan": ("SlabSizes",),
+    "liger_kernels.ops.runtime.tiling": ("tiled",),
+    "liger_kernels.patching.logits.model": ("ModelRecipe",),
+    "liger_kernels.patching.report": ("PatchReport", "Replacement", "Left"),
+    "liger_kernels.patching.swap": ("recipe_of",),
+}
+
+
+def lacks() -> list[str]:
+    """What the installed package does not have of all that the proof takes from it, by dotted names."""
+    found = []
+    for module, names in _TAKEN.items() if INSTALLED else ():
+        try:
+            taken = importlib.import_module(module)
+        except ModuleNotFoundError:
+            found.append(module)
+        else:
+            found += [f"{module}.{name}" for name in names if not hasattr(taken, name)]
+    return found
+
+
+def kernels() -> list[str]:
+    """The kernels that the package's patch has."""
+    if not INSTALLED:
+        return []
+    import liger_kernels
+
+    return list(liger_kernels.KERNELS)
 
 
 def fuses_head(model: Any) -> bool:

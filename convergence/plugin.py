@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import functools
 import os
+import pickle
 import shutil
 import sys
 import tempfile
@@ -27,6 +28,9 @@ from convergence.arms import isolate, setups
 from convergence.arms.candidate import check_patch
 from convergence.arms.quantities import CONSISTENCY
 from convergence.consistency.rollout import check_engine
+from convergence.elsewhere import options as elsewhere
+from convergence.elsewhere.candidates import Keeping
+from convergence.elsewhere.origin import HERE, NotHere, Origin
 from convergence.judge import bitwise
 from convergence.judge.tolerance import REPLICAS
 from convergence.kept import digests, keep_in, kept_key
@@ -35,6 +39,7 @@ from convergence.models.checkpoint import PROFILE, Checkpoint
 from convergence.models.checkpoint_check import check
 from convergence.models.folder import CONFIG
 from convergence.models.rows import find
+from convergence.options import check_own, check_trainers, trainers, usage_error
 from convergence.patches import BUILT_IN
 from convergence.report import html, progress
 from convergence.report.records import TRAINER, Case, Record, changed, dumps, environment, load, load_all, parsed
@@ -49,6 +54,7 @@ _summaries = pytest.StashKey[list[Any]]()
 # What every record of this run shares, the folder that records go to ("" for none), and the cases' earlier records.
 RUN, RECORDS = pytest.StashKey[str](), pytest.StashKey[str]()
 EARLIER = pytest.StashKey[dict[Case, Record]]()
+ORIGIN = pytest.StashKey[Origin]()  # where candidates are from
 _KEPT = pytest.StashKey[dict[str, str]]()  # the digests of references that were there when the run began
 
 
@@ -90,6 +96,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--compare-to", metavar="RECORDS", default=None, help="every observed bit must be that of an earlier run"
     )
+    elsewhere.add_options(group)
 
 
 def _choose_device(device: str | None) -> str:
@@ -127,11 +134,11 @@ def pytest_configure(config: pytest.Config) -> None:
     _check_names("--profile", [profile], ("plain", "hard", "scale", CONSISTENCY))
     small = ("float16",) if profile in ("scale", CONSISTENCY) else ()
     _check_names("--dtypes", _names(config, "--dtypes"), ("float32", "bfloat16", *small))
-    _check_own(config)
-    _check_trainers(config)
-    with _usage_error("--models: "):
+    check_own(config)
+    check_trainers(config)
+    with usage_error("--models: "):
         _rows(config)
-    with _usage_error("--setups: "):
+    with usage_error("--setups: "):
         setups.select(config.getoption("--setups"))
     if profile == CONSISTENCY and config.getoption("--setups") != "plain":
         raise pytest.UsageError("--profile consistency trains in no set-up; leave --setups out")
@@ -149,6 +156,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_KEPT] = told.get("kept") or {}
     if config.getoption("--references"):
         _keep_references(config, Path(config.getoption("--references")).resolve())
+    config.stash[ORIGIN] = pickle.loads(told["origin"]) if told else _origin(config)
     config.stash[EARLIER] = {}
     if config.getoption("--compare-to"):
         earlier = {record.case: record for record in map(parsed, told.get("earlier", ()))}
@@ -156,7 +164,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not worker:
         config.pluginmanager.register(_Reporter(config))
         for patch in patches:
-            _check_patch(patch, config.getoption("--patch-timeout"))
+            _check_patch(patch, config.getoption("--patch-timeout"), config.stash[ORIGIN])
 
 
 def _worker(config: pytest.Config) -> dict[str, Any]:
@@ -218,15 +226,6 @@ def _check_names(option: str, names: Sequence[str], allowed: tuple[str, ...]) ->
             raise pytest.UsageError(f"{option} {name!r} is unknown; allowed are {', '.join(allowed)}")
 
 
-@contextlib.contextmanager
-def _usage_error(option: str) -> Iterator[None]:
-    """Inside, a ValueError is one of the user's, who is told the ``option`` too. So is what may not be read."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise pytest.UsageError(visible(f"{option}{error}")) from None
-
-
 def _check_checkpoint(config: pytest.Config) -> None:
     """See before anything is loaded that the checkpoint can be trained here, and choose its dtype."""
     row = checkpoint(config)
@@ -243,9 +242,9 @@ def _check_checkpoint(config: pytest.Config) -> None:
     if row.rollout:
         if config.getoption("--profile") != CONSISTENCY:
             raise pytest.UsageError("--rollout is for --profile consistency")
-        with _usage_error(""):
+        with usage_error(""):
             check_engine(row.rollout)
-    with _usage_error("--checkpoint: "):
+    with usage_error("--checkpoint: "):
         check(row, _names(config, "--dtypes"), config.getoption("--device"))
         if not _names(config, "--dtypes"):
             config.option.dtypes = row.default_dtype()
@@ -264,52 +263,24 @@ def checkpoint(config: pytest.Config) -> Checkpoint | None:
     return Checkpoint(os.path.abspath(path), **given, text=text, rollout=rollout)
 
 
-def _check_alone(config: pytest.Config, option: str, **others: Any) -> None:
-    """See that ``option`` comes without ``others``, which are given with their defaults."""
-    for name, default in others.items():
-        other = f"--{name.replace('_', '-')}"
-        if config.getoption(other) not in (default, None):
-            raise pytest.UsageError(f"{option} and {other} do not go together; leave {other} out")
+def _origin(config: pytest.Config) -> Origin:
+    """Where candidates are from, seen before anything is trained."""
+    given, kept = (config.getoption(option) for option in (elsewhere.FROM, elsewhere.KEEP))
+    _check_folder(elsewhere.KEEP, kept or "")
+    if config.getoption("--setups") != "plain" and (given or kept):
+        raise pytest.UsageError(f"{elsewhere.FROM if given else elsewhere.KEEP} knows no set-up; leave --setups out")
+    with usage_error(f"{elsewhere.FROM} "):
+        origin = elsewhere.origin_at(given, cases(config)) if given else HERE
+    return Keeping(origin, os.path.abspath(kept)) if kept else origin
 
 
-def _trainers(config: pytest.Config) -> list[tuple[str, str]]:
-    """Model and trainer of every case of ``--trainer``; nothing without that option."""
-    if not config.getoption(in_trainers.OPTION):
-        return []
-    names = config.getoption("--models")
-    return in_trainers.select(config.getoption(in_trainers.OPTION), "llama" if names == "core" else names)
-
-
-def _check_trainers(config: pytest.Config) -> None:
-    if not config.getoption(in_trainers.OPTION):
-        return
-    with _usage_error(f"{in_trainers.OPTION}: "):
-        _trainers(config)
-    alone: dict[str, Any] = {"models_from": None, "checkpoint": None, "setups": "plain", "profile": "hard"}
-    alone |= {"references": None, "compare_to": None, "dtypes": in_trainers.DTYPE, "device": in_trainers.DEVICE.type}
-    _check_alone(config, in_trainers.OPTION, **alone)
-
-
-def _check_own(config: pytest.Config) -> None:
-    """See before anything is trained that the user's own models can be trained."""
-    source = config.getoption(own.OPTION)
-    if not source:
-        return
-    _check_alone(config, own.OPTION, checkpoint=None, setups="plain", profile="hard")
-    try:
-        for row in own.rows(source) if not _worker(config) else ():
-            row.check()
-    except (TypeError, ValueError) as error:
-        raise pytest.UsageError(visible(f"{own.OPTION}: {error}")) from None
-
-
-def _check_patch(name: str, timeout: float) -> None:
+def _check_patch(name: str, timeout: float, origin: Origin) -> None:
     """Import the patch in another process: importing may patch already, or crash."""
     if name in BUILT_IN:
         return
     try:
-        with _usage_error(""):
-            isolate.call(check_patch, name, timeout=timeout)
+        with usage_error(""), contextlib.suppress(NotHere):
+            origin.run(check_patch, name, timeout=timeout)
     except isolate.ProcessDied as error:
         raise pytest.UsageError(f"--patch {name!r}: {error}") from None
 
@@ -322,6 +293,7 @@ def pytest_configure_node(node: Any) -> None:
         "run": (stash[RUN], stash[RECORDS]),
         "kept": stash[_KEPT],
         "earlier": earlier,
+        "origin": pickle.dumps(stash[ORIGIN]),
     }
 
 
@@ -358,13 +330,13 @@ def _keep_references(config: pytest.Config, folder: Path) -> None:
 def _records_to_compare_with(config: pytest.Config) -> dict[Case, Record]:
     """What each case of this run was in the earlier one; nothing is compared unless every case can be."""
     where = config.getoption("--compare-to")
-    with _usage_error("--compare-to "):
+    with usage_error("--compare-to "):
         records = [record for record in load_all([Path(where)]) if record.run != config.stash[RUN]]
-    found, refused = {}, []
+    found, refused, origin = {}, [], config.stash[ORIGIN]
     for case in cases(config):
         if find(case.model).is_available():
             try:
-                found[case] = bitwise.earlier(records, case, environment(case.device, case.patch))
+                found[case] = bitwise.earlier(records, case, environment(case.device, case.patch) | origin.says(case))
             except ValueError as error:
                 refused.append(str(error))
     if refused:
@@ -383,9 +355,9 @@ def cases(config: pytest.Config) -> list[Case]:
     ones in bfloat16 come first: workers then finish together."""
     patches, dtypes = _names(config, "--patch"), _names(config, "--dtypes")
     device, scope = config.getoption("--device"), config.getoption("--scope")
-    if trainers := _trainers(config):
+    if in_trainer := trainers(config):
         given = patches or BUILT_IN[:1]
-        return [in_trainers.case_of(trainer, family, patch, scope) for family, trainer in trainers for patch in given]
+        return [in_trainers.case_of(trainer, family, patch, scope) for family, trainer in in_trainer for patch in given]
     rows, profile = _rows(config)
     return [
         Case(model.name, dtype, which, profile, device, scope=scope, setup=setup.name, order=order)
@@ -403,6 +375,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     long = [row for row in rows if row.is_long]
     return [
         f"convergence: device {device}, {profile} inputs",
+        *dict.fromkeys(
+            visible(f"{n}: {v}") for case in cases(config) for n, v in config.stash[ORIGIN].says(case).items()
+        ),
         *(visible(row.describe(dtype, device)) for row in long for dtype in _names(config, "--dtypes") or row.dtypes),
     ]
 

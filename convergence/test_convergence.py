@@ -10,7 +10,7 @@ import pytest
 from convergence.case import absent, prove
 from convergence.files import Unusable
 from convergence.judge import bitwise
-from convergence.plugin import EARLIER, RECORDS, RUN, UNUSABLE, cases, shown
+from convergence.plugin import EARLIER, ORIGIN, RECORDS, RUN, UNUSABLE, cases, shown
 from convergence.report import report
 from convergence.report.records import Case, Outcome, Record, digest, write
 from convergence.tables import visible
@@ -35,11 +35,13 @@ def test_convergence(
     case: Case, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> None:
     """The candidate is the same mathematics as the unpatched model, and with ``--compare-to`` what it was before."""
-    reason, unusable = absent(case), ""
+    origin = request.config.stash[ORIGIN]
+    reason, unusable = absent(case) or origin.absent(case), ""
     if not reason:
         try:
             with shown(request.config, case):
-                outcome = prove(case, request.config.getoption("--patch-timeout"), request.config.getoption("--blame"))
+                timeout, blames = map(request.config.getoption, ("--patch-timeout", "--blame"))
+                outcome = prove(case, timeout, blames, origin)
         except Unusable as error:
             unusable = visible(str(error))
     else:
@@ -49,7 +51,10 @@ def test_convergence(
         pytest.fail(unusable, pytrace=False)
     if before := request.config.stash[EARLIER].get(case):
         outcome = bitwise.compared(outcome, before)
-    record, folder = Record.of(case, outcome, request.config.stash[RUN]), request.config.stash[RECORDS]
+    record, folder = (
+        Record.of(case, outcome, request.config.stash[RUN], origin.says(case)),
+        request.config.stash[RECORDS],
+    )
     file = str(write(record, Path(folder))) if folder else ""
     record_property("convergence", {**record.summary(), "file": file, "digest": digest(record)})
     if record.verdict == "absent":

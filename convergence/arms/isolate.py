@@ -2,7 +2,7 @@
 
 Every call forks a server that has imported everything and run nothing (the forkserver of multiprocessing). The new
 process is as clean as a new interpreter, but it starts in hundredths of a second. The new process may use CUDA, because
-the server does not use CUDA.
+the server does not use CUDA. A caller may start another Python instead (``convergence.elsewhere``).
 
 The function and its arguments travel through a pipe. Results come back as plain data (``convergence.border``) over a
 socket that has no name and that no other process holds. Each message has a number that belongs to this call. A message
@@ -43,7 +43,7 @@ from convergence.report import progress
 TIMEOUT = 1800.0
 _LENGTH = 8  # bytes in front of a message
 _RETURNED, _RAISED, _YIELDED, _SAID = "returned", "raised", "yielded", "said"
-_OURS = ("convergence.case", "convergence.arms.interpreter", *ours.MODULES)
+Given = tuple[bytes, socket.socket, str, str, float, bool]  # the arguments of serve()
 
 
 class ProcessDied(RuntimeError):
@@ -61,7 +61,12 @@ class RemoteTraceback(Exception):
         return "\n" + str(self.args[0])
 
 
-def call(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> Any:
+def call(
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = TIMEOUT,
+    start: Callable[[Given], Any] | None = None,
+) -> Any:
     """Call ``function(*args)`` in a separate process, with this process's device, threads and precision.
 
     Args:
@@ -70,6 +75,7 @@ def call(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> 
             on.
         args: the arguments of the function: anything that can be pickled. Tensors are copied.
         timeout: seconds after which the process is killed.
+        start: starts a process that runs ``serve(*given)``, and returns it. By default it is forked from the server.
 
     Raises:
         ProcessDied: the process crashed, ended itself, took longer than ``timeout``, or sent no result of this call.
@@ -82,9 +88,8 @@ def call(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> 
     with tempfile.TemporaryDirectory(prefix="convergence-") as name, here:
         output = Path(name) / "output"
         given = (buffer.getbuffer().tobytes(), there, call_id, str(output), timeout, progress.is_shown())
-        process = _context().Process(target=_serve, args=given)  # type: ignore[attr-defined]
-        with _no_main(), there:
-            process.start()
+        with there:
+            process = (start or _forked)(given)
         del buffer, given
         deadline = time.monotonic() + timeout
         found: list[Any] = []
@@ -147,6 +152,24 @@ def _end(process: Any) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
+    process.close()
+
+
+def preloaded() -> list[str]:
+    """The modules that a process has imported before it imports a patch."""
+    from convergence.models.models import select
+
+    # Modules of other models may import packages that start the GPU's driver at once: Qwen3-Next's module imports fla.
+    core = (model for model in select("core") if model.is_available())
+    modeling = {model.model_class().__module__ for model in core}
+    return ["convergence.case", "convergence.arms.interpreter", *ours.MODULES, *sorted(modeling)]
+
+
+def _forked(given: Given) -> Any:
+    process = _context().Process(target=serve, args=given)  # type: ignore[attr-defined]
+    with _no_main():
+        process.start()
+    return process
 
 
 @functools.cache
@@ -154,13 +177,8 @@ def _context() -> BaseContext:
     """The context that starts processes. The server's imports must be chosen before the first process starts."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
-    from convergence.models.models import select
-
     context = multiprocessing.get_context("forkserver")
-    # Modules of other models may import packages that start the GPU's driver at once: Qwen3-Next's module imports fla.
-    core = (model for model in select("core") if model.is_available())
-    modeling = {model.model_class().__module__ for model in core}
-    context.set_forkserver_preload([*_OURS, *sorted(modeling)])
+    context.set_forkserver_preload(preloaded())
     # A module that asks for a GPU at import must not start the driver, because the driver does not survive a fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     return context
@@ -194,7 +212,7 @@ def settings() -> dict[str, Any]:
     }
 
 
-def _serve(call: bytes, channel: socket.socket, call_id: str, output: str, timeout: float, listens: bool) -> None:
+def serve(call: bytes, channel: socket.socket, call_id: str, output: str, timeout: float, listens: bool) -> None:
     """The other process: run the call, send the result, and exit at once."""
     if hasattr(os, "setsid"):  # the processes that it starts join its group and end with it
         os.setsid()

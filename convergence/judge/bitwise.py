@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -69,7 +69,7 @@ def _other(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]
 def compared(outcome: Outcome, before: Record) -> Outcome:
     """``outcome``, failed for every observed value that is not bit for bit what it was in ``before``, in order of
     time."""
-    baseline = list(_differences(outcome, before, "baseline"))
+    baseline = differences(outcome, before, "baseline")
     notes = outcome.notes
     if baseline:
         quantity, step = baseline[0]
@@ -83,7 +83,7 @@ def compared(outcome: Outcome, before: Record) -> Outcome:
     else:
         rows = [
             Failure(quantity, step, Finding.BIT_FOR_BIT, "differs", f"as on {before.at[:19]}")
-            for quantity, step in _differences(outcome, before, "candidate")
+            for quantity, step in differences(outcome, before, "candidate")
         ]
     if not rows:
         return outcome
@@ -91,12 +91,11 @@ def compared(outcome: Outcome, before: Record) -> Outcome:
     return dataclasses.replace(outcome, verdict="different", reason=reason, failures=failures, notes=notes)
 
 
-def _differences(outcome: Outcome, before: Outcome, arm: str) -> Iterator[tuple[str, str]]:
-    """Quantity and step of what is in only one of the two, or another in each."""
+def differences(outcome: Outcome, before: Outcome, arm: str) -> list[tuple[str, str]]:
+    """Quantity and step of what is in only one of the two, or another in each, in order of time."""
     now, then = _words(outcome, arm), _words(before, arm)
-    for key in sorted({**now, **then}, key=_time({**now, **then})):
-        if now.get(key) != then.get(key):
-            yield key
+    both = {**now, **then}
+    return [key for key in sorted(both, key=_time(both)) if now.get(key) != then.get(key)]
 
 
 def _words(outcome: Outcome, arm: str) -> dict[tuple[str, str], str]:

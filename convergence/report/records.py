@@ -153,9 +153,13 @@ class Record(Outcome, Case):
     schema: int = SCHEMA
 
     @classmethod
-    def of(cls, case: Case, outcome: Outcome, run: str = "") -> Record:
-        """What came of ``case`` in this process, whose environment it holds, and in this ``run``."""
-        known = versions(case.device, case.patch)
+    def of(cls, case: Case, outcome: Outcome, run: str = "", origin: dict[str, str] | None = None) -> Record:
+        """What came of ``case`` in this process, whose environment it holds, and in this ``run``.
+
+        Args:
+            origin: what the environment also holds where the candidate is from other code or versions.
+        """
+        known = versions(case.device, case.patch) | (origin or {})
         if case.profile == TRAINER:
             known |= files.versions(("trl", "accelerate", "datasets"), missing="not installed")
         return cls(**vars(case), **vars(outcome), versions=known, run=run)

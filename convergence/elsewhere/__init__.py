@@ -1,0 +1,1 @@
+"""Where a candidate is from: this process's code, another commit, another environment, or a run that kept it."""
