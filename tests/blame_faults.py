@@ -14,16 +14,17 @@ from tests.convergence_faults import honest
 TOO_MUCH = 1.1
 
 
-class _GradientTimes(torch.autograd.Function):
-    """Its input; the gradient comes back too large."""
+class GradientTimes(torch.autograd.Function):
+    """Its input; the gradient comes back ``factor`` times as large."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * TOO_MUCH
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
 
 
 def _argument(function: Callable[..., Any], index: int) -> Callable[..., Any]:
@@ -31,7 +32,7 @@ def _argument(function: Callable[..., Any], index: int) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrong(*args: Any, **kwargs: Any) -> Any:
-        return function(*args[:index], _GradientTimes.apply(args[index]), *args[index + 1 :], **kwargs)
+        return function(*args[:index], GradientTimes.apply(args[index], TOO_MUCH), *args[index + 1 :], **kwargs)
 
     return wrong
 

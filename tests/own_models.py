@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from convergence import Model
+from tests.blame_faults import GradientTimes
 
 _SMALL = {
     **{"hidden_size": 60, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 90},
@@ -81,16 +82,6 @@ def models() -> list[Model]:
     ]
 
 
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * 1.02
-
-
 def equal(model: nn.Module, scaled: bool = False) -> None:
     """Another way to compute the same norms; ``scaled``: with gradients that are 2% too large."""
     for module in model.modules():
@@ -116,7 +107,7 @@ def _normed(module: nn.LayerNorm, scaled: bool, x: torch.Tensor) -> torch.Tensor
     wide = wide - wide.mean(-1, keepdim=True)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps)
     result = (wide * module.weight.float() + module.bias.float()).to(x.dtype)
-    return _Scaled.apply(result) if scaled else result
+    return GradientTimes.apply(result, 1.02) if scaled else result
 
 
 # What no proof can be made of.

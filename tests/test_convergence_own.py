@@ -109,6 +109,10 @@ def test_what_no_proof_can_be_made_of(source: str, shown: str, capfd: pytest.Cap
         (("--models", "mixer,decoder"), "unknown model 'decoder'; allowed are all, encoder, vision, mixer"),
         (("--setups", "ddp"), "--models-from and --setups do not go together; leave --setups out"),
         (("--profile", "consistency"), "--models-from and --profile do not go together; leave --profile out"),
+        (
+            ("--candidate-from", "x"),
+            "--models-from and --candidate-from do not go together",
+        ),
         (("--checkpoint", "x"), "--models-from and --checkpoint do not go together; leave --checkpoint out"),
     ],
 )

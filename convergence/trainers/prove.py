@@ -10,7 +10,7 @@ import functools
 import re
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -96,6 +96,17 @@ def _candidate(case: Case, how: InTrainer, timeout: float) -> Seen | Candidate:
         return Candidate(failure=(Finding.RAISED, what), details=traceback.format_exc())
 
 
+def patched_model(how: InTrainer, patch: Callable[..., Any]) -> Any:
+    """A new model, patched.
+
+    Raises:
+        CannotApply: the patch raised.
+    """
+    model = how.model()
+    apply(patch, model)
+    return model
+
+
 def _run_foreign(how: InTrainer, patch: str, scope: str) -> tuple[Any, ...]:
     """Train a model of ``patch``, which is not ours, in this process; returns the fields of :class:`Seen`.
 
@@ -109,8 +120,7 @@ def _run_foreign(how: InTrainer, patch: str, scope: str) -> tuple[Any, ...]:
     patched = load_patch(patch)
 
     def load() -> Any:
-        model = how.model()
-        apply(patched, model)
+        model = patched_model(how, patched)
         return how.model() if scope == "class" else model
 
     return tuple(run(how, Arm(load=load, ours=False)))

@@ -8,16 +8,14 @@ import importlib.util
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from convergence.arms.candidate import load_patch
-from convergence.arms.trajectory import apply
 from convergence.patches import BUILT_IN
 from convergence.report.records import TRAINER, Case, Outcome
 from convergence.trainers import material
 from convergence.trainers.cases import CASES, DEVICE, InCase
 from convergence.trainers.observe import Arm
-from convergence.trainers.prove import prove_in_trainer
+from convergence.trainers.prove import patched_model, prove_in_trainer
 
 OPTION = "--trainer"
 DTYPE = "float32"
@@ -57,14 +55,9 @@ def prove(case: Case, timeout: float) -> Outcome:
     """The outcome of ``case`` on a model that is made for it."""
     how, arm = InCase(case.setup, _folder(case.model)), None
     if case.patch in BUILT_IN and case.scope == "instance":  # known to change one model only
-        arm = Arm(load=functools.partial(_patched, how, case.patch), expects=CASES[case.setup].expects)
+        load = functools.partial(patched_model, how, load_patch(case.patch))
+        arm = Arm(load=load, expects=CASES[case.setup].expects)
     return prove_in_trainer(case, how, arm, timeout)
-
-
-def _patched(how: InCase, patch: str) -> Any:
-    model = how.model()
-    apply(load_patch(patch), model)
-    return model
 
 
 @functools.cache

@@ -60,6 +60,7 @@ def test_patches_are_judged_in_a_trainer(tmp_path: Path) -> None:
         (("--trainer", "ppo"), "unknown trainer 'ppo'; allowed are all, trainer,"),
         (("--trainer", "sft", "--models", "qwen2"), "unknown model 'qwen2'; allowed are all, llama, gemma"),
         (("--trainer", "sft", "--setups", "ddp"), "--trainer and --setups do not go together; leave --setups out"),
+        (("--trainer", "sft", "--keep-candidates", "x"), "--trainer and --keep-candidates do not go together"),
         (("--trainer", "sft", "--dtypes", "bfloat16"), "--trainer and --dtypes do not go together"),
     ],
 )
