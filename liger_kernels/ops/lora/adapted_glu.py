@@ -25,10 +25,10 @@ from liger_kernels.ops.runtime.tiling import cdiv, choice, tile
 @triton.jit
 def _lora_glu_fwd_kernel(
     gate_ptr, up_ptr, h_ptr,                                # [rows, columns]; of the weights alone
-    z_stride, gate_z_ptr,                                   # [rows, ranks] float32; None without adapters
+    gate_z_ptr, gate_z_stride,                              # [rows, ranks] float32; None without adapters
     gate_w_ptr, gate_rank_stride, gate_col_stride,          # [ranks, columns]
     gate_bias_ptr, gate_ranks, gate_scale,
-    up_z_ptr, up_w_ptr, up_rank_stride, up_col_stride, up_bias_ptr, up_ranks, up_scale,
+    up_z_ptr, up_z_stride, up_w_ptr, up_rank_stride, up_col_stride, up_bias_ptr, up_ranks, up_scale,
     n_rows, n_cols, col_blocks, rows_of_program,
     ACTIVATION: tl.constexpr, GATE_RANKS: tl.constexpr, UP_RANKS: tl.constexpr,
     PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -49,11 +49,11 @@ def _lora_glu_fwd_kernel(
         gate = tl.load(gate_ptr + row * n_cols + col, mask=mask, other=0.0)
         up = tl.load(up_ptr + row * n_cols + col, mask=mask, other=0.0)
         gate = plus_delta(
-            gate, gate_z_ptr, z_stride, gate_w_ptr, None, None, 0, 0, gate_rank_stride, gate_col_stride,
+            gate, gate_z_ptr, gate_z_stride, gate_w_ptr, None, None, 0, 0, gate_rank_stride, gate_col_stride,
             gate_bias_ptr, gate_w, row, col, n_rows, n_cols, gate_ranks, gate_scale, EXACT, GATE_RANKS, PART,
         )
         up = plus_delta(
-            up, up_z_ptr, z_stride, up_w_ptr, None, None, 0, 0, up_rank_stride, up_col_stride,
+            up, up_z_ptr, up_z_stride, up_w_ptr, None, None, 0, 0, up_rank_stride, up_col_stride,
             up_bias_ptr, up_w, row, col, n_rows, n_cols, up_ranks, up_scale, EXACT, UP_RANKS, PART,
         )
         act, _ = _activate(gate, ACTIVATION)
@@ -65,9 +65,8 @@ def _lora_glu_fwd_kernel(
 def _lora_glu_bwd_kernel(
     dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,           # [rows, columns]; gate and up of the weights alone
     g_ptr, g_stride, a_ptr, a_rank_stride, a_col_stride, down_ranks,    # [rows, ranks], [ranks, columns]
-    z_stride,
-    gate_z_ptr, gate_w_ptr, gate_rank_stride, gate_col_stride, gate_bias_ptr, gate_ranks, gate_scale,
-    up_z_ptr, up_w_ptr, up_rank_stride, up_col_stride, up_bias_ptr, up_ranks, up_scale,
+    gate_z_ptr, gate_z_stride, gate_w_ptr, gate_rank_stride, gate_col_stride, gate_bias_ptr, gate_ranks, gate_scale,
+    up_z_ptr, up_z_stride, up_w_ptr, up_rank_stride, up_col_stride, up_bias_ptr, up_ranks, up_scale,
     n_rows, n_cols, col_blocks, rows_of_program,
     ACTIVATION: tl.constexpr, PRODUCT: tl.constexpr, DOWN_RANKS: tl.constexpr,
     GATE_RANKS: tl.constexpr, UP_RANKS: tl.constexpr, PART: tl.constexpr,
@@ -98,11 +97,11 @@ def _lora_glu_bwd_kernel(
             row, col, n_rows, n_cols, down_ranks, 1.0, EXACT, DOWN_RANKS, PART,
         )
         gate = plus_delta(
-            gate, gate_z_ptr, z_stride, gate_w_ptr, None, None, 0, 0, gate_rank_stride, gate_col_stride,
+            gate, gate_z_ptr, gate_z_stride, gate_w_ptr, None, None, 0, 0, gate_rank_stride, gate_col_stride,
             gate_bias_ptr, gate_w, row, col, n_rows, n_cols, gate_ranks, gate_scale, EXACT, GATE_RANKS, PART,
         )
         up = plus_delta(
-            up, up_z_ptr, z_stride, up_w_ptr, None, None, 0, 0, up_rank_stride, up_col_stride,
+            up, up_z_ptr, up_z_stride, up_w_ptr, None, None, 0, 0, up_rank_stride, up_col_stride,
             up_bias_ptr, up_w, row, col, n_rows, n_cols, up_ranks, up_scale, EXACT, UP_RANKS, PART,
         )
         act, slope = _activate(gate, ACTIVATION)
@@ -130,11 +129,11 @@ def _unit_shape(
 def _delta_arguments(z: Tensor | None, part: NodeProjection) -> tuple[tuple[Any, ...], int]:
     """The kernel's arguments for the adapters of ``part``, and the ranks of a program."""
     if z is None:
-        return (None, None, 0, 0, None, 0, 1.0), 0
+        return (None, 0, None, 0, 0, None, 0, 1.0), 0
     w, bias, scale = delta_of(part.b, part.biases, part.scales)
     bias = None if bias is None else bias.contiguous()
     (out_stride, rank_stride), n_ranks = w.stride(), w.shape[1]
-    return (z, w, rank_stride, out_stride, bias, n_ranks, float(scale)), ranks_of_program(n_ranks)
+    return (z, z.stride(0), w, rank_stride, out_stride, bias, n_ranks, float(scale)), ranks_of_program(n_ranks)
 
 
 def glu_of_adapted(
@@ -154,7 +153,6 @@ def glu_of_adapted(
         gate,
         up,
         h,
-        0 if z is None else z.stride(0),
         *of_gate,
         *of_up,
         n_rows,
@@ -205,7 +203,6 @@ def glu_gradients(
         dgate,
         dup,
         *of_down,
-        0 if z is None else z.stride(0),
         *of_gate,
         *of_up,
         n_rows,

@@ -110,15 +110,15 @@ def _scan_block(
 
 
 @triton.jit
-def _carry_rows(carry_ptr, row, stride):
+def _carry_rows(carry_ptr, row, carry_stride):
     """Where the rows of ``Carried`` have their numbers of ``row``. Each row lies a stride after the one before: no
     product in 32 bits."""
     target = carry_ptr + row
-    maximum = target + stride
-    others = maximum + stride
-    distance = others + stride
-    squares = distance + stride
-    return target, maximum, others, distance, squares, squares + stride
+    maximum = target + carry_stride
+    others = maximum + carry_stride
+    distance = others + carry_stride
+    squares = distance + carry_stride
+    return target, maximum, others, distance, squares, squares + carry_stride
 
 
 @triton.jit
@@ -284,11 +284,11 @@ def _cross_entropy_fwd_kernel(
     weight_ptr, weight_sum_ptr,                         # [vocab], 0-d, or None
     row_weight_ptr,                                     # [rows] or None
     loss_ptr,                                           # [rows]
-    stats_ptr, stats_stride,                            # [3, rows] or None; the stride of carry, too
+    stats_ptr, stats_stride,                            # [3, rows] or None
     log_probs_ptr, entropy_ptr, predicted_ptr, squares_ptr, mean_ptr, max_ptr,    # [rows] or None
     ids_ptr, id_logits_ptr, n_ids,                      # [rows, n_ids] or None
     grad_ptr, grad_stride, denominator_ptr,            # [rows, vocab], 0-d, or None
-    carry_ptr, first, classes,                          # of a slab: Carried [6, rows] or None, and two numbers
+    carry_ptr, carry_stride, first, classes,            # of a slab: Carried [6, rows] or None, and two numbers
     n_rows, vocab,
     ignore_index, label_smoothing, softcap, logit_scale, inverse_temperature, z_loss,
     IDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
@@ -310,7 +310,7 @@ def _cross_entropy_fwd_kernel(
         tl.store(id_logits_ptr + offset, scaled_logits(x_id, scaling, PRECISE), mask=id_here)
     carry, first_class = None, 0
     if carry_ptr is not None:
-        carry, first_class = _carry_rows(carry_ptr, row, stats_stride), first
+        carry, first_class = _carry_rows(carry_ptr, row, carry_stride), first
         z_target = tl.where(here, z_target, tl.load(carry[0], mask=row_mask, other=0.0))
 
     # Ignored rows are read only if something is reported about them.
@@ -380,11 +380,11 @@ def _cross_entropy_bwd_kernel(
     grad_ptr, grad_stride,                              # [rows, vocab]
     targets_ptr,                                        # [rows]
     weight_ptr, weight_sum_ptr,                         # [vocab], 0-d, or None
-    stats_ptr, stats_stride,                            # [3, rows]; the stride of id_totals, too
+    stats_ptr, stats_stride,                            # [3, rows]
     upstream_ptr, upstream_stride, denominator_ptr,         # [rows], 0-d or None
     row_weight_ptr, skip_if_one_ptr,                    # [rows], 0-d, or None
     entropy_ptr, grad_entropy_ptr, grad_entropy_stride, # [rows] or None
-    ids_ptr, id_grads_ptr, id_totals_ptr, n_ids,    # [rows, n_ids] twice, [2, rows], or None
+    ids_ptr, id_grads_ptr, id_totals_ptr, id_totals_stride, n_ids,    # [rows, n_ids] twice, [2, rows], or None
     first, classes,                                     # of a slab
     n_rows, vocab,
     ignore_index, label_smoothing, softcap, logit_scale, inverse_temperature, z_loss,
@@ -418,7 +418,7 @@ def _cross_entropy_bwd_kernel(
         offset, id_column, id_here = _id_columns(ids_ptr, row, row_mask, first, vocab, n_ids, IDS)
         id_grad = tl.load(id_grads_ptr + offset, mask=id_here, other=0.0)
         ids_total = tl.load(id_totals_ptr + row, mask=row_mask, other=0.0)
-        ids_at_target = tl.load(id_totals_ptr + row + stats_stride, mask=row_mask, other=0.0)
+        ids_at_target = tl.load(id_totals_ptr + row + id_totals_stride, mask=row_mask, other=0.0)
         ids = (id_column, id_here, id_grad, ids_total, ids_at_target)
     stats_rows = stats_ptr + row
     _store_grad(

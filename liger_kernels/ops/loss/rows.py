@@ -46,8 +46,7 @@ class IdGrads(NamedTuple):
 
     ids: torch.Tensor  # [tokens, K]
     grads: torch.Tensor  # float32 [tokens, K]: the gradient of this class, summed over the row's equal ids
-    # float32 [2, tokens], of the stride of the rows' stats: sums over all ids, and over ids equal to the target
-    totals: torch.Tensor
+    totals: torch.Tensor  # float32 [2, tokens]: sums over all ids, and over ids equal to the target
 
     def chunk(self, start: int, stop: int) -> IdGrads:
         """Views of rows ``start`` to ``stop``."""
@@ -75,8 +74,7 @@ class Slab(NamedTuple):
     Attributes:
         first: the class in the first column.
         classes: the number of all classes.
-        carry: float32 [6, tokens], the forward's running values over the earlier classes (:class:`Carried`). Its stride
-            is that of the rows' ``stats``.
+        carry: float32 [6, tokens], the forward's running values over the earlier classes (:class:`Carried`).
     """
 
     first: int
@@ -230,10 +228,10 @@ def forward_rows(
         kernels._cross_entropy_fwd_kernel, (cdiv(tokens, shape["ROWS"]),), logits.device,
         logits, logits.stride(0),
         targets, class_weight, _weight_sum(class_weight, options), row_weight,
-        rows.loss, rows.stats, _row_stride(rows.stats if carry is None else carry), *extras,
+        rows.loss, rows.stats, _row_stride(rows.stats), *extras,
         ids, rows.ids, 0 if ids is None else ids.shape[1],
         grad, _row_stride(grad), denominator,
-        carry, first, classes,
+        carry, _row_stride(carry), first, classes,
         tokens, vocab, *_as_arguments(options),
         enable_fp_fusion=_FUSION, **lane_shape(shape, logits), **shape,
     )
@@ -272,7 +270,7 @@ def backward_rows(
         targets, class_weight, _weight_sum(class_weight, options), stats, stats.stride(0),
         upstream, upstream.stride(0) if upstream.dim() else 0, denominator, row_weight, skip_if_one,
         entropy, grad_entropy, 0 if grad_entropy is None else grad_entropy.stride(0),
-        chosen, of_ids, totals, 0 if chosen is None else chosen.shape[1],
+        chosen, of_ids, totals, _row_stride(totals), 0 if chosen is None else chosen.shape[1],
         first, classes,
         tokens, vocab, *_as_arguments(options),
         enable_fp_fusion=_FUSION, **shape,
