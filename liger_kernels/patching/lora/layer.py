@@ -29,6 +29,7 @@ from liger_kernels.patching.lora.adapters import (
 )
 from liger_kernels.patching.lora.projection import foreseen_projection
 from liger_kernels.patching.lora.shared_input import own_product
+from liger_kernels.patching.reads import reads_of
 from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.recipes.probe import PLAIN, PROBED
 from liger_kernels.patching.recipes.recogniser import Recogniser, Verdict, fingerprint
@@ -42,6 +43,8 @@ STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "
 VARIANTS = ("lora_variant", "use_dora")
 # What only merging and adding an adapter read.
 UNREAD = ("fan_in_fan_out", "lora_bias", "lora_alpha", "r", "use_rslora")
+# What PEFT made the layer with, its path in the model for one.
+_MADE_WITH = "kwargs"
 
 
 @dataclass(frozen=True)
@@ -207,8 +210,11 @@ def same_in_bfloat16(module: Any, clone: Any, reference: Reference) -> bool:
 
 def key_of_layer(module: Any, *replaced: str) -> Hashable:
     """What the verdict depends on: the class, its settings, and of each adapter the name, scale and kind. A probe puts
-    its own in place of what ``replaced`` names."""
+    its own in place of what ``replaced`` names. What the layer was made with counts where its forward may read it."""
     modules = module._modules
+    reads = reads_of([type(module).forward], type(module))
+    if not reads.all and _MADE_WITH not in reads.names:
+        replaced = *replaced, _MADE_WITH
     names = [*modules["lora_A"]]
     of_adapters = tuple((n, is_variant(module, n), modules["lora_B"][n].bias is not None) for n in names)
     counted = ("base_layer", "in_features", "out_features", *CONTAINERS, *STATE, *VARIANTS, *UNREAD, *replaced)

@@ -16,24 +16,28 @@ from liger_kernels.ops.runtime.tiling import choice
 FAST_CHUNK = 8192
 
 
-def _chunk_of_balanced(hidden_size: int) -> int:
-    """Tokens of a chunk. Every chunk reads and writes the float32 grad_weight once, so large chunks are faster. Next to
-    the grad_weight of a narrow head, their logits are too large."""
+def _chunk_of_balanced(hidden_size: int, sums: bool) -> int:
+    """Tokens of a chunk. If ``sums``, every chunk reads and writes the float32 sum of grad_weight, so large chunks are
+    faster. That sum is as large as the logits of 2 * hidden_size tokens: next to the one of a narrow head, or without
+    any, the logits of a large chunk are too large."""
+    if sums and hidden_size >= 4096:
+        return 4096
     return 2048 if hidden_size >= 2048 else 1024
 
 
 @choice("schedule")
 def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype, sums: bool, heads: int = 1) -> tuple[str, int]:
-    """The schedule and the chunk size if neither is given: "fast" where it needs no more memory than token chunks.
+    """The schedule and the chunk size if neither is given: "fast" where it needs no more memory than the smallest
+    token chunks.
 
     Token chunks hold the logits of C tokens. In 16 bits, if ``sums``, they also hold the float32 sum of grad_weight,
     which is as large as the logits of 2 * hidden_size tokens. A compiled program holds the kept logits and their
     gradient, both, so there the limit is hidden_size tokens."""
-    chunk = _chunk_of_balanced(hidden_size)
-    few = chunk + (0 if dtype == torch.float32 or not sums else 2 * hidden_size // heads)
+    smallest = _chunk_of_balanced(hidden_size, sums=False)
+    few = smallest + (0 if dtype == torch.float32 or not sums else 2 * hidden_size // heads)
     if torch.compiler.is_compiling():
         few = min(few, hidden_size)
-    return "fast" if tokens <= few else "balanced", chunk
+    return "fast" if tokens <= few else "balanced", _chunk_of_balanced(hidden_size, sums and heads == 1)
 
 
 def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | None) -> str | None:
@@ -78,13 +82,13 @@ def choose_schedule(
         raise ValueError(
             f"chunk_size is {chunk_size} and a group is given, which goes in slabs of classes: leave it out"
         )
-    chunk = _chunk_of_balanced(hidden_size)
+    # Without a gradient of the weight, chunks compute no product more than kept logits do.
+    sums = needs.weight or options.reduction == "none" or not needs.hidden
+    chunk = _chunk_of_balanced(hidden_size, needs.weight and heads == 1)
     if chunk_size is not None:
         chunk = chunk_size
         memory = "fast" if tokens <= chunk else "balanced"
     elif memory is None:
-        # Without a gradient of the weight, chunks compute no product more than kept logits do.
-        sums = needs.weight or options.reduction == "none" or not needs.hidden
         memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype, sums, heads)
     if balanced_because(hidden.dtype, options.label_smoothing, memory) is not None:
         memory = "balanced"
