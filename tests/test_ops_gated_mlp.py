@@ -24,6 +24,7 @@ from liger_kernels.ops import (
     gated_mlp,
     gated_mlp_ref,
 )
+from liger_kernels.ops.runtime.kept import keeps_graph
 from liger_kernels.ops.runtime.tiling import tiled
 from tests.ops_checks import DTYPES, Products, randn
 
@@ -218,6 +219,24 @@ def plain(call: Callable[[], torch.Tensor]) -> torch.Tensor:
 def checkpointed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
     result: Any = checkpoint(call, use_reentrant=False)
     return result
+
+
+def test_a_compiled_backward_does_not_ask_whether_the_graph_is_kept() -> None:
+    """Dynamo cannot trace the question, and the answer would be that of one graph."""
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+            return dy * (3 if keeps_graph() else 2)
+
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(lambda x: Asks.apply(x), fullgraph=True, backend="aot_eager")(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])

@@ -90,7 +90,8 @@ def test_adapters_run_on_layers_in_blocks() -> None:
 
 def test_the_report_names_what_is_not_ours() -> None:
     report = patch(tiny("llama"))
-    assert {left.what for left in report.not_invariant} == {"LlamaAttention"}
+    # Earlier versions of transformers multiply positions and frequencies by @.
+    assert {left.what for left in report.not_invariant} - {"LlamaRotaryEmbedding"} == {"LlamaAttention"}
     assert "not invariant, because the patch does not compute it:" in str(report)
     assert not liger_kernels.patch(tiny("llama")).not_invariant
 

@@ -22,9 +22,7 @@ _IS_PUBLIC = hasattr(torch.nn.functional, "grouped_mm")
 
 @choice("grouped")
 def _is_native(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether torch's product takes these operands: on a GPU, with strides that are multiples of 16 bytes.
-
-    One kernel it is in bfloat16, on capability 9.0 and newer; else a loop over the groups in C++."""
+    """Whether torch's product takes these operands: on a GPU, with strides that are multiples of 16 bytes."""
     if _grouped_mm is None or a.device.type != "cuda" or a.dtype != b.dtype:
         return False
     oldest = (8, 0) if _IS_PUBLIC else (9, 0)
@@ -36,15 +34,22 @@ def _is_native(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(number % 16 == 0 for number in (*strides, a.data_ptr(), b.data_ptr()))
 
 
+def _is_one_kernel(rows: torch.Tensor) -> bool:
+    """Whether torch's product is one kernel, and not a loop over the groups in C++."""
+    newest: bool = torch.version.hip is None and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    return newest and rows.dtype == torch.bfloat16
+
+
 def grouped_product(
     rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, invariant: bool = False
 ) -> torch.Tensor:
     """``rows`` [rows, in] times ``matrices`` [groups, in, out]: [rows, out]. ``invariant``: the bits of a row do not
     depend on the other rows. torch's product then takes a block of rows of whatever groups: which kernel it runs
     depends on the shapes, and not on where groups end, which the host does not know."""
-    if _is_native(rows, matrices):
-        if not invariant:
-            return _grouped_mm(rows, matrices, offs=ends)
+    is_native = _is_native(rows, matrices)
+    if is_native and not invariant:
+        return _grouped_mm(rows, matrices, offs=ends)
+    if is_native and _is_one_kernel(rows):
         size, out = rows_of_block(), rows.new_empty(len(rows), matrices.shape[2])
         for start in range(0, len(rows), size):
             part = rows[start : start + size]

@@ -16,7 +16,7 @@ from liger_kernels.ops.lora.adapter import LoraAdapter
 from liger_kernels.ops.lora.products import ranks_of_program, rows_product
 from liger_kernels.ops.runtime.arguments import checked, checked_op
 from liger_kernels.ops.runtime.dispatch import as_values, launch, tl, triton, use_triton
-from liger_kernels.ops.runtime.tiling import cdiv, choice, tile
+from liger_kernels.ops.runtime.tiling import cdiv, choice, next_power_of_2, tile
 
 
 @checked
@@ -62,11 +62,11 @@ def _dora_norm_kernel(
     gram_ptr,                                           # [parts, RANKS, RANKS] float64
     norm_ptr,                                           # [rows] float32
     n_rows, n_ranks, n_parts, scale,
-    RANKS: tl.constexpr, ROWS: tl.constexpr,
+    RANKS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):
     """The square root of |W|^2 + the sum over the ranks of b (2 s W A^T + s^2 B (A A^T))."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    rank = tl.arange(0, RANKS)
+    rank, part = tl.arange(0, RANKS), tl.arange(0, PARTS)[:, None]
     known = row < n_rows
     mask = known[:, None] & (rank[None, :] < n_ranks)
     s = tl.full((), scale, tl.float32).to(tl.float64)
@@ -74,10 +74,8 @@ def _dora_norm_kernel(
     inner = 2.0 * s * crossed.to(tl.float64)
     for other in range(0, n_ranks):
         of_other = tl.load(b_ptr + row * b_row_stride + other * b_rank_stride, mask=known, other=0.0).to(tl.float64)
-        gram = tl.zeros((RANKS,), tl.float64)
-        for part in range(0, n_parts):
-            gram += tl.load(gram_ptr + (part * RANKS + other) * RANKS + rank)
-        inner += s * s * of_other[:, None] * gram[None, :]
+        gram = tl.load(gram_ptr + (part * RANKS + other) * RANKS + rank[None, :], mask=part < n_parts, other=0.0)
+        inner += s * s * of_other[:, None] * tl.sum(gram, axis=0)[None, :]
     b = tl.load(b_ptr + row[:, None] * b_row_stride + rank[None, :] * b_rank_stride, mask=mask, other=0.0)
     length = tl.load(length_ptr + row, mask=known, other=0.0).to(tl.float64)
     total = length * length + tl.sum(inner * b.to(tl.float64), axis=1)
@@ -106,7 +104,8 @@ def _norm(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     rows, _ = tile(n_rows, ranks, max(1, 512 // ranks), ranks)
     tensors = length, crossed, crossed.stride(0), b, *b.stride(), gram, norm
     grid, sizes = (cdiv(n_rows, rows),), (n_rows, n_ranks, parts)
-    launch(_dora_norm_kernel, grid, a.device, *tensors, *sizes, float(scale), RANKS=ranks, ROWS=rows)
+    options = {"RANKS": ranks, "PARTS": next_power_of_2(parts), "ROWS": rows}
+    launch(_dora_norm_kernel, grid, a.device, *tensors, *sizes, float(scale), **options)
     return norm
 
 

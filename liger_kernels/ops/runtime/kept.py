@@ -12,8 +12,15 @@ from typing import Any
 
 import torch
 
-# Whether the graph is kept for another backward. Where torch does not say, it may be.
-keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+_current_graph_is_kept: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
+
+
+def keeps_graph() -> bool:
+    """Whether the graph is kept for another backward. Where nobody says, it may be: in a torch without that question,
+    and while a program is compiled, which asks once for all graphs."""
+    return torch.compiler.is_compiling() or _current_graph_is_kept()
 
 
 def keep(ctx: Any, tensors: Sequence[torch.Tensor | None]) -> None:

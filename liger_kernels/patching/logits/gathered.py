@@ -336,13 +336,13 @@ class Gathering:
         found = [m for m in meanings if isinstance(m, Gathering) and m.source is self.source and m.row is not None]
         whole = None if self.row is None else self.row[0]
         alike = all(m.kind == self.kind and m.trailing == self.trailing for m in found)
-        alike = alike and all(t.requires_grad == lazy.requires_grad for t in tensors)
+        alike = alike and all(t.requires_grad == lazy.requires_grad and t.dtype == lazy.dtype for t in tensors)
         order = [m.row[1] for m in found if m.row is not None and m.row[0] is whole]
         if whole is None or not alike or dim != 0 or len(found) != len(tensors) or order != list(range(len(whole))):
             raise _NotRecordedError
         if self.kind == "log_probs_of":
             index = torch.stack([m.index for m in found if m.index is not None])
-            return replace(self, logits=whole, index=index, row=None).log_probs()
+            return replace(self, logits=_in(lazy.dtype, whole), index=index, row=None).log_probs()
         shape = (len(found), *lazy.shape)
         what = Computation(shape, lazy.dtype, lazy.device, lambda *rows: torch.stack(rows), tuple(tensors))
         return _member(replace(self, logits=whole, row=None), what)
