@@ -66,12 +66,14 @@ def test_adapters_disabled_and_merged():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Which ops have asked whether to launch. A compiled program appends again what it did when it was traced."""
+    """Which ops have asked whether to launch, but for those that foresee a step. A compiled program appends again what
+    it did when it was traced."""
     called = []
 
     def asks(name, use_triton):
         def asked(x, **how):
-            called.append(name)
+            if x.device.type != "meta":
+                called.append(name)
             return use_triton(x, **how)
 
         return asked

@@ -191,14 +191,20 @@ class DoraFunction(torch.autograd.Function):
         return None, dy0, dy if needs_anchor else None, dc, dbias
 
 
+@choice("dora_backward")
+def _backward_shape(n_rows: int, n_cols: int, size: int, device: torch.device) -> tuple[int, dict[str, int]]:
+    """The number of parts of the rows, and launch choices."""
+    n_parts, options = columns_shape(n_rows, n_cols, 16, size, device)
+    return n_parts, {**options, "num_stages": 2}
+
+
 def _backward(dy: Tensor, y0: Tensor | None, c: Tensor, bias: Tensor | None, dy0: Tensor | None) -> Tensor | None:
     """Write c * dy to ``dy0``, if it is given. Return the sum of the rows of dy * (y0 - bias), if y0 is given."""
     if dy0 is None and y0 is None:
         return None
     n_cols = dy.shape[-1]
     n_rows = dy.numel() // max(1, n_cols)
-    n_parts, options = columns_shape(n_rows, n_cols, 16, dy.element_size(), dy.device)
-    options = {**options, "num_stages": 2}
+    n_parts, options = _backward_shape(n_rows, n_cols, dy.element_size(), dy.device)
     rows_of_part = cdiv(cdiv(n_rows, n_parts), options["ROWS"]) * options["ROWS"]
     parts = None if y0 is None else torch.empty((n_parts, n_cols), dtype=torch.float32, device=dy.device)
     tensors = (*as_rows(dy), *((None, 0) if y0 is None else as_rows(y0)), c, bias, dy0, parts)

@@ -7,10 +7,11 @@ State is read at each call; where a call is anything else, PEFT's own forward ru
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +60,7 @@ class DoraRecipe(Recipe):
         weight = step.tensor(module.out_features, module.in_features, grad=False)
         bias = step.like(module.base_layer, "bias")
         magnitude = step.like(module._modules[_MAGNITUDES][name], "weight")
-        return (partial(_layer, x, partial(F.linear, weight=weight, bias=bias), weight, adapters[0], magnitude, bias),)
+        return (partial(_foreseen, x, weight, adapters[0], magnitude, bias),)
 
     def namespace(self, base: Any) -> dict[str, Any]:
         def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -77,27 +78,59 @@ class DoraRecipe(Recipe):
             if known is None:
                 return base.forward(self, x)
             mark_run(self)
-            return _layer(x, layer, *known)
+            weight, dense, adapter, magnitude, bias = known
+            return dora_linear(x, layer, adapter, magnitude, _length(self, weight, dense, adapter), bias)
 
         return {"forward": forward}
 
 
-def _layer(
+def _foreseen(
     x: torch.Tensor,
-    base: Callable[[torch.Tensor], torch.Tensor],
     weight: torch.Tensor,
     adapter: LoraAdapter,
     magnitude: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
+    base = partial(F.linear, weight=weight, bias=bias)
     return dora_linear(x, base, adapter, magnitude, dora_norm(weight, adapter), bias)
 
 
-_Known = tuple[torch.Tensor, LoraAdapter, torch.Tensor, torch.Tensor | None]
+class _Length(NamedTuple):
+    """The length of the rows of a layer in its last forward, and what it was computed from."""
+
+    tensors: tuple[weakref.ref[torch.Tensor], ...]  # A, B and the weight, which this does not keep alive
+    state: tuple[Any, ...]
+    norm: torch.Tensor
+
+
+_lengths: weakref.WeakKeyDictionary[nn.Module, _Length] = weakref.WeakKeyDictionary()
+
+
+def _length(
+    module: nn.Module,
+    weight: torch.Tensor,
+    dense: Callable[[torch.Tensor], torch.Tensor],
+    adapter: LoraAdapter,
+) -> torch.Tensor:
+    """:func:`dora_norm` of the layer. A forward that checkpointing runs again in the backward has the length that it
+    had. A forward outside a backward computes it: weights may have changed behind autograd's back, as merging does."""
+    tensors = adapter.a, adapter.b, weight
+    state = (*[t._version for t in tensors], adapter.scale)
+    before = _lengths.get(module)
+    if torch._C._current_graph_task_id() != -1 and before is not None and before.state == state:
+        if all(ref() is t for ref, t in zip(before.tensors, tensors, strict=True)):
+            return before.norm
+    norm = dora_norm(dense(weight.detach()), adapter)
+    _lengths[module] = _Length(tuple(map(weakref.ref, tensors)), state, norm)
+    return norm
+
+
+_Known = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor], LoraAdapter, torch.Tensor, torch.Tensor | None]
 
 
 def _known(module: Any, layer: Any, x: torch.Tensor) -> _Known | str | None:
-    """What the op takes: weight, adapter, magnitude, bias; or why PEFT computes, or None where it casts or raises."""
+    """What the op takes: weight, what makes it dense, adapter, magnitude, bias; or why PEFT computes, or None where it
+    casts or raises."""
     names = active_names(module)
     if not names:
         return None
@@ -125,7 +158,7 @@ def _known(module: Any, layer: Any, x: torch.Tensor) -> _Known | str | None:
         return None
     if magnitude.shape != outputs or magnitude.device != x.device or magnitude.dtype not in PROBED:
         return None
-    return dense(weight.detach()), LoraAdapter(one.a, one.b, float(one.scale)), magnitude, bias
+    return weight, dense, LoraAdapter(one.a, one.b, float(one.scale)), magnitude, bias
 
 
 def is_dora_layer(module: nn.Module) -> bool:
