@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import liger_kernels
 from convergence.judge.tolerance import three_way
@@ -73,6 +74,54 @@ def test_a_frozen_weight_that_changes_has_another_length() -> None:
         for model in (own, patched):
             for layer in layers(model):
                 layer.base_layer.weight.data *= 3.0
+
+
+def checkpointed(model: Any, reentrant: bool, between: Callable[[Any], None] = lambda model: None) -> dict[str, Any]:
+    """The gradients of a step that runs the model again in the backward; ``between`` forward and backward."""
+    model.zero_grad(set_to_none=True)
+    y = checkpoint(model, inputs().requires_grad_(), use_reentrant=reentrant)
+    with torch.no_grad():
+        between(model)
+    y.square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_that_runs_again_has_the_length_that_it_had(reentrant: bool) -> None:
+    own = decomposed()
+    patched = copy.deepcopy(own)
+    liger_kernels.patch(patched)
+    for _ in range(2):
+        ops.reset_launches()
+        found = checkpointed(patched, reentrant)
+        assert ops.launches()["_dora_norm_kernel"] == len(layers(patched))
+        torch.testing.assert_close(found, checkpointed(own, reentrant))
+        for model in (own, patched):
+            for layer in layers(model):
+                layer.base_layer.weight.data *= 3.0
+
+
+def other_scale(model: Any) -> None:
+    for layer in layers(model):
+        layer.scaling["default"] *= 2
+
+
+def other_weights(model: Any) -> None:
+    for layer in layers(model):
+        layer.base_layer.weight.mul_(2)
+
+
+def other_adapters(model: Any) -> None:
+    for layer in layers(model):
+        layer.lora_B["default"].weight = nn.Parameter(2 * layer.lora_B["default"].weight)
+
+
+@pytest.mark.parametrize("change", [other_scale, other_weights, other_adapters])
+def test_a_layer_that_changes_before_it_runs_again_has_another_length(change: Callable[[Any], None]) -> None:
+    own = decomposed()
+    patched = copy.deepcopy(own)
+    liger_kernels.patch(patched)
+    torch.testing.assert_close(checkpointed(patched, False, change), checkpointed(own, False, change))
 
 
 def dropping(model: Any) -> None:

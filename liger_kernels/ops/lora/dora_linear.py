@@ -24,7 +24,7 @@ from torch import Tensor
 
 from liger_kernels.ops.lora.adapter import LoraAdapter
 from liger_kernels.ops.lora.lora_linear import LoraFunction, cast_as_base, check_base, checked_adapters, runs_kernel
-from liger_kernels.ops.lora.products import columns_shape, dot, ranks_of_program
+from liger_kernels.ops.lora.products import PROGRAMS, dot, ranks_of_program
 from liger_kernels.ops.runtime.arguments import checked, checked_op
 from liger_kernels.ops.runtime.dispatch import as_values, backward_once, in_dtype, launch, tl, triton
 from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, tile
@@ -192,10 +192,12 @@ class DoraFunction(torch.autograd.Function):
 
 
 @choice("dora_backward")
-def _backward_shape(n_rows: int, n_cols: int, size: int, device: torch.device) -> tuple[int, dict[str, int]]:
-    """The number of parts of the rows, and launch choices."""
-    n_parts, options = columns_shape(n_rows, n_cols, 16, size, device)
-    return n_parts, {**options, "num_stages": 2}
+def _backward_shape(n_rows: int, n_cols: int) -> tuple[int, dict[str, int]]:
+    """The number of parts of the rows, and launch choices. 16384 x 14336 on an H200: 0.35 ms, with 64 columns a program
+    0.51."""
+    rows, block = tile(n_rows, n_cols, 32, 128)
+    parts = max(1, min(4 * PROGRAMS // cdiv(n_cols, block), cdiv(n_rows, 2 * rows)))
+    return parts, {"ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": 2}
 
 
 def _backward(dy: Tensor, y0: Tensor | None, c: Tensor, bias: Tensor | None, dy0: Tensor | None) -> Tensor | None:
@@ -204,7 +206,7 @@ def _backward(dy: Tensor, y0: Tensor | None, c: Tensor, bias: Tensor | None, dy0
         return None
     n_cols = dy.shape[-1]
     n_rows = dy.numel() // max(1, n_cols)
-    n_parts, options = _backward_shape(n_rows, n_cols, dy.element_size(), dy.device)
+    n_parts, options = _backward_shape(n_rows, n_cols)
     rows_of_part = cdiv(cdiv(n_rows, n_parts), options["ROWS"]) * options["ROWS"]
     parts = None if y0 is None else torch.empty((n_parts, n_cols), dtype=torch.float32, device=dy.device)
     tensors = (*as_rows(dy), *((None, 0) if y0 is None else as_rows(y0)), c, bias, dy0, parts)

@@ -24,7 +24,7 @@ from liger_kernels.ops.runtime.launcher import current_stream
 from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, next_power_of_2, tile
 
 MOST_RANKS = 256  # of one program, which holds all of them
-_PROGRAMS = 264  # two for each multiprocessor of an H100
+PROGRAMS = 264  # two for each multiprocessor of an H100
 _SCRATCH = 24 * 1024  # bytes of shared memory for data that is not loaded ahead
 _SCRATCH_OF_TILES = 40 * 1024  # the same, in a program of several products
 _COMPILED = tl.constexpr(not INTERPRET)
@@ -264,7 +264,7 @@ def _rows_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.d
     rows, block = tile(
         n_rows, n_cols, rows if size == 2 else 32, max(16, min(8192 // rows, 256 // size, 4096 // ranks))
     )
-    parts = _PROGRAMS * 64 // rows // max(1, cdiv(n_rows, rows))
+    parts = PROGRAMS * 64 // rows // max(1, cdiv(n_rows, rows))
     stages = stages_that_fit(device, block * (rows * size + ranks * 4))
     return max(1, min(parts, cdiv(n_cols, 8 * block))), {
         "ROWS": rows,
@@ -285,7 +285,7 @@ def tiles_of_program(
     bytes_ = products * 4 * part * (parts * rows + (parts - 1) * block)  # z, and w without its first part
     if _SCRATCH_OF_TILES + bytes_ > room_for_loads(real_device(device)):
         return 1, 1
-    return max(1, min(most, cdiv(n_rows, rows) * cdiv(n_cols, block) // _PROGRAMS)), 2
+    return max(1, min(most, cdiv(n_rows, rows) * cdiv(n_cols, block) // PROGRAMS)), 2
 
 
 @choice("lora_add")
@@ -304,7 +304,7 @@ def _add_shape(n_rows: int, n_cols: int, ranks: int, device: torch.device) -> tu
 def columns_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> tuple[int, dict[str, int]]:
     """The number of parts of the rows, and launch choices."""
     rows, block = tile(n_rows, n_cols, 64 if ranks * size <= 128 else 32, 64)
-    parts = max(1, min(_PROGRAMS // cdiv(n_cols, block), cdiv(n_rows, 4 * rows)))
+    parts = max(1, min(PROGRAMS // cdiv(n_cols, block), cdiv(n_rows, 4 * rows)))
     stages = stages_that_fit(device, rows * (block * size + ranks * 4))
     return parts, {"ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": stages}
 

@@ -101,7 +101,7 @@ def _plain(base: Any) -> Callable[..., Any]:
         if report.offload is not None and self.training and torch.is_grad_enabled() and not wants_upstream():
             run = upstream if torch.compiler.is_compiling() else offloading
         before = running.forward
-        state, cache = None, kwargs.get("past_key_values")
+        state = None
         if labels is not None and not wants_upstream():
             # In evaluation, whoever reads the logits wants them; it is no fallback.
             fallbacks = report.fallbacks if self.training or skip_logits else Counter()
@@ -119,7 +119,12 @@ def _plain(base: Any) -> Callable[..., Any]:
                     count(fallbacks, "the head was replaced after patch(): call patch(model) again")
         elif labels is None and before is not None and _shares_a_head(self, before):
             state = before  # a causal LM inside of another one, which computes the loss of its logits
-        elif labels is None and before is None and gathers_from(self, cache) and not wants_upstream():
+        elif (
+            labels is None
+            and before is None
+            and gathers_from(self, kwargs.get("past_key_values"))
+            and not wants_upstream()
+        ):
             outer, trains = self.get_output_embeddings(), self.training and torch.is_grad_enabled()
             state = Forward(patched_heads(outer), outer, report.fallbacks if trains else Counter(), gathers=True)
         if state is None and before is None:

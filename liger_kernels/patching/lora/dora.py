@@ -102,6 +102,9 @@ class _Length(NamedTuple):
     state: tuple[Any, ...]
     norm: torch.Tensor
 
+    def is_of(self, tensors: tuple[torch.Tensor, ...], state: tuple[Any, ...]) -> bool:
+        return self.state == state and all(ref() is t for ref, t in zip(self.tensors, tensors, strict=True))
+
 
 _lengths: weakref.WeakKeyDictionary[nn.Module, _Length] = weakref.WeakKeyDictionary()
 
@@ -117,9 +120,8 @@ def _length(
     tensors = adapter.a, adapter.b, weight
     state = (*[t._version for t in tensors], adapter.scale)
     before = _lengths.get(module)
-    if torch._C._current_graph_task_id() != -1 and before is not None and before.state == state:
-        if all(ref() is t for ref, t in zip(before.tensors, tensors, strict=True)):
-            return before.norm
+    if torch._C._current_graph_task_id() != -1 and before is not None and before.is_of(tensors, state):
+        return before.norm
     norm = dora_norm(dense(weight.detach()), adapter)
     _lengths[module] = _Length(tuple(map(weakref.ref, tensors)), state, norm)
     return norm
