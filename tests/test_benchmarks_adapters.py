@@ -276,8 +276,14 @@ def test_a_page_names_the_command_and_the_machine_of_every_table(bench: Bench, t
     assert text == page.page(results)
     for found in results:
         captions = " ".join(text.split())
-        assert f"`{found['command']}`; NVIDIA H200, torch {torch.__version__}" in captions
-        assert found["date"] in captions
+        assert f"`{found['command']}`; NVIDIA H200, {found['date']}." in captions
+    assert f"under bfloat16 autocast; torch {torch.__version__}, " in captions
+    other = [results[0], {**results[1], "versions": {"torch": "2.0"}, "precision": "bfloat16", "layers": 2}]
+    captions = " ".join(page.page(other).split())
+    assert f"NVIDIA H200, torch {torch.__version__}, {found['date']}." in captions
+    assert (
+        f"NVIDIA H200, torch 2.0, {found['date']}; bfloat16 adapters and base without autocast, 2 layers." in captions
+    )
     row = results[0]["rows"][0]
     assert f"| eager | on the GPU | {row['s']:.3f} / 0.0 |" in text
     assert text.count("Not measured: ") == 1  # --check

@@ -75,17 +75,22 @@ _OPTIONS = {"steps": "", "check": " --check", "start": " --from-start"}
 
 def page(results: Sequence[report.Result]) -> str:
     """The page; a section without a result names the command that measures it."""
-    lines = [_INTRO]
+    versions = report.shared_versions(results)
+    lines = [_INTRO, *_wrapped(report.defaults(versions) if results else "")]
     for kind in KINDS:
         lines.append(_SECTIONS[kind])
         of_kind = [found for found in results if found["kind"] == kind]
         for found in of_kind:
             table = report.matrix_lines(found) if kind == "steps" else report.table(found).splitlines()
-            lines += [*textwrap.wrap(report.caption(found), 100, break_long_words=False, break_on_hyphens=False), ""]
-            lines += [*table, ""]
+            lines += [*_wrapped(report.caption(found, versions)), *table, ""]
         if not of_kind:
             lines += [f"Not measured: `python -m benchmarks.adapters{_OPTIONS[kind]}`.", ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _wrapped(text: str) -> list[str]:
+    """A paragraph, and the empty line behind it; nothing for nothing."""
+    return [*textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False), ""] if text else []
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -19,12 +19,34 @@ _PRECISION = {
 }
 
 
-def caption(found: Result) -> str:
-    """The command, and what else the figures depend on."""
-    named = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    layers = f", {found['layers']} layers" if found["layers"] else ""
-    precision = _PRECISION[found["precision"]] if found["trained"] != "full" else "every weight, in bfloat16"
-    return f"`{found['command']}`; {found['device']}, {named}, {found['date']}; {precision}{layers}."
+def caption(found: Result, versions: Mapping[str, str] | None = None) -> str:
+    """The command, and what else the figures depend on. On a page, whose reader has seen the :func:`defaults`,
+    ``versions`` are those that it needs not repeat."""
+    named = [
+        f"{name} {version}" for name, version in found["versions"].items() if (versions or {}).get(name) != version
+    ]
+    how = [", ".join([found["device"], *named, found["date"]])]
+    if found["trained"] == "full":
+        how.append("every weight, in bfloat16")
+    elif versions is None or found["precision"] != "trainer":
+        how.append(_PRECISION[found["precision"]])
+    layers = [f"{found['layers']} layers"] if found["layers"] else []
+    return f"`{found['command']}`; {', '.join(['; '.join(how), *layers])}."
+
+
+def defaults(versions: Mapping[str, str]) -> str:
+    """What the captions of a page do not repeat."""
+    named = ", ".join(map(" ".join, versions.items()))
+    return f"Where a caption says nothing else: {_PRECISION['trainer']}; {named}."
+
+
+def shared_versions(results: Sequence[Result]) -> dict[str, str]:
+    """The versions of ``results`` on which all agree that name one."""
+    found: dict[str, set[str]] = {}
+    for result in results:
+        for name, version in result["versions"].items():
+            found.setdefault(name, set()).add(version)
+    return {name: min(versions) for name, versions in found.items() if len(versions) == 1}
 
 
 def table(found: Result) -> str:
