@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +27,13 @@ from convergence.arms.float64 import InFloat64
 from convergence.arms.quantities import GRADIENT, INITIAL, LOSS, Moment, Quantity
 from convergence.arms.trajectory import Run, Trajectory, build
 from convergence.judge import tolerance
+from convergence.judge.arms import by_more
 from convergence.judge.compare import Pair, compare
+from convergence.judge.verdict import Verdict
 from convergence.models.data import IGNORE, text
 from convergence.models.models import MODELS, MiniModel
 from convergence.report.records import worst as worst_of
+from convergence.trainers.prove import MANY_REPLICAS
 from tests.packing_checks import EXPONENT, MODES, Sample, boundaries, isolated, packed
 from tests.patching_checks import DEVICE
 
@@ -90,11 +94,13 @@ def alone(run: Run, steps: list[PackedStep]) -> Arm:
     return arm
 
 
-def arms_of(row: MiniModel, steps: list[PackedStep]) -> list[tuple[Arm, Arm]]:
-    """Truth and baseline of the initial weights and of every replica: they serve all reductions."""
+def arms_of(
+    row: MiniModel, steps: list[PackedStep], nudges: Iterable[int | None] = (None, *range(tolerance.REPLICAS))
+) -> list[tuple[Arm, Arm]]:
+    """Truth and baseline of the initial weights (``None``) and of every replica: they serve all reductions."""
     run = functools.partial(Run, row.build(0), [], None, device=DEVICE, task=row.task)
     pairs = []
-    for nudge in (None, *range(tolerance.REPLICAS)):
+    for nudge in nudges:
         truth = alone(run(dtype=torch.float64, rounded_to=torch.float32, nudge=nudge), steps)
         pairs.append((truth, alone(run(dtype=torch.float32, nudge=nudge), steps)))
     return pairs
@@ -151,10 +157,14 @@ def reduced_pairs(arms: list[tuple[Arm, Arm]], mode: str, steps: list[PackedStep
     return [(reduced(truth, mode, steps), reduced(baseline, mode, steps)) for truth, baseline in arms]
 
 
+def against(candidate: Trajectory, mode: str, steps: list[PackedStep], arms: list[tuple[Arm, Arm]]) -> Verdict:
+    return compare(reduced_pairs(arms, mode, steps), candidate, torch.float32)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_packed_rows_teach_what_their_samples_teach(arms, mode):
     steps = packed_steps()
-    verdict = compare(reduced_pairs(arms, mode, steps), together(mode, MODELS["gemma"], steps), torch.float32)
+    verdict = against(together(mode, MODELS["gemma"], steps), mode, steps, arms)
     worst = {s: worst_of(verdict.statistics, s) for s in ("error ratio", "gain", "gain against the others")}
     assert verdict.passed, (verdict.failures, worst)
 
@@ -165,7 +175,7 @@ def test_the_reductions_are_told_apart(arms):
     for mode in MODES:
         for other in set(MODES) - {mode}:
             candidate = reduced(arms[0][1], other, steps)
-            assert not compare(reduced_pairs(arms, mode, steps), candidate, torch.float32).passed
+            assert not against(candidate, mode, steps, arms).passed
 
 
 _LINEAR = ("layer_types", "head_dim")
@@ -208,10 +218,7 @@ def told_apart(monkeypatch: pytest.MonkeyPatch, mini: MiniModel) -> None:
             monkeypatch.setattr(module, name, stand_in)
 
 
-_OFF = pytest.mark.xfail(reason="by sample, A_log's gradient is off by 2.68e-5, bound 2.2e-5: not explained yet")
-
-
-@pytest.mark.parametrize("name", [pytest.param("qwen3_next", marks=_OFF), "qwen3_5"])
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_packed_rows_of_hybrids_teach_what_their_samples_teach(name, monkeypatch):
     """The patch hands on what says where samples begin; with ``position_ids`` alone, the state of one leaks."""
     mini, steps = HYBRIDS[name], packed_steps()[:2]
@@ -220,7 +227,9 @@ def test_packed_rows_of_hybrids_teach_what_their_samples_teach(name, monkeypatch
     told_apart(monkeypatch, mini)
     pairs = arms_of(mini, steps)
     for mode in ("token", "sample"):
-        found = reduced_pairs(pairs, mode, steps)
-        verdict = compare(found, together(mode, mini, steps, bounded=True), torch.float32)
+        candidate = together(mode, mini, steps, bounded=True)
+        # As in a trainer, two steps and a few replicas may know a gain badly: terms of A_log's gradient cancel.
+        more = functools.partial(arms_of, mini, steps, range(tolerance.REPLICAS, MANY_REPLICAS))
+        verdict = by_more(pairs, more, functools.partial(against, candidate, mode, steps))
         assert verdict.passed, (mode, verdict.failures)
-    assert not compare(found, together(mode, mini, steps), torch.float32).passed
+    assert not against(together(mode, mini, steps), mode, steps, pairs).passed

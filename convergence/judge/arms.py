@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from convergence.judge.compare import Pair, compare
 from convergence.judge.verdict import Evidence, Verdict, judged
 from convergence.models.models import DTYPES
 from convergence.report.records import Case
+
+P = TypeVar("P")
 
 # What may be left of terms of the size of 1 that add up to 0.
 _ROUNDING = tolerance.FLOOR_ROUNDOFFS * tolerance.unit_roundoff(torch.float32)
@@ -56,22 +58,29 @@ def judge(case: Case, arms: Arms, checks: Iterable[Evidence]) -> Verdict:
         assert candidate.failure is not None
         return verdict + Verdict(failures=[Failure("candidate", "", *candidate.failure)], notes=[candidate.details])
     if verdict.passed:
-        verdict = _compared(case, arms, candidate.trajectory)
-        if arms.more is not None and verdict.failures and all(f.finding in STATISTICS for f in verdict.failures):
-            # A few steps and a few replicas know the noise of one number badly. What is beyond it is judged once more
-            # by many: what is wrong stays wrong, and by the same factor of a noise that is better known.
-            arms.pairs += arms.more()
-            verdict = _compared(case, arms, candidate.trajectory)
+        trajectory = candidate.trajectory
+        verdict = by_more(arms.pairs, arms.more, lambda pairs: _compared(case, arms, pairs, trajectory))
     return verdict + Verdict.of(_check_changes(case, arms, candidate.trajectory)) + Verdict.of(checks)
 
 
-def _compared(case: Case, arms: Arms, candidate: Trajectory) -> Verdict:
+def by_more(pairs: list[P], more: Callable[[], list[P]] | None, compared: Callable[[list[P]], Verdict]) -> Verdict:
+    """The verdict ``compared`` of ``pairs``. If only numbers are beyond their bounds, it is taken once more with those
+    that ``more`` makes, if anything does: a few steps and a few replicas know the noise of one number badly. What is
+    wrong stays wrong, and by the same factor of a noise that is better known."""
+    verdict = compared(pairs)
+    if more is None or not verdict.failures or any(failure.finding not in STATISTICS for failure in verdict.failures):
+        return verdict
+    pairs += more()
+    return compared(pairs)
+
+
+def _compared(case: Case, arms: Arms, pairs: list[tuple[Any, Trajectory]], candidate: Trajectory) -> Verdict:
     dtype = DTYPES[case.dtype]
     if case.profile == CONSISTENCY:
-        return consistency.judge(arms.pairs, candidate, dtype)
+        return consistency.judge(pairs, candidate, dtype)
     if not arms.zero:
-        return compare(arms.pairs, candidate, dtype, foreign=arms.candidate.report is None)
-    pairs = [(truth.without(arms.zero), arm.without(arms.zero)) for truth, arm in arms.pairs]
+        return compare(pairs, candidate, dtype, foreign=arms.candidate.report is None)
+    pairs = [(truth.without(arms.zero), arm.without(arms.zero)) for truth, arm in pairs]
     verdict = compare(pairs, candidate.without(arms.zero), dtype, foreign=arms.candidate.report is None)
     return verdict + Verdict.of(_check_zeros(arms.zero, candidate))
 
