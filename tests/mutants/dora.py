@@ -41,7 +41,7 @@ MUTANTS = (
         "mask=part < n_parts", "mask=part < 1",
         "test_the_length_of_a_row_in_parts"),
     faults("ops.lora.dora_norm", "test_ops_dora_linear.py")("dora_squares_of_the_first_columns",
-        "Of |W|^2, the last columns are left out.",
+        "Of the squares of W, the last columns are left out.",
         "(row < n_rows)[:, None] & (col < n_cols)", "(row < n_rows)[:, None] & (col < n_cols // 2)",
         "test_the_length_of_a_row_in_parts"),
     _op("dora_bias_scaled", "The magnitude scales the bias of the base, too.",
