@@ -250,7 +250,8 @@ def test_default_schedule_depends_on_shape_and_dtype_only(monkeypatch):
         assert of(chunk + 1, hidden, frozen=True) == (BALANCED, chunk)
     # A chunk of a wide head is larger where it reads and writes the sum of grad_weight.
     assert of(10241, 4096) == of(7, 4096, memory="balanced") == of(2049, 4096, torch.float32) == (BALANCED, 4096)
-    assert of(10241, 4096, frozen=True) == of(7, 4096, frozen=True, memory="balanced") == (BALANCED, 2048)
+    for without in ({"frozen": True}, {"grad": False}):
+        assert of(10241, 4096, **without) == of(7, 4096, **without, memory="balanced") == (BALANCED, 2048)
     for tokens, expected in ((11, WHOLE), (8192, SMALL)):  # gradients of single rows, of few classes
         assert of(tokens, 5, reduction="none")[0] == expected
         assert of(tokens, 5, reduction="none", chunk_size=7)[0] == BALANCED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from convergence.report.records import Case
 
 P = TypeVar("P")
 
-# What may be left of terms of the size of 1 that add up to 0.
+# What may be left, for each unit of their size, of numbers that cancel.
 _ROUNDING = tolerance.FLOOR_ROUNDOFFS * tolerance.unit_roundoff(torch.float32)
 
 
@@ -34,7 +34,7 @@ class Arms:
         candidate: what the patched arm showed.
         reads: how often the caller read the logits in training.
         faults: what shows that truth and baseline were not unpatched.
-        zero: quantities that are 0 by construction.
+        zero: quantities that are 0 by construction, and the size of the numbers that cancel in them.
         more: trains more replicas, to judge once more a number that is beyond its bound.
     """
 
@@ -42,7 +42,7 @@ class Arms:
     candidate: Candidate
     reads: int = 0
     faults: list[Failure] = field(default_factory=list)
-    zero: tuple[Quantity, ...] = ()
+    zero: Mapping[Quantity, float] = field(default_factory=dict)
     more: Callable[[], list[Pair]] | None = None
 
 
@@ -85,11 +85,11 @@ def _compared(case: Case, arms: Arms, pairs: list[tuple[Any, Trajectory]], candi
     return verdict + Verdict.of(_check_zeros(arms.zero, candidate))
 
 
-def _check_zeros(zero: Iterable[Quantity], candidate: Trajectory) -> Iterator[Evidence]:
-    for quantity in zero:
+def _check_zeros(zero: Mapping[Quantity, float], candidate: Trajectory) -> Iterator[Evidence]:
+    for quantity, cancelled in zero.items():
         for step, value in candidate.values.get(quantity, {}).items():
-            size, shown = float(value.abs()), f"{float(value):.3g}"
-            yield from judged(quantity, step, "size", size, _ROUNDING, shown, Finding.NOT_ZERO_BY_ROUNDING)
+            size, bound, shown = float(value.abs()), cancelled * _ROUNDING, f"{float(value):.3g}"
+            yield from judged(quantity, step, "size", size, bound, shown, Finding.NOT_ZERO_BY_ROUNDING)
 
 
 def _check_changes(case: Case, arms: Arms, trajectory: Trajectory) -> Iterator[Evidence]:

@@ -38,9 +38,10 @@ class InTrainer(abc.ABC):
     so it can be hashed and pickled."""
 
     @property
-    def zero(self) -> tuple[Quantity, ...]:
-        """Quantities that are 0 by construction, as sums of terms that cancel: what is left of them is rounding."""
-        return ()
+    def zero(self) -> Mapping[Quantity, float]:
+        """Quantities that are 0 by construction, because numbers cancel, with the size of these numbers: what is left
+        is their rounding."""
+        return {}
 
     @property
     def launches(self) -> tuple[str, ...]:

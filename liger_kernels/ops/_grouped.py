@@ -35,9 +35,10 @@ def _is_native(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _is_one_kernel(rows: torch.Tensor) -> bool:
-    """Whether torch's product is one kernel, and not a loop over the groups in C++."""
-    newest: bool = torch.version.hip is None and torch.cuda.get_device_capability(rows.device) >= (9, 0)
-    return newest and rows.dtype == torch.bfloat16
+    """Whether torch's product is one kernel, and not a loop over the groups in C++: in bfloat16 on Hopper and on
+    Blackwell's data center GPUs."""
+    one: bool = torch.version.hip is None and torch.cuda.get_device_capability(rows.device)[0] in (9, 10)
+    return one and rows.dtype == torch.bfloat16
 
 
 def grouped_product(

@@ -283,9 +283,9 @@ def linear_cross_entropy(
             - "small" holds little more than the gradients, and computes most logits twice. With label smoothing it is
               "balanced".
 
-            float16 is always "balanced". By default it is "fast" for at most 2 * hidden size + 2048 tokens in bfloat16,
-            and for at most 2048 tokens in float32, and otherwise "balanced"; for a hidden size below 2048, these are
-            1024. Under ``torch.compile``, "fast" holds the logits twice; there the limit is at most hidden size tokens.
+            float16 is always "balanced". By default it is "fast" for at most 2 * hidden size + c tokens in bfloat16,
+            and for at most c tokens in float32; c is 2048, or 1024 for a hidden size below 2048. Else it is "balanced".
+            Under ``torch.compile``, "fast" holds the logits twice; there the limit is at most hidden size tokens.
         counted: an upper bound on the number of targets that are not ``ignore_index``: an int, or a
             :class:`CountedTargets`, which does not stop the GPU. If it is at most 15/16 of the tokens, only these rows
             are multiplied, unless ``extras`` describe ignored rows, too. If more targets count, the loss is NaN, or on

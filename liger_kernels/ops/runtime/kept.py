@@ -18,8 +18,8 @@ _current_graph_is_kept: Callable[[], bool] = getattr(
 
 
 def keeps_graph() -> bool:
-    """Whether the graph is kept for another backward. Where nobody says, it may be: in a torch without that question,
-    and while a program is compiled, which asks once for all graphs."""
+    """Whether the graph is kept for another backward. Where nobody knows, it may be: in a torch that cannot say, and
+    while a program is compiled, for Dynamo cannot trace the question."""
     return torch.compiler.is_compiling() or _current_graph_is_kept()
 
 

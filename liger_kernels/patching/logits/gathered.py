@@ -1,10 +1,8 @@
 """Computes log-probabilities that a trainer gathers from the logits of a forward without labels, without these logits.
 
 A trainer that computes its own loss (ORPO, CPO) calls the model without labels and gathers log-probabilities of tokens
-from ``outputs.logits``. After :func:`install`, such a forward returns a lazy tensor with a known meaning
-(:class:`Gathering`), with gradients and without: a trainer compares the log-probabilities of the policy with those of
-a reference, or with its own of before, and the same kernels round them alike. The trainer's operations on it are
-recognised one by one:
+from ``outputs.logits``. After :func:`install`, such a forward in training returns a lazy tensor with a known meaning
+(:class:`Gathering`). The trainer's operations on it are recognised one by one:
 
 - views of rows, casts, a scale (the temperature) and iteration over rows are recorded;
 - ``log_softmax`` then ``gather``, or ``gather`` minus ``logsumexp``, also row by row and stacked, runs
@@ -53,7 +51,7 @@ class _Switch:
 
 
 def install() -> None:
-    """Let forwards without labels and cache return lazy logits, from which log-probabilities can be gathered."""
+    """Let forwards in training without labels return lazy logits, from which log-probabilities can be gathered."""
     _Switch.on, _Switch.calls = True, 0
 
 
@@ -69,14 +67,13 @@ def state() -> str:
     return f"on, {_Switch.calls} calls ran linear_log_probs"
 
 
-def gathers_from(model: Any, cache: Any) -> bool:
+def gathers_from(model: Any) -> bool:
     """Whether a forward of ``model`` without labels should return lazy logits.
 
-    The answer is no with a ``cache``, whose logits generation reads; if the head's weight is freed or moved after the
-    forward (FSDP, ZeRO-3, offload, a plan); in inference mode, where no tensor says whether it has changed; or if no
+    The answer is no if the head's weight is freed or moved after the forward (FSDP, ZeRO-3, offload, a plan), or if no
     kernel runs.
     """
-    if not _Switch.on or cache is not None or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+    if not _Switch.on or torch.compiler.is_compiling() or not model.training or not torch.is_grad_enabled():
         return False
     outer = model.get_output_embeddings()
     heads, parameters = patched_heads(outer), list(outer.parameters())  # a replica of nn.DataParallel has none

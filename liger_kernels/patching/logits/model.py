@@ -119,14 +119,9 @@ def _plain(base: Any) -> Callable[..., Any]:
                     count(fallbacks, "the head was replaced after patch(): call patch(model) again")
         elif labels is None and before is not None and _shares_a_head(self, before):
             state = before  # a causal LM inside of another one, which computes the loss of its logits
-        elif (
-            labels is None
-            and before is None
-            and gathers_from(self, kwargs.get("past_key_values"))
-            and not wants_upstream()
-        ):
-            outer, trains = self.get_output_embeddings(), self.training and torch.is_grad_enabled()
-            state = Forward(patched_heads(outer), outer, report.fallbacks if trains else Counter(), gathers=True)
+        elif labels is None and before is None and gathers_from(self) and not wants_upstream():
+            outer = self.get_output_embeddings()
+            state = Forward(patched_heads(outer), outer, report.fallbacks, gathers=True)
         if state is None and before is None:
             output = run(self, *args, **kwargs)
         else:

@@ -18,17 +18,19 @@ FAST_CHUNK = 8192
 
 def _chunk_of_balanced(hidden_size: int, sums: bool) -> int:
     """Tokens of a chunk. If ``sums``, every chunk reads and writes the float32 sum of grad_weight, so large chunks are
-    faster. That sum is as large as the logits of 2 * hidden_size tokens: next to the one of a narrow head, or without
-    any, the logits of a large chunk are too large."""
+    faster. That sum is as large as the logits of 2 * hidden_size tokens. A large chunk would need too much memory next
+    to the sum of a narrow head, and where there is no sum."""
     if sums and hidden_size >= 4096:
         return 4096
     return 2048 if hidden_size >= 2048 else 1024
 
 
 @choice("schedule")
-def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype, sums: bool, heads: int = 1) -> tuple[str, int]:
+def _default_schedule(
+    tokens: int, hidden_size: int, dtype: torch.dtype, sums: bool, chunk: int, heads: int = 1
+) -> tuple[str, int]:
     """The schedule and the chunk size if neither is given: "fast" where it needs no more memory than the smallest
-    token chunks.
+    token chunks, else chunks of ``chunk`` tokens.
 
     Token chunks hold the logits of C tokens. In 16 bits, if ``sums``, they also hold the float32 sum of grad_weight,
     which is as large as the logits of 2 * hidden_size tokens. A compiled program holds the kept logits and their
@@ -37,7 +39,7 @@ def _default_schedule(tokens: int, hidden_size: int, dtype: torch.dtype, sums: b
     few = smallest + (0 if dtype == torch.float32 or not sums else 2 * hidden_size // heads)
     if torch.compiler.is_compiling():
         few = min(few, hidden_size)
-    return "fast" if tokens <= few else "balanced", _chunk_of_balanced(hidden_size, sums and heads == 1)
+    return "fast" if tokens <= few else "balanced", chunk
 
 
 def balanced_because(dtype: torch.dtype, label_smoothing: float, memory: str | None) -> str | None:
@@ -89,7 +91,7 @@ def choose_schedule(
         chunk = chunk_size
         memory = "fast" if tokens <= chunk else "balanced"
     elif memory is None:
-        memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype, sums, heads)
+        memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype, sums, chunk, heads)
     if balanced_because(hidden.dtype, options.label_smoothing, memory) is not None:
         memory = "balanced"
     per_row, compiled = options.reduction == "none", torch.compiler.is_compiling()
