@@ -201,6 +201,29 @@ def probed(monkeypatch):
     return counts
 
 
+def test_lora_layers_of_all_paths_are_probed_once(probed):
+    """PEFT keeps the path of each layer in its ``kwargs``, which the forward does not read."""
+    peft = pytest.importorskip("peft", reason="some versions of transformers are tested without peft")
+
+    def adapted():
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        return peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules=["0", "1"]))
+
+    assert liger_kernels.patch(adapted()).counts() == {"lora_linear": 2}
+    assert probed["Linear"] == 1
+    reading = adapted()
+    for layer in reading.base_model.model:
+
+        class Reads(type(layer)):
+            def forward(self, x):
+                return super().forward(x) if self.kwargs is not None else None
+
+        Reads.__name__ = "Linear"
+        layer.__class__ = Reads
+    liger_kernels.patch(reading)
+    assert probed["Linear"] == 3
+
+
 def test_mlps_are_probed_once_for_each_activation(probed):
     report = liger_kernels.patch(nn.Sequential(*map(Mlp, (nn.SiLU(), tanh_gelu(), nn.SiLU(), tanh_gelu()))))
     assert [r.kernel for r in report.replaced] == ["swiglu", "geglu", "swiglu", "geglu"]

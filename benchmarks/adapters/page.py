@@ -42,7 +42,8 @@ own, such as unsloth with the versions that it needs.
 experts (`target_parameters`) on the Qwen3-MoE shape: 8 layers, 128 experts of 768 features.
 `--trained full` trains every weight.
 
-Not measured: optimizers, other models, and quantised DoRA.
+Not measured: optimizers, other models, quantised DoRA, and DoRA since a recomputed layer keeps its
+length.
 
 Two commands write this page:
 

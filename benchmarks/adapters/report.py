@@ -36,8 +36,8 @@ def caption(found: Result, versions: Mapping[str, str] | None = None) -> str:
 
 def defaults(versions: Mapping[str, str]) -> str:
     """What the captions of a page do not repeat."""
-    named = ", ".join(map(" ".join, versions.items()))
-    return f"Where a caption says nothing else: {_PRECISION['trainer']}; {named}."
+    named = [", ".join(map(" ".join, versions.items()))] if versions else []
+    return f"Where a caption says nothing else: {'; '.join([_PRECISION['trainer'], *named])}."
 
 
 def shared_versions(results: Sequence[Result]) -> dict[str, str]:

@@ -74,7 +74,6 @@ class Arm:
         options: what this arm asks of the trainer's configuration beyond the case's own.
         expects: parts of warnings that belong to what this arm does.
         logs_less: whether the trainer knows that the model is patched, and so may choose not to log some metrics.
-        distance: how far a reference model is moved away from the policy.
     """
 
     dtype: torch.dtype = torch.float32
@@ -84,7 +83,6 @@ class Arm:
     options: Mapping[str, Any] = field(default_factory=dict)
     expects: tuple[str, ...] = ()
     logs_less: bool = False
-    distance: float = 0.1
 
     def model(self, how: InTrainer) -> Any:
         """The model that trains."""
@@ -125,7 +123,7 @@ def run(how: InTrainer, arm: Arm) -> Seen:
     with _warnings(result.warnings):
         torch.manual_seed(0)
         trainer = how.trainer(arm.model(how), dict(arm.options))
-        _prepare_reference(trainer, arm.dtype, arm.distance)
+        _prepare_reference(trainer, arm.dtype)
         initial = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         calls: list[None] = []
         trainer.model.get_output_embeddings().register_forward_pre_hook(lambda *call: calls.append(None))
@@ -152,7 +150,7 @@ def run(how: InTrainer, arm: Arm) -> Seen:
     return Seen(result, logged, ran, len(calls), ours.status(model), taken(), changed)
 
 
-def _prepare_reference(trainer: Any, dtype: torch.dtype, distance: float) -> None:
+def _prepare_reference(trainer: Any, dtype: torch.dtype) -> None:
     """Move a reference model away from the policy: where both are the same, rewards are differences of equal numbers,
     and whether they are exactly 0 says only whether the same kernels computed both."""
     reference = getattr(trainer, "ref_model", None)
@@ -160,7 +158,7 @@ def _prepare_reference(trainer: Any, dtype: torch.dtype, distance: float) -> Non
         generator = torch.Generator().manual_seed(1)
         for parameter in reference.parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-            parameter.data = (parameter.data * (1 + distance * noise)).to(dtype)
+            parameter.data = (parameter.data * (1 + 0.1 * noise)).to(dtype)
 
 
 @contextlib.contextmanager

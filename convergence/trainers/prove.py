@@ -59,11 +59,10 @@ def prove_in_trainer(case: Case, how: InTrainer, arm: Arm | None = None, timeout
 
 
 @functools.cache
-def honest(how: InTrainer, dtype: torch.dtype, nudge: int | None, distance: float = Arm.distance) -> tuple[Seen, Seen]:
-    """Truth and baseline of the initial weights, or of those that ``nudge`` has moved by a unit in the last place;
-    ``distance`` is that of a reference model from the policy."""
-    truth = Arm(torch.float64, nudge, options=how.options_of_truth, distance=distance)
-    return run(how, truth), run(how, Arm(dtype, nudge, distance=distance))
+def honest(how: InTrainer, dtype: torch.dtype, nudge: int | None) -> tuple[Seen, Seen]:
+    """Truth and baseline of the initial weights, or of those that ``nudge`` has moved by a unit in the last place."""
+    truth = Arm(torch.float64, nudge, options=how.options_of_truth)
+    return run(how, truth), run(how, Arm(dtype, nudge))
 
 
 def _arms(how: InTrainer, dtype: torch.dtype, baseline: Seen, seen: Seen, arm: Arm | None) -> Arms:
