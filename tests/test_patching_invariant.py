@@ -16,7 +16,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import liger_kernels
-from liger_kernels.ops import experts
+from liger_kernels.ops import _grouped, experts
 from liger_kernels.ops.runtime.tiling import tiled
 from tests.patching_checks import DEVICE, VOCAB, check_same, tiny, train
 from tools.determinism import same_bits
@@ -144,3 +144,22 @@ def test_experts_of_a_token(dtype: torch.dtype, device: torch.device) -> None:
 def test_bad_input() -> None:
     with pytest.raises(TypeError, match=r"invariant is an int \(1\); it must be True or False"):
         liger_kernels.patch(tiny("llama"), invariant=1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "one"),
+    [
+        (torch.bfloat16, (9, 0), True),
+        (torch.bfloat16, (10, 3), True),
+        (torch.bfloat16, (12, 0), False),
+        (torch.bfloat16, (8, 0), False),
+        (torch.float32, (9, 0), False),
+    ],
+)
+def test_where_torchs_grouped_product_is_one_kernel(
+    dtype: torch.dtype, capability: tuple[int, int], one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere it is a loop over the groups, each product with a kernel for its number of rows."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert _grouped._is_one_kernel(torch.empty(0, dtype=dtype)) == one
