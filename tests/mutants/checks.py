@@ -249,8 +249,6 @@ MUTANTS = (
     _chosen("frozen_head_keeps_as_many_logits", "A frozen head keeps the logits of as many tokens as a trained one.",
         "not sums", "False",
         "test_default_schedule_depends_on_shape_and_dtype_only"),
-    _chosen("frozen_head_in_large_chunks", "A wide head without a gradient has the chunks of one that sums it.",
-        "needs.weight and heads == 1", "heads == 1", "test_default_schedule_depends_on_shape_and_dtype_only"),
     _norm_patch("group_norm_taken_for_a_layer_norm", "A norm is probed with rows of one dimension before them.",
         "randn(len(rows), 3, size) * rows[:, None, None]", "randn(len(rows), size) * rows[:, None]",
         "test_other_norms_are_refused_with_the_reason"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants.mutant import both_phases
+from tests.mutants.mutant import both_phases, faults
 
 # Forward and backward: over logits that exist, of the fused head in the kernels of both, and in its own schedules.
 _logits_forward, _ = both_phases("ops.loss.kernels", kernel="cross_entropy", fused=False)
@@ -159,4 +159,7 @@ MUTANTS = (
         "The rows that are left out get the gradient of the first one.",
         "grad.new_zeros((ctx.n_rows, *grad.shape[1:]))", "grad[:1].expand(ctx.n_rows, *grad.shape[1:]).contiguous()",
         module="ops.loss.counted_rows"),
+    faults("ops.loss.schedules.chosen", "test_ops_linear_cross_entropy_schedules.py")("frozen_head_in_large_chunks",
+        "A wide head without a gradient has the chunks of one that sums it.",
+        "needs.weight and heads == 1", "heads == 1", "test_default_schedule_depends_on_shape_and_dtype_only"),
 )
