@@ -285,8 +285,8 @@ CASES: dict[str, TrainerCase] = {
         )
         for name, beta in (("forward", 0.0), ("jsd", 0.5), ("reverse", 1.0))
     },
-    # On policy every ratio is 1, and advantages add up to 0. A ratio is e to the difference of two log-probabilities,
-    # which are as large as 8 and may be rounded at different places: with logits, and without.
+    # On policy every ratio is 1, and advantages add up to 0. RLOO's ratio is e to the difference of two
+    # log-probabilities as large as 8, which trl before 1.0 may have rounded at different places.
     **{
         name: TrainerCase(
             trainer,
@@ -294,11 +294,11 @@ CASES: dict[str, TrainerCase] = {
             {**_ONLINE, **options},
             needs=("num_generations",),
             arguments=lambda: {"reward_funcs": _length_reward},
-            zero={LOSS: 8.0, Quantity(LOGGED, "train_loss"): 8.0},
+            zero=dict.fromkeys((LOSS, Quantity(LOGGED, "train_loss")), size),
         )
-        for name, trainer, options in (
-            ("grpo", "GRPOTrainer", {}),
-            ("rloo", "RLOOTrainer", {"temperature": 0.9}),
+        for name, trainer, options, size in (
+            ("grpo", "GRPOTrainer", {}, 1.0),
+            ("rloo", "RLOOTrainer", {"temperature": 0.9}, 8.0),
         )
     },
 }
