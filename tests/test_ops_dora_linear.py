@@ -56,6 +56,14 @@ def test_every_dtype_with_and_without_a_bias(dtype: torch.dtype, of_adapter: tor
     check_call(partial(without, dora_linear), partial(without, dora_linear_ref), leaves, terms=IN)
 
 
+def test_gradients_in_parts(device: torch.device) -> None:
+    leaves = leaves_of(torch.float32, device)
+    shape = {"ROWS": 16, "BLOCK": 16, "num_warps": 4, "num_stages": 2}
+    leaves[0] = randn(3, 40, IN, dtype=torch.float32, device=device)
+    with tiled(dora_backward=lambda choose, *_: (4, shape)):
+        check_call(partial(layer, dora_linear), partial(layer, dora_linear_ref), leaves, terms=120)
+
+
 @pytest.mark.parametrize("trained", [(0,), (1,), (2,), (3,), (4,), (5,), (0, 5), (3, 4)], ids=str)
 def test_only_the_gradients_that_are_asked_for(trained: tuple[int, ...], device: torch.device) -> None:
     leaves = leaves_of(torch.float32, device)

@@ -47,7 +47,7 @@ def test_the_same_numbers(name: str) -> None:
     assert not report.fallbacks
     ops.reset_launches()
     step(patched)
-    assert bool(ops.launches().get("_dora_linear_add_kernel")) == (name not in ("disabled", "merged"))
+    assert bool(ops.launches().get("_dora_norm_kernel")) == (name not in ("disabled", "merged"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -4,12 +4,12 @@
 
 m is the magnitude and b the layer's bias. n is the length of the rows of W + s B A; dora_norm.py computes n, which
 counts as a constant. The layer's output is y0 = x W^T + b. So the op is :func:`lora_linear` with c B in place of B, and
-a different last step. With the upstream gradient dY, and with dB' = s dY^T z, the gradient of c B:
+a different last step. With the upstream gradient dY, and with dB' = s dY^T z:
 
-    g = s dY (c B)        dB = c * dB'        dA = g^T x        dc = sum of the rows of dY * (y0 - b) + sum of dB' * B
+    g = s dY (c B)        dA = g^T x        dB = c * dB'        dm = (sum of the rows of dY * (y0 - b) + dB' * B) / n
 
-where the last sum is over the ranks. g A is added to the base's gradient of x, and the base's output gets c * dY. The
-last step saves y0, unless the magnitude is frozen. So activation checkpointing runs the base again.
+where dB' * B is summed over the ranks. g A is added to the base's gradient of x, and the base's output gets c * dY. The
+last step saves y0. One pass over dY and y0 computes what it needs, so activation checkpointing runs the base again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,16 @@ from torch import Tensor
 
 from liger_kernels.ops.lora.adapter import LoraAdapter
 from liger_kernels.ops.lora.lora_linear import LoraFunction, cast_as_base, check_base, checked_adapters, runs_kernel
-from liger_kernels.ops.lora.products import PROGRAMS, dot, ranks_of_program
+from liger_kernels.ops.lora.products import (
+    PROGRAMS,
+    add_product,
+    dot,
+    ranks_of_program,
+    remembered,
+    stages_that_fit,
+)
 from liger_kernels.ops.runtime.arguments import checked, checked_op
-from liger_kernels.ops.runtime.dispatch import as_values, backward_once, in_dtype, launch, tl, triton
+from liger_kernels.ops.runtime.dispatch import as_values, backward_once, launch, tl, triton
 from liger_kernels.ops.runtime.tiling import as_rows, cdiv, choice, tile
 
 
@@ -61,158 +68,167 @@ def _reference(
 
 # fmt: off
 @triton.jit
-def _dora_linear_add_kernel(
-    y0_ptr, y0_stride, z_ptr, z_stride,                     # [rows, columns], [rows, ranks] float32
-    w_ptr, w_col_stride, w_rank_stride,                     # [columns, ranks]
-    c_ptr, bias_ptr,                                        # [columns] float32, [columns] or None
-    y_ptr,                                                  # [rows, columns]
-    n_rows, n_cols, n_ranks, col_blocks, scale,
-    EXACT: tl.constexpr, RANKS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):
-    """y = c * (y0 - bias) + bias + scale * z w^T."""
-    program = tl.program_id(0)
-    row = (program // col_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    col = (program % col_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = (row < n_rows) & (col < n_cols)
-    y0 = tl.load(y0_ptr + row * y0_stride + col, mask=mask, other=0.0)
-    c = tl.load(c_ptr + col, mask=col < n_cols, other=0.0)
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in tl.static_range(0, RANKS, PART):
-        rank = first + tl.arange(0, PART)
-        z = tl.load(z_ptr + row * z_stride + rank[None, :], mask=(row < n_rows) & (rank[None, :] < n_ranks), other=0.0)
-        at = w_ptr + rank[:, None].to(tl.int64) * w_rank_stride + col.to(tl.int64) * w_col_stride
-        w = tl.load(at, mask=(rank[:, None] < n_ranks) & (col < n_cols), other=0.0)
-        total = dot(z, w, total, EXACT)
-    total *= tl.full((), scale, tl.float32)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
-        total += c * (y0.to(tl.float32) - bias) + bias
-    else:
-        total += c * y0.to(tl.float32)
-    tl.store(y_ptr + row * n_cols + col, total.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _dora_linear_bwd_kernel(
-    dy_ptr, dy_stride, y0_ptr, y0_stride,                   # [rows, columns], the second if there are parts
+    dy_ptr, dy_stride, y0_ptr, y0_stride,                   # [rows, columns]
+    z_ptr, z_stride,                                        # [rows, ranks] float32
     c_ptr, bias_ptr,                                        # [columns] float32, [columns] or None
-    dy0_ptr, parts_ptr,                                     # [rows, columns] or None, [parts, columns] float32 or None
-    n_rows, n_cols, rows_of_part,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    dy0_ptr, sums_ptr, w_ptr,                               # [rows, columns] or None; float32 [parts, columns], and
+    n_rows, n_cols, n_ranks, rows_of_part,                  # [parts, columns, RANKS]
+    EXACT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """dy0 = c * dy, and the sum over the rows of each part of dy * (y0 - bias)."""
+    """dy0 = c * dy, and over the rows of each part: the sum of dy * (y0 - bias), and dy^T z."""
     part = tl.program_id(1)
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    c = tl.load(c_ptr + col, mask=col < n_cols, other=0.0)
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.arange(0, RANKS)
+    in_cols = col[None, :] < n_cols
+    c = tl.load(c_ptr + col[None, :], mask=in_cols, other=0.0)
+    bias = tl.zeros((1, BLOCK), tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + col[None, :], mask=in_cols, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
+    w = tl.zeros((BLOCK, RANKS), tl.float32)
     first = part.to(tl.int64) * rows_of_part
     end = tl.minimum(first + rows_of_part, n_rows)
     for start in range(0, rows_of_part, ROWS):
         row = first + start + tl.arange(0, ROWS)[:, None]
-        mask = (row < end) & (col < n_cols)
-        dy = tl.load(dy_ptr + row * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
+        mask = (row < end) & in_cols
+        dy = tl.load(dy_ptr + row * dy_stride + col[None, :], mask=mask, other=0.0)
+        y0 = tl.load(y0_ptr + row * y0_stride + col[None, :], mask=mask, other=0.0)
+        in_z = (row < end) & (rank[None, :] < n_ranks)
+        z = tl.load(z_ptr + row * z_stride + rank[None, :], mask=in_z, other=0.0)
+        slope = dy.to(tl.float32)
         if dy0_ptr is not None:
-            tl.store(dy0_ptr + row * n_cols + col, (c * dy).to(dy0_ptr.dtype.element_ty), mask=mask)
-        if parts_ptr is not None:
-            y0 = tl.load(y0_ptr + row * y0_stride + col, mask=mask, other=0.0).to(tl.float32)
-            if bias_ptr is not None:
-                y0 -= tl.load(bias_ptr + col, mask=col < n_cols, other=0.0).to(tl.float32)
-            total += dy * y0
-    if parts_ptr is not None:
-        sums = tl.sum(total, axis=0)[None, :]
-        tl.store(parts_ptr + part.to(tl.int64) * n_cols + col, sums, mask=col < n_cols)
+            tl.store(dy0_ptr + row * n_cols + col[None, :], (c * slope).to(dy0_ptr.dtype.element_ty), mask=mask)
+        total += slope * (y0.to(tl.float32) - bias)
+        w = dot(tl.trans(dy), z, w, EXACT)
+    at = part.to(tl.int64) * n_cols + col
+    tl.store(sums_ptr + at, tl.sum(total, axis=0), mask=col < n_cols)
+    tl.store(w_ptr + at[:, None] * RANKS + rank[None, :], w, mask=(col < n_cols)[:, None])
+
+
+@triton.jit
+def _dora_linear_sum_kernel(
+    sums_ptr, w_ptr,                                        # float32 [parts, columns], [parts, columns, RANKS]
+    b_ptr, b_col_stride, b_rank_stride,                     # [columns, ranks]
+    c_ptr, norm_ptr,                                        # [columns] float32
+    dm_ptr, db_ptr,                                         # [columns], [columns, ranks]
+    n_cols, n_ranks, n_parts, scale,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """The sums of the parts in their order: sums and w. dm = (sums + scale * the sum over the ranks of w * b) / norm,
+    and db = scale * c * w."""
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.arange(0, RANKS)[None, :]
+    known = col < n_cols
+    sums = tl.zeros((BLOCK,), tl.float32)
+    w = tl.zeros((BLOCK, RANKS), tl.float32)
+    at = col.to(tl.int64)
+    for _ in range(0, n_parts):
+        sums += tl.load(sums_ptr + at, mask=known, other=0.0)
+        w += tl.load(w_ptr + at[:, None] * RANKS + rank, mask=known[:, None], other=0.0)
+        at += n_cols
+    mask = known[:, None] & (rank < n_ranks)
+    w *= tl.full((), scale, tl.float32)
+    at_b = b_ptr + col[:, None].to(tl.int64) * b_col_stride + rank.to(tl.int64) * b_rank_stride
+    b = tl.load(at_b, mask=mask, other=0.0).to(tl.float32)
+    norm = tl.load(norm_ptr + col, mask=known, other=1.0)
+    c = tl.load(c_ptr + col, mask=known, other=0.0)
+    dm = (sums + tl.sum(w * b, axis=1)) / norm
+    tl.store(dm_ptr + col, dm.to(dm_ptr.dtype.element_ty), mask=known)
+    at_db = db_ptr + col[:, None].to(tl.int64) * n_ranks + rank
+    tl.store(at_db, (w * c[:, None]).to(db_ptr.dtype.element_ty), mask=mask)
 # fmt: on
 
 
-@choice("dora_add")
-def _add_shape(n_rows: int, n_cols: int, ranks: int, is_narrow: bool) -> dict[str, int]:
-    """Launch choices. A sum of numbers with 24 bits takes twice the shared memory."""
-    rows, block = tile(n_rows, n_cols, 64, 64 if is_narrow else 32)
-    return {"PART": min(ranks, 32 if is_narrow else 16), "ROWS": rows, "BLOCK": block, "num_warps": 4}
-
-
-def _scaled(y0: Tensor, z: Tensor, w: Tensor, c: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """c * (y0 - bias) + bias + scale * z w^T, a new tensor of y0's shape and dtype."""
-    y = torch.empty(y0.shape, dtype=y0.dtype, device=y0.device)
-    (n_cols, n_ranks), ranks = w.shape, ranks_of_program(w.shape[1])
-    n_rows = len(z)
-    exact = y0.dtype is not torch.bfloat16
-    options = _add_shape(n_rows, n_cols, ranks, not exact)
-    col_blocks = cdiv(n_cols, options["BLOCK"])
-    grid = (cdiv(n_rows, options["ROWS"]) * col_blocks,)
-    tensors = (*as_rows(y0), z, z.stride(0), w, *w.stride(), c, bias, y)
-    sizes = n_rows, n_cols, n_ranks, col_blocks, float(scale)
-    launch(_dora_linear_add_kernel, grid, y0.device, *tensors, *sizes, EXACT=exact, RANKS=ranks, **options)
-    return y
-
-
-class ScaledFunction(torch.autograd.Function):
-    """c = m / n and c B, both float32."""
-
-    @staticmethod
-    def forward(ctx: Any, m: Tensor, b: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        c = m.float() / norm
-        ctx.save_for_backward(b, norm, c)
-        ctx.dtype = m.dtype
-        return c, c[:, None] * b
-
-    @staticmethod
-    @backward_once
-    def backward(ctx: Any, dc: Tensor, dscaled: Tensor) -> tuple[Tensor | None, ...]:
-        b, norm, c = ctx.saved_tensors
-        needs_m, needs_b, _ = ctx.needs_input_grad
-        dm = in_dtype((dc + (dscaled * b).sum(1)) / norm, ctx.dtype) if needs_m else None
-        return dm, in_dtype(c[:, None] * dscaled, b.dtype) if needs_b else None, None
+def _scaled(y0: Tensor, z: Tensor, scaled: Tensor, scale: float, c: Tensor, bias: Tensor | None) -> Tensor:
+    """c * (y0 - bias) + bias + scale * z scaled^T, a new tensor of y0's shape and dtype."""
+    rest = None
+    if bias is not None:
+        rest, scaled, scale = (1 - c) * bias, scale * scaled, 1.0
+    return add_product(y0, z, [scaled], rest, scale, y0.shape, y0.dtype, by_column=True, factor=c)
 
 
 class DoraFunction(torch.autograd.Function):
-    """Returns y from ``compute``. Its inputs are the base's output ``y0`` and an anchor of the adapter's result.
-
-    Saves y0 if c needs a gradient. The anchor's gradient is dY.
-    """
+    """Returns y from ``compute``. Its inputs are the base's output ``y0``, an anchor of the adapter's result, m, B and
+    the base's bias. The anchor's gradient is dY."""
 
     @staticmethod
     def forward(
-        ctx: Any, compute: Callable[[], Tensor], y0: Tensor, anchor: Tensor, c: Tensor, bias: Tensor | None
+        ctx: Any,
+        compute: Callable[[], Tensor],
+        scale: float,
+        y0: Tensor,
+        anchor: Tensor,
+        m: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        *constants: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(y0 if ctx.needs_input_grad[3] else None, c, bias)
+        """``constants``: z, c and the length."""
+        sums = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
+        ctx.save_for_backward(y0 if sums else None, b, bias, *constants)
+        ctx.scale, ctx.dtype = scale, m.dtype
         return compute()
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        _, needs_y0, needs_anchor, _, needs_bias = ctx.needs_input_grad
-        y0, c, bias = ctx.saved_tensors
-        dy0 = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if needs_y0 else None
-        dc = _backward(dy, y0, c, bias, dy0)
-        dbias = None
+        _, _, needs_y0, needs_anchor, needs_m, needs_b, needs_bias, *constants = ctx.needs_input_grad
+        y0, b, bias, z, c, norm = ctx.saved_tensors
+        dy0 = dm = db = dbias = None
+        if y0 is not None:
+            dy0, dm, db = _gradients(dy, y0, z, b, bias, c, norm, ctx.scale, ctx.dtype, needs_y0)
+        elif needs_y0:
+            dy0 = (c * dy).to(dy.dtype)
         if needs_bias:
             dbias = ((1 - c) * dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32)).to(bias.dtype)
-        return None, dy0, dy if needs_anchor else None, dc, dbias
+        of_tensors = dy0, dy if needs_anchor else None, dm if needs_m else None, db if needs_b else None, dbias
+        return None, None, *of_tensors, *[None] * len(constants)
 
 
 @choice("dora_backward")
-def _backward_shape(n_rows: int, n_cols: int) -> tuple[int, dict[str, int]]:
-    """The number of parts of the rows, and launch choices. 16384 x 14336 on an H200: 0.35 ms, with 64 columns a program
-    0.51."""
-    rows, block = tile(n_rows, n_cols, 32, 128)
-    parts = max(1, min(4 * PROGRAMS // cdiv(n_cols, block), cdiv(n_rows, 2 * rows)))
-    return parts, {"ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": 2}
+@remembered
+def _backward_shape(
+    n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device
+) -> tuple[int, dict[str, int]]:
+    """The number of parts of the rows, and launch choices. 16384 x 14336 on an H200, bfloat16 and 16 ranks: 0.47 ms,
+    with 64 rows and 64 columns a tile 0.73."""
+    rows, block = tile(n_rows, n_cols, 32, 128 if ranks <= 64 else 64)
+    parts = max(1, min(PROGRAMS // cdiv(n_cols, block), cdiv(n_rows, 4 * rows)))
+    stages = stages_that_fit(device, rows * (2 * block * size + ranks * 4))
+    return parts, {"ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": stages}
 
 
-def _backward(dy: Tensor, y0: Tensor | None, c: Tensor, bias: Tensor | None, dy0: Tensor | None) -> Tensor | None:
-    """Write c * dy to ``dy0``, if it is given. Return the sum of the rows of dy * (y0 - bias), if y0 is given."""
-    if dy0 is None and y0 is None:
-        return None
-    n_cols = dy.shape[-1]
-    n_rows = dy.numel() // max(1, n_cols)
-    n_parts, options = _backward_shape(n_rows, n_cols)
+def _gradients(
+    dy: Tensor,
+    y0: Tensor,
+    z: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    c: Tensor,
+    norm: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    needs_y0: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The gradients of y0, or None where it needs none, of m in ``dtype``, and of B. One pass over dy and y0."""
+    dy0 = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if needs_y0 else None
+    (n_cols, n_ranks), ranks, n_rows = b.shape, ranks_of_program(b.shape[1]), len(z)
+    n_parts, options = _backward_shape(n_rows, n_cols, ranks, dy.element_size(), dy.device)
     rows_of_part = cdiv(cdiv(n_rows, n_parts), options["ROWS"]) * options["ROWS"]
-    parts = None if y0 is None else torch.empty((n_parts, n_cols), dtype=torch.float32, device=dy.device)
-    tensors = (*as_rows(dy), *((None, 0) if y0 is None else as_rows(y0)), c, bias, dy0, parts)
-    grid, sizes = (cdiv(n_cols, options["BLOCK"]), n_parts), (n_rows, n_cols, rows_of_part)
-    launch(_dora_linear_bwd_kernel, grid, dy.device, *tensors, *sizes, **options)
-    return None if parts is None else parts.sum(0)
+    sums, w = (
+        torch.empty((n_parts, n_cols, *of_ranks), dtype=torch.float32, device=dy.device) for of_ranks in ((), (ranks,))
+    )
+    tensors = *as_rows(dy), *as_rows(y0), z, z.stride(0), c, bias, dy0, sums, w
+    exact = dy.dtype is not torch.bfloat16
+    grid, sizes = (cdiv(n_cols, options["BLOCK"]), n_parts), (n_rows, n_cols, n_ranks, rows_of_part)
+    launch(_dora_linear_bwd_kernel, grid, dy.device, *tensors, *sizes, EXACT=exact, RANKS=ranks, **options)
+    dm, db = torch.empty(n_cols, dtype=dtype, device=dy.device), torch.empty(b.shape, dtype=b.dtype, device=b.device)
+    _, block = tile(1, n_cols, 1, max(1, 512 // ranks))
+    tensors = sums, w, b, *b.stride(), c, norm, dm, db
+    sizes = n_cols, n_ranks, n_parts, float(scale)
+    launch(_dora_linear_sum_kernel, (cdiv(n_cols, block),), dy.device, *tensors, *sizes, RANKS=ranks, BLOCK=block)
+    return dy0, dm, db
 
 
 def _check_vectors(x: Tensor, adapter: LoraAdapter, **vectors: Tensor | None) -> None:
@@ -264,7 +280,10 @@ def dora_linear(
         return _reference(base(x), x, adapter, magnitude, norm, bias)
     values: tuple[Any, ...] = as_values(x, adapter.a, adapter.b, magnitude, bias)
     x, a, b, m, bias = values
-    c, scaled = ScaledFunction.apply(m, b, norm.detach())
+    with torch.no_grad():
+        norm = norm.float()
+        c = m.float() / norm
+        scaled = c[:, None] * b
     passes = x.requires_grad and torch.is_grad_enabled()
     given = x
     z, anchor, *passed = LoraFunction.apply(x, x.dtype, passes, (adapter.scale,), a, scaled, None)
@@ -277,6 +296,6 @@ def dora_linear(
     (value,) = as_values(y0)
     assert value is not None
     constant = None if bias is None else bias.detach()
-    compute = partial(_scaled, value.detach(), z, scaled.detach(), c.detach(), constant, adapter.scale)
-    y: Tensor = DoraFunction.apply(compute, value, anchor, c, bias)
+    compute = partial(_scaled, value.detach(), z, scaled, adapter.scale, c, constant)
+    y: Tensor = DoraFunction.apply(compute, adapter.scale, value, anchor, m, b, bias, z, c, norm)
     return y
