@@ -32,7 +32,7 @@ Results = dict[str, torch.Tensor]
 @pytest.fixture(autouse=True)
 def blocks_of_few_rows(poisoned_empty: None) -> Any:
     """What no product writes is NaN, and the rows are two blocks and a half."""
-    with tiled(rows_of_block=lambda choose: BLOCK), chunks_of(2 * BLOCK):
+    with tiled(rows_of_block=lambda choose: BLOCK), chunks_of(BLOCK), slabs_of(64):
         yield
 
 
@@ -88,15 +88,22 @@ def test_in_any_batch(memory: str | None, dtype: torch.dtype, options: dict[str,
     assert not not_the_same(call, device)
 
 
-@pytest.mark.parametrize(("memory", "dtype"), [*((memory, FP32) for memory in MEMORY), ("small", BF16)], ids=str)
-def test_without_the_option_bits_differ(memory: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_without_the_option_bits_differ(dtype: torch.dtype) -> None:
     """So the test above can fail. On a CPU: which products a GPU computes alike is its library's. In bfloat16 few last
-    bits of a sum show, so every row is asked alone."""
+    bits of a sum show, so every row is asked alone, and one schedule in which bits differ is enough."""
     cpu = torch.device("cpu")
     alone = [torch.tensor([row]) for row in range(ROWS)] if dtype == BF16 else None
-    for invariant in (False, True):
-        call = partial(log_probs, drawn(dtype, cpu), memory=memory, invariant=invariant)
-        assert ("grad_hidden" in not_the_same(call, cpu, alone)) != invariant
+
+    def differing(invariant: bool) -> set[str]:
+        calls = {m: partial(log_probs, drawn(dtype, cpu), memory=m, invariant=invariant) for m in MEMORY}
+        return {memory for memory, call in calls.items() if "grad_hidden" in not_the_same(call, cpu, alone)}
+
+    assert not differing(invariant=True)
+    found = differing(invariant=False)
+    if dtype == BF16 and not found:
+        pytest.skip("this CPU multiplies rows of bfloat16 alike in any batch")
+    assert found == {*MEMORY} if dtype == FP32 else found
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)

@@ -21,6 +21,7 @@ from tests.linear_cross_entropy_checks import (
     TOKENS,
     VOCAB,
     LogProbs,
+    Spy,
     assert_equal,
     chunks_of,
     in_held_slabs,
@@ -189,6 +190,19 @@ def test_backward_twice_and_nothing_overwritten(memory, device):
     copies = [grad.clone() for grad in first]
     assert_equal(torch.autograd.grad(results, leaves, list(upstream)), copies)
     assert_equal([first, out, leaves, case.targets], [tuple(copies), tuple(before), case.tensors, targets])
+
+
+def test_the_first_chunk_of_tokens_is_multiplied_once(device, monkeypatch):
+    """Its logits stay until the first backward, which overwrites them. The next backward computes them again."""
+    case, spy, products = LogProbs(device, torch.float16), Spy(monkeypatch), []
+    leaves = case.leaves()
+    results, upstream = case.differentiated(case.call(leaves, in_token_chunks))
+    for again in (True, False):
+        spy.reset()
+        products.append([torch.autograd.grad(results, leaves, list(upstream), retain_graph=again), spy.operations])
+    (first, few), (second, more) = products
+    assert_equal(second, first)
+    assert [few, more] == [(3 * TOKENS - 5) * HIDDEN * VOCAB, 3 * TOKENS * HIDDEN * VOCAB]
 
 
 @every_memory

@@ -7,6 +7,7 @@ from tests.mutants.mutant import faults
 
 _blocks = faults("ops._row_blocks", "test_ops_invariant.py")
 _chunks = faults("ops.loss.schedules.token_chunks", "test_ops_invariant.py")
+_of_log_probs = faults("ops.loss.schedules.token_chunks", "test_ops_linear_log_probs.py")
 _plan = faults("ops.loss.schedules.slab_plan", "test_ops_invariant.py")
 
 # fmt: off
@@ -25,6 +26,14 @@ MUTANTS = (
     _chunks("invariant_gradients_in_units_of_the_batch", "Gradients of rows are in units of the batch's largest one.",
         "not self.invariant or call.hidden.dtype == torch.float16", "True",
         "test_in_any_batch[balanced-torch.float32-plain]"),
+    _of_log_probs("held_logits_computed_again", "The backward computes logits that it has.",
+        "start or held is None", "True", "test_the_first_chunk_of_tokens_is_multiplied_once"),
+    _of_log_probs("held_logits_of_the_next_chunk", "The second chunk overwrites the logits that are held of the first.",
+        "holds and start == self.chunk_size", "False", "test_every_option[token chunks-torch.float16-plain]"),
+    _of_log_probs("held_logits_read_twice", "A second backward takes what the first one left of the logits.",
+        "self._holds(call) and buffers is not None and overwrite", "True",
+        "test_the_first_chunk_of_tokens_is_multiplied_once",
+        also=Edit("liger_kernels.ops.loss.linear_cross_entropy", "ctx.buffers = None", "pass")),
     _plan("invariant_slabs_follow_the_rows", "How wide slabs are depends on the number of rows.",
         "slabs.invariant", "False", "test_slabs_do_not_follow_the_rows", within="_parts_in_grad_weight"),
     faults("patching.recipes.linear", "test_patching_invariant.py")("linear_layers_not_in_blocks",

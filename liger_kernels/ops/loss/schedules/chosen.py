@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_kernels.ops._row_blocks import rows_of_block
 from liger_kernels.ops.loss.options import LossOptions
 from liger_kernels.ops.loss.schedules.schedule import Needs, Schedule, current_observer
 from liger_kernels.ops.loss.schedules.token_chunks import TokenChunks
@@ -96,12 +97,15 @@ def choose_schedule(
         memory = "balanced"
     per_row, compiled = options.reduction == "none", torch.compiler.is_compiling()
     if invariant:
-        return _of_any_rows(memory, chunk, hidden_size, vocab, shard, per_row and any(needs))
+        if chunk_size is None and needs.weight:
+            chunk += rows_of_block()
+        holds = per_row and any(needs) and not compiled
+        return _of_any_rows(memory, chunk, hidden_size, vocab, shard, per_row and any(needs), holds)
     if memory == "fast" and not any(needs):  # nothing to keep logits for
         memory = "balanced"
     if memory == "fast" and tokens > FAST_CHUNK and chunk_size is None and shard is None and not per_row:
         memory, chunk = "balanced", FAST_CHUNK  # with "none" chunks would compute the logits again
-    # A compiled program would copy grad_weight with the kept logits.
+    # A compiled program would copy logits that an operator keeps, and grad_weight with them.
     in_grad_weight, shape = needs.weight and not compiled, (tokens, hidden_size, vocab)
     if memory == "fast":
         in_grad_weight = in_grad_weight and not options.label_smoothing and shard is None
@@ -111,18 +115,23 @@ def choose_schedule(
     late = per_row and any(needs) and not compiled  # gradients of which the forward knows nothing
     in_chunks = chunk_size is not None or unsharded_because(hidden.dtype, options.label_smoothing) is not None
     if shard is None and (in_chunks or not late):
-        return memory, TokenChunks(chunk, current_observer() is not None)
+        return memory, TokenChunks(chunk, current_observer() is not None, holds=late)
     return memory, VocabularySlabs.balanced(*shape, hidden.dtype.itemsize, in_grad_weight, heads)
 
 
 def _of_any_rows(
-    memory: str, chunk: int, hidden_size: int, vocab: int, shard: VocabShard | None, late: bool
+    memory: str, chunk: int, hidden_size: int, vocab: int, shard: VocabShard | None, late: bool, holds: bool
 ) -> tuple[str, Schedule]:
     """What ``memory`` is where the number of rows may decide nothing that shows. "fast" and "balanced" have the same
     bits, with gradients and without, so that shape and dtype may still choose between these. ``late``: the gradients
-    are computed in the backward."""
+    are computed in the backward. ``holds``: the first chunk's logits stay until then. Chunks are a block longer where
+    each adds to the sum of grad_weight. 8192 x 2048 x 128256 on an H200, in the time of rows that depend on others:
+
+        held rows   0      2048   3072   4096
+        time        1.24   1.17   1.12   1.11
+    """
     if memory == "small" or shard is not None:
         return "small", VocabularySlabs.of_any_rows(hidden_size, vocab, all_stay=False)
     if memory == "fast" and late:
         return memory, VocabularySlabs.of_any_rows(hidden_size, vocab, all_stay=True)
-    return "balanced", TokenChunks(chunk, current_observer() is not None, invariant=True)
+    return "balanced", TokenChunks(chunk, current_observer() is not None, invariant=True, holds=holds)

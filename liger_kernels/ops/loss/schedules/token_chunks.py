@@ -6,7 +6,8 @@ one GEMM each for grad_hidden and grad_weight; grad_weight and grad_bias are sum
 1 / denominator nor the upstream gradient is in them: in float16 they would flush most of the logits' gradient to zero.
 The backward multiplies both in, in float32, with one rounding to the gradient's dtype.
 
-"none": the upstream gradient per row is only known in the backward, which computes each chunk's logits again.
+"none": the upstream gradient per row is only known in the backward. The logits of the first chunk stay until then, in
+the buffer that the backward needs anyway. The backward computes those of every other chunk again.
 """
 
 from __future__ import annotations
@@ -102,11 +103,15 @@ class TokenChunks(NamedTuple):
     chunk_size: int
     observed: bool  # whether the forward keeps the logits' gradient for an observer
     invariant: bool = False  # whether the bits of a row do not depend on the other rows
+    holds: bool = False  # whether the first chunk's logits stay until the backward of "none"
 
     def allocate(self, call: Call) -> Output:
         tokens, (vocab, _), wanted = call.hidden.shape[0], call.weight.shape, self._wanted(call)
         rows = call.empty_rows(stats=any(call.needs) and not any(wanted))
-        d_logits = call.new(self.observed and any(wanted), tokens, vocab)
+        if self._holds(call):
+            d_logits = logits_buffer(call, min(self.chunk_size, tokens), vocab)
+        else:
+            d_logits = call.new(self.observed and any(wanted), tokens, vocab)
         denominator = call.new(True, dtype=torch.float32) if rows.stats is None else rows.stats
         return Output(rows.loss, rows, (denominator,), (*_GradientSums.empty(call, wanted).buffers, d_logits))
 
@@ -118,12 +123,15 @@ class TokenChunks(NamedTuple):
         tokens = len(call.hidden)
         sums.zero_without(tokens)
         thin, classes = call.thin(wanted), slice(None)
-        buffer = logits_buffer(call, min(self.chunk_size, tokens), len(call.weight))
+        holds = self._holds(call)
+        buffer = d_logits if holds else logits_buffer(call, min(self.chunk_size, tokens), len(call.weight))
         row_weight, largest = call.row_weight, None
         if any(wanted) and row_weight is not None and self._scales(call):  # the weights' size, too, stays out
             (row_weight,), largest = _normalised(row_weight)
         of_teacher = self._of_teacher(call)
         for start, stop in self._chunks(tokens):
+            if holds and start == self.chunk_size:
+                buffer = logits_buffer(call, min(self.chunk_size, tokens - start), len(call.weight))
             added = None if thin is None else thin.added(slice(start, stop), classes)
             logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer, added, self.invariant)
             if call.teacher is not None:
@@ -142,7 +150,7 @@ class TokenChunks(NamedTuple):
             sums.add(call, wanted, start, stop, logits, self.invariant)
             if thin is not None:
                 thin.add(logits, slice(start, stop), classes, self.invariant)
-            if d_logits.dim() == 2:
+            if d_logits.dim() == 2 and not holds:
                 d_logits[start:stop] = logits
         finish_ids(output.rows, call.ids, call.targets, call.options.ignore_index, call.classes)
         if call.options.reduction == "none":
@@ -167,7 +175,8 @@ class TokenChunks(NamedTuple):
         overwrite: bool,
     ) -> Gradients:
         if call.options.reduction == "none":
-            return self._recomputed(call, saved[0], upstream)
+            known = self._holds(call) and buffers is not None and overwrite
+            return self._recomputed(call, saved[0], upstream, buffers[_SUMS] if buffers and known else None)
         assert buffers is not None  # only the last pass overwrites them
         d_logits, sums, low = buffers[_SUMS], buffers[:_SUMS], buffers[_SUMS + 1 :]
         scale = upstream.loss.to(torch.float32) / saved[0]
@@ -183,8 +192,8 @@ class TokenChunks(NamedTuple):
         rows = first.shape[0] + (second.shape[0] if call.needs.weight else 0)
         return torch.empty_like(hidden), hidden.new_empty((rows, *first.shape[1:])), hidden.new_empty(bias.shape)
 
-    def _recomputed(self, call: Call, stats: Tensor, upstream: Upstream) -> Gradients:
-        """The backward of "none"."""
+    def _recomputed(self, call: Call, stats: Tensor, upstream: Upstream, held: Tensor | None) -> Gradients:
+        """The backward of "none". It overwrites ``held``, the logits of the first chunk, if they are known."""
         # The upstream gradient's size stays out of the 16-bit logits' gradient here, too.
         grad_loss = upstream.loss.to(torch.float32)
         grad_loss = grad_loss if call.row_weight is None else grad_loss * call.row_weight
@@ -197,14 +206,17 @@ class TokenChunks(NamedTuple):
             ids = IdGrads(ids.ids, *grads[-2:])
         grad_loss, grad_entropy = grads[0], None if upstream.grad_entropy is None else grads[1]
         tokens = len(call.hidden)
-        buffer = logits_buffer(call, min(self.chunk_size, tokens), len(call.weight))
+        buffer = logits_buffer(call, min(self.chunk_size, tokens), len(call.weight)) if held is None else held
         sums = _GradientSums.empty(call, call.needs)
         sums.zero_without(tokens)
         thin, classes = call.thin(call.needs), slice(None)
         of_teacher = self._of_teacher(call)
         for start, stop in self._chunks(tokens):
-            added = None if thin is None else thin.added(slice(start, stop), classes)
-            logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer, added, self.invariant)
+            if start or held is None:
+                added = None if thin is None else thin.added(slice(start, stop), classes)
+                logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer, added, self.invariant)
+            else:
+                logits = held[:stop, : len(call.weight)]
             entropy = None if upstream.entropy is None else upstream.entropy[start:stop]
             of_entropy = entropy, None if grad_entropy is None else grad_entropy[start:stop]
             of_rows = stats[:, start:stop], grad_loss[start:stop]  # the row weights, too
@@ -234,6 +246,9 @@ class TokenChunks(NamedTuple):
     def _wanted(self, call: Call) -> Needs:
         """Which gradients the forward computes."""
         return NO_GRADIENTS if call.options.reduction == "none" else call.needs
+
+    def _holds(self, call: Call) -> bool:
+        return self.holds and call.teacher is None and call.options.reduction == "none"
 
     def _scales(self, call: Call) -> bool:
         """Whether the gradients of rows are in units of the largest one, which is the batch's. float16 has to."""
