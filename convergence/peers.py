@@ -1,6 +1,7 @@
 """What users would pick instead, each patched as its own documentation says: ``python -m convergence peers DIR``.
 
-Every function here is a patch, as ``--patch convergence.peers:NAME`` takes it. A package is imported when its patch is
+Every function here is a patch, as ``--patch convergence.peers:NAME`` takes it. One returns the model that its package
+makes, which takes the place of the one that it was given. A package is imported when its patch is
 called, in the candidate's own process. What a package has no answer for is refused ("cannot run"), never computed by
 other means. A package that has a head, and no patch of models, gets the forward of :func:`_with_head`.
 """
@@ -136,11 +137,37 @@ def axolotl(model: Any) -> None:
         apply_lora_kernel_patches(model, options)
 
 
-def unsloth(model: Any) -> None:
-    import unsloth  # noqa: F401
-    from unsloth import FastLanguageModel  # noqa: F401
+def unsloth(model: Any) -> Any:
+    """The model that its loader makes of a folder on disk, with the same weights."""
+    from unsloth import FastLanguageModel
 
-    raise NotImplementedError("FastLanguageModel.from_pretrained makes models of its own; it patches none that exists")
+    if hasattr(model, "peft_config"):
+        raise NotImplementedError("its adapters are those of its own get_peft_model")
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        _save_tokenizer(model.config.get_text_config().vocab_size, folder)
+        made, _ = FastLanguageModel.from_pretrained(
+            model_name=folder,
+            max_seq_length=model.config.get_text_config().max_position_embeddings,
+            dtype=model.dtype,
+            load_in_4bit=False,
+            full_finetuning=True,
+            use_gradient_checkpointing=False,
+            device_map={"": str(model.device)},
+        )
+    made.load_state_dict(model.state_dict())
+    return made.train(model.training)
+
+
+def _save_tokenizer(tokens: int, folder: str) -> None:
+    """A tokenizer of as many words, for a loader that wants one."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    names = [*special.values(), *(f"t{n}" for n in range(tokens - len(special)))]
+    raw = Tokenizer(models.WordLevel({name: n for n, name in enumerate(names)}, unk_token=special["unk_token"]))
+    PreTrainedTokenizerFast(tokenizer_object=raw, **special).save_pretrained(folder)
 
 
 def _with_head(model: Any, loss: Callable[..., Any]) -> None:
@@ -196,6 +223,6 @@ _ROWS = (
         "axolotl",
         "`patch_self_attn_lora(cfg)` and `apply_lora_kernel_patches(model, cfg)`, with all three kernels",
     ),
-    Peer("unsloth", "unsloth", "unsloth", "`FastLanguageModel.from_pretrained`"),
+    Peer("unsloth", "unsloth", "unsloth", "`FastLanguageModel.from_pretrained(folder, full_finetuning=True)`"),
 )
 PEERS = {f"convergence.peers:{row.patch}": row for row in _ROWS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import signal
@@ -28,6 +29,19 @@ def method_of_tensors(model: Any) -> None:
     model.model.norm.forward = types.MethodType(rms_norm, model.model.norm)
     torch.Tensor.pow = lambda x, exponent: x * x
     torch.rsqrt = lambda x: 1 / x.sqrt()
+
+
+def makes_a_model(model: Any) -> Any:
+    """Returns another model, and leaves the one that it was given as it was."""
+    made = copy.deepcopy(model)
+    liger_kernels.patch(made)
+    return made
+
+
+def makes_a_model_of_other_weights(model: Any) -> Any:
+    made = copy.deepcopy(model)
+    made.model.norm.forward = types.MethodType(lambda self, x: 1.01 * rms_norm(self, x), made.model.norm)
+    return made
 
 
 def class_without_logits(model: Any) -> None:

@@ -58,6 +58,13 @@ def test_a_patch_of_one_model_that_changes_a_class_fails_and_spares_the_next_cas
     assert judged(BUILT_IN[0]).verdict == "equal"
 
 
+def test_a_model_that_the_patch_returns_takes_the_place_of_the_one_that_it_was_given() -> None:
+    assert judged("makes_a_model").verdict == "equal"
+    record = judged("makes_a_model_of_other_weights")
+    assert record.verdict == "different"
+    assert not found(record) & (PATCHED_TOO | NOT_PATCHED)
+
+
 def test_a_change_that_no_fingerprint_sees_shows_in_an_unpatched_model():
     record = judged("method_of_tensors")
     assert found(record) == PATCHED_TOO, failure(record)

@@ -18,7 +18,7 @@ from torch import nn
 from convergence import ours
 from convergence.arms.quantities import Finding
 from convergence.arms.train import train
-from convergence.arms.trajectory import CannotApply, Run, Trajectory
+from convergence.arms.trajectory import CannotApply, Run, Trajectory, patched_by
 from convergence.named import NotNamed, load
 
 
@@ -110,7 +110,7 @@ def _laid_out(run: Run, found: list[str]) -> Run:
             return patch(model)  # type: ignore[misc]
         before = _layout(model)
         result = patch(model)  # type: ignore[misc]
-        found[:] = _differences(before, _layout(model), "before training")
+        found[:] = _differences(before, _layout(patched_by(model, result)), "before training")
         return result
 
     def constructed() -> nn.Module:

@@ -164,10 +164,10 @@ def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory
                 parameter.copy_(start[name])
         if anew:
             if patch is not None and order == "before":
-                apply(patch, model)
+                result.model = model = apply(patch, model)
             wrapped = setup.wrap(model, run.device)
             if patch is not None and order == "after":
-                apply(patch, wrapped)
+                wrapped = apply(patch, wrapped)
         return start
 
     ranked = [[step.to(run.device) for step in steps] for steps in batches]

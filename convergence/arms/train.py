@@ -65,7 +65,7 @@ def observed(run: Run, observe: Callable[[Run, Any, Trajectory], None], model: A
     with observed_arm(run) as result:
         result.model = model = build(run) if model is None else model
         if run.patch is not None and run.construct is None:
-            apply(run.patch, model)
+            result.model = model = apply(run.patch, model)
         observe(run, model, result)
     steps = len(result.values.get(LOSS, ()))
     result.costs["step, ms"] = 1e3 * (time.perf_counter() - began) / max(1, steps)

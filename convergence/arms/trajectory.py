@@ -204,8 +204,20 @@ def build(run: Run) -> Any:
     return model.to(run.device)
 
 
-def apply(patch: Callable[[nn.Module], Any], model: Any) -> None:
+def apply(patch: Callable[[nn.Module], Any], model: Any) -> Any:
+    """The patched model: ``model``, or another one that the patch returned, which is no part of it. Some packages make
+    models and patch none.
+
+    Raises:
+        CannotApply: the patch raised.
+    """
     try:
-        patch(model)
+        return patched_by(model, patch(model))
     except Exception as error:
         raise CannotApply(f"{type(error).__name__}: {error}") from error
+
+
+def patched_by(model: nn.Module, returned: Any) -> Any:
+    """The patched model, by what the patch of ``model`` ``returned``."""
+    is_another = isinstance(returned, nn.Module) and all(returned is not module for module in model.modules())
+    return returned if is_another else model

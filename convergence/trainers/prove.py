@@ -101,9 +101,7 @@ def patched_model(how: InTrainer, patch: Callable[..., Any]) -> Any:
     Raises:
         CannotApply: the patch raised.
     """
-    model = how.model()
-    apply(patch, model)
-    return model
+    return apply(patch, how.model())
 
 
 def _run_foreign(how: InTrainer, patch: str, scope: str) -> tuple[Any, ...]:

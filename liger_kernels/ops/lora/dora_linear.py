@@ -219,15 +219,13 @@ def _gradients(
     sums, w = (
         torch.empty((n_parts, n_cols, *of_ranks), dtype=torch.float32, device=dy.device) for of_ranks in ((), (ranks,))
     )
-    tensors = *as_rows(dy), *as_rows(y0), z, z.stride(0), c, bias, dy0, sums, w
-    exact = dy.dtype is not torch.bfloat16
-    grid, sizes = (cdiv(n_cols, options["BLOCK"]), n_parts), (n_rows, n_cols, n_ranks, rows_of_part)
-    launch(_dora_linear_bwd_kernel, grid, dy.device, *tensors, *sizes, EXACT=exact, RANKS=ranks, **options)
+    of_rows = *as_rows(dy), *as_rows(y0), z, z.stride(0), c, bias, dy0, sums, w, n_rows, n_cols, n_ranks, rows_of_part
+    grid, exact = (cdiv(n_cols, options["BLOCK"]), n_parts), dy.dtype is not torch.bfloat16
+    launch(_dora_linear_bwd_kernel, grid, dy.device, *of_rows, EXACT=exact, RANKS=ranks, **options)
     dm, db = torch.empty(n_cols, dtype=dtype, device=dy.device), torch.empty(b.shape, dtype=b.dtype, device=b.device)
     _, block = tile(1, n_cols, 1, max(1, 512 // ranks))
-    tensors = sums, w, b, *b.stride(), c, norm, dm, db
-    sizes = n_cols, n_ranks, n_parts, float(scale)
-    launch(_dora_linear_sum_kernel, (cdiv(n_cols, block),), dy.device, *tensors, *sizes, RANKS=ranks, BLOCK=block)
+    of_parts = sums, w, b, *b.stride(), c, norm, dm, db, n_cols, n_ranks, n_parts, float(scale)
+    launch(_dora_linear_sum_kernel, (cdiv(n_cols, block),), dy.device, *of_parts, RANKS=ranks, BLOCK=block)
     return dy0, dm, db
 
 
