@@ -79,7 +79,7 @@ def test_a_frozen_weight_that_changes_has_another_length() -> None:
 def checkpointed(model: Any, reentrant: bool, between: Callable[[Any], None] = lambda model: None) -> dict[str, Any]:
     """The gradients of a step that runs the model again in the backward; ``between`` forward and backward."""
     model.zero_grad(set_to_none=True)
-    y = checkpoint(model, inputs().requires_grad_(), use_reentrant=reentrant)
+    y = checkpoint(model, inputs().to(DEVICE).requires_grad_(), use_reentrant=reentrant)
     with torch.no_grad():
         between(model)
     y.square().sum().backward()

@@ -25,8 +25,6 @@ same random weights, adapters and tokens.
 | eager | PEFT's own forward |
 | ours | `liger_kernels.patch(model)` after `get_peft_model` |
 | ours-offload | `liger_kernels.patch(model, offload="layers")`: what checkpoints keep goes to the host |
-| ours-recompute | `liger_kernels.patch(model, recompute="mlp")`: MLPs save their input alone |
-| ours-offload-recompute | both |
 | liger | liger-kernel, as a Trainer with `use_liger_kernel=True` applies it |
 | axolotl | PEFT's model with axolotl's LoRA kernels |
 | unsloth | the model of unsloth's loader, with its adapters and its checkpointing |
@@ -42,8 +40,7 @@ own, such as unsloth with the versions that it needs.
 experts (`target_parameters`) on the Qwen3-MoE shape: 8 layers, 128 experts of 768 features.
 `--trained full` trains every weight.
 
-Not measured: optimizers, other models, quantised DoRA, and DoRA since a recomputed layer keeps its
-length.
+Not measured: optimizers, other models, and quantised DoRA.
 
 Two commands write this page:
 

@@ -27,8 +27,8 @@ GEMMs; "memory" is the peak beyond the inputs, both gradients included:
 
   Reduction "none" has no gradient in the forward, so it goes in vocabulary slabs. It keeps the logits of M more classes
   in as much memory as chunks of 1024 tokens need: M = V (H + 1024) / T - H in 16 bits, 1024 V / T in float32. float16,
-  label smoothing, a given ``chunk_size`` and compiled programs go in token chunks; their backward computes the logits
-  again.
+  label smoothing, a given ``chunk_size`` and compiled programs go in token chunks. There the logits of the first
+  chunk stay, but not in a compiled program; the backward computes the others again.
 - "small" goes in vocabulary slabs. The forward keeps the loss and the logits of the first K classes. The backward
   computes the other logits again. Logits lie in the rows of grad_weight that are not written yet. "small" does not
   support label smoothing, and is never the default.
