@@ -6,9 +6,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import multiprocessing
 import os
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -63,6 +66,29 @@ def test_a_model_that_the_patch_returns_takes_the_place_of_the_one_that_it_was_g
     record = judged("makes_a_model_of_other_weights")
     assert record.verdict == "different"
     assert not found(record) & (PATCHED_TOO | NOT_PATCHED)
+
+
+@pytest.mark.parametrize("wakes", [False, True])
+def test_where_an_import_starts_the_gpus_driver_no_process_is_forked(wakes: bool, tmp_path: Path) -> None:
+    """The driver does not survive a fork. A package of this test says that it has started it."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"{sys.platform} has no forkserver")
+    (tmp_path / "package_that_wakes.py").write_text(f"import torch\ntorch.cuda.is_initialized = lambda: {wakes}\n")
+    program = """if True:
+        import torch
+        from convergence.arms import isolate
+        torch.cuda.is_available = lambda: True
+        isolate.preloaded = lambda: ["package_that_wakes", isolate._WOKEN]
+        print(isolate._context().get_start_method())
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.split()[-1] == ("spawn" if wakes else "forkserver")
 
 
 def test_a_change_that_no_fingerprint_sees_shows_in_an_unpatched_model():

@@ -2,7 +2,8 @@
 
 Every call forks a server that has imported everything and run nothing (the forkserver of multiprocessing). The new
 process is as clean as a new interpreter, but it starts in hundredths of a second. The new process may use CUDA, because
-the server does not use CUDA. A caller may start another Python instead (``convergence.elsewhere``).
+the server does not use CUDA. If an import has started CUDA there, each call starts a new interpreter. A caller may
+start another Python instead (``convergence.elsewhere``).
 
 The function and its arguments travel through a pipe. Results come back as plain data (``convergence.border``) over a
 socket that has no name and that no other process holds. Each message has a number that belongs to this call. A message
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import importlib
 import io
 import multiprocessing
 import os
@@ -41,6 +43,7 @@ from convergence.report import progress
 
 # A case of the largest mini model takes half a minute in the interpreter; a machine may be slow and shared.
 TIMEOUT = 1800.0
+_WOKEN = "convergence.arms.woken"
 _LENGTH = 8  # bytes in front of a message
 _RETURNED, _RAISED, _YIELDED, _SAID = "returned", "raised", "yielded", "said"
 Given = tuple[bytes, socket.socket, str, str, float, bool]  # the arguments of serve()
@@ -162,7 +165,7 @@ def preloaded() -> list[str]:
     # Modules of other models may import packages that start the GPU's driver at once: Qwen3-Next's module imports fla.
     core = (model for model in select("core") if model.is_available())
     modeling = {model.model_class().__module__ for model in core}
-    return ["convergence.case", "convergence.arms.interpreter", *ours.MODULES, *sorted(modeling)]
+    return ["convergence.case", "convergence.arms.interpreter", *ours.MODULES, *sorted(modeling), _WOKEN]
 
 
 def _forked(given: Given) -> Any:
@@ -181,7 +184,20 @@ def _context() -> BaseContext:
     context.set_forkserver_preload(preloaded())
     # A module that asks for a GPU at import must not start the driver, because the driver does not survive a fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    return context
+    return context if _survives_a_fork(context) else multiprocessing.get_context("spawn")
+
+
+def _survives_a_fork(context: BaseContext) -> bool:
+    """Whether a forked process can use a GPU, if there is one. Some packages, such as torchao 0.17, start the driver
+    when they are imported."""
+    if not torch.cuda.is_available():
+        return True
+    report = importlib.import_module(_WOKEN).report  # the server imports it after everything else
+    process = context.Process(target=report)  # type: ignore[attr-defined]
+    with _no_main():
+        process.start()
+    process.join()
+    return bool(process.exitcode == 0)
 
 
 @contextlib.contextmanager
