@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ class References(Inputs):
     """What every candidate of one model and dtype is judged against."""
 
     pairs: list[Pair]
+    more: list[Pair] = field(default_factory=list)  # of more replicas, trained when a candidate needs them
 
 
 def inputs(model: str, dtype: str, profile: str, seed: int) -> Inputs:
@@ -111,11 +112,18 @@ def _arm(profile: str) -> Callable[[Run], Trajectory]:
     return observe if profile == CONSISTENCY else train
 
 
-def _trained(given: Inputs, model: str, dtype: str, profile: str, device: str) -> list[Pair]:
+def _trained(
+    given: Inputs,
+    model: str,
+    dtype: str,
+    profile: str,
+    device: str,
+    nudges: Iterable[int | None] = (None, *range(tolerance.REPLICAS)),
+) -> list[Pair]:
     pairs: list[Pair] = []
     arm = _arm(profile)
     where, judged, exact = torch.device(device), DTYPES[dtype], find(model).truth(dtype, device)
-    for nudge in (None, *range(tolerance.REPLICAS)):
+    for nudge in nudges:
         which = "" if nudge is None else f" of replica {nudge + 1}"
         progress.begin(f"truth{which}")
         truth = arm(given.run(exact, where, rounded_to=judged, nudge=nudge))
@@ -129,6 +137,21 @@ def _trained(given: Inputs, model: str, dtype: str, profile: str, device: str) -
 
 def _references(case: Case) -> References:
     return references(case.model, case.dtype, case.profile, case.device, case.seed)
+
+
+def more_pairs(known: References, model: str, dtype: str, profile: str, device: str) -> list[Pair]:
+    """Truth and baseline of more replicas, trained once for all candidates of ``known``."""
+    if not known.more:
+        nudges = range(tolerance.REPLICAS, tolerance.MANY_REPLICAS)
+        known.more = _trained(known, model, dtype, profile, device, nudges)
+    return known.more
+
+
+def _arms(case: Case, reference: References, candidate: Candidate, faults: list[Failure]) -> Arms:
+    more: Callable[[], list[Pair]] | None = None
+    if not find(case.model).is_long and case.profile != CONSISTENCY:
+        more = functools.partial(more_pairs, reference, case.model, case.dtype, case.profile, case.device)
+    return Arms([*reference.pairs], candidate, faults=faults, more=more, near=tolerance.NEAR)
 
 
 def _ask_for_confident_predictions(template: nn.Module, inputs: list[Step]) -> None:
@@ -178,6 +201,8 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True, ori
         if case.profile == CONSISTENCY and arms.candidate.trajectory is not None:
             _add_rollout(case, arms.pairs, arms.candidate.trajectory, timeout)
         verdict = judge(case, arms, _checks(case, arms))
+        if not _is_in_setup(case):
+            about["replicas"] = len(arms.pairs) - 1
         about |= shown(case, arms, functools.partial(_is_fused, case, arms))
         if blames and not verdict.passed and not _is_in_setup(case) and case.profile != CONSISTENCY:
             about["blame"], note = _blame(case, verdict, arms.candidate.trajectory, timeout, origin)
@@ -246,7 +271,7 @@ def _train(case: Case, upstream: Fingerprint, timeout: float, origin: Origin) ->
         faults.append(Failure("baseline", "", Finding.NOT_PRISTINE, "it launched kernels of this package"))
     progress.begin("candidate")
     if not _is_isolated(case, origin):
-        return Arms(reference.pairs, train_case(case, reference), faults=faults)
+        return _arms(case, reference, train_case(case, reference), faults)
     if case.device == "cuda":  # the other process needs it
         torch.cuda.empty_cache()
     written: list[str] = []
@@ -260,7 +285,7 @@ def _train(case: Case, upstream: Fingerprint, timeout: float, origin: Origin) ->
         faults.append(Failure("baseline", "", Finding.CHANGED_WHERE_KEPT, what))
     if changed := upstream.changes():
         faults.append(Failure("baseline", "after training", Finding.NOT_PRISTINE, ", ".join(changed)))
-    return Arms(reference.pairs, candidate, faults=faults)
+    return _arms(case, reference, candidate, faults)
 
 
 def _is_fused(case: Case, arms: Arms, report: Any) -> bool:

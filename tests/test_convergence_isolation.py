@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import multiprocessing
 import os
 import subprocess
@@ -21,11 +22,15 @@ import torch
 from convergence.arms import isolate
 from convergence.arms.candidate import load_patch, train_candidate
 from convergence.arms.pristine import remember_upstream
+from convergence.arms.quantities import END, LOSS, SGD, Moment
 from convergence.arms.train import train
 from convergence.arms.trajectory import Run, Trajectory, build
 from convergence.case import Case, inputs, prove, train_case
-from convergence.judge import bitwise
+from convergence.judge import bitwise, tolerance
+from convergence.judge.arms import by_more
 from convergence.judge.compare import compare
+from convergence.judge.verdict import Verdict
+from convergence.judge.verdict import judged as judged_number
 from convergence.models.rows import find
 from convergence.patches import BUILT_IN
 from convergence.report import progress
@@ -59,6 +64,29 @@ def test_a_patch_of_one_model_that_changes_a_class_fails_and_spares_the_next_cas
     assert "modeling_llama.LlamaRMSNorm.forward" in record.reason
     assert judged("tests.convergence_faults:honest").verdict == "equal"
     assert judged(BUILT_IN[0]).verdict == "equal"
+
+
+@pytest.mark.parametrize(
+    ("value", "near", "asked"), [(0.9, 1.25, False), (1.2, 1.25, True), (1.3, 1.25, False), (9.0, math.inf, True)]
+)
+def test_a_number_that_is_near_its_bound_is_judged_by_more_replicas(value: float, near: float, asked: bool) -> None:
+    seen: list[list[int]] = []
+
+    def compared(pairs: list[int]) -> Verdict:
+        seen.append([*pairs])
+        return Verdict.of(judged_number(LOSS, Moment(SGD, END), "gain", value, 1.0))
+
+    assert by_more([1], lambda: [2, 3], compared, near).passed == (value < 1)
+    assert seen == [[1], *([[1, 2, 3]] if asked else [])]
+
+
+def test_what_is_wrong_is_wrong_by_more_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tolerance, "MANY_REPLICAS", tolerance.REPLICAS + 2)
+    record = judged("tests.convergence_faults:one_gradient_scaled")
+    assert (record.verdict, record.replicas) == ("different", tolerance.REPLICAS)
+    monkeypatch.setattr(tolerance, "NEAR", math.inf)
+    record = judged("tests.convergence_faults:one_gradient_scaled")
+    assert (record.verdict, record.replicas) == ("different", tolerance.REPLICAS + 2)
 
 
 def test_a_model_that_the_patch_returns_takes_the_place_of_the_one_that_it_was_given() -> None:

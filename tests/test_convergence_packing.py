@@ -33,7 +33,6 @@ from convergence.judge.verdict import Verdict
 from convergence.models.data import IGNORE, text
 from convergence.models.models import MODELS, MiniModel
 from convergence.report.records import worst as worst_of
-from convergence.trainers.prove import MANY_REPLICAS
 from tests.packing_checks import EXPONENT, MODES, Sample, boundaries, isolated, packed
 from tests.patching_checks import DEVICE
 
@@ -229,7 +228,7 @@ def test_packed_rows_of_hybrids_teach_what_their_samples_teach(name, monkeypatch
     for mode in ("token", "sample"):
         candidate = together(mode, mini, steps, bounded=True)
         # As in a trainer, two steps and a few replicas may know a gain badly: terms of A_log's gradient cancel.
-        more = functools.partial(arms_of, mini, steps, range(tolerance.REPLICAS, MANY_REPLICAS))
+        more = functools.partial(arms_of, mini, steps, range(tolerance.REPLICAS, tolerance.MANY_REPLICAS))
         verdict = by_more(pairs, more, functools.partial(against, candidate, mode, steps))
         assert verdict.passed, (mode, verdict.failures)
     assert not against(together(mode, mini, steps), mode, steps, pairs).passed

@@ -20,9 +20,10 @@ from convergence import ours
 from convergence.arms.quantities import HIDDEN, HIDDEN_GRADIENT, HIDDEN_STATES, Failure, Finding
 from convergence.arms.train import train
 from convergence.arms.trajectory import Trajectory
-from convergence.case import DTYPES, References, references
-from convergence.judge.compare import compare
-from convergence.judge.tolerance import REPLICAS
+from convergence.case import DTYPES, References, more_pairs, references
+from convergence.judge.arms import by_more
+from convergence.judge.compare import Pair, compare
+from convergence.judge.tolerance import NEAR, REPLICAS
 from convergence.judge.verdict import Verdict
 from convergence.models.models import MODELS
 from convergence.models.rows import find
@@ -200,6 +201,11 @@ def _references(model: str, dtype: str, device: str, seed: int, tf32: bool) -> R
         return references.__wrapped__(model, dtype, profile, device, seed)
 
 
+def _more(reference: References, model: str, dtype: str, device: str, tf32: bool) -> list[Pair]:
+    with tensor_float_32(tf32):
+        return more_pairs(reference, model, dtype, "hard", device)
+
+
 @contextlib.contextmanager
 def tensor_float_32(enabled: bool) -> Iterator[None]:
     """Whether float32 matrix products of a GPU may round their operands to ten bits."""
@@ -249,4 +255,9 @@ def judge(honest: Honest, model: str, dtype: str, device: str, seed: int, tf32: 
             raised = Verdict(failures=[failure])
         if find(model).is_long:  # a patched model is a cycle, and the next arm may need all the memory there is
             gc.collect()
-        return raised if candidate is None else compare([own, *pairs], candidate, DTYPES[dtype])
+        if candidate is None:
+            return raised
+        seen, more = candidate, None
+        if not find(model).is_long:
+            more = functools.partial(_more, reference, model, dtype, device, tf32)
+        return by_more([own, *pairs], more, lambda pairs: compare(pairs, seen, DTYPES[dtype]), NEAR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from convergence.arms.candidate import Candidate
-from convergence.arms.quantities import CONSISTENCY, LOSS, STATISTICS, Failure, Finding, Quantity
+from convergence.arms.quantities import CONSISTENCY, LOSS, Failure, Finding, Quantity
 from convergence.arms.trajectory import Trajectory
 from convergence.consistency import judge as consistency
 from convergence.judge import bitwise, long_run, tolerance
@@ -36,6 +37,7 @@ class Arms:
         faults: what shows that truth and baseline were not unpatched.
         zero: quantities that are 0 by construction, and the size of the numbers that cancel in them.
         more: trains more replicas, to judge once more a number that is beyond its bound.
+        near: they are trained only if no number is more than this many times its bound.
     """
 
     pairs: list[tuple[Any, Trajectory]]
@@ -44,6 +46,7 @@ class Arms:
     faults: list[Failure] = field(default_factory=list)
     zero: Mapping[Quantity, float] = field(default_factory=dict)
     more: Callable[[], list[Pair]] | None = None
+    near: float = math.inf
 
 
 def judge(case: Case, arms: Arms, checks: Iterable[Evidence]) -> Verdict:
@@ -59,16 +62,22 @@ def judge(case: Case, arms: Arms, checks: Iterable[Evidence]) -> Verdict:
         return verdict + Verdict(failures=[Failure("candidate", "", *candidate.failure)], notes=[candidate.details])
     if verdict.passed:
         trajectory = candidate.trajectory
-        verdict = by_more(arms.pairs, arms.more, lambda pairs: _compared(case, arms, pairs, trajectory))
+        verdict = by_more(arms.pairs, arms.more, lambda pairs: _compared(case, arms, pairs, trajectory), arms.near)
     return verdict + Verdict.of(_check_changes(case, arms, candidate.trajectory)) + Verdict.of(checks)
 
 
-def by_more(pairs: list[P], more: Callable[[], list[P]] | None, compared: Callable[[list[P]], Verdict]) -> Verdict:
-    """The verdict ``compared`` of ``pairs``. If only numbers are beyond their bounds, it is taken once more with those
-    that ``more`` makes, if anything does: a few steps and a few replicas know the noise of one number badly. What is
-    wrong stays wrong, and by the same factor of a noise that is better known."""
+def by_more(
+    pairs: list[P],
+    more: Callable[[], list[P]] | None,
+    compared: Callable[[list[P]], Verdict],
+    near: float = math.inf,
+) -> Verdict:
+    """The verdict ``compared`` of ``pairs``. If only numbers are beyond their bounds, and none is beyond ``near`` times
+    its bound, the verdict is taken once more with those that ``more`` makes, if anything does: a few steps and a few
+    replicas know the noise of one number badly. What is wrong stays wrong, and by the same factor of a noise that is
+    better known."""
     verdict = compared(pairs)
-    if more is None or not verdict.failures or any(failure.finding not in STATISTICS for failure in verdict.failures):
+    if more is None or not verdict.misses_by(near):
         return verdict
     pairs += more()
     return compared(pairs)

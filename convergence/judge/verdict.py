@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from convergence.arms.quantities import Failure, Finding, Moment, Quantity, Statistic
+from convergence.arms.quantities import STATISTICS, Failure, Finding, Moment, Quantity, Statistic
 
 Evidence = Failure | Statistic | str  # what a check finds; text is a note, which speaks neither for nor against
 
@@ -35,6 +35,11 @@ class Verdict:
     @property
     def passed(self) -> bool:
         return not self.failures
+
+    def misses_by(self, factor: float) -> bool:
+        """Whether it fails by numbers alone, and no number is more than ``factor`` times its bound."""
+        by_numbers = not self.passed and all(failure.finding in STATISTICS for failure in self.failures)
+        return by_numbers and (math.isinf(factor) or all(one.value <= factor * one.bound for one in self.statistics))
 
 
 def judged(

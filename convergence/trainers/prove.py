@@ -28,7 +28,6 @@ from convergence.models.models import DTYPES
 from convergence.report.records import Case, Outcome, outcome
 from convergence.trainers.observe import Arm, InTrainer, Seen, run
 
-MANY_REPLICAS = 4 * tolerance.REPLICAS
 # Kernels that a trainer may leave alone: the loss where it has its own, and adapters, which may need matmuls only.
 _MAY_REST = re.compile("cross_entropy|lora|dora")
 
@@ -78,7 +77,7 @@ def _arms(how: InTrainer, dtype: torch.dtype, baseline: Seen, seen: Seen, arm: A
         what = f"it launched {sorted(baseline.launches)}"
         faults.append(Failure("baseline", "", Finding.NOT_PRISTINE, what))
     candidate = Candidate(seen.trajectory, report=seen.report, launches=seen.launches, census=seen.census)
-    more = functools.partial(pairs, range(tolerance.REPLICAS, MANY_REPLICAS))
+    more = functools.partial(pairs, range(tolerance.REPLICAS, tolerance.MANY_REPLICAS))
     return Arms(pairs((None, *range(tolerance.REPLICAS))), candidate, faults=faults, zero=how.zero, more=more)
 
 
