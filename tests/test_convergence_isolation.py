@@ -98,15 +98,22 @@ def test_a_model_that_the_patch_returns_takes_the_place_of_the_one_that_it_was_g
 
 @pytest.mark.parametrize("wakes", [False, True])
 def test_where_an_import_starts_the_gpus_driver_no_process_is_forked(wakes: bool, tmp_path: Path) -> None:
-    """The driver does not survive a fork. A package of this test says that it has started it."""
+    """The driver does not survive a fork. A package of this test stands for one that starts it."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip(f"{sys.platform} has no forkserver")
-    (tmp_path / "package_that_wakes.py").write_text(f"import torch\ntorch.cuda.is_initialized = lambda: {wakes}\n")
+    source = f"""if True:
+        import torch
+        def init():
+            if {wakes}:
+                raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
+        torch.cuda.init = init
+    """
+    (tmp_path / "package_that_wakes.py").write_text(source)
     program = """if True:
         import torch
         from convergence.arms import isolate
         torch.cuda.is_available = lambda: True
-        isolate.preloaded = lambda: ["package_that_wakes", isolate._WOKEN]
+        isolate.preloaded = lambda: ["package_that_wakes"]
         print(isolate._context().get_start_method())
     """
     found = subprocess.run(

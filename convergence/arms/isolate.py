@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import importlib
 import io
 import multiprocessing
 import os
@@ -43,7 +42,6 @@ from convergence.report import progress
 
 # A case of the largest mini model takes half a minute in the interpreter; a machine may be slow and shared.
 TIMEOUT = 1800.0
-_WOKEN = "convergence.arms.woken"
 _LENGTH = 8  # bytes in front of a message
 _RETURNED, _RAISED, _YIELDED, _SAID = "returned", "raised", "yielded", "said"
 Given = tuple[bytes, socket.socket, str, str, float, bool]  # the arguments of serve()
@@ -165,7 +163,7 @@ def preloaded() -> list[str]:
     # Modules of other models may import packages that start the GPU's driver at once: Qwen3-Next's module imports fla.
     core = (model for model in select("core") if model.is_available())
     modeling = {model.model_class().__module__ for model in core}
-    return ["convergence.case", "convergence.arms.interpreter", *ours.MODULES, *sorted(modeling), _WOKEN]
+    return ["convergence.case", "convergence.arms.interpreter", *ours.MODULES, *sorted(modeling)]
 
 
 def _forked(given: Given) -> Any:
@@ -192,12 +190,18 @@ def _survives_a_fork(context: BaseContext) -> bool:
     when they are imported."""
     if not torch.cuda.is_available():
         return True
-    report = importlib.import_module(_WOKEN).report  # the server imports it after everything else
-    process = context.Process(target=report)  # type: ignore[attr-defined]
+    process = context.Process(target=_start_the_driver)  # type: ignore[attr-defined]
     with _no_main():
         process.start()
     process.join()
     return bool(process.exitcode == 0)
+
+
+def _start_the_driver() -> None:
+    try:
+        torch.cuda.init()
+    except RuntimeError:
+        sys.exit(1)
 
 
 @contextlib.contextmanager
