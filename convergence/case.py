@@ -142,6 +142,7 @@ def _references(case: Case) -> References:
 def more_pairs(known: References, model: str, dtype: str, profile: str, device: str) -> list[Pair]:
     """Truth and baseline of more replicas, trained once for all candidates of ``known``."""
     if not known.more:
+        progress.begin("more replicas")
         nudges = range(tolerance.REPLICAS, tolerance.MANY_REPLICAS)
         known.more = _trained(known, model, dtype, profile, device, nudges)
     return known.more
@@ -150,8 +151,18 @@ def more_pairs(known: References, model: str, dtype: str, profile: str, device: 
 def _arms(case: Case, reference: References, candidate: Candidate, faults: list[Failure]) -> Arms:
     more: Callable[[], list[Pair]] | None = None
     if not find(case.model).is_long and case.profile != CONSISTENCY:
-        more = functools.partial(more_pairs, reference, case.model, case.dtype, case.profile, case.device)
+        more = functools.partial(_more_of, case, reference, faults)
     return Arms([*reference.pairs], candidate, faults=faults, more=more, near=tolerance.NEAR)
+
+
+def _more_of(case: Case, reference: References, faults: list[Failure]) -> list[Pair]:
+    before = ours.launches()
+    found = more_pairs(reference, case.model, case.dtype, case.profile, case.device)
+    if ours.launches() != before:
+        faults.append(
+            Failure("baseline", "more replicas", Finding.NOT_PRISTINE, "they launched kernels of this package")
+        )
+    return found
 
 
 def _ask_for_confident_predictions(template: nn.Module, inputs: list[Step]) -> None:
@@ -205,7 +216,7 @@ def prove(case: Case, timeout: float = isolate.TIMEOUT, blames: bool = True, ori
             about["replicas"] = len(arms.pairs) - 1
         about |= shown(case, arms, functools.partial(_is_fused, case, arms))
         if blames and not verdict.passed and not _is_in_setup(case) and case.profile != CONSISTENCY:
-            about["blame"], note = _blame(case, verdict, arms.candidate.trajectory, timeout, origin)
+            about["blame"], note = _blame(case, verdict, arms, timeout, origin)
             verdict += note
     notes = Verdict(notes=row.notes())
     return outcome(notes + verdict, seconds=round(time.perf_counter() - began, 2), **about)
@@ -237,14 +248,12 @@ def _is_isolated(case: Case, origin: Origin) -> bool:
     return origin != HERE or case.patch not in BUILT_IN or case.scope != "instance"
 
 
-def _blame(
-    case: Case, verdict: Verdict, trajectory: Trajectory | None, timeout: float, origin: Origin
-) -> tuple[list[Blame], Verdict]:
+def _blame(case: Case, verdict: Verdict, arms: Arms, timeout: float, origin: Origin) -> tuple[list[Blame], Verdict]:
     """Who made ``verdict`` fail. That changes no verdict, and when it fails itself, that is a note."""
     failed = {failure.key for failure in verdict.failures}
     if not searched(failed):  # no other process need be given all that was observed
         return [], Verdict()
-    arguments = case, _references(case), failed, trajectory
+    arguments = case, replace(_references(case), pairs=arms.pairs, more=[]), failed, arms.candidate.trajectory
     try:
         found = origin.call(_who, *arguments, timeout=timeout) if _is_isolated(case, origin) else _who(*arguments)
     except NotHere as error:

@@ -38,7 +38,17 @@ def makes_a_model(model: Any) -> Any:
     return made
 
 
-def makes_a_model_of_other_weights(model: Any) -> Any:
+def makes_a_copy(model: Any) -> Any:
+    return copy.deepcopy(model)
+
+
+def patches_one_and_makes_a_copy(model: Any) -> Any:
+    made = copy.deepcopy(model)
+    liger_kernels.patch(model)
+    return made
+
+
+def makes_a_model_of_another_norm(model: Any) -> Any:
     made = copy.deepcopy(model)
     made.model.norm.forward = types.MethodType(lambda self, x: 1.01 * rms_norm(self, x), made.model.norm)
     return made

@@ -25,7 +25,7 @@ from convergence.arms.pristine import remember_upstream
 from convergence.arms.quantities import END, LOSS, SGD, Moment
 from convergence.arms.train import train
 from convergence.arms.trajectory import Run, Trajectory, build
-from convergence.case import Case, inputs, prove, train_case
+from convergence.case import Case, inputs, prove, references, train_case
 from convergence.judge import bitwise, tolerance
 from convergence.judge.arms import by_more
 from convergence.judge.compare import compare
@@ -82,18 +82,28 @@ def test_a_number_that_is_near_its_bound_is_judged_by_more_replicas(value: float
 
 def test_what_is_wrong_is_wrong_by_more_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tolerance, "MANY_REPLICAS", tolerance.REPLICAS + 2)
+    references.cache_clear()
     record = judged("tests.convergence_faults:one_gradient_scaled")
     assert (record.verdict, record.replicas) == ("different", tolerance.REPLICAS)
     monkeypatch.setattr(tolerance, "NEAR", math.inf)
     record = judged("tests.convergence_faults:one_gradient_scaled")
     assert (record.verdict, record.replicas) == ("different", tolerance.REPLICAS + 2)
+    references.cache_clear()
 
 
 def test_a_model_that_the_patch_returns_takes_the_place_of_the_one_that_it_was_given() -> None:
     assert judged("makes_a_model").verdict == "equal"
-    record = judged("makes_a_model_of_other_weights")
+    record = judged("makes_a_model_of_another_norm", blames=True)
     assert record.verdict == "different"
     assert not found(record) & (PATCHED_TOO | NOT_PATCHED)
+    assert [row["note"] for row in record.blame] == ["the patch returned another model: no part of it can be left out"]
+
+
+@pytest.mark.parametrize("patch", ["makes_a_copy", "patches_one_and_makes_a_copy"])
+def test_a_returned_model_that_nobody_patched_is_not_patched(patch: str) -> None:
+    record = judged(patch)
+    assert record.verdict == "different"
+    assert found(record) >= NOT_PATCHED
 
 
 @pytest.mark.parametrize("wakes", [False, True])

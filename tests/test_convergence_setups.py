@@ -97,6 +97,16 @@ def test_a_patch_that_does_nothing_is_not_patched():
     assert [row[2] for row in record.failures] == ["not patched"]
 
 
+@pytest.mark.parametrize(
+    ("order", "verdict", "said"),
+    [("before", "equal", ""), ("after", "cannot run", "another model than the wrapped one")],
+)
+def test_a_returned_model_is_wrapped_and_takes_no_wrapped_ones_place(order, verdict, said):
+    record = prove(Case("llama-tied", "float32", "tests.isolation_patches:makes_a_model", setup="ddp", order=order))
+    assert record.verdict == verdict
+    assert said in record.reason
+
+
 def test_a_rank_that_dies_is_a_verdict():
     record = prove(Case("llama-tied", "float32", "tests.setup_faults:second_rank_dies", setup="ddp"))
     assert record.verdict == "different"

@@ -56,6 +56,17 @@ def test_every_dtype_with_and_without_a_bias(dtype: torch.dtype, of_adapter: tor
     check_call(partial(without, dora_linear), partial(without, dora_linear_ref), leaves, terms=IN)
 
 
+def test_vectors_that_lie_apart_or_are_negated_views(device: torch.device) -> None:
+    *leaves, norm = leaves_of(torch.float32, device)
+
+    def apart(t: torch.Tensor) -> torch.Tensor:
+        return torch.stack([t.detach(), torch.full_like(t, torch.nan)], 1)[:, 0]
+
+    leaves[2], leaves[5] = (apart(leaves[i]).requires_grad_() for i in (2, 5))
+    for same in (apart(norm), norm[:1].expand(OUT), torch.complex(norm, -norm).conj().imag):
+        check_call(partial(layer, dora_linear), partial(layer, dora_linear_ref), [*leaves, same], terms=IN)
+
+
 def test_gradients_in_parts(device: torch.device) -> None:
     leaves = leaves_of(torch.float32, device)
     shape = {"ROWS": 16, "BLOCK": 16, "num_warps": 4, "num_stages": 2}

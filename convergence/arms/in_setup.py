@@ -32,7 +32,7 @@ from convergence.arms.quantities import EVALUATION, EVALUATION_LOGITS, INITIAL, 
 from convergence.arms.setup import Setup
 from convergence.arms.setups import RANKS, SETUPS
 from convergence.arms.train import SGD_LEARNING_RATE
-from convergence.arms.trajectory import Run, Trajectory, apply, build
+from convergence.arms.trajectory import CannotApply, Run, Trajectory, apply, build
 from convergence.judge import tolerance
 from convergence.judge.arms import Arms
 from convergence.models.data import Batch, Step, evaluation_batch, steps
@@ -166,8 +166,8 @@ def _train(run: Run, setup: Setup, batches: list[list[Step]], result: Trajectory
             if patch is not None and order == "before":
                 result.model = model = apply(patch, model)
             wrapped = setup.wrap(model, run.device)
-            if patch is not None and order == "after":
-                wrapped = apply(patch, wrapped)
+            if patch is not None and order == "after" and apply(patch, wrapped) is not wrapped:
+                raise CannotApply("the patch returned another model than the wrapped one, which is the set-up's")
         return start
 
     ranked = [[step.to(run.device) for step in steps] for steps in batches]

@@ -193,7 +193,9 @@ def _survives_a_fork(context: BaseContext) -> bool:
     process = context.Process(target=_start_the_driver)  # type: ignore[attr-defined]
     with _no_main():
         process.start()
-    process.join()
+    process.join(60)
+    if process.exitcode is None:
+        process.kill()
     return bool(process.exitcode == 0)
 
 

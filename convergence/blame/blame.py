@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from convergence import ours
 from convergence.arms.candidate import load_patch
 from convergence.arms.quantities import DECODING, EVALUATION, INITIAL, Finding
-from convergence.arms.trajectory import Run, Trajectory, build
+from convergence.arms.trajectory import Run, Trajectory, build, patched_by
 from convergence.blame.changes import Changes, Part
 from convergence.blame.failing import Failure, Key, Shown
 from convergence.blame.rerun import Only, Reruns
@@ -54,9 +54,11 @@ def blame(
     changes = Changes(model)
     if run.construct is None:
         try:
-            load_patch(patch)(model)
+            made = patched_by(model, load_patch(patch)(model))
         except Exception as error:
             return [_row("before training", "", note=f"the patch itself raised {type(error).__name__}")]
+        if made is not model:
+            return [_row("before training", "", note="the patch returned another model: no part of it can be left out")]
     changes.find()
     failure = Failure(keys, pairs, run.dtype, foreign=ours.status(model) is None)
     reruns = Reruns(dataclasses.replace(run, construct=None), changes, failure)

@@ -56,7 +56,7 @@ class OtherPython(Origin):
 
     def candidate(self, train: Train, case: Case, given: Any, timeout: float) -> Candidate:
         try:
-            return self.call(train, case, dataclasses.replace(given, pairs=[]), timeout=timeout)
+            return self.call(train, case, dataclasses.replace(given, pairs=[], more=[]), timeout=timeout)
         except CannotApply as error:  # the model itself cannot be built there
             return Candidate(failure=(Finding.CANNOT_RUN, str(error)))
 

@@ -63,6 +63,7 @@ def judge(case: Case, arms: Arms, checks: Iterable[Evidence]) -> Verdict:
     if verdict.passed:
         trajectory = candidate.trajectory
         verdict = by_more(arms.pairs, arms.more, lambda pairs: _compared(case, arms, pairs, trajectory), arms.near)
+        verdict += Verdict(failures=arms.faults)  # of the replicas that were trained now
     return verdict + Verdict.of(_check_changes(case, arms, candidate.trajectory)) + Verdict.of(checks)
 
 

@@ -219,6 +219,7 @@ def _gradients(
     sums, w = (
         torch.empty((n_parts, n_cols, *of_ranks), dtype=torch.float32, device=dy.device) for of_ranks in ((), (ranks,))
     )
+    bias = None if bias is None else bias.contiguous()
     of_rows = *as_rows(dy), *as_rows(y0), z, z.stride(0), c, bias, dy0, sums, w, n_rows, n_cols, n_ranks, rows_of_part
     grid, exact = (cdiv(n_cols, options["BLOCK"]), n_parts), dy.dtype is not torch.bfloat16
     launch(_dora_linear_bwd_kernel, grid, dy.device, *of_rows, EXACT=exact, RANKS=ranks, **options)
@@ -276,10 +277,10 @@ def dora_linear(
     x = cast_as_base(x)
     if not runs_kernel(x, [adapter]) or torch.float64 in (magnitude.dtype, norm.dtype):
         return _reference(base(x), x, adapter, magnitude, norm, bias)
-    values: tuple[Any, ...] = as_values(x, adapter.a, adapter.b, magnitude, bias)
-    x, a, b, m, bias = values
+    values: tuple[Any, ...] = as_values(x, adapter.a, adapter.b, magnitude, bias, norm)
+    x, a, b, m, bias, norm = values
     with torch.no_grad():
-        norm = norm.float()
+        norm = norm.float().contiguous()
         c = m.float() / norm
         scaled = c[:, None] * b
     passes = x.requires_grad and torch.is_grad_enabled()

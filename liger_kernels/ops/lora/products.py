@@ -294,14 +294,17 @@ def tiles_of_program(
 
 @choice("lora_add")
 @remembered
-def _add_shape(n_rows: int, n_cols: int, ranks: int, device: torch.device) -> tuple[int, dict[str, int]]:
+def _add_shape(
+    n_rows: int, n_cols: int, ranks: int, has_factor: bool, device: torch.device
+) -> tuple[int, dict[str, int]]:
     """Tiles of a program, and launch choices. Four tiles were fastest in bfloat16 on an H100: one tile takes 17% longer
     for 4096 x 4096 and 64 ranks. With 16 ranks and a factor, 16384 x 14336 on an H200: 0.31 ms, with 32 rows and 128
     columns a tile 0.38."""
-    rows, block = tile(n_rows, n_cols, 64, 64 if ranks == 16 else 128)
+    few = ranks == 16
+    rows, block = tile(n_rows, n_cols, 32 if few and not has_factor else 64, 64 if few and has_factor else 128)
     shape = {"PART": min(ranks, 32), "ROWS": rows, "BLOCK": block, "num_warps": 4}
     tiles, stages = tiles_of_program(n_rows, n_cols, ranks, 1, shape, 4, device)
-    return tiles, {**shape, "num_stages": stages + (ranks == 16 and tiles > 1)}
+    return tiles, {**shape, "num_stages": stages + (few and has_factor and tiles > 1)}
 
 
 @choice("lora_columns")
@@ -407,7 +410,7 @@ def add_product(
     y0_rows = (None, 0) if y0 is None else as_rows(y0)
     ranks = ranks_of_program(n_ranks)
     bias = None if bias is None else bias.contiguous()
-    tiles, options = _add_shape(_chosen_for(n_rows, invariant), n_cols, ranks, z.device)
+    tiles, options = _add_shape(_chosen_for(n_rows, invariant), n_cols, ranks, factor is not None, z.device)
     col_blocks, rows_of_program = cdiv(n_cols, options["BLOCK"]), tiles * options["ROWS"]
     grid, exact = (cdiv(n_rows, rows_of_program) * col_blocks,), dtype is not torch.bfloat16
     tensors = (*y0_rows, z, z.stride(0), *w_args, bias, factor, y)

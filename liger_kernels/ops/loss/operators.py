@@ -133,6 +133,8 @@ forward_op.register_autograd(_backward, setup_context=_setup_context)
 def linear_cross_entropy_op(call: Call, schedule: Schedule, entropy: bool) -> tuple[Tensor, ...]:
     """The loss and the extras of ``options.written()``, of which the entropy has a gradient if ``entropy`` says so; and
     the log-probabilities of chosen classes, if there are any."""
+    if isinstance(schedule, TokenChunks):
+        schedule = schedule._replace(holds=False)  # the backward may not overwrite what an operator kept
     results = forward_op(*_as_arguments(call, schedule))
     extras = dict(zip(WRITTEN, results[1 : _N_ROWS - 1], strict=True))
     written = [extras[n] if entropy and n == "entropy" else extras[n].detach() for n in call.options.written()]

@@ -129,9 +129,8 @@ class TokenChunks(NamedTuple):
         if any(wanted) and row_weight is not None and self._scales(call):  # the weights' size, too, stays out
             (row_weight,), largest = _normalised(row_weight)
         of_teacher = self._of_teacher(call)
-        for start, stop in self._chunks(tokens):
-            if holds and start == self.chunk_size:
-                buffer = logits_buffer(call, min(self.chunk_size, tokens - start), len(call.weight))
+        chunks = [*self._chunks(tokens)]
+        for start, stop in [*chunks[1:], *chunks[:1]] if holds else chunks:  # the last one's logits stay
             added = None if thin is None else thin.added(slice(start, stop), classes)
             logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer, added, self.invariant)
             if call.teacher is not None:
