@@ -87,6 +87,11 @@ $ python -m tools.power_picture honest.jsonl records/
 and the table says what was run. A candidate that ran more than once counts once, as its worst run;
 of a mutant, the newest record counts.
 
+On an H200, 2026-11-28, `--honest-seeds 7,8 --models llama-tied,gemma3,qwen3` ended at a time limit
+after 354 candidates. Two of them failed, in bfloat16 and from one replica's weights: the loss of an
+evaluation was off by 0.00134, with a bound of 0.00133. Such a number is [judged once
+more](../explanation/how-the-proof-judges.md#how-it-is-judged) since. The table is of before.
+
 Not measured: models, dtypes and mutants that are not in the table, and other machines than those
 named above.
 

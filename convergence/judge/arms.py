@@ -73,10 +73,9 @@ def by_more(
     compared: Callable[[list[P]], Verdict],
     near: float = math.inf,
 ) -> Verdict:
-    """The verdict ``compared`` of ``pairs``. If only numbers are beyond their bounds, and none is beyond ``near`` times
-    its bound, the verdict is taken once more with those that ``more`` makes, if anything does: a few steps and a few
-    replicas know the noise of one number badly. What is wrong stays wrong, and by the same factor of a noise that is
-    better known."""
+    """The verdict ``compared`` of ``pairs``. If only numbers are beyond their bounds, it is taken once more with those
+    that ``more`` makes, if anything does. It is not if a number is beyond ``near`` times its bound. A few steps and a
+    few replicas know the noise of one number badly. What is wrong stays wrong, by a noise that is better known."""
     verdict = compared(pairs)
     if more is None or not verdict.misses_by(near):
         return verdict

@@ -78,9 +78,10 @@ def patch(
             the labels, and ``num_items_in_batch`` in their own unit (:func:`packing_denominator`,
             :class:`PackingLossMixin`).
         memory: the schedule of ``linear_cross_entropy``: "fast" holds the logits of up to 8192 tokens, "balanced" of
-            1024 to 4096, "small" hardly any, and computes them twice; None lets shape and dtype choose between the
-            first two. Where a step cannot take it (float16; label smoothing with "small"), "balanced" runs, and
-            ``fallbacks`` counts it. A head whose loss is not fused has no use for it, and a warning says so.
+            1024 to 4096 (with ``invariant`` to 5120), "small" hardly any, and computes them twice; None lets shape and
+            dtype choose between the first two. Where a step cannot take it (float16; label smoothing with "small"),
+            "balanced" runs, and ``fallbacks`` counts it. A head whose loss is not fused has no use for it, and a
+            warning says so.
         offload: "layers" keeps the inputs of checkpointed layers in the host's memory (docs/how-to/memory.md), 2 bytes
             a feature, layer and token in 16 bits, copied while the GPU computes. A step without activation
             checkpointing runs without it; ``fallbacks`` counts it, and a warning says so once. Where no pinned memory

@@ -176,7 +176,7 @@ def linear_log_probs(
         memory, counted, adapters, dense, group: as for :func:`linear_cross_entropy`.
         invariant: the bits of a row's results and of the gradient of its hidden states depend on this row alone, not on
             how many rows there are, nor on where it stands, nor on whether gradients are computed. Products go in
-            blocks of 1024 rows, the last one padded: "fast" keeps all logits, "balanced" computes them twice, with the
+            blocks of 1024 rows, the last one padded: "fast" keeps all logits, "balanced" those of one chunk, with the
             same bits, and "small" runs wherever a ``group`` is given. In float16 the gradient is in units of the
             batch's largest one, and is not invariant.
         options: ``temperature``, ``softcap``, ``logit_scale`` and ``ignore_index``, as in :class:`LossOptions`. Ignored
