@@ -13,6 +13,7 @@ from convergence.judge.tolerance import three_way
 from liger_kernels.ops import linear_log_probs, linear_log_probs_ref
 from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
 from liger_kernels.ops.loss.linear_log_probs import OUTPUTS
+from liger_kernels.ops.loss.schedules.schedule import padded
 from tests.linear_cross_entropy_checks import (
     ALL,
     DTYPES,
@@ -193,13 +194,17 @@ def test_backward_twice_and_nothing_overwritten(memory, device):
 
 
 def test_the_first_chunk_of_tokens_is_multiplied_once(device, monkeypatch):
-    """Its logits stay until the first backward, which overwrites them. The next backward computes them again."""
+    """Its logits stay until the first backward, which overwrites them. The next backward computes them again. All
+    chunks share a buffer."""
     case, spy, products = LogProbs(device, torch.float16), Spy(monkeypatch), []
+    buffer = ((5, padded(VOCAB)), torch.float16)
     leaves = case.leaves()
     results, upstream = case.differentiated(case.call(leaves, in_token_chunks))
+    assert spy.allocated.count(buffer) == 1
     for again in (True, False):
         spy.reset()
         products.append([torch.autograd.grad(results, leaves, list(upstream), retain_graph=again), spy.operations])
+        assert spy.allocated.count(buffer) == (not again)
     (first, few), (second, more) = products
     assert_equal(second, first)
     assert [few, more] == [(3 * TOKENS - 5) * HIDDEN * VOCAB, 3 * TOKENS * HIDDEN * VOCAB]
