@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -131,6 +132,19 @@ def references_on_a_cpu() -> Iterator[None]:
 
     with mock.patch.object(dispatch, "INTERPRET", False):
         yield
+
+
+@pytest.fixture
+def right_four_bits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """bitsandbytes' 4 bits by their definition, on a machine where bitsandbytes is wrong."""
+    functional = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes, of the extra qlora").functional
+    from tests.nf4_checks import by_definition
+
+    weight = torch.arange(5.0 * 96, device=device).sin().view(5, 96) * torch.logspace(-3, 3, 5, device=device)[:, None]
+    packed, state = functional.quantize_4bit(weight, blocksize=256, quant_type="nf4")
+    expected = by_definition(packed, state.absmax, state.blocksize, "nf4", state.shape, state.dtype)
+    if not torch.equal(functional.dequantize_4bit(packed, state), expected):
+        monkeypatch.setattr(torch.ops.bitsandbytes, "dequantize_4bit", SimpleNamespace(default=by_definition))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from liger_kernels.patching.lora.projection import weights_of
 from tests.patching_checks import DEVICE
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes 0.50 or newer, of the extra qlora")
+pytestmark = pytest.mark.usefixtures("right_four_bits")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ((33, 96), (3, 22), (1, 1042))  # the last two have a block that is not full
 
