@@ -142,6 +142,17 @@ INCIDENTS = {
         fix="The kernel reads the angles of each row. It still writes over the projections that it is given.",
         remains="overwritten",
     ),
+    "missing-attribute": Incident(
+        saw="The norm of a model that is patched after it was made lacks an attribute that its new forward reads.",
+        report="linkedin/Liger-Kernel#383",
+        cell="tf4.46-trl0.12",
+        faulty="liger-kernel==0.4.1",
+        fixed="liger-kernel==0.5.0",
+        command=_proof("norms_of_one_model", scope="instance"),
+        shows="object has no attribute 'in_place'",
+        fix="linkedin/Liger-Kernel#392, in 0.4.2, which needs CUDA: a norm gets it. The class stays patched.",
+        remains="other models patched too",
+    ),
 }
 
 

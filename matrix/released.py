@@ -32,6 +32,11 @@ def norms(model: Any) -> None:
     _apply(model, "rms_norm")
 
 
+def norms_of_one_model(model: Any) -> None:
+    """To the model alone: ``--scope instance``."""
+    _apply(model, "rms_norm", given={"model": model})
+
+
 def rope(model: Any) -> None:
     _apply(model, "rope")
 

@@ -37,9 +37,8 @@ axolotl's LoRA kernels are for adapters. `pytest convergence --setups lora-singl
 the numbers are right in float32 and bfloat16 (error ratios 1.1 / 2.4 and 1 / 2.7), and "different",
 because `LlamaAttention.forward` is replaced in all models.
 
-unsloth's row is of 2026-11-25. Since then its patch returns the model that
-`FastLanguageModel.from_pretrained(folder, full_finetuning=True)` makes. On an H200 that was not
-judged: an import started CUDA before the proof began. That is repaired, and was not run again.
+unsloth's row is of 2026-11-25. Its patch now returns the model that its loader makes of a folder;
+that was not judged yet.
 
 Not measured: other set-ups, real widths, and models that are not `core`.
 """
