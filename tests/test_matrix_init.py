@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
 import urllib.error
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,7 +190,7 @@ def test_an_environment_without_pip_asks_the_one_on_the_path(monkeypatch: pytest
     class Done:
         stdout = ""
 
-    monkeypatch.setattr(index.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(index.importlib.machinery, "PathFinder", SimpleNamespace(find_spec=lambda _: None))
     monkeypatch.setattr(index.shutil, "which", lambda name: f"/elsewhere/{name}")
     monkeypatch.setattr(index.subprocess, "run", lambda command, **_: asked.append(command) or Done)
     index._run_pip("config", "list")
@@ -195,6 +198,20 @@ def test_an_environment_without_pip_asks_the_one_on_the_path(monkeypatch: pytest
     monkeypatch.setattr(index.shutil, "which", lambda _: None)
     with pytest.raises(ValueError, match="neither in this environment nor on the path"):
         index._run_pip("config", "list")
+
+
+def test_asking_for_pip_leaves_setuptools_importable() -> None:
+    """A finder of setuptools takes a question for pip as a sign that pip builds a package."""
+    program = """if True:
+        import importlib.util
+        from matrix.repository import index
+        index.shutil.which = lambda _: "pip"
+        index.subprocess.run = lambda command, **_: index.subprocess.CompletedProcess(command, 0, "")
+        index._run_pip("config", "list")
+        if importlib.util.find_spec("setuptools"):
+            import setuptools
+    """
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 def test_what_the_proof_needs_is_in_the_extra() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib.machinery
 import json
 import os
 import re
@@ -44,7 +44,9 @@ def _run_pip(*arguments: str) -> str:
     Raises:
         ValueError: there is no pip.
     """
-    here = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else [shutil.which("pip")]
+    # importlib.util asks a finder of setuptools, too, which then keeps setuptools from being imported in this process.
+    has_pip = importlib.machinery.PathFinder.find_spec("pip") is not None
+    here = [sys.executable, "-m", "pip"] if has_pip else [shutil.which("pip")]
     if not here[0]:
         raise ValueError(
             "pip is neither in this environment nor on the path, and its index tells release dates: add it"
