@@ -137,7 +137,9 @@ def references_on_a_cpu() -> Iterator[None]:
 @pytest.fixture
 def right_four_bits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """bitsandbytes' 4 bits by their definition, on a machine where bitsandbytes is wrong."""
-    functional = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes, of the extra qlora").functional
+    functional = pytest.importorskip(
+        "bitsandbytes", reason="needs bitsandbytes 0.50 or newer, of the extra qlora"
+    ).functional
     from tests.nf4_checks import by_definition
 
     weight = torch.arange(5.0 * 96, device=device).sin().view(5, 96) * torch.logspace(-3, 3, 5, device=device)[:, None]

@@ -20,6 +20,7 @@ from tests.patching_checks import DEVICE, batch, compare, fallbacks, gradients, 
 
 KINDS = ("qlora", "qlora-8bit", "float8")
 DTYPES = (torch.float32, torch.bfloat16)
+BATCHES = 4
 # Half of a format's widest step, as a share of the largest weight. NF4 has no value between 0.6962 and 1. Its scales
 # are rounded to 8 bits, of which two neighbours are 0.9 / 64 apart. bitsandbytes casts to float16 before it takes 8
 # bits. float8 has three bits after the first one.
@@ -50,6 +51,12 @@ def pair(setup: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     return truth, model
 
 
+def train_on_some(model: Any) -> dict[str, torch.Tensor]:
+    """Loss and gradients of several batches, stacked. One batch knows PyTorch's largest error badly."""
+    found = [gradients(model, model(**batch(seed)).loss) for seed in range(BATCHES)]
+    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+
+
 def layers(model: Any) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "lora_A")]
 
@@ -62,11 +69,11 @@ def test_loss_and_gradients(setup: Any, dtype: torch.dtype) -> None:
     own_product = setup.name == "qlora"  # of a weight that is made dense; others are called as modules
     if not own_product:
         SameBits.watch(patched, "base_layer")
-    exact, own = train(truth), train(model)
+    exact, own = train_on_some(truth), train_on_some(model)
     ops.reset_launches()
-    ours = train(patched)
+    ours = train_on_some(patched)
     if own_product:
-        assert ops.launches()["_lora_glu_bwd_kernel"] == 2
+        assert ops.launches()["_lora_glu_bwd_kernel"] == 2 * BATCHES
     else:
         assert ops.launches()["_lora_linear_add_kernel"] >= 14
         SameBits.check(patched)
@@ -74,10 +81,7 @@ def test_loss_and_gradients(setup: Any, dtype: torch.dtype) -> None:
     assert len(compared) == 1 + sum(len(layer.lora_A) * 2 for layer in layers(model)) + 14 * setup.has_bias
     for name in compared:
         assert ours[name].dtype == own[name].dtype
-        if dtype is not torch.float32:
-            three_way(ours[name], own[name], exact[name], dtype, name, chain=4)
-    if dtype is torch.float32:
-        compare(model, *({name: found[name] for name in compared} for found in (ours, own, exact)))
+        three_way(ours[name], own[name], exact[name], dtype, name, chain=4)
 
 
 @pytest.mark.usefixtures("right_four_bits")

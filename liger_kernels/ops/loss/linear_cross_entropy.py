@@ -302,8 +302,8 @@ def linear_cross_entropy(
         invariant: the bits of a row's loss and extras depend on this row alone, not on how many rows there are nor on
             where it stands, and so do those of its gradient for one ``denominator`` and upstream gradient (not in
             float16). Products go in blocks of 1024 rows, the last one padded. "fast" keeps logits for "none" alone, all
-            of them, and "balanced" of one chunk; with ``group``, "small" runs. Chunks have 1024 rows more where the
-            weight is trained.
+            of them, and "balanced" of one chunk; with ``group``, "small" runs. Chunks have 1024 rows more if
+            weight requires grad.
         options: the fields of :class:`LossOptions`, by name.
 
     Returns:
