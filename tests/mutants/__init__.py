@@ -26,7 +26,7 @@ from tests.mutants import (
     scale,
     setups,
 )
-from tests.mutants.checks import ABSENT
+from tests.mutants.absent import ABSENT
 from tests.mutants.mutant import Mutant, restore
 
 __all__ = ["ABSENT", "GROUPS", "MUTANTS", "restore"]
