@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -368,6 +369,24 @@ def cases(config: pytest.Config) -> list[Case]:
         if dtype in (dtypes or model.dtypes)
         for which in (patches or (BUILT_IN if setup.name == "plain" else BUILT_IN[:1]))
     ]
+
+
+def groups(config: pytest.Config, given: Sequence[Case]) -> list[str]:
+    """The names of the groups of ``given``; with xdist's ``--dist loadgroup``, a group runs on one worker. Cases that
+    share truth and baseline are one group. Where workers would have nothing to do, they are several groups, each of
+    which trains truth and baseline; but not at a real size, or where these are kept in a folder."""
+    names = [f"{case.model}/{case.setup}/{case.order}/{case.dtype}" for case in given]
+    sizes, seen = Counter(names), Counter[str]()
+    workers = 1 if config.getoption("--references") else int(_worker(config).get("workercount", 1))
+    found = []
+    for case, name in zip(given, names, strict=True):
+        parts = min(workers // len(sizes), sizes[name])
+        if parts < 2 or case.setup != "plain" or case.profile == TRAINER or find(case.model).is_long:
+            found.append(name)
+        else:
+            found.append(f"{name}/{seen[name] * parts // sizes[name]}")
+        seen[name] += 1
+    return found
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

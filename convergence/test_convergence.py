@@ -10,24 +10,17 @@ import pytest
 from convergence.case import absent, prove
 from convergence.files import Unusable
 from convergence.judge import bitwise
-from convergence.plugin import EARLIER, ORIGIN, RECORDS, RUN, UNUSABLE, cases, shown
+from convergence.plugin import EARLIER, ORIGIN, RECORDS, RUN, UNUSABLE, cases, groups, shown
 from convergence.report import report
 from convergence.report.records import Case, Outcome, Record, digest, write
 from convergence.tables import visible
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    # With xdist's --dist loadgroup, cases that share truth and baseline run where these have been trained.
+    given = cases(metafunc.config)
+    marks = map(pytest.mark.xdist_group, groups(metafunc.config, given))
     metafunc.parametrize(
-        "case",
-        [
-            pytest.param(
-                case,
-                id=str(case),
-                marks=pytest.mark.xdist_group(f"{case.model}/{case.setup}/{case.order}/{case.dtype}"),
-            )
-            for case in cases(metafunc.config)
-        ],
+        "case", [pytest.param(case, id=str(case), marks=mark) for case, mark in zip(given, marks, strict=True)]
     )
 
 

@@ -133,7 +133,7 @@ def test_small_tiles_round_in_no_direction_even_of_many_classes(device):
     assert abs(float(off.mean())) < FLOOR_ROUNDOFFS * unit_roundoff(torch.float32)
 
 
-def test_at_scale_every_candidate_rounds_in_a_way_of_its_own():
+def test_at_scale_every_candidate_rounds_in_a_way_of_its_own(device):
     """Whoever starts from one replica's weights and has the bits of another candidate is no second draw."""
     # So few classes are one slab, in which the schedule of slabs is the fast one.
     rows = [honest for honest in candidates(SMALL_SHAPE) if "fused_linear_small, replica" not in honest.name]
@@ -142,6 +142,6 @@ def test_at_scale_every_candidate_rounds_in_a_way_of_its_own():
     for honest in rows:
         nudge = honest.replica - 1 if honest.replica else None
         with honest.around():
-            arm = train(given.run(torch.float32, torch.device("cpu"), patch=honest.patch, nudge=nudge))
+            arm = train(given.run(torch.float32, torch.device(device), patch=honest.patch, nudge=nudge))
         digests.setdefault(json.dumps(bitwise.digest(arm)), []).append(honest.name)
     assert [names for names in digests.values() if len(names) > 1] == []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
 from convergence import plugin
+from convergence.report.records import Case
 
 _CASES = """
 import os
@@ -47,6 +50,25 @@ def test_cases_of_one_group_run_on_one_worker_which_has_its_share(tmp_path) -> N
     assert len(places) == 4, shown
     assert "16 passed" in shown
     assert re.search(r"who starts them has \d+ threads", shown), shown  # --compare-to looks for records of so many
+
+
+@pytest.mark.parametrize(
+    ("workers", "references", "expected"),
+    [(1, None, [4]), (3, None, [4]), (4, None, [2, 2]), (16, None, [1, 1, 1, 1]), (16, "kept", [4])],
+)
+def test_many_patches_of_few_models_go_to_all_workers(workers, references, expected) -> None:
+    """23 patches of two models in two dtypes kept 4 of 15 workers busy, for more than two minutes."""
+
+    class Config:
+        workerinput = types.MappingProxyType({"workercount": workers})
+
+        def getoption(self, name: str) -> object:
+            return references
+
+    given = [Case("llama-tied", dtype, f"m:p{i}") for dtype in ("float32", "bfloat16") for i in range(4)]
+    found = plugin.groups(Config(), given)
+    assert [len([*same]) for _, same in itertools.groupby(found)] == 2 * expected
+    assert len({*found}) == 2 * len(expected)
 
 
 @pytest.mark.parametrize(
