@@ -23,8 +23,8 @@ SCALING: dict[str, Any] = {
 
 
 class Divergence(Case):
-    """As :class:`Case`, with upstream gradients of the results that ``of`` names. With ``masked``, the rows count whose
-    targets do."""
+    """As :class:`Case`, with upstream gradients of the results that ``of`` names; of a divergence that is reduced, it
+    alone has one. With ``masked``, the rows count whose targets do."""
 
     reference = staticmethod(linear_divergence_ref)
     everything = ("outputs", OUTPUTS)
@@ -38,8 +38,10 @@ class Divergence(Case):
         bias = None if self.tensors[2] is None else draw(vocab)
         self.teacher: Any = [draw(tokens, TEACHER_HIDDEN), draw(vocab, TEACHER_HIDDEN) / 2, bias]
         self.mask = self.targets != self.ignored if masked else None
-        self.beta, self.of = beta, of
-        upstream: Any = [*(torch.randn((len(of), tokens), generator=rng) - 0.3).to(device)]
+        self.reduced = options.get("reduction", "none") != "none"
+        self.beta, self.of = beta, OUTPUTS[:1] if self.reduced else of
+        shape = (1,) if self.reduced else (len(of), tokens)
+        upstream: Any = [*(torch.randn(shape, generator=rng) - 0.3).to(device)]
         self.upstream = upstream
 
     def call(self, leaves, function=None, *, outputs=OUTPUTS, **options):
@@ -57,7 +59,9 @@ class Divergence(Case):
             if our is None:
                 continue
             assert our.dtype == torch.float32
-            if self.mask is not None:
+            assert our.requires_grad == (any(self.needs) and name in OUTPUTS[: 1 if self.reduced else 2])
+            assert our.shape == (() if self.reduced and name == "divergence" else self.targets.shape)
+            if self.mask is not None and our.dim():
                 assert not our[~self.mask].any()
             # Differences of numbers of order 1 and more: 1 is what their roundoff is relative to.
             three_way(our + 1, torch_s + 1, true + 1, dtype, f"1 + {name}")

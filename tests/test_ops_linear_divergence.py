@@ -72,6 +72,45 @@ def test_every_option(way, dtype, options, beta, device):
     Divergence(device, dtype, beta=beta, **options).assert_right(WAYS[way])
 
 
+@pytest.mark.parametrize("options", [{}, SCALING, {"denominator": True}], ids=["plain", "all", "denominator"])
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [(way, dtype) for way in WAYS for dtype in (FP32, BF16, FP16) if (dtype == FP16) == (way == "token chunks")],
+    ids=str,
+)
+@every_beta
+def test_a_mean(way, dtype, options, beta, device):
+    Divergence(device, dtype, beta=beta, reduction="mean", **options).assert_right(WAYS[way])
+
+
+@every_memory
+@every_beta
+def test_a_sum(beta, memory, device):
+    Divergence(device, BF16, beta=beta, reduction="sum", masked=False).assert_right(memory=memory)
+
+
+@every_memory
+def test_a_mean_of_no_row(memory, device):
+    case = Divergence(device, reduction="mean")
+    case.mask[:] = False
+    out, grads = case.run(memory=memory)
+    assert not any(t.any() for t in (out.divergence, *grads))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_the_forward_of_a_mean_computes_the_gradients(beta, device):
+    """And computes no logits twice: those of a chunk of rows at a time are all that it holds."""
+    with chunks_of(5):
+        case = Divergence(device, BF16, beta=beta, reduction="mean", bias=False)
+        reset_launches()
+        out = case.call(case.leaves(), outputs=("divergence",))
+        after = launches()
+        chunks = -(-TOKENS // 5)
+        assert after["_divergence_scan_kernel"] == after["_divergence_bwd_kernel"] == chunks
+        out.divergence.backward()
+        assert {name: n for name, n in launches().items() if "divergence" in name and n != after.get(name)} == {}
+
+
 @pytest.mark.parametrize("outputs", [(name,) for name in OUTPUTS], ids=str)
 @every_beta
 def test_one_output_alone(beta, outputs, device):
@@ -229,9 +268,10 @@ def test_reference_gradient():
 
 
 @every_memory
+@pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_backward_twice_and_nothing_overwritten(beta, memory, device):
-    case = Divergence(device, BF16, beta=beta)
+def test_backward_twice_and_nothing_overwritten(beta, reduction, memory, device):
+    case = Divergence(device, BF16, beta=beta, reduction=reduction)
     leaves, teacher = case.leaves(), [t.clone() for t in case.teacher]
     out = case.call(leaves, memory=memory)
     results, upstream = case.differentiated(out)
@@ -241,12 +281,14 @@ def test_backward_twice_and_nothing_overwritten(beta, memory, device):
     assert_equal([list(out), leaves, case.teacher], [before, case.tensors, teacher])
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize(("memory", "beta"), [*zip(MEMORY, BETAS, strict=True)])
-def test_compiles_without_a_graph_break(beta, memory, device):
+def test_compiles_without_a_graph_break(beta, memory, reduction, device):
     torch.compiler.reset()
     compiled = torch.compile(linear_divergence, fullgraph=True, backend="aot_eager")
     for tokens in (TOKENS, TOKENS + 4):
-        Divergence(device, tokens=tokens, beta=beta, **SCALING).assert_right(compiled, memory=memory)
+        case = Divergence(device, tokens=tokens, beta=beta, reduction=reduction, **SCALING)
+        case.assert_right(compiled, memory=memory)
 
 
 def test_autocast_of_float32_masters(device):
@@ -265,10 +307,11 @@ def test_autocast_of_float32_masters(device):
 
 
 @every_memory
+@pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("number", [0, 1, 15])
-def test_counted_rows(number, memory, device):
+def test_counted_rows(number, reduction, memory, device):
     """Only the rows that count are multiplied, in both heads."""
-    case = Divergence(device)
+    case = Divergence(device, reduction=reduction)
     case.mask[:] = False
     case.mask[torch.randperm(TOKENS)[:number]] = True
     labels = torch.where(case.mask, 1, -100)
@@ -289,8 +332,9 @@ def test_strides(device):
 
 
 @every_memory
-def test_the_logits_gradient_is_observed(memory, device):
-    case = Divergence(device, of=("divergence",))
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_the_logits_gradient_is_observed(reduction, memory, device):
+    case = Divergence(device, of=("divergence",), reduction=reduction)
     found, leaves = torch.zeros(TOKENS, VOCAB, device=device), case.leaves()
     with observe_logits_grad(lambda start, grad: found[start : start + len(grad)].add_(grad)):
         torch.autograd.grad(case.call(leaves, memory=memory).divergence, leaves, case.upstream[0])
@@ -325,6 +369,8 @@ def new(*shape):
         ({"mask": torch.ones(5, dtype=torch.bool)}, ValueError, r"mask has shape \[5\]"),
         ({"outputs": ()}, ValueError, "outputs is empty"),
         ({"outputs": ("kl",)}, ValueError, "outputs is"),
+        ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'"),
+        ({"denominator": torch.ones(2)}, ValueError, "denominator"),
     ],
 )
 @pytest.mark.parametrize("op", [linear_divergence, linear_divergence_ref])

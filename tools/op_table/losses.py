@@ -83,6 +83,12 @@ DIVERGENCE = {
         f"linear_divergence, {memory}": by_name("linear_divergence", _HEADS, _UNASKED | _SPLIT, memory=memory, **_BOTH)
         for memory in MEMORY
     },
+    **{
+        f"linear_divergence, {memory}, mean": by_name(
+            "linear_divergence", _HEADS | _DIVISOR, _UNASKED | _SPLIT, memory=memory, reduction="mean", **_BOTH
+        )
+        for memory in MEMORY
+    },
 }
 
 

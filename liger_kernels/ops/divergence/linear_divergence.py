@@ -11,16 +11,17 @@ temperature, p = softmax(z) and q = softmax(u),
 with the mixture m = (1 - beta) p + beta q: the generalised Jensen-Shannon divergence (Agarwal et al.,
 arXiv:2306.13649). A term whose p or q is 0 is 0. The teacher has no gradient.
 
-It is a loss of the rows of a head, in the schedules of :func:`linear_cross_entropy` with reduction "none". With T
-tokens, V classes, hidden sizes H and G of student and teacher and b bytes an element, they take
+It is a loss of the rows of a head, in the schedules of :func:`linear_cross_entropy`. With T tokens, V classes, hidden
+sizes H and G of student and teacher and b bytes an element, they take
 
     schedule      operations                         memory beyond that of linear_cross_entropy
     "fast"        6 T H V + 2 T G V                  b T V, the teacher's logits
+    "balanced"    the same, of "mean" and "sum"      b C V for chunks of C tokens
     "small"       8 T H V + 4 T G V                  b T S for slabs of S classes
       between     10 T H V + 6 T G V                 the same
 
-"balanced" lies between. A mixture needs both normalisers before its terms: where logits are kept it reads them once
-more, and where they are not it computes them once more.
+With reduction "none", "balanced" lies between the others. A mixture needs both normalisers before its terms: where
+logits are kept it reads them once more, and where they are not it computes them once more.
 """
 
 from __future__ import annotations
@@ -34,22 +35,24 @@ from liger_kernels.ops.divergence.rows import Teacher
 from liger_kernels.ops.loss.counted_rows import CountedTargets
 from liger_kernels.ops.loss.head import checked_head, counted_rows
 from liger_kernels.ops.loss.linear_cross_entropy import Memory, run_schedule, uncompiled
-from liger_kernels.ops.loss.options import OF_DIVERGENCE, Finite, LossOptions, Positive, check_names
+from liger_kernels.ops.loss.mean import mean_denominator_ref
+from liger_kernels.ops.loss.options import OF_DIVERGENCE, REDUCTIONS, Finite, LossOptions, Positive, check_names
 from liger_kernels.ops.loss.schedules.chosen import choose_schedule
 from liger_kernels.ops.loss.schedules.schedule import Call, Needs
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of, logits_of_all
-from liger_kernels.ops.runtime.arguments import SHARE, checked, checked_op
+from liger_kernels.ops.runtime.arguments import SHARE, checked, checked_op, one_of
 from liger_kernels.ops.runtime.dispatch import as_autocast, use_triton
 
 Beta = Annotated[float, SHARE]
+Reduction = Annotated[str, one_of(REDUCTIONS)]
 
 
 class DivergenceOutput(NamedTuple):
     """What was asked for, ``None`` for what was not; 0 for masked rows. All are [tokens], float32.
 
     Attributes:
-        divergence: with gradient.
-        entropy: of the student, -sum_c p_c log p_c, with gradient.
+        divergence: with gradient; 0-d if it is reduced.
+        entropy: of the student, -sum_c p_c log p_c, with gradient if the divergence is not reduced.
         max_abs_difference: max_c |log p_c - log q_c|.
     """
 
@@ -69,6 +72,7 @@ class _Heads(NamedTuple):
     bias: Tensor | None
     teacher: Teacher
     targets: Tensor  # [tokens], 0 for rows that count
+    denominator: Tensor | None
     options: LossOptions
     needs: Needs
     shard: VocabShard | None
@@ -81,17 +85,20 @@ def _checked_heads(
     bias: Tensor | None,
     mask: Tensor | None,
     outputs: tuple[str, ...],
+    denominator: Tensor | None,
     group: Any,
-    scaling: dict[str, Any],
+    options: dict[str, Any],
 ) -> _Heads:
     check_names("outputs", outputs, OUTPUTS)
     if not outputs:
         raise ValueError(f"outputs is empty; it must have at least one name from {', '.join(map(repr, OUTPUTS))}")
     extras = tuple([name for name in ("entropy", OF_DIVERGENCE) if name in outputs])
-    options = LossOptions.checked({**scaling, "reduction": "none"})._replace(extras=extras)
-    targets = _targets_of(mask, hidden, options.ignore_index)
-    hidden, weight, bias, needs, shard = checked_head(hidden, weight, targets, bias, options, group=group)
-    return _Heads(hidden, weight, bias, _checked_teacher(teacher, hidden, weight), targets, options, needs, shard)
+    o = LossOptions.checked(options)._replace(extras=extras)
+    targets = _targets_of(mask, hidden, o.ignore_index)
+    given = hidden, weight, targets, bias, o
+    hidden, weight, bias, needs, shard = checked_head(*given, denominator=denominator, group=group)
+    teacher = _checked_teacher(teacher, hidden, weight)
+    return _Heads(hidden, weight, bias, teacher, targets, denominator, o, needs, shard)
 
 
 def _targets_of(mask: Tensor | None, hidden: Tensor, ignore_index: int) -> Tensor:
@@ -179,7 +186,20 @@ def _reference(h: _Heads, outputs: tuple[str, ...]) -> DivergenceOutput:
         "entropy": -(p * log_p.where(p > 0, 0.0)).sum(-1),
         "max_abs_difference": apart.nan_to_num(nan=0.0, posinf=torch.inf).amax(-1),
     }
-    return DivergenceOutput(**{name: found[name].where(counted, 0.0) for name in OUTPUTS if name in outputs})
+    found = {name: found[name].where(counted, 0.0) for name in OUTPUTS if name in outputs}
+    return DivergenceOutput(**_reduced(found, h) if h.options.reduction != "none" else found)
+
+
+def _reduced(found: dict[str, Tensor], h: _Heads) -> dict[str, Tensor]:
+    """``found`` with the mean or the sum of the rows' divergences, which alone has a gradient."""
+    reduced = {name: t.detach() for name, t in found.items()}
+    if "divergence" in found:
+        total = found["divergence"].sum()
+        if h.options.reduction == "mean":
+            ignored, classes = h.options.ignore_index, classes_of(h.weight, h.shard)
+            total = total / mean_denominator_ref(h.targets, None, None, h.denominator, ignored, classes, total.dtype)
+        reduced["divergence"] = total
+    return reduced
 
 
 @checked
@@ -199,12 +219,15 @@ def linear_divergence_ref(
     teacher_logit_scale: Finite = 1.0,
     mask: Tensor | None = None,
     outputs: tuple[str, ...] = ("divergence",),
+    reduction: Reduction = "none",
+    denominator: Tensor | None = None,
     group: Any = None,
 ) -> DivergenceOutput:
     """What :func:`linear_divergence` computes, in plain torch, holding all logits of both heads."""
     teacher = Teacher(teacher_hidden, teacher_weight, teacher_bias, beta, teacher_softcap, teacher_logit_scale)
-    scaling = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
-    return _reference(_checked_heads(hidden, weight, teacher, bias, mask, outputs, group, scaling), outputs)
+    options = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale, "reduction": reduction}
+    h = _checked_heads(hidden, weight, teacher, bias, mask, outputs, denominator, group, options)
+    return _reference(h, outputs)
 
 
 @checked_op
@@ -224,6 +247,8 @@ def linear_divergence(
     teacher_logit_scale: Finite = 1.0,
     mask: Tensor | None = None,
     outputs: tuple[str, ...] = ("divergence",),
+    reduction: Reduction = "none",
+    denominator: Tensor | None = None,
     memory: Memory | None = None,
     counted: CountedTargets | int | None = None,
     group: Any = None,
@@ -246,6 +271,9 @@ def linear_divergence(
         teacher_softcap, teacher_logit_scale: of the teacher's.
         mask: [tokens], bool: the rows that count. The others' results are 0, and they have no gradient. None: all.
         outputs: the fields of :class:`DivergenceOutput` to compute.
+        reduction: "none", "mean" over the rows that count, or "sum". The last two take less time and memory: the
+            forward computes the gradients of each chunk of rows while it has their logits.
+        denominator: 0-d, of any dtype: what a mean divides the sum by, instead of the number of rows that count.
         memory: as for :func:`linear_cross_entropy`.
         counted: at most how many rows count: an int, or :class:`CountedTargets` of labels with the ignore_index -100
             that ``mask`` was made of. If they are at most 15/16 of the rows, only they are multiplied.
@@ -258,14 +286,15 @@ def linear_divergence(
     Raises:
         TypeError, ValueError: for an argument of a wrong type, shape, device or range.
     """
-    scaling: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
+    options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
+    options["reduction"] = reduction
     if group is not None and torch.compiler.is_compiling():
         of_teacher = {"teacher_softcap": teacher_softcap, "teacher_logit_scale": teacher_logit_scale}
         how: dict[str, Any] = {"mask": mask, "outputs": outputs, "memory": memory, "counted": counted, "group": group}
         heads = hidden, weight, teacher_hidden, teacher_weight, beta, bias, teacher_bias
-        return uncompiled(linear_divergence, *heads, **scaling, **of_teacher, **how)
+        return uncompiled(linear_divergence, *heads, **options, **of_teacher, denominator=denominator, **how)
     given = Teacher(teacher_hidden, teacher_weight, teacher_bias, beta, teacher_softcap, teacher_logit_scale)
-    h = _checked_heads(hidden, weight, given, bias, mask, outputs, group, scaling)
+    h = _checked_heads(hidden, weight, given, bias, mask, outputs, denominator, group, options)
     o, teacher = h.options, h.teacher
     taken = counted_rows(counted, h.hidden, classes_of(h.weight, h.shard), h.targets, o.ignore_index)
     rows = taken.take(h.hidden)
@@ -273,9 +302,11 @@ def linear_divergence(
     if not (use_triton(h.hidden, opaque=True) and use_triton(teacher.hidden, opaque=True)):
         return _reference(h, outputs)
     teacher = teacher._replace(hidden=taken.take(teacher.hidden))
-    call = Call(rows, h.weight, h.bias, taken.targets, None, None, None, o, h.needs, taken, h.shard, teacher=teacher)
-    divergence, found = run_schedule(schedule, call, entropy="entropy" in outputs)
+    tensors = rows, h.weight, h.bias, taken.targets, None, None, h.denominator
+    call = Call(*tensors, o, h.needs, taken, h.shard, teacher=teacher)
+    per_row = reduction == "none"
+    divergence, found = run_schedule(schedule, call, entropy=per_row and "entropy" in outputs)
     found = {name: taken.spread(extra) for name, extra in found.items()}
     if "divergence" in outputs:
-        found["divergence"] = taken.spread(divergence)
+        found["divergence"] = taken.spread(divergence) if per_row else divergence
     return DivergenceOutput(**found)

@@ -112,8 +112,9 @@ class TokenChunks(NamedTuple):
             d_logits = logits_buffer(call, min(self.chunk_size, tokens), vocab)
         else:
             d_logits = call.new(self.observed and any(wanted), tokens, vocab)
-        denominator = call.new(True, dtype=torch.float32) if rows.stats is None else rows.stats
-        return Output(rows.loss, rows, (denominator,), (*_GradientSums.empty(call, wanted).buffers, d_logits))
+        reads = self.reads(call.options) and rows.stats is not None
+        saved = rows.stats if reads else call.new(True, dtype=torch.float32)  # else the denominator
+        return Output(rows.loss, rows, (saved,), (*_GradientSums.empty(call, wanted).buffers, d_logits))
 
     def forward(self, call: Call) -> Output:
         wanted = self._wanted(call)
@@ -134,18 +135,18 @@ class TokenChunks(NamedTuple):
             added = None if thin is None else thin.added(slice(start, stop), classes)
             logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer, added, self.invariant)
             if call.teacher is not None:
-                self._divergence(call, logits, of_teacher(start, stop), start, rows)
-                continue
-            forward_rows(
-                logits,
-                call.targets[start:stop],
-                call.class_weight,
-                None if row_weight is None else row_weight[start:stop],
-                call.options,
-                rows.chunk(start, stop),
-                grad=logits if any(wanted) else None,
-                ids=None if call.ids is None else call.ids[start:stop],
-            )
+                self._divergence(call, logits, of_teacher(start, stop), start, rows, any(wanted))
+            else:
+                forward_rows(
+                    logits,
+                    call.targets[start:stop],
+                    call.class_weight,
+                    None if row_weight is None else row_weight[start:stop],
+                    call.options,
+                    rows.chunk(start, stop),
+                    grad=logits if any(wanted) else None,
+                    ids=None if call.ids is None else call.ids[start:stop],
+                )
             sums.add(call, wanted, start, stop, logits, self.invariant)
             if thin is not None:
                 thin.add(logits, slice(start, stop), classes, self.invariant)
@@ -253,15 +254,23 @@ class TokenChunks(NamedTuple):
         """Whether the gradients of rows are in units of the largest one, which is the batch's. float16 has to."""
         return not self.invariant or call.hidden.dtype == torch.float16
 
-    def _divergence(self, call: Call, logits: Tensor, of_teacher: Tensor, start: int, rows: Rows) -> None:
-        """Fill the ``rows`` of a chunk from the logits of both heads."""
+    def _divergence(
+        self, call: Call, logits: Tensor, of_teacher: Tensor, start: int, rows: Rows, gradient: bool
+    ) -> None:
+        """Fill the ``rows`` of a chunk from the logits of both heads. With ``gradient``, the divergence's gradient
+        overwrites the student's."""
         stop = start + len(logits)
+        rows = rows.chunk(start, stop)
 
         def parts(again: bool) -> list[tuple[Tensor, Tensor]]:
             return [(logits, of_teacher)]
 
         assert call.teacher is not None
-        forward_divergence(parts, call.targets[start:stop], call.options, call.teacher, rows.chunk(start, stop))
+        given = call.targets[start:stop], call.options, call.teacher
+        forward_divergence(parts, *given, rows)
+        if gradient:
+            assert rows.stats is not None
+            backward_divergence(logits, of_teacher, *given, rows.stats, torch.ones_like(rows.loss), None, None)
 
     def _of_teacher(self, call: Call) -> Callable[[int, int], Tensor]:
         """The logits of a teacher's head for some rows; the next ones overwrite them."""

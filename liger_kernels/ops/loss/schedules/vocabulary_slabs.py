@@ -197,7 +197,9 @@ class VocabularySlabs(NamedTuple):
                 stats.copy_(merged(shard.gathered(stats), teacher.mode))
 
         forward_divergence(parts, call.targets, call.options, teacher, output.rows, None if shard is None else merge)
-        return output._replace(saved=(call.mean_denominator(), output.saved[1]))
+        denominator = call.mean_denominator()
+        loss = output.loss if call.options.reduction == "none" else mean(output.loss, denominator)
+        return output._replace(loss=loss, saved=(denominator, output.saved[1]))
 
     def split(self, state: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return tuple(state[:2]), tuple(state[2:5])
@@ -257,12 +259,14 @@ class VocabularySlabs(NamedTuple):
         (denominator, stats), vocab, observer = saved, len(call.weight), current_observer()
         known, ids = self.plan_of(call).whole and call.shard is None, call.id_grads(upstream)
         observed = call.new(observer is not None, len(call.hidden), vocab, dtype=torch.float32)
-        of_entropy = upstream.entropy, upstream.grad_entropy
+        of_entropy, of_rows = (upstream.entropy, upstream.grad_entropy), upstream.loss
+        if call.teacher is not None and call.options.reduction != "none":
+            of_rows = (of_rows / denominator).expand(len(call.hidden))
         for (first, stop, *_), logits, of_teacher in slabs:
             if call.teacher is not None:
                 assert of_teacher is not None
                 given = call.targets, call.options, call.teacher, stats
-                backward_divergence(logits, of_teacher, *given, upstream.loss, *of_entropy)
+                backward_divergence(logits, of_teacher, *given, of_rows, *of_entropy)
             else:
                 backward_rows(
                     logits,
