@@ -112,8 +112,8 @@ class TokenChunks(NamedTuple):
             d_logits = logits_buffer(call, min(self.chunk_size, tokens), vocab)
         else:
             d_logits = call.new(self.observed and any(wanted), tokens, vocab)
-        reads = self.reads(call.options) and rows.stats is not None
-        saved = rows.stats if reads else call.new(True, dtype=torch.float32)  # else the denominator
+        saved = rows.stats if self.reads(call.options) else None
+        saved = call.new(True, dtype=torch.float32) if saved is None else saved  # of a mean, the denominator
         return Output(rows.loss, rows, (saved,), (*_GradientSums.empty(call, wanted).buffers, d_logits))
 
     def forward(self, call: Call) -> Output:
