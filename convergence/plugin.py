@@ -50,6 +50,7 @@ from convergence.tables import visible
 from convergence.trainers import rows as in_trainers
 
 _PROPERTY = "convergence"
+_FEW = 4  # cases, for which it pays to train truth and baseline
 UNUSABLE = "convergence: a file that the user named cannot be used"
 _summaries = pytest.StashKey[list[Any]]()
 # What every record of this run shares, the folder that records go to ("" for none), and the cases' earlier records.
@@ -372,15 +373,17 @@ def cases(config: pytest.Config) -> list[Case]:
 
 
 def groups(config: pytest.Config, given: Sequence[Case]) -> list[str]:
-    """The names of the groups of ``given``; with xdist's ``--dist loadgroup``, a group runs on one worker. Cases that
-    share truth and baseline are one group. Where workers would have nothing to do, they are several groups, each of
-    which trains truth and baseline; but not at a real size, or where these are kept in a folder."""
+    """The names of the groups of ``given``; with xdist's ``--dist loadgroup``, a group runs on one worker.
+
+    Cases that share truth and baseline are one group. Many of them are several groups, where workers would have nothing
+    to do. Each group trains truth and baseline anew, which takes as long as a few cases. No group is split at a real
+    size, or where truth and baseline are kept in a folder."""
     names = [f"{case.model}/{case.setup}/{case.order}/{case.dtype}" for case in given]
     sizes, seen = Counter(names), Counter[str]()
     workers = 1 if config.getoption("--references") else int(_worker(config).get("workercount", 1))
     found = []
     for case, name in zip(given, names, strict=True):
-        parts = min(workers // len(sizes), sizes[name])
+        parts = min(workers // len(sizes), sizes[name] // _FEW)
         if parts < 2 or case.setup != "plain" or case.profile == TRAINER or find(case.model).is_long:
             found.append(name)
         else:

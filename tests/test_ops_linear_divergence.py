@@ -21,7 +21,11 @@ from liger_kernels.ops import (
 )
 from liger_kernels.ops.divergence.linear_divergence import OUTPUTS
 from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
+from liger_kernels.ops.loss.options import LossOptions
+from liger_kernels.ops.loss.schedules.chosen import choose_schedule
+from liger_kernels.ops.loss.schedules.schedule import Needs
 from liger_kernels.ops.loss.schedules.slab_plan import SlabSizes
+from liger_kernels.ops.loss.schedules.token_chunks import TokenChunks
 from liger_kernels.ops.loss.schedules.vocabulary_slabs import VocabularySlabs
 from liger_kernels.ops.runtime.tiling import tiled
 from tests.divergence_checks import BETAS, SCALING, TEACHER_HIDDEN, Divergence
@@ -75,12 +79,36 @@ def test_every_option(way, dtype, options, beta, device):
 @pytest.mark.parametrize("options", [{}, SCALING, {"denominator": True}], ids=["plain", "all", "denominator"])
 @pytest.mark.parametrize(
     ("way", "dtype"),
-    [(way, dtype) for way in WAYS for dtype in (FP32, BF16, FP16) if (dtype == FP16) == (way == "token chunks")],
+    [
+        *((way, dtype) for way in (*MEMORY, "token chunks") for dtype in (FP32, BF16)),
+        ("token chunks", FP16),
+    ],
     ids=str,
 )
 @every_beta
 def test_a_mean(way, dtype, options, beta, device):
     Divergence(device, dtype, beta=beta, reduction="mean", **options).assert_right(WAYS[way])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "dtype", "frozen", "expected"),
+    [
+        (8192, 2048, BF16, False, TokenChunks(768, False)),
+        (8192, 2304, BF16, False, TokenChunks(768, False)),
+        (2816, 2048, BF16, False, None),  # "fast" takes no more memory
+        (2817, 2048, BF16, False, TokenChunks(768, False)),
+        (9999, 1024, BF16, False, TokenChunks(512, False)),
+        (9999, 1024, BF16, True, TokenChunks(512, False)),
+        (9999, 4096, BF16, True, TokenChunks(1024, False)),
+        (1024, 4096, BF16, True, None),
+        (769, 2048, FP32, False, TokenChunks(768, False)),
+    ],
+)
+def test_schedule_of_a_mean(tokens, hidden, dtype, frozen, expected):
+    rows = torch.empty(tokens, hidden, dtype=dtype, device="meta")
+    needs, how = Needs(hidden=True, weight=not frozen, bias=False), LossOptions(reduction="mean")
+    memory, schedule = choose_schedule(rows, 128256, how, needs, None, None, heads=2)
+    assert (memory, schedule) == ("balanced", expected) if expected else memory == "fast"
 
 
 @every_memory
@@ -99,7 +127,7 @@ def test_a_mean_of_no_row(memory, device):
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_the_forward_of_a_mean_computes_the_gradients(beta, device):
-    """And computes no logits twice: those of a chunk of rows at a time are all that it holds."""
+    """And computes no logits twice: those of a chunk of rows at a time are all that it holds, and none stay."""
     with chunks_of(5):
         case = Divergence(device, BF16, beta=beta, reduction="mean", bias=False)
         reset_launches()
@@ -107,8 +135,25 @@ def test_the_forward_of_a_mean_computes_the_gradients(beta, device):
         after = launches()
         chunks = -(-TOKENS // 5)
         assert after["_divergence_scan_kernel"] == after["_divergence_bwd_kernel"] == chunks
+        node = out.divergence.grad_fn
+        hidden, weight, _ = case.tensors
+        kept = sum(t.numel() * t.element_size() for t in (*node.buffers, *node.saved_tensors) if t is not None)
+        assert kept == 2 * hidden.numel() + 4 * weight.numel() + 4  # both gradients, and the denominator
         out.divergence.backward()
         assert {name: n for name, n in launches().items() if "divergence" in name and n != after.get(name)} == {}
+
+
+@pytest.mark.parametrize("outputs", [("entropy",), ("max_abs_difference",)], ids=str)
+@every_memory
+def test_of_a_mean_nothing_else_has_a_gradient(outputs, memory, device):
+    """And none is computed."""
+    case = Divergence(device, BF16, reduction="mean")
+    reset_launches()
+    out = case.call(case.leaves(), memory=memory, outputs=outputs)
+    assert "_divergence_bwd_kernel" not in launches()
+    assert not any(t.requires_grad for t in out if t is not None)
+    wanted = case.call(case.leaves(), linear_divergence_ref, outputs=outputs)
+    assert not any(t.requires_grad for t in wanted if t is not None)
 
 
 @pytest.mark.parametrize("outputs", [(name,) for name in OUTPUTS], ids=str)
@@ -257,9 +302,11 @@ def test_a_class_that_the_student_alone_masks(beta, device):
         assert bool(torch.isinf(out.max_abs_difference).all())
 
 
-def test_reference_gradient():
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_reference_gradient(reduction):
     for beta in BETAS:
-        case = Divergence(torch.device("cpu"), torch.float64, tokens=4, hidden=3, vocab=5, beta=beta, **SCALING)
+        how = {"beta": beta, "reduction": reduction, **SCALING}
+        case = Divergence(torch.device("cpu"), torch.float64, tokens=4, hidden=3, vocab=5, **how)
 
         def both(*leaves, case=case):
             return tuple(case.differentiated(case.call(leaves, linear_divergence_ref))[0])
@@ -291,13 +338,14 @@ def test_compiles_without_a_graph_break(beta, memory, reduction, device):
         case.assert_right(compiled, memory=memory)
 
 
-def test_autocast_of_float32_masters(device):
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_autocast_of_float32_masters(reduction, device):
     """Both heads are cast, and the gradients are float32."""
     for beta in BETAS:
-        case = Divergence(device, beta=beta, masked=False)
+        case = Divergence(device, beta=beta, masked=False, reduction=reduction)
         with torch.autocast(device.type, BF16):
             ours, grads = case.run()
-        cast = Divergence(device, BF16, beta=beta, masked=False)
+        cast = Divergence(device, BF16, beta=beta, masked=False, reduction=reduction)
         cast.tensors = [t.to(BF16) for t in case.tensors]
         cast.teacher = [t.to(BF16) for t in case.teacher]
         theirs, their_grads = cast.run()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from convergence import plugin
-from convergence.report.records import Case
+from convergence.report.records import TRAINER, Case
 
 _CASES = """
 import os
@@ -54,7 +54,7 @@ def test_cases_of_one_group_run_on_one_worker_which_has_its_share(tmp_path) -> N
 
 @pytest.mark.parametrize(
     ("workers", "references", "expected"),
-    [(1, None, [4]), (3, None, [4]), (4, None, [2, 2]), (16, None, [1, 1, 1, 1]), (16, "kept", [4])],
+    [(1, None, [12]), (3, None, [12]), (4, None, [6, 6]), (16, None, [4, 4, 4]), (16, "kept", [12])],
 )
 def test_many_patches_of_few_models_go_to_all_workers(workers, references, expected) -> None:
     """23 patches of two models in two dtypes kept 4 of 15 workers busy, for more than two minutes."""
@@ -65,10 +65,18 @@ def test_many_patches_of_few_models_go_to_all_workers(workers, references, expec
         def getoption(self, name: str) -> object:
             return references
 
-    given = [Case("llama-tied", dtype, f"m:p{i}") for dtype in ("float32", "bfloat16") for i in range(4)]
-    found = plugin.groups(Config(), given)
+    def given(model: str, **how: str) -> list[Case]:
+        return [Case(model, dtype, f"m:p{i}", **how) for dtype in ("float32", "bfloat16") for i in range(12)]
+
+    found = plugin.groups(Config(), given("llama-tied"))
     assert [len([*same]) for _, same in itertools.groupby(found)] == 2 * expected
     assert len({*found}) == 2 * len(expected)
+    for whole in (
+        given("llama-tied", setup="ddp"),
+        given("llama", profile=TRAINER),
+        given("llama3-8b-odd", profile="scale"),
+    ):
+        assert len({*plugin.groups(Config(), whole)}) == 2
 
 
 @pytest.mark.parametrize(

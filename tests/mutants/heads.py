@@ -75,7 +75,7 @@ MUTANTS = (
         "test_ops_linear_divergence.py::test_in_two_kept_slabs[0.0-8]"),
     faults("ops.loss.schedules.token_chunks")("gradient_of_a_mean_divergence_missing",
         "The gradient of a mean is that of the student's logits themselves.",
-        "backward_divergence(logits, of_teacher, *given, rows.stats, torch.ones_like(rows.loss), None, None)", "None",
+        "backward_divergence(logits, of_teacher, *given, rows.stats, of_rows, None, None)", "None",
         "test_ops_linear_divergence.py::test_a_mean[0.0-balanced-torch.float32-plain]", within="_divergence"),
     _slabs("denominator_of_a_mean_divergence_missing", "The gradient of a mean is that of the sum.",
         "(of_rows / denominator).expand(len(call.hidden))", "of_rows.expand(len(call.hidden))",

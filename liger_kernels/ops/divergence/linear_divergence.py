@@ -20,8 +20,9 @@ sizes H and G of student and teacher and b bytes an element, they take
     "small"       8 T H V + 4 T G V                  b T S for slabs of S classes
       between     10 T H V + 6 T G V                 the same
 
-With reduction "none", "balanced" lies between the others. A mixture needs both normalisers before its terms: where
-logits are kept it reads them once more, and where they are not it computes them once more.
+With reduction "none", or with classes that are split over ranks, "balanced" lies between the others. A mixture needs
+both normalisers before its terms. It reads the logits once more where those of all classes are at hand, and else
+computes them once more.
 """
 
 from __future__ import annotations
@@ -36,15 +37,14 @@ from liger_kernels.ops.loss.counted_rows import CountedTargets
 from liger_kernels.ops.loss.head import checked_head, counted_rows
 from liger_kernels.ops.loss.linear_cross_entropy import Memory, run_schedule, uncompiled
 from liger_kernels.ops.loss.mean import mean_denominator_ref
-from liger_kernels.ops.loss.options import OF_DIVERGENCE, REDUCTIONS, Finite, LossOptions, Positive, check_names
+from liger_kernels.ops.loss.options import OF_DIVERGENCE, Finite, LossOptions, Positive, Reduction, check_names
 from liger_kernels.ops.loss.schedules.chosen import choose_schedule
-from liger_kernels.ops.loss.schedules.schedule import Call, Needs
+from liger_kernels.ops.loss.schedules.schedule import NO_GRADIENTS, Call, Needs
 from liger_kernels.ops.loss.vocab_parallel import VocabShard, classes_of, logits_of_all
-from liger_kernels.ops.runtime.arguments import SHARE, checked, checked_op, one_of
+from liger_kernels.ops.runtime.arguments import SHARE, checked, checked_op
 from liger_kernels.ops.runtime.dispatch import as_autocast, use_triton
 
 Beta = Annotated[float, SHARE]
-Reduction = Annotated[str, one_of(REDUCTIONS)]
 
 
 class DivergenceOutput(NamedTuple):
@@ -98,6 +98,8 @@ def _checked_heads(
     given = hidden, weight, targets, bias, o
     hidden, weight, bias, needs, shard = checked_head(*given, denominator=denominator, group=group)
     teacher = _checked_teacher(teacher, hidden, weight)
+    if o.reduction != "none" and "divergence" not in outputs:  # no result has a gradient
+        needs = NO_GRADIENTS
     return _Heads(hidden, weight, bias, teacher, targets, denominator, o, needs, shard)
 
 
@@ -271,10 +273,10 @@ def linear_divergence(
         teacher_softcap, teacher_logit_scale: of the teacher's.
         mask: [tokens], bool: the rows that count. The others' results are 0, and they have no gradient. None: all.
         outputs: the fields of :class:`DivergenceOutput` to compute.
-        reduction: "none", "mean" over the rows that count, or "sum". The last two take less time and memory: the
-            forward computes the gradients of each chunk of rows while it has their logits.
-        denominator: 0-d, of any dtype: what a mean divides the sum by, instead of the number of rows that count.
-        memory: as for :func:`linear_cross_entropy`.
+        reduction: "none", "mean" over the rows that count, or "sum". With the last two, "balanced" computes the
+            gradients of each chunk of rows in the forward, while it has their logits.
+        denominator: 0-d, of any float dtype: what a mean divides the sum by, instead of the number of rows that count.
+        memory: as for :func:`linear_cross_entropy`; its chunks are smaller.
         counted: at most how many rows count: an int, or :class:`CountedTargets` of labels with the ignore_index -100
             that ``mask`` was made of. If they are at most 15/16 of the rows, only they are multiplied.
         group: the process group over whose ranks the classes of both heads are split in the same way, as for

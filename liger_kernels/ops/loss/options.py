@@ -36,6 +36,7 @@ WRITTEN = {
 
 Positive = Annotated[float, POSITIVE]
 Finite = Annotated[float, FINITE]
+Reduction = Annotated[str, one_of(REDUCTIONS)]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -61,7 +62,7 @@ class LossOptions(NamedTuple):
     logit_scale: Finite = 1.0
     z_loss: Annotated[float, NOT_NEGATIVE] = 0.0
     temperature: Positive = 1.0
-    reduction: Annotated[str, one_of(REDUCTIONS)] = "mean"
+    reduction: Reduction = "mean"
     extras: tuple[str, ...] = ()
 
     @classmethod

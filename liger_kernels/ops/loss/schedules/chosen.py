@@ -26,10 +26,12 @@ def _chunk_of_balanced(hidden_size: int, sums: bool) -> int:
     return 2048 if hidden_size >= 2048 else 1024
 
 
-def _chunk_of_two_heads(hidden_size: int) -> int:
-    """Tokens of a chunk whose gradients the forward computes from the logits of two heads. These take 3/8 of the memory
-    of the float32 sum of grad_weight then."""
-    return max(512, 3 * hidden_size // 8)
+def _chunk_of_two_heads(hidden_size: int, sums: bool) -> int:
+    """Tokens of a chunk whose gradients the forward computes, from the logits of two heads: half as many as of one, or
+    if ``sums``, as many as take 3/8 of the memory of the float32 sum of grad_weight in 16 bits."""
+    if sums:
+        return max(512, 3 * hidden_size // 8 // 128 * 128)
+    return _chunk_of_balanced(hidden_size, sums=False) // 2
 
 
 @choice("schedule")
@@ -42,7 +44,7 @@ def _default_schedule(
     Token chunks hold the logits of C tokens. In 16 bits, if ``sums``, they also hold the float32 sum of grad_weight,
     which is as large as the logits of 2 * hidden_size tokens. A compiled program holds the kept logits and their
     gradient, both, so there the limit is hidden_size tokens."""
-    smallest = _chunk_of_balanced(hidden_size, sums=False)
+    smallest = min(chunk, _chunk_of_balanced(hidden_size, sums=False))
     few = smallest + (0 if dtype == torch.float32 or not sums else 2 * hidden_size // heads)
     if torch.compiler.is_compiling():
         few = min(few, hidden_size)
@@ -93,9 +95,10 @@ def choose_schedule(
         )
     # Without a gradient of the weight, chunks compute no product more than kept logits do.
     sums = needs.weight or options.reduction == "none" or not needs.hidden
-    chunk = _chunk_of_balanced(hidden_size, needs.weight and heads == 1)
     if heads > 1 and options.reduction != "none":
-        chunk = _chunk_of_two_heads(hidden_size)
+        chunk = _chunk_of_two_heads(hidden_size, needs.weight)
+    else:
+        chunk = _chunk_of_balanced(hidden_size, needs.weight and heads == 1)
     if chunk_size is not None:
         chunk = chunk_size
         memory = "fast" if tokens <= chunk else "balanced"

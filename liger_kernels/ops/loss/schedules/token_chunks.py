@@ -2,7 +2,9 @@
 
 "mean" and "sum": every row's upstream gradient is the same number, so the forward already knows the gradient up to that
 number. Per chunk: logits by one GEMM, then one kernel takes the loss and overwrites the logits by dloss/dlogits, then
-one GEMM each for grad_hidden and grad_weight; grad_weight and grad_bias are summed over the chunks in float32. Neither
+one GEMM each for grad_hidden and grad_weight; grad_weight and grad_bias are summed over the chunks in float32. The
+divergence from a teacher takes the logits of two GEMMs, and two or three kernels for its rows before the one for its
+gradient. Neither
 1 / denominator nor the upstream gradient is in them: in float16 they would flush most of the logits' gradient to zero.
 The backward multiplies both in, in float32, with one rounding to the gradient's dtype.
 
@@ -129,13 +131,15 @@ class TokenChunks(NamedTuple):
         row_weight, largest = call.row_weight, None
         if any(wanted) and row_weight is not None and self._scales(call):  # the weights' size, too, stays out
             (row_weight,), largest = _normalised(row_weight)
-        of_teacher = self._of_teacher(call)
+        of_teacher, ones = self._of_teacher(call), None
+        if call.teacher is not None and any(wanted):
+            ones = torch.ones((), dtype=torch.float32, device=call.hidden.device)
         chunks = [*self._chunks(tokens)]
         for start, stop in [*chunks[1:], *chunks[:1]] if holds else chunks:  # the last one's logits stay
             added = None if thin is None else thin.added(slice(start, stop), classes)
             logits = logits_of(call.hidden[start:stop], call.weight, call.bias, buffer, added, self.invariant)
             if call.teacher is not None:
-                self._divergence(call, logits, of_teacher(start, stop), start, rows, any(wanted))
+                self._divergence(call, logits, of_teacher(start, stop), start, rows, ones)
             else:
                 forward_rows(
                     logits,
@@ -255,10 +259,10 @@ class TokenChunks(NamedTuple):
         return not self.invariant or call.hidden.dtype == torch.float16
 
     def _divergence(
-        self, call: Call, logits: Tensor, of_teacher: Tensor, start: int, rows: Rows, gradient: bool
+        self, call: Call, logits: Tensor, of_teacher: Tensor, start: int, rows: Rows, upstream: Tensor | None
     ) -> None:
-        """Fill the ``rows`` of a chunk from the logits of both heads. With ``gradient``, the divergence's gradient
-        overwrites the student's."""
+        """Fill the ``rows`` of a chunk from the logits of both heads. With ``upstream``, 0-d, that times the
+        divergence's gradient overwrites the student's logits."""
         stop = start + len(logits)
         rows = rows.chunk(start, stop)
 
@@ -268,9 +272,10 @@ class TokenChunks(NamedTuple):
         assert call.teacher is not None
         given = call.targets[start:stop], call.options, call.teacher
         forward_divergence(parts, *given, rows)
-        if gradient:
+        if upstream is not None:
             assert rows.stats is not None
-            backward_divergence(logits, of_teacher, *given, rows.stats, torch.ones_like(rows.loss), None, None)
+            of_rows = upstream.expand(len(logits))
+            backward_divergence(logits, of_teacher, *given, rows.stats, of_rows, None, None)
 
     def _of_teacher(self, call: Call) -> Callable[[int, int], Tensor]:
         """The logits of a teacher's head for some rows; the next ones overwrite them."""
