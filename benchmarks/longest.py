@@ -64,10 +64,20 @@ def calculated(job: AdapterJob, gib: float) -> int | None:
 
 
 def limit(gib: float) -> int:
-    """Bytes that PyTorch may take of a card of ``gib`` GiB: all but what CUDA itself holds. It takes no more."""
+    """Bytes that PyTorch may take of a card of ``gib`` GiB: all but what CUDA itself holds. It takes no more.
+
+    Raises:
+        RuntimeError: another process holds memory of this GPU, which would be counted as CUDA's.
+    """
     torch.zeros(1, device="cuda")
     free, total = torch.cuda.mem_get_info()
-    most = int(gib * GIB) - (total - free - torch.cuda.memory_reserved())
+    held = total - free - torch.cuda.memory_reserved()
+    if held > RESERVE:
+        raise RuntimeError(
+            f"{held / GIB:.1f} GiB of this GPU are held outside of PyTorch, more than CUDA needs: end the other "
+            "processes that use it"
+        )
+    most = int(gib * GIB) - held
     torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
     return most
 
@@ -126,7 +136,11 @@ def search(plan: Found, keep: Callable[[Found], None]) -> None:
     if not job.full:
         set_adapters(model, job)
     models.release()
-    capacity = limit(plan["gib"])
+    try:
+        capacity = limit(plan["gib"])
+    except RuntimeError as error:
+        keep({"note": str(error)})
+        return
     if torch.cuda.memory_allocated() > capacity:
         keep({"note": "the model alone is too large"})
         return

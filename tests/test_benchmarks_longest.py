@@ -37,6 +37,20 @@ def test_a_line_is_found_with_few_steps(slope: int) -> None:
     assert len(one.tried) <= 10
 
 
+def test_a_gpu_that_others_use_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they hold would be taken from the limit, and a length would be found that is too short."""
+    fraction: list[float] = []
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 16 * GIB)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fraction.append)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (63 * GIB, 80 * GIB))
+    assert longest.limit(24) == 23 * GIB
+    assert fraction == [23 / 80]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 * GIB, 80 * GIB))
+    with pytest.raises(RuntimeError, match=r"14\.0 GiB of this GPU are held outside of PyTorch"):
+        longest.limit(24)
+
+
 def test_the_table_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def start(options: Any, plan: dict[str, Any]) -> dict[str, Any]:
         if plan["job"]["arm"] == "unsloth":
