@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class DivergenceReplacement(FunctionReplacement):
     def run(self, *args: Any) -> tuple[Any, ...]:
         from liger_kernels.ops import linear_divergence
 
-        return _as_trl_calls_it(linear_divergence, *args)
+        return _as_trl_calls_it(partial(linear_divergence, summed=True), *args)  # which the trainer does next
 
     def differences(self, apply: Any) -> Iterator[str]:
         """Both KL divergences and a mixture, of heads of two widths, with all options and with none."""

@@ -48,7 +48,8 @@ MEANT: dict[str, set[str]] = {
     **dict.fromkeys(("ignore_index", "groups"), INT),
     **dict.fromkeys(("rotary_dim", "chunk_size", "counted"), INT | OPTIONAL),
     **dict.fromkeys(
-        ("gate_first", "zero_centered", "inverse", "keep_dtype", "trailing", "interleaved", "invariant"), SWITCH
+        ("gate_first", "zero_centered", "inverse", "keep_dtype", "trailing", "interleaved", "invariant", "summed"),
+        SWITCH,
     ),
     **dict.fromkeys(("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "layer_norm"), SWITCH),
     **dict.fromkeys(("swiglu", "geglu", "is_packed"), SWITCH),

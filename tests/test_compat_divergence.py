@@ -15,6 +15,7 @@ from liger_kernels import trl_divergence, trl_head
 from liger_kernels.ops import launches, linear_divergence_ref, reset_launches
 from liger_kernels.trl_function import FunctionReplacement
 from tests.lifetime_checks import left_by
+from tests.linear_cross_entropy_checks import chunks_of
 
 kernels = pytest.importorskip("trl.kernels.chunked_divergence", reason="trl has a divergence of two heads from 1.16")
 FUNCTION: Any = kernels.ChunkedDivergenceFunction
@@ -73,6 +74,23 @@ def test_it_computes_what_trl_computes(divergence, device, beta, options) -> Non
     truth = run(reference, [t.double() for t in tensors], beta, options)
     as_near_as_trl(ours, run(divergence.own, tensors, beta, options), truth)
     assert trl_head.state(trl_head.DIVERGENCE) == "on, 1 calls ran linear_divergence"
+
+
+def test_the_trainers_sum_has_its_gradients_in_the_forward(divergence, device) -> None:
+    tensors = heads(device)
+    leaves = [t.clone().requires_grad_(i < 3) for i, t in enumerate(tensors)]
+    with chunks_of(5):
+        reset_launches()
+        loss = FUNCTION.apply(*leaves, 0.3, *ALL)[0].sum() / 7
+        forward = launches()
+        assert forward["_divergence_bwd_kernel"] == forward["_divergence_scan_kernel"] == 3
+        loss.backward()
+    assert launches()["_divergence_scan_kernel"] == launches()["_divergence_bwd_kernel"] == 3
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        others = [t.to(dtype).requires_grad_(i < 3) for i, t in enumerate(tensors)]
+        found[dtype] = torch.autograd.grad(reference(*others, 0.3, *ALL)[0].sum() / 7, others[:3])
+    as_near_as_trl([leaf.grad for leaf in leaves[:3]], *found.values())
 
 
 def test_the_trainers_loss(divergence, device) -> None:

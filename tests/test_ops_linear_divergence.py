@@ -143,6 +143,42 @@ def test_the_forward_of_a_mean_computes_the_gradients(beta, device):
         assert {name: n for name, n in launches().items() if "divergence" in name and n != after.get(name)} == {}
 
 
+def summed(*args, **options):
+    with chunks_of(5):
+        return linear_divergence(*args, summed=True, **options)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("options", [{}, SCALING], ids=["plain", "all"])
+@every_beta
+def test_rows_that_are_summed(beta, options, dtype, device):
+    """The forward computes the gradients. The second backward computes the logits again."""
+    case = Divergence(device, dtype, beta=beta, of=("divergence",), **options)
+    case.upstream = [torch.tensor(-1.7, device=device).expand(TOKENS)]
+    reset_launches()
+    case.run(summed, outputs=("divergence",))
+    assert launches()["_divergence_scan_kernel"] == 5
+    case.assert_right(summed)
+    leaves = case.leaves()
+    total = case.call(leaves, summed).divergence.sum()
+    first = [g.clone() for g in torch.autograd.grad(total, leaves, case.upstream[0][0], retain_graph=True)]
+    second = torch.autograd.grad(total, leaves, case.upstream[0][0])
+    for once, again in zip(first, second, strict=True):
+        torch.testing.assert_close(once, again)
+
+
+@every_beta
+def test_rows_that_are_not_summed_after_all(beta, device):
+    """Their upstream gradients differ, or the entropy has one, too."""
+    for of in (("divergence",), ("entropy",), OUTPUTS[:2]):
+        for dtype in (FP32, BF16):
+            Divergence(device, dtype, beta=beta, of=of).assert_right(summed)
+    both = Divergence(device, beta=beta)
+    both.upstream = [g.mean().expand(TOKENS) for g in both.upstream]
+    both.assert_right(summed)
+    Divergence(device, beta=beta, tokens=0).assert_right(summed)
+
+
 @pytest.mark.parametrize("outputs", [("entropy",), ("max_abs_difference",)], ids=str)
 @every_memory
 def test_of_a_mean_nothing_else_has_a_gradient(outputs, memory, device):
@@ -380,9 +416,13 @@ def test_strides(device):
 
 
 @every_memory
-@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("reduction", ["none", "summed", "mean"])
 def test_the_logits_gradient_is_observed(reduction, memory, device):
-    case = Divergence(device, of=("divergence",), reduction=reduction)
+    how = {"reduction": reduction} if reduction != "summed" else {}
+    case = Divergence(device, of=("divergence",), **how)
+    if reduction == "summed":
+        case.function = functools.partial(linear_divergence, summed=True)
+        case.upstream = [case.upstream[0][0].expand(TOKENS)]
     found, leaves = torch.zeros(TOKENS, VOCAB, device=device), case.leaves()
     with observe_logits_grad(lambda start, grad: found[start : start + len(grad)].add_(grad)):
         torch.autograd.grad(case.call(leaves, memory=memory).divergence, leaves, case.upstream[0])

@@ -250,7 +250,8 @@ def checks(world: int) -> dict[str, Callable[[], None]]:
             found[f"loss-{memory}-{dtype}-{reduction}-{name}"] = partial(check_loss, *given)
     for check, memory in itertools.product(_ON_ANY, MEMORY):
         found[f"{check.__name__.removeprefix('check_')}-{memory}"] = partial(check, next(splits), memory)
-    for beta, memory in itertools.product(() if few else BETAS, (*MEMORY, None)):
+    # Betas within a schedule: each schedule gets every split.
+    for memory, beta in itertools.product((*MEMORY, None), () if few else BETAS):
         found[f"divergence-{memory}-{beta}"] = partial(check_divergence, next(splits), memory, beta)
     on_two = check_compiled, check_benchmark, check_another_group, check_bad_input
     for alone in (check_ties, check_in_float64, *(() if few else on_two)):

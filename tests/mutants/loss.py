@@ -33,7 +33,7 @@ MUTANTS = (
         source="C4", module="ops.loss.cross_entropy"),
     _chunks_backward("c4_fused_upstream_gradient_ignored",
         "The gradient that comes in is taken for 1, in the fused head.",
-        "upstream.loss.to(torch.float32) / saved[0]", "torch.ones_like(saved[0]) / saved[0]", source="C4"),
+        "grad / saved", "torch.ones_like(saved) / saved", source="C4", within="_scale"),
     _logits_backward("loss_gradient_of_an_upstream_of_one_stays",
         "The gradient that the forward wrote for an upstream gradient of 1 is taken whatever comes in.",
         "tl.load(skip_if_one_ptr) == 1.0", "tl.load(skip_if_one_ptr) != 0.0", module="ops.loss.kernels"),

@@ -251,6 +251,7 @@ def linear_divergence(
     outputs: tuple[str, ...] = ("divergence",),
     reduction: Reduction = "none",
     denominator: Tensor | None = None,
+    summed: bool = False,
     memory: Memory | None = None,
     counted: CountedTargets | int | None = None,
     group: Any = None,
@@ -276,6 +277,8 @@ def linear_divergence(
         reduction: "none", "mean" over the rows that count, or "sum". With the last two, "balanced" computes the
             gradients of each chunk of rows in the forward, while it has their logits.
         denominator: 0-d, of any float dtype: what a mean divides the sum by, instead of the number of rows that count.
+        summed: whether ``out.divergence.sum()`` is what the caller differentiates. With reduction "none", "balanced"
+            then computes the gradients as for "sum". Other upstream gradients are right, too, and take longer.
         memory: as for :func:`linear_cross_entropy`; its chunks are smaller.
         counted: at most how many rows count: an int, or :class:`CountedTargets` of labels with the ignore_index -100
             that ``mask`` was made of. If they are at most 15/16 of the rows, only they are multiplied.
@@ -293,14 +296,16 @@ def linear_divergence(
     if group is not None and torch.compiler.is_compiling():
         of_teacher = {"teacher_softcap": teacher_softcap, "teacher_logit_scale": teacher_logit_scale}
         how: dict[str, Any] = {"mask": mask, "outputs": outputs, "memory": memory, "counted": counted, "group": group}
+        how |= {"denominator": denominator, "summed": summed}
         heads = hidden, weight, teacher_hidden, teacher_weight, beta, bias, teacher_bias
-        return uncompiled(linear_divergence, *heads, **options, **of_teacher, denominator=denominator, **how)
+        return uncompiled(linear_divergence, *heads, **options, **of_teacher, **how)
     given = Teacher(teacher_hidden, teacher_weight, teacher_bias, beta, teacher_softcap, teacher_logit_scale)
     h = _checked_heads(hidden, weight, given, bias, mask, outputs, denominator, group, options)
     o, teacher = h.options, h.teacher
     taken = counted_rows(counted, h.hidden, classes_of(h.weight, h.shard), h.targets, o.ignore_index)
     rows = taken.take(h.hidden)
-    _, schedule = choose_schedule(rows, h.weight.shape[0], o, h.needs, None, memory, h.shard, heads=2)
+    head = rows, h.weight.shape[0], o, h.needs, None, memory, h.shard
+    _, schedule = choose_schedule(*head, heads=2, summed=summed)
     if not (use_triton(h.hidden, opaque=True) and use_triton(teacher.hidden, opaque=True)):
         return _reference(h, outputs)
     teacher = teacher._replace(hidden=taken.take(teacher.hidden))

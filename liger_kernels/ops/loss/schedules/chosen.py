@@ -79,10 +79,12 @@ def choose_schedule(
     shard: VocabShard | None = None,
     heads: int = 1,
     invariant: bool = False,
+    summed: bool = False,
 ) -> tuple[str, Schedule]:
     """A name of :data:`MEMORY` and what it is here: from the arguments, their shape and dtype only, so that a result
     never depends on the state of the machine. ``heads``: how many have logits, of which the first has gradients.
-    ``invariant``: one in which the bits of a row do not depend on the other rows."""
+    ``invariant``: one in which the bits of a row do not depend on the other rows. ``summed``: as in
+    :class:`TokenChunks`."""
     tokens, hidden_size = hidden.shape
     if memory is not None and chunk_size is not None:
         raise ValueError(
@@ -93,9 +95,12 @@ def choose_schedule(
         raise ValueError(
             f"chunk_size is {chunk_size} and a group is given, which goes in slabs of classes: leave it out"
         )
+    per_row, compiled = options.reduction == "none", torch.compiler.is_compiling()
+    summed = summed and per_row and any(needs) and shard is None and not compiled
+    early = not per_row or summed  # the forward may compute the gradients
     # Without a gradient of the weight, chunks compute no product more than kept logits do.
-    sums = needs.weight or options.reduction == "none" or not needs.hidden
-    if heads > 1 and options.reduction != "none":
+    sums = needs.weight or not early or not needs.hidden
+    if heads > 1 and early:
         chunk = _chunk_of_two_heads(hidden_size, needs.weight)
     else:
         chunk = _chunk_of_balanced(hidden_size, needs.weight and heads == 1)
@@ -106,7 +111,6 @@ def choose_schedule(
         memory, chunk = _default_schedule(tokens, hidden_size, hidden.dtype, sums, chunk, heads)
     if balanced_because(hidden.dtype, options.label_smoothing, memory) is not None:
         memory = "balanced"
-    per_row, compiled = options.reduction == "none", torch.compiler.is_compiling()
     if invariant:
         if chunk_size is None and needs.weight:
             chunk += rows_of_block()
@@ -122,10 +126,10 @@ def choose_schedule(
         return memory, VocabularySlabs.fast(*shape, hidden.dtype.itemsize, in_grad_weight)
     if memory == "small" or (shard is not None and not any(needs)):
         return memory, VocabularySlabs.small(*shape, in_grad_weight)
-    late = per_row and any(needs) and not compiled  # gradients of which the forward knows nothing
+    late = not early and any(needs) and not compiled  # gradients of which the forward knows nothing
     in_chunks = chunk_size is not None or unsharded_because(hidden.dtype, options.label_smoothing) is not None
     if shard is None and (in_chunks or not late):
-        return memory, TokenChunks(chunk, current_observer() is not None, holds=late)
+        return memory, TokenChunks(chunk, current_observer() is not None, holds=late, summed=summed)
     return memory, VocabularySlabs.balanced(*shape, hidden.dtype.itemsize, in_grad_weight, heads)
 
 

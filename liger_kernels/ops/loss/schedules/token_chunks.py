@@ -9,7 +9,9 @@ gradient. Neither
 The backward multiplies both in, in float32, with one rounding to the gradient's dtype.
 
 "none": the upstream gradient per row is only known in the backward. The logits of the first chunk stay until then, in
-the buffer that the backward needs anyway. The backward computes those of every other chunk again.
+the buffer that the backward needs anyway. The backward computes those of every other chunk again. Where the rows are
+expected to be summed (``summed``), the forward computes the gradients as for "sum". The backward takes these if each
+row's upstream gradient is one number in memory, which says that they are equal, and else computes the logits again.
 """
 
 from __future__ import annotations
@@ -106,6 +108,7 @@ class TokenChunks(NamedTuple):
     observed: bool  # whether the forward keeps the logits' gradient for an observer
     invariant: bool = False  # whether the bits of a row do not depend on the other rows
     holds: bool = False  # whether the first chunk's logits stay until the backward of "none"
+    summed: bool = False  # whether the caller expects to sum the rows of "none"; of a divergence only
 
     def allocate(self, call: Call) -> Output:
         tokens, (vocab, _), wanted = call.hidden.shape[0], call.weight.shape, self._wanted(call)
@@ -178,12 +181,11 @@ class TokenChunks(NamedTuple):
         upstream: Upstream,
         overwrite: bool,
     ) -> Gradients:
-        if call.options.reduction == "none":
+        scale = self._scale(call, saved[0], upstream)
+        if scale is None or buffers is None:
             known = self._holds(call) and buffers is not None and overwrite
             return self._recomputed(call, saved[0], upstream, buffers[_SUMS] if buffers and known else None)
-        assert buffers is not None  # only the last pass overwrites them
         d_logits, sums, low = buffers[_SUMS], buffers[:_SUMS], buffers[_SUMS + 1 :]
-        scale = upstream.loss.to(torch.float32) / saved[0]
         if current_observer() is not None and d_logits.dim() == 2:
             for start, stop in self._chunks(len(d_logits)):
                 call.observe(start, d_logits[start:stop].float() * scale)
@@ -249,7 +251,15 @@ class TokenChunks(NamedTuple):
 
     def _wanted(self, call: Call) -> Needs:
         """Which gradients the forward computes."""
-        return NO_GRADIENTS if call.options.reduction == "none" else call.needs
+        return NO_GRADIENTS if call.options.reduction == "none" and not self.summed else call.needs
+
+    def _scale(self, call: Call, saved: Tensor, upstream: Upstream) -> Tensor | None:
+        """What multiplies the gradients that the forward computed, 0-d; None if they are not those of ``upstream``."""
+        grad = upstream.loss.to(torch.float32)
+        if call.options.reduction != "none":
+            return grad / saved
+        is_sum = self.summed and upstream.grad_entropy is None and grad.stride() == (0,) and len(grad) > 0
+        return grad[0] if is_sum else None
 
     def _holds(self, call: Call) -> bool:
         return self.holds and call.teacher is None and call.options.reduction == "none"
