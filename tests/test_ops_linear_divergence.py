@@ -102,13 +102,19 @@ def test_a_mean(way, dtype, options, beta, device):
         (9999, 4096, BF16, True, TokenChunks(1024, False)),
         (1024, 4096, BF16, True, None),
         (769, 2048, FP32, False, TokenChunks(768, False)),
+        (769, 2048, FP16, False, TokenChunks(768, False)),
     ],
 )
-def test_schedule_of_a_mean(tokens, hidden, dtype, frozen, expected):
+def test_schedule_of_a_mean_and_of_a_sum_to_come(tokens, hidden, dtype, frozen, expected):
     rows = torch.empty(tokens, hidden, dtype=dtype, device="meta")
-    needs, how = Needs(hidden=True, weight=not frozen, bias=False), LossOptions(reduction="mean")
-    memory, schedule = choose_schedule(rows, 128256, how, needs, None, None, heads=2)
-    assert (memory, schedule) == ("balanced", expected) if expected else memory == "fast"
+    needs = Needs(hidden=True, weight=not frozen, bias=False)
+    for reduction in ("mean", "none"):
+        how, summed = LossOptions(reduction=reduction), reduction == "none"
+        memory, schedule = choose_schedule(rows, 128256, how, needs, None, None, heads=2, summed=summed)
+        if expected:
+            assert (memory, schedule) == ("balanced", expected._replace(summed=summed))
+        else:
+            assert memory == "fast"
 
 
 @every_memory
@@ -155,14 +161,14 @@ def test_rows_that_are_summed(beta, options, dtype, device):
     """The forward computes the gradients. The second backward computes the logits again."""
     case = Divergence(device, dtype, beta=beta, of=("divergence",), **options)
     case.upstream = [torch.tensor(-1.7, device=device).expand(TOKENS)]
-    reset_launches()
-    case.run(summed, outputs=("divergence",))
-    assert launches()["_divergence_scan_kernel"] == 5
     case.assert_right(summed)
     leaves = case.leaves()
+    reset_launches()
     total = case.call(leaves, summed).divergence.sum()
     first = [g.clone() for g in torch.autograd.grad(total, leaves, case.upstream[0][0], retain_graph=True)]
+    assert launches()["_divergence_bwd_kernel"] == 5
     second = torch.autograd.grad(total, leaves, case.upstream[0][0])
+    assert launches()["_divergence_bwd_kernel"] == 10
     for once, again in zip(first, second, strict=True):
         torch.testing.assert_close(once, again)
 
@@ -176,7 +182,35 @@ def test_rows_that_are_not_summed_after_all(beta, device):
     both = Divergence(device, beta=beta)
     both.upstream = [g.mean().expand(TOKENS) for g in both.upstream]
     both.assert_right(summed)
-    Divergence(device, beta=beta, tokens=0).assert_right(summed)
+    for needs in ((1, 0, 0), (0, 1, 0)):
+        Divergence(device, BF16, beta=beta, of=("divergence",), needs=needs).assert_right(summed)
+    none = Divergence(device, beta=beta, tokens=0, of=("divergence",))
+    none.upstream = [torch.tensor(1.0, device=device).expand(0)]
+    none.assert_right(summed)
+
+
+def test_the_gradients_of_the_forward_are_overwritten_where_they_are_not_taken(device):
+    """A second sum of the weight's gradient would raise the peak."""
+    case = Divergence(device, BF16, of=("divergence",))
+    leaves = case.leaves()
+    out = case.call(leaves, summed, outputs=("divergence",)).divergence
+    places = {t.untyped_storage().data_ptr() for t in out.grad_fn.buffers if t.numel()}
+    grads = torch.autograd.grad(out, leaves, case.upstream[0])
+    assert grads[1].untyped_storage().data_ptr() in places
+
+
+@pytest.mark.parametrize(
+    ("outputs", "counted", "early"),
+    [(("divergence",), None, 5), (("divergence",), 15, 0), (("entropy",), None, 0), (("max_abs_difference",), None, 0)],
+)
+def test_what_no_sum_is_taken_of_is_computed_in_the_backward(outputs, counted, early, device):
+    case = Divergence(device, BF16)
+    case.mask[:] = False
+    case.mask[:15] = True
+    with tiled(counted_rows=lambda choose, tokens, counted: counted):
+        reset_launches()
+        case.call(case.leaves(), summed, outputs=outputs, counted=counted)
+    assert launches().get("_divergence_bwd_kernel", 0) == early
 
 
 @pytest.mark.parametrize("outputs", [("entropy",), ("max_abs_difference",)], ids=str)

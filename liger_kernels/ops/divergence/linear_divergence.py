@@ -277,8 +277,9 @@ def linear_divergence(
         reduction: "none", "mean" over the rows that count, or "sum". With the last two, "balanced" computes the
             gradients of each chunk of rows in the forward, while it has their logits.
         denominator: 0-d, of any float dtype: what a mean divides the sum by, instead of the number of rows that count.
-        summed: whether ``out.divergence.sum()`` is what the caller differentiates. With reduction "none", "balanced"
-            then computes the gradients as for "sum". Other upstream gradients are right, too, and take longer.
+        summed: whether ``out.divergence.sum()`` is what the caller differentiates. With reduction "none", the schedule
+            is then chosen as for "sum", and "balanced" computes the gradients in the forward, but not with counted rows
+            or a group. Any other upstream gradient, such as that of ``.mean()``, is right, too, and takes longer.
         memory: as for :func:`linear_cross_entropy`; its chunks are smaller.
         counted: at most how many rows count: an int, or :class:`CountedTargets` of labels with the ignore_index -100
             that ``mask`` was made of. If they are at most 15/16 of the rows, only they are multiplied.
@@ -305,6 +306,7 @@ def linear_divergence(
     taken = counted_rows(counted, h.hidden, classes_of(h.weight, h.shard), h.targets, o.ignore_index)
     rows = taken.take(h.hidden)
     head = rows, h.weight.shape[0], o, h.needs, None, memory, h.shard
+    summed = summed and "divergence" in outputs and taken.rows is None
     _, schedule = choose_schedule(*head, heads=2, summed=summed)
     if not (use_triton(h.hidden, opaque=True) and use_triton(teacher.hidden, opaque=True)):
         return _reference(h, outputs)

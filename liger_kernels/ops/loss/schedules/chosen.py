@@ -117,8 +117,8 @@ def choose_schedule(
         return _of_any_rows(memory, chunk, hidden_size, vocab, shard, per_row and any(needs))
     if memory == "fast" and not any(needs):  # nothing to keep logits for
         memory = "balanced"
-    if memory == "fast" and tokens > FAST_CHUNK and chunk_size is None and shard is None and not per_row:
-        memory, chunk = "balanced", FAST_CHUNK  # with "none" chunks would compute the logits again
+    if memory == "fast" and tokens > FAST_CHUNK and chunk_size is None and shard is None and early:
+        memory, chunk = "balanced", FAST_CHUNK  # else chunks would compute the logits again
     # A compiled program would copy grad_weight with the kept logits.
     in_grad_weight, shape = needs.weight and not compiled, (tokens, hidden_size, vocab)
     if memory == "fast":

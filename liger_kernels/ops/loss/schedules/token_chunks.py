@@ -4,9 +4,8 @@
 number. Per chunk: logits by one GEMM, then one kernel takes the loss and overwrites the logits by dloss/dlogits, then
 one GEMM each for grad_hidden and grad_weight; grad_weight and grad_bias are summed over the chunks in float32. The
 divergence from a teacher takes the logits of two GEMMs, and two or three kernels for its rows before the one for its
-gradient. Neither
-1 / denominator nor the upstream gradient is in them: in float16 they would flush most of the logits' gradient to zero.
-The backward multiplies both in, in float32, with one rounding to the gradient's dtype.
+gradient. Neither 1 / denominator nor the upstream gradient is in them: in float16 they would flush most of the logits'
+gradient to zero. The backward multiplies both in, in float32, with one rounding to the gradient's dtype.
 
 "none": the upstream gradient per row is only known in the backward. The logits of the first chunk stay until then, in
 the buffer that the backward needs anyway. The backward computes those of every other chunk again. Where the rows are
@@ -182,14 +181,18 @@ class TokenChunks(NamedTuple):
         overwrite: bool,
     ) -> Gradients:
         scale = self._scale(call, saved[0], upstream)
-        if scale is None or buffers is None:
-            known = self._holds(call) and buffers is not None and overwrite
-            return self._recomputed(call, saved[0], upstream, buffers[_SUMS] if buffers and known else None)
-        d_logits, sums, low = buffers[_SUMS], buffers[:_SUMS], buffers[_SUMS + 1 :]
+        if self.reads(call.options) and (scale is None or buffers is None):
+            free = buffers if overwrite else None
+            held = free[_SUMS] if free is not None and self._holds(call) else None
+            sums = _GradientSums.of(free[:_SUMS]) if free is not None and self.summed else None
+            return self._recomputed(call, saved[0], upstream, held, sums)
+        assert scale is not None
+        assert buffers is not None  # only the last pass overwrites them
+        d_logits, first, low = buffers[_SUMS], buffers[:_SUMS], buffers[_SUMS + 1 :]
         if current_observer() is not None and d_logits.dim() == 2:
             for start, stop in self._chunks(len(d_logits)):
                 call.observe(start, d_logits[start:stop].float() * scale)
-        return *_GradientSums.of(sums).rounded(call.needs, scale, overwrite), *[t * scale for t in low]
+        return *_GradientSums.of(first).rounded(call.needs, scale, overwrite), *[t * scale for t in low]
 
     def allocate_gradients(self, call: Call, buffers: tuple[Tensor, ...]) -> Gradients:
         if self.reads(call.options):
@@ -198,8 +201,11 @@ class TokenChunks(NamedTuple):
         rows = first.shape[0] + (second.shape[0] if call.needs.weight else 0)
         return torch.empty_like(hidden), hidden.new_empty((rows, *first.shape[1:])), hidden.new_empty(bias.shape)
 
-    def _recomputed(self, call: Call, stats: Tensor, upstream: Upstream, held: Tensor | None) -> Gradients:
-        """The backward of "none". It overwrites ``held``, the logits of the first chunk, if they are known."""
+    def _recomputed(
+        self, call: Call, stats: Tensor, upstream: Upstream, held: Tensor | None, sums: _GradientSums | None
+    ) -> Gradients:
+        """The backward of "none". It overwrites ``held``, the logits of the first chunk, if they are known, and the
+        memory of ``sums``, if there is any."""
         # The upstream gradient's size stays out of the 16-bit logits' gradient here, too.
         grad_loss = upstream.loss.to(torch.float32)
         grad_loss = grad_loss if call.row_weight is None else grad_loss * call.row_weight
@@ -213,7 +219,7 @@ class TokenChunks(NamedTuple):
         grad_loss, grad_entropy = grads[0], None if upstream.grad_entropy is None else grads[1]
         tokens = len(call.hidden)
         buffer = logits_buffer(call, min(self.chunk_size, tokens), len(call.weight)) if held is None else held
-        sums = _GradientSums.empty(call, call.needs)
+        sums = _GradientSums.empty(call, call.needs) if sums is None else sums
         sums.zero_without(tokens)
         thin, classes = call.thin(call.needs), slice(None)
         of_teacher = self._of_teacher(call)
