@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import pytest
 import torch
 
 from convergence.judge.tolerance import three_way
 from liger_kernels.ops import linear_divergence, linear_divergence_ref
 from liger_kernels.ops.divergence.linear_divergence import OUTPUTS
-from tests.linear_cross_entropy_checks import Case
+from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
+from liger_kernels.ops.loss.schedules.slab_plan import SlabSizes
+from liger_kernels.ops.runtime.tiling import tiled
+from tests.linear_cross_entropy_checks import Case, chunks_of
 
 TEACHER_HIDDEN = 20
 BETAS = (0.0, 1.0, 0.3)
@@ -65,3 +70,25 @@ class Divergence(Case):
                 assert not our[~self.mask].any()
             # Differences of numbers of order 1 and more: 1 is what their roundoff is relative to.
             three_way(our + 1, torch_s + 1, true + 1, dtype, f"1 + {name}")
+
+
+def in_token_chunks(*args, **options):
+    """Five of them in float16, which never goes in slabs."""
+    with chunks_of(5):
+        return linear_divergence(*args, **options)
+
+
+def in_held_slabs(*args, **options):
+    """Logits of the first classes stay in the memory of grad_weight, of the last ones in memory of their own, and those
+    between are computed again: for a mixture twice."""
+    with tiled(slabs=lambda *_: SlabSizes(8, 8, chunk=4), schedule=lambda *_: ("balanced", 4)):
+        return linear_divergence(*args, **options)
+
+
+WAYS = {
+    **{memory: functools.partial(linear_divergence, memory=memory) for memory in MEMORY},
+    "held slabs": in_held_slabs,
+    "token chunks": in_token_chunks,
+}
+every_memory = pytest.mark.parametrize("memory", MEMORY)
+every_beta = pytest.mark.parametrize("beta", BETAS)

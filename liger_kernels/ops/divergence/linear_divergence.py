@@ -36,7 +36,7 @@ from liger_kernels.ops.divergence.rows import Teacher
 from liger_kernels.ops.loss.counted_rows import CountedTargets
 from liger_kernels.ops.loss.head import checked_head, counted_rows
 from liger_kernels.ops.loss.linear_cross_entropy import Memory, run_schedule, uncompiled
-from liger_kernels.ops.loss.mean import mean_denominator_ref
+from liger_kernels.ops.loss.mean import reduced_ref
 from liger_kernels.ops.loss.options import OF_DIVERGENCE, Finite, LossOptions, Positive, Reduction, check_names
 from liger_kernels.ops.loss.schedules.chosen import choose_schedule
 from liger_kernels.ops.loss.schedules.schedule import NO_GRADIENTS, Call, Needs
@@ -189,19 +189,14 @@ def _reference(h: _Heads, outputs: tuple[str, ...]) -> DivergenceOutput:
         "max_abs_difference": apart.nan_to_num(nan=0.0, posinf=torch.inf).amax(-1),
     }
     found = {name: found[name].where(counted, 0.0) for name in OUTPUTS if name in outputs}
-    return DivergenceOutput(**_reduced(found, h) if h.options.reduction != "none" else found)
-
-
-def _reduced(found: dict[str, Tensor], h: _Heads) -> dict[str, Tensor]:
-    """``found`` with the mean or the sum of the rows' divergences, which alone has a gradient."""
-    reduced = {name: t.detach() for name, t in found.items()}
+    o = h.options
     if "divergence" in found:
-        total = found["divergence"].sum()
-        if h.options.reduction == "mean":
-            ignored, classes = h.options.ignore_index, classes_of(h.weight, h.shard)
-            total = total / mean_denominator_ref(h.targets, None, None, h.denominator, ignored, classes, total.dtype)
-        reduced["divergence"] = total
-    return reduced
+        classes = classes_of(h.weight, h.shard)
+        given = found["divergence"], o.reduction, h.targets, None, None, h.denominator
+        found["divergence"] = reduced_ref(*given, o.ignore_index, classes)
+    if "entropy" in found and o.reduction != "none":
+        found["entropy"] = found["entropy"].detach()
+    return DivergenceOutput(**found)
 
 
 @checked

@@ -187,14 +187,15 @@ def backward_divergence(
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> None:
-    """``logits`` are overwritten by ``upstream`` [tokens] times the divergence's gradient; with ``grad_entropy``
-    [tokens], the gradient of the rows' ``entropy`` times it is added."""
+    """``logits`` are overwritten by ``upstream``, 0-d or [tokens], times the divergence's gradient; with
+    ``grad_entropy`` [tokens], the gradient of the rows' ``entropy`` times it is added."""
     shape, (tokens, vocab) = _launch_shape(logits, of_teacher), logits.shape
     sums = stats[DivergenceStats.MIXTURE :]
     launch(
         kernels._divergence_bwd_kernel, (cdiv(tokens, shape["ROWS"]),), logits.device,
         logits, logits.stride(0), of_teacher, of_teacher.stride(0), targets, stats, sums, stats.stride(0),
-        upstream, upstream.stride(0), entropy, grad_entropy, 0 if grad_entropy is None else grad_entropy.stride(0),
+        upstream, upstream.stride(0) if upstream.dim() else 0,
+        entropy, grad_entropy, 0 if grad_entropy is None else grad_entropy.stride(0),
         tokens, vocab, options.ignore_index, *_shares(teacher.beta), *_scalings(options, teacher),
         MODE=int(teacher.mode), PRECISE=_is_precise(logits, of_teacher), **shape,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from liger_kernels.ops.loss.mean import mean, mean_denominator, mean_denominator_ref
+from liger_kernels.ops.loss.mean import mean, mean_denominator, reduced_ref
 from liger_kernels.ops.loss.options import EXTRAS, LossOptions, takes_options
 from liger_kernels.ops.loss.rows import Rows, backward_rows, forward_rows
 from liger_kernels.ops.runtime.arguments import checked, checked_op
@@ -101,12 +101,8 @@ def reference(
         rows = torch.where(counted, rows * row_weight.to(z.dtype), 0.0)
     # F.cross_entropy of zero rows is cut off from its input: this keeps the graph connected.
     rows = rows + z[:, 0] * 0.0 if not len(rows) else rows
-    if o.reduction == "mean":
-        loss = rows.sum() / mean_denominator_ref(
-            targets, weights, row_weight, denominator, o.ignore_index, z.shape[1], z.dtype
-        )
-    else:
-        loss = rows.sum() if o.reduction == "sum" else rows
+    of_rows = weights, row_weight, denominator
+    loss = reduced_ref(rows, o.reduction, targets, *of_rows, o.ignore_index, z.shape[1])
     if not o.extras:
         return loss
     with torch.no_grad():

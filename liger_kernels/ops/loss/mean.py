@@ -79,6 +79,26 @@ def mean_denominator_ref(
     return denominator.masked_fill(denominator == 0, math.inf)
 
 
+def reduced_ref(
+    losses: torch.Tensor,
+    reduction: str,
+    targets: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    row_weight: torch.Tensor | None,
+    denominator: torch.Tensor | None,
+    ignore_index: int,
+    vocab: int,
+) -> torch.Tensor:
+    """The ``reduction`` of the rows' ``losses`` in plain torch, in their dtype."""
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    if reduction == "sum":
+        return total
+    weights = class_weight, row_weight, denominator
+    return total / mean_denominator_ref(targets, *weights, ignore_index, vocab, losses.dtype)
+
+
 def mean_denominator(
     targets: torch.Tensor,
     class_weight: torch.Tensor | None,

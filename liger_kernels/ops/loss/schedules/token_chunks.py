@@ -290,8 +290,7 @@ class TokenChunks(NamedTuple):
         forward_divergence(parts, *given, rows)
         if upstream is not None:
             assert rows.stats is not None
-            of_rows = upstream.expand(len(logits))
-            backward_divergence(logits, of_teacher, *given, rows.stats, of_rows, None, None)
+            backward_divergence(logits, of_teacher, *given, rows.stats, upstream, None, None)
 
     def _of_teacher(self, call: Call) -> Callable[[int, int], Tensor]:
         """The logits of a teacher's head for some rows; the next ones overwrite them."""

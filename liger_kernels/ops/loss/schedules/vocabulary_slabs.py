@@ -155,10 +155,18 @@ class VocabularySlabs(NamedTuple):
 
     def forward(self, call: Call) -> Output:
         output = self.allocate(call)
-        rows, (_, stats), buffers = output.rows, output.saved, output.buffers
+        if call.teacher is None:
+            self._losses(call, output)
+        else:
+            self._divergence(call, output)
+        denominator = call.mean_denominator()
+        loss = output.loss if call.options.reduction == "none" else mean(output.loss, denominator)
+        return output._replace(loss=loss, saved=(denominator, output.saved[1]))
+
+    def _losses(self, call: Call, output: Output) -> None:
+        """Fill the rows of ``output``."""
+        rows, buffers = output.rows, output.buffers
         carry, shard, classes, plan = None, call.shard, call.classes, self.plan_of(call)
-        if call.teacher is not None:
-            return self._divergence(call, output)
         thin = call.thin(NO_GRADIENTS)
         if not plan.whole or shard is not None:
             if "predicted_tokens" in rows.extras:
@@ -175,12 +183,9 @@ class VocabularySlabs(NamedTuple):
             if rows.ids is not None:
                 shard.add(rows.ids)
         finish_ids(rows, call.ids, call.targets, call.options.ignore_index, classes)
-        denominator = call.mean_denominator()
-        loss = rows.loss if call.options.reduction == "none" else mean(rows.loss, denominator)
-        return Output(loss, rows, (denominator, stats), buffers)
 
-    def _divergence(self, call: Call, output: Output) -> Output:
-        """The forward of the divergence from a teacher's head."""
+    def _divergence(self, call: Call, output: Output) -> None:
+        """Fill the rows of ``output`` with the divergence from a teacher's head."""
         teacher, shard, plan = call.teacher, call.shard, self.plan_of(call)
         assert teacher is not None
 
@@ -197,9 +202,6 @@ class VocabularySlabs(NamedTuple):
                 stats.copy_(merged(shard.gathered(stats), teacher.mode))
 
         forward_divergence(parts, call.targets, call.options, teacher, output.rows, None if shard is None else merge)
-        denominator = call.mean_denominator()
-        loss = output.loss if call.options.reduction == "none" else mean(output.loss, denominator)
-        return output._replace(loss=loss, saved=(denominator, output.saved[1]))
 
     def split(self, state: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return tuple(state[:2]), tuple(state[2:5])
@@ -259,9 +261,8 @@ class VocabularySlabs(NamedTuple):
         (denominator, stats), vocab, observer = saved, len(call.weight), current_observer()
         known, ids = self.plan_of(call).whole and call.shard is None, call.id_grads(upstream)
         observed = call.new(observer is not None, len(call.hidden), vocab, dtype=torch.float32)
-        of_entropy, of_rows = (upstream.entropy, upstream.grad_entropy), upstream.loss
-        if call.teacher is not None and call.options.reduction != "none":
-            of_rows = (of_rows / denominator).expand(len(call.hidden))
+        of_entropy = upstream.entropy, upstream.grad_entropy
+        of_rows = upstream.loss if call.teacher is None else upstream.loss / denominator  # "none" divides by 1
         for (first, stop, *_), logits, of_teacher in slabs:
             if call.teacher is not None:
                 assert of_teacher is not None
