@@ -294,7 +294,7 @@ MUTANTS = (
     _slabs("slabs_of_another_width_in_the_forward",
         "The backward computes a slab's logits again by a product of another shape, which rounds another way.",
         "self.plan_of(call)", "self._replace(backward_slab=2 * self.backward_slab).plan_of(call)",
-        "test_logits_are_computed_again_by_the_same_products", within="forward"),
+        "test_logits_are_computed_again_by_the_same_products", within="_losses"),
     _slab_plan("held_logits_overwritten_before_their_gradient",
         "The backward computes the logits between again where those of the last slab still wait.",
         "sorted(self.parts, key=lambda part: not part.stays)", "list(self.parts)",
