@@ -22,8 +22,8 @@ class DivergenceStats(IntEnum):
 
     GAP is the sum of exp(u - TEACHER_MAXIMUM) log(q/p) but for the normalisers (beta 0), or the same of the student
     (beta 1). DISTANCE is the sum of exp(z - MAXIMUM) (z - MAXIMUM). HIGHEST and LOWEST are the largest z - u and u - z.
-    MIXTURE is the divergence where beta is between. OF_STUDENT is what the gradient subtracts: KL(p || m), or where beta
-    is 1 the divergence but for the normalisers.
+    MIXTURE is the divergence where beta is between. OF_STUDENT is what the gradient subtracts: KL(p || m), or the
+    divergence but for the normalisers (beta 1).
     """
 
     MAXIMUM = 0
