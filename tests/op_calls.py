@@ -231,8 +231,10 @@ def nf4_cases() -> None:
     packed, code, offset = torch.zeros((2**13, 1), **bits), torch.zeros(16), torch.zeros(())
     nested = NestedScales(torch.zeros(256), torch.zeros(1), 256, offset)
     for dtype in (BF16, FP16, FP32):
-        dense_nf4(packed, PackedNf4(code, torch.zeros(256, **bits), 64, (64, 256), dtype, nested))
-    dense_nf4(packed, PackedNf4(code, torch.zeros(4), 4096, (64, 256), BF16, None))
+        state = PackedNf4(code, torch.zeros(256, **bits), 64, (64, 256), dtype, nested)
+        for several in (1, 2, 3):
+            dense_nf4([packed] * several, [state] * several)
+    dense_nf4([packed], [PackedNf4(code, torch.zeros(4), 4096, (64, 256), BF16, None)])
 
 
 def cross_entropy_cases() -> None:

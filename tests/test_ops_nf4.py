@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from liger_kernels import ops
-from liger_kernels.ops.lora.nf4 import NestedScales, PackedNf4, dense_nf4, dense_nf4_ref
+from liger_kernels.ops.lora.nf4 import NestedScales, PackedNf4, dense_nf4, dense_nf4_ref, same_nf4
+from liger_kernels.ops.lora.projection import as_it_is
 from liger_kernels.patching.lora import projection
 from liger_kernels.patching.lora.projection import weights_of
 from tests.patching_checks import DEVICE
@@ -54,7 +55,28 @@ def test_the_bits_are_those_of_bitsandbytes(
     assert ops.launches() == {"_nf4_kernel": 1}
     assert ours.dtype == dtype
     assert torch.equal(ours, theirs)
-    assert torch.equal(dense_nf4_ref(layer.weight.data, dense.keywords["state"]), theirs)
+    assert torch.equal(dense_nf4_ref(layer.weight.data, dense), theirs)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["scales", "nested"])
+@pytest.mark.parametrize("sizes", [((64, 96), (33, 96)), ((256, 160), (32, 160), (17, 160))], ids=str)
+def test_several_weights_in_one_launch(sizes: tuple[tuple[int, int], ...], nested: bool) -> None:
+    layers = [quantised(size, torch.bfloat16, compress_statistics=nested) for size in sizes]
+    dense, _, theirs = zip(*[both(layer, torch.bfloat16) for layer in layers], strict=True)
+    assert same_nf4(dense)
+    ops.reset_launches()
+    ours = dense_nf4([layer.weight for layer in layers], dense)
+    assert ops.launches() == {"_nf4_kernel": 1}
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_weights_of_other_blocks_are_apart() -> None:
+    sizes = (64, 128)
+    kinds = [{"blocksize": 64}, {"blocksize": 128}, {"compress_statistics": False}]
+    (one, other, plain) = (both(quantised(sizes, torch.bfloat16, **kind), torch.bfloat16)[0] for kind in kinds)
+    assert same_nf4([one, one])
+    for several in ([one], [one, other], [one, plain], [one] * 4, [one, as_it_is]):
+        assert not same_nf4(several)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
@@ -108,11 +130,11 @@ def test_scales_without_nesting_of_a_strangers_code() -> None:
     """The code is read, and none is assumed."""
     code, scales = torch.arange(16.0, device=DEVICE), torch.tensor([1.0, 10.0], device=DEVICE)
     packed = torch.arange(32, dtype=torch.uint8, device=DEVICE).reshape(-1, 1)
-    found = dense_nf4(packed, PackedNf4(code, scales, 32, (2, 32), torch.float32, None))
+    found = PackedNf4(code, scales, 32, (2, 32), torch.float32, None)(packed)
     numbers = [digit for byte in range(32) for digit in divmod(byte, 16)]
     expected = torch.tensor(numbers, dtype=torch.float32, device=DEVICE).reshape(2, 32) * scales[:, None]
     assert torch.equal(found, expected)
     nested = NestedScales(torch.arange(256.0, device=DEVICE), scales[1:], 256, torch.tensor(0.5, device=DEVICE))
     eight = torch.tensor([3, 200], dtype=torch.uint8, device=DEVICE)
-    found = dense_nf4(packed, PackedNf4(code, eight, 32, (2, 32), torch.float32, nested))
+    found = PackedNf4(code, eight, 32, (2, 32), torch.float32, nested)(packed)
     assert torch.equal(found, expected / scales[:, None] * torch.tensor([[30.5], [2000.5]], device=DEVICE))

@@ -20,11 +20,10 @@ from liger_kernels.ops.lora.projection import (
     Kinds,
     NodeProjection,
     Projection,
-    add_delta,
-    base_product,
+    add_deltas,
+    base_products,
     check_input,
     check_projection,
-    columns_of,
     flat,
     gradient_of_x,
     gradients_of_parts,
@@ -75,7 +74,7 @@ class AdaptedFunction(torch.autograd.Function):
             assert z is not None
             ctx.mark_non_differentiable(z)
             return anchor((*x.shape[:-1], out_features(parts[0])), x.dtype, x.device), z
-        return tuple([_result(rows, of, part, x.shape) for of, part in zip(columns_of(z, parts), parts, strict=True)])
+        return tuple(_results(rows, z, parts, x.shape))
 
     @staticmethod
     @backward_once
@@ -92,9 +91,15 @@ class AdaptedFunction(torch.autograd.Function):
         return None if dx is None else dx.view(x.shape), None, None, *gradients
 
 
+def _results(rows: Tensor, z: Tensor | None, parts: Sequence[NodeProjection], shape: Sequence[int]) -> Sequence[Tensor]:
+    ys = base_products(rows, parts)
+    add_deltas(ys, z, parts)
+    return [y.view(*shape[:-1], y.shape[-1]) for y in ys]
+
+
 def _result(rows: Tensor, z: Tensor | None, part: NodeProjection, shape: Sequence[int]) -> Tensor:
-    y = add_delta(base_product(rows, part), z, part)
-    return y.view(*shape[:-1], y.shape[-1])
+    (y,) = _results(rows, z, [part], shape)
+    return y
 
 
 def _check(x: Tensor, projections: Sequence[Projection]) -> None:

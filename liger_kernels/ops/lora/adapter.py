@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from liger_kernels.ops.lora.products import columns_product
+from liger_kernels.ops.lora.columns import columns_product
 from liger_kernels.ops.runtime.arguments import FINITE, checked_fields
 
 

@@ -39,9 +39,9 @@ from liger_kernels.ops.lora.projection import (
     Needs,
     NodeProjection,
     Projection,
-    add_delta,
+    add_deltas,
     as_it_is,
-    base_product,
+    base_products,
     check_input,
     check_projection,
     flat,
@@ -94,7 +94,7 @@ class Inner(NamedTuple):
 def inner_of(rows: Tensor, inner: Sequence[NodeProjection]) -> Inner:
     """The inner tensors of ``rows`` [tokens, in features]."""
     z = ranks_of_all(rows, inner)
-    gate, up = (base_product(rows, part) for part in inner)
+    gate, up = base_products(rows, inner)
     return Inner(gate, up, z)
 
 
@@ -105,7 +105,9 @@ def unit_of(found: Inner, inner: Sequence[NodeProjection], activation: str) -> T
 
 def down_of(h: Tensor, z: Tensor | None, part: NodeProjection, shape: Sequence[int]) -> Tensor:
     """down(h), of ``shape``."""
-    return add_delta(base_product(h, part), z, part).view(shape)
+    (y,) = base_products(h, [part])
+    add_deltas([y], z, [part])
+    return y.view(shape)
 
 
 def gradients_of_mlp(

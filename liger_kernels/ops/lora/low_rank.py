@@ -24,7 +24,8 @@ from torch import Tensor
 
 from liger_kernels.ops._split_sum import add_product
 from liger_kernels.ops.lora.adapter import LoraAdapter
-from liger_kernels.ops.lora.products import MOST_RANKS, columns_product, rows_product
+from liger_kernels.ops.lora.columns import columns_product
+from liger_kernels.ops.lora.products import MOST_RANKS, rows_product
 from liger_kernels.ops.lora.products import add_product as plus_product
 from liger_kernels.ops.runtime.dispatch import as_values, backward_once
 

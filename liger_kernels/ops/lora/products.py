@@ -96,6 +96,15 @@ def _of_rank(w_ptr, w1_ptr, w2_ptr, end, end1, rank, rank_stride):
     return at
 
 
+@triton.jit
+def one_of(which, a, b, c):
+    """The argument of problem number ``which`` of up to three. ``c`` is None, or 0, where there are two."""
+    a = tl.where(which == 1, b, a)
+    if c is not None:
+        a = tl.where(which == 2, c, a)
+    return a
+
+
 # fmt: off
 @triton.jit
 def some_of_w(
@@ -139,20 +148,33 @@ def plus_delta(
 
 @triton.jit
 def _lora_linear_rows_kernel(
-    x_ptr, x_stride,                                        # [rows, columns]
+    x_ptr, x_stride, n_cols,                                # [rows, columns]
+    x1_ptr, x1_stride, n_cols1, x2_ptr, x2_stride, n_cols2,           # more of them; or None, 0, 0
     w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride,    # [ranks, columns] of one or more matrices
     z_ptr, z_stride,                                        # [rows, ranks] float32
-    sums_ptr, done_ptr,                                     # [parts, rows, RANKS], zeros [row tiles]; or None
-    n_rows, n_cols, n_ranks, cols_of_part, scale,
+    sums_ptr, done_ptr,                                     # [xs, parts, rows, RANKS], zeros [xs, row tiles]; or None
+    n_rows, n_ranks, scale,
     EXACT: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """z = scale * x w^T. Each of ``PARTS`` programs sums over its part of the columns. The program that finishes last
     adds the sums in the order of the parts, so the bits do not depend on which program is last. It then resets the
-    counter to zero."""
+    counter to zero. Of several x, each has a w, and its own ranks of z."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     rank = tl.arange(0, RANKS)[None, :]
-    w_at = _of_rank(w_ptr, w1_ptr, w2_ptr, end, end1, rank, w_rank_stride)
+    if x1_ptr is not None:
+        which = tl.program_id(2)
+        x_ptr = one_of(which, x_ptr, x1_ptr, x2_ptr)
+        x_stride = one_of(which, x_stride, x1_stride, x2_stride)
+        n_cols = one_of(which, n_cols, n_cols1, n_cols2)
+        w_at = one_of(which, w_ptr, w1_ptr, w2_ptr) + rank.to(tl.int64) * w_rank_stride
+        z_ptr += which * n_ranks
+        if PARTS > 1:
+            sums_ptr += which.to(tl.int64) * PARTS * n_rows * RANKS
+            done_ptr += which * tl.num_programs(0)
+    else:
+        w_at = _of_rank(w_ptr, w1_ptr, w2_ptr, end, end1, rank, w_rank_stride)
     z = tl.zeros((ROWS, RANKS), tl.float32)
+    cols_of_part = tl.cdiv(tl.cdiv(n_cols, PARTS), BLOCK) * BLOCK
     first = tl.program_id(1) * cols_of_part
     for start in range(first, tl.minimum(first + cols_of_part, n_cols), BLOCK):
         col = start + tl.arange(0, BLOCK)
@@ -180,17 +202,31 @@ def _lora_linear_rows_kernel(
 def _lora_linear_add_kernel(
     y0_ptr, y0_stride, z_ptr, z_stride,                     # [rows, columns] or None, [rows, ranks]
     w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride,    # [ranks, columns] of one or more matrices
-    bias_ptr, factor_ptr, y_ptr,                            # [columns] or None, twice; [rows, columns]
-    n_rows, n_cols, n_ranks, col_blocks, rows_of_program, scale,
+    bias_ptr, factor_ptr, y_ptr, n_cols,                    # [columns] or None, twice; [rows, columns]
+    y1_ptr, n_cols1, y2_ptr, n_cols2,                       # more y, which are their own y0; or None, 0
+    n_rows, n_ranks, rows_of_program, scale,
     EXACT: tl.constexpr, RANKS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """y = factor * y0 + scale * (z w + bias)."""
+    """y = factor * y0 + scale * (z w + bias). Of several y, each has a w, and its own ranks of z."""
+    if y1_ptr is not None:
+        which = tl.program_id(1)
+        y_ptr = one_of(which, y_ptr, y1_ptr, y2_ptr)
+        n_cols = one_of(which, n_cols, n_cols1, n_cols2)
+        w_ptr = one_of(which, w_ptr, w1_ptr, w2_ptr)
+        z_ptr += which * n_ranks
+        y0_ptr = y_ptr
+        y0_stride = n_cols
+        w1_ptr = None
+        w2_ptr = None
     program = tl.program_id(0)
+    col_blocks = tl.cdiv(n_cols, BLOCK)
     first = (program // col_blocks).to(tl.int64) * rows_of_program
     col = (program % col_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
     w = some_of_w(w_ptr, w1_ptr, w2_ptr, end, end1, w_rank_stride, w_col_stride, 0, col, n_cols, n_ranks, PART)
     if factor_ptr is not None:
         factor = tl.load(factor_ptr + col, mask=col < n_cols, other=0.0)
+    if y1_ptr is not None:
+        rows_of_program = tl.where(first < n_rows, rows_of_program, 0)  # a narrower y has fewer programs
     for start in range(0, rows_of_program, ROWS):
         row = first + start + tl.arange(0, ROWS)[:, None]
         mask = (row < n_rows) & (col < n_cols)
@@ -205,46 +241,6 @@ def _lora_linear_add_kernel(
             row, col, n_rows, n_cols, n_ranks, scale, EXACT, RANKS, PART,
         )
         tl.store(y_ptr + row * n_cols + col, total.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _lora_linear_columns_kernel(
-    x_ptr, x_stride, z_ptr, z_stride,                       # [rows, columns], [rows, ranks] float32
-    w_ptr, w_part_stride, w_col_stride, w_rank_stride,      # [parts, columns, ranks]
-    n_rows, n_cols, n_ranks, rows_of_part, scale,
-    EXACT: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):
-    """w = scale * x^T z over the rows of each part."""
-    part = tl.program_id(1)
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    rank = tl.arange(0, RANKS)[None, :]
-    w = tl.zeros((BLOCK, RANKS), tl.float32)
-    first = part.to(tl.int64) * rows_of_part
-    end = tl.minimum(first + rows_of_part, n_rows)
-    for start in range(0, rows_of_part, ROWS):
-        row = first + start + tl.arange(0, ROWS)[:, None]
-        x = tl.load(x_ptr + row * x_stride + col[None, :], mask=(row < end) & (col[None, :] < n_cols), other=0.0)
-        z = tl.load(z_ptr + row * z_stride + rank, mask=(row < end) & (rank < n_ranks), other=0.0)
-        w = dot(tl.trans(x), z, w, EXACT)
-    w *= tl.full((), scale, tl.float32)
-    at = w_ptr + part.to(tl.int64) * w_part_stride + col[:, None].to(tl.int64) * w_col_stride
-    mask = (col[:, None] < n_cols) & (rank < n_ranks)
-    tl.store(at + rank.to(tl.int64) * w_rank_stride, w.to(w_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _lora_linear_sum_kernel(
-    parts_ptr, w_ptr,    # [parts, n] float32, [n]
-    n, n_parts, BLOCK: tl.constexpr,
-):
-    """The sum of the parts, in their order."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    at = parts_ptr + i
-    for _ in range(0, n_parts):
-        total += tl.load(at, mask=i < n, other=0.0)
-        at += n
-    tl.store(w_ptr + i, total.to(w_ptr.dtype.element_ty), mask=i < n)
 # fmt: on
 
 
@@ -307,16 +303,6 @@ def _add_shape(
     return tiles, {**shape, "num_stages": stages + (few and has_factor and tiles > 1)}
 
 
-@choice("lora_columns")
-@remembered
-def columns_shape(n_rows: int, n_cols: int, ranks: int, size: int, device: torch.device) -> tuple[int, dict[str, int]]:
-    """The number of parts of the rows, and launch choices."""
-    rows, block = tile(n_rows, n_cols, 64 if ranks * size <= 128 else 32, 64)
-    parts = max(1, min(PROGRAMS // cdiv(n_cols, block), cdiv(n_rows, 4 * rows)))
-    stages = stages_that_fit(device, rows * (block * size + ranks * 4))
-    return parts, {"ROWS": rows, "BLOCK": block, "num_warps": 4, "num_stages": stages}
-
-
 def _stack(ws: Sequence[Tensor], by_column: bool) -> tuple[tuple[Any, ...], int]:
     """A kernel's arguments for ``ws``, which the kernel reads as one [ranks, columns], and the number of all ranks.
     ``ws`` are up to three matrices [ranks, columns]; with ``by_column`` they are one [columns, ranks]."""
@@ -336,6 +322,12 @@ def _stack(ws: Sequence[Tensor], by_column: bool) -> tuple[tuple[Any, ...], int]
     return (w, ws[1], ws[2], end, end1, rank_stride, col_stride), end1 + ws[2].shape[0]
 
 
+def _apart(ws: Sequence[Tensor]) -> tuple[Any, ...]:
+    """A kernel's arguments for ``ws`` [columns, ranks], each of which belongs to a problem of its own."""
+    col_stride, rank_stride = ws[0].stride()
+    return *up_to_three([(w,) for w in ws]), 0, 0, rank_stride, col_stride
+
+
 _zeros: dict[tuple[torch.device, int], Tensor] = {}
 
 
@@ -351,6 +343,31 @@ def _zeros_left_behind(n: int, device: torch.device) -> Tensor:
     if known is None or len(known) < n:
         known = _zeros[key] = torch.zeros(max(n, 1024), dtype=torch.int32, device=device)
     return known
+
+
+def room_for_sums(parts: int, size: int, counters: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for ``size`` float32 numbers of each of ``parts``, and zeros for ``counters``; None if there is one
+    part."""
+    if parts == 1:
+        return None, None
+    return torch.empty(parts * size, dtype=torch.float32, device=device), _zeros_left_behind(counters, device)
+
+
+def alike(ws: Sequence[Tensor]) -> bool:
+    """Whether one launch accepts ``ws``: two or three of one dtype, one number of ranks and the same strides."""
+    w = ws[0]
+    dtype, ranks, stride = w.dtype, w.shape[1], w.stride()
+    return 1 < len(ws) < 4 and all(
+        other.dtype is dtype and other.shape[1] == ranks and other.stride() == stride for other in ws[1:]
+    )
+
+
+def up_to_three(problems: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """A kernel's arguments for ``problems``, each tensors and numbers. None and 0 are those of a problem that is not
+    there."""
+    none = tuple([0 if type(argument) is int else None for argument in problems[0]])
+    first, second, third = *problems, *[none] * (3 - len(problems))
+    return *first, *second, *third
 
 
 def _chosen_for(n_rows: int, invariant: bool) -> int:
@@ -369,23 +386,34 @@ def rows_product(
     """scale * x w^T, float32 [tokens, ranks], for ``x`` [..., columns]. w is one or more ``ws`` [ranks, columns], of
     any strides, stacked along the ranks. With ``by_column``, ``ws`` has one matrix [columns, ranks]. ``out`` may be
     columns of a larger tensor. With ``invariant``, the bits of a row do not depend on the other rows."""
-    x_rows, x_stride = as_rows(x)
     w_args, n_ranks = _stack(ws, by_column)
-    n_cols = x.shape[-1]
-    n_rows = x.numel() // max(1, n_cols)
+    n_rows = x.numel() // max(1, x.shape[-1])
     z = torch.empty((n_rows, n_ranks), dtype=torch.float32, device=x.device) if out is None else out
-    ranks = ranks_of_program(n_ranks)
-    parts, shape = _rows_shape(_chosen_for(n_rows, invariant), n_cols, ranks, x.element_size(), x.device)
-    tiles, cols_of_part = cdiv(n_rows, shape["ROWS"]), cdiv(cdiv(n_cols, parts), shape["BLOCK"]) * shape["BLOCK"]
-    sums = done = None
-    if parts > 1:
-        sums = torch.empty((parts, n_rows, ranks), dtype=torch.float32, device=x.device)
-        done = _zeros_left_behind(tiles, x.device)
-    tensors = x_rows, x_stride, *w_args, z, z.stride(0), sums, done
-    sizes, exact = (n_rows, n_cols, n_ranks, cols_of_part, float(scale)), x.dtype is not torch.bfloat16
-    options = {"EXACT": exact, "RANKS": ranks, "PARTS": parts, **shape}
-    launch(_lora_linear_rows_kernel, (tiles, parts), x.device, *tensors, *sizes, **options)
+    _launch_rows([x], w_args, n_ranks, z, scale, invariant)
     return z
+
+
+def rows_products(xs: Sequence[Tensor], ws: Sequence[Tensor], scale: float) -> Tensor:
+    """:func:`rows_product` of each of two or three ``xs`` [tokens, columns] and its own of ``ws`` [columns, ranks],
+    which are :func:`alike`, in one launch. The results lie side by side, [tokens, all ranks]."""
+    n_ranks = ws[0].shape[1]
+    z = torch.empty((xs[0].shape[0], len(xs) * n_ranks), dtype=torch.float32, device=xs[0].device)
+    _launch_rows(xs, _apart(ws), n_ranks, z, scale, False)
+    return z
+
+
+def _launch_rows(
+    xs: Sequence[Tensor], w_args: tuple[Any, ...], n_ranks: int, z: Tensor, scale: float, invariant: bool
+) -> None:
+    n_rows, device, ranks = z.shape[0], z.device, ranks_of_program(n_ranks)
+    of_xs, widest = [(*as_rows(x), x.shape[-1]) for x in xs], max([x.shape[-1] for x in xs])
+    parts, shape = _rows_shape(_chosen_for(n_rows, invariant), widest, ranks, xs[0].element_size(), device)
+    tiles = cdiv(n_rows, shape["ROWS"])
+    sums, done = room_for_sums(parts, len(xs) * n_rows * ranks, len(xs) * tiles, device)
+    tensors = *up_to_three(of_xs), *w_args, z, z.stride(0), sums, done
+    options = {"EXACT": xs[0].dtype is not torch.bfloat16, "RANKS": ranks, "PARTS": parts, **shape}
+    grid = tiles, parts, len(xs)
+    launch(_lora_linear_rows_kernel, grid, device, *tensors, n_rows, n_ranks, float(scale), **options)
 
 
 def add_product(
@@ -411,45 +439,24 @@ def add_product(
     ranks = ranks_of_program(n_ranks)
     bias = None if bias is None else bias.contiguous()
     tiles, options = _add_shape(_chosen_for(n_rows, invariant), n_cols, ranks, factor is not None, z.device)
-    col_blocks, rows_of_program = cdiv(n_cols, options["BLOCK"]), tiles * options["ROWS"]
-    grid, exact = (cdiv(n_rows, rows_of_program) * col_blocks,), dtype is not torch.bfloat16
-    tensors = (*y0_rows, z, z.stride(0), *w_args, bias, factor, y)
-    sizes = n_rows, n_cols, n_ranks, col_blocks, rows_of_program, float(scale)
-    launch(_lora_linear_add_kernel, grid, z.device, *tensors, *sizes, EXACT=exact, RANKS=ranks, **options)
+    rows_of_program = tiles * options["ROWS"]
+    grid = (cdiv(n_rows, rows_of_program) * cdiv(n_cols, options["BLOCK"]),)
+    tensors = *y0_rows, z, z.stride(0), *w_args, bias, factor, *up_to_three([(y, n_cols)])
+    options = {"EXACT": dtype is not torch.bfloat16, "RANKS": ranks, **options}
+    launch(_lora_linear_add_kernel, grid, z.device, *tensors, n_rows, n_ranks, rows_of_program, float(scale), **options)
     assert y is not None
     return y
 
 
-def columns_product(
-    x: Tensor, z: Tensor, shape: Sequence[int], dtype: torch.dtype, scale: float, by_rank: bool = False
-) -> Tensor:
-    """scale * x^T z, a new tensor of ``shape`` [columns, ranks] and ``dtype``. With ``by_rank`` the result is
-    transposed, [ranks, columns]. ``x`` is [..., columns], ``z`` is float32 [tokens, ranks]."""
-    w = torch.empty(shape, dtype=dtype, device=x.device)
-    x_rows, x_stride = as_rows(x)
-    n_rows, n_ranks = z.shape
-    n_cols = x.shape[-1]
-    ranks = ranks_of_program(n_ranks)
-    parts, options = columns_shape(n_rows, n_cols, ranks, x.element_size(), x.device)
-    rows_of_part = cdiv(cdiv(n_rows, parts), options["ROWS"]) * options["ROWS"]
-    to = w if parts == 1 else torch.empty((parts, *shape), dtype=torch.float32, device=x.device)
-    strides = (w.numel(), 1, n_cols) if by_rank else (w.numel(), n_ranks, 1)
-    grid, exact = (cdiv(n_cols, options["BLOCK"]), parts), x.dtype is not torch.bfloat16
-    tensors, sizes = (x_rows, x_stride, z, z.stride(0), to, *strides), (n_rows, n_cols, n_ranks, rows_of_part)
-    launch(
-        _lora_linear_columns_kernel, grid, x.device, *tensors, *sizes, float(scale), EXACT=exact, RANKS=ranks, **options
-    )
-    if parts > 1:
-        _, block = tile(1, w.numel(), 1, 256)
-        launch(
-            _lora_linear_sum_kernel,
-            (cdiv(w.numel(), block),),
-            x.device,
-            to,
-            w,
-            w.numel(),
-            parts,
-            BLOCK=block,
-            num_warps=4,
-        )
-    return w
+def add_products(ys: Sequence[Tensor], z: Tensor, ws: Sequence[Tensor], scale: float) -> None:
+    """Add scale * z_i w_i^T to each of two or three contiguous ``ys`` [tokens, columns] in place, in one launch. ``z``
+    [tokens, all ranks] has the z_i side by side, ``ws`` [columns, ranks] are :func:`alike`."""
+    n_rows, n_ranks = z.shape[0], ws[0].shape[1]
+    ranks, widest = ranks_of_program(n_ranks), max([y.shape[-1] for y in ys])
+    tiles, options = _add_shape(n_rows, widest, ranks, False, z.device)
+    rows_of_program = tiles * options["ROWS"]
+    grid = cdiv(n_rows, rows_of_program) * cdiv(widest, options["BLOCK"]), len(ys)
+    of_y = up_to_three([(y, y.shape[-1]) for y in ys])
+    tensors = ys[0], ys[0].shape[-1], z, z.stride(0), *_apart(ws), None, None, *of_y
+    options = {"EXACT": ys[0].dtype is not torch.bfloat16, "RANKS": ranks, **options}
+    launch(_lora_linear_add_kernel, grid, z.device, *tensors, n_rows, n_ranks, rows_of_program, float(scale), **options)

@@ -22,7 +22,9 @@ from liger_kernels.ops.lora.adapter import (
     gradients_of_biases,
     stacked_b,
 )
-from liger_kernels.ops.lora.products import MOST_RANKS, add_product, rows_product
+from liger_kernels.ops.lora.columns import columns_products
+from liger_kernels.ops.lora.nf4 import dense_nf4, same_nf4
+from liger_kernels.ops.lora.products import MOST_RANKS, add_product, add_products, alike, rows_product, rows_products
 from liger_kernels.ops.runtime.arguments import checked_fields, describe
 from liger_kernels.ops.runtime.dispatch import as_values, in_dtype, use_triton
 
@@ -154,10 +156,24 @@ def needs_of(kinds: Kinds, needs: Sequence[bool]) -> list[Needs]:
     return [Needs(*own) for own in _split(kinds, needs)]
 
 
-def base_product(x: Tensor, part: NodeProjection) -> Tensor:
-    """x W^T + bias for ``x`` [tokens, in features], a new tensor of x's dtype."""
-    w = in_dtype(part.dense(part.weight), x.dtype)
-    return torch.mm(x, w.t()) if part.bias is None else torch.addmm(in_dtype(part.bias, x.dtype), x, w.t())
+def dense_weights(parts: Sequence[NodeProjection], dtype: torch.dtype) -> Iterator[Tensor]:
+    """The dense weight of each of ``parts`` in ``dtype``. Weights in NF4 are made dense in one launch, others one after
+    the other, so that one copy at a time exists."""
+    if same_nf4(states := [part.dense for part in parts]):
+        for w in dense_nf4([part.weight for part in parts], states):  # type: ignore[arg-type]
+            yield in_dtype(w, dtype)
+        return
+    for part in parts:
+        yield in_dtype(part.dense(part.weight), dtype)
+
+
+def base_products(x: Tensor, parts: Sequence[NodeProjection]) -> list[Tensor]:
+    """x W^T + bias of each of ``parts`` for ``x`` [tokens, in features], new tensors of x's dtype."""
+    found = []
+    for part, w in zip(parts, dense_weights(parts, x.dtype), strict=True):
+        bias = part.bias
+        found.append(torch.mm(x, w.t()) if bias is None else torch.addmm(in_dtype(bias, x.dtype), x, w.t()))
+    return found
 
 
 def ranks_of_all(x: Tensor, parts: Sequence[NodeProjection]) -> Tensor | None:
@@ -180,12 +196,26 @@ def columns_of(t: Tensor | None, parts: Sequence[NodeProjection]) -> list[Tensor
     return found
 
 
-def add_delta(y0: Tensor, z: Tensor | None, part: NodeProjection) -> Tensor:
-    """Add the adapters' result to y0 [tokens, out features] in place, and return y0."""
-    if z is None:
-        return y0
-    w, bias, scale = delta_of(part.b, part.biases, part.scales)
-    return add_product(y0, z, [w], bias, scale, y0.shape, y0.dtype, in_place=True, by_column=True)
+def in_one_launch(parts: Sequence[NodeProjection]) -> tuple[list[Tensor], float] | None:
+    """B of each of ``parts``, [out features, ranks], and the scale of all, if one launch accepts them."""
+    if len(parts) < 2 or not all(part.b for part in parts):
+        return None
+    stacked = [stacked_b(part.b, part.scales) for part in parts]
+    scale = stacked[0][1]
+    ws = [w for w, _ in stacked]
+    return (ws, scale) if alike(ws) and all(other == scale for _, other in stacked) else None
+
+
+def add_deltas(ys: Sequence[Tensor], z: Tensor | None, parts: Sequence[NodeProjection]) -> None:
+    """Add the adapters' results of each of ``parts`` to its own of ``ys`` [tokens, out features] in place."""
+    if not any(bias is not None for part in parts for bias in part.biases) and (together := in_one_launch(parts)):
+        assert z is not None
+        add_products(ys, z, *together)
+        return
+    for y, own_z, part in zip(ys, columns_of(z, parts), parts, strict=True):
+        if own_z is not None:
+            w, bias, scale = delta_of(part.b, part.biases, part.scales)
+            add_product(y, own_z, [w], bias, scale, y.shape, y.dtype, in_place=True, by_column=True)
 
 
 def gradients_of_ranks(dys: Sequence[Tensor | None], parts: Sequence[NodeProjection]) -> Tensor | None:
@@ -196,6 +226,8 @@ def gradients_of_ranks(dys: Sequence[Tensor | None], parts: Sequence[NodeProject
     if len(parts) == 1 and dys[0] is not None:
         w, scale = stacked_b(parts[0].b, parts[0].scales)
         return rows_product(dys[0], [w], scale, by_column=True)
+    if all(dy is not None for dy in dys) and (together := in_one_launch(parts)):
+        return rows_products(dys, *together)  # type: ignore[arg-type]
     like = next(dy for dy in dys if dy is not None)
     total = sum([part.ranks for part in parts])
     g = torch.empty((like.shape[0], total), dtype=torch.float32, device=like.device)
@@ -260,9 +292,10 @@ def gradients_of_parts(
     if g is not None and any(needed for need in needs for needed in need.a):
         every = [a for part in parts for a in part.a]
         das = gradients_of_a(x, g, every, [n for need in needs for n in need.a], dtype)
+    dbs = _gradients_of_single_bs(dys, z, parts, needs, dtype)
     found: list[Tensor | None] = []
     first = 0
-    for dy, part, need, own_z in zip(dys, parts, needs, columns_of(z, parts), strict=True):
+    for i, (dy, part, need, own_z) in enumerate(zip(dys, parts, needs, columns_of(z, parts), strict=True)):
         n = len(part.a)
         own_das = das[first : first + n]
         first += n
@@ -276,8 +309,11 @@ def gradients_of_parts(
         bias = dy.sum(0, dtype=torch.float32) if need.bias else None
         found.append(bias if bias is None or part.bias is None else bias.to(dtype or part.bias.dtype))
         found += own_das
-        wanted = own_z is not None and any(need.b)
-        found += gradients_of_b(dy, own_z, part.b, part.scales, need.b, dtype) if wanted else [None] * n  # type: ignore[arg-type]
+        if dbs is not None:
+            found.append(dbs[i])
+        else:
+            wanted = own_z is not None and any(need.b)
+            found += gradients_of_b(dy, own_z, part.b, part.scales, need.b, dtype) if wanted else [None] * n  # type: ignore[arg-type]
         dtypes = [None if one is None else dtype or one.dtype for one in part.biases]
         found += gradients_of_biases(dy, part.scales, dtypes, need.biases) if any(need.biases) else [None] * n
     if sums is not None:
@@ -285,14 +321,33 @@ def gradients_of_parts(
     return found
 
 
+def _gradients_of_single_bs(
+    dys: Sequence[Tensor | None],
+    z: Tensor | None,
+    parts: Sequence[NodeProjection],
+    needs: Sequence[Needs],
+    dtype: torch.dtype | None,
+) -> list[Tensor] | None:
+    """The gradient of each part's B in one launch, where each has one adapter; None where it takes more."""
+    if (
+        z is None
+        or any(dy is None for dy in dys)
+        or not all(len(part.b) == 1 and all(need.b) for part, need in zip(parts, needs, strict=True))
+    ):
+        return None
+    if (together := in_one_launch(parts)) is None:
+        return None
+    ws, scale = together
+    return columns_products(dys, z, [w.shape for w in ws], dtype or ws[0].dtype, scale)  # type: ignore[arg-type]
+
+
 def gradient_of_x(dys: Sequence[Tensor | None], g: Tensor | None, parts: Sequence[NodeProjection]) -> Tensor | None:
     """The gradient of the x that ``parts`` share, [tokens, in features]."""
     dx: Tensor | None = None
-    for dy, part in zip(dys, parts, strict=True):
-        if dy is None:
-            continue
-        w = in_dtype(part.dense(part.weight), dy.dtype)
-        dx = torch.mm(dy, w) if dx is None else dx.addmm_(dy, w)
+    known = [(dy, part) for dy, part in zip(dys, parts, strict=True) if dy is not None]
+    if known:
+        for (dy, _), w in zip(known, dense_weights([part for _, part in known], known[0][0].dtype), strict=True):
+            dx = torch.mm(dy, w) if dx is None else dx.addmm_(dy, w)
     if g is not None and dx is not None:
         every = [a for part in parts for a in part.a]
         dx = add_product(dx, g, every, None, 1.0, dx.shape, dx.dtype, in_place=True)

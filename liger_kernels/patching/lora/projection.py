@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from liger_kernels.ops import Projection
-from liger_kernels.ops.lora.nf4 import NestedScales, PackedNf4, dense_nf4
+from liger_kernels.ops.lora.nf4 import NestedScales, PackedNf4
 from liger_kernels.ops.lora.projection import as_it_is, runs_as_one
 from liger_kernels.ops.runtime.dispatch import use_triton
 from liger_kernels.patching.lora.adapters import Adapter, adapters_of, foreseen_adapters
@@ -155,7 +155,7 @@ def _dense_of(weight: torch.Tensor, state: Any, bitsandbytes: Any) -> Callable[[
         known = _read[key] = _Read(weakref.ref(state, lambda _: _read.pop(key, None)), tensors, nf4)
     if known.nf4 is None or not use_triton(state.code):
         return partial(bitsandbytes.functional.dequantize_4bit, quant_state=state)
-    return partial(dense_nf4, state=known.nf4)
+    return known.nf4
 
 
 def _nf4(weight: torch.Tensor, state: Any) -> PackedNf4 | None:
