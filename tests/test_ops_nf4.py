@@ -39,7 +39,7 @@ def both(layer: Any, dtype: torch.dtype) -> tuple[Any, torch.Tensor, torch.Tenso
     assert weights is not None
     weight, _, dense, shape = weights
     assert tuple(shape) == (layer.out_features, layer.in_features)
-    return dense, dense(weight), bitsandbytes.functional.dequantize_4bit(weight, layer.weight.quant_state)
+    return dense, dense(weight), bitsandbytes.functional.dequantize_4bit(layer.weight, layer.weight.quant_state)
 
 
 @pytest.mark.parametrize("blocks", [32, 256])
@@ -105,6 +105,14 @@ def test_a_weight_that_is_quantised_again_is_read_again() -> None:
     both(layer, torch.bfloat16)
     state = layer.weight.quant_state
     state.absmax = state.absmax.flip(0)
+    _, ours, theirs = both(layer, torch.bfloat16)
+    assert torch.equal(ours, theirs)
+
+
+def test_a_weight_in_another_place_is_read_again() -> None:
+    layer, other = (quantised((64, 64), torch.bfloat16) for _ in range(2))
+    both(layer, torch.bfloat16)
+    layer.weight.data = other.weight.data
     _, ours, theirs = both(layer, torch.bfloat16)
     assert torch.equal(ours, theirs)
 

@@ -90,7 +90,7 @@ MUTANTS = (
         "test_what_is_saved"),
     _op("lora_base_gradient_lost", "x gets the adapters' gradient alone.",
         _ADD, _ADD.replace("dx, g", "None, g"), _EVERY_DTYPE.format("torch.float32-torch.float32")),
-    faults("ops.lora.columns", "test_ops_lora_linear.py")("lora_last_rows_left_out", "Rows behind the last whole part count for no gradient.",
+    faults("ops.lora.columns")("lora_last_rows_left_out", "Rows behind the last whole part count for no gradient.",
         "cdiv(cdiv(n_rows, parts), shape['ROWS']) * shape['ROWS']", "n_rows // parts",
         "test_ops_every.py::test_programs_walk_over_many_tiles[lora_linear-torch.float32]"),
     _state("lora_variant_taken", "A variant among the active adapters is computed as if it were none.",

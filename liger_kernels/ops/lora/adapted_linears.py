@@ -17,20 +17,17 @@ from torch import Tensor
 
 from liger_kernels.ops.lora.lora_linear import cast_as_base, lora_linear_ref
 from liger_kernels.ops.lora.projection import (
-    Kinds,
+    NodeParts,
     NodeProjection,
     Projection,
     add_deltas,
     base_products,
     check_input,
     check_projection,
-    flat,
     gradient_of_x,
     gradients_of_parts,
     gradients_of_ranks,
-    needs_of,
     out_features,
-    parts_of,
     ranks_of_all,
     runs_as_one,
 )
@@ -62,13 +59,13 @@ class AdaptedFunction(torch.autograd.Function):
     ``first`` the anchor of a single projection, and z."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kinds: Kinds, first: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        parts = parts_of(kinds, tensors)
+    def forward(ctx: Any, x: Tensor, node: NodeParts, first: bool, *trained: Tensor) -> tuple[Tensor, ...]:
+        parts = node.parts
         rows = x.reshape(-1, x.shape[-1])
         z = ranks_of_all(rows, parts)
         ctx.save_for_backward(x, z)
-        keep(ctx, tensors)
-        ctx.kinds = kinds
+        keep(ctx, node.tensors)
+        ctx.node = node
         ctx.set_materialize_grads(False)
         if first:
             assert z is not None
@@ -79,16 +76,18 @@ class AdaptedFunction(torch.autograd.Function):
     @staticmethod
     @backward_once
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs_x, _kinds, _first, *needs = ctx.needs_input_grad
+        needs_x, _node, _first, *needs = ctx.needs_input_grad
         x, z = ctx.saved_tensors  # read once, because a recomputation gives them only once
-        parts, of_parts = parts_of(ctx.kinds, kept(ctx)), needs_of(ctx.kinds, needs)
+        node: NodeParts = ctx.node
+        kept(ctx)  # raises if a tensor of the projections has changed
+        parts, of_parts = node.parts, node.needs(needs)
         slopes = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in dys[: len(parts)]]
         if all(dy is None for dy in slopes):
             return None, None, None, *[None] * len(needs)
         g = gradients_of_ranks(slopes, parts) if needs_x or any(any(one.a) for one in of_parts) else None
         gradients = gradients_of_parts(x.reshape(-1, x.shape[-1]), slopes, z, g, parts, of_parts)
         dx = gradient_of_x(slopes, g, parts) if needs_x else None
-        return None if dx is None else dx.view(x.shape), None, None, *gradients
+        return None if dx is None else dx.view(x.shape), None, None, *node.of_trained(gradients)
 
 
 def _results(rows: Tensor, z: Tensor | None, parts: Sequence[NodeProjection], shape: Sequence[int]) -> Sequence[Tensor]:
@@ -138,11 +137,11 @@ def adapted_linears_of_checked(x: Tensor, projections: Sequence[Any], first: boo
     With ``first``, a single projection saves before its product. If that product is the last of a checkpointed block,
     it is not recomputed."""
     (x,) = as_values(cast_as_base(x))  # type: ignore[assignment]
-    kinds, tensors = flat(projections)
+    node = NodeParts(projections)
     if not first or len(projections) > 1 or not projections[0].adapters:
-        results: tuple[Tensor, ...] = AdaptedFunction.apply(x, kinds, False, *tensors)
+        results: tuple[Tensor, ...] = AdaptedFunction.apply(x, node, False, *node.trained)
         return results
-    stand_in, z = AdaptedFunction.apply(x, kinds, True, *tensors)
-    (part,) = parts_of(kinds, tensors)
+    stand_in, z = AdaptedFunction.apply(x, node, True, *node.trained)
+    (part,) = node.parts
     compute = partial(_result, x.detach().reshape(-1, x.shape[-1]), z, part, x.shape)
     return (Computed.apply(compute, stand_in),)

@@ -35,8 +35,8 @@ from liger_kernels.ops.lora.adapted_linears import one_ref
 from liger_kernels.ops.lora.lora_linear import cast_as_base
 from liger_kernels.ops.lora.projection import (
     GradientSums,
-    Kinds,
     Needs,
+    NodeParts,
     NodeProjection,
     Projection,
     add_deltas,
@@ -44,13 +44,10 @@ from liger_kernels.ops.lora.projection import (
     base_products,
     check_input,
     check_projection,
-    flat,
     gradient_of_x,
     gradients_of_parts,
     gradients_of_ranks,
-    needs_of,
     out_features,
-    parts_of,
     ranks_of_all,
     runs_as_one,
 )
@@ -159,15 +156,15 @@ class GatedMLPFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, activation: str, kinds: Kinds, first: bool, *tensors: Tensor | None
+        ctx: Any, x: Tensor, activation: str, node: NodeParts, first: bool, *trained: Tensor
     ) -> Tensor | tuple[Tensor, ...]:
-        *inner, down = parts_of(kinds, tensors)
+        *inner, down = node.parts
         found = inner_of(x.reshape(-1, x.shape[-1]), inner)
         h = unit_of(found, inner, activation)
         down_z = ranks_of_all(h, [down])
         ctx.save_for_backward(x, found.gate, found.up, found.z, down_z)
-        keep(ctx, tensors)
-        ctx.activation, ctx.kinds = activation, kinds
+        keep(ctx, node.tensors)
+        ctx.activation, ctx.node = activation, node
         ctx.set_materialize_grads(False)  # else autograd would make zeros of h's size, which nobody reads
         shape = *x.shape[:-1], out_features(down)
         if not first:
@@ -179,21 +176,23 @@ class GatedMLPFunction(torch.autograd.Function):
     @staticmethod
     @backward_once
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        needs_x, _activation, _kinds, _first, *needs = ctx.needs_input_grad
+        needs_x, _activation, _node, _first, *needs = ctx.needs_input_grad
         if dy is None:  # no gradient is wanted
             return None, None, None, None, *[None] * len(needs)
         x, *found = ctx.saved_tensors  # read once, because a recomputation gives them only once
+        node: NodeParts = ctx.node
+        kept(ctx)  # raises if a tensor of the projections has changed
         dx, gradients = gradients_of_mlp(
             x.reshape(-1, x.shape[-1]),
             dy.reshape(-1, dy.shape[-1]),
             Inner(*found),
-            parts_of(ctx.kinds, kept(ctx)),
-            needs_of(ctx.kinds, needs),
+            node.parts,
+            node.needs(needs),
             needs_x,
             ctx.activation,
             in_place=not keeps_graph(),
         )
-        return None if dx is None else dx.view(x.shape), None, None, None, *gradients
+        return None if dx is None else dx.view(x.shape), None, None, None, *node.of_trained(gradients)
 
 
 def _check(x: Tensor, gate: Projection, up: Projection, down: Projection) -> None:
@@ -238,11 +237,11 @@ class RecomputedMLPFunction(torch.autograd.Function):
     another."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: str, kinds: Kinds, first: bool, *tensors: Tensor | None) -> Tensor:
-        parts = parts_of(kinds, tensors)
+    def forward(ctx: Any, x: Tensor, activation: str, node: NodeParts, first: bool, *trained: Tensor) -> Tensor:
+        parts = node.parts
         ctx.save_for_backward(x)
-        keep(ctx, tensors)
-        ctx.activation, ctx.kinds = activation, kinds
+        keep(ctx, node.tensors)
+        ctx.activation, ctx.node = activation, node
         ctx.set_materialize_grads(False)
         shape = *x.shape[:-1], out_features(parts[-1])
         return anchor(shape, x.dtype, x.device) if first else _in_tiles(x, parts, activation, shape)
@@ -250,15 +249,16 @@ class RecomputedMLPFunction(torch.autograd.Function):
     @staticmethod
     @backward_once
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs_x, _activation, _kinds, _first, *needs = ctx.needs_input_grad
+        needs_x, _activation, _node, _first, *needs = ctx.needs_input_grad
         if dy is None:
             return None, None, None, None, *[None] * len(needs)
         (x,) = ctx.saved_tensors
-        tensors = kept(ctx)
-        parts, of_parts = parts_of(ctx.kinds, tensors), needs_of(ctx.kinds, needs)
+        node: NodeParts = ctx.node
+        kept(ctx)  # raises if a tensor of the projections has changed
+        parts, of_parts = node.parts, node.needs(needs)
         rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         tile = tokens_of_tile(len(rows))
-        sums = GradientSums(tensors) if len(rows) > tile else None
+        sums = GradientSums(node.tensors) if len(rows) > tile else None
         dx = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if needs_x and sums is not None else None
         gradients: Sequence[Tensor | None] = ()
         for start in range(0, len(rows), tile):
@@ -279,7 +279,7 @@ class RecomputedMLPFunction(torch.autograd.Function):
             elif own_dx is not None:
                 dx[some] = own_dx
         gradients = gradients if sums is None else sums.rounded()
-        return None if dx is None else dx.view(x.shape), None, None, None, *gradients
+        return None if dx is None else dx.view(x.shape), None, None, None, *node.of_trained(gradients)
 
 
 @checked_op
@@ -322,18 +322,18 @@ def gated_mlp(
 def gated_mlp_of_checked(x: Tensor, gate: Any, up: Any, down: Any, activation: str, recompute: bool = False) -> Tensor:
     """:func:`gated_mlp` for checked arguments that the kernels accept."""
     (x,) = as_values(cast_as_base(x))  # type: ignore[assignment]
-    kinds, tensors = flat((gate, up, down))
+    node = NodeParts((gate, up, down))
     first = saves_first() and bool(down.adapters or down.dense is as_it_is)  # else the length of y is unknown
     if recompute:
-        y: Tensor = RecomputedMLPFunction.apply(x, activation, kinds, first, *tensors)
+        y: Tensor = RecomputedMLPFunction.apply(x, activation, node, first, *node.trained)
         if not first:
             return y
-        compute = partial(_in_tiles, x, parts_of(kinds, tensors), activation, y.shape)
+        compute = partial(_in_tiles, x, node.parts, activation, y.shape)
         return Computed.apply(compute, y)
     if not first:
-        y = GatedMLPFunction.apply(x, activation, kinds, False, *tensors)
+        y = GatedMLPFunction.apply(x, activation, node, False, *node.trained)
         return y
-    stand_in, *values = GatedMLPFunction.apply(x, activation, kinds, True, *tensors)
-    *_, part = parts_of(kinds, tensors)
+    stand_in, *values = GatedMLPFunction.apply(x, activation, node, True, *node.trained)
+    *_, part = node.parts
     h, z = values[0], values[1] if len(values) > 1 else None
     return Computed.apply(partial(down_of, h, z, part, stand_in.shape), stand_in)

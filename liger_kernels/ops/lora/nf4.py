@@ -8,13 +8,14 @@ et al. 2023, QLoRA, section 3). The results are bit for bit those of bitsandbyte
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_kernels.ops.lora.products import one_of, up_to_three
-from liger_kernels.ops.runtime.dispatch import launch, tl, triton, use_triton
+from liger_kernels.ops.runtime.dispatch import launch, tl, triton
 from liger_kernels.ops.runtime.tiling import cdiv
 
 
@@ -34,7 +35,8 @@ class NestedScales(NamedTuple):
     offset: Tensor
 
 
-class PackedNf4(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class PackedNf4:
     """The quantisation of a weight to four bits.
 
     Attributes:
@@ -104,21 +106,20 @@ _BYTES_OF_PROGRAM = 4096  # 32 a lane of 4 warps, as two loads of 16
 
 def dense_nf4(packed: Sequence[Tensor], states: Sequence[PackedNf4]) -> list[Tensor]:
     """For each of up to three weights the matrix, of its state's shape and dtype, of the numbers in ``packed``, uint8
-    [half as many, 1]. The states of several weights are :func:`same_nf4`."""
+    [half as many, 1]. The states of several weights are :func:`same_nf4`. The caller asks whether kernels run there."""
     first = states[0]
-    if not use_triton(first.code):
-        return [dense_nf4_ref(one, state) for one, state in zip(packed, states, strict=True)]
     of_block = first.per_block // 2
     blocks = max(1, _BYTES_OF_PROGRAM // of_block)
     ys, problems, ends, end = [], [], [], 0
-    for one, (code, scales, _, shape, dtype, nested) in zip(packed, states, strict=True):
-        y = torch.empty(shape, dtype=dtype, device=code.device)
+    for one, state in zip(packed, states, strict=True):
+        nested = state.nested
+        y = torch.empty(state.shape, dtype=state.dtype, device=state.code.device)
         n_bytes = y.numel() // 2
         end += cdiv(n_bytes, blocks * of_block)
         inner = (None, None, None) if nested is None else (nested.code, nested.scales, nested.offset)
         ys.append(y)
         ends.append(end)
-        problems.append((one, code, scales, *inner, y, n_bytes))
+        problems.append((one, state.code, state.scales, *inner, y, n_bytes))
     numbers = *[*ends, end][:2], 1 if first.nested is None else first.nested.per_block
     options = {"BYTES": of_block, "ROWS": blocks, "num_warps": 4, "enable_fp_fusion": False}
     with torch._C.DisableTorchFunctionSubclass():  # of bitsandbytes' class of parameters

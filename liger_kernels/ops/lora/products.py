@@ -365,9 +365,10 @@ def alike(ws: Sequence[Tensor]) -> bool:
 def up_to_three(problems: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     """A kernel's arguments for ``problems``, each tensors and numbers. None and 0 are those of a problem that is not
     there."""
-    none = tuple([0 if type(argument) is int else None for argument in problems[0]])
-    first, second, third = *problems, *[none] * (3 - len(problems))
-    return *first, *second, *third
+    if len(problems) == 3:
+        return *problems[0], *problems[1], *problems[2]
+    none = [0 if type(argument) is int else None for argument in problems[0]]
+    return (*problems[0], *none, *none) if len(problems) == 1 else (*problems[0], *problems[1], *none)
 
 
 def _chosen_for(n_rows: int, invariant: bool) -> int:

@@ -122,38 +122,50 @@ class Needs(NamedTuple):
         return self.weight or self.bias or any(self.a) or any(self.b) or any(self.biases)
 
 
-Kinds = tuple[tuple[tuple[float, ...], Callable[[Tensor], Tensor]], ...]
+class NodeParts:
+    """The projections of an autograd node. The node gets the tensors that may have a gradient, and this object for all
+    others.
 
+    Attributes:
+        parts: each projection.
+        tensors: all tensors of all of them in one list: of each projection the weight, the bias, all A, all B, all
+            biases of adapters.
+        trained: those that require a gradient.
+    """
 
-def flat(projections: Sequence[Any]) -> tuple[Kinds, tuple[Tensor | None, ...]]:
-    """The arguments of an autograd node: each projection's scales and ``dense``, and all tensors in one list."""
-    kinds, tensors = [], []
-    for one in projections:
-        adapters = one.adapters
-        kinds.append((tuple([adapter.scale for adapter in adapters]), one.dense))
-        tensors += [one.weight, one.bias, *[adapter.a for adapter in adapters], *[adapter.b for adapter in adapters]]
-        tensors += [adapter.bias for adapter in adapters]
-    return tuple(kinds), as_values(*tensors)
+    __slots__ = ("_places", "parts", "tensors", "trained")
 
+    def __init__(self, projections: Sequence[Any]):
+        self.parts: list[NodeProjection] = []
+        self.tensors: list[Tensor | None] = []
+        for one in projections:
+            adapters = one.adapters
+            (weight,) = as_values(one.weight) if one.dense is as_it_is else (one.weight,)
+            (bias,) = as_values(one.bias)
+            a, b = as_values(*[t.a for t in adapters]), as_values(*[t.b for t in adapters])
+            biases = as_values(*[t.bias for t in adapters])
+            self.parts.append(NodeProjection(weight, bias, a, b, biases, [t.scale for t in adapters], one.dense))  # type: ignore[arg-type]
+            self.tensors += (weight, bias, *a, *b, *biases)
+        self._places = [i for i, t in enumerate(self.tensors) if t is not None and t.requires_grad]
+        self.trained = [self.tensors[i] for i in self._places]
 
-def _split(kinds: Kinds, items: Sequence[Any]) -> Iterator[list[Any]]:
-    first = 0
-    for scales, _ in kinds:
-        n = len(scales)
-        own = items[first : first + 2 + 3 * n]
-        yield [own[0], own[1], own[2 : 2 + n], own[2 + n : 2 + 2 * n], own[2 + 2 * n :]]
-        first += 2 + 3 * n
+    def needs(self, of_trained: Sequence[bool]) -> list[Needs]:
+        """Which gradients of each projection are wanted, from what autograd says of ``trained``."""
+        every = [False] * len(self.tensors)
+        for place, needed in zip(self._places, of_trained, strict=True):
+            every[place] = needed
+        found, first = [], 0
+        for part in self.parts:
+            a = first + 2
+            b, biases = a + len(part.a), a + 2 * len(part.a)
+            end = biases + len(part.a)
+            found.append(Needs(every[first], every[first + 1], every[a:b], every[b:biases], every[biases:end]))
+            first = end
+        return found
 
-
-def parts_of(kinds: Kinds, tensors: Sequence[Any]) -> list[NodeProjection]:
-    found = []
-    for (weight, bias, a, b, biases), (scales, dense) in zip(_split(kinds, tensors), kinds, strict=True):
-        found.append(NodeProjection(weight, bias, a, b, biases, scales, dense))
-    return found
-
-
-def needs_of(kinds: Kinds, needs: Sequence[bool]) -> list[Needs]:
-    return [Needs(*own) for own in _split(kinds, needs)]
+    def of_trained(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of ``trained``, from those of ``tensors``."""
+        return [gradients[place] for place in self._places]
 
 
 def dense_weights(parts: Sequence[NodeProjection], dtype: torch.dtype) -> Iterator[Tensor]:
@@ -284,9 +296,9 @@ def gradients_of_parts(
     sums: GradientSums | None = None,
     first_of_sums: int = 0,
 ) -> list[Tensor | None]:
-    """The gradients of all tensors of ``parts``, which share ``x`` [tokens, in features], in the order of :func:`flat`.
-    ``dys`` are the gradients of the parts' results. With ``sums``, the gradients are also added to ``sums``, from
-    ``first_of_sums`` on."""
+    """The gradients of all tensors of ``parts``, which share ``x`` [tokens, in features], in the order of
+    :class:`NodeParts`. ``dys`` are the gradients of the parts' results. With ``sums``, the gradients are also added to
+    ``sums``, from ``first_of_sums`` on."""
     dtype = None if sums is None else torch.float32
     das: list[Tensor | None] = [None] * sum([len(part.a) for part in parts])
     if g is not None and any(needed for need in needs for needed in need.a):
