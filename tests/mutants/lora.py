@@ -27,6 +27,9 @@ _DB = "columns_product(dy, z, b[0].shape, dtype or b[0].dtype, scales[0])"
 _PARTS = "test_sums_in_parts_and_tiles_below_one_another[torch.float32-ranks0]"
 _MLP = "test_adapters_on_some_and_on_all[torch.float32-{'gate': (4,), 'up': (4,), 'down': (4,)}-False]"
 
+_TOGETHER = "test_ops_lora_several.py::test_one_launch[torch.float32-torch.float32-4-3]"
+_TOGETHER_IN_PARTS = "test_ops_lora_several.py::test_sums_in_parts_and_tiles_below_one_another[torch.float32-4]"
+
 # fmt: off
 MUTANTS = (
     _op("lora_input_gradient_without_the_mask", "What dropout dropped of x gets the adapter's gradient.",
@@ -127,6 +130,28 @@ MUTANTS = (
     _products("several_second_matrix_from_its_start", "The second of several matrices is read from another row.",
         "w1_ptr + (rank - end).to(tl.int64) * rank_stride", "w1_ptr + rank.to(tl.int64) * rank_stride * 0",
         f"test_ops_gated_mlp.py::{_MLP}"),
+    _products("several_third_reads_the_second", "Of three layers, the third is computed from the second one's tensors.",
+        "tl.where(which == 2, c, a)", "tl.where(which == 2, a * 0 + b if a.dtype.is_int() else b, a)", _TOGETHER),
+    _products("several_ranks_of_the_first_layer", "In one launch, every layer's z lies in the first one's columns.",
+        "z_ptr += which * n_ranks", "z_ptr += which * 0", _TOGETHER, within="_lora_linear_rows_kernel"),
+    _products("several_layers_share_a_counter", "In one launch, the parts of all layers' sums count together.",
+        "done_ptr += which * tl.num_programs(0)", "pass", _TOGETHER_IN_PARTS),
+    faults("ops.lora.columns")("several_columns_of_the_first_z",
+        "In one launch, the gradient of each B is of the first z.",
+        "z_ptr += which * n_ranks", "z_ptr += which * 0", _TOGETHER),
+    faults("ops.lora.columns")("columns_sum_without_the_last_part", "The last part of the rows counts for no gradient.",
+        "tl.static_range(PARTS)", "tl.static_range(PARTS - 1)", _TOGETHER_IN_PARTS),
+    faults("ops.lora.columns")("columns_counter_left_behind", "The next sum begins to count where the last one ended.",
+        "tl.store(done_ptr + number, 0)", "pass", _TOGETHER_IN_PARTS),
+    _several("several_scales_of_the_first", "Layers of other scales have the first one's scale.",
+        "all(other == scale for _, other in stacked)", "True",
+        "test_ops_lora_several.py::test_what_one_launch_does_not_accept"),
+    _nf4("nf4_third_weight_from_the_second", "Of three weights, the third one is made of the second one's bytes.",
+        "one_of(which, packed_ptr, packed1_ptr, packed2_ptr)", "one_of(which, packed_ptr, packed1_ptr, packed1_ptr)",
+        "test_several_weights_in_one_launch[((256, 160), (32, 160), (17, 160))-nested]"),
+    faults("patching.lora.projection", "test_ops_nf4.py")("nf4_memory_of_the_first_call",
+        "A weight that lies elsewhere is read where it lay at the first call.",
+        "known.address != address", "False", "test_a_weight_in_another_place_is_read_again"),
     faults("ops.runtime.kept")("kept_parameter_not_compared", "A parameter may change before the backward.",
         "t._version != version", "False",
         "test_ops_gated_mlp.py::test_a_parameter_that_was_changed_before_the_backward_is_refused[1]"),
