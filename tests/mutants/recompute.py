@@ -18,7 +18,7 @@ MUTANTS = (
     _sums("recompute_gradients_of_the_last_tile", "Weights have the gradient of the last tile alone.",
         "add_to_sum(total, a, b, 1.0)", "add_to_sum(total, a, b, 0.0)", _IN_TILES),
     _op("recompute_last_tile_lost", "The last tile, which is shorter, adds nothing to the gradients of parameters.",
-        "sums=sums", "sums=sums if start + tile < len(rows) else GradientSums(tensors)", _IN_TILES,
+        "sums=sums", "sums=sums if start + tile < len(rows) else GradientSums(node.tensors)", _IN_TILES,
         within="RecomputedMLPFunction.backward"),
     _op("recompute_tile_at_the_wrong_place", "Within a tile, the gradients of x are in reversed order.",
         "dx[some] = own_dx", "dx[some] = own_dx.flip(0)", _IN_TILES),
