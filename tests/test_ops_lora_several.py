@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from convergence.op.call import check_call
 from liger_kernels import ops
@@ -96,6 +97,22 @@ def test_a_result_that_nobody_uses(unused: int, device: torch.device) -> None:
         return used(op, *every)
 
     check_call(partial(call, adapted_linears), partial(call, adapted_linears_ref), kept, terms=IN)
+
+
+def test_the_gradients_of_some_b_alone(device: torch.device) -> None:
+    """A frozen B has no gradient, and costs no launch."""
+    leaves = leaves_of(torch.float32, device, (4, 4, 4), torch.float32)
+    leaves[3] = leaves[3].detach()
+    check(leaves, (2, 2, 3))
+
+
+def test_a_tangent_is_refused(device: torch.device) -> None:
+    """The op has no formula for forward-mode derivatives, also where nothing requires a gradient."""
+    leaves = [t.detach() for t in leaves_of(torch.float32, device, (4, 4), torch.float32)]
+    with forward_ad.dual_level():
+        leaves[3] = forward_ad.make_dual(leaves[3], torch.ones_like(leaves[3]))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            layers(adapted_linears, *leaves)
 
 
 def test_which_matrices_are_alike() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from liger_kernels import ops
+from liger_kernels.ops import Projection, adapted_linears
 from liger_kernels.ops.lora.nf4 import NestedScales, PackedNf4, dense_nf4, dense_nf4_ref, same_nf4
 from liger_kernels.ops.lora.projection import as_it_is
 from liger_kernels.patching.lora import projection
@@ -74,8 +75,9 @@ def test_weights_of_other_blocks_are_apart() -> None:
     sizes = (64, 128)
     kinds = [{"blocksize": 64}, {"blocksize": 128}, {"compress_statistics": False}]
     (one, other, plain) = (both(quantised(sizes, torch.bfloat16, **kind), torch.bfloat16)[0] for kind in kinds)
+    half = both(quantised(sizes, torch.float16), torch.float16)[0]
     assert same_nf4([one, one])
-    for several in ([one], [one, other], [one, plain], [one] * 4, [one, as_it_is]):
+    for several in ([one], [one, other], [one, plain], [one, half], [one] * 4, [one, as_it_is]):
         assert not same_nf4(several)
 
 
@@ -115,6 +117,52 @@ def test_a_weight_in_another_place_is_read_again() -> None:
     layer.weight.data = other.weight.data
     _, ours, theirs = both(layer, torch.bfloat16)
     assert torch.equal(ours, theirs)
+
+
+def product_of(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    weights = weights_of(layer, x)
+    assert weights is not None
+    (y,) = adapted_linears(x, [Projection(weights[0], None, [], weights[2])])
+    return y
+
+
+def test_a_weight_that_moves_before_the_backward_is_read_where_it_is() -> None:
+    """As packages do that swap blocks of a model through two buffers. No version counter tells of it."""
+    layer, other = (quantised((64, 64), torch.bfloat16, seed) for seed in range(2))
+    x = torch.randn(4, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    expected = torch.autograd.grad(product_of(layer, x).sum(), x)
+    buffers = layer.weight.data.clone(), layer.weight.data.clone()
+    layer.weight.data = buffers[0]
+    y = product_of(layer, x)
+    buffers[0].copy_(other.weight.data)
+    layer.weight.data = buffers[1]
+    assert torch.equal(*torch.autograd.grad(y.sum(), x), *expected)
+
+
+def test_what_was_read_does_not_hold_the_bytes() -> None:
+    layer = quantised((64, 64), torch.bfloat16)
+    array = layer.weight.data.cpu().numpy().copy()
+    layer.weight.data, held = torch.from_numpy(array), weakref.ref(array)
+    del array
+    assert held() is not None
+    weights_of(layer, torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE))
+    layer.weight.data = torch.empty(0, dtype=torch.uint8)
+    gc.collect()
+    assert held() is None
+
+
+def test_weights_of_several_codes() -> None:
+    """Each weight of a launch is made of its own code, scales and length."""
+    packed, states, expected = [], [], []
+    for i, rows in enumerate((2, 5, 3)):
+        code, scales = torch.arange(16.0, device=DEVICE) + i, torch.arange(1.0, rows + 1, device=DEVICE) * (i + 1)
+        bytes_ = torch.arange(16 * rows, dtype=torch.uint8, device=DEVICE).reshape(-1, 1) + i
+        packed.append(bytes_)
+        states.append(PackedNf4(code, scales, 32, (rows, 32), torch.float32, None))
+        numbers = torch.stack([bytes_ >> 4, bytes_ & 15], 1).reshape(rows, 32).long()
+        expected.append(code[numbers] * scales[:, None])
+    assert same_nf4(states)
+    assert all(map(torch.equal, dense_nf4(packed, states), expected))
 
 
 def test_where_no_kernel_runs_bitsandbytes_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ class AdaptedFunction(torch.autograd.Function):
     ``first`` the anchor of a single projection, and z."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, node: NodeParts, first: bool, *trained: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, node: NodeParts, first: bool, *floating: Tensor) -> tuple[Tensor, ...]:
         parts = node.parts
         rows = x.reshape(-1, x.shape[-1])
         z = ranks_of_all(rows, parts)
@@ -87,7 +87,7 @@ class AdaptedFunction(torch.autograd.Function):
         g = gradients_of_ranks(slopes, parts) if needs_x or any(any(one.a) for one in of_parts) else None
         gradients = gradients_of_parts(x.reshape(-1, x.shape[-1]), slopes, z, g, parts, of_parts)
         dx = gradient_of_x(slopes, g, parts) if needs_x else None
-        return None if dx is None else dx.view(x.shape), None, None, *node.of_trained(gradients)
+        return None if dx is None else dx.view(x.shape), None, None, *node.of_floating(gradients)
 
 
 def _results(rows: Tensor, z: Tensor | None, parts: Sequence[NodeProjection], shape: Sequence[int]) -> Sequence[Tensor]:
@@ -139,9 +139,9 @@ def adapted_linears_of_checked(x: Tensor, projections: Sequence[Any], first: boo
     (x,) = as_values(cast_as_base(x))  # type: ignore[assignment]
     node = NodeParts(projections)
     if not first or len(projections) > 1 or not projections[0].adapters:
-        results: tuple[Tensor, ...] = AdaptedFunction.apply(x, node, False, *node.trained)
+        results: tuple[Tensor, ...] = AdaptedFunction.apply(x, node, False, *node.floating)
         return results
-    stand_in, z = AdaptedFunction.apply(x, node, True, *node.trained)
+    stand_in, z = AdaptedFunction.apply(x, node, True, *node.floating)
     (part,) = node.parts
     compute = partial(_result, x.detach().reshape(-1, x.shape[-1]), z, part, x.shape)
     return (Computed.apply(compute, stand_in),)

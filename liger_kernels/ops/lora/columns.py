@@ -66,8 +66,12 @@ def _lora_linear_columns_kernel(
         last = tl.atomic_add(done_ptr + number, 1, sem="acq_rel") == PARTS - 1
         if last:
             w = tl.zeros((BLOCK, RANKS), tl.float32)
-            for i in tl.static_range(PARTS):
-                w += tl.load(at + i * (BLOCK * RANKS))
+            if RANKS <= 64:
+                for i in tl.static_range(PARTS):  # all loads are in flight at once
+                    w += tl.load(at + i * (BLOCK * RANKS))
+            else:
+                for i in range(PARTS):  # the registers would not hold them
+                    w += tl.load(at + i * (BLOCK * RANKS))
             tl.store(done_ptr + number, 0)
     if last:
         w *= tl.full((), scale, tl.float32)

@@ -156,7 +156,7 @@ class GatedMLPFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, activation: str, node: NodeParts, first: bool, *trained: Tensor
+        ctx: Any, x: Tensor, activation: str, node: NodeParts, first: bool, *floating: Tensor
     ) -> Tensor | tuple[Tensor, ...]:
         *inner, down = node.parts
         found = inner_of(x.reshape(-1, x.shape[-1]), inner)
@@ -192,7 +192,7 @@ class GatedMLPFunction(torch.autograd.Function):
             ctx.activation,
             in_place=not keeps_graph(),
         )
-        return None if dx is None else dx.view(x.shape), None, None, None, *node.of_trained(gradients)
+        return None if dx is None else dx.view(x.shape), None, None, None, *node.of_floating(gradients)
 
 
 def _check(x: Tensor, gate: Projection, up: Projection, down: Projection) -> None:
@@ -237,7 +237,7 @@ class RecomputedMLPFunction(torch.autograd.Function):
     another."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: str, node: NodeParts, first: bool, *trained: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, activation: str, node: NodeParts, first: bool, *floating: Tensor) -> Tensor:
         parts = node.parts
         ctx.save_for_backward(x)
         keep(ctx, node.tensors)
@@ -279,7 +279,7 @@ class RecomputedMLPFunction(torch.autograd.Function):
             elif own_dx is not None:
                 dx[some] = own_dx
         gradients = gradients if sums is None else sums.rounded()
-        return None if dx is None else dx.view(x.shape), None, None, None, *node.of_trained(gradients)
+        return None if dx is None else dx.view(x.shape), None, None, None, *node.of_floating(gradients)
 
 
 @checked_op
@@ -325,15 +325,15 @@ def gated_mlp_of_checked(x: Tensor, gate: Any, up: Any, down: Any, activation: s
     node = NodeParts((gate, up, down))
     first = saves_first() and bool(down.adapters or down.dense is as_it_is)  # else the length of y is unknown
     if recompute:
-        y: Tensor = RecomputedMLPFunction.apply(x, activation, node, first, *node.trained)
+        y: Tensor = RecomputedMLPFunction.apply(x, activation, node, first, *node.floating)
         if not first:
             return y
         compute = partial(_in_tiles, x, node.parts, activation, y.shape)
         return Computed.apply(compute, y)
     if not first:
-        y = GatedMLPFunction.apply(x, activation, node, False, *node.trained)
+        y = GatedMLPFunction.apply(x, activation, node, False, *node.floating)
         return y
-    stand_in, *values = GatedMLPFunction.apply(x, activation, node, True, *node.trained)
+    stand_in, *values = GatedMLPFunction.apply(x, activation, node, True, *node.floating)
     *_, part = node.parts
     h, z = values[0], values[1] if len(values) > 1 else None
     return Computed.apply(partial(down_of, h, z, part, stand_in.shape), stand_in)

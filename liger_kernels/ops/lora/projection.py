@@ -123,17 +123,16 @@ class Needs(NamedTuple):
 
 
 class NodeParts:
-    """The projections of an autograd node. The node gets the tensors that may have a gradient, and this object for all
-    others.
+    """The projections of an autograd node. The node gets the tensors of floating point, and this object for all others.
 
     Attributes:
         parts: each projection.
         tensors: all tensors of all of them in one list: of each projection the weight, the bias, all A, all B, all
             biases of adapters.
-        trained: those that require a gradient.
+        floating: those of floating point, which alone may have a gradient or a tangent.
     """
 
-    __slots__ = ("_places", "parts", "tensors", "trained")
+    __slots__ = ("_places", "floating", "parts", "tensors")
 
     def __init__(self, projections: Sequence[Any]):
         self.parts: list[NodeProjection] = []
@@ -146,13 +145,14 @@ class NodeParts:
             biases = as_values(*[t.bias for t in adapters])
             self.parts.append(NodeProjection(weight, bias, a, b, biases, [t.scale for t in adapters], one.dense))  # type: ignore[arg-type]
             self.tensors += (weight, bias, *a, *b, *biases)
-        self._places = [i for i, t in enumerate(self.tensors) if t is not None and t.requires_grad]
-        self.trained = [self.tensors[i] for i in self._places]
+        with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' class of parameters takes long to answer
+            self._places = [i for i, t in enumerate(self.tensors) if t is not None and t.is_floating_point()]
+        self.floating = [self.tensors[i] for i in self._places]
 
-    def needs(self, of_trained: Sequence[bool]) -> list[Needs]:
-        """Which gradients of each projection are wanted, from what autograd says of ``trained``."""
+    def needs(self, of_floating: Sequence[bool]) -> list[Needs]:
+        """Which gradients of each projection are wanted, from what autograd says of ``floating``."""
         every = [False] * len(self.tensors)
-        for place, needed in zip(self._places, of_trained, strict=True):
+        for place, needed in zip(self._places, of_floating, strict=True):
             every[place] = needed
         found, first = [], 0
         for part in self.parts:
@@ -163,8 +163,8 @@ class NodeParts:
             first = end
         return found
 
-    def of_trained(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of ``trained``, from those of ``tensors``."""
+    def of_floating(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of ``floating``, from those of ``tensors``."""
         return [gradients[place] for place in self._places]
 
 
@@ -172,8 +172,9 @@ def dense_weights(parts: Sequence[NodeProjection], dtype: torch.dtype) -> Iterat
     """The dense weight of each of ``parts`` in ``dtype``. Weights in NF4 are made dense in one launch, others one after
     the other, so that one copy at a time exists."""
     if same_nf4(states := [part.dense for part in parts]):
-        for w in dense_nf4([part.weight for part in parts], states):  # type: ignore[arg-type]
-            yield in_dtype(w, dtype)
+        ws = dense_nf4([part.weight for part in parts], states)  # type: ignore[arg-type]
+        while ws:
+            yield in_dtype(ws.pop(0), dtype)
         return
     for part in parts:
         yield in_dtype(part.dense(part.weight), dtype)
@@ -210,7 +211,8 @@ def columns_of(t: Tensor | None, parts: Sequence[NodeProjection]) -> list[Tensor
 
 def in_one_launch(parts: Sequence[NodeProjection]) -> tuple[list[Tensor], float] | None:
     """B of each of ``parts``, [out features, ranks], and the scale of all, if one launch accepts them."""
-    if len(parts) < 2 or not all(part.b for part in parts):
+    ranks = [part.ranks for part in parts]
+    if len(parts) < 2 or not ranks[0] or any(other != ranks[0] for other in ranks):
         return None
     stacked = [stacked_b(part.b, part.scales) for part in parts]
     scale = stacked[0][1]

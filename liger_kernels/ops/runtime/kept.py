@@ -26,7 +26,7 @@ def keeps_graph() -> bool:
 def keep(ctx: Any, tensors: Sequence[torch.Tensor | None]) -> None:
     """Keep ``tensors``, of which none is a result of this node, for :func:`kept`."""
     if any(ctx.needs_input_grad):
-        ctx.kept = tensors, [None if t is None else t._version for t in tensors]
+        ctx.kept = tensors, _versions(tensors)
 
 
 def kept(ctx: Any) -> Sequence[torch.Tensor | None]:
@@ -36,12 +36,17 @@ def kept(ctx: Any) -> Sequence[torch.Tensor | None]:
         RuntimeError: one of them was changed in place since.
     """
     tensors, versions = ctx.kept
-    for t, version in zip(tensors, versions, strict=True):
-        if t is not None and t._version != version:
+    for t, version, now in zip(tensors, versions, _versions(tensors), strict=True):
+        if now != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter of shape {tuple(t.shape)} is at version {t._version}, expected version {version}; change "
-                "it after backward()"
+                f"parameter of shape {tuple(t.shape)} is at version {now}, expected version {version}; change it after "
+                "backward()"
             )
     result: Sequence[torch.Tensor | None] = tensors
     return result
+
+
+def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
+    with torch._C.DisableTorchFunctionSubclass():  # a class of parameters may take long to answer
+        return [None if t is None else t._version for t in tensors]

@@ -91,14 +91,12 @@ def _held(module: Any, x: torch.Tensor, features: int) -> Held | None:
     return Held(weight, bias, adapters, dense)
 
 
-_Dense = Callable[[torch.Tensor], torch.Tensor]
-_Weights = tuple[torch.Tensor, torch.Tensor | None, _Dense, Sequence[int]]
+_Weights = tuple[torch.Tensor, torch.Tensor | None, Callable[[torch.Tensor], torch.Tensor], Sequence[int]]
 
 
 def weights_of(base: Any, x: torch.Tensor, kind: type | None = None) -> _Weights | None:
-    """Weight, bias, what makes the weight dense, and its shape then, where calling ``base`` is F.linear of these. A
-    weight in NF4 is a plain tensor over the parameter's memory. ``kind`` is the class of ``base``, if that is not what
-    it was before a patch."""
+    """Weight, bias, what makes the weight dense, and its shape then, where calling ``base`` is F.linear of these.
+    ``kind`` is its class, if that is not what it was before a patch."""
     kind = type(base) if kind is None else kind
     if probe.has_hooks(base):
         return None
@@ -124,27 +122,23 @@ def weights_of(base: Any, x: torch.Tensor, kind: type | None = None) -> _Weights
         return None  # it casts x, and what comes of it back
     if bias is not None and bias.dtype != x.dtype:
         return None
-    packed, dense = _dense_of(weight, state, bitsandbytes)
-    return packed, bias, dense, state.shape
+    return weight, bias, _dense_of(weight, state, bitsandbytes), state.shape
 
 
 class _Read(NamedTuple):
-    """A state of bitsandbytes as it was read. Neither the state nor its weight is held, or both would stay forever.
-    ``packed`` has the weight's memory, which is at ``address``."""
+    """A state of bitsandbytes as it was read. Neither the state nor its weight is held, or both would stay forever."""
 
     state: Callable[[], Any]
     tensors: tuple[Any, ...]
     nf4: PackedNf4 | None
-    packed: torch.Tensor
-    address: int
 
 
 _read: dict[tuple[int, int], _Read] = {}  # by the ids of a state that is alive and of its weight
 
 
-def _dense_of(weight: torch.Tensor, state: Any, bitsandbytes: Any) -> tuple[torch.Tensor, _Dense]:
-    """A tensor, and what makes a dense weight of it: the kernel, or bitsandbytes where it does not run. A state is read
-    once, and again where one of its tensors, or the weight's memory, is another one."""
+def _dense_of(weight: torch.Tensor, state: Any, bitsandbytes: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes ``weight`` dense: the kernel, or bitsandbytes where it does not run. A state is read once, and again
+    where one of its tensors is another one."""
     inner, key = state.state2, (id(state), id(weight))
     tensors = (
         state.absmax,
@@ -155,19 +149,13 @@ def _dense_of(weight: torch.Tensor, state: Any, bitsandbytes: Any) -> tuple[torc
         state.dtype,
     )
     known = _read.get(key)
-    with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' class of parameters takes long to say what it is
-        address = weight.data_ptr()
-        if (
-            known is None
-            or known.state() is not state
-            or known.address != address
-            or not all(map(operator.is_, known.tensors, tensors))
-        ):
-            dies = weakref.ref(state, lambda _: _read.pop(key, None))
-            known = _read[key] = _Read(dies, tensors, _nf4(weight, state), weight.detach(), address)
+    if known is None or known.state() is not state or not all(map(operator.is_, known.tensors, tensors)):
+        with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' class of parameters takes long to say what it is
+            nf4 = _nf4(weight, state)
+        known = _read[key] = _Read(weakref.ref(state, lambda _: _read.pop(key, None)), tensors, nf4)
     if known.nf4 is None or not use_triton(state.code):
-        return weight, partial(bitsandbytes.functional.dequantize_4bit, quant_state=state)
-    return known.packed, known.nf4
+        return partial(bitsandbytes.functional.dequantize_4bit, quant_state=state)
+    return known.nf4
 
 
 def _nf4(weight: torch.Tensor, state: Any) -> PackedNf4 | None:
