@@ -5,7 +5,7 @@ All of trl's trainers with a head of their own (trl 1.15 and later) call ``Chunk
 :func:`linear_divergence`. Each is replaced on the class, when trl imports its module, so every reference to the class
 sees it. The first call compares trl's function with our reference; trl's function stays in use if it computes anything
 else, and for every call that our kernels do not take. What surrounds the call (masks, metrics, casts, the gathering of
-sharded weights) stays trl's.
+sharded weights) stays trl's. A kernel for given logits (1.16) is kept from lazy ones (trl_gathered.py).
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import torch
 
 from liger_kernels.trl_divergence import DivergenceReplacement
 from liger_kernels.trl_function import FunctionReplacement, differences_of, evaluated
+from liger_kernels.trl_gathered import KernelQuestion
 
-__all__ = ["DIVERGENCE", "LOG_PROBS", "HeadReplacement", "current", "install", "state", "uninstall"]
+__all__ = ["DIVERGENCE", "GATHERED", "LOG_PROBS", "HeadReplacement", "current", "install", "state", "uninstall"]
 
 # trl's modules.
 LOG_PROBS, DIVERGENCE = "trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence"
+GATHERED = "trl.trainer.utils"
 # What the apply of the first one's function returns, by position.
 _RESULTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -114,13 +116,14 @@ class _Finder(importlib.abc.MetaPathFinder):
         return None
 
 
-# By module: the name of the class in it, and what replaces it.
-_FUNCTIONS: dict[str, tuple[str, type[FunctionReplacement]]] = {
+# By module: the name of the class or function in it, and what replaces it.
+_FUNCTIONS: dict[str, tuple[str, type[FunctionReplacement | KernelQuestion]]] = {
     LOG_PROBS: ("ChunkedLogProbFunction", HeadReplacement),
     DIVERGENCE: ("ChunkedDivergenceFunction", DivergenceReplacement),
+    GATHERED: ("_supports_trl_loss_kernel", KernelQuestion),
 }
 _finder = _Finder()
-_replacements: dict[str, FunctionReplacement] = {}
+_replacements: dict[str, Any] = {}
 
 
 def install() -> None:
@@ -143,7 +146,7 @@ def uninstall() -> None:
     _replacements.clear()
 
 
-def current(module: str = LOG_PROBS) -> FunctionReplacement | None:
+def current(module: str = LOG_PROBS) -> Any:
     """What is in place of the function of trl's ``module``: None before that is imported."""
     return _replacements.get(module)
 

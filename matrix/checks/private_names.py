@@ -155,6 +155,12 @@ def an_export_is_known() -> bool:
     return all(seen)
 
 
+def trl_asks_whether_its_kernel_runs() -> bool:
+    from trl.trainer.utils import selective_log_softmax
+
+    return "_supports_trl_loss_kernel" in selective_log_softmax.__code__.co_names
+
+
 def a_transform_is_known() -> bool:
     inside: list[Any] = []
     look = torch._C._functorch.peek_interpreter_stack
@@ -333,6 +339,13 @@ NAMES = (
         None,
         "checkpointing computes the last product of gated units and experts again",
         hooks_on_saved_tensors_are_known,
+    ),
+    Private(
+        ("_supports_trl_loss_kernel",),
+        "trl.trainer.utils:_supports_trl_loss_kernel",
+        "on a GPU, trl's ORPO and CPO read logits that nobody needs",
+        trl_asks_whether_its_kernel_runs,
+        needs="trl.kernels.logprob_entropy",
     ),
     Private(
         ("_active_adapter", "_disable_adapters"),

@@ -97,6 +97,12 @@ def _is_managed(parameter: Any) -> bool:
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_fsdp_flattened")
 
 
+def has_no_values(logits: Any) -> bool:
+    """Whether ``logits`` are lazy logits from which log-probabilities can still be gathered without computing them."""
+    meaning = logits._computation.meaning if isinstance(logits, LazyTensor) else None
+    return isinstance(meaning, Gathering) and meaning.kind == "logits" and not meaning.source.is_used()
+
+
 class _NotRecordedError(Exception):
     """The operation needs real logits."""
 
