@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 import liger_kernels
 from convergence.judge.tolerance import three_way
-from liger_kernels import trl_head
 from liger_kernels.patching.logits import gathered
 from liger_kernels.patching.logits.lazy import LazyTensor
 from tests.patching_checks import DEVICE, batch, fallbacks, tiny
@@ -140,58 +139,3 @@ def test_only_where_it_was_asked_for() -> None:
     assert type(model.eval()(ids).logits) is torch.Tensor
     gathered.uninstall()
     assert type(model.train()(ids).logits) is torch.Tensor
-
-
-def by_trl(logits: Any, ids: Any) -> Any:
-    from trl.trainer.utils import selective_log_softmax
-
-    return selective_log_softmax(logits, ids)
-
-
-def takes(logits: Any, *_: Any) -> bool:
-    """As trl's function answers on a GPU. Its kernel does not run on this tensor."""
-    return True
-
-
-def reads(logits: Any, index: Any, **_: Any) -> Any:
-    """As trl's kernel: it reads the memory of the logits."""
-    assert logits.data_ptr()
-    found = logits.detach().clone().requires_grad_(logits.requires_grad).log_softmax(-1)
-    return found.gather(-1, index.unsqueeze(-1)).squeeze(-1), None
-
-
-@pytest.fixture
-def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """trl's module, as if its kernel ran here."""
-    pytest.importorskip("trl.kernels.logprob_entropy", reason="trl has a kernel for given logits from 1.16")
-    utils = pytest.importorskip("trl.trainer.utils")
-    monkeypatch.setattr(takes, "__module__", utils.__name__)
-    monkeypatch.setattr(takes, "__name__", "_supports_trl_loss_kernel")
-    monkeypatch.setattr(utils, "_supports_trl_loss_kernel", takes)
-    monkeypatch.setattr(utils, "is_triton_available", lambda: True)
-    monkeypatch.setattr(utils, "_fused_logprob_entropy", reads, raising=False)
-    trl_head.install()
-    yield utils
-    trl_head.uninstall()
-    assert utils._supports_trl_loss_kernel is takes
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_trls_kernel_does_not_read_logits_that_were_not_computed(utils: Any, dtype: torch.dtype) -> None:
-    patched = tiny("llama").to(dtype)
-    liger_kernels.patch(patched)
-    run(patched, by_trl)
-    assert fallbacks(patched) == {}
-    assert gathered.state() == "on, 1 calls ran linear_log_probs"
-    assert trl_head.current(trl_head.GATHERED).refused == 1
-
-
-def test_trls_kernel_reads_logits_that_are_there(utils: Any) -> None:
-    ids = batch()["input_ids"]
-    patched = tiny("llama")
-    liger_kernels.patch(patched)
-    logits = patched(ids).logits
-    logits.sort()
-    for given in (logits, torch.zeros(*ids.shape, 5, device=ids.device)):
-        assert utils._supports_trl_loss_kernel(given, ids)
-    assert trl_head.current(trl_head.GATHERED).refused == 0
