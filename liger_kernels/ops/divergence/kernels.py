@@ -304,26 +304,14 @@ def _divergence_finish_kernel(
 
 
 @triton.jit
-def _probability(below, log_total, total, PRECISE: tl.constexpr):
-    """exp(below) / total, for ``below`` [rows, columns]. PRECISE divides. The other way is faster, and rounds
-    ``below - log_total`` before exp."""
-    if PRECISE:
-        p = tl.div_rn(exp(below, PRECISE), total[:, None])
-    else:
-        p = exp(below - log_total[:, None], PRECISE)
-    return p
-
-
-@triton.jit
 def _store_divergence_grad_block(
     student_rows, teacher_rows, start, rows,            # as in _load_both; four of [rows]
-    entropy, normalisers, totals, shares,               # two of [rows] or None; as in _mixture_block; two of [rows]
+    entropy, normalisers, shares,                       # two of [rows] or None; as in _mixture_block
     vocab, scaling, teacher_scaling,
     MODE: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):
     row_mask, counts, upstream, of_student = rows
     z_max, log_z, u_max, log_u = normalisers
-    z_total, u_total = totals
     beta, log_of_student, log_of_teacher = shares
     _, softcap, _ = scaling
     cols, _, x, z, u = _load_both(
@@ -332,13 +320,13 @@ def _store_divergence_grad_block(
     z_below = z - z_max[:, None]
     u_below = u - u_max[:, None]
     log_p = z_below - log_z[:, None]
-    p = _probability(z_below, log_z, z_total, PRECISE)
+    log_q = u_below - log_u[:, None]
+    p = exp(log_p, PRECISE)
     if MODE == 0:
-        grad = p - _probability(u_below, log_u, u_total, PRECISE)
+        grad = p - exp(log_q, PRECISE)
     elif MODE == 1:
         grad = p * tl.where(p > 0.0, (z_below - u_below) - of_student[:, None], 0.0)
     else:
-        log_q = u_below - log_u[:, None]
         ratio, _ = _log_ratios_to_mixture(log_p, log_q, log_of_student, log_of_teacher, PRECISE)
         grad = (1.0 - beta) * p * tl.where(p > 0.0, ratio - of_student[:, None], 0.0)
     grad *= upstream[:, None]
@@ -385,9 +373,6 @@ def _divergence_bwd_kernel(
             grad_entropy *= as_float32(logit_scale)
         entropy = (grad_entropy, tl.load(entropy_ptr + row, mask=counts, other=0.0))
     normalisers = _normalisers(stats_ptr + row, stats_stride, counts)
-    of_total = stats_ptr + row + stats_stride
-    of_teacher_total = of_total + stats_stride + stats_stride
-    totals = (tl.load(of_total, mask=counts, other=1.0), tl.load(of_teacher_total, mask=counts, other=1.0))
     of_student = tl.load(sums_ptr + row + stats_stride, mask=counts, other=0.0)
     rows = (row_mask, counts, upstream, of_student)
     shares = (as_float32(beta), as_float32(log_of_student), as_float32(log_of_teacher))
@@ -396,12 +381,12 @@ def _divergence_bwd_kernel(
     n_whole = vocab // BLOCK
     for i in range(n_whole):
         _store_divergence_grad_block(
-            student_rows, teacher_rows, i * BLOCK, rows, entropy, normalisers, totals, shares,
+            student_rows, teacher_rows, i * BLOCK, rows, entropy, normalisers, shares,
             vocab, scaling, teacher_scaling, MODE, PRECISE, BLOCK, WHOLE=True,
         )
     for i in range(n_whole, tl.cdiv(vocab, BLOCK)):
         _store_divergence_grad_block(
-            student_rows, teacher_rows, i * BLOCK, rows, entropy, normalisers, totals, shares,
+            student_rows, teacher_rows, i * BLOCK, rows, entropy, normalisers, shares,
             vocab, scaling, teacher_scaling, MODE, PRECISE, BLOCK, WHOLE=False,
         )
 # fmt: on
