@@ -42,6 +42,3 @@ class KernelQuestion:
         name = self.own.__name__
         if getattr(self._module, name, None) is self._supports:
             setattr(self._module, name, self.own)
-
-    def __str__(self) -> str:
-        return f"on, {self.refused} calls kept trl's kernel from logits that were not computed"

@@ -24,7 +24,7 @@ from liger_kernels.trl_divergence import DivergenceReplacement
 from liger_kernels.trl_function import FunctionReplacement, differences_of, evaluated
 from liger_kernels.trl_gathered import KernelQuestion
 
-__all__ = ["DIVERGENCE", "GATHERED", "LOG_PROBS", "HeadReplacement", "current", "install", "state", "uninstall"]
+__all__ = ["DIVERGENCE", "LOG_PROBS", "HeadReplacement", "current", "install", "question", "state", "uninstall"]
 
 # trl's modules.
 LOG_PROBS, DIVERGENCE = "trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence"
@@ -123,7 +123,7 @@ _FUNCTIONS: dict[str, tuple[str, type[FunctionReplacement | KernelQuestion]]] = 
     GATHERED: ("_supports_trl_loss_kernel", KernelQuestion),
 }
 _finder = _Finder()
-_replacements: dict[str, Any] = {}
+_replacements: dict[str, FunctionReplacement | KernelQuestion] = {}
 
 
 def install() -> None:
@@ -146,9 +146,16 @@ def uninstall() -> None:
     _replacements.clear()
 
 
-def current(module: str = LOG_PROBS) -> Any:
-    """What is in place of the function of trl's ``module``: None before that is imported."""
-    return _replacements.get(module)
+def current(module: str = LOG_PROBS) -> FunctionReplacement | None:
+    """What runs in place of the function of trl's ``module``: None before that is imported."""
+    found = _replacements.get(module)
+    return found if isinstance(found, FunctionReplacement) else None
+
+
+def question() -> KernelQuestion | None:
+    """What answers whether trl's kernel takes given logits: None before trl's module is imported."""
+    found = _replacements.get(GATHERED)
+    return found if isinstance(found, KernelQuestion) else None
 
 
 def state(module: str = LOG_PROBS) -> str:

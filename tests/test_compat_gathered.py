@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,18 +12,17 @@ import torch
 import liger_kernels
 from liger_kernels import trl_head
 from liger_kernels.patching.logits import gathered
+from liger_kernels.trl_gathered import KernelQuestion
 from tests.patching_checks import batch, fallbacks, tiny
 from tests.test_patching_gathered import _installed as _installed
 from tests.test_patching_gathered import run
 
 pytest.importorskip("trl.kernels.logprob_entropy", reason="trl has a kernel for given logits from 1.16")
-from trl.trainer import utils as trl_utils
+UTILS: Any = importlib.import_module("trl.trainer.utils")
 
 
 def by_trl(logits: Any, ids: Any) -> Any:
-    from trl.trainer.utils import selective_log_softmax
-
-    return selective_log_softmax(logits, ids)
+    return UTILS.selective_log_softmax(logits, ids)
 
 
 def takes(logits: Any, *_: Any) -> bool:
@@ -37,10 +37,16 @@ def reads(logits: Any, index: Any, **_: Any) -> Any:
     return found.gather(-1, index.unsqueeze(-1)).squeeze(-1), None
 
 
+def asked() -> KernelQuestion:
+    found = trl_head.question()
+    assert found is not None
+    return found
+
+
 @pytest.fixture
 def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """trl's module, as if its kernel ran here."""
-    utils: Any = trl_utils
+    utils = UTILS
     monkeypatch.setattr(takes, "__module__", utils.__name__)
     monkeypatch.setattr(takes, "__name__", "_supports_trl_loss_kernel")
     monkeypatch.setattr(utils, "_supports_trl_loss_kernel", takes)
@@ -59,7 +65,7 @@ def test_trls_kernel_does_not_read_logits_that_were_not_computed(utils: Any, dty
     run(patched, by_trl)
     assert fallbacks(patched) == {}
     assert gathered.state() == "on, 1 calls ran linear_log_probs"
-    assert trl_head.current(trl_head.GATHERED).refused == 1
+    assert asked().refused == 1
 
 
 def test_trls_kernel_reads_logits_that_are_there(utils: Any) -> None:
@@ -70,4 +76,4 @@ def test_trls_kernel_reads_logits_that_are_there(utils: Any) -> None:
     logits.sort()
     for given in (logits, torch.zeros(*ids.shape, 5, device=ids.device)):
         assert utils._supports_trl_loss_kernel(given, ids)
-    assert trl_head.current(trl_head.GATHERED).refused == 0
+    assert asked().refused == 0

@@ -434,30 +434,36 @@ def add_product(
     overwrites y0, which must be contiguous. ``y0`` None counts as zero. ``z`` is float32 [tokens, ranks]. ``ws`` and
     ``invariant`` are those of :func:`rows_product`. ``factor`` [columns], float32, multiplies y0."""
     y = y0 if in_place else torch.empty(shape, dtype=dtype, device=z.device)
-    w_args, n_ranks = _stack(ws, by_column)
-    n_rows, n_cols = z.shape[0], shape[-1]
-    y0_rows = (None, 0) if y0 is None else as_rows(y0)
-    ranks = ranks_of_program(n_ranks)
-    bias = None if bias is None else bias.contiguous()
-    tiles, options = _add_shape(_chosen_for(n_rows, invariant), n_cols, ranks, factor is not None, z.device)
-    rows_of_program = tiles * options["ROWS"]
-    grid = (cdiv(n_rows, rows_of_program) * cdiv(n_cols, options["BLOCK"]),)
-    tensors = *y0_rows, z, z.stride(0), *w_args, bias, factor, *up_to_three([(y, n_cols)])
-    options = {"EXACT": dtype is not torch.bfloat16, "RANKS": ranks, **options}
-    launch(_lora_linear_add_kernel, grid, z.device, *tensors, n_rows, n_ranks, rows_of_program, float(scale), **options)
     assert y is not None
+    of_y0 = (None, 0) if y0 is None else as_rows(y0)
+    bias = None if bias is None else bias.contiguous()
+    _launch_add([y], of_y0, z, *_stack(ws, by_column), scale, bias, factor, invariant)
     return y
 
 
 def add_products(ys: Sequence[Tensor], z: Tensor, ws: Sequence[Tensor], scale: float) -> None:
     """Add scale * z_i w_i^T to each of two or three contiguous ``ys`` [tokens, columns] in place, in one launch. ``z``
     [tokens, all ranks] has the z_i side by side, ``ws`` [columns, ranks] are :func:`alike`."""
-    n_rows, n_ranks = z.shape[0], ws[0].shape[1]
-    ranks, widest = ranks_of_program(n_ranks), max([y.shape[-1] for y in ys])
-    tiles, options = _add_shape(n_rows, widest, ranks, False, z.device)
+    _launch_add(ys, as_rows(ys[0]), z, _apart(ws), ws[0].shape[1], scale)
+
+
+def _launch_add(
+    ys: Sequence[Tensor],
+    of_y0: tuple[Tensor | None, int],
+    z: Tensor,
+    w_args: tuple[Any, ...],
+    n_ranks: int,
+    scale: float,
+    bias: Tensor | None = None,
+    factor: Tensor | None = None,
+    invariant: bool = False,
+) -> None:
+    n_rows, device, ranks = z.shape[0], z.device, ranks_of_program(n_ranks)
+    widest = max([y.shape[-1] for y in ys])
+    tiles, options = _add_shape(_chosen_for(n_rows, invariant), widest, ranks, factor is not None, device)
     rows_of_program = tiles * options["ROWS"]
     grid = cdiv(n_rows, rows_of_program) * cdiv(widest, options["BLOCK"]), len(ys)
-    of_y = up_to_three([(y, y.shape[-1]) for y in ys])
-    tensors = ys[0], ys[0].shape[-1], z, z.stride(0), *_apart(ws), None, None, *of_y
+    of_ys = up_to_three([(y, y.shape[-1]) for y in ys])
+    tensors = *of_y0, z, z.stride(0), *w_args, bias, factor, *of_ys
     options = {"EXACT": ys[0].dtype is not torch.bfloat16, "RANKS": ranks, **options}
-    launch(_lora_linear_add_kernel, grid, z.device, *tensors, n_rows, n_ranks, rows_of_program, float(scale), **options)
+    launch(_lora_linear_add_kernel, grid, device, *tensors, n_rows, n_ranks, rows_of_program, float(scale), **options)
