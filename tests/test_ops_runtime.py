@@ -320,6 +320,14 @@ def test_the_interpreter_describes_a_shape_once() -> None:
     assert (narrow.element_ty.element_ty, wide.element_ty.element_ty) == (tl.int8, tl.int64)
 
 
+@pytest.mark.skipif(not INTERPRET, reason="a GPU runs compiled kernels, not the interpreter")
+def test_products_of_bfloat16_read_nothing_behind_a_row() -> None:
+    """oneDNN does, with AMX."""
+    room = torch.full((23, 40), float("nan"), dtype=torch.bfloat16)
+    rows = room[:, :37].fill_(1.0)
+    assert (rows @ torch.ones(37, 12, dtype=torch.bfloat16)).tolist() == [[37.0] * 12] * 23
+
+
 def runs_mathematical_functions() -> float:
     """In the subprocess: how far ``libdevice``'s functions in the interpreter are from torch's."""
     os.environ["TRITON_INTERPRET"] = "1"

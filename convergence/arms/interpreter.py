@@ -1,4 +1,5 @@
-"""Triton's interpreter, which runs kernels on a CPU: what it gets wrong or lacks, and what makes it faster.
+"""Triton's interpreter, which runs kernels on a CPU: what it gets wrong or lacks, and what makes it faster. PyTorch
+computes the products around the kernels, one kind of them wrongly on some CPUs.
 
 It replaces functions of Triton's in this process, for the kernels of every package: so it belongs to the proof, and a
 program that uses the kernels never does it.
@@ -7,6 +8,7 @@ program that uses the kernels never does it.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +24,22 @@ def prepare() -> None:
     """Repair and hurry the interpreter, once in a process, where ``TRITON_INTERPRET=1`` said at Triton's import that it
     is used: in another process, the compiler would run what is replaced."""
     if isinstance(tl.sum, interpreter.InterpretedFunction):
+        _leave_amx_out()
         _repair_bfloat16()
         define_libdevice()
         from convergence.arms import hurried  # it takes Triton's own functions as they are now
 
         hurried.install()
+
+
+def _leave_amx_out() -> None:
+    """Let PyTorch's products of bfloat16 use everything that the CPU has but Intel's AMX, unless the user chose.
+
+    oneDNN (as of torch 2.13) reads behind the end of a row there, if the rows lie further apart than they are long. It
+    multiplies what it reads by zero, and NaN by zero is NaN. Logits have such rows, and the memory between them has no
+    value. oneDNN reads this variable before its first product.
+    """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
 def _repair_bfloat16() -> None:
