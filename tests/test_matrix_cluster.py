@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -68,11 +69,11 @@ def not_whole(cell: Cell, options: list[str], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Any]:
-    """A head without CPUs, which soon notices that a node is dead."""
+    """A head without CPUs, which soon notices that a node is dead: a dead one refuses at once, a slow one has time."""
     from ray.cluster_utils import Cluster
 
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0"}
-    checks = {"initial_delay_ms": 0, "period_ms": 300, "timeout_ms": 300, "failure_threshold": 3}
+    checks = {"initial_delay_ms": 0, "period_ms": 300, "timeout_ms": 20_000, "failure_threshold": 3}
     head = {
         "num_cpus": 0,
         "include_dashboard": False,
@@ -98,26 +99,32 @@ def run(nodes: Any, cells: list[Cell], folder: Path, **options: Any) -> tuple[di
     return failures, said
 
 
-def killed(nodes: Any, alive: list[Any], cell: Cell) -> threading.Thread:
-    """A thread that kills each node on which ``cell`` waits for its end, in the middle of it."""
+@contextlib.contextmanager
+def killed(nodes: Any, alive: list[Any], cell: Cell) -> Iterator[None]:
+    """Inside, each node on which ``cell`` waits for its end is killed, in the middle of it."""
+    over = threading.Event()
 
     def work() -> None:
         for death in range(int(cell.pins["deaths"])):
             while len(lines := Path(cell.why).read_text().split() if Path(cell.why).exists() else []) <= death:
-                time.sleep(0.05)
+                if over.wait(0.05):  # the cell never came that far
+                    return
             (node,) = [node for node in alive if node.node_id == lines[death]]
             nodes.remove_node(node, allow_graceful=False)
 
     thread = threading.Thread(target=work)
     thread.start()
-    return thread
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_a_cell_whose_node_dies_runs_again_on_another(nodes: Any, two: list[Any], tmp_path: Path) -> None:
     first, second = a_cell(tmp_path / "first", deaths=1), a_cell(tmp_path / "second", "tf2.0-trl2.0")
-    killer = killed(nodes, two, first)
-    failures, said = run(nodes, [first, second], tmp_path / "records")
-    killer.join()
+    with killed(nodes, two, first):
+        failures, said = run(nodes, [first, second], tmp_path / "records")
     assert failures == {}
     assert f"{first.name}: its node died; it runs again" in said
     starts = (tmp_path / "first").read_text().split()
@@ -138,9 +145,8 @@ def test_a_cell_without_a_node_left_has_no_record(
     cell = a_cell(tmp_path / "notes", deaths=2)
     record = CellRecord(cell.name, cell.digest, "earlier", "", {}, {"gpu": "none"}, "today", complete=True)
     records.write(record, tmp_path / "records")
-    killer = killed(nodes, two, cell)
-    failures, _ = run(nodes, [cell], tmp_path / "records")
-    killer.join()
+    with killed(nodes, two, cell):
+        failures, _ = run(nodes, [cell], tmp_path / "records")
     assert failures == {cell.name: "no node has 1 CPUs and 0 GPUs"}
     assert list((tmp_path / "records").iterdir()) == []
 
