@@ -64,12 +64,14 @@ def _store_grad(
     upstream, row_max, total, others,             # [rows]
     entropy,                                      # two of [rows]: its upstream gradient, and itself; or None
     ids,                                          # of chosen classes: _load_ids, or None
-    vocab, z_loss, scaling, smoothing,
+    vocab, scaling, terms,                        # terms: label_smoothing and z_loss
+    weight_sum,
     PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Write upstream * dloss/dx for a tile of rows. The blocks run from last to first: after the forward's pass over
     the same rows the last blocks are still in the cache."""
-    label_smoothing, _ = smoothing
+    label_smoothing, z_loss = terms
+    smoothing = (label_smoothing, weight_sum)
     logit_scale, softcap, _ = scaling
     if weight_ptr is None:
         class_weight = tl.full(target.shape, 1.0, tl.float32)

@@ -238,9 +238,10 @@ def _store_carry(carry, wanted, z_target, known, row_mask):
 @triton.jit
 def _loss_of_rows(
     nll, lse, smooth, target, counts,                   # [rows]
-    weight_ptr, weight_sum_ptr, vocab, label_smoothing, z_loss,
+    weight_ptr, weight_sum_ptr, vocab, terms,
 ):
     """The loss of each row without its row weight, and the sum of the class weights."""
+    label_smoothing, z_loss = terms
     loss = nll
     if label_smoothing is not None:
         loss = nll * (1.0 - as_float32(label_smoothing))
@@ -294,8 +295,8 @@ def _cross_entropy_fwd_kernel(
     IDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
 ):
     PRECISE: tl.constexpr = logits_ptr.dtype.element_ty == tl.float32
-    z_loss = as_float32(z_loss)
     scaling = (logit_scale, softcap, inverse_temperature)
+    terms = (label_smoothing, as_float32(z_loss))
 
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < n_rows
@@ -342,7 +343,7 @@ def _cross_entropy_fwd_kernel(
     nll = tl.where(confident & (e_target > 0.0), log1p(ratio), row_max - z_target + log_total)
 
     loss, weight_sum = _loss_of_rows(
-        nll, row_max + log_total, smooth, target, counts, weight_ptr, weight_sum_ptr, vocab, label_smoothing, z_loss
+        nll, row_max + log_total, smooth, target, counts, weight_ptr, weight_sum_ptr, vocab, terms
     )
     row_weight = tl.full((ROWS,), 1.0, tl.float32)
     if row_weight_ptr is not None:
@@ -370,7 +371,7 @@ def _cross_entropy_fwd_kernel(
             logits_rows, grad_ptr + row * grad_stride, weight_ptr,
             row_mask, target, column, counts, invalid, upstream,
             row_max, total, others, None, None,
-            vocab, z_loss, scaling, (label_smoothing, weight_sum), PRECISE, ROWS, BLOCK,
+            vocab, scaling, terms, weight_sum, PRECISE, ROWS, BLOCK,
         )
 
 
@@ -394,8 +395,8 @@ def _cross_entropy_bwd_kernel(
         if tl.load(skip_if_one_ptr) == 1.0:
             return
     PRECISE: tl.constexpr = logits_ptr.dtype.element_ty == tl.float32
-    z_loss = as_float32(z_loss)
     scaling = (logit_scale, softcap, inverse_temperature)
+    terms = (label_smoothing, as_float32(z_loss))
 
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_mask = row < n_rows
@@ -427,6 +428,6 @@ def _cross_entropy_bwd_kernel(
         tl.load(stats_rows, mask=row_mask, other=0.0),
         tl.load(stats_rows + stats_stride, mask=row_mask, other=1.0),
         tl.load(stats_rows + stats_stride + stats_stride, mask=row_mask, other=0.0), entropy, ids,
-        vocab, z_loss, scaling, (label_smoothing, weight_sum), PRECISE, ROWS, BLOCK,
+        vocab, scaling, terms, weight_sum, PRECISE, ROWS, BLOCK,
     )
 # fmt: on
