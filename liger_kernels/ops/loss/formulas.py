@@ -2,8 +2,9 @@
 
 An option that is off is None, so that a program is compiled without it. What belongs together goes through the
 functions as a tuple: ``scaling`` is (logit_scale, softcap, inverse temperature), where without a softcap logit_scale
-has the temperature in it and with one is a number; ``smoothing`` is (label_smoothing, the sum of the class weights);
-``entropy`` is (the upstream gradient of the entropy, entropy - log total), both [rows]. PRECISE is for float32 logits.
+has the temperature in it and with one is a number; ``terms`` is (label_smoothing, z_loss); ``smoothing`` is
+(label_smoothing, the sum of the class weights); ``entropy`` is (the upstream gradient of the entropy, entropy - log
+total), both [rows]. PRECISE is for float32 logits.
 """
 
 from __future__ import annotations

@@ -64,8 +64,7 @@ def _store_grad(
     upstream, row_max, total, others,             # [rows]
     entropy,                                      # two of [rows]: its upstream gradient, and itself; or None
     ids,                                          # of chosen classes: _load_ids, or None
-    vocab, scaling, terms,                        # terms: label_smoothing and z_loss
-    weight_sum,
+    vocab, scaling, terms, weight_sum,
     PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Write upstream * dloss/dx for a tile of rows. The blocks run from last to first: after the forward's pass over
