@@ -4,6 +4,11 @@ A row of both heads' logits is read once for both normalisers and, where beta is
 are relative to the running maxima, and rescaled as these grow. A mixture is of normalised probabilities, so that its
 terms need a second pass. What each lane holds of a block has sums of its own; nothing crosses lanes before a loop ends.
 
+The sum of p (z - u), or of q (z - u), is relative to a centre of each head. The centres are the maxima. For float32
+logits they are the means under p, or q, of the columns so far, so that what is added is never larger than its spread
+(Welford 1962, "Note on a method for calculating corrected sums of squares and products"). That sum's error is common to
+a row's classes: the gradient of the hidden states adds it up.
+
 ``MODE`` is :class:`Mode` of ``rows.py``. Scalings and None are as in ``loss/formulas.py``.
 """
 
@@ -52,16 +57,32 @@ def _finite(x):
 
 
 @triton.jit
+def _centres(z_max, u_max, means, PRECISE: tl.constexpr):
+    """What the sums of log-ratios are relative to, of the student and of the teacher."""
+    if PRECISE:
+        centres = means
+    else:
+        centres = (_finite(z_max), _finite(u_max))
+    return centres
+
+
+@triton.jit
+def _mean_of_lane(weights, x, total):
+    """What ``x`` [rows, chunks, lanes, vector] of each lane adds to a mean whose weights have this ``total``."""
+    return _over_lane(weights * tl.where(weights > 0.0, x, 0.0)) / total
+
+
+@triton.jit
 def _scan_both_block(
     student_rows, teacher_rows, start, read,           # as in _load_both
-    running,                                           # eight of [rows, lanes], of the columns before
+    running,                                           # of [rows, lanes], of the columns before
     vocab, scaling, teacher_scaling,
     MODE: tl.constexpr, ENTROPY: tl.constexpr, DIFFERENCE: tl.constexpr,
     PRECISE: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr,
 ):
     """What the lanes know of the rows after the columns from ``start`` on, too."""
     LANES: tl.constexpr = BLOCK // (CHUNKS * VECTOR)
-    z_max, z_total, u_max, u_total, gap, distance, highest, lowest = running
+    z_max, z_total, u_max, u_total, gap, means, distance, highest, lowest = running
     _, _, _, z, u = _load_both(
         student_rows, teacher_rows, start, read, vocab, scaling, teacher_scaling, PRECISE, BLOCK, WHOLE
     )
@@ -77,24 +98,31 @@ def _scan_both_block(
     u_shift = _finite(new_u)
     z_decay = exp(z_max - z_shift, PRECISE)
     u_decay = exp(u_max - u_shift, PRECISE)
-    z_moved = tl.where(z_max > float("-inf"), z_max - z_shift, 0.0)
-    u_moved = tl.where(u_max > float("-inf"), u_max - u_shift, 0.0)
     z_below = z - z_shift[:, None, :, None]
-    u_below = u - u_shift[:, None, :, None]
     z_exp = exp(z_below, PRECISE)
-    u_exp = exp(u_below, PRECISE)
-    if MODE == 0:
-        gap = (gap + (u_moved - z_moved) * u_total) * u_decay
-        gap += _over_lane(u_exp * tl.where(u_exp > 0.0, u_below - z_below, 0.0))
-    elif MODE == 1:
-        gap = (gap + (z_moved - u_moved) * z_total) * z_decay
-        gap += _over_lane(z_exp * tl.where(z_exp > 0.0, z_below - u_below, 0.0))
+    u_exp = exp(u - u_shift[:, None, :, None], PRECISE)
+    z_own = _over_lane(z_exp)
+    u_own = _over_lane(u_exp)
+    if MODE < 2:
+        weights, own, known, decay = (z_exp, z_own, z_total, z_decay) if MODE == 1 else (u_exp, u_own, u_total, u_decay)
+        z_old, u_old = _centres(z_max, u_max, means, PRECISE)
+        if PRECISE:
+            total = decay * known + own
+            z_new = z_old + _mean_of_lane(weights, z - z_old[:, None, :, None], total)
+            u_new = u_old + _mean_of_lane(weights, u - u_old[:, None, :, None], total)
+            moves = tl.abs(z_new - u_new) < float("inf")  # not where no weight is, nor where the divergence is infinite
+            means = (tl.where(moves, z_new, z_old), tl.where(moves, u_new, u_old))
+        z_centre, u_centre = _centres(new_z, new_u, means, PRECISE)
+        gap = (gap + ((z_old - z_centre) - (u_old - u_centre)) * known) * decay
+        difference = (z - z_centre[:, None, :, None]) - (u - u_centre[:, None, :, None])
+        gap += _over_lane(weights * tl.where(weights > 0.0, difference, 0.0))
     if ENTROPY:
+        z_moved = tl.where(z_max > float("-inf"), z_max - z_shift, 0.0)
         distance = (distance + z_moved * z_total) * z_decay
         distance += _over_lane(z_exp * tl.where(z_exp > 0.0, z_below, 0.0))
-    z_total = z_total * z_decay + _over_lane(z_exp)
-    u_total = u_total * u_decay + _over_lane(u_exp)
-    return new_z, z_total, new_u, u_total, gap, distance, highest, lowest
+    z_total = z_total * z_decay + z_own
+    u_total = u_total * u_decay + u_own
+    return new_z, z_total, new_u, u_total, gap, means, distance, highest, lowest
 
 
 @triton.jit
@@ -108,7 +136,7 @@ def _carried(pointers, row_mask, none, LANES: tl.constexpr):
 def _divergence_scan_kernel(
     student_ptr, student_stride, teacher_ptr, teacher_stride,    # [rows, vocab]
     targets_ptr,                                        # [rows]
-    stats_ptr, stats_stride,                            # DivergenceStats [10, rows]
+    stats_ptr, stats_stride,                            # DivergenceStats [12, rows]
     n_rows, vocab, ignore_index,
     softcap, logit_scale, inverse_temperature, teacher_softcap, teacher_scale, teacher_inverse,
     MODE: tl.constexpr, ENTROPY: tl.constexpr, DIFFERENCE: tl.constexpr,
@@ -129,7 +157,9 @@ def _divergence_scan_kernel(
     of_teacher_max = of_total + stats_stride
     of_teacher_total = of_teacher_max + stats_stride
     of_gap = of_teacher_total + stats_stride
-    of_distance = of_gap + stats_stride
+    of_z_centre = of_gap + stats_stride
+    of_u_centre = of_z_centre + stats_stride
+    of_distance = of_u_centre + stats_stride
     of_highest = of_distance + stats_stride
     of_lowest = of_highest + stats_stride
     z_max = _carried(of_max, row_mask, NONE, LANES)
@@ -137,34 +167,40 @@ def _divergence_scan_kernel(
     u_max = _carried(of_teacher_max, row_mask, NONE, LANES)
     u_total = _carried(of_teacher_total, row_mask, 0.0, LANES)
     gap = _carried(of_gap, row_mask, 0.0, LANES)
+    means = (_carried(of_z_centre, row_mask, 0.0, LANES), _carried(of_u_centre, row_mask, 0.0, LANES))
     distance = _carried(of_distance, row_mask, 0.0, LANES)
     highest = _carried(of_highest, row_mask, NONE, LANES)
     lowest = _carried(of_lowest, row_mask, NONE, LANES)
     n_whole = vocab // BLOCK
     for edge in tl.static_range(2):
         for i in range(n_whole if edge else 0, tl.cdiv(vocab, BLOCK) if edge else n_whole):
-            z_max, z_total, u_max, u_total, gap, distance, highest, lowest = _scan_both_block(
+            z_max, z_total, u_max, u_total, gap, means, distance, highest, lowest = _scan_both_block(
                 student_rows, teacher_rows, i * BLOCK, read,
-                (z_max, z_total, u_max, u_total, gap, distance, highest, lowest),
+                (z_max, z_total, u_max, u_total, gap, means, distance, highest, lowest),
                 vocab, scaling, teacher_scaling, MODE, ENTROPY, DIFFERENCE,
                 PRECISE, BLOCK, CHUNKS, VECTOR, WHOLE=edge == 0,
             )
     row_max = tl.max(z_max, 1)
     teacher_max = tl.max(u_max, 1)
     z_moved = tl.where(z_max > NONE, z_max - _finite(row_max)[:, None], 0.0)
-    u_moved = tl.where(u_max > NONE, u_max - _finite(teacher_max)[:, None], 0.0)
     z_decay = tl.where(z_max > NONE, exp(z_moved, PRECISE), 0.0)
-    u_decay = tl.where(u_max > NONE, exp(u_moved, PRECISE), 0.0)
-    if MODE == 0:
-        gap = (gap + (u_moved - z_moved) * u_total) * u_decay
-    elif MODE == 1:
-        gap = (gap + (z_moved - u_moved) * z_total) * z_decay
+    u_decay = exp(u_max - _finite(teacher_max)[:, None], PRECISE)
     tl.store(of_max, row_max, mask=row_mask)
     tl.store(of_total, tl.sum(z_total * z_decay, 1), mask=row_mask)
     tl.store(of_teacher_max, teacher_max, mask=row_mask)
     tl.store(of_teacher_total, tl.sum(u_total * u_decay, 1), mask=row_mask)
     if MODE < 2:
+        known, decay = (z_total, z_decay) if MODE == 1 else (u_total, u_decay)
+        share = known * decay
+        share /= tl.maximum(tl.sum(share, 1), 1.0)[:, None]  # 1 and more, but for rows that are not read
+        z_mean, u_mean = means
+        row_means = (tl.sum(share * z_mean, 1), tl.sum(share * u_mean, 1))
+        z_centre, u_centre = _centres(z_max, u_max, means, PRECISE)
+        z_row, u_row = _centres(row_max, teacher_max, row_means, PRECISE)
+        gap = (gap + ((z_centre - z_row[:, None]) - (u_centre - u_row[:, None])) * known) * decay
         tl.store(of_gap, tl.sum(gap, 1), mask=row_mask)
+        tl.store(of_z_centre, z_row, mask=row_mask)
+        tl.store(of_u_centre, u_row, mask=row_mask)
     if ENTROPY:
         tl.store(of_distance, tl.sum((distance + z_moved * z_total) * z_decay, 1), mask=row_mask)
     if DIFFERENCE:
@@ -230,7 +266,7 @@ def _mixture_block(
 def _divergence_mixture_kernel(
     student_ptr, student_stride, teacher_ptr, teacher_stride,    # [rows, vocab]
     targets_ptr,                                        # [rows]
-    stats_ptr, sums_ptr, stats_stride,                  # DivergenceStats [10, rows], and its last two rows
+    stats_ptr, sums_ptr, stats_stride,                  # DivergenceStats [12, rows], and its last two rows
     n_rows, vocab, ignore_index, beta, log_of_student, log_of_teacher,
     softcap, logit_scale, inverse_temperature, teacher_softcap, teacher_scale, teacher_inverse,
     PRECISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr,
@@ -263,7 +299,7 @@ def _divergence_mixture_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["targets_ptr"])
 def _divergence_finish_kernel(
-    targets_ptr, stats_ptr, sums_ptr, stats_stride,     # [rows], DivergenceStats [10, rows], and its last two rows
+    targets_ptr, stats_ptr, sums_ptr, stats_stride,     # [rows], DivergenceStats [12, rows], and its last two rows
     divergence_ptr, entropy_ptr, difference_ptr,        # [rows], the last two or None
     n_rows, ignore_index, MODE: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -278,16 +314,21 @@ def _divergence_finish_kernel(
     of_total = stats_rows + stats_stride
     of_teacher_total = of_total + stats_stride + stats_stride
     of_gap = of_teacher_total + stats_stride
-    of_distance = of_gap + stats_stride
+    of_z_centre = of_gap + stats_stride
+    of_u_centre = of_z_centre + stats_stride
+    of_distance = of_u_centre + stats_stride
     z_total = tl.load(of_total, mask=counts, other=1.0)
     sums_rows = sums_ptr + row
-    if MODE == 0:
-        gap = tl.load(of_gap, mask=counts, other=0.0) / tl.load(of_teacher_total, mask=counts, other=1.0)
-        divergence = gap + (log_z - log_u)
-    elif MODE == 1:
-        gap = tl.div_rn(tl.load(of_gap, mask=counts, other=0.0), z_total)
-        divergence = gap + (log_u - log_z)
-        tl.store(sums_rows + stats_stride, gap, mask=row_mask)
+    if MODE < 2:  # the mean of log(p / q), from that of z - u
+        total = z_total if MODE == 1 else tl.load(of_teacher_total, mask=counts, other=1.0)
+        gap = tl.div_rn(tl.load(of_gap, mask=counts, other=0.0), total)
+        z_centre = tl.load(of_z_centre, mask=counts, other=0.0)
+        u_centre = tl.load(of_u_centre, mask=counts, other=0.0)
+        divergence = gap + (((z_centre - z_max) - (u_centre - u_max)) + (log_u - log_z))
+        if MODE == 0:
+            divergence = -divergence
+        else:
+            tl.store(sums_rows + stats_stride, gap, mask=row_mask)
     else:
         divergence = tl.load(sums_rows, mask=counts, other=0.0)
     divergence = tl.where(invalid, float("nan"), tl.where(counts, divergence, 0.0))
@@ -305,27 +346,26 @@ def _divergence_finish_kernel(
 
 @triton.jit
 def _store_divergence_grad_block(
-    student_rows, teacher_rows, start, rows,            # as in _load_both; four of [rows]
+    student_rows, teacher_rows, start, rows,            # as in _load_both; six of [rows]
     entropy, normalisers, shares,                       # two of [rows] or None; as in _mixture_block
     vocab, scaling, teacher_scaling,
     MODE: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):
-    row_mask, counts, upstream, of_student = rows
+    row_mask, counts, upstream, z_centre, u_centre, of_student = rows
     z_max, log_z, u_max, log_u = normalisers
     beta, log_of_student, log_of_teacher = shares
     _, softcap, _ = scaling
     cols, _, x, z, u = _load_both(
         student_rows, teacher_rows, start, counts, vocab, scaling, teacher_scaling, PRECISE, BLOCK, WHOLE
     )
-    z_below = z - z_max[:, None]
-    u_below = u - u_max[:, None]
-    log_p = z_below - log_z[:, None]
-    log_q = u_below - log_u[:, None]
+    log_p = (z - z_max[:, None]) - log_z[:, None]
+    log_q = (u - u_max[:, None]) - log_u[:, None]
     p = exp(log_p, PRECISE)
     if MODE == 0:
         grad = p - exp(log_q, PRECISE)
     elif MODE == 1:
-        grad = p * tl.where(p > 0.0, (z_below - u_below) - of_student[:, None], 0.0)
+        difference = (z - z_centre[:, None]) - (u - u_centre[:, None])
+        grad = p * tl.where(p > 0.0, difference - of_student[:, None], 0.0)
     else:
         ratio, _ = _log_ratios_to_mixture(log_p, log_q, log_of_student, log_of_teacher, PRECISE)
         grad = (1.0 - beta) * p * tl.where(p > 0.0, ratio - of_student[:, None], 0.0)
@@ -348,7 +388,7 @@ def _store_divergence_grad_block(
 def _divergence_bwd_kernel(
     student_ptr, student_stride, teacher_ptr, teacher_stride,    # [rows, vocab]
     targets_ptr,                                        # [rows]
-    stats_ptr, sums_ptr, stats_stride,                  # DivergenceStats [10, rows], and its last two rows
+    stats_ptr, sums_ptr, stats_stride,                  # DivergenceStats [12, rows], and its last two rows
     upstream_ptr, upstream_stride,                      # [rows]
     entropy_ptr, grad_entropy_ptr, grad_entropy_stride, # [rows] or None
     n_rows, vocab, ignore_index, beta, log_of_student, log_of_teacher,
@@ -373,8 +413,11 @@ def _divergence_bwd_kernel(
             grad_entropy *= as_float32(logit_scale)
         entropy = (grad_entropy, tl.load(entropy_ptr + row, mask=counts, other=0.0))
     normalisers = _normalisers(stats_ptr + row, stats_stride, counts)
+    of_z_centre = stats_ptr + row + stats_stride + stats_stride + stats_stride + stats_stride + stats_stride
+    z_centre = tl.load(of_z_centre, mask=counts, other=0.0)
+    u_centre = tl.load(of_z_centre + stats_stride, mask=counts, other=0.0)
     of_student = tl.load(sums_ptr + row + stats_stride, mask=counts, other=0.0)
-    rows = (row_mask, counts, upstream, of_student)
+    rows = (row_mask, counts, upstream, z_centre, u_centre, of_student)
     shares = (as_float32(beta), as_float32(log_of_student), as_float32(log_of_teacher))
     student_rows = student_ptr + row * student_stride
     teacher_rows = teacher_ptr + row * teacher_stride

@@ -20,10 +20,11 @@ from liger_kernels.ops.runtime.tiling import cdiv, choice, next_power_of_2, tile
 class DivergenceStats(IntEnum):
     """The rows of the statistics, in the order in which the kernels find them. All but the last two come of one pass.
 
-    GAP is the sum of exp(u - TEACHER_MAXIMUM) log(q/p) but for the normalisers (beta 0), or the same of the student
-    (beta 1). DISTANCE is the sum of exp(z - MAXIMUM) (z - MAXIMUM). HIGHEST and LOWEST are the largest z - u and u - z.
-    MIXTURE is the divergence where beta is between. OF_STUDENT is what the gradient subtracts: KL(p || m), or the
-    divergence but for the normalisers (beta 1).
+    GAP is the sum of exp(u - TEACHER_MAXIMUM) ((z - CENTRE) - (u - TEACHER_CENTRE)) where beta is 0, and the same of
+    exp(z - MAXIMUM) where it is 1. DISTANCE is the sum of exp(z - MAXIMUM) (z - MAXIMUM). HIGHEST and LOWEST are the
+    largest z - u and u - z.
+    MIXTURE is the divergence where beta is between. OF_STUDENT is what the gradient subtracts: KL(p || m), or GAP over
+    TOTAL (beta 1).
     """
 
     MAXIMUM = 0
@@ -31,11 +32,13 @@ class DivergenceStats(IntEnum):
     TEACHER_MAXIMUM = 2
     TEACHER_TOTAL = 3
     GAP = 4
-    DISTANCE = 5
-    HIGHEST = 6
-    LOWEST = 7
-    MIXTURE = 8
-    OF_STUDENT = 9
+    CENTRE = 5
+    TEACHER_CENTRE = 6
+    DISTANCE = 7
+    HIGHEST = 8
+    LOWEST = 9
+    MIXTURE = 10
+    OF_STUDENT = 11
 
 
 _LARGEST = (DivergenceStats.MAXIMUM, DivergenceStats.TEACHER_MAXIMUM, DivergenceStats.HIGHEST, DivergenceStats.LOWEST)
@@ -203,7 +206,7 @@ def backward_divergence(
 
 
 def merged(every: Tensor, mode: Mode) -> Tensor:
-    """The statistics of all classes, from those of each rank's: ``every`` is [ranks, 10, tokens]. All but the last
+    """The statistics of all classes, from those of each rank's: ``every`` is [ranks, 12, tokens]. All but the last
     two."""
     S = DivergenceStats
     result = every[0].clone()
@@ -215,11 +218,18 @@ def merged(every: Tensor, mode: Mode) -> Tensor:
         moved = (highest - result[name]).where(some, 0.0)
         known[name] = moved, moved.exp().where(some, 0.0)
         result[total] = (every[:, total] * known[name][1]).sum(0)
-    (moved, decay), (teacher_moved, teacher_decay) = known[S.MAXIMUM], known[S.TEACHER_MAXIMUM]
+    moved, decay = known[S.MAXIMUM]
     if mode == Mode.OF_TEACHER:
-        terms = (every[:, S.GAP] + (teacher_moved - moved) * every[:, S.TEACHER_TOTAL]) * teacher_decay
+        totals = every[:, S.TEACHER_TOTAL] * known[S.TEACHER_MAXIMUM][1]
+        gaps = every[:, S.GAP] * known[S.TEACHER_MAXIMUM][1]
     else:
-        terms = (every[:, S.GAP] + (moved - teacher_moved) * every[:, S.TOTAL]) * decay
+        totals = every[:, S.TOTAL] * decay
+        gaps = every[:, S.GAP] * decay
+    share = totals / totals.sum(0).clamp(min=1.0)  # 1 and more, but for rows that no rank read
+    for name in (S.CENTRE, S.TEACHER_CENTRE):
+        result[name] = (share * every[:, name]).sum(0)
+    apart = (every[:, S.CENTRE] - result[S.CENTRE]) - (every[:, S.TEACHER_CENTRE] - result[S.TEACHER_CENTRE])
+    terms = gaps + apart * totals
     result[S.GAP] = terms.sum(0)
     result[S.DISTANCE] = ((every[:, S.DISTANCE] + moved * every[:, S.TOTAL]) * decay).sum(0)
     for name in (S.HIGHEST, S.LOWEST):
