@@ -67,9 +67,10 @@ def _centres(z_max, u_max, means, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _mean_of_lane(weights, x, total):
-    """What ``x`` [rows, chunks, lanes, vector] of each lane adds to a mean whose weights have this ``total``."""
-    return _over_lane(weights * tl.where(weights > 0.0, x, 0.0)) / total
+def _weighted(weights, x):
+    """The products, rounded before anybody adds them up: in a sum, a thread may fuse its own product with the addition.
+    Threads that hold the same sum would then disagree in its last bit, and a centre must be one number."""
+    return tl.where(weights > 0.0, weights * x, 0.0)
 
 
 @triton.jit
@@ -108,8 +109,8 @@ def _scan_both_block(
         z_old, u_old = _centres(z_max, u_max, means, PRECISE)
         if PRECISE:
             total = decay * known + own
-            z_new = z_old + _mean_of_lane(weights, z - z_old[:, None, :, None], total)
-            u_new = u_old + _mean_of_lane(weights, u - u_old[:, None, :, None], total)
+            z_new = z_old + _over_lane(_weighted(weights, z - z_old[:, None, :, None])) / total
+            u_new = u_old + _over_lane(_weighted(weights, u - u_old[:, None, :, None])) / total
             moves = tl.abs(z_new - u_new) < float("inf")  # not where no weight is, nor where the divergence is infinite
             means = (tl.where(moves, z_new, z_old), tl.where(moves, u_new, u_old))
         z_centre, u_centre = _centres(new_z, new_u, means, PRECISE)
@@ -191,10 +192,10 @@ def _divergence_scan_kernel(
     tl.store(of_teacher_total, tl.sum(u_total * u_decay, 1), mask=row_mask)
     if MODE < 2:
         known, decay = (z_total, z_decay) if MODE == 1 else (u_total, u_decay)
-        share = known * decay
-        share /= tl.maximum(tl.sum(share, 1), 1.0)[:, None]  # 1 and more, but for rows that are not read
+        share = _weighted(known, decay)
+        total = tl.maximum(tl.sum(share, 1), 1.0)  # 1 and more, but for rows that are not read
         z_mean, u_mean = means
-        row_means = (tl.sum(share * z_mean, 1), tl.sum(share * u_mean, 1))
+        row_means = (tl.sum(_weighted(share, z_mean), 1) / total, tl.sum(_weighted(share, u_mean), 1) / total)
         z_centre, u_centre = _centres(z_max, u_max, means, PRECISE)
         z_row, u_row = _centres(row_max, teacher_max, row_means, PRECISE)
         gap = (gap + ((z_centre - z_row[:, None]) - (u_centre - u_row[:, None])) * known) * decay
