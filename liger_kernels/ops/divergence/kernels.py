@@ -68,9 +68,8 @@ def _centres(z_max, u_max, means, PRECISE: tl.constexpr):
 
 @triton.jit
 def _weighted(weights, x):
-    """The products, rounded before anybody adds them up: in a sum, a thread may fuse its own product with the addition.
-    Threads that hold the same sum would then disagree in its last bit, and a centre must be one number."""
-    return tl.where(weights > 0.0, weights * x, 0.0)
+    """The products; 0 where the weight is, whatever ``x`` is there."""
+    return weights * tl.where(weights > 0.0, x, 0.0)
 
 
 @triton.jit
@@ -116,11 +115,11 @@ def _scan_both_block(
         z_centre, u_centre = _centres(new_z, new_u, means, PRECISE)
         gap = (gap + ((z_old - z_centre) - (u_old - u_centre)) * known) * decay
         difference = (z - z_centre[:, None, :, None]) - (u - u_centre[:, None, :, None])
-        gap += _over_lane(weights * tl.where(weights > 0.0, difference, 0.0))
+        gap += _over_lane(_weighted(weights, difference))
     if ENTROPY:
         z_moved = tl.where(z_max > float("-inf"), z_max - z_shift, 0.0)
         distance = (distance + z_moved * z_total) * z_decay
-        distance += _over_lane(z_exp * tl.where(z_exp > 0.0, z_below, 0.0))
+        distance += _over_lane(_weighted(z_exp, z_below))
     z_total = z_total * z_decay + z_own
     u_total = u_total * u_decay + u_own
     return new_z, z_total, new_u, u_total, gap, means, distance, highest, lowest
@@ -192,10 +191,10 @@ def _divergence_scan_kernel(
     tl.store(of_teacher_total, tl.sum(u_total * u_decay, 1), mask=row_mask)
     if MODE < 2:
         known, decay = (z_total, z_decay) if MODE == 1 else (u_total, u_decay)
-        share = _weighted(known, decay)
+        share = known * decay
         total = tl.maximum(tl.sum(share, 1), 1.0)  # 1 and more, but for rows that are not read
         z_mean, u_mean = means
-        row_means = (tl.sum(_weighted(share, z_mean), 1) / total, tl.sum(_weighted(share, u_mean), 1) / total)
+        row_means = (tl.sum(share * z_mean, 1) / total, tl.sum(share * u_mean, 1) / total)
         z_centre, u_centre = _centres(z_max, u_max, means, PRECISE)
         z_row, u_row = _centres(row_max, teacher_max, row_means, PRECISE)
         gap = (gap + ((z_centre - z_row[:, None]) - (u_centre - u_row[:, None])) * known) * decay
@@ -255,8 +254,8 @@ def _mixture_block(
     of_student, of_teacher = _log_ratios_to_mixture(log_p, log_q, log_of_student, log_of_teacher, PRECISE)
     p = exp(log_p, PRECISE)
     q = exp(log_q, PRECISE)
-    of_student = p * tl.where(p > 0.0, of_student, 0.0)
-    of_teacher = q * tl.where(q > 0.0, of_teacher, 0.0)
+    of_student = _weighted(p, of_student)
+    of_teacher = _weighted(q, of_teacher)
     both = (1.0 - beta) * of_student + beta * of_teacher
     divergence += _over_lane(tl.reshape(both, (both.shape[0], CHUNKS, LANES, VECTOR)))
     student_kl += _over_lane(tl.reshape(of_student, (both.shape[0], CHUNKS, LANES, VECTOR)))
@@ -366,7 +365,7 @@ def _store_divergence_grad_block(
         grad = p - exp(log_q, PRECISE)
     elif MODE == 1:
         difference = (z - z_centre[:, None]) - (u - u_centre[:, None])
-        grad = p * tl.where(p > 0.0, difference - of_student[:, None], 0.0)
+        grad = _weighted(p, difference - of_student[:, None])
     else:
         ratio, _ = _log_ratios_to_mixture(log_p, log_q, log_of_student, log_of_teacher, PRECISE)
         grad = (1.0 - beta) * p * tl.where(p > 0.0, ratio - of_student[:, None], 0.0)

@@ -123,8 +123,11 @@ def _shares(beta: float) -> tuple[float, float, float]:
     return beta, math.log1p(-beta) if beta < 1.0 else 0.0, math.log(beta) if beta > 0.0 else 0.0
 
 
-def _is_precise(*logits: Tensor) -> bool:
-    return any(t.dtype == torch.float32 for t in logits)
+def _precision(*logits: Tensor) -> dict[str, bool]:
+    """Whether float32 decides the error. Then nothing is contracted to an fma: threads that add up the same products
+    would disagree in the last bit of a centre, and kernels in that of a scaled logit less its maximum."""
+    precise = any(t.dtype == torch.float32 for t in logits)
+    return {"PRECISE": precise, "enable_fp_fusion": not precise}
 
 
 def forward_divergence(
@@ -161,13 +164,13 @@ def forward_divergence(
                 launch(
                     kernels._divergence_mixture_kernel, grid, logits.device, *both, stats, sums, stats.stride(0),
                     *numbers, *_shares(teacher.beta), *scalings,
-                    PRECISE=_is_precise(logits, of_teacher), **lanes, **shape,
+                    **_precision(logits, of_teacher), **lanes, **shape,
                 )  # fmt: skip
             else:
                 launch(
                     kernels._divergence_scan_kernel, grid, logits.device, *both, stats, stats.stride(0),
                     *numbers, *scalings, MODE=int(mode), ENTROPY=of_entropy, DIFFERENCE=of_difference,
-                    PRECISE=_is_precise(logits, of_teacher), **lanes, **shape,
+                    **_precision(logits, of_teacher), **lanes, **shape,
                 )  # fmt: skip
         if merge is not None:
             merge(stats, again)
@@ -201,7 +204,7 @@ def backward_divergence(
         upstream, upstream.stride(0) if upstream.dim() else 0,
         entropy, grad_entropy, 0 if grad_entropy is None else grad_entropy.stride(0),
         tokens, vocab, options.ignore_index, *_shares(teacher.beta), *_scalings(options, teacher),
-        MODE=int(teacher.mode), PRECISE=_is_precise(logits, of_teacher), **shape,
+        MODE=int(teacher.mode), **_precision(logits, of_teacher), **shape,
     )  # fmt: skip
 
 
