@@ -185,6 +185,19 @@ def without_masked(hidden, weight, teacher_hidden, teacher_weight, beta, bias, t
     return hidden, weight[kept], teacher_hidden, teacher_weight[kept], beta, bias[kept], teacher_bias[kept]
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("masked", [slice(0, 32), slice(16, 48)], ids=["first", "later"])
+@every_beta
+def test_blocks_that_the_smallest_number_masks(beta, masked, dtype, device):
+    """Of a block that was masked so nothing is left once another one is known. The move of its sums is no NaN."""
+    case = Divergence(device, dtype, beta=beta)
+    for bias in (case.tensors[2], case.teacher[2]):
+        bias[masked] = torch.finfo(dtype).min
+    with tiled(divergence=lambda *_: {"ROWS": 4, "BLOCK": 16, "num_warps": 1}):
+        for memory in ("fast", "small"):
+            case.assert_right(memory=memory, outputs=OUTPUTS[:2])
+
+
 @every_beta
 def test_a_class_that_the_student_alone_masks(beta, device):
     """KL(teacher || student) is infinite; the other divergences are not."""

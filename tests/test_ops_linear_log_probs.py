@@ -14,6 +14,7 @@ from liger_kernels.ops import linear_log_probs, linear_log_probs_ref
 from liger_kernels.ops.loss.linear_cross_entropy import MEMORY
 from liger_kernels.ops.loss.linear_log_probs import OUTPUTS
 from liger_kernels.ops.loss.schedules.schedule import padded
+from liger_kernels.ops.runtime.tiling import tiled
 from tests.linear_cross_entropy_checks import (
     ALL,
     DTYPES,
@@ -117,6 +118,17 @@ def test_classes_that_are_masked(memory, device):
     case.tensors[2][::7] = float("-inf")
     case.targets[case.targets % 7 == 0] = 1
     case.assert_right(memory=memory, outputs=GRADIENTS)  # a mean logit is infinite
+
+
+@pytest.mark.parametrize("masked", [slice(0, 32), slice(16, 48)], ids=["first", "later"])
+@every_memory
+def test_blocks_that_the_smallest_number_masks(memory, masked, device):
+    """Of a block that was masked so nothing is left once another one is known, and its distance is no NaN."""
+    case = LogProbs(device)
+    case.tensors[2][masked] = torch.finfo(torch.float32).min
+    case.targets[(case.targets >= masked.start) & (case.targets < masked.stop)] = 49
+    with tiled(cross_entropy=lambda *_, **__: {"ROWS": 4, "BLOCK": 16, "num_warps": 1}):
+        case.assert_right(memory=memory, outputs=GRADIENTS)
 
 
 @every_memory

@@ -1,8 +1,10 @@
 r"""The kernels of the divergence of two heads, row by row: the formulas stand at the top of ``linear_divergence.py``.
 
 A row of both heads' logits is read once for both normalisers and, where beta is 0 or 1, the divergence itself: the sums
-are relative to the running maxima, and rescaled as these grow. A mixture is of normalised probabilities, so that its
-terms need a second pass. What each lane holds of a block has sums of its own; nothing crosses lanes before a loop ends.
+are relative to the running maxima, and rescaled as these grow. A sum is scaled before it is moved: what the smallest
+number of a dtype masks has a scale of 0, and a move as large as numbers get. A mixture is of normalised probabilities,
+so that its terms need a second pass. What each lane holds of a block has sums of its own; nothing crosses lanes before
+a loop ends.
 
 The sum of p (z - u), or of q (z - u), is relative to a centre of each head. The centres are the maxima. For float32
 logits they are the means under p, or q, of the columns so far, so that what is added is never larger than its spread
@@ -106,19 +108,22 @@ def _scan_both_block(
     if MODE < 2:
         weights, own, known, decay = (z_exp, z_own, z_total, z_decay) if MODE == 1 else (u_exp, u_own, u_total, u_decay)
         z_old, u_old = _centres(z_max, u_max, means, PRECISE)
+        before = known * decay
         if PRECISE:
-            total = decay * known + own
-            z_new = z_old + _over_lane(_weighted(weights, z - z_old[:, None, :, None])) / total
-            u_new = u_old + _over_lane(_weighted(weights, u - u_old[:, None, :, None])) / total
+            total = before + own
+            z_from = tl.where(before > 0.0, z_old, z_shift)
+            u_from = tl.where(before > 0.0, u_old, u_shift)
+            z_new = z_from + _over_lane(_weighted(weights, z - z_from[:, None, :, None])) / total
+            u_new = u_from + _over_lane(_weighted(weights, u - u_from[:, None, :, None])) / total
             moves = tl.abs(z_new - u_new) < float("inf")  # not where no weight is, nor where the divergence is infinite
-            means = (tl.where(moves, z_new, z_old), tl.where(moves, u_new, u_old))
+            means = (tl.where(moves, z_new, z_from), tl.where(moves, u_new, u_from))
         z_centre, u_centre = _centres(new_z, new_u, means, PRECISE)
-        gap = (gap + ((z_old - z_centre) - (u_old - u_centre)) * known) * decay
+        gap = gap * decay + ((z_old - z_centre) - (u_old - u_centre)) * before
         difference = (z - z_centre[:, None, :, None]) - (u - u_centre[:, None, :, None])
         gap += _over_lane(_weighted(weights, difference))
     if ENTROPY:
         z_moved = tl.where(z_max > float("-inf"), z_max - z_shift, 0.0)
-        distance = (distance + z_moved * z_total) * z_decay
+        distance = distance * z_decay + z_moved * (z_total * z_decay)
         distance += _over_lane(_weighted(z_exp, z_below))
     z_total = z_total * z_decay + z_own
     u_total = u_total * u_decay + u_own
@@ -191,18 +196,18 @@ def _divergence_scan_kernel(
     tl.store(of_teacher_total, tl.sum(u_total * u_decay, 1), mask=row_mask)
     if MODE < 2:
         known, decay = (z_total, z_decay) if MODE == 1 else (u_total, u_decay)
-        share = known * decay
-        total = tl.maximum(tl.sum(share, 1), 1.0)  # 1 and more, but for rows that are not read
+        known *= decay
+        share = known / tl.maximum(tl.sum(known, 1), 1.0)[:, None]  # 1 and more, but for rows that are not read
         z_mean, u_mean = means
-        row_means = (tl.sum(share * z_mean, 1) / total, tl.sum(share * u_mean, 1) / total)
+        row_means = (tl.sum(share * z_mean, 1), tl.sum(share * u_mean, 1))
         z_centre, u_centre = _centres(z_max, u_max, means, PRECISE)
         z_row, u_row = _centres(row_max, teacher_max, row_means, PRECISE)
-        gap = (gap + ((z_centre - z_row[:, None]) - (u_centre - u_row[:, None])) * known) * decay
+        gap = gap * decay + ((z_centre - z_row[:, None]) - (u_centre - u_row[:, None])) * known
         tl.store(of_gap, tl.sum(gap, 1), mask=row_mask)
         tl.store(of_z_centre, z_row, mask=row_mask)
         tl.store(of_u_centre, u_row, mask=row_mask)
     if ENTROPY:
-        tl.store(of_distance, tl.sum((distance + z_moved * z_total) * z_decay, 1), mask=row_mask)
+        tl.store(of_distance, tl.sum(distance * z_decay + z_moved * (z_total * z_decay), 1), mask=row_mask)
     if DIFFERENCE:
         tl.store(of_highest, tl.max(highest, 1), mask=row_mask)
         tl.store(of_lowest, tl.max(lowest, 1), mask=row_mask)

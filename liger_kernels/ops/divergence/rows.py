@@ -234,7 +234,7 @@ def merged(every: Tensor, mode: Mode) -> Tensor:
     apart = (every[:, S.CENTRE] - result[S.CENTRE]) - (every[:, S.TEACHER_CENTRE] - result[S.TEACHER_CENTRE])
     terms = gaps + apart * totals
     result[S.GAP] = terms.sum(0)
-    result[S.DISTANCE] = ((every[:, S.DISTANCE] + moved * every[:, S.TOTAL]) * decay).sum(0)
+    result[S.DISTANCE] = (every[:, S.DISTANCE] * decay + moved * (every[:, S.TOTAL] * decay)).sum(0)
     for name in (S.HIGHEST, S.LOWEST):
         result[name] = every[:, name].amax(0)
     return result

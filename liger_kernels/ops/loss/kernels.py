@@ -101,7 +101,7 @@ def _scan_block(
         e = tl.where(is_target, 0.0, e)
     if entropy_ptr is not None:
         moved = tl.where(group_max > float("-inf"), group_max - shift, 0.0)
-        distance = (distance + moved * others) * decay
+        distance = distance * decay + moved * (others * decay)  # a move of the largest number has a decay of 0
         distance += _over_lane(e * tl.where(e > 0.0, z - shift[:, None, :, None], 0.0))
     if squares_ptr is not None:
         squares = squares * (decay * decay) + _over_lane(e * e)
@@ -209,7 +209,7 @@ def _of_all_lanes(running, wanted, PRECISE: tl.constexpr):
     moved = tl.where(group_max > float("-inf"), group_max - row_max[:, None], 0.0)
     decay = tl.where(group_max > float("-inf"), exp(group_max - row_max[:, None], PRECISE), 0.0)
     if entropy_ptr is not None:
-        distance = tl.sum((distance + moved * others) * decay, 1)
+        distance = tl.sum(distance * decay + moved * (others * decay), 1)
     others = tl.sum(others * decay, 1)
     if squares_ptr is not None:
         squares = tl.sum(squares * (decay * decay), 1)

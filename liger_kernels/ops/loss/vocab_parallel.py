@@ -92,7 +92,7 @@ class VocabShard(NamedTuple):
         carry[Carried.TARGET] = target.sum(0)  # zero except on the rank that has the target
         carry[Carried.MAXIMUM] = maximum
         carry[Carried.OTHERS] = (others * decay).sum(0)
-        carry[Carried.DISTANCE] = ((distance + below * others) * decay).sum(0)
+        carry[Carried.DISTANCE] = (distance * decay + below * (others * decay)).sum(0)
         carry[Carried.SQUARES] = (squares * decay.square()).sum(0)
         carry[Carried.TOTAL] = total.sum(0)
         if predicted is not None:
