@@ -209,6 +209,18 @@ def test_a_class_that_the_student_alone_masks(beta, device):
         assert bool(torch.isinf(out.max_abs_difference).all())
 
 
+@pytest.mark.parametrize("memory", ["fast", "small"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_what_is_infinite_may_vanish(dtype, memory, device):
+    """The teacher masks classes whose probability underflows as soon as a later block is known."""
+    case = Divergence(device, dtype, beta=1.0)
+    case.tensors[2][48:] += 150
+    case.teacher[2][:32] = float("-inf")
+    with tiled(divergence=lambda *_: {"ROWS": 4, "BLOCK": 16, "num_warps": 1}):
+        out, grads = case.run(memory=memory)
+    assert all(bool(torch.isfinite(t).all()) for t in (out.divergence, *grads))
+
+
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_reference_gradient(reduction):
     for beta in BETAS:

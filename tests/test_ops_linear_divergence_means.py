@@ -34,6 +34,14 @@ def added(student: Any, teacher: Any, to: slice = slice(None)) -> Any:
     return draw
 
 
+def masked(rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Where the teacher masks classes, the student's probability is about one over the number that masks them."""
+    z, u = alike(rng)
+    z[:, :FIRST] -= 26.0
+    u[:, :FIRST] = -1e10
+    return z, u
+
+
 CLASS = torch.arange(CLASSES)
 HEADS: dict[str, Any] = {
     "alike": alike,
@@ -47,6 +55,7 @@ HEADS: dict[str, Any] = {
     "drifting apart": added(CLASS * 0.08, -CLASS * 0.08),
     "apart by steps": added(CLASS // FIRST * 2.7, -(CLASS // FIRST) * 2.7),
     "classes that the student has lost": added(-120.0, 0.0, slice(None, None, 2)),
+    "classes that the teacher masks": masked,
     "classes that the teacher has lost": added(0.0, -300.0, slice(None, None, 2)),
 }
 

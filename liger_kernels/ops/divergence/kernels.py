@@ -6,10 +6,10 @@ number of a dtype masks has a scale of 0, and a move as large as numbers get. A 
 so that its terms need a second pass. What each lane holds of a block has sums of its own; nothing crosses lanes before
 a loop ends.
 
-The sum of p (z - u), or of q (z - u), is relative to a centre of each head. The centres are the maxima. For float32
-logits they are the means under p, or q, of the columns so far, so that what is added is never larger than its spread
-(Welford 1962, "Note on a method for calculating corrected sums of squares and products"). That sum's error is common to
-a row's classes: the gradient of the hidden states adds it up.
+The sum of p (z - u), or of q (z - u), is relative to a centre of each head. In 16 bits the centres are the maxima. For
+float32 logits they are the means under p, or q, of the columns so far (Welford 1962, "Note on a method for calculating
+corrected sums of squares and products"). No term is then much larger than what the terms differ by. The error of that
+sum is common to a row's classes: the gradient of the hidden states adds it up.
 
 ``MODE`` is :class:`Mode` of ``rows.py``. Scalings and None are as in ``loss/formulas.py``.
 """
@@ -111,19 +111,23 @@ def _scan_both_block(
         before = known * decay
         if PRECISE:
             total = before + own
-            z_from = tl.where(before > 0.0, z_old, z_shift)
-            u_from = tl.where(before > 0.0, u_old, u_shift)
-            z_new = z_from + _over_lane(_weighted(weights, z - z_from[:, None, :, None])) / total
-            u_new = u_from + _over_lane(_weighted(weights, u - u_from[:, None, :, None])) / total
+            # The new mean is a small step from what weighs more. A step from a number that masks classes would lose the
+            # last digits of the mean.
+            z_from = tl.where(before > own, z_old, z_shift)
+            u_from = tl.where(before > own, u_old, u_shift)
+            z_added = _over_lane(_weighted(weights, z - z_from[:, None, :, None])) + _weighted(before, z_old - z_from)
+            u_added = _over_lane(_weighted(weights, u - u_from[:, None, :, None])) + _weighted(before, u_old - u_from)
+            z_new = z_from + z_added / total
+            u_new = u_from + u_added / total
             moves = tl.abs(z_new - u_new) < float("inf")  # not where no weight is, nor where the divergence is infinite
-            means = (tl.where(moves, z_new, z_from), tl.where(moves, u_new, u_from))
+            means = (tl.where(moves, z_new, z_shift), tl.where(moves, u_new, u_shift))
         z_centre, u_centre = _centres(new_z, new_u, means, PRECISE)
-        gap = gap * decay + ((z_old - z_centre) - (u_old - u_centre)) * before
+        gap = _weighted(decay, gap) + _weighted(before, (z_old - z_centre) - (u_old - u_centre))
         difference = (z - z_centre[:, None, :, None]) - (u - u_centre[:, None, :, None])
         gap += _over_lane(_weighted(weights, difference))
     if ENTROPY:
         z_moved = tl.where(z_max > float("-inf"), z_max - z_shift, 0.0)
-        distance = distance * z_decay + z_moved * (z_total * z_decay)
+        distance = distance * z_decay + _weighted(z_total * z_decay, z_moved)
         distance += _over_lane(_weighted(z_exp, z_below))
     z_total = z_total * z_decay + z_own
     u_total = u_total * u_decay + u_own
@@ -199,15 +203,18 @@ def _divergence_scan_kernel(
         known *= decay
         share = known / tl.maximum(tl.sum(known, 1), 1.0)[:, None]  # 1 and more, but for rows that are not read
         z_mean, u_mean = means
-        row_means = (tl.sum(share * z_mean, 1), tl.sum(share * u_mean, 1))
+        z_top = _finite(row_max)
+        u_top = _finite(teacher_max)
+        z_row = z_top + tl.sum(_weighted(share, z_mean - z_top[:, None]), 1)
+        u_row = u_top + tl.sum(_weighted(share, u_mean - u_top[:, None]), 1)
         z_centre, u_centre = _centres(z_max, u_max, means, PRECISE)
-        z_row, u_row = _centres(row_max, teacher_max, row_means, PRECISE)
-        gap = gap * decay + ((z_centre - z_row[:, None]) - (u_centre - u_row[:, None])) * known
+        z_row, u_row = _centres(row_max, teacher_max, (z_row, u_row), PRECISE)
+        gap = _weighted(decay, gap) + _weighted(known, (z_centre - z_row[:, None]) - (u_centre - u_row[:, None]))
         tl.store(of_gap, tl.sum(gap, 1), mask=row_mask)
         tl.store(of_z_centre, z_row, mask=row_mask)
         tl.store(of_u_centre, u_row, mask=row_mask)
     if ENTROPY:
-        tl.store(of_distance, tl.sum(distance * z_decay + z_moved * (z_total * z_decay), 1), mask=row_mask)
+        tl.store(of_distance, tl.sum(distance * z_decay + _weighted(z_total * z_decay, z_moved), 1), mask=row_mask)
     if DIFFERENCE:
         tl.store(of_highest, tl.max(highest, 1), mask=row_mask)
         tl.store(of_lowest, tl.max(lowest, 1), mask=row_mask)

@@ -208,6 +208,11 @@ def backward_divergence(
     )  # fmt: skip
 
 
+def _weighted(weights: Tensor, x: Tensor) -> Tensor:
+    """As the kernels' function of this name."""
+    return weights * x.where(weights > 0.0, 0.0)
+
+
 def merged(every: Tensor, mode: Mode) -> Tensor:
     """The statistics of all classes, from those of each rank's: ``every`` is [ranks, 12, tokens]. All but the last
     two."""
@@ -222,19 +227,18 @@ def merged(every: Tensor, mode: Mode) -> Tensor:
         known[name] = moved, moved.exp().where(some, 0.0)
         result[total] = (every[:, total] * known[name][1]).sum(0)
     moved, decay = known[S.MAXIMUM]
+    of_total, scale = S.TOTAL, decay
     if mode == Mode.OF_TEACHER:
-        totals = every[:, S.TEACHER_TOTAL] * known[S.TEACHER_MAXIMUM][1]
-        gaps = every[:, S.GAP] * known[S.TEACHER_MAXIMUM][1]
-    else:
-        totals = every[:, S.TOTAL] * decay
-        gaps = every[:, S.GAP] * decay
+        of_total, scale = S.TEACHER_TOTAL, known[S.TEACHER_MAXIMUM][1]
+    totals = every[:, of_total] * scale
     share = totals / totals.sum(0).clamp(min=1.0)  # 1 and more, but for rows that no rank read
-    for name in (S.CENTRE, S.TEACHER_CENTRE):
-        result[name] = (share * every[:, name]).sum(0)
+    for name, maximum in ((S.CENTRE, S.MAXIMUM), (S.TEACHER_CENTRE, S.TEACHER_MAXIMUM)):
+        top = result[maximum].where(result[maximum] > -math.inf, 0.0)
+        result[name] = top + _weighted(share, every[:, name] - top).sum(0)
     apart = (every[:, S.CENTRE] - result[S.CENTRE]) - (every[:, S.TEACHER_CENTRE] - result[S.TEACHER_CENTRE])
-    terms = gaps + apart * totals
+    terms = _weighted(scale, every[:, S.GAP]) + _weighted(totals, apart)
     result[S.GAP] = terms.sum(0)
-    result[S.DISTANCE] = (every[:, S.DISTANCE] * decay + moved * (every[:, S.TOTAL] * decay)).sum(0)
+    result[S.DISTANCE] = (every[:, S.DISTANCE] * decay + _weighted(every[:, S.TOTAL] * decay, moved)).sum(0)
     for name in (S.HIGHEST, S.LOWEST):
         result[name] = every[:, name].amax(0)
     return result
