@@ -283,7 +283,8 @@ def linear_divergence_cases() -> None:
         run(linear_divergence, *heads, beta, outputs=outputs, softcap=30.0, teacher_softcap=30.0, temperature=0.7)
     heads = new(64, 16), new(1000, 16), new(64, 32, dtype=FP16, grad=False), new(1000, 32, dtype=FP16, grad=False)
     run(linear_divergence, *heads, 0.3, memory="small", logit_scale=1.5)
-    run(linear_divergence, *(new(*t.shape, dtype=FP32, grad=t.requires_grad) for t in heads), 0.3, outputs=outputs)
+    for beta in (0.3, 1.0):
+        run(linear_divergence, *(new(*t.shape, dtype=FP32, grad=t.requires_grad) for t in heads), beta, outputs=outputs)
     run(linear_divergence, *(new(*t.shape, dtype=FP16, grad=t.requires_grad) for t in heads), 0.0)
 
 
