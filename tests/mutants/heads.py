@@ -62,7 +62,7 @@ MUTANTS = (
         "ratio - of_student[:, None]", "ratio", "test_every_option[0.3-fast-torch.float32-plain]"),
     _divergence("reverse_divergence_missing_in_its_gradient", "The gradient of the reverse divergence omits it.",
         "difference - of_student[:, None]", "difference",
-        "test_every_option[1.0-fast-torch.bfloat16-plain]"),
+        "test_ops_linear_divergence_means.py::test_the_mean_is_nearer_than_pytorchs[at once-16]"),
     faults("ops.divergence.linear_divergence")("gradient_into_the_teacher", "The reference's teacher has a gradient.",
         "as_autocast(t.detach(), hidden.device)", "as_autocast(t, hidden.device)",
         "test_ops_linear_divergence.py::test_the_reference_teacher_has_no_gradient",
