@@ -1,21 +1,27 @@
 """The longest sequence that trains under a limit of memory, measured: ours and other packages', on one GPU.
 
-``python -m benchmarks.longest [--method qlora] [--gpu-memory 24,80] [--arms ours,...] [--tokens N] [--json FILE]``
+``python -m benchmarks.longest [--method qlora] [--gpu-memory 24,80] [--arms ours,...] [--tokens N] [--sequence N]``
 
 The model is the Llama-3 8B shape of ``benchmarks.adapters``, one sequence of random tokens, every position a target,
 with checkpointing. A length trains if two steps with their optimizer end: AdamW, over adapters of rank 16 or over every
-weight in bfloat16. PyTorch's allocator gets what a card of that size has left besides CUDA's own memory. Each search is
-a process of its own. Two short lengths give a line, and the search goes where it reaches the limit; ``--tokens`` tries
-one length and no other. Next to what is found stands what ``liger_kernels.fit`` calculates for our arms.
+weight in bfloat16. PyTorch's allocator gets what a card of that size has left besides CUDA's own memory. Each arm is a
+process of its own. Two short lengths give a line, and the search goes where it reaches the limit; that of a larger
+limit goes on from there. ``--tokens`` tries one length and no other. Next to what is found stands what
+``liger_kernels.fit`` calculates for our arms.
+
+A step over one long sequence is mostly attention, which takes minutes from 200,000 tokens on, and hardly any memory.
+``--sequence 1024`` makes each length many sequences of 1024 tokens: as many bytes a token, in seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -36,6 +42,7 @@ from liger_kernels.fitting.step import MetaStep
 from liger_kernels.fitting.training import Training
 
 Found = dict[str, Any]
+Start = Callable[[argparse.Namespace, Found], dict[str, Found]]  # a plan's results, by limit
 METHODS = ("lora", "qlora", "full")
 DEFAULT = ("ours", "ours-offload", "ours-offload-recompute", "liger", "unsloth")
 STEP = 1024  # tokens; what is found is a multiple of it
@@ -54,13 +61,14 @@ def job_of(method: str, arm: str, tiny: bool = False) -> AdapterJob:
     )
 
 
-def calculated(job: AdapterJob, gib: float) -> int | None:
-    """What ``liger_kernels.fit`` calculates for one of our arms."""
+def calculated(job: AdapterJob, limits: Sequence[float]) -> dict[float, int]:
+    """What ``liger_kernels.fit`` calculates for one of our arms, by limit."""
     if job.arm not in ("ours", *models.OPTIONS):
-        return None
+        return {}
     setup = Training(None if job.full else job.rank, quantised=job.quantised, **models.OPTIONS.get(job.arm, {}))
     step = MetaStep(configuration(job), setup)
-    return longest(lambda tokens: step.count(tokens).peak, int(gib * GIB) - RESERVE)
+    peak = functools.cache(lambda tokens: step.count(tokens).peak)
+    return {gib: longest(peak, int(gib * GIB) - RESERVE) for gib in limits}
 
 
 def limit(gib: float) -> int:
@@ -83,17 +91,30 @@ def limit(gib: float) -> int:
 
 
 class Steps:
-    """Steps of a model, of any length, each with its peak; those that were tried, in ``tried``."""
+    """Steps of a model, of any length, each with its peak; those that were tried under one limit, in ``tried``.
 
-    def __init__(self, model: Any, job: AdapterJob, capacity: int, keep: Callable[[list[Found]], None]):
-        self.model, self.job, self.capacity, self.keep = model, job, capacity, keep
+    Args:
+        sequence: tokens of one sequence of a step; all of them, where it is None.
+    """
+
+    def __init__(self, model: Any, job: AdapterJob, keep: Callable[[list[Found]], None], sequence: int | None = None):
+        self.model, self.job, self.keep, self.sequence = model, job, keep, sequence
         trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=job.device.type == "cuda")
+        self.capacity = 0
         self.tried: list[Found] = []
+
+    def limited(self, capacity: int) -> dict[int, int]:
+        """From here on, steps have ``capacity`` bytes. What ran out of memory before is forgotten; the bytes of what
+        did not are returned, by tokens."""
+        self.capacity, self.tried = capacity, [one for one in self.tried if one["bytes"] is not None]
+        return {one["tokens"]: one["bytes"] for one in self.tried}
 
     def peak(self, tokens: int) -> int:
         """Bytes at the peak of the second of two steps; more than the capacity where memory ran out."""
-        run = partial(models.step, self.model, batch(self.model.config, tokens, self.job), partial(autocast, self.job))
+        length = self.sequence or tokens
+        given = batch(self.model.config, length, self.job.but(batch=tokens // length))
+        run = partial(models.step, self.model, given, partial(autocast, self.job))
         found: Found = {"tokens": tokens, "bytes": None, "s": None}
         try:
             for _ in range(2):
@@ -125,36 +146,57 @@ class Steps:
         return max(self.capacity + 1, int(high + (found["tokens"] - b) * (high - low) / (b - a)))
 
 
-def search(plan: Found, keep: Callable[[Found], None]) -> None:
-    """What :func:`main` asks of a process of its own: the lengths that it tried."""
-    job = AdapterJob(**plan["job"])
+def most_on_host(job: AdapterJob, gib: float | None) -> int | None:
+    """The tokens whose layer inputs ``gib`` GiB of the host hold, for an arm that keeps them there."""
+    if gib is None or not (ARMS[job.arm].own or "offload" in models.OPTIONS.get(job.arm, {})):
+        return None
+    config = configuration(job)
+    return int(gib * GIB) // (config.num_hidden_layers * config.hidden_size * job.dtype.itemsize)
+
+
+def search(plan: Found, keep: Callable[[dict[str, Found]], None]) -> None:
+    """What :func:`main` asks of a process of its own: the lengths that it tried, by limit."""
+    job, limits = AdapterJob(**plan["job"]), plan["limits"]
+    found: dict[str, Found] = {}
+
+    def keep_one(gib: float, **what: Any) -> None:
+        found[f"{gib:g}"] = what
+        keep(found)
+
     arm = ARMS[job.arm]
     if missing := arm.absent(job):
-        keep({"note": f"absent: {missing}"})
+        for gib in limits:
+            keep_one(gib, note=f"absent: {missing}")
         return
-    model = arm.build(job)  # before the limit: the benchmark's loader holds the weights twice for a moment
+    model = arm.build(job)  # before a limit: the benchmark's loader holds the weights twice for a moment
     if not job.full:
         set_adapters(model, job)
-    models.release()
-    try:
-        capacity = limit(plan["gib"])
-    except RuntimeError as error:
-        keep({"note": str(error)})
-        return
-    if torch.cuda.memory_allocated() > capacity:
-        keep({"note": "the model alone is too large"})
-        return
     model.train()
     where = report.where(torch.cuda.get_device_name(), ["torch", "transformers", "peft", *arm.distributions])
-    steps = Steps(model, job, capacity, lambda tried: keep({"where": where, "tried": tried}))
-    lengths = [plan["tokens"]] if plan["tokens"] else []
-    for tokens in lengths:
-        steps.peak(tokens)
-    most = 0 if lengths else longest(steps.peak, capacity, STEP)
-    keep({"where": where, "tried": steps.tried, "most": most, "note": fallbacks(model)})
+    most_tokens, step = most_on_host(job, plan["host"]), max(STEP, plan["sequence"] or 0)
+    steps = Steps(model, job, lambda tried: None, plan["sequence"])
+    for gib in sorted(limits):
+        models.release()
+        try:
+            capacity = limit(gib)
+        except RuntimeError as error:
+            keep_one(gib, note=str(error))
+            continue
+        if torch.cuda.memory_allocated() > capacity:
+            keep_one(gib, note="the model alone is too large")
+            continue
+        steps.keep = partial(lambda gib, tried: keep_one(gib, where=where, tried=tried), gib)
+        known, most = steps.limited(capacity), 0
+        if not plan["tokens"]:
+            most = longest(steps.peak, capacity, step, known, most_tokens)
+        elif plan["tokens"] not in known:
+            steps.peak(plan["tokens"])
+        ended = most_tokens is not None and most + step > most_tokens
+        notes = filter(None, ["the host's memory ends here" if ended else "", fallbacks(model)])
+        keep_one(gib, where=where, tried=steps.tried, most=most, note="; ".join(notes))
 
 
-def row(job: AdapterJob, method: str, gib: float, found: Mapping[str, Any]) -> Found:
+def row(job: AdapterJob, method: str, gib: float, found: Mapping[str, Any], calculated: int | None) -> Found:
     """A line of the table."""
     fitted = [one for one in found.get("tried", ()) if one["bytes"] is not None]
     best = max(fitted, key=lambda one: one["tokens"], default=None)
@@ -164,7 +206,7 @@ def row(job: AdapterJob, method: str, gib: float, found: Mapping[str, Any]) -> F
     numbers: Found = {"tokens": 0, "gib_peak": None, "s": None}
     if best is not None:
         numbers = {"tokens": best["tokens"], "gib_peak": best["bytes"] / GIB, "s": best["s"]}
-    return {"method": method, "gib": gib, "arm": job.arm, **numbers, "calculated": calculated(job, gib), "note": note}
+    return {"method": method, "gib": gib, "arm": job.arm, **numbers, "calculated": calculated, "note": note}
 
 
 def table(rows: Sequence[Found]) -> list[str]:
@@ -187,7 +229,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpu-memory", default="24", metavar="GIB", help="limits of memory (default: %(default)s)")
     parser.add_argument("--arms", default=",".join(DEFAULT), help=f"of {', '.join(ARMS)} (default: %(default)s)")
     parser.add_argument("--tokens", type=int, metavar="N", help="try this length and no other")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one search (default 3600)")
+    parser.add_argument(
+        "--sequence", type=int, metavar="N", help="a length is many sequences of N tokens (default: one sequence)"
+    )
+    parser.add_argument(
+        "--host-memory", type=float, metavar="GIB", help="try no length whose layer inputs take more of the host"
+    )
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one arm (default 3600)")
     parser.add_argument("--tiny", action="store_true", help="a model of 64 features")
     add_options(parser)
     options = parser.parse_args(arguments)
@@ -199,14 +247,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.limits = [float(word) for word in options.gpu_memory.split(",")]
     except ValueError:
         parser.error(f"--gpu-memory is {options.gpu_memory!r}; it must be like 24,80")
-    if min(*options.limits, 1 if options.tokens is None else options.tokens) <= 0:
-        parser.error("--gpu-memory and --tokens must be more than 0")
+    given = (options.tokens, options.sequence, options.host_memory)
+    if min(*options.limits, *(1 if one is None else one for one in given)) <= 0:
+        parser.error("--gpu-memory, --tokens, --sequence and --host-memory must be more than 0")
+    if options.tokens and options.sequence and options.tokens % options.sequence:
+        parser.error(f"--tokens is {options.tokens}; it must be a multiple of --sequence, {options.sequence}")
     check_options(parser, options, ARMS)
     return options
 
 
-def in_own_process(options: argparse.Namespace, plan: Found) -> Found:
-    """What :func:`search` kept, also of a process that ended badly."""
+def in_own_process(options: argparse.Namespace, plan: Found) -> dict[str, Found]:
+    """What :func:`search` kept by limit, also of a process that ended badly."""
     with tempfile.TemporaryDirectory() as name:
         given, result = Path(name) / "plan.json", Path(name) / "result.json"
         files.write_json(plan, given)
@@ -217,16 +268,15 @@ def in_own_process(options: argparse.Namespace, plan: Found) -> Found:
             environment=ENVIRONMENT,
             timeout=options.timeout,
         )
-        found: Found = files.read_json(result) if result.exists() else {}
+        found: dict[str, Found] = files.read_json(result) if result.exists() else {}
     if done.problem:
         print(f"{plan['job']['arm']}: {done.problem}", flush=True)
-        found.setdefault("note", f"failed: {done.problem.splitlines()[0]}")
+        for gib in plan["limits"]:
+            found.setdefault(f"{gib:g}", {}).setdefault("note", f"failed: {done.problem.splitlines()[0]}")
     return found
 
 
-def main(
-    arguments: Sequence[str] | None = None, start: Callable[[argparse.Namespace, Found], Found] = in_own_process
-) -> int:
+def main(arguments: Sequence[str] | None = None, start: Start = in_own_process) -> int:
     words = sys.argv[1:] if arguments is None else [*arguments]
     if words[:1] == ["--search"]:
         plan, result = files.read_json(Path(words[1])), Path(words[2])
@@ -239,15 +289,21 @@ def main(
     rows: list[Found] = []
     where: Found = {}
     for method in options.methods:
-        for gib in options.limits:
-            for arm in options.arms:
-                job = job_of(method, arm, options.tiny)
-                found = start(options, {"job": asdict(job), "gib": gib, "tokens": options.tokens})
-                where = found.get("where", where)
-                rows.append(row(job, method, gib, found))
+        for arm in options.arms:
+            job = job_of(method, arm, options.tiny)
+            plan = {"job": asdict(job), "limits": options.limits, "tokens": options.tokens}
+            plan |= {"sequence": options.sequence, "host": options.host_memory}
+            with ThreadPoolExecutor(1) as pool:  # the GPU does not wait for what is calculated
+                running = pool.submit(start, options, plan)
+                expected = calculated(job, options.limits)
+                found = running.result()
+            for gib in options.limits:
+                one = found.get(f"{gib:g}", {})
+                where = one.get("where", where)
+                rows.append(row(job, method, gib, one, expected.get(gib)))
                 print(table(rows)[-1], flush=True)
-                if options.json:
-                    files.write_json({"where": where, "rows": rows}, options.json)
+            if options.json:
+                files.write_json({"where": where, "rows": rows}, options.json)
     print("\n".join(["", str(where), "", *table(rows)]))
     return int(any(r["arm"] in OWN and not r["tokens"] and not r["note"].startswith("absent") for r in rows))
 

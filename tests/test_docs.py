@@ -72,6 +72,18 @@ def test_links_of_the_pages_outside_of_the_site(page: str) -> None:
         assert not anchor or anchor in headings(found), f"{page}: {target}#{anchor}"
 
 
+def test_functions_that_pages_name_are_there() -> None:
+    """A page once showed what a patch prints that was gone, and its command could not run."""
+    named = set()
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        words = r"\b(?:tests|convergence|matrix|liger_kernels)(?:\.\w+)*:[a-z_]\w*"
+        named |= set(re.findall(words, page.read_text(encoding="utf-8")))
+    assert len(named) > 10
+    for name in sorted(named):
+        module, _, function = name.partition(":")
+        assert hasattr(importlib.import_module(module), function), name
+
+
 def test_no_page_takes_longer_to_read_than_ten_minutes() -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         words = re.sub(r"[|]|---", " ", page.read_text(encoding="utf-8")).split()

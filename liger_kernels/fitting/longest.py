@@ -2,47 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 STEP = 256  # tokens; the result is a multiple of this
 FIRST = 16  # in steps, like all numbers in this file
 MOST = 2**16
 
 
-def longest(peak: Callable[[int], int], capacity: int, step: int = STEP) -> int:
+def longest(
+    peak: Callable[[int], int],
+    capacity: int,
+    step: int = STEP,
+    peaks: Mapping[int, int] | None = None,
+    limit: int | None = None,
+) -> int:
     """The largest multiple of ``step`` whose ``peak`` is at most ``capacity``; 0 if not even the first fits.
 
-    A peak grows with the tokens, mostly along a line. Then four or five calls find the result."""
-    known = {0: 0}  # by multiple of step
+    A peak grows with the tokens, mostly along a line. Then four or five calls find the result.
+
+    Args:
+        peak: bytes of a number of tokens.
+        capacity: bytes that it may be.
+        step: tokens.
+        peaks: what is known of ``peak``, by tokens; those are not asked for again.
+        limit: tokens that the result does not go beyond, whatever fits.
+    """
+    known = {0: 0, **{tokens // step: size for tokens, size in (peaks or {}).items()}}  # by multiple of step
+    given = len(known) - 1
+    end = MOST if limit is None else min(MOST, limit // step + 1)
 
     def fits(n: int) -> bool:
         if n not in known:
             known[n] = peak(n * step)
         return known[n] <= capacity
 
+    def line() -> tuple[int, int]:
+        """Two known points, the larger one at least twice the smaller where there are such: near ones tell no slope."""
+        b = max(known)
+        return max((n for n in known if n and 2 * n <= b), default=max((n for n in known if n < b), default=0)), b
+
     def guess(low: int, high: int | None) -> int:
         """The multiple between ``low`` and ``high`` where a line through two known points reaches the capacity."""
-        most = (MOST if high is None else high) - 1
-        if high is not None and len(known) > 6 and len(known) % 2:  # no line: halve the range every second time
+        most = (end if high is None else high) - 1
+        tried = len(known) - given
+        if high is not None and tried > 6 and tried % 2:  # no line: halve the range every second time
             return (low + high) // 2
-        measured = sorted(n for n in known if n)
-        a, b = (low, high) if low and high else measured[-2:] if len(measured) > 1 else (0, 0)
-        slope = (known[b] - known[a]) / (b - a) if b > a else 0
+        a, b = (low, high) if low and high else line()
+        slope = (known[b] - known[a]) / (b - a) if a else 0
         reached = b + (capacity - known[b]) / slope if slope > 0 else 2 * low
         return min(max(int(reached), low + 1), most)
 
-    low, high = (FIRST, None) if fits(FIRST) else (0, FIRST)
-    if high is not None and fits(1):
-        low = 1
-    elif high is not None:
-        return 0
-    while high is None or high - low > 1:
+    low = max((n for n, size in known.items() if size <= capacity), default=0)
+    high: int | None = None
+    if not low:
+        first = min(FIRST, end - 1)
+        low, high = (first, None) if fits(first) else (0, first)
+        if high is not None and high > 1 and fits(1):
+            low = 1
+        elif high is not None:
+            return 0
+    while low + 1 < (end if high is None else high):
         n = guess(low, high)
         if fits(n):
             low = n
-            if n + 1 == MOST:
-                break
-            if (high is None or n + 1 < high) and len(known) > 3 and not fits(n + 1):
+            if (high is None or n + 1 < high) and len(known) > 3 and n + 1 < end and not fits(n + 1):
                 high = n + 1
         else:
             high = n
