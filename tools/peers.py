@@ -37,10 +37,11 @@ axolotl's LoRA kernels are for adapters. `pytest convergence --setups lora-singl
 the numbers are right in float32 and bfloat16 (error ratios 1.1 / 2.4 and 1 / 2.7), and "different",
 because `LlamaAttention.forward` is replaced in all models.
 
-unsloth's row is of 2026-11-25. Its patch now returns the model that its loader makes of a folder;
-that was not judged yet.
+unsloth's rows are from `pytest convergence --patch convergence.peers:unsloth --models llama-tied`,
+2026-11-28 and -29.
 
-Not measured: other set-ups, real widths, and models that are not `core`.
+Not measured: other set-ups, real widths, models that are not `core`, and unsloth with any other
+model.
 """
 _NUMBERS = {*STATISTICS, Finding.FINITE, Finding.ZERO, Finding.NON_ZERO, Finding.LOGITS_GAP}
 _SHORT = 160
