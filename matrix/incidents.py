@@ -49,6 +49,10 @@ class Incident:
     remains: str = ""
 
 
+# What unsloth_zoo asks for instead of the cell's pins.
+_OF_UNSLOTH = "torch==2.12.1 datasets==4.3.0 multiprocess==0.70.16 dill==0.4.0 fsspec==2025.9.0"
+
+
 def _trainers(patch: str, case: str, scope: str = "class") -> str:
     return f"convergence --trainer {case} --models llama --patch matrix.released:{patch} --scope {scope}"
 
@@ -152,6 +156,17 @@ INCIDENTS = {
         shows="object has no attribute 'in_place'",
         fix="linkedin/Liger-Kernel#392, in 0.4.2, which needs CUDA: a norm gets it. The class stays patched.",
         remains="other models patched too",
+    ),
+    "packed-count": Incident(
+        saw="The loss of packed rows is divided by too few targets: boundaries of samples are taken off twice.",
+        report="unslothai/unsloth-zoo#1066",
+        cell="tf4.56-trl0.23",
+        faulty=f"unsloth_zoo==2026.8.12 {_OF_UNSLOTH}",
+        fixed=f"unsloth_zoo==2026.8.13 {_OF_UNSLOTH}",
+        command=_trainers("count_of_packed_rows", "sft-padding-free"),
+        shows="error ratio",
+        fix="Targets are counted by the samples' lengths. That is the Trainer's own number again, bit for bit.",
+        remains="not patched",
     ),
 }
 

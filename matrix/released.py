@@ -1,12 +1,17 @@
-"""Releases of liger-kernel as patches of the proof, one kernel each: ``--patch matrix.released:head --scope class``.
+"""Releases of other packages as patches of the proof: ``--patch matrix.released:head --scope class``.
 
-They are called as their own documentation says, with every option but one off, so that one fault shows at a time.
+liger-kernel is called as its own documentation says, with every option but one off, so that one fault shows at a time.
+Of unsloth_zoo there is the function with which it replaces a method of the Trainer.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
+import sys
 import types
+from pathlib import Path
 from typing import Any
 
 
@@ -51,6 +56,42 @@ def everything(model: Any) -> None:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model)
+
+
+def count_of_packed_rows(model: Any) -> None:
+    """unsloth_zoo's count of a step's targets, by which the loss is divided. The lengths of a row's samples go to it
+    under the name that unsloth's collator gives them, and no further."""
+    import torch
+    import transformers
+
+    counted = _loss_utils()._unsloth_get_batch_samples
+
+    def get_batch_samples(self: Any, batches: Any, *args: Any) -> Any:
+        def told(batch: dict[str, Any]) -> dict[str, Any]:
+            starts = (batch["position_ids"] == 0).flatten().nonzero().flatten()
+            ends = torch.tensor([batch["position_ids"].numel()])
+            return {**batch, "packed_seq_lengths": torch.cat((starts, ends)).diff()}
+
+        samples, items = counted(self, map(told, batches), *args)
+        for batch in samples:
+            del batch["packed_seq_lengths"]
+        return samples, items
+
+    transformers.Trainer.get_batch_samples = get_batch_samples
+
+
+def _loss_utils() -> Any:
+    """``unsloth_zoo.loss_utils`` without the package around it, which refuses a machine without a GPU."""
+    spec = importlib.util.find_spec("unsloth_zoo")
+    if spec is None or not spec.submodule_search_locations:
+        raise NotImplementedError("unsloth_zoo is not installed")
+    root, on_a_cpu = Path(spec.submodule_search_locations[0]), {"DEVICE_TYPE": "cpu", "DEVICE_TYPE_TORCH": "cpu"}
+    for name in ("unsloth_zoo", "unsloth_zoo.temporary_patches", "unsloth_zoo.device_type"):
+        module: Any = types.ModuleType(name)
+        module.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
+        vars(module).update(on_a_cpu)
+        sys.modules[name] = module
+    return importlib.import_module("unsloth_zoo.loss_utils")
 
 
 def _apply(model: Any, *wanted: str, given: dict[str, Any] | None = None) -> None:
