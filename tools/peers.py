@@ -32,10 +32,10 @@ returned is overwritten, and that no gradient is missing. Speed and memory are o
 [Ops](benchmarks.md) and [Whole models](whole-models.md). liger-kernel on a GPU has
 [a page of its own](liger-kernel.md), and so has [what their own tests accept](peer-tolerances.md).
 
-axolotl's LoRA kernels are for adapters. `pytest convergence --setups lora-single --models llama-tied
---patch convergence.peers:axolotl` says of axolotl 0.19.0 on an H200 with torch 2.11.0 (2026-11-28):
-the numbers are right in float32 and bfloat16 (error ratios 1.1 / 2.4 and 1 / 2.7), and "different",
-because `LlamaAttention.forward` is replaced in all models.
+axolotl's LoRA kernels (`pytest convergence --setups lora-single --models llama-tied --patch
+convergence.peers:axolotl`; axolotl 0.19.0, H200, torch 2.11.0, 2026-11-28) have the right numbers in
+float32 and bfloat16 (error ratios 1.1 / 2.4 and 1 / 2.7). They are "different", because
+`LlamaAttention.forward` is replaced in all models.
 
 unsloth's rows are from `pytest convergence --patch convergence.peers:unsloth --models llama-tied`,
 2026-11-28 and -29.
@@ -44,7 +44,7 @@ Not measured: other set-ups, real widths, models that are not `core`, and unslot
 model.
 """
 _NUMBERS = {*STATISTICS, Finding.FINITE, Finding.ZERO, Finding.NON_ZERO, Finding.LOGITS_GAP}
-_SHORT = 160
+_SHORT = 120
 
 
 def verdict(record: Record) -> str:
