@@ -234,6 +234,22 @@ def test_layer_inputs_on_the_host_are_two_layers_inputs_on_the_gpu() -> None:
     assert longest[1] > longest[0]
 
 
+def test_sums_of_products_take_on_the_meta_device_what_they_take_on_a_cpu() -> None:
+    """Their shapes are found here, not by torch: in a third of the time of a whole step."""
+    found = {}
+    for device in ("meta", "cpu"):
+        c, a, b = torch.ones(3, 5, device=device), torch.ones(3, 4, device=device), torch.ones(4, 5, device=device)
+        counter = LiveBytes("")
+        with counter:
+            new, wider = torch.addmm(c, a, b), torch.addmm(torch.ones(5, device=device), a, b)
+            assert torch.addmm(c, a, b, out=c) is c
+            c.addmm_(a, b, beta=0.5)
+        assert (new.shape, wider.shape, new.dtype) == ((3, 5), (3, 5), torch.float32)
+        found[device] = counter.peak
+    assert float(c[0, 0]) == 0.5 * 5 + 4
+    assert found["meta"] == found["cpu"] > 2 * new.nbytes
+
+
 def test_a_square_of_tokens_is_named() -> None:
     assert any("tokens x tokens" in note for note in liger_kernels.fit(config("gemma"), tokens=512).notes)
     assert not any("tokens x tokens" in note for note in liger_kernels.fit(config(), tokens=512).notes)

@@ -44,6 +44,8 @@ from convergence.report import progress
 TIMEOUT = 1800.0
 _LENGTH = 8  # bytes in front of a message
 _RETURNED, _RAISED, _YIELDED, _SAID = "returned", "raised", "yielded", "said"
+# A module that asks for a GPU at import must not start the driver, because the driver does not survive a fork.
+DRIVER_LEFT_ALONE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 Given = tuple[bytes, socket.socket, str, str, float, bool]  # the arguments of serve()
 
 
@@ -180,23 +182,29 @@ def _context() -> BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preloaded())
-    # A module that asks for a GPU at import must not start the driver, because the driver does not survive a fork.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    return context if _survives_a_fork(context) else multiprocessing.get_context("spawn")
+    for name, value in DRIVER_LEFT_ALONE.items():
+        os.environ.setdefault(name, value)
+
+    def ends_well(function: Callable[[], None]) -> bool:
+        process = context.Process(target=function)
+        with _no_main():
+            process.start()
+        process.join(60)
+        if process.exitcode is None:
+            process.kill()
+        return bool(process.exitcode == 0)
+
+    return context if survives_a_fork(ends_well) else multiprocessing.get_context("spawn")
 
 
-def _survives_a_fork(context: BaseContext) -> bool:
+def survives_a_fork(ends_well: Callable[[Callable[[], None]], bool]) -> bool:
     """Whether a forked process can use a GPU, if there is one. Some packages, such as torchao 0.17, start the driver
-    when they are imported."""
-    if not torch.cuda.is_available():
-        return True
-    process = context.Process(target=_start_the_driver)  # type: ignore[attr-defined]
-    with _no_main():
-        process.start()
-    process.join(60)
-    if process.exitcode is None:
-        process.kill()
-    return bool(process.exitcode == 0)
+    when they are imported.
+
+    Args:
+        ends_well: runs a function in a forked process, and returns whether that process ended with exit code 0.
+    """
+    return not torch.cuda.is_available() or ends_well(_start_the_driver)
 
 
 def _start_the_driver() -> None:

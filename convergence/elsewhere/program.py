@@ -1,55 +1,115 @@
-"""Starts another Python, which answers one call of :func:`convergence.arms.isolate.call`."""
+"""Starts another Python, which answers calls of :func:`convergence.arms.isolate.call`."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 
-from convergence.arms.isolate import Given
+from convergence.arms.isolate import DRIVER_LEFT_ALONE, Given
 
 _PROOF = Path(__file__).parents[1]
 _SERVE = Path(__file__).with_name("serve.py")
+_Key = tuple[str, tuple[str, ...], bool, str]
 
 
-class Program:
-    """A running program, with the attributes of ``multiprocessing.Process`` that ``isolate`` uses."""
+class Server:
+    """Another Python, which imports once and forks itself for each call."""
 
-    def __init__(self, command: Sequence[str], output: str, environment: dict[str, str], keeps: int) -> None:
-        with open(output, "ab") as file:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, pass_fds=[keeps]
+    def __init__(self, key: _Key, output: str) -> None:
+        """
+        Raises:
+            OSError: it cannot be started.
+        """
+        python, paths, behind, folder = key
+        hidden = ("PYTHONPATH", "PYTHONHOME") if behind else ()  # they would come before what it has installed
+        environment = {name: value for name, value in os.environ.items() if name not in hidden}
+        self._folder = tempfile.TemporaryDirectory(prefix="convergence-")
+        self.requests, there = socket.socketpair()
+        file = Path(self._folder.name) / "server"
+        file.write_bytes(pickle.dumps((str(_PROOF), [*paths], behind, there.fileno()), protocol=4))
+        with there, open(output, "ab") as said:  # what keeps it from starting is said to the first call
+            self.process = subprocess.Popen(
+                [python, str(_SERVE), str(file)],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                cwd=folder,
+                env=DRIVER_LEFT_ALONE | environment,
+                pass_fds=[there.fileno()],
             )
-        self.pid = self._process.pid
-        self.sentinel, self._ended = os.pipe()
-        threading.Thread(target=self._watch, daemon=True).start()
 
-    def _watch(self) -> None:
-        """Make the sentinel readable when the program ends: its own processes may hold every other file."""
-        self._process.wait()
-        os.close(self._ended)
+    def close(self) -> None:
+        """It ends where nobody can ask it any more."""
+        self.requests.close()
+        self.process.kill()
+        self.process.wait()
+        self._folder.cleanup()
+
+
+class Answering:
+    """The process that answers one call, with the attributes of ``multiprocessing.Process`` that ``isolate`` uses.
+
+    The server says the number of the process when it has started, and its exit code when it has ended.
+    """
+
+    def __init__(self, server: Server, given: Given) -> None:
+        call, channel, call_id, output, timeout, listens = given
+        file = Path(output).with_name("given")
+        file.write_bytes(pickle.dumps((call, call_id, output, timeout, listens), protocol=4))
+        self._server = server
+        self.sentinel, told = os.pipe()
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it has ended: nobody will say anything
+                socket.send_fds(server.requests, [str(file).encode()], [channel.fileno(), told])
+        finally:
+            os.close(told)
+        if not wait([self.sentinel], timeout):
+            server.process.kill()
+        said = self._line()
+        self.pid = int(said) if said else server.process.pid
+        self._code: int | None = None if said else server.process.wait()
+
+    def _line(self) -> str:
+        found = b""
+        while not found.endswith(b"\n") and (byte := os.read(self.sentinel, 1)):
+            found += byte
+        return found.decode()
 
     @property
     def exitcode(self) -> int | None:
-        return self._process.poll()
-
-    def kill(self) -> None:
-        self._process.kill()
+        self.join(0.0)
+        return self._code
 
     def join(self, timeout: float | None = None) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout)
+        if self._code is None and wait([self.sentinel], timeout):
+            said = self._line()  # nothing, if the server has ended
+            self._code = int(said) if said else self._server.process.wait()
+
+    def kill(self) -> None:
+        if self.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         os.close(self.sentinel)
 
 
-def start(python: str, paths: Sequence[str], behind: bool, given: Given) -> Program:
+_running: dict[_Key, Server] = {}  # one at most: an idle one holds everything that it has imported
+_one_at_a_time = threading.Lock()
+
+
+def start(python: str, paths: Sequence[str], behind: bool, given: Given) -> Answering:
     """Let ``python`` answer a call.
 
     Args:
@@ -60,13 +120,19 @@ def start(python: str, paths: Sequence[str], behind: bool, given: Given) -> Prog
     Raises:
         OSError: ``python`` cannot be started.
     """
-    call, channel, call_id, output, timeout, listens = given
-    file = Path(output).with_name("given")
-    rest = call_id, output, timeout, listens
-    file.write_bytes(pickle.dumps((str(_PROOF), [*paths], behind, channel.fileno(), call, rest), protocol=4))
-    hidden = ("PYTHONPATH", "PYTHONHOME") if behind else ()  # they would come before what it has installed
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    return Program([python, str(_SERVE), str(file)], output, environment, channel.fileno())
+    key = python, tuple(paths), behind, os.getcwd()
+    with _one_at_a_time:
+        if key not in _running or _running[key].process.poll() is not None:
+            stop()
+            _running[key] = Server(key, given[3])
+        return Answering(_running[key], given)
+
+
+@atexit.register
+def stop() -> None:
+    """End the Python that waits for calls, if there is one."""
+    while _running:
+        _running.popitem()[1].close()
 
 
 def own_paths() -> list[str]:

@@ -1,31 +1,49 @@
-"""Another Python runs this file as a script to answer one call. It imports the proof of the process that calls it.
+"""Another Python runs this file as a script to answer calls. It imports the proof of the process that calls it.
 
 The proof is always the caller's: truth, baseline and candidate must be trained by the same steps, and be observed by
 the same hooks. What the proof judges comes from the paths of the other side.
+
+The script imports everything, runs nothing, and forks for each call. If an import has started the GPU's driver, which
+does not survive a fork, each call gets an interpreter of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import os
 import pickle
+import select
+import signal
 import socket
 import sys
 from typing import Any
 
+_ALONE, _ANSWER = "alone", "answer"
 
-def main(file: str) -> None:
-    """Answer the call in ``file``, a pickle of this run's judge: the proof's folder, the paths to import from, whether
-    they come after this Python's own, the socket, and the arguments of ``isolate.serve`` around it."""
+
+def main(file: str, *rest: str) -> None:
+    """Answer calls, or with :data:`_ANSWER` the one call in a file, over the socket of that number.
+
+    ``file`` is a pickle of this run's judge: the proof's folder, the paths to import from, whether they come after this
+    Python's own, and the socket over which calls are asked for.
+    """
     with open(file, "rb") as opened:
-        proof, paths, behind, channel, call, rest = pickle.load(opened)
-    own = sys.path[1:] if behind else []  # the first entry is this script's folder
-    sys.path[:] = [*own, *(path for path in paths if path not in own)]
-    _load_proof(proof)
-    isolate: Any = importlib.import_module("convergence.arms.isolate")
-    for name in isolate.preloaded():
-        importlib.import_module(name)
-    isolate.serve(call, socket.socket(fileno=channel), *rest)
+        proof, paths, behind, requests = pickle.load(opened)
+    alone = rest[:1] == (_ALONE,)
+    if not alone:
+        own = sys.path[1:] if behind else []  # the first entry is this script's folder
+        sys.path[:] = [*own, *(path for path in paths if path not in own)]
+        _load_proof(proof)
+        isolate: Any = importlib.import_module("convergence.arms.isolate")
+        for name in isolate.preloaded():
+            importlib.import_module(name)
+        if rest:
+            _answer(rest[1], int(rest[2]))
+        if not isolate.survives_a_fork(_ends_well):
+            _become(file, _ALONE, keeps=requests)
+    _listen(socket.socket(fileno=requests), file if alone else "")
 
 
 def _load_proof(folder: str) -> None:
@@ -38,5 +56,76 @@ def _load_proof(folder: str) -> None:
     spec.loader.exec_module(module)
 
 
+def _ends_well(function: Any) -> bool:
+    """Whether a forked process can run ``function``."""
+    pid = os.fork()
+    if not pid:
+        try:
+            function()
+        finally:
+            os._exit(int(sys.exc_info()[0] is not None))
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _become(*arguments: str, keeps: int) -> None:
+    """Run this script anew in this process, with ``arguments`` and the file of that number."""
+    os.set_inheritable(keeps, True)
+    os.execv(sys.executable, [sys.executable, os.path.abspath(__file__), *arguments])
+
+
+def _listen(requests: socket.socket, alone: str) -> None:
+    """Start a process for each call. Say its number when it has started, and its exit code when it has ended.
+
+    Args:
+        alone: the file that :func:`main` got, if each call gets an interpreter of its own.
+    """
+    ended, wakes = socket.socketpair()
+    for end in (ended, wakes):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes.fileno())
+    running: dict[int, int] = {}  # what hears of each process
+    while True:
+        ready, _, _ = select.select([requests, ended], [], [])
+        if ended in ready:
+            ended.recv(4096)
+            for pid, hears in [*running.items()]:
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    _tell(hears, os.waitstatus_to_exitcode(status))
+                    os.close(running.pop(pid))
+        if requests in ready:
+            name, files, _, _ = socket.recv_fds(requests, 4096, 2)
+            if not name:  # the caller has ended
+                return
+            channel, hears = files
+            pid = os.fork()
+            if not pid:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for end in (requests, ended, wakes):
+                    end.close()
+                for one in (hears, *running.values()):
+                    os.close(one)
+                if alone:
+                    _become(alone, _ANSWER, name.decode(), str(channel), keeps=channel)
+                _answer(name.decode(), channel)
+            running[pid] = hears
+            _tell(hears, pid)
+            os.close(channel)
+
+
+def _tell(hears: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the caller waits no more
+        os.write(hears, f"{number}\n".encode())
+
+
+def _answer(file: str, channel: int) -> None:
+    """Answer the call in ``file``, and end this process."""
+    with open(file, "rb") as opened:
+        call, *rest = pickle.load(opened)
+    sys.modules["convergence.arms.isolate"].serve(call, socket.socket(fileno=channel), *rest)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

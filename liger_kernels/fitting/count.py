@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,11 +79,22 @@ class LiveBytes(TorchDispatchMode):
             return True
         if func is _aten.add.Tensor and (summed := _sum_in_place(args, sys._getframe(1))) is not None:
             return summed
-        result = func(*args, **(kwargs or {}))
+        result = _sum_of_product(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {})) if result is None else result
         for t in result if isinstance(result, tuple | list) else (result,):
             if isinstance(t, torch.Tensor):
                 self.add(t)
         return result
+
+
+def _sum_of_product(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What ``func`` returns, if it adds a product of meta matrices: the tensor that it writes to, or a new one; else
+    None. torch finds other shapes in C++. For these it runs a decomposition in Python, which takes 0.3 ms."""
+    if func not in (_aten.addmm.default, _aten.addmm.out, _aten.addmm_.default) or not args[0].is_meta:
+        return None
+    if func is _aten.addmm.default:
+        return cast(torch.Tensor, args[0].new_empty(args[1].shape[0], args[2].shape[1]))
+    return cast(torch.Tensor, kwargs.get("out", args[0]))
 
 
 def _sum_in_place(args: Any, caller: Any) -> torch.Tensor | None:

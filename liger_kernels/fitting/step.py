@@ -136,6 +136,8 @@ class MetaStep:
             )
         linears = quantised_linears(model) if setup.quantised else []
         self.model = prepare(model, setup)
+        self.report = liger_kernels.status(self.model)  # its counts go on; to ask again would look at every module
+        self._counted: dict[int, Counted] = {}
         self.optimizer = setup.optimizer(trained(self.model))
         # Weights have four bits. One weight at a time has 16 bits, while it is multiplied.
         self.saved = sum(2 * n - nf4(n) for n in linears)
@@ -143,6 +145,11 @@ class MetaStep:
 
     def count(self, tokens: int) -> Counted:
         """The bytes of a step on rows of ``tokens``. The optimizer already has its states, as after an earlier step."""
+        if tokens not in self._counted:
+            self._counted[tokens] = self._count(tokens)
+        return self._counted[tokens]
+
+    def _count(self, tokens: int) -> Counted:
         if not self.optimizer.state:
             self._make_states()
         counter = LiveBytes(WEIGHTS, self.rounding, tokens)
@@ -160,8 +167,8 @@ class MetaStep:
         parts = {name: counter.at_peak[name] for name in PARTS}
         parts[WEIGHTS] -= self.saved
         parts[LAYER] += self.dequantised
-        report = liger_kernels.status(self.model)
-        return Counted(parts, counter.square, () if report is None else tuple(report.fallbacks), stream.host)
+        fallbacks = () if self.report is None else tuple(self.report.fallbacks)
+        return Counted(parts, counter.square, fallbacks, stream.host)
 
     def _make_states(self) -> None:
         for p in trained(self.model):
