@@ -16,7 +16,6 @@ A step over one long sequence is mostly attention, which takes minutes from 200,
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 import tempfile
 import time
@@ -62,13 +61,12 @@ def job_of(method: str, arm: str, tiny: bool = False) -> AdapterJob:
 
 
 def calculated(job: AdapterJob, limits: Sequence[float]) -> dict[float, int]:
-    """What ``liger_kernels.fit`` calculates for one of our arms, by limit."""
+    """What ``liger_kernels.fit`` calculates for one of our arms and one long sequence, by limit."""
     if job.arm not in ("ours", *models.OPTIONS):
         return {}
     setup = Training(None if job.full else job.rank, quantised=job.quantised, **models.OPTIONS.get(job.arm, {}))
     step = MetaStep(configuration(job), setup)
-    peak = functools.cache(lambda tokens: step.count(tokens).peak)
-    return {gib: longest(peak, int(gib * GIB) - RESERVE) for gib in limits}
+    return {gib: longest(lambda tokens: step.count(tokens).peak, int(gib * GIB) - RESERVE) for gib in limits}
 
 
 def limit(gib: float) -> int:
@@ -147,11 +145,17 @@ class Steps:
 
 
 def most_on_host(job: AdapterJob, gib: float | None) -> int | None:
-    """The tokens whose layer inputs ``gib`` GiB of the host hold, for an arm that keeps them there."""
+    """The tokens whose layer inputs ``gib`` GiB of the host hold, for an arm that keeps them there, as checkpointing of
+    a package's own does, too."""
     if gib is None or not (ARMS[job.arm].own or "offload" in models.OPTIONS.get(job.arm, {})):
         return None
     config = configuration(job)
     return int(gib * GIB) // (config.num_hidden_layers * config.hidden_size * job.dtype.itemsize)
+
+
+def step_of(sequence: int | None) -> int:
+    """Tokens between two lengths: whole sequences, and at least :data:`STEP`."""
+    return sequence * -(-STEP // sequence) if sequence else STEP
 
 
 def search(plan: Found, keep: Callable[[dict[str, Found]], None]) -> None:
@@ -173,7 +177,7 @@ def search(plan: Found, keep: Callable[[dict[str, Found]], None]) -> None:
         set_adapters(model, job)
     model.train()
     where = report.where(torch.cuda.get_device_name(), ["torch", "transformers", "peft", *arm.distributions])
-    most_tokens, step = most_on_host(job, plan["host"]), max(STEP, plan["sequence"] or 0)
+    most_tokens, step = most_on_host(job, plan["host"]), step_of(plan["sequence"])
     steps = Steps(model, job, lambda tried: None, plan["sequence"])
     for gib in sorted(limits):
         models.release()
@@ -189,24 +193,24 @@ def search(plan: Found, keep: Callable[[dict[str, Found]], None]) -> None:
         known, most = steps.limited(capacity), 0
         if not plan["tokens"]:
             most = longest(steps.peak, capacity, step, known, most_tokens)
-        elif plan["tokens"] not in known:
+        elif plan["tokens"] not in known and (most_tokens is None or plan["tokens"] <= most_tokens):
             steps.peak(plan["tokens"])
-        ended = most_tokens is not None and most + step > most_tokens
+        ended = most_tokens is not None and max(most + step, plan["tokens"] or 0) > most_tokens
         notes = filter(None, ["the host's memory ends here" if ended else "", fallbacks(model)])
         keep_one(gib, where=where, tried=steps.tried, most=most, note="; ".join(notes))
 
 
-def row(job: AdapterJob, method: str, gib: float, found: Mapping[str, Any], calculated: int | None) -> Found:
+def row(job: AdapterJob, method: str, gib: float, found: Mapping[str, Any], expected: int | None) -> Found:
     """A line of the table."""
     fitted = [one for one in found.get("tried", ()) if one["bytes"] is not None]
     best = max(fitted, key=lambda one: one["tokens"], default=None)
     note = found.get("note", "the search did not end")
-    if "most" in found and best is None:
+    if "most" in found and best is None and found["tried"]:
         note = f"none of {', '.join(str(one['tokens']) for one in found['tried'])} tokens trained"
     numbers: Found = {"tokens": 0, "gib_peak": None, "s": None}
     if best is not None:
         numbers = {"tokens": best["tokens"], "gib_peak": best["bytes"] / GIB, "s": best["s"]}
-    return {"method": method, "gib": gib, "arm": job.arm, **numbers, "calculated": calculated, "note": note}
+    return {"method": method, "gib": gib, "arm": job.arm, **numbers, "calculated": expected, "note": note}
 
 
 def table(rows: Sequence[Found]) -> list[str]:
@@ -294,9 +298,9 @@ def main(arguments: Sequence[str] | None = None, start: Start = in_own_process) 
             plan = {"job": asdict(job), "limits": options.limits, "tokens": options.tokens}
             plan |= {"sequence": options.sequence, "host": options.host_memory}
             with ThreadPoolExecutor(1) as pool:  # the GPU does not wait for what is calculated
-                running = pool.submit(start, options, plan)
-                expected = calculated(job, options.limits)
-                found = running.result()
+                counting = pool.submit(calculated, job, options.limits)
+                found = start(options, plan)  # in this thread, which Ctrl-C reaches
+                expected = counting.result()
             for gib in options.limits:
                 one = found.get(f"{gib:g}", {})
                 where = one.get("where", where)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +79,92 @@ def test_a_length_of_many_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     for sequence in (None, 256):
         Steps(model, job_of("lora", "ours", tiny=True), lambda tried: None, sequence).peak(2048)
     assert given == [(1, 2048), (8, 256)]
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``searched(arm, limits, ...)``: what a search keeps, of an arm whose steps take 2**14 bytes a token beyond 2**20,
+    and the shapes that it tried."""
+    model = torch.nn.Linear(1, 1)
+    model.config = longest.configuration(job_of("lora", "ours", tiny=True))
+    shapes: list[tuple[int, ...]] = []
+    room = [0]
+
+    def limit(gib: float) -> int:
+        room[0] = int(gib * GIB)
+        return room[0]
+
+    def step(model: Any, inputs: dict[str, torch.Tensor], context: Any) -> None:
+        if not shapes or shapes[-1] != inputs["input_ids"].shape:
+            shapes.append(tuple(inputs["input_ids"].shape))
+        if taken() > room[0]:
+            raise torch.OutOfMemoryError
+
+    def taken() -> int:
+        return 2**20 + 2**14 * shapes[-1][0] * shapes[-1][1]
+
+    def search(name: str, limits: list[float], tokens: Any = None, sequence: Any = None, host: Any = None) -> Any:
+        shapes.clear()
+        kept: list[Any] = []
+        arm = replace(longest.ARMS[name], build=lambda job: model, needs=())
+        monkeypatch.setitem(longest.ARMS, name, arm)
+        plan = {"job": asdict(job_of("lora", name, tiny=True)), "limits": limits, "tokens": tokens}
+        longest.search({**plan, "sequence": sequence, "host": host}, kept.append)
+        return kept[-1], [*shapes]
+
+    monkeypatch.setattr(longest.models, "step", step)
+    monkeypatch.setattr(longest.models, "release", lambda: None)
+    monkeypatch.setattr(longest, "limit", limit)
+    monkeypatch.setattr(longest, "set_adapters", lambda *_: None)
+    monkeypatch.setattr(longest, "fallbacks", lambda model: "")
+    for name, found in {"get_device_name": "none", "memory_allocated": 0, "max_memory_allocated": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: taken() if found is None else found)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return search
+
+
+def most(gib: float, step: int) -> int:
+    return (int(gib * GIB) - 2**20) // 2**14 // step * step
+
+
+def test_each_limit_has_a_row_and_goes_on_from_the_one_before(searched: Any) -> None:
+    found, shapes = searched("ours", [2, 1, 4], sequence=768)
+    assert {gib: one["most"] for gib, one in found.items()} == {f"{g}": most(g, 1536) for g in (1, 2, 4)}
+    assert all(length == 768 for _, length in shapes)
+    _, again = searched("ours", [4], sequence=768)
+    assert len(shapes) <= len(again) + 2 * 3, "two or three lengths for each further limit"
+
+
+def test_a_search_and_a_length_end_where_the_hosts_memory_does(searched: Any) -> None:
+    """The tiny model's layer inputs take 256 bytes a token."""
+    host = 256 * 40_000 / GIB
+    found, shapes = searched("ours-offload", [1], host=host)
+    assert found["1"]["most"] == 39 * STEP
+    assert max(length for _, length in shapes) == 39 * STEP
+    assert found["1"]["note"] == "the host's memory ends here"
+    for tokens, tried in ((40 * STEP, []), (38 * STEP, [(1, 38 * STEP)])):
+        found, shapes = searched("ours-offload", [1], tokens=tokens, host=host)
+        assert shapes == tried
+    found, _ = searched("ours-offload", [1], tokens=40 * STEP, host=host)
+    assert "host" in longest.row(job_of("lora", "ours-offload", tiny=True), "lora", 1, found["1"], None)["note"]
+
+
+def test_a_process_that_died_is_a_row_of_each_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(module: str, arguments: list[str], **options: Any) -> Any:
+        Path(arguments[-1]).write_text(json.dumps({"24": {"tried": [], "note": ""}}))
+        return SimpleNamespace(problem="exit code -9\nkilled")
+
+    monkeypatch.setattr(longest, "run_module", run)
+    options = SimpleNamespace(path={"ours": []}, timeout=1)
+    found = longest.in_own_process(options, {"job": {"arm": "ours"}, "limits": [24, 80]})
+    assert {gib: one["note"] for gib, one in found.items()} == {"24": "", "80": "failed: exit code -9"}
+
+
+def test_what_is_calculated_grows_with_the_limit() -> None:
+    found = longest.calculated(job_of("lora", "ours", tiny=True), [2.25, 2.5])
+    assert 0 < found[2.25] < found[2.5]
+    assert longest.calculated(job_of("lora", "liger", tiny=True), [4]) == {}
 
 
 def test_a_gpu_that_others_use_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,6 +237,9 @@ def test_layer_inputs_on_the_host_are_two_layers_inputs_on_the_gpu() -> None:
 def test_sums_of_products_take_on_the_meta_device_what_they_take_on_a_cpu() -> None:
     """Their shapes are found here, not by torch: in a third of the time of a whole step."""
     found = {}
+    for shapes in (((3, 5), (3, 4), (9, 5)), ((4, 5), (3, 4), (4, 5))):  # what does not fit raises as without
+        with pytest.raises(RuntimeError), LiveBytes(""):
+            torch.addmm(*(torch.ones(shape, device="meta") for shape in shapes))
     for device in ("meta", "cpu"):
         c, a, b = torch.ones(3, 5, device=device), torch.ones(3, 4, device=device), torch.ones(4, 5, device=device)
         counter = LiveBytes("")

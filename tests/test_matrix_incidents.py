@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from matrix import __main__ as command
-from matrix import cells, incidents, runner
+from matrix import cells, incidents, released, runner
 
 FAULT = ["loss", "step 0", "raised", "TypeError: boom", ""]
 OTHER = ["what the caller holds", "", "overwritten", "an output changed", ""]
@@ -90,6 +93,34 @@ def test_an_unknown_incident_is_refused(runs: list[Any], capsys: Any) -> None:
     assert "unknown incident flood; allowed are crash" in capsys.readouterr().err
     assert command.main(["incident"]) == 0
     assert "It crashed." in capsys.readouterr().out
+
+
+def test_a_release_counts_the_targets_of_packed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function alone is imported, and gets the lengths of a row's samples, which the model does not get."""
+    folder = tmp_path / "unsloth_zoo"
+    (folder / "temporary_patches").mkdir(parents=True)
+    for init in (folder / "__init__.py", folder / "temporary_patches" / "__init__.py", folder / "device_type.py"):
+        init.write_text("raise NotImplementedError('a GPU is needed')")
+    (folder / "temporary_patches" / "common.py").write_text("from ..device_type import DEVICE_TYPE")
+    (folder / "loss_utils.py").write_text(
+        "from .temporary_patches.common import DEVICE_TYPE\n"
+        "def _unsloth_get_batch_samples(trainer, batches, number, device=None):\n"
+        "    found = [next(batches) for _ in range(number)]\n"
+        "    return found, [batch['packed_seq_lengths'].tolist() for batch in found]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(transformers.Trainer, "get_batch_samples", None)
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "unsloth_zoo"}
+    try:
+        released.count_of_packed_rows(None)
+        batches = iter([{"position_ids": torch.tensor([[0, 1, 2, 0, 0, 1]])}] * 2)
+        samples, counted = transformers.Trainer.get_batch_samples(None, batches, 2, None)
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "unsloth_zoo"]:
+            del sys.modules[name]
+        sys.modules.update(before)
+    assert counted == [[3, 1, 2]] * 2
+    assert [list(sample) for sample in samples] == [["position_ids"]] * 2
 
 
 def test_every_incident_has_a_cell_and_exact_releases() -> None:

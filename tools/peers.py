@@ -37,8 +37,8 @@ convergence.peers:axolotl`; axolotl 0.19.0, H200, torch 2.11.0, 2026-11-28) have
 float32 and bfloat16 (error ratios 1.1 / 2.4 and 1 / 2.7). They are "different", because
 `LlamaAttention.forward` is replaced in all models.
 
-unsloth's rows are from `pytest convergence --patch convergence.peers:unsloth --models llama-tied`,
-2026-11-28 and -29.
+Written by hand: unsloth's rows, from `pytest convergence --patch convergence.peers:unsloth --models
+llama-tied`, 2026-11-28 and -29, and those of transformers' kernels.
 
 Not measured: other set-ups, real widths, models that are not `core`, and unsloth with any other
 model.

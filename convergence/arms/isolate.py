@@ -91,10 +91,10 @@ def call(
     with tempfile.TemporaryDirectory(prefix="convergence-") as name, here:
         output = Path(name) / "output"
         given = (buffer.getbuffer().tobytes(), there, call_id, str(output), timeout, progress.is_shown())
+        deadline = time.monotonic() + timeout
         with there:
             process = (start or _forked)(given)
         del buffer, given
-        deadline = time.monotonic() + timeout
         found: list[Any] = []
         value: Any = None
         kind = trace = problem = ""

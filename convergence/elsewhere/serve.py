@@ -4,7 +4,8 @@ The proof is always the caller's: truth, baseline and candidate must be trained 
 the same hooks. What the proof judges comes from the paths of the other side.
 
 The script imports everything, runs nothing, and forks for each call. If an import has started the GPU's driver, which
-does not survive a fork, each call gets an interpreter of its own.
+does not survive a fork, each call gets an interpreter of its own. Nothing that a call can write is read for another:
+the judge is read once, or comes with each call.
 """
 
 from __future__ import annotations
@@ -14,36 +15,55 @@ import importlib
 import importlib.util
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
+from multiprocessing.connection import wait
 from typing import Any
 
-_ALONE, _ANSWER = "alone", "answer"
 
-
-def main(file: str, *rest: str) -> None:
-    """Answer calls, or with :data:`_ANSWER` the one call in a file, over the socket of that number.
-
-    ``file`` is a pickle of this run's judge: the proof's folder, the paths to import from, whether they come after this
-    Python's own, and the socket over which calls are asked for.
-    """
+def listen(file: str) -> None:
+    """Import everything, and answer calls. ``file`` is a pickle of the judge, as :func:`_import` takes it, and of the
+    number of the socket over which calls are asked for."""
     with open(file, "rb") as opened:
-        proof, paths, behind, requests = pickle.load(opened)
-    alone = rest[:1] == (_ALONE,)
-    if not alone:
-        own = sys.path[1:] if behind else []  # the first entry is this script's folder
-        sys.path[:] = [*own, *(path for path in paths if path not in own)]
-        _load_proof(proof)
-        isolate: Any = importlib.import_module("convergence.arms.isolate")
-        for name in isolate.preloaded():
-            importlib.import_module(name)
-        if rest:
-            _answer(rest[1], int(rest[2]))
-        if not isolate.survives_a_fork(_ends_well):
-            _become(file, _ALONE, keeps=requests)
-    _listen(socket.socket(fileno=requests), file if alone else "")
+        judge, number = pickle.load(opened)
+    os.unlink(file)
+    isolate = _import(judge)
+    if not isolate.survives_a_fork(_ends_well):
+        _become("alone", str(number), keeps=number)
+    _answer_all(socket.socket(fileno=number), forks=True)
+
+
+def alone(number: str) -> None:
+    """As :func:`listen`, with an interpreter for each call, and without an import here."""
+    _answer_all(socket.socket(fileno=int(number)), forks=False)
+
+
+def answer(file: str, channel: str) -> None:
+    """Answer one call, in an interpreter of its own."""
+    with open(file, "rb") as opened:
+        judge, _ = pickle.load(opened)
+    _import(judge)
+    _answer(file, int(channel))
+
+
+def _import(judge: tuple[str, list[str], bool]) -> Any:
+    """Import what every call needs.
+
+    Args:
+        judge: the proof's folder, the paths to import from, and whether they come after this Python's own.
+
+    Returns:
+        The module ``convergence.arms.isolate``.
+    """
+    proof, paths, behind = judge
+    own = sys.path[1:] if behind else []  # the first entry is this script's folder
+    sys.path[:] = [*own, *(path for path in paths if path not in own)]
+    _load_proof(proof)
+    isolate: Any = importlib.import_module("convergence.arms.isolate")
+    for name in isolate.preloaded():
+        importlib.import_module(name)
+    return isolate
 
 
 def _load_proof(folder: str) -> None:
@@ -73,20 +93,17 @@ def _become(*arguments: str, keeps: int) -> None:
     os.execv(sys.executable, [sys.executable, os.path.abspath(__file__), *arguments])
 
 
-def _listen(requests: socket.socket, alone: str) -> None:
-    """Start a process for each call. Say its number when it has started, and its exit code when it has ended.
-
-    Args:
-        alone: the file that :func:`main` got, if each call gets an interpreter of its own.
-    """
+def _answer_all(requests: socket.socket, forks: bool) -> None:
+    """Start a process for each call. Say its number when it has started, and its exit code when it has ended."""
     ended, wakes = socket.socketpair()
     for end in (ended, wakes):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller ends it
     signal.set_wakeup_fd(wakes.fileno())
     running: dict[int, int] = {}  # what hears of each process
     while True:
-        ready, _, _ = select.select([requests, ended], [], [])
+        ready = wait([requests, ended])
         if ended in ready:
             ended.recv(4096)
             for pid, hears in [*running.items()]:
@@ -103,12 +120,13 @@ def _listen(requests: socket.socket, alone: str) -> None:
             if not pid:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 for end in (requests, ended, wakes):
                     end.close()
                 for one in (hears, *running.values()):
                     os.close(one)
-                if alone:
-                    _become(alone, _ANSWER, name.decode(), str(channel), keeps=channel)
+                if not forks:
+                    _become("answer", name.decode(), str(channel), keeps=channel)
                 _answer(name.decode(), channel)
             running[pid] = hears
             _tell(hears, pid)
@@ -123,9 +141,9 @@ def _tell(hears: int, number: int) -> None:
 def _answer(file: str, channel: int) -> None:
     """Answer the call in ``file``, and end this process."""
     with open(file, "rb") as opened:
-        call, *rest = pickle.load(opened)
+        _, (call, *rest) = pickle.load(opened)
     sys.modules["convergence.arms.isolate"].serve(call, socket.socket(fileno=channel), *rest)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    vars()[sys.argv[1]](*sys.argv[2:])

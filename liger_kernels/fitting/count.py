@@ -92,9 +92,11 @@ def _sum_of_product(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tenso
     None. torch finds other shapes in C++. For these it runs a decomposition in Python, which takes 0.3 ms."""
     if func not in (_aten.addmm.default, _aten.addmm.out, _aten.addmm_.default) or not args[0].is_meta:
         return None
-    if func is _aten.addmm.default:
-        return cast(torch.Tensor, args[0].new_empty(args[1].shape[0], args[2].shape[1]))
-    return cast(torch.Tensor, kwargs.get("out", args[0]))
+    c, a, b = args[:3]
+    shape = (*a.shape[:1], *b.shape[1:])
+    out = c.new_empty(shape) if func is _aten.addmm.default else kwargs.get("out", c)
+    fits = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0] and out.shape == shape
+    return cast(torch.Tensor, out) if fits and c.shape in (shape, shape[1:]) else None  # torch names what does not fit
 
 
 def _sum_in_place(args: Any, caller: Any) -> torch.Tensor | None:

@@ -24,12 +24,13 @@ def longest(
         peak: bytes of a number of tokens.
         capacity: bytes that it may be.
         step: tokens.
-        peaks: what is known of ``peak``, by tokens; those are not asked for again.
+        peaks: what is known of ``peak``, by tokens; multiples of ``step`` are not asked for again.
         limit: tokens that the result does not go beyond, whatever fits.
     """
-    known = {0: 0, **{tokens // step: size for tokens, size in (peaks or {}).items()}}  # by multiple of step
-    given = len(known) - 1
-    end = MOST if limit is None else min(MOST, limit // step + 1)
+    end = MOST if limit is None else min(MOST, max(0, limit) // step + 1)
+    given = {tokens // step: size for tokens, size in (peaks or {}).items() if not tokens % step}
+    known = {0: 0, **{n: size for n, size in given.items() if n < end}}  # by multiple of step
+    guesses = 0
 
     def fits(n: int) -> bool:
         if n not in known:
@@ -44,9 +45,8 @@ def longest(
     def guess(low: int, high: int | None) -> int:
         """The multiple between ``low`` and ``high`` where a line through two known points reaches the capacity."""
         most = (end if high is None else high) - 1
-        tried = len(known) - given
-        if high is not None and tried > 6 and tried % 2:  # no line: halve the range every second time
-            return (low + high) // 2
+        if guesses > 4 and guesses % 2:  # no line: halve the range, or double what fits, every second time
+            return min(2 * low, most) if high is None else (low + high) // 2
         a, b = (low, high) if low and high else line()
         slope = (known[b] - known[a]) / (b - a) if a else 0
         reached = b + (capacity - known[b]) / slope if slope > 0 else 2 * low
@@ -63,6 +63,7 @@ def longest(
             return 0
     while low + 1 < (end if high is None else high):
         n = guess(low, high)
+        guesses += 1
         if fits(n):
             low = n
             if (high is None or n + 1 < high) and len(known) > 3 and n + 1 < end and not fits(n + 1):
