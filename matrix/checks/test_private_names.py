@@ -25,6 +25,7 @@ OTHERS = {
     *("_files", "_internal"),  # parts of names in a checkpoint, and of a module of Python
     # Names in the checks that are written from annotations.
     *("_Mapping", "_Module", "_Tensor", "_as_values", "_default_", "_dtype", "_function", "_is_traced", "_refuse_type"),
+    "_unsloth_get_batch_samples",  # of two exact releases, which an incident installs
     *("_LangPatchScope", "_MISSING"),  # only newer Tritons have these, which put back what a launch replaced
 }
 
