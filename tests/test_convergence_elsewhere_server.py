@@ -121,6 +121,8 @@ def test_a_program_that_never_answers_is_out_of_time(tmp_path: Path) -> None:
     start = functools.partial(program.start, str(silent), [], False)
     with pytest.raises(isolate.ProcessDied, match="more than 1 s"):
         isolate.call(os.getpid, start=start, timeout=1)
+    (server,) = (server for key, server in program._servers.items() if key[0] == str(silent))
+    assert server.process.wait() == -signal.SIGKILL
 
 
 def test_where_a_fork_does_not_survive_each_call_has_its_own_interpreter(tmp_path: Path) -> None:
