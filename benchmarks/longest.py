@@ -95,17 +95,17 @@ class Steps:
         sequence: tokens of one sequence of a step; all of them, where it is None.
     """
 
-    def __init__(self, model: Any, job: AdapterJob, keep: Callable[[list[Found]], None], sequence: int | None = None):
-        self.model, self.job, self.keep, self.sequence = model, job, keep, sequence
+    def __init__(self, model: Any, job: AdapterJob, sequence: int | None = None):
+        self.model, self.job, self.sequence = model, job, sequence
         trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=job.device.type == "cuda")
-        self.capacity = 0
         self.tried: list[Found] = []
 
-    def limited(self, capacity: int) -> dict[int, int]:
-        """From here on, steps have ``capacity`` bytes. What ran out of memory before is forgotten; the bytes of what
-        did not are returned, by tokens."""
-        self.capacity, self.tried = capacity, [one for one in self.tried if one["bytes"] is not None]
+    def limited(self, capacity: int, keep: Callable[[list[Found]], None]) -> dict[int, int]:
+        """From here on, steps have ``capacity`` bytes, and ``keep`` gets what was tried. What ran out of memory before
+        is forgotten; the bytes of what did not are returned, by tokens."""
+        self.capacity, self.keep = capacity, keep
+        self.tried = [one for one in self.tried if one["bytes"] is not None]
         return {one["tokens"]: one["bytes"] for one in self.tried}
 
     def peak(self, tokens: int) -> int:
@@ -167,6 +167,9 @@ def search(plan: Found, keep: Callable[[dict[str, Found]], None]) -> None:
         found[f"{gib:g}"] = what
         keep(found)
 
+    def keep_tried(gib: float, tried: list[Found]) -> None:
+        keep_one(gib, where=where, tried=tried)
+
     arm = ARMS[job.arm]
     if missing := arm.absent(job):
         for gib in limits:
@@ -178,7 +181,7 @@ def search(plan: Found, keep: Callable[[dict[str, Found]], None]) -> None:
     model.train()
     where = report.where(torch.cuda.get_device_name(), ["torch", "transformers", "peft", *arm.distributions])
     most_tokens, step = most_on_host(job, plan["host"]), step_of(plan["sequence"])
-    steps = Steps(model, job, lambda tried: None, plan["sequence"])
+    steps = Steps(model, job, plan["sequence"])
     for gib in sorted(limits):
         models.release()
         try:
@@ -189,8 +192,7 @@ def search(plan: Found, keep: Callable[[dict[str, Found]], None]) -> None:
         if torch.cuda.memory_allocated() > capacity:
             keep_one(gib, note="the model alone is too large")
             continue
-        steps.keep = partial(lambda gib, tried: keep_one(gib, where=where, tried=tried), gib)
-        known, most = steps.limited(capacity), 0
+        known, most = steps.limited(capacity, partial(keep_tried, gib)), 0
         if not plan["tokens"]:
             most = longest(steps.peak, capacity, step, known, most_tokens)
         elif plan["tokens"] not in known and (most_tokens is None or plan["tokens"] <= most_tokens):

@@ -18,8 +18,8 @@ from benchmarks.longest import GIB, STEP, Steps, job_of
 def steps(capacity: int, bytes_of: Any) -> Steps:
     """Whose steps take ``bytes_of`` tokens instead of running."""
     model = torch.nn.Linear(1, 1)
-    found = Steps(model, job_of("lora", "ours", tiny=True), lambda tried: None)
-    found.limited(capacity)
+    found = Steps(model, job_of("lora", "ours", tiny=True))
+    found.limited(capacity, lambda tried: None)
 
     def peak(tokens: int) -> int:
         taken = bytes_of(tokens)
@@ -46,7 +46,7 @@ def test_a_larger_limit_goes_on_from_a_smaller_one(most: int | None) -> None:
     one, asked = steps(2**28, lambda tokens: 10**8 + 900 * tokens), []
     longest.longest(one.peak, 2**28, STEP)
     assert any(tried["bytes"] is None for tried in one.tried)
-    known, peak = one.limited(2**30), one.peak
+    known, peak = one.limited(2**30, lambda tried: None), one.peak
     assert known
     assert all(size == 10**8 + 900 * tokens for tokens, size in known.items())
     one.peak = lambda tokens: asked.append(tokens) or peak(tokens)
@@ -77,7 +77,9 @@ def test_a_length_of_many_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(1, 1)
     model.config = longest.configuration(job_of("lora", "ours", tiny=True))
     for sequence in (None, 256):
-        Steps(model, job_of("lora", "ours", tiny=True), lambda tried: None, sequence).peak(2048)
+        one = Steps(model, job_of("lora", "ours", tiny=True), sequence)
+        one.limited(2**30, lambda tried: None)
+        one.peak(2048)
     assert given == [(1, 2048), (8, 256)]
 
 

@@ -75,7 +75,7 @@ def test_what_is_not_as_users_reported_fails(faulty: Any, fixed: Any, tmp_path: 
 
 
 def test_a_fault_that_remains_is_named(tmp_path: Path, runs: list[Any], monkeypatch: Any) -> None:
-    row = incidents.Incident(**{**vars(INCIDENT), "remains": "overwritten"})
+    row = incidents.Incident(**{**vars(INCIDENT), "remains": ("another", "overwritten")})
     monkeypatch.setattr(incidents, "INCIDENTS", {"crash": row})
     assert incident(tmp_path, [FAULT, OTHER], [OTHER]) == 0
     page = "\n".join(incidents.page(tmp_path))

@@ -106,7 +106,8 @@ def call(
                     raise border.NotPlain("it says what no arm says")
         except EOFError:
             process.join(max(0.0, deadline - time.monotonic()))
-            how = f"it ran for more than {timeout:g} s" if process.exitcode is None else _how(process.exitcode)
+            over = process.exitcode is None or time.monotonic() >= deadline
+            how = f"it ran for more than {timeout:g} s" if over else _how(process.exitcode)
             problem = f"the process of its own died: {how}"
         except border.NotPlain as error:
             problem = f"what its own process sent is no result: {error}"

@@ -75,7 +75,6 @@ class Answering:
         file.write_bytes(pickle.dumps((judge, (call, call_id, output, timeout, listens)), protocol=4))
         self._server = server
         self._code: int | None = None
-        self._late = False
         server.calls += 1
         self.sentinel, told = os.pipe()
         try:
@@ -84,8 +83,8 @@ class Answering:
                     socket.send_fds(server.requests, [str(file).encode()], [channel.fileno(), told])
             finally:
                 os.close(told)
-            if not wait([self.sentinel], timeout):
-                self._late = True
+            late = not wait([self.sentinel], timeout)
+            if late:
                 server.process.kill()
             said = self._line()
         except BaseException:
@@ -95,7 +94,7 @@ class Answering:
         self.pid = int(said) if said else server.process.pid
         if not said:
             self._code = server.process.wait()
-        elif self._late:
+        elif late:
             self.kill()
 
     def _line(self) -> str:
@@ -106,9 +105,9 @@ class Answering:
 
     @property
     def exitcode(self) -> int | None:
-        """None while the process runs, and where it did not start in time."""
+        """None while the process runs."""
         self.join(0.0)
-        return None if self._late else self._code
+        return self._code
 
     def join(self, timeout: float | None = None) -> None:
         if self._code is not None:

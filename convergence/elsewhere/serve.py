@@ -146,4 +146,5 @@ def _answer(file: str, channel: int) -> None:
 
 
 if __name__ == "__main__":
-    vars()[sys.argv[1]](*sys.argv[2:])
+    modes: dict[str, Any] = {"listen": listen, "alone": alone, "answer": answer}
+    modes[sys.argv[1]](*sys.argv[2:])
