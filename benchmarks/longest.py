@@ -6,8 +6,8 @@ The model is the Llama-3 8B shape of ``benchmarks.adapters``, one sequence of ra
 with checkpointing. A length trains if two steps with their optimizer end: AdamW, over adapters of rank 16 or over every
 weight in bfloat16. PyTorch's allocator gets what a card of that size has left besides CUDA's own memory. Each arm is a
 process of its own. Two short lengths give a line, and the search goes where it reaches the limit; that of a larger
-limit goes on from there. ``--tokens`` tries one length and no other. Next to what is found stands what
-``liger_kernels.fit`` calculates for our arms.
+limit goes on from there. For our arms it begins where ``liger_kernels.fit`` calculates the longest one, which stands
+next to what is found. ``--tokens`` tries one length and no other.
 
 A step over one long sequence is mostly attention, which takes minutes from 200,000 tokens on, and hardly any memory.
 ``--sequence 1024`` makes each length many sequences of 1024 tokens: as many bytes a token, in seconds.
@@ -194,7 +194,7 @@ def search(plan: Found, keep: Callable[[dict[str, Found]], None]) -> None:
             continue
         known, most = steps.limited(capacity, partial(keep_tried, gib)), 0
         if not plan["tokens"]:
-            most = longest(steps.peak, capacity, step, known, most_tokens)
+            most = longest(steps.peak, capacity, step, known, most_tokens, plan["near"].get(f"{gib:g}", 0))
         elif plan["tokens"] not in known and (most_tokens is None or plan["tokens"] <= most_tokens):
             steps.peak(plan["tokens"])
         ended = most_tokens is not None and max(most + step, plan["tokens"] or 0) > most_tokens
@@ -294,15 +294,16 @@ def main(arguments: Sequence[str] | None = None, start: Start = in_own_process) 
         return 2
     rows: list[Found] = []
     where: Found = {}
-    for method in options.methods:
-        for arm in options.arms:
-            job = job_of(method, arm, options.tiny)
+    jobs = [(method, job_of(method, arm, options.tiny)) for method in options.methods for arm in options.arms]
+    pool = ThreadPoolExecutor(1)  # an arm trains while what the next ones begin with is calculated
+    counting = [pool.submit(calculated, job, options.limits) for _, job in jobs]
+    try:
+        for (method, job), counted in zip(jobs, counting, strict=True):
+            expected = counted.result()
             plan = {"job": asdict(job), "limits": options.limits, "tokens": options.tokens}
             plan |= {"sequence": options.sequence, "host": options.host_memory}
-            with ThreadPoolExecutor(1) as pool:  # the GPU does not wait for what is calculated
-                counting = pool.submit(calculated, job, options.limits)
-                found = start(options, plan)  # in this thread, which Ctrl-C reaches
-                expected = counting.result()
+            plan["near"] = {f"{gib:g}": tokens for gib, tokens in expected.items()}
+            found = start(options, plan)  # in this thread, which Ctrl-C reaches
             for gib in options.limits:
                 one = found.get(f"{gib:g}", {})
                 where = one.get("where", where)
@@ -310,6 +311,8 @@ def main(arguments: Sequence[str] | None = None, start: Start = in_own_process) 
                 print(table(rows)[-1], flush=True)
             if options.json:
                 files.write_json({"where": where, "rows": rows}, options.json)
+    finally:
+        pool.shutdown(cancel_futures=True)
     print("\n".join(["", str(where), "", *table(rows)]))
     return int(any(r["arm"] in OWN and not r["tokens"] and not r["note"].startswith("absent") for r in rows))
 

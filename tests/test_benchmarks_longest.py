@@ -105,13 +105,13 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> Any:
     def taken() -> int:
         return 2**20 + 2**14 * shapes[-1][0] * shapes[-1][1]
 
-    def search(name: str, limits: list[float], tokens: Any = None, sequence: Any = None, host: Any = None) -> Any:
+    def search(name: str, limits: list[float], tokens: Any = None, near: Any = (), **options: Any) -> Any:
         shapes.clear()
         kept: list[Any] = []
         arm = replace(longest.ARMS[name], build=lambda job: model, needs=())
         monkeypatch.setitem(longest.ARMS, name, arm)
-        plan = {"job": asdict(job_of("lora", name, tiny=True)), "limits": limits, "tokens": tokens}
-        longest.search({**plan, "sequence": sequence, "host": host}, kept.append)
+        plan = {"job": asdict(job_of("lora", name, tiny=True)), "limits": limits, "tokens": tokens, "near": dict(near)}
+        longest.search({**plan, "sequence": None, "host": None, **options}, kept.append)
         return kept[-1], [*shapes]
 
     monkeypatch.setattr(longest.models, "step", step)
@@ -136,6 +136,23 @@ def test_each_limit_has_a_row_and_goes_on_from_the_one_before(searched: Any) -> 
     assert all(length == 768 for _, length in shapes)
     _, again = searched("ours", [4], sequence=768)
     assert len(shapes) <= len(again) + 2 * 3, "two or three lengths for each further limit"
+
+
+def test_a_search_begins_where_it_is_calculated_to_end() -> None:
+    """Bytes a token grow where gradients are no longer the most: a line through two short lengths ends far beyond."""
+
+    def bytes_of(tokens: int) -> int:
+        return 65 * 10**9 + 148_000 * tokens + 254_000 * max(0, tokens - 32_000)
+
+    capacity = int(79.4 * GIB)
+    tries = {}
+    for near in (0, 66_000, 70_000, 76_000):
+        one = steps(capacity, bytes_of)
+        found = longest.longest(one.peak, capacity, STEP, near=near)
+        assert bytes_of(found) <= capacity < bytes_of(found + STEP)
+        tries[near] = len(one.tried)
+    assert max(tries[66_000], tries[70_000]) <= 5, tries
+    assert max(tries.values()) == tries[0], tries
 
 
 def test_a_search_and_a_length_end_where_the_hosts_memory_does(searched: Any) -> None:
@@ -188,6 +205,7 @@ def test_the_table_and_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixtu
         if plan["job"]["arm"] == "unsloth":
             return {f"{gib:g}": {"note": "absent: unsloth is not installed"} for gib in plan["limits"]}
         assert plan["job"]["trained"] == "full"
+        assert [*plan["near"]] == [f"{gib:g}" for gib in plan["limits"]]
         tried = [{"tokens": 4096, "bytes": 3 * GIB, "s": 2.0}, {"tokens": 8192, "bytes": None, "s": None}]
         rest = {"most": 0, "note": "", "where": {"device": "none"}}
         return {f"{gib:g}": {"tried": tried if gib > 1 else tried[1:], **rest} for gib in plan["limits"]}

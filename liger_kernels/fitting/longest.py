@@ -15,6 +15,7 @@ def longest(
     step: int = STEP,
     peaks: Mapping[int, int] | None = None,
     limit: int | None = None,
+    near: int = 0,
 ) -> int:
     """The largest multiple of ``step`` whose ``peak`` is at most ``capacity``; 0 if not even the first fits.
 
@@ -26,11 +27,12 @@ def longest(
         step: tokens.
         peaks: what is known of ``peak``, by tokens; multiples of ``step`` are not asked for again.
         limit: tokens that the result does not go beyond, whatever fits.
+        near: what somebody has calculated the result to be. It is tried first where a line through two known points
+            ends elsewhere: then the line bends.
     """
     end = MOST if limit is None else min(MOST, max(0, limit) // step + 1)
     given = {tokens // step: size for tokens, size in (peaks or {}).items() if not tokens % step}
     known = {0: 0, **{n: size for n, size in given.items() if n < end}}  # by multiple of step
-    guesses = 0
 
     def fits(n: int) -> bool:
         if n not in known:
@@ -42,15 +44,11 @@ def longest(
         b = max(known)
         return max((n for n in known if n and 2 * n <= b), default=max((n for n in known if n < b), default=0)), b
 
-    def guess(low: int, high: int | None) -> int:
-        """The multiple between ``low`` and ``high`` where a line through two known points reaches the capacity."""
-        most = (end if high is None else high) - 1
-        if guesses > 4 and guesses % 2:  # no line: halve the range, or double what fits, every second time
-            return min(2 * low, most) if high is None else (low + high) // 2
+    def reached(low: int, high: int | None) -> int:
+        """Where a line through two known points reaches the capacity."""
         a, b = (low, high) if low and high else line()
         slope = (known[b] - known[a]) / (b - a) if a else 0
-        reached = b + (capacity - known[b]) / slope if slope > 0 else 2 * low
-        return min(max(int(reached), low + 1), most)
+        return int(b + (capacity - known[b]) / slope if slope > 0 else 2 * low)
 
     low = max((n for n, size in known.items() if size <= capacity), default=0)
     high: int | None = None
@@ -61,15 +59,24 @@ def longest(
             low = 1
         elif high is not None:
             return 0
+    missed = False  # whether the last line ended more than a step away from the result
     while low + 1 < (end if high is None else high):
-        n = guess(low, high)
-        guesses += 1
+        most = (end if high is None else high) - 1
+        n, beside = reached(low, high), len(known) > 2
+        if near and beside:
+            if abs(n * step - near) > near / 16:
+                n, beside = near // step, False
+            near = 0
+        elif missed:  # halve the range, or double what fits
+            n, beside = 2 * low if high is None else (low + high) // 2, False
+        n = min(max(n, low + 1), most)
+        missed = beside
         if fits(n):
             low = n
-            if (high is None or n + 1 < high) and len(known) > 3 and n + 1 < end and not fits(n + 1):
+            if beside and (high is None or n + 1 < high) and n + 1 < end and not fits(n + 1):
                 high = n + 1
         else:
             high = n
-            if n - 1 > low and fits(n - 1):
+            if beside and n - 1 > low and fits(n - 1):
                 low = n - 1
     return low * step
