@@ -39,7 +39,15 @@ def parser() -> argparse.ArgumentParser:
         "--stages", metavar="A,B", help="only these: exit 1 unless they pass; the record stays incomplete"
     )
     for command in (run, cell):
-        command.add_argument("-n", "--workers", type=int, metavar="N", help="pytest workers per cell (CPUs / jobs)")
+        workers = os.environ.get("MATRIX_WORKERS") or None
+        command.add_argument(
+            "-n",
+            "--workers",
+            type=int,
+            metavar="N",
+            default=workers,
+            help="pytest workers per cell (MATRIX_WORKERS, or CPUs / jobs)",
+        )
         command.add_argument("--fresh", action="store_true", help="repeat stages that passed for this code, too")
     report = add("report", "what the records say; exit 1 unless every cell passed")
     report.add_argument("--markdown", action="store_true", help="as Markdown")

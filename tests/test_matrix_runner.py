@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +73,36 @@ def test_the_exit_code_is_of_the_stages_that_were_asked_for(
     arguments = ["--records", str(tmp_path), "cell", CELL.name, "--stages", chosen, "--workers", "1"]
     assert command.main(arguments) == code
     assert not records.load(tmp_path / f"{CELL.name}.json").passed
+
+
+@pytest.mark.parametrize(("variable", "option", "expected"), [("3", (), 3), ("3", ("-n", "2"), 2), ("", (), 7)])
+def test_how_many_workers_a_cell_has(
+    variable: str, option: tuple[str, ...], expected: int, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages(one=GREEN)
+    found = []
+    monkeypatch.setenv("MATRIX_WORKERS", variable)
+    monkeypatch.setattr(runner, "cpus", lambda: 7)
+    monkeypatch.setattr(cells, "select", lambda *_, **__: [CELL])
+
+    def run_stages(
+        cell: Cell, chosen: tuple[Stage, ...], folder: Path, workers: int, *_: bool, python: str
+    ) -> SimpleNamespace:
+        found.append(workers)
+        return SimpleNamespace(deviations=(), passed_so_far=True)
+
+    monkeypatch.setattr(runner, "run_stages", run_stages)
+    command.main(["cell", CELL.name, *option])
+    assert found == [expected]
+
+
+def test_a_number_of_workers_that_is_none_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MATRIX_WORKERS", "all")
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["cell", CELL.name])
+    assert "--workers: invalid int value: 'all'" in capsys.readouterr().err
 
 
 def test_a_failing_case_is_named(stages: Stages, tmp_path: Path) -> None:

@@ -93,11 +93,12 @@ class _Place(NamedTuple):
 
 
 def _find(scope: ast.AST, old: Sequence[ast.AST]) -> Iterator[_Place]:
+    first = type(old[0])  # a module has 10,000 nodes, and few are of this type
     for parent in ast.walk(scope):
         for field, value in ast.iter_fields(parent):
             if isinstance(value, list):
                 for start in range(len(value) - len(old) + 1):
-                    if _same(value[start : start + len(old)], old):
+                    if type(value[start]) is first and _same(value[start : start + len(old)], old):
                         yield _Place(parent, field, start, len(old))
             elif len(old) == 1 and _same(value, old[0]):
                 yield _Place(parent, field, None, 1)

@@ -103,11 +103,7 @@ class Mutant:
         Raises:
             StaleMutant: a place does not occur as often as it should.
         """
-        text = _source(module)
-        for edit in self.edits:
-            if edit.module == module:
-                text = edit.apply(text)
-        return text
+        return _edited(module, self.edits)
 
 
 def faults(module: str, tests: str = "", **common: Any) -> Callable[..., Mutant]:
@@ -154,8 +150,18 @@ def until_restored(undo: Callable[[], Any]) -> None:
     _active.callback(undo)
 
 
+@functools.cache
 def _source(module: str) -> str:
     return inspect.getsource(importlib.import_module(module))
+
+
+@functools.cache
+def _edited(module: str, edits: tuple[Edit, ...]) -> str:
+    text = _source(module)
+    for edit in edits:
+        if edit.module == module:
+            text = edit.apply(text)
+    return text
 
 
 @contextlib.contextmanager
