@@ -273,6 +273,7 @@ def in_own_process(options: argparse.Namespace, plan: Found) -> dict[str, Found]
             paths=options.path[plan["job"]["arm"]],
             environment=ENVIRONMENT,
             timeout=options.timeout,
+            shows=True,  # a search takes minutes, and tells each length that it tried
         )
         found: dict[str, Found] = files.read_json(result) if result.exists() else {}
     if done.problem:

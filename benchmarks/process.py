@@ -10,8 +10,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,6 +58,7 @@ def run_module(
     paths: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
+    shows: bool = False,
 ) -> Finished:
     """``python -m module arguments`` in an empty folder, where some packages write files.
 
@@ -65,6 +68,7 @@ def run_module(
         paths: folders that come first on its path, so that packages in them hide those that are installed.
         environment: variables in addition to this process's.
         timeout: seconds after which it and what it started are killed.
+        shows: whether each line that it writes to stderr is written to this process's, too, when it comes.
     """
     path = [*map(os.path.abspath, paths), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(path)}
@@ -81,13 +85,28 @@ def run_module(
             stderr=subprocess.PIPE,
             start_new_session=True,  # so that its workers can be killed with it
         )
-        try:
-            output, said = process.communicate(timeout=timeout)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, said = process.communicate()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            return Finished(started, output, f"timed out after {timeout:g} s\n{said[-2000:]}")
-    problem = f"exit code {process.returncode}\n{said[-2000:]}" if process.returncode else ""
-    return Finished(started, output, problem)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        over = ""
+        with ThreadPoolExecutor(2) as pool:  # a process whose pipes nobody reads stands still
+            reading = pool.submit(process.stdout.read), pool.submit(_read, process.stderr, shows)
+            try:
+                process.wait(timeout)
+            except BaseException as error:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                over = f"timed out after {timeout:g} s"
+            output, said = (text.result() for text in reading)
+    how = over or (f"exit code {process.returncode}" if process.returncode else "")
+    return Finished(started, output, f"{how}\n{said[-2000:]}" if how else "")
+
+
+def _read(lines: IO[str], shows: bool) -> str:
+    read = []
+    for line in lines:
+        read.append(line)
+        if shows:
+            sys.stderr.write(line)
+    return "".join(read)

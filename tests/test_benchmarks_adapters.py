@@ -306,23 +306,26 @@ def test_where_packages_lie_is_not_in_the_command() -> None:
 MODULE = """
 import json, os, sys, time
 print(json.dumps({"arguments": sys.argv[1:], "here": os.listdir("."), "variable": os.environ.get("ARM")}), flush=True)
+print("it began", file=sys.stderr, flush=True)
 if sys.argv[1:] == ["waits"]:
     time.sleep(60)
 sys.exit("no such arm" if sys.argv[1:] == ["fails"] else 0)
 """
 
 
-def test_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_process_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "some_arm.py").write_text(MODULE)
     before = time.time()
     done = run_module("some_arm", ["one", "two"], paths=[str(tmp_path)], environment={"ARM": "ours"})
     assert json.loads(done.output) == {"arguments": ["one", "two"], "here": [], "variable": "ours"}
     assert done.problem == ""
     assert before <= done.started <= time.time()
-    failed = run_module("some_arm", ["fails"], paths=[str(tmp_path)])
-    assert failed.problem == "exit code 1\nno such arm\n"
+    assert capfd.readouterr().err == ""
+    failed = run_module("some_arm", ["fails"], paths=[str(tmp_path)], shows=True)
+    assert failed.problem == "exit code 1\nit began\nno such arm\n"
+    assert capfd.readouterr().err == "it began\nno such arm\n"
     slow = run_module("some_arm", ["waits"], paths=[str(tmp_path)], timeout=0.5)
-    assert slow.problem.startswith("timed out after 0.5 s")
+    assert slow.problem.startswith("timed out after 0.5 s\n")
     assert time.time() < before + 30
 
 
