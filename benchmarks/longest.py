@@ -6,8 +6,8 @@ The model is the Llama-3 8B shape of ``benchmarks.adapters``, one sequence of ra
 with checkpointing. A length trains if two steps with their optimizer end: AdamW, over adapters of rank 16 or over every
 weight in bfloat16. PyTorch's allocator gets what a card of that size has left besides CUDA's own memory. Each arm is a
 process of its own. Two short lengths give a line, and the search goes where it reaches the limit; that of a larger
-limit goes on from there. For our arms it begins where ``liger_kernels.fit`` calculates the longest one, which stands
-next to what is found. ``--tokens`` tries one length and no other.
+limit goes on from there. Next to what is found stands what ``liger_kernels.fit`` calculates for our arms, and where the
+line ends elsewhere, the search goes there. ``--tokens`` tries one length and no other.
 
 A step over one long sequence is mostly attention, which takes minutes from 200,000 tokens on, and hardly any memory.
 ``--sequence 1024`` makes each length many sequences of 1024 tokens: as many bytes a token, in seconds.
@@ -300,11 +300,11 @@ def main(arguments: Sequence[str] | None = None, start: Start = in_own_process) 
     counting = [pool.submit(calculated, job, options.limits) for _, job in jobs]
     try:
         for (method, job), counted in zip(jobs, counting, strict=True):
-            expected = counted.result()
             plan = {"job": asdict(job), "limits": options.limits, "tokens": options.tokens}
             plan |= {"sequence": options.sequence, "host": options.host_memory}
-            plan["near"] = {f"{gib:g}": tokens for gib, tokens in expected.items()}
+            plan["near"] = {} if options.tokens else {f"{gib:g}": n for gib, n in counted.result().items()}
             found = start(options, plan)  # in this thread, which Ctrl-C reaches
+            expected = counted.result()
             for gib in options.limits:
                 one = found.get(f"{gib:g}", {})
                 where = one.get("where", where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -67,13 +68,17 @@ def run_module(
         arguments: its command line.
         paths: folders that come first on its path, so that packages in them hide those that are installed.
         environment: variables in addition to this process's.
-        timeout: seconds after which it and what it started are killed.
+        timeout: seconds after which it is killed. What it started ends with it, always.
         shows: whether each line that it writes to stderr is written to this process's, too, when it comes.
     """
     path = [*map(os.path.abspath, paths), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, "-m", module, *arguments]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    over = ""
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        ThreadPoolExecutor(2) as pool,  # a process whose pipes nobody reads stands still
+    ):
         started = time.time()
         process = subprocess.Popen(
             command,
@@ -85,28 +90,27 @@ def run_module(
             stderr=subprocess.PIPE,
             start_new_session=True,  # so that its workers can be killed with it
         )
-        assert process.stdout is not None
-        assert process.stderr is not None
-        over = ""
-        with ThreadPoolExecutor(2) as pool:  # a process whose pipes nobody reads stands still
-            reading = pool.submit(process.stdout.read), pool.submit(_read, process.stderr, shows)
-            try:
-                process.wait(timeout)
-            except BaseException as error:
+        try:
+            reading = pool.submit(_read, process.stdout), pool.submit(_read, process.stderr, shows)
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            over = f"timed out after {timeout:g} s"
+        finally:  # also what it started and left, which may hold its pipes
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                if not isinstance(error, subprocess.TimeoutExpired):
-                    raise
-                over = f"timed out after {timeout:g} s"
-            output, said = (text.result() for text in reading)
+            process.wait()
+        output, said = (text.result() for text in reading)
     how = over or (f"exit code {process.returncode}" if process.returncode else "")
     return Finished(started, output, f"{how}\n{said[-2000:]}" if how else "")
 
 
-def _read(lines: IO[str], shows: bool) -> str:
+def _read(pipe: IO[str] | None, shows: bool = False) -> str:
+    assert pipe is not None
     read = []
-    for line in lines:
-        read.append(line)
-        if shows:
-            sys.stderr.write(line)
+    with pipe:
+        for line in pipe:
+            read.append(line)
+            if shows:
+                with contextlib.suppress(OSError, ValueError):  # whoever looked may have gone
+                    sys.stderr.write(line)
     return "".join(read)

@@ -39,15 +39,8 @@ def parser() -> argparse.ArgumentParser:
         "--stages", metavar="A,B", help="only these: exit 1 unless they pass; the record stays incomplete"
     )
     for command in (run, cell):
-        workers = os.environ.get("MATRIX_WORKERS") or None
-        command.add_argument(
-            "-n",
-            "--workers",
-            type=int,
-            metavar="N",
-            default=workers,
-            help="pytest workers per cell (MATRIX_WORKERS, or CPUs / jobs)",
-        )
+        default = "CPUs / jobs; with --ray, 1" if command is run else "the environment's MATRIX_WORKERS, or CPUs"
+        command.add_argument("-n", "--workers", type=int, metavar="N", help=f"pytest workers per cell ({default})")
         command.add_argument("--fresh", action="store_true", help="repeat stages that passed for this code, too")
     report = add("report", "what the records say; exit 1 unless every cell passed")
     report.add_argument("--markdown", action="store_true", help="as Markdown")
@@ -124,7 +117,7 @@ def cell(arguments: argparse.Namespace) -> int:
         if unknown := set(names) - set(allowed):
             raise ValueError(f"unknown stage {', '.join(sorted(unknown))}; allowed are {', '.join(allowed)}")
         stages = tuple(stage for stage in stages if stage.name in names)
-    workers = arguments.workers or runner.cpus()
+    workers = arguments.workers or runner.workers()
     record = runner.run_stages(chosen, stages, arguments.records, workers, arguments.fresh, python=arguments.python)
     for deviation in record.deviations:
         print(visible(f"{chosen.name}: {deviation}"))

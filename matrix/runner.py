@@ -109,6 +109,18 @@ def cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def workers() -> int:
+    """The pytest workers of a cell: ``MATRIX_WORKERS``, or else as many as there are CPUs.
+
+    Raises:
+        ValueError: ``MATRIX_WORKERS`` is no number of workers.
+    """
+    text = os.environ.get("MATRIX_WORKERS", "")
+    if text and not (text.isascii() and text.isdecimal() and int(text)):
+        raise ValueError(f"MATRIX_WORKERS is {text!r}; it must be a number of pytest workers, 1 or more")
+    return int(text or cpus())
+
+
 def machine() -> dict[str, str]:
     python = platform.python_version()
     return {"cpus": str(cpus()), "gpu": gpu(), "platform": platform.platform(), "python": python}

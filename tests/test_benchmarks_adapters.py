@@ -329,6 +329,34 @@ def test_a_process_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert time.time() < before + 30
 
 
+def test_a_process_shows_what_it_says_when_it_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits until somebody has seen it, and one that cannot look does not stop it."""
+    (tmp_path / "some_arm.py").write_text(
+        "import pathlib, sys, time\n"
+        "print('here I am', file=sys.stderr, flush=True)\n"
+        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)\n"
+        "print(100 * 'much more\\n' * 100, file=sys.stderr)\n"
+    )
+
+    class Screen:
+        def write(self, line: str) -> None:
+            (tmp_path / "seen").touch()
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Screen())
+    done = run_module("some_arm", [str(tmp_path / "seen")], paths=[str(tmp_path)], timeout=60, shows=True)
+    assert done.problem == ""
+
+
+def test_what_a_process_started_ends_with_it(tmp_path: Path) -> None:
+    """Else it would keep the pipes open, and its output would end with it."""
+    (tmp_path / "some_arm.py").write_text("import subprocess\nsubprocess.Popen(['sleep', '600'])\n")
+    before = time.time()
+    done = run_module("some_arm", paths=[str(tmp_path)])
+    assert done.problem == ""
+    assert time.time() < before + 300
+
+
 def test_a_plan_arrives_in_the_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_this_one(module: str, arguments: list[str], **options: Any) -> Finished:
         assert module == "benchmarks.adapters.worker"

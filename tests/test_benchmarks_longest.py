@@ -138,7 +138,7 @@ def test_each_limit_has_a_row_and_goes_on_from_the_one_before(searched: Any) -> 
     assert len(shapes) <= len(again) + 2 * 3, "two or three lengths for each further limit"
 
 
-def test_a_search_begins_where_it_is_calculated_to_end() -> None:
+def test_what_is_calculated_saves_steps_where_a_line_bends() -> None:
     """Bytes a token grow where gradients are no longer the most: a line through two short lengths ends far beyond."""
 
     def bytes_of(tokens: int) -> int:
@@ -153,6 +153,25 @@ def test_a_search_begins_where_it_is_calculated_to_end() -> None:
         tries[near] = len(one.tried)
     assert max(tries[66_000], tries[70_000]) <= 5, tries
     assert max(tries.values()) == tries[0], tries
+
+
+def test_what_is_calculated_is_tried_where_it_is_not_on_the_line(searched: Any) -> None:
+    for near, tried in ((most(4, 1) // 2, True), (most(4, 1) - STEP, False), (STEP, False), (10**9, False)):
+        found, shapes = searched("ours", [4], near={"4": near})
+        assert found["4"]["most"] == most(4, STEP)
+        assert ((1, near // STEP * STEP) in shapes) == tried, (near, shapes)
+
+
+def test_a_search_does_not_go_far_beyond_what_fits() -> None:
+    """A step beyond it takes as long as one that fits, and may pin twice the host's memory."""
+
+    def bytes_of(tokens: int) -> int:
+        return 10**9 + 160_000 * tokens - 60_000 * max(0, tokens - 40 * STEP)
+
+    one = steps(50 * 10**9, bytes_of)
+    found = longest.longest(one.peak, one.capacity, STEP)
+    assert bytes_of(found) <= one.capacity < bytes_of(found + STEP)
+    assert max(tried["tokens"] for tried in one.tried) < 1.3 * found
 
 
 def test_a_search_and_a_length_end_where_the_hosts_memory_does(searched: Any) -> None:

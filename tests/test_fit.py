@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import liger_kernels
@@ -205,6 +207,23 @@ def test_a_search_ends_at_the_longest(kink: int, square: float) -> None:
         assert n == 0 or peak(n) <= capacity
         assert peak(n + 256) > capacity
         assert len(calls) < 40
+
+
+@given(
+    st.integers(0, 3000),
+    st.integers(0, 800_000),
+    st.one_of(st.none(), st.integers(0, 400_000)),
+    st.sets(st.integers(1, 900)),
+)
+def test_a_search_ends_at_the_longest_whatever_is_known(
+    most: int, near: int, limit: int | None, known: set[int]
+) -> None:
+    def peak(tokens: int) -> int:
+        return 1000 + 3 * tokens + 2 * max(0, tokens - 30_000)
+
+    sizes = {n * 256: peak(n * 256) for n in known}
+    expected = most if limit is None else min(most, limit // 256)
+    assert longest(peak, peak(most * 256), peaks=sizes, limit=limit, near=near) == 256 * expected
 
 
 def test_switches_are_those_that_help() -> None:

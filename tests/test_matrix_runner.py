@@ -80,7 +80,7 @@ def test_how_many_workers_a_cell_has(
     variable: str, option: tuple[str, ...], expected: int, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages(one=GREEN)
-    found = []
+    found: list[int] = []
     monkeypatch.setenv("MATRIX_WORKERS", variable)
     monkeypatch.setattr(runner, "cpus", lambda: 7)
     monkeypatch.setattr(cells, "select", lambda *_, **__: [CELL])
@@ -96,13 +96,15 @@ def test_how_many_workers_a_cell_has(
     assert found == [expected]
 
 
-def test_a_number_of_workers_that_is_none_is_a_usage_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("variable", ["all", "0", "-1", "1.5"])
+def test_a_variable_that_is_no_number_of_workers_is_refused(
+    variable: str, stages: Stages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("MATRIX_WORKERS", "all")
-    with pytest.raises(SystemExit, match="2"):
-        command.main(["cell", CELL.name])
-    assert "--workers: invalid int value: 'all'" in capsys.readouterr().err
+    stages(one=GREEN)
+    monkeypatch.setenv("MATRIX_WORKERS", variable)
+    monkeypatch.setattr(cells, "select", lambda *_, **__: [CELL])
+    assert command.main(["cell", CELL.name]) == 2
+    assert f"MATRIX_WORKERS is '{variable}'; it must be a number of pytest workers" in capsys.readouterr().err
 
 
 def test_a_failing_case_is_named(stages: Stages, tmp_path: Path) -> None:

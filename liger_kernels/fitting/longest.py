@@ -19,7 +19,7 @@ def longest(
 ) -> int:
     """The largest multiple of ``step`` whose ``peak`` is at most ``capacity``; 0 if not even the first fits.
 
-    A peak grows with the tokens, mostly along a line. Then four or five calls find the result.
+    A peak grows with the tokens, mostly along a line. Then four or five calls find the result; a bend costs more.
 
     Args:
         peak: bytes of a number of tokens.
@@ -27,8 +27,8 @@ def longest(
         step: tokens.
         peaks: what is known of ``peak``, by tokens; multiples of ``step`` are not asked for again.
         limit: tokens that the result does not go beyond, whatever fits.
-        near: what somebody has calculated the result to be. It is tried first where a line through two known points
-            ends elsewhere: then the line bends.
+        near: what somebody has calculated the result to be. Where a line through two known points ends more than a
+            sixteenth away from it, ``near`` is tried instead.
     """
     end = MOST if limit is None else min(MOST, max(0, limit) // step + 1)
     given = {tokens // step: size for tokens, size in (peaks or {}).items() if not tokens % step}
@@ -51,29 +51,28 @@ def longest(
         return int(b + (capacity - known[b]) / slope if slope > 0 else 2 * low)
 
     low = max((n for n, size in known.items() if size <= capacity), default=0)
-    high: int | None = None
+    high = min((n for n, size in known.items() if n > low and size > capacity), default=None)
     if not low:
-        first = min(FIRST, end - 1)
-        low, high = (first, None) if fits(first) else (0, first)
-        if high is not None and high > 1 and fits(1):
+        first = min(FIRST, (end if high is None else high) - 1)
+        low, high = (first, high) if fits(first) else (0, first)
+        if not low and first > 1 and fits(1):
             low = 1
-        elif high is not None:
+        elif not low:
             return 0
     missed = False  # whether the last line ended more than a step away from the result
     while low + 1 < (end if high is None else high):
         most = (end if high is None else high) - 1
         n, beside = reached(low, high), len(known) > 2
-        if near and beside:
-            if abs(n * step - near) > near / 16:
-                n, beside = near // step, False
-            near = 0
-        elif missed:  # halve the range, or double what fits
-            n, beside = 2 * low if high is None else (low + high) // 2, False
+        hint, near = (near // step, 0) if beside else (0, near)
+        if low < hint <= most and abs(n - hint) > hint / 16:
+            n, beside = hint, False
+        elif missed:  # what does not fit costs as much as what does: go a quarter further, or halve the range
+            n, beside = max(n, low + low // 4) if high is None else (low + high) // 2, False
         n = min(max(n, low + 1), most)
         missed = beside
         if fits(n):
             low = n
-            if beside and (high is None or n + 1 < high) and n + 1 < end and not fits(n + 1):
+            if beside and n < most and not fits(n + 1):
                 high = n + 1
         else:
             high = n
