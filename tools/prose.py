@@ -7,6 +7,7 @@ Code and tables are not prose. Pages of evidence are mostly written by commands,
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -66,10 +67,9 @@ def findings(path: Path) -> Iterator[str]:
 def files(root: Path) -> list[Path]:
     """Every page and module of the repository but for tests, hidden folders and what is built."""
     found = []
-    for path in root.rglob("*"):
-        inside = path.relative_to(root).parts
-        if path.suffix in (".md", ".py") and not any(p.startswith(".") or p in _SKIPPED_FOLDERS for p in inside):
-            found.append(path)
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS]
+        found += [Path(folder, name) for name in names if name.endswith((".md", ".py")) and not name.startswith(".")]
     return sorted(found)
 
 
