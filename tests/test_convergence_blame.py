@@ -77,7 +77,7 @@ def test_a_search_that_fails_is_a_note(monkeypatch):
     def fail(*args: object) -> None:
         raise RuntimeError("lost the trail")
 
-    monkeypatch.setattr("convergence.patches.fused_linear", blame_faults.one_norm_forward)
+    monkeypatch.setattr("convergence.patches.fused_linear", blame_faults.one_foreign_norm)
     case = Case("llama-untied", "float32", "convergence.patches:fused_linear", "plain", DEVICE)
     unasked = prove(case, blames=False)
     assert (unasked.verdict, unasked.blame, unasked.notes) == ("different", [], [])

@@ -153,7 +153,7 @@ def test_references_that_a_patch_overwrites(written: Path) -> None:
 
 def test_a_record_that_a_later_patch_overwrites(written: Path, capfd: Any) -> None:
     chosen = ("--models", "llama-untied", "--dtypes", "float32", "--profile", "plain", "--device", DEVICE)
-    patches = f"convergence.patches:fused_cross_entropy,{PATCHES}:writes_to_files"
+    patches = f"tests.convergence_faults:honest,{PATCHES}:writes_to_files"
     assert suite(*chosen, "--no-blame", "--patch", patches, "--records", str(written)) == pytest.ExitCode.TESTS_FAILED
     said = "".join(capfd.readouterr())
     assert said.count(": is not what this run wrote; run the case again") == 1

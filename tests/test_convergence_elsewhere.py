@@ -38,15 +38,21 @@ def candidate_words(outcome: Outcome) -> list[Digests]:
     return outcome.digests["candidate"]
 
 
-def test_another_order_of_a_sum_is_equal_though_not_bit_for_bit(tmp_path: Path) -> None:
-    one, two = (judged(write_patch(tmp_path / str(halves), halves=halves)) for halves in (False, True))
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose patch tests write: one process serves them all, and imports the patch anew for each call."""
+    return tmp_path_factory.mktemp("there")
+
+
+def test_another_order_of_a_sum_is_equal_though_not_bit_for_bit(there: Path) -> None:
+    one, two = (judged(write_patch(there, halves=halves)) for halves in (False, True))
     assert (one.verdict, two.verdict) == ("equal", "equal"), (failure, one.reason, two.reason)
     assert one.digests["baseline"] == two.digests["baseline"]
     assert candidate_words(one) != candidate_words(two)
 
 
-def test_a_wrong_factor_is_different_and_blamed_in_its_own_process(tmp_path: Path) -> None:
-    outcome = judged(write_patch(tmp_path, scale=1.01), blames=True)
+def test_a_wrong_factor_is_different_and_blamed_in_its_own_process(there: Path) -> None:
+    outcome = judged(write_patch(there, scale=1.01), blames=True)
     assert outcome.verdict == "different"
     (row,) = outcome.blame
     assert (row["kernel"], row["pass"], row["step"]) == ("LlamaRMSNorm", "forward", "initial: plain 0")

@@ -86,6 +86,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: write(folder / f"{kind}.gguf", kind) for kind in ("F32", "F16", "Q8_0", "Q4_0")}
 
 
+@pytest.fixture(scope="module")
+def short_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Enough for the rows of a test; it is made tokens of for each file."""
+    path = tmp_path_factory.mktemp("text") / "short.txt"
+    path.write_text(default_text()[:4000], encoding="utf-8")
+    return str(path)
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype", "default", "step"),
     [
@@ -95,8 +103,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("Q4_0", torch.float32, "bfloat16", 2**-3),  # the largest over 8
     ],
 )
-def test_it_loads_the_weights_that_were_written(files, kind, dtype, default, step):
-    row = Checkpoint(str(files[kind]))
+def test_it_loads_the_weights_that_were_written(files, short_text, kind, dtype, default, step):
+    row = Checkpoint(str(files[kind]), text=short_text)
     check(row, ["float32", "bfloat16"], "cpu")
     assert (row.saved_in(), row.default_dtype()) == (dtype, default)
     assert bool(row.notes()) == kind.startswith("Q")
@@ -154,10 +162,10 @@ def test_a_weight_that_it_lacks_is_named(files, tmp_path):
         Checkpoint(str(path)).build(0)
 
 
-def test_a_weight_that_it_lacks_is_a_usage_error_when_it_is_loaded(files, tmp_path, capfd):
+def test_a_weight_that_it_lacks_is_a_usage_error_when_it_is_loaded(files, short_text, tmp_path, capfd):
     path = tmp_path / "bad.gguf"
     path.write_bytes(files["F32"].read_bytes().replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"))
-    options = ("--patch", "convergence.patches:fused_linear", "--dtypes", "float32")
+    options = ("--patch", "convergence.patches:fused_linear", "--dtypes", "float32", "--text", short_text)
     assert suite("--checkpoint", str(path), *SMALL, *options) == pytest.ExitCode.USAGE_ERROR
     said = "".join(capfd.readouterr())
     assert f"{path}: 1 weights are missing: model.layers.0.self_attn.q_proj.weight" in said

@@ -16,6 +16,7 @@ from convergence.case import Case, inputs, prove, train_case
 from convergence.elsewhere.candidates import SUFFIX
 from convergence.elsewhere.options import origin_at
 from convergence.files import Unusable
+from convergence.op.memory import deterministic
 from convergence.report.records import load_folder
 from tests.elsewhere_patches import MODULE, PATCH, write_patch
 from tests.suite import suite
@@ -30,7 +31,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     there = write_patch(folder / "there")
     options = ("--candidate-from", str(there), "--keep-candidates", str(folder / "kept"))
-    assert suite(*OPTIONS, *options, "--records", str(folder / "records")) == 0
+    with deterministic(True):  # as in every test, which shares truth and baseline with this run
+        assert suite(*OPTIONS, *options, "--records", str(folder / "records")) == 0
     return folder
 
 

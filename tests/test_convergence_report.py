@@ -93,8 +93,9 @@ MIXED = [*ALL, failed(), ABSENT, BROKEN, CANNOT]
 # The least contrast of any text with what lies behind it, and the colour behind all.
 CONTRAST = """
 const canvas = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
-const rgb = color => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
-                       return [...canvas.getImageData(0, 0, 1, 1).data]; };
+const drawn = color => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
+                         return [...canvas.getImageData(0, 0, 1, 1).data]; };
+const known = {}, rgb = color => known[color] ??= drawn(color);
 const linear = v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
 const light = ([r, g, b]) => [r, g, b].map(v => linear(v / 255))
     .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import functools
 import json
 import re
 import sys
@@ -106,14 +107,19 @@ def test_what_a_stage_runs_exists() -> None:
 DISTRIBUTIONS = metadata.packages_distributions()
 
 
+@functools.cache  # every cell's stages load the same files
+def imports_of(path: Path) -> list[tuple[str, str]]:
+    package = ".".join(path.relative_to(ROOT).parts[:-1])
+    return [*imports(ast.parse(path.read_text(encoding="utf-8")).body, package)]
+
+
 def needed_by(path: Path, seen: set[Path]) -> set[str]:
     """The distributions that a file needs as it is imported: it, and the files of this project that it imports."""
     if path in seen:
         return set()
     seen.add(path)
     needed: set[str] = set()
-    package = ".".join(path.relative_to(ROOT).parts[:-1])
-    for base, imported in imports(ast.parse(path.read_text(encoding="utf-8")).body, package):
+    for base, imported in imports_of(path):
         top = base.partition(".")[0]
         if (ROOT / top).is_dir():
             module = ROOT.joinpath(*base.split("."))

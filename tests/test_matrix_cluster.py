@@ -121,6 +121,23 @@ def killed(nodes: Any, alive: list[Any], cell: Cell) -> Iterator[None]:
         thread.join()
 
 
+def test_what_is_no_whole_record_does_not_count(nodes: Any, two: list[Any], tmp_path: Path) -> None:
+    names = {how.__name__: f"tf{i}.0-trl1.0" for i, how in enumerate(NO_WHOLE_RECORD)}
+    cells = [a_cell(tmp_path / how, name) for how, name in names.items()]
+    failures, _ = run(nodes, cells, tmp_path / "records", how=not_whole)
+    assert "its record is of other code or of another cell file" in failures[names["of_other_code"]]
+    assert "cannot be read as JSON" in failures[names["half"]]
+    assert "its environment could not be made, or nothing ran in it" in failures[names["nothing"]]
+    assert list((tmp_path / "records").glob("*.json")) == []
+
+
+def test_a_node_of_other_code_is_refused(nodes: Any, two: list[Any], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(runner, "code_digest", lambda *_: "of the driver")
+    failures, _ = run(nodes, [a_cell(tmp_path / "notes")], tmp_path / "records")
+    assert "than the driver (of the driver)" in failures["tf1.0-trl1.0"]
+    assert not (tmp_path / "notes").exists()
+
+
 def test_a_cell_whose_node_dies_runs_again_on_another(nodes: Any, two: list[Any], tmp_path: Path) -> None:
     first, second = a_cell(tmp_path / "first", deaths=1), a_cell(tmp_path / "second", "tf2.0-trl2.0")
     with killed(nodes, two, first):
@@ -149,23 +166,6 @@ def test_a_cell_without_a_node_left_has_no_record(
         failures, _ = run(nodes, [cell], tmp_path / "records")
     assert failures == {cell.name: "no node has 1 CPUs and 0 GPUs"}
     assert list((tmp_path / "records").iterdir()) == []
-
-
-def test_what_is_no_whole_record_does_not_count(nodes: Any, two: list[Any], tmp_path: Path) -> None:
-    names = {how.__name__: f"tf{i}.0-trl1.0" for i, how in enumerate(NO_WHOLE_RECORD)}
-    cells = [a_cell(tmp_path / how, name) for how, name in names.items()]
-    failures, _ = run(nodes, cells, tmp_path / "records", how=not_whole)
-    assert "its record is of other code or of another cell file" in failures[names["of_other_code"]]
-    assert "cannot be read as JSON" in failures[names["half"]]
-    assert "its environment could not be made, or nothing ran in it" in failures[names["nothing"]]
-    assert list((tmp_path / "records").glob("*.json")) == []
-
-
-def test_a_node_of_other_code_is_refused(nodes: Any, two: list[Any], tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(runner, "code_digest", lambda *_: "of the driver")
-    failures, _ = run(nodes, [a_cell(tmp_path / "notes")], tmp_path / "records")
-    assert "than the driver (of the driver)" in failures["tf1.0-trl1.0"]
-    assert not (tmp_path / "notes").exists()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "ray://127.0.0.1:1"])

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -162,20 +162,20 @@ def test_an_edit_within_a_function() -> None:
 Symbols = dict[tuple[object, str], tuple[object, object]]
 
 
-def symbols() -> Symbols:
-    """What every module and every class of the package has, each with its code."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("liger_kernels")]
+def symbols(names: Collection[str] = ()) -> Symbols:
+    """What every module and every class of the package has, each with its code; or of the modules ``names`` alone."""
+    modules = [m for name, m in sys.modules.items() if (name in names if names else name.startswith("liger_kernels"))]
     values = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
     return {
         (space, name): (value, getattr(getattr(value, "_init_fn", value), "__code__", None))
-        for space in (*modules, *(cls for cls in values if cls.__module__.startswith("liger_kernels")))
+        for space in (*modules, *(cls for cls in values if cls.__module__.startswith(("liger_kernels", *names))))
         for name, value in vars(space).items()
         if name != "__warningregistry__"
     }
 
 
-def changed(before: Symbols) -> list[tuple[object, str]]:
-    now, nothing = symbols(), (object(), None)
+def changed(before: Symbols, names: Collection[str] = ()) -> list[tuple[object, str]]:
+    now, nothing = symbols(names), (object(), None)
     return [
         key
         for key in before.keys() | now.keys()
@@ -191,13 +191,15 @@ def test_every_mutant_finds_its_place_and_everything_is_put_back() -> None:
         importlib.import_module(module)
     upstream = remember_upstream()
     before = symbols()
+    of = {name: symbols([name]) for name in {edit.module for m in MUTANTS.values() for edit in m.edits}}
     for mutant in MUTANTS.values():
         assert mutant.edits or mutant.after, mutant.name
         if mutant.check:
             assert all(mutant.text(edit.module) for edit in mutant.edits)
         elif mutant.edits:
             mutant.inject()
-            assert changed(before), mutant.name
+            for module in {edit.module for edit in mutant.edits}:
+                assert changed(of[module], [module]), f"{mutant.name}: {module}"
     restore()
     assert not changed(before)
     assert not upstream.changes()

@@ -397,7 +397,8 @@ def test_compiles_without_a_graph_break(backend, ways, dynamic, device, monkeypa
     torch._dynamo.reset()
     # What is cached on disk goes by the op's name and schema: another backward would not be seen.
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-    monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 1)  # what vectors the processor has is compiled, too
+    # Inductor would compile six programs to see what vectors the processor has.
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", list)
     heads = Heads(ways, softcap=5.0, label_smoothing=0.1).to(device)
     compiled = torch.compile(heads, fullgraph=True, backend=backend, dynamic=dynamic)
     for tokens in (TOKENS, TOKENS + 4):  # where torch decides, the second makes the number of tokens symbolic
