@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from convergence.files import make_once
-from convergence.models.data import seed_generators
+from convergence.models.data import default_text, seed_generators
+from convergence.op.memory import deterministic
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -92,6 +93,15 @@ def shared_references(shared_folder: Path) -> Iterator[None]:
         shutil.rmtree(folder)
 
 
+@pytest.fixture(scope="session")
+def short_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a text for rows of a checkpoint: the default one, which is made tokens of for each checkpoint, takes
+    half a second."""
+    path = tmp_path_factory.mktemp("text") / "short.txt"
+    path.write_text(default_text()[:4000], encoding="utf-8")
+    return str(path)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test draws the same numbers whichever ran before it, on whichever worker."""
@@ -102,13 +112,10 @@ def seeded() -> None:
 def poisoned_empty() -> Iterator[None]:
     """``torch.empty`` returns NaN (the largest integer for integers), so that an element nobody writes is seen."""
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
+    with deterministic(True):
+        yield
     torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def test_what_is_calculated_saves_steps_where_a_line_bends() -> None:
         assert bytes_of(found) <= capacity < bytes_of(found + STEP)
         tries[near] = len(one.tried)
     assert max(tries[66_000], tries[70_000]) <= 5, tries
-    assert max(tries.values()) == tries[0], tries
+    assert max(tries.values()) == tries[0] <= 14, tries
 
 
 def test_what_is_calculated_is_tried_where_it_is_not_on_the_line(searched: Any) -> None:
@@ -190,6 +190,7 @@ def test_a_search_and_a_length_end_where_the_hosts_memory_does(searched: Any) ->
 
 def test_a_process_that_died_is_a_row_of_each_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(module: str, arguments: list[str], **options: Any) -> Any:
+        assert options["shows"]
         Path(arguments[-1]).write_text(json.dumps({"24": {"tried": [], "note": ""}}))
         return SimpleNamespace(problem="exit code -9\nkilled")
 

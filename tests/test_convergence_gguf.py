@@ -86,14 +86,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: write(folder / f"{kind}.gguf", kind) for kind in ("F32", "F16", "Q8_0", "Q4_0")}
 
 
-@pytest.fixture(scope="module")
-def short_text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Enough for the rows of a test; it is made tokens of for each file."""
-    path = tmp_path_factory.mktemp("text") / "short.txt"
-    path.write_text(default_text()[:4000], encoding="utf-8")
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype", "default", "step"),
     [

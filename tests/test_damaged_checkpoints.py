@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from convergence import plugin
 from convergence.models import checkpoint
 from convergence.models.checkpoint import Checkpoint
-from convergence.models.data import default_text
 from convergence.trainers.material import save
 from tests import damaged
 from tests.damaged import HOSTILE, RAW, controls, put
@@ -47,27 +46,12 @@ def folder(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "llama"))
 
 
-@pytest.fixture(scope="module")
-def short_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Enough for four rows of 32 tokens; it is made tokens of for each checkpoint."""
-    path = tmp_path_factory.mktemp("text") / "short.txt"
-    path.write_text(default_text()[:4000], encoding="utf-8")
-    return path
-
-
 @pytest.fixture
-def refuse(request: pytest.FixtureRequest, short_text: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
+def refuse(request: pytest.FixtureRequest, short_text: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
     """``refuse(path)``: what the usage error of ``--checkpoint path`` says; empty where it is none."""
     monkeypatch.setattr(Checkpoint, "build", lambda *_: pytest.fail("it was loaded"))
-    given = {
-        "device": "cpu",
-        "dtypes": "float32",
-        "setups": "plain",
-        "text": str(short_text),
-        "layers": None,
-        "length": 32,
-    }
-    for name, value in {**given, "rows": 4, "steps": 4}.items():
+    given = {"device": "cpu", "dtypes": "float32", "setups": "plain", "text": short_text, "layers": None}
+    for name, value in {**given, "length": 32, "rows": 4, "steps": 4}.items():
         monkeypatch.setattr(request.config.option, name, value)
 
     def refuse(path: Path) -> str:

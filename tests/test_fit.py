@@ -224,12 +224,19 @@ def test_a_search_ends_at_the_longest(kink: int, square: float) -> None:
 def test_a_search_ends_at_the_longest_whatever_is_known(
     most: int, near: int, limit: int | None, known: set[int]
 ) -> None:
+    """And nothing is asked for that is known, or larger than what is known not to fit."""
+
     def peak(tokens: int) -> int:
         return 1000 + 3 * tokens + 2 * max(0, tokens - 30_000)
 
+    def asked(tokens: int) -> int:
+        assert tokens not in sizes
+        assert tokens < 256 * min((n for n in known if n > most), default=2**16)
+        return peak(tokens)
+
     sizes = {n * 256: peak(n * 256) for n in known}
     expected = most if limit is None else min(most, limit // 256)
-    assert longest(peak, peak(most * 256), peaks=sizes, limit=limit, near=near) == 256 * expected
+    assert longest(asked, peak(most * 256), peaks=sizes, limit=limit, near=near) == 256 * expected
 
 
 def test_switches_are_those_that_help() -> None:
