@@ -239,6 +239,20 @@ def test_a_search_ends_at_the_longest_whatever_is_known(
     assert longest(asked, peak(most * 256), peaks=sizes, limit=limit, near=near) == 256 * expected
 
 
+@pytest.mark.parametrize("early", [0, 1, 5, 40])
+def test_a_search_asks_few_lengths_where_memory_ends_before_the_line_does(early: int) -> None:
+    """A length that ran out of memory tells no bytes, as on a GPU: `early` steps below what the line says."""
+    asked, capacity = [], 1000 + 3 * 256 * 500
+
+    def peak(tokens: int) -> int:
+        asked.append(tokens // 256)
+        size = 1000 + 3 * tokens
+        return size if size <= capacity - 3 * 256 * early else capacity + 1
+
+    assert longest(peak, capacity) == 256 * (500 - early)
+    assert len(asked) <= 4 + 2 * early.bit_length(), asked
+
+
 def test_switches_are_those_that_help() -> None:
     found = liger_kernels.fit(config(), tokens=2048, checkpointing=False, full="sgd")
     peaks = {switch.name: switch.peak for switch in found.switches}

@@ -19,7 +19,9 @@ def longest(
 ) -> int:
     """The largest multiple of ``step`` whose ``peak`` is at most ``capacity``; 0 if not even the first fits.
 
-    A peak grows with the tokens, mostly along a line. Then four or five calls find the result; a bend costs more.
+    A peak grows with the tokens, mostly along a line. Then four or five calls find the result; a bend costs more. What
+    does not fit may tell no bytes, and memory may end a little below ``capacity``: the search goes away from where a
+    line ended in strides that double, and halves the range at most.
 
     Args:
         peak: bytes of a number of tokens.
@@ -59,23 +61,20 @@ def longest(
             low = 1
         elif not low:
             return 0
-    missed = False  # whether the last line ended more than a step away from the result
-    while low + 1 < (end if high is None else high):
-        most = (end if high is None else high) - 1
-        n, beside = reached(low, high), len(known) > 2
-        hint, near = (near // step, 0) if beside else (0, near)
-        if low < hint <= most and abs(n - hint) > hint / 16:
-            n, beside = hint, False
-        elif missed:  # what does not fit costs as much as what does: go a quarter further, or halve the range
-            n, beside = max(n, low + low // 4) if high is None else (low + high) // 2, False
-        n = min(max(n, low + 1), most)
-        missed = beside
+    lines = 0  # that were followed: if the first two do not end at the result, each goes twice as far as the last
+    while low + 1 < (top := end if high is None else high):
+        n, away = reached(low, high), 1  # in steps: how far it is at least from what is known
+        if len(known) > 2:
+            hint, near = near // step, 0
+            if low < hint < top and abs(n - hint) > hint / 16:
+                n = hint
+            else:
+                away = 2 ** max(0, lines - 1)
+                lines += 1
+        away = min(away, (top - low) // 2)
+        n = max(low + away, min(n, top - away))
         if fits(n):
             low = n
-            if beside and n < most and not fits(n + 1):
-                high = n + 1
         else:
             high = n
-            if beside and n - 1 > low and fits(n - 1):
-                low = n - 1
     return low * step
