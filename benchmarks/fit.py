@@ -54,11 +54,14 @@ def _of(model: str) -> dict[str, Any]:
     return models.MODELS[model][1]
 
 
+_TILES = Training(rank=16, offload="layers", recompute="mlp", batch=64)
 SHAPES: dict[str, FitShape] = {
     "llama-1b": FitShape("LlamaConfig", _of("llama"), Training(), 16384),
     "llama-1b-kept": FitShape("LlamaConfig", _of("llama"), Training(checkpointing=False, batch=2), 4096),
     "llama-8b-lora": FitShape("LlamaConfig", LLAMA_8B, Training(rank=16), 16384),
     "llama-8b-qlora": FitShape("LlamaConfig", LLAMA_8B, Training(rank=16, quantised=True), 16384),
+    "llama-8b-offload": FitShape("LlamaConfig", LLAMA_8B, Training(rank=16, offload="layers", batch=64), 1024),
+    "llama-8b-tiles": FitShape("LlamaConfig", LLAMA_8B, _TILES, 1024),
     "llama-8b-sgd": FitShape("LlamaConfig", LLAMA_8B, Training(full="sgd"), 32768),
     "gemma3": FitShape("Gemma3TextConfig", _of("gemma3"), Training(), 8192),
     "gemma2-lora": FitShape("Gemma2Config", GEMMA_2B, Training(rank=16), 4096),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -318,6 +319,21 @@ def test_nothing_of_torch_stays_replaced() -> None:
     grad_fn = torch.nn.functional.scaled_dot_product_attention(q, q, q).grad_fn
     assert "FusedAttention" not in type(grad_fn).__name__
     assert not liger_kernels.ops.runtime.ahead.foresees()
+
+
+def test_attention_reads_its_result_in_the_backward() -> None:
+    """Checkpointing gives up what a backward has asked for, but fused attention holds it until it ends. So q, k, v and
+    the result exist with three gradients, and with the sum of q's in float32."""
+    row = torch.empty(1, 4, 4096, 128, device="meta", dtype=torch.bfloat16, requires_grad=True)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x * 2, x * 3, x * 4)
+
+    with meta_as_gpu(), LiveBytes("all") as counter:
+        y = torch.utils.checkpoint.checkpoint(attend, row, use_reentrant=False)
+        torch.autograd.backward([y], [torch.empty_like(y)])
+    log_sums = 4 * 4 * 4096
+    assert counter.peak == (2 + 4 + 3 + 2) * row.nbytes + log_sums
 
 
 def test_other_devices_copy_as_always_meanwhile() -> None:

@@ -120,13 +120,14 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     @backward_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, _, _, mask = ctx.saved_tensors
+        q, k, v, out, log_sums, mask = ctx.saved_tensors
         heads = q.shape[1]
         grads = [_by_tokens(t, t.shape[1], t.shape[3]) for t in (q, k, v)]
         if mask is None:
             sums = torch.empty(q.shape, dtype=torch.float32, device=q.device)
             whole = [_by_tokens(t, heads, t.shape[3]) for t in (k, v) if t.shape[1] != heads]
             del sums, whole  # the kernel needs them only while it runs
+        del out, log_sums  # checkpointing has no reference to them any more, but the kernel reads them
         return *grads, None
 
 
