@@ -26,6 +26,7 @@ def prepare() -> None:
     if isinstance(tl.sum, interpreter.InterpretedFunction):
         _leave_amx_out()
         _repair_bfloat16()
+        _repair_integers()
         define_libdevice()
         from convergence.arms import hurried  # it takes Triton's own functions as they are now
 
@@ -58,6 +59,21 @@ def _repair_bfloat16() -> None:
         return convert(data, source, target, rounding)
 
     interpreter._convert_float = convert_float
+
+
+def _repair_integers() -> None:
+    """Let a kernel count with a number that it was given, as in ``range(0, n)``.
+
+    Triton (3.4 to 3.6) asks NumPy for the number of an array that has one element and one dimension. NumPy does that no
+    more as of 2.4.
+    """
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        (scope[0].set_attr if scope else setattr)(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor
 
 
 def define_libdevice() -> None:

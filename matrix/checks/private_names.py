@@ -446,7 +446,15 @@ NAMES = (
     # it compares roundings, and counts what is prepared. There, too: the rule of the kept programs.
     *(
         Private((name,), f"triton.runtime.interpreter:{name}", "raises where the proof begins", None, "triton")
-        for name in ("_convert_float", "_get_np_dtype", "_ir", "_patch_attr", "_patch_builtin", "_patch_lang")
+        for name in (
+            "_convert_float",
+            "_get_np_dtype",
+            "_ir",
+            "_patch_attr",
+            "_patch_builtin",
+            "_patch_lang",
+            "_patch_lang_tensor",
+        )
     ),
     *(
         Private(
