@@ -42,7 +42,8 @@ MUTANTS = (
     _fit("fit_copies_for_nobody", "While a step is calculated, no GPU's layer inputs are copied in other threads.",
         "device.type == 'meta'", "True", "test_other_devices_copy_as_always_meanwhile"),
     _fit("fit_attention_without_its_result", "The result of attention is not counted while its backward runs.",
-        "q, k, v, out, log_sums, mask = ctx.saved_tensors", "q, k, v, _, _, mask = ctx.saved_tensors; out = log_sums = 0",
+        "q, k, v, out, log_sums, mask = ctx.saved_tensors",
+        "q, k, v, _, _, mask = ctx.saved_tensors; out = log_sums = 0",
         "test_attention_reads_its_result_in_the_backward"),
 )
 # fmt: on

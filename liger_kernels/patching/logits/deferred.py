@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,7 @@ from liger_kernels.patching.logits.product import Product, Request, count, rows
 from liger_kernels.patching.recipes.probe import PLAIN
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+_MODEL = "liger_kernels.patching.logits.model"  # whose frame called the model's forward
 
 
 class DeferredLogits:
@@ -94,8 +96,8 @@ class DeferredLogits:
     def float(self) -> Any:
         return self._then("float", (), dtype=torch.float32)
 
-    def contiguous(self) -> DeferredLogits:
-        return self
+    def contiguous(self) -> Any:
+        return self._then("contiguous", ())
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs:
@@ -202,7 +204,7 @@ class DeferredLogits:
 
     def _then(self, name: str, args: tuple[Any, ...], **changes: Any) -> Any:
         if self._real is not None:
-            return getattr(self._real, name)(*args)
+            return getattr(self.materialize(None), name)(*args)
         new = DeferredLogits(self._product, changes.get("shape", self.shape), changes.get("dtype", self.dtype))
         new._trail = (*self._trail, (name, args))
         if not torch.compiler.is_compiling():
@@ -217,7 +219,12 @@ class DeferredLogits:
     # What computes.
 
     def materialize(self, reason: str | None) -> torch.Tensor:
-        """The real logits, computed once; ``reason``, if there is one, is counted in the model's report."""
+        """The real logits, computed once; ``reason``, if there is one, is counted in the model's report.
+
+        Raises:
+            RuntimeError: an autograd.Function was given these logits, and the gradient of its result would be lost.
+        """
+        self._refuse_functions()
         if self._real is None:
             # From the nearest tensor that somebody has: the model may return it, and then it stands before this one in
             # the graph, as upstream.
@@ -231,6 +238,21 @@ class DeferredLogits:
             with torch.set_grad_enabled(self._product.grad):
                 self._real = replayed(self._trail[done:], real)
         return self._real
+
+    def _refuse_functions(self) -> None:
+        """Autograd sees no tensor in these logits, so an ``autograd.Function`` that gets them has no edge to the head.
+        Inside its forward, gradients are off though they were on where the head ran."""
+        if torch.is_grad_enabled() or not self._product.grad or torch.compiler.is_compiling():
+            return
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") != _MODEL:
+            if (name := _function_of(frame)) is not None:
+                raise RuntimeError(
+                    f"{name} is an autograd.Function and was given the logits of a patched model inside the model's "
+                    "own forward, where they are no tensor yet: their gradient would be lost. Give it logits.clone(), "
+                    "or leave linear_cross_entropy out of the kernels of patch()"
+                )
+            frame = frame.f_back
 
     def released(self) -> torch.Tensor:
         """The tensor that leaves the forward; lazy where nobody has needed a value yet."""
@@ -246,6 +268,7 @@ class DeferredLogits:
 
     def cross_entropy(self, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | None:
         """The fused loss, or None where these logits or arguments are not what the kernels compute."""
+        self._refuse_functions()
         product = self._product
         packing, fallbacks = product.forward.packing, product.forward.fallbacks
         if self._real is not None or self.ndim != 2 or not isinstance(target, torch.Tensor) or target.dim() != 1:
@@ -335,6 +358,22 @@ class DeferredLogits:
 
 def _materialized(arguments: Any, reason: str) -> Any:
     return tree_map(lambda x: x.materialize(reason) if isinstance(x, DeferredLogits) else x, arguments)
+
+
+def _function_of(frame: Any) -> str | None:
+    """The name of the autograd.Function whose forward runs in ``frame``; None where there is none."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if isinstance(first, torch.autograd.function.FunctionCtx):
+        return type(first).__name__.removesuffix("Backward")
+    if code.co_name != "forward" or isinstance(first, torch.nn.Module):
+        return None
+    kinds = [torch.autograd.Function]  # one with a setup_context gets no context
+    for kind in kinds:
+        if getattr(inspect.unwrap(kind.forward), "__code__", None) is code:
+            return kind.__name__
+        kinds += kind.__subclasses__()
+    return None
 
 
 def _is_number(value: Any) -> bool:

@@ -264,6 +264,8 @@ class LazyTensor(torch.Tensor):
             meaning = self._computation.meaning
             real = None if meaning is None else meaning.real(self)
             if real is not None or self._real is not None:
+                if (node := self._computation.node()) is not None:
+                    node.kept = self._computation  # an autograd.Function may have been given this tensor itself
                 self._real = real if self._real is None else self._real
                 return self._real
             with torch.set_grad_enabled(self.requires_grad or torch.is_grad_enabled()):
@@ -296,6 +298,8 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         if function in _OF_THE_FORM:
             with torch._C.DisableTorchFunctionSubclass():
+                if function in _OF_A_LEAF and args[0]._real is not None and not args[0].requires_grad:
+                    args = (args[0]._real, *args[1:])
                 return function(*args, **kwargs)
         lazy = args[0] if args else None
         lazy = lazy[0] if function is torch.stack and lazy else lazy
@@ -365,6 +369,8 @@ _OF_THE_FORM = {
     *(_T.is_contiguous, _T.get_device, _T.__len__, _T.__hash__, _T.is_inference, _T.register_hook, _T.retain_grad),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference),
 }  # fmt: skip
+# Where a user made a leaf of a tensor without a graph (``x.detach().requires_grad = True``), its value is the leaf.
+_OF_A_LEAF = {vars(torch._C.TensorBase)[name].__get__ for name in ("requires_grad", "grad", "is_leaf")}
 
 
 def _read_entry(output: Any, name: str, value: Any) -> Any:
