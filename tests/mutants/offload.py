@@ -22,6 +22,9 @@ MUTANTS = (
     _offload("offload_change_in_place_unnoticed", "An input that was changed in place is copied as it is then.",
         "self.tensor._version != self.version", "False",
         "test_an_input_that_is_changed_in_place_is_an_error_as_it_is_without"),
+    _offload("offload_weight_changed_in_place_unnoticed", "A weight that was changed in place is read as it is then.",
+        "self._check()", "pass", "test_a_weight_that_is_changed_in_place_is_an_error_as_it_is_without",
+        within="Saved.unpack"),
     _offload("offload_strides_lost", "What comes back is contiguous, whatever it was.",
         "torch.empty_strided(shape, stride, dtype=dtype, device=device)",
         "torch.empty(shape, dtype=dtype, device=device)", "test_strides_come_back"),
@@ -42,7 +45,8 @@ MUTANTS = (
     _fit("fit_copies_for_nobody", "While a step is calculated, no GPU's layer inputs are copied in other threads.",
         "device.type == 'meta'", "True", "test_other_devices_copy_as_always_meanwhile"),
     _fit("fit_attention_without_its_result", "The result of attention is not counted while its backward runs.",
-        "q, k, v, out, log_sums, mask = ctx.saved_tensors", "q, k, v, _, _, mask = ctx.saved_tensors; out = log_sums = 0",
+        "q, k, v, out, log_sums, mask = ctx.saved_tensors",
+        "q, k, v, _, _, mask = ctx.saved_tensors; out = log_sums = 0",
         "test_attention_reads_its_result_in_the_backward"),
 )
 # fmt: on
