@@ -181,6 +181,13 @@ def test_the_states_of_adapters_are_those_of_the_optimizer(without_switches: Non
     assert found.parts["weights"] == pytest.approx(bytes_of(adapted), abs=512 * number + 4096)
 
 
+def test_adapters_of_any_rank_need_no_memory(without_switches: None) -> None:
+    found = []
+    rank = 20_000  # more than 100 MB of adapters
+    assert most_allocated(lambda: found.append(liger_kernels.fit(config(), lora=rank, tokens=64))) < 2**20
+    assert found[0].parts["weights"] > 100 * 2**20
+
+
 def test_four_bits_take_a_quarter(without_switches: None) -> None:
     wide = config(hidden_size=512, intermediate_size=2048, head_dim=128)
     whole, quarter = (liger_kernels.fit(wide, **{how: 4}, tokens=64).parts["weights"] for how in ("lora", "qlora"))

@@ -59,7 +59,8 @@ def prepare(model: Any, setup: Training) -> Any:
         import peft
 
         adapters = peft.LoraConfig(r=setup.rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = peft.get_peft_model(model, adapters)
+        with torch.device("meta") if model.device.type == "meta" else contextlib.nullcontext():
+            model = peft.get_peft_model(model, adapters)
     if setup.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if setup.rank is not None:
