@@ -181,6 +181,13 @@ def test_the_states_of_adapters_are_those_of_the_optimizer(without_switches: Non
     assert found.parts["weights"] == pytest.approx(bytes_of(adapted), abs=512 * number + 4096)
 
 
+def test_adapters_of_any_rank_need_no_memory(without_switches: None) -> None:
+    found = []
+    rank = 20_000  # more than 100 MB of adapters
+    assert most_allocated(lambda: found.append(liger_kernels.fit(config(), lora=rank, tokens=64))) < 2**20
+    assert found[0].parts["weights"] > 100 * 2**20
+
+
 def test_four_bits_take_a_quarter(without_switches: None) -> None:
     wide = config(hidden_size=512, intermediate_size=2048, head_dim=128)
     whole, quarter = (liger_kernels.fit(wide, **{how: 4}, tokens=64).parts["weights"] for how in ("lora", "qlora"))
@@ -380,11 +387,16 @@ def test_a_folder_a_file_and_a_class_are_one(tmp_path: Path, capsys: pytest.Capt
         ({"model": "meta-llama/Llama-3-8B"}, ValueError, "nothing is downloaded"),
         ({"model": "LlamaForCausalLM"}, ValueError, "no configuration class"),
         ({"model": 3}, TypeError, "model is"),
+        ({"model": "x" * 5000}, ValueError, "nothing is downloaded"),
         ({"sizes": {"layers": 3}}, ValueError, r"has no \['layers'\]"),
+        ({"sizes": {3: 4}}, TypeError, r"sizes has the name an int \(3\); names must be strings"),
+        ({"sizes": {"hidden_size": "abc"}}, ValueError, "does not take these sizes|cannot make a causal language"),
         ({"model": "ViTConfig"}, ValueError, "cannot make a causal language model of this ViTConfig"),
         ({"model": "CTRLConfig"}, ValueError, "checkpointing is True, and CTRLLMHeadModel does not support it"),
         ({"lora": 4, "full": "sgd"}, ValueError, "lora and full are given"),
         ({"lora": 0}, ValueError, "lora is 0; it must be at least 1"),
+        ({"lora": 10**17}, ValueError, "LlamaForCausalLM cannot be trained as LoRA of rank 100000000000000000, check"),
+        ({"lora": 10**30}, ValueError, "LlamaForCausalLM cannot be trained as LoRA of rank"),
         ({"qlora": -1}, ValueError, "qlora is -1; it must be at least 1"),
         ({"full": "muon"}, ValueError, "full is 'muon'; the optimizer must be one of"),
         ({"batch": 0}, ValueError, "batch is 0; it must be at least 1"),
@@ -392,6 +404,11 @@ def test_a_folder_a_file_and_a_class_are_one(tmp_path: Path, capsys: pytest.Capt
         ({"gpu": -1.0}, ValueError, "gpu is -1.0; it must be more than 0"),
         ({"gpu": float("nan")}, ValueError, "gpu is nan; it must be more than 0"),
         ({"gpu": float("inf")}, ValueError, "gpu is inf; it must be more than 0"),
+        ({"gpu": 10**400}, ValueError, "it is in GiB and must be less than"),
+        ({"gpu": 1e306}, ValueError, "it is in GiB and must be less than"),
+        ({"tokens": 10**12}, ValueError, "a step of LlamaForCausalLM failed on rows of 1000000000000 tokens: "),
+        ({"tokens": 10**30}, ValueError, "a step of LlamaForCausalLM failed on rows of"),
+        ({"model": "BertConfig"}, ValueError, "a step of BertLMHeadModel failed on rows of 4096 tokens: RuntimeError"),
         ({"memory": "tiny"}, ValueError, "memory is 'tiny'"),
         ({"offload": "disk"}, ValueError, "offload is 'disk'; it must be one of 'layers'"),
         ({"offload": "layers", "checkpointing": False}, ValueError, "there are layer inputs with checkpointing only"),
@@ -410,6 +427,8 @@ def test_bad_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         liger_kernels.fit(str(tmp_path))
     assert main([str(tmp_path)]) == 2
     assert "no configuration that transformers can read" in capsys.readouterr().err
+    config().save_pretrained(tmp_path)
+    assert main([str(tmp_path), "hidden_size=abc"]) == 2
     for words in (["LlamaConfig", "hidden_size"], ["LlamaConfig", "--lora", "4", "--full", "sgd"], []):
         with pytest.raises(SystemExit):
             main(words)

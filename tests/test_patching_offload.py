@@ -202,6 +202,45 @@ def test_an_input_that_is_changed_in_place_is_an_error_as_it_is_without(stream: 
             step()
 
 
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
+def test_a_weight_that_is_changed_in_place_is_an_error_as_it_is_without(
+    name: str, checkpointing: bool, stream: DelayedCopyStream
+) -> None:
+    model = model_of(offload="layers")
+    if not checkpointing:
+        model.gradient_checkpointing_disable()
+    loss = model(**batch()).loss
+    with torch.no_grad():
+        model.get_parameter(name).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_optimizer_step_between_two_backwards_is_an_error_as_it_is_without(stream: DelayedCopyStream) -> None:
+    model = model_of(offload="layers")
+    losses = [model(**batch(seed)).loss for seed in (1, 2)]
+    losses[0].backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[1].backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_small_input_that_is_changed_in_place_is_an_error_as_it_is_without(
+    reentrant: bool, stream: DelayedCopyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "SMALLEST", 10**6)
+    weight = torch.randn(6, 6)
+    x = torch.randn(2, 6, 6, requires_grad=True) * 1
+    with LayerInputs().offloaded(Counter()):
+        y = checkpoint(lambda x: torch.tanh(x @ weight), x, use_reentrant=reentrant)
+    x.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert not stream.made
+
+
 def test_small_inputs_and_parameters_stay(stream: DelayedCopyStream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "SMALLEST", 10**6)
     model = model_of(offload="layers")

@@ -24,6 +24,7 @@ __all__ = ["Fit", "Switch", "fit"]
 
 GIB = 2**30
 RESERVE = 2 * GIB  # the CUDA context, cuBLAS workspaces, and fragments that the allocator cannot use
+MOST_GIB = 2**33  # sizes in bytes stay below 2**63
 TOKENS = 4096  # the default length of a row
 
 
@@ -138,13 +139,15 @@ def fit(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: ``model`` does not exist, is no causal language model, or has a step that needs data; or another
-            argument is out of range.
+        ValueError: ``model`` does not exist, is no causal language model, or has a step that needs data or fails; or
+            another argument is out of range.
     """
     setup = check_training(lora, qlora, full, batch, memory, offload, recompute, checkpointing)
     for name, number in (("tokens", tokens), ("gpu", gpu)):
         if number is not None and not 0 < number < math.inf:
             raise ValueError(f"{name} is {number}; it must be more than 0")
+    if gpu is not None and gpu >= MOST_GIB:
+        raise ValueError(f"gpu is {gpu}; it is in GiB and must be less than {MOST_GIB}")
     config = find_config(model, sizes or {})
     step = MetaStep(config, setup)
     most = _longest(step, gpu)

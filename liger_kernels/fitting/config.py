@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,19 +20,25 @@ def find_config(model: Any, sizes: Mapping[str, Any]) -> Any:
         sizes: attributes of the configuration, by name.
 
     Raises:
-        TypeError: ``model`` is something else.
+        TypeError: ``model`` is something else, or the name of a size is no string.
         ValueError: the path or class does not exist, the file is no configuration, or the configuration lacks an
-            attribute.
+            attribute or rejects its value.
     """
     from transformers import PretrainedConfig
 
+    for name in sizes:
+        if not isinstance(name, str):
+            raise TypeError(f"sizes has the name {describe(name)}; names must be strings")
     if isinstance(model, PretrainedConfig):
         config = copy.deepcopy(model)
         unknown = [name for name in sizes if not hasattr(config, name)]
-        for name in set(sizes).difference(unknown):
-            setattr(config, name, sizes[name])
+        try:
+            for name in set(sizes).difference(unknown):
+                setattr(config, name, sizes[name])
+        except Exception as error:  # each class has different checks
+            raise ValueError(f"{type(config).__name__} does not take these sizes: {error}") from error
     elif isinstance(model, str | os.PathLike):
-        config, unknown = _of_path(Path(model), sizes) if Path(model).exists() else _of_class(str(model), sizes)
+        config, unknown = _of_path(Path(model), sizes) if _exists(Path(model)) else _of_class(str(model), sizes)
     else:
         raise TypeError(
             f"model is {describe(model)}; it must be a configuration of transformers, the path of a folder or file of "
@@ -40,6 +47,15 @@ def find_config(model: Any, sizes: Mapping[str, Any]) -> Any:
     if unknown:
         raise ValueError(f"{type(config).__name__} has no {sorted(unknown)}; give sizes by the names that it has")
     return config
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _of_path(path: Path, sizes: Mapping[str, Any]) -> tuple[Any, list[str]]:
@@ -51,8 +67,9 @@ def _of_path(path: Path, sizes: Mapping[str, Any]) -> tuple[Any, list[str]]:
         config, unused = AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, return_unused_kwargs=True, **sizes
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no configuration that transformers can read: {error}") from error
+    except Exception as error:  # each class has different checks
+        changed = " with these sizes" if sizes else ""
+        raise ValueError(f"{path} is no configuration that transformers can read{changed}: {error}") from error
     return config, [name for name in sizes if name in unused]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from liger_kernels.patching.recipes.probe import describe
 ROUNDING = 512  # CUDA's caching allocator allocates multiples of this
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer states"
 KEPT, LAYER, LOSS = "kept for the backward", "backward of a layer", "loss"
+# What torch says where a step reads data of a meta tensor. The text of a tensor, "device='meta'", does not count.
+_READS_DATA = re.compile(r"(?<!device=')meta\b(?!-)|_local_scalar_dense", re.IGNORECASE)
 PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, KEPT, LAYER, LOSS)
 
 
@@ -59,7 +62,8 @@ def prepare(model: Any, setup: Training) -> Any:
         import peft
 
         adapters = peft.LoraConfig(r=setup.rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = peft.get_peft_model(model, adapters)
+        with torch.device("meta") if model.device.type == "meta" else contextlib.nullcontext():
+            model = peft.get_peft_model(model, adapters)
     if setup.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if setup.rank is not None:
@@ -117,7 +121,8 @@ class MetaStep:
     """Steps of one model on the meta device, of any length.
 
     Raises:
-        ValueError: ``config`` has no causal language model, or the model's step needs data.
+        ValueError: ``config`` has no causal language model, adapters of this rank are impossible, or the model's step
+            needs data or fails.
     """
 
     def __init__(self, config: Any, setup: Training, dtype: torch.dtype = torch.bfloat16, rounding: int = ROUNDING):
@@ -135,7 +140,10 @@ class MetaStep:
                 "(--no-checkpointing)"
             )
         linears = quantised_linears(model) if setup.quantised else []
-        self.model = prepare(model, setup)
+        try:
+            self.model = prepare(model, setup)
+        except (RuntimeError, TypeError) as error:  # torch, of a rank that no tensor has
+            raise ValueError(f"{type(model).__name__} cannot be trained as {setup}: {describe(error)}") from error
         self.report = liger_kernels.status(self.model)  # its counts go on; to ask again would look at every module
         self._counted: dict[int, Counted] = {}
         self.optimizer = setup.optimizer(trained(self.model))
@@ -181,11 +189,10 @@ class MetaStep:
             with counter:
                 backward(self.model, self.setup, tokens, "meta", counter)
         except Exception as error:  # a model's own code may raise whatever it likes
-            name = type(self.model).__name__
-            raise ValueError(
-                f"a step of {name} cannot be calculated on the meta device, where tensors have no data: "
-                f"{describe(error)}"
-            ) from error
+            what = f"failed on rows of {tokens} tokens"
+            if _READS_DATA.search(str(error)):
+                what = "cannot be calculated on the meta device, where tensors have no data"
+            raise ValueError(f"a step of {type(self.model).__name__} {what}: {describe(error)}") from error
         finally:
             for p in trained(self.model):
                 p.grad = None

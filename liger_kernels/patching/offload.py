@@ -115,12 +115,36 @@ def _size(memory: Any) -> int:
     return len(memory.bytes)
 
 
-class Input:
+class Saved:
+    """The object that autograd keeps in place of a tensor. torch checks for changes in place only without hooks."""
+
+    __slots__ = ("tensor", "version")
+    tensor: Tensor | None
+    version: int | None  # None once ``tensor`` is a copy
+
+    def __init__(self, x: Tensor):
+        self.tensor = kept = x if x.grad_fn is None else x.detach()  # a result would keep its autograd node alive
+        self.version = kept._version
+
+    def unpack(self) -> Tensor:
+        self._check()
+        assert self.tensor is not None
+        return self.tensor
+
+    def _check(self) -> None:
+        if self.version is not None and self.tensor is not None and self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a saved tensor of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}, expected "
+                f"version {self.version}"
+            )
+
+
+class Input(Saved):
     """The object that autograd keeps in place of a layer's input."""
 
     def __init__(self, x: Tensor, pool: PinnedPool | None, before: Input | None):
-        self.tensor: Tensor | None = x.detach()
-        self.version: int | None = x._version  # None once ``tensor`` is a copy
+        super().__init__(x.detach())
         self.pool = pool
         self.before = None if before is None else weakref.ref(before)
         self.host: Any = None
@@ -167,14 +191,6 @@ class Input:
         on_host: Tensor = self.host.bytes[: len(flat) * flat.element_size()].view(flat.dtype)
         return on_host
 
-    def _check(self) -> None:
-        if self.version is not None and self.tensor is not None and self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                f"input of a checkpointed layer, of shape {tuple(self.tensor.shape)}, is at version "
-                f"{self.tensor._version}, expected version {self.version}"
-            )
-
     def __del__(self) -> None:
         if self.host is not None and self.pool is not None:
             if self.event is not None:  # a copy is running, and the next user of the tensor's memory must wait for it
@@ -209,13 +225,13 @@ class LayerInputs:
         on_gpu: list[Input] = []  # the inputs on the GPU: the one that is being copied, then the newest
         count = 0
 
-        def pack(x: Tensor) -> Any:
+        def pack(x: Tensor) -> Saved:
             nonlocal count
             if not _is_input():
-                return x if x.grad_fn is None else x.detach()  # a saved result would keep its autograd node alive
+                return Saved(x)
             count += 1
             if not _moves(x):
-                return x if x.grad_fn is None else x.detach()
+                return Saved(x)
             for other in on_gpu[:-1]:
                 other.finish_offload()
             if on_gpu:
@@ -224,13 +240,9 @@ class LayerInputs:
             on_gpu[:] = [*on_gpu[-1:], one]
             return one
 
-        def unpack(packed: Any) -> Tensor:
-            value: Tensor = packed.unpack() if isinstance(packed, Input) else packed
-            return value
-
         self._here.inside = True
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.unpack()):
                 yield
         finally:
             self._here.inside = False
