@@ -81,6 +81,19 @@ def overwrites_the_logits(model: Any) -> None:
     model.get_output_embeddings().register_forward_hook(hook)
 
 
+def same_memory_in_evaluation(model: Any) -> None:
+    """Without gradients, the logits of every forward of one shape are in the same memory, as in a CUDA graph."""
+    honest(model)
+    memory: dict[torch.Size, torch.Tensor] = {}
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if output.requires_grad:
+            return output
+        return memory.setdefault(output.shape, torch.empty_like(output)).copy_(output)
+
+    model.get_output_embeddings().register_forward_hook(hook)
+
+
 # Of what no rule about patching sees anything: hooks. Only numbers can show them.
 
 

@@ -66,6 +66,20 @@ class Mixer(nn.Module):
         return {"scores": self.scores(self.norm(x)).mean(1)}
 
 
+class Normalised(nn.Module):
+    """Its statistics of batches are buffers, which every arm needs in its own dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.over_batch = nn.Linear(12, 50), nn.BatchNorm1d(9)
+        self.norm, self.scores = nn.LayerNorm(50), nn.Linear(50, 5)
+        self.register_buffer("mixed", torch.eye(50).roll(1, 0) - 0.3 * torch.eye(50))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.over_batch(self.embed(x)) @ self.mixed
+        return {"scores": self.scores(self.norm(x)).mean(1)}
+
+
 def points() -> list[Any]:
     return [(torch.randn(4, 9, 12), torch.randint(0, 5, (4,))) for _ in range(3)]
 
@@ -79,6 +93,7 @@ def models() -> list[Model]:
         Model("encoder", encoder, sentences, labelled),
         Model("vision", vision, images, labelled),
         Model("mixer", Mixer, points, scored),
+        Model("normalised", Normalised, points, scored),
     ]
 
 

@@ -42,6 +42,7 @@ def test_an_honest_patch_passes(run):
         ("one_gradient_scaled", ("gain", f"gradient of {SCALED}", "who did it:")),
         ("missing_gradient", ("missing", f"gradient of {SCALED}")),
         ("overwrites_the_logits", ("overwritten",)),
+        ("same_memory_in_evaluation", ("overwritten", "the logits that the caller holds changed in a later forward")),
     ],
 )
 def test_a_fault_is_seen(run, name, shown):

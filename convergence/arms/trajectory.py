@@ -201,6 +201,9 @@ def build(run: Run) -> Any:
         if run.nudge is not None:
             weight = nudged(weight, rounded, generator)
         parameter.data = weight.to(run.dtype)
+    for buffer in model.buffers():
+        if run.task.casts_buffers and buffer.is_floating_point():
+            buffer.data = buffer.to(run.dtype)
     return model.to(run.device)
 
 

@@ -7,6 +7,7 @@ float64 truth computes the same function.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -113,7 +114,7 @@ class Row:
 
     def bystander(self, template: nn.Module) -> nn.Module:
         """A model on the CPU that nobody patches, and that runs the same code."""
-        return template
+        return copy.deepcopy(template)  # running it may change buffers, and arms are copies of the template
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,9 @@ class CausalLM(Task):
         model.train()
 
     def decode(self, model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
-        """One token at a time, with a cache: the text's own tokens, which are the same in every arm."""
+        """One token at a time, with a cache: the text's own tokens, which are the same in every arm. A caller who holds
+        the logits of a token must find them as they were after the next one."""
+        held: list[tuple[torch.Tensor, torch.Tensor]] = []
         ids = batch.input_ids.to(device)[:, : PROMPT_TOKENS + GENERATED_TOKENS]
         model.eval()
         with torch.no_grad():
@@ -107,6 +109,9 @@ class CausalLM(Task):
                 with observed_hidden_states(model, result, at):
                     logits = next(steps)
                 result.record(EVALUATION_LOGITS, at, logits)
+                held.append((logits, logits.clone()))
+            if any(bool(differ(logits, before)) for logits, before in held):
+                result.complaints.append(Remark(at, "the logits that the caller holds changed in a later forward"))
         model.train()
 
     def generate(self, model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -54,6 +54,7 @@ class OwnTask(Task):
     """Its batches are :class:`OwnBatch`, and ``of_batch(model, values)`` is the loss."""
 
     of_batch: Callable[[nn.Module, Any], torch.Tensor]
+    casts_buffers: ClassVar[bool] = True  # as ``model.to(dtype)`` does
 
     def loss(self, model: Any, batch: OwnBatch) -> torch.Tensor:
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,7 +15,14 @@ from convergence.models.data import Step
 
 
 class Task:
-    """How an arm runs a model. ``batch`` is whatever the steps of the model's row hold."""
+    """How an arm runs a model. ``batch`` is whatever the steps of the model's row hold.
+
+    Attributes:
+        casts_buffers: whether an arm has the model's buffers in its own dtype, too. transformers computes angles from
+            buffers in float32, whatever the dtype of the model.
+    """
+
+    casts_buffers: ClassVar[bool] = False
 
     def train_batch(
         self, model: Any, step: Step, batch: Any, result: Trajectory, at: Moment, lifetimes: Lifetimes
