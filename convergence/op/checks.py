@@ -82,9 +82,10 @@ class Judge:
         return self.subject.example(size, self.options.seed if seed is None else seed)
 
     def compare(
-        self, example: Example, size: Size, check: str, what: str = "", op: Op | None = None, **how: Any
-    ) -> Ran:
-        """Compare one call; uninitialised memory is NaN. See :func:`check_call`."""
+        self, example: Example, size: Size, check: str, what: str = "", op: Op | None = None,
+        under: Callable[[], contextlib.AbstractContextManager[None]] = poisoned, **how: Any,
+    ) -> Ran:  # fmt: skip
+        """Compare one call in the context ``under()``; uninitialised memory is NaN. See :func:`check_call`."""
         self.calls += 1
         options = self.options
         asked = How(
@@ -93,7 +94,7 @@ class Judge:
         )  # fmt: skip
         name = f"{self.subject.name}({size}{', ' if what else ''}{what})"
         functions = example.bind(op or self.subject.op), example.bind(self.subject.reference)
-        with poisoned():
+        with under():
             return check_call(*functions, example.leaves, name, how=asked, names=example.names)
 
     def rows_of(self, size: Size) -> list[int | None]:
@@ -125,6 +126,9 @@ def accuracy(judge: Judge) -> str:
         for rows, columns in dict.fromkeys(judge.size(*size)[:2] for size in SIZES):
             size = Size(rows, columns, dtype)
             judge.compare(judge.example(size), size, ACCURACY)
+        # Memory is poisoned under deterministic algorithms only, and most users run without them.
+        size, free = judge.size(16, 64, dtype), functools.partial(deterministic, False)
+        judge.compare(judge.example(size), size, ACCURACY, "without deterministic algorithms", under=free)
 
     # The examples are the same every time. A failing example is not shrunk, because that takes minutes in the
     # interpreter.
