@@ -295,6 +295,73 @@ def handed_on(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
 
+def residual_inputs(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The residual is overwritten, so it requires no gradient."""
+    x, weight, residual = torch.randn(rows, columns), torch.randn(columns), torch.randn(rows, columns)
+    x, weight, residual = (t.to(device, dtype) for t in (x, weight, residual))
+    return x.requires_grad_(), weight.requires_grad_(), residual
+
+
+def add_to(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """The sum lies in ``residual``."""
+    return residual.add_(x) * weight
+
+
+def store_sum(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """The stored sum has no graph."""
+    y = residual + x
+    residual.detach().copy_(y.detach())
+    return y * weight
+
+
+def store_123(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    y = (residual + x) * weight
+    residual.detach().fill_(123.0)
+    return y
+
+
+def in_place_inputs(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    return torch.randn(rows, columns).to(device, dtype), torch.randn(columns).to(device, dtype).requires_grad_()
+
+
+def scale_in_place(x: torch.Tensor, weight: torch.Tensor) -> None:
+    x.mul_(weight)
+
+
+def zero_in_place(x: torch.Tensor, weight: torch.Tensor) -> None:
+    x.mul_(weight * 0)
+
+
+class ScaleInPlace(torch.autograd.Function):
+    """``scale_in_place`` as one function."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x.clone(), weight)
+        ctx.mark_dirty(x)
+        return x.copy_(x.float() * weight.float())
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        grad_weight = (dy.float() * x.float()).sum(0).to(weight.dtype)
+        return (dy.float() * weight.float()).to(x.dtype), grad_weight
+
+
+class WrongGradientInPlace(ScaleInPlace):
+    @staticmethod
+    def backward(ctx, dy):
+        grad_x, grad_weight = ScaleInPlace.backward(ctx, dy)
+        return grad_x, grad_weight * 1.5
+
+
+def in_place(function: type[ScaleInPlace]) -> Callable[..., None]:
+    def call(x: torch.Tensor, weight: torch.Tensor) -> None:
+        function.apply(x, weight)
+
+    return call
+
+
 def detached(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return plain(x, weight).detach()
 
@@ -348,6 +415,11 @@ def _of(check: str, *functions: type[Honest]) -> dict[str, OpFault]:
 
 FAULTS: dict[str, OpFault] = {
     **_of("accuracy", LastRowsGradient, TooLargeInBfloat16, OddColumns, Raises, WrongWithoutDeterministicAlgorithms),
+    "stores 123": OpFault("accuracy", store_123, store_sum, residual_inputs, {"overwrites": "residual"}),
+    "zeros": OpFault("accuracy", zero_in_place, scale_in_place, in_place_inputs, {"overwrites": "x"}),
+    "a gradient of what it wrote": OpFault(
+        "accuracy", in_place(WrongGradientInPlace), scale_in_place, in_place_inputs, {"overwrites": "x"}
+    ),
     **_of("strides", ReadsRowsInPlace, ReadsGradientInPlace, WantsDense),
     **_of("no rows", NeedsARow),
     **_of("rows of zeros", DividesByARow),

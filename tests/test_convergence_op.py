@@ -17,7 +17,19 @@ import convergence
 from convergence.__main__ import main
 from convergence.op.check import LEFT_OUT, NOT_JUDGED, PASSED, judge_op
 from convergence.op.checks import CHECKS
-from tests.op_faults import FAULTS, Honest, inputs, plain
+from tests.op_faults import (
+    FAULTS,
+    Honest,
+    ScaleInPlace,
+    add_to,
+    in_place,
+    in_place_inputs,
+    inputs,
+    plain,
+    residual_inputs,
+    scale_in_place,
+    store_sum,
+)
 
 # Small and few: an honest op is tried on many sizes below.
 FEW: dict[str, Any] = {"examples": 2, "rows": (1, 9), "columns": (1, 33)}
@@ -84,6 +96,30 @@ def test_what_is_said_is_allowed() -> None:
     few = {**FEW, "without": {*CHECKS} - {"accuracy"}}
     assert judge_op(FAULTS["handed on"].op, FAULTS["handed on"].reference, inputs, views=True, **few).failed() == []
     assert judge_op(FAULTS["OverInput"].op, plain, inputs, overwrites="x", **few).failed() == []
+
+
+@pytest.mark.parametrize(
+    ("op", "reference", "made", "named"),
+    [
+        (in_place(ScaleInPlace), scale_in_place, in_place_inputs, "x"),
+        (add_to, add_to, residual_inputs, "residual"),
+        (store_sum, store_sum, residual_inputs, "residual"),
+    ],
+    ids=["x", "residual", "no graph"],
+)
+def test_an_op_that_overwrites_as_the_reference_does_is_equal(op: Any, reference: Any, made: Any, named: str) -> None:
+    report = judge_op(op, reference, made, overwrites=named, without=SLOW, **FEW)
+    assert report.failed() == [], str(report)
+    assert report.rows["strides"][0] == PASSED, str(report)
+
+
+def test_a_call_in_which_nothing_is_compared_is_an_error() -> None:
+    def nothing(x: torch.Tensor, weight: torch.Tensor) -> None:
+        pass
+
+    for overwrites in ((), "x"):
+        with pytest.raises(ValueError, match=r"the reference returns no tensor.*nothing can be compared.*overwrites="):
+            judge_op(nothing, nothing, in_place_inputs, overwrites=overwrites, without={"accuracy"}, **FEW)
 
 
 def other(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,8 @@ def check_op(
         columns: the same of columns.
         sums: whether an element of a result is a sum over the columns, as in a matmul.
         views: whether a result may be a view of an input.
-        overwrites: the names of the inputs that the op may overwrite.
+        overwrites: the names of the inputs that the op may overwrite. Where the reference overwrites one, its new value
+            counts as a result.
         launches: how many kernels a forward launches. On a GPU torch's own count, too; on a CPU those of Triton do.
         without: names of checks to leave out.
         examples: how many sizes are drawn, in addition to a few fixed ones.

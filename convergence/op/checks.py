@@ -160,6 +160,8 @@ def strides(judge: Judge) -> str:
         alone = [{i} for i in range(count)] if count > 1 and layout in ("rows apart", "transposed") else []
         for chosen in ({*range(count)}, *alone):
             example = judge.example(size)
+            if layout == "expanded":  # nobody can write to rows that share their memory
+                chosen = {i for i in chosen if example.names[i] not in judge.options.overwrites}
             where = {i: placed(t, layout, i) for i, t in enumerate(example.leaves) if i in chosen}
             before = {i: place.buffer.clone() for i, place in where.items()}
             leaves = [where[i].view if i in where else t for i, t in enumerate(example.leaves)]
