@@ -362,6 +362,11 @@ def in_place(function: type[ScaleInPlace]) -> Callable[..., None]:
     return call
 
 
+def wrong_without_grad(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Evaluation takes this path."""
+    return plain(x, weight) * (1.0 if torch.is_grad_enabled() else 1.5)
+
+
 def detached(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return plain(x, weight).detach()
 
@@ -424,6 +429,7 @@ FAULTS: dict[str, OpFault] = {
     **_of("no rows", NeedsARow),
     **_of("rows of zeros", DividesByARow),
     **_of("frozen inputs", OnlyBothGradients),
+    "wrong without grad": OpFault("frozen inputs", wrong_without_grad),
     **_of("autocast", RoundsUnderAutocast),
     "a lock": OpFault("compile", locked),
     **_of("retained graph", BackwardOverSaved, OneWorkspace),

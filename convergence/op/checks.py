@@ -213,6 +213,9 @@ def _zero_ends(t: torch.Tensor, dim: int) -> torch.Tensor:
 def frozen_inputs(judge: Judge) -> str:
     size = judge.size(6, 20)
     needing = [i for i, t in enumerate(judge.example(size).leaves) if t.requires_grad]
+    example = judge.example(size)
+    frozen = example._replace(leaves=[t.detach() for t in example.leaves])
+    judge.compare(frozen, size, "frozen inputs", "torch.no_grad", inside=torch.no_grad)
     if not needing:
         raise NotJudged("no input requires a gradient")
     for chosen in (*([i] for i in needing if len(needing) > 1), []):
@@ -222,7 +225,7 @@ def frozen_inputs(judge: Judge) -> str:
         found = judge.compare(example._replace(leaves=leaves), size, "frozen inputs", what)
         if not chosen and any(y is not None and y.requires_grad for y in found.results):
             raise OpFailure("frozen inputs", f"{judge.subject.name}: a result has a graph, and no input needs one")
-    return "each input alone, and none"
+    return "each input alone, none, and torch.no_grad"
 
 
 def retained_graph(judge: Judge) -> str:
@@ -383,7 +386,7 @@ CHECKS: dict[str, Check] = {
     "strides": Check("inputs and incoming gradients of any strides, in gaps of NaN", strides),
     "no rows": Check("inputs without rows", no_rows),
     "rows of zeros": Check("rows that are all zero", rows_of_zeros),
-    "frozen inputs": Check("only one input, or none, requires a gradient", frozen_inputs),
+    "frozen inputs": Check("only one input, or none, requires a gradient; torch.no_grad", frozen_inputs),
     "autocast": Check("the reference's dtypes and accuracy under torch.autocast", autocast),
     "compile": Check("torch.compile captures it in one graph, which computes the same", compiled),
     "retained graph": Check("a second backward pass, and one after another call, gives the same bits", retained_graph),
