@@ -367,6 +367,34 @@ def wrong_without_grad(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return plain(x, weight) * (1.0 if torch.is_grad_enabled() else 1.5)
 
 
+def both_plain(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = plain(x, weight)
+    return y, 2 * y
+
+
+class Both(Honest):
+    """Two results. A result that nobody uses has no gradient."""
+
+    @classmethod
+    def forward(cls, ctx, x, weight):
+        ctx.set_materialize_grads(False)
+        y = super().forward(ctx, x, weight)
+        return y, 2 * y
+
+    @classmethod
+    def backward(cls, ctx, da, db):
+        if da is None and db is None:
+            return None, None
+        da, db = (0 if d is None else d for d in (da, db))
+        return super().backward(ctx, da + 2 * db)
+
+
+class OnlyBothResults(Both):
+    @classmethod
+    def backward(cls, ctx, da, db):
+        return (None, None) if da is None or db is None else super().backward(ctx, da, db)
+
+
 def detached(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return plain(x, weight).detach()
 
@@ -429,6 +457,7 @@ FAULTS: dict[str, OpFault] = {
     **_of("no rows", NeedsARow),
     **_of("rows of zeros", DividesByARow),
     **_of("frozen inputs", OnlyBothGradients),
+    "only both results": OpFault("frozen inputs", OnlyBothResults.apply, both_plain),
     "wrong without grad": OpFault("frozen inputs", wrong_without_grad),
     **_of("autocast", RoundsUnderAutocast),
     "a lock": OpFault("compile", locked),

@@ -19,9 +19,11 @@ from convergence.op.check import LEFT_OUT, NOT_JUDGED, PASSED, judge_op
 from convergence.op.checks import CHECKS
 from tests.op_faults import (
     FAULTS,
+    Both,
     Honest,
     ScaleInPlace,
     add_to,
+    both_plain,
     in_place,
     in_place_inputs,
     inputs,
@@ -55,6 +57,12 @@ def test_an_honest_op_passes_all_checks() -> None:
     verdicts = {check: verdict for check, (verdict, _) in report.rows.items()}
     expected = dict.fromkeys(CHECKS, PASSED) | {"launches": NOT_JUDGED, "compile": LEFT_OUT}
     assert verdicts == expected, str(report)
+
+
+def test_an_honest_op_of_two_results_passes_all_checks() -> None:
+    report = judge_op(Both.apply, both_plain, inputs, without=SLOW, **FEW)
+    assert report.failed() == [], str(report)
+    assert "each result alone" in report.rows["frozen inputs"][1]
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -225,7 +225,13 @@ def frozen_inputs(judge: Judge) -> str:
         found = judge.compare(example._replace(leaves=leaves), size, "frozen inputs", what)
         if not chosen and any(y is not None and y.requires_grad for y in found.results):
             raise OpFailure("frozen inputs", f"{judge.subject.name}: a result has a graph, and no input needs one")
-    return "each input alone, none, and torch.no_grad"
+    results = judge.compare(judge.example(size), size, "frozen inputs").results
+    differentiable = [i for i, y in enumerate(results) if y is not None and y.requires_grad]
+    several = len(differentiable) > 1
+    for only in differentiable if several else ():
+        what = f"only result {only} has a gradient"
+        judge.compare(judge.example(size), size, "frozen inputs", what, only=only)
+    return f"each input alone, none, {'each result alone, ' if several else ''}and torch.no_grad"
 
 
 def retained_graph(judge: Judge) -> str:
@@ -386,7 +392,9 @@ CHECKS: dict[str, Check] = {
     "strides": Check("inputs and incoming gradients of any strides, in gaps of NaN", strides),
     "no rows": Check("inputs without rows", no_rows),
     "rows of zeros": Check("rows that are all zero", rows_of_zeros),
-    "frozen inputs": Check("only one input, or none, requires a gradient; torch.no_grad", frozen_inputs),
+    "frozen inputs": Check(
+        "only one input, or none, requires a gradient; only one result has one; torch.no_grad", frozen_inputs
+    ),
     "autocast": Check("the reference's dtypes and accuracy under torch.autocast", autocast),
     "compile": Check("torch.compile captures it in one graph, which computes the same", compiled),
     "retained graph": Check("a second backward pass, and one after another call, gives the same bits", retained_graph),
