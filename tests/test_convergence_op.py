@@ -142,6 +142,9 @@ def rounds_to_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.zeros(x.shape).copy_(plain(x, weight).detach())
 
 
+ONE = torch.ones(2)
+
+
 def giving(value: Any) -> Any:
     return lambda *size: value
 
@@ -160,6 +163,7 @@ def giving(value: Any) -> Any:
         ((plain, plain, giving({1: torch.ones(2)})), {}, "a dict with the key 1"),
         ((plain, plain, giving(([torch.ones(2)], 1))), {}, "returned a list for x; allowed are tensors and plain"),
         ((plain, plain, giving((torch.ones(2), torch.ones(2)))), {"dtypes": "bfloat16"}, "at least one has to be of"),
+        ((plain, plain, giving((ONE, ONE))), {}, "returned the same tensor for x and weight; .* such as a clone"),
         ((plain, plain, lambda rows: 1), {}, r"raised TypeError.*it is called as inputs\(rows, columns, dtype"),
         ((plain, plain, giving((torch.ones(2),))), {}, "the reference, called with .* raised TypeError"),
         (
@@ -236,6 +240,14 @@ def test_the_command(
         found = error.code
     said = capsys.readouterr()
     assert (found, shown in said.out + said.err) == (status, True), said
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_a_cpu_runs_the_interpreter(device: str, package: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    with pytest.raises(SystemExit, match="4"):
+        main(["op", "my_pkg:absent", *FAST, "--device", device])
+    assert os.environ["TRITON_INTERPRET"] == "1"
 
 
 def test_asking_for_the_package_costs_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -148,6 +149,12 @@ def _example(given: Any, size: Size, reference: Op, where: str) -> Example:
     if floating and size.dtype not in floating:
         has = ", ".join(sorted(str(dtype) for dtype in floating))
         raise ValueError(f"{where} returned tensors of {has}; at least one has to be of the dtype that it is given")
+    for (name, one), (again, other) in itertools.combinations(tensors, 2):
+        if one is other:
+            raise ValueError(
+                f"{where} returned the same tensor for {name} and {again}; every input has a gradient of its own. "
+                "Return another tensor for one of them, such as a clone"
+            )
     # An input's earlier graph must not get gradients.
     leaves = [t if t.is_leaf else t.detach().requires_grad_(t.requires_grad) for _, t in tensors]
     return Example(leaves, [name for name, _ in tensors], arguments, keywords)
