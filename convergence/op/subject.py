@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -226,8 +226,11 @@ def checked_dtypes(dtypes: Any) -> tuple[torch.dtype, ...]:
     """The dtypes in ``dtypes``: text, a dtype of torch, or several of them.
 
     Raises:
+        TypeError: ``dtypes`` is neither text nor dtypes.
         ValueError: a dtype is unknown, or there is none.
     """
+    if not isinstance(dtypes, (str, torch.dtype, Iterable)):
+        raise TypeError(f"dtypes is {dtypes!r}; allowed are {', '.join(DTYPES)}, or a list of them")
     given = [dtypes] if isinstance(dtypes, (str, torch.dtype)) else list(dtypes)
     names = [part.strip() for one in given for part in str(one).removeprefix("torch.").split(",")]
     for name in names:
