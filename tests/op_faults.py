@@ -382,17 +382,23 @@ class Both(Honest):
         return y, 2 * y
 
     @classmethod
-    def backward(cls, ctx, da, db):
-        if da is None and db is None:
+    def backward(cls, ctx, *upstream):
+        if all(d is None for d in upstream):
             return None, None
-        da, db = (0 if d is None else d for d in (da, db))
+        da, db = (0 if d is None else d for d in upstream)
         return super().backward(ctx, da + 2 * db)
 
 
 class OnlyBothResults(Both):
     @classmethod
-    def backward(cls, ctx, da, db):
-        return (None, None) if da is None or db is None else super().backward(ctx, da, db)
+    def backward(cls, ctx, *upstream):
+        return (None, None) if any(d is None for d in upstream) else super().backward(ctx, *upstream)
+
+
+def stale_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Keeps the weight in float32. After a step of the optimizer, the kept weight is the old one."""
+    wide = weight.__dict__.setdefault("wide", weight.float())
+    return plain(x.float(), wide).to(torch.result_type(x, weight))
 
 
 def detached(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -453,6 +459,7 @@ FAULTS: dict[str, OpFault] = {
     "a gradient of what it wrote": OpFault(
         "accuracy", in_place(WrongGradientInPlace), scale_in_place, in_place_inputs, {"overwrites": "x"}
     ),
+    "a stale weight": OpFault("accuracy", stale_weight),
     **_of("strides", ReadsRowsInPlace, ReadsGradientInPlace, WantsDense),
     **_of("no rows", NeedsARow),
     **_of("rows of zeros", DividesByARow),

@@ -128,7 +128,10 @@ def accuracy(judge: Judge) -> str:
             judge.compare(judge.example(size), size, ACCURACY)
         # Memory is poisoned under deterministic algorithms only, and most users run without them.
         size, free = judge.size(16, 64, dtype), functools.partial(deterministic, False)
-        judge.compare(judge.example(size), size, ACCURACY, "without deterministic algorithms", under=free)
+        example = judge.example(size)
+        judge.compare(example, size, ACCURACY, "without deterministic algorithms", under=free)
+    # In the last dtype, usually one of 16 bits: a cached copy in float32 of a float32 tensor is the tensor itself.
+    judge.compare(_changed(judge, example, size), size, ACCURACY, "the inputs of an earlier call, changed in place")
 
     # The examples are the same every time. A failing example is not shrunk, because that takes minutes in the
     # interpreter.
@@ -149,6 +152,22 @@ def accuracy(judge: Judge) -> str:
     if options.examples:
         drawn()
     return f"{judge.calls - before} calls: {', '.join(str(d).removeprefix('torch.') for d in options.dtypes)}"
+
+
+def _changed(judge: Judge, example: Example, size: Size) -> Example:
+    """The tensors of ``example`` with other values, as after an optimizer's step. A tensor that cannot be changed in
+    place is another one."""
+    other = judge.example(size, judge.options.seed + 1)
+    if [t.shape for t in other.leaves] != [t.shape for t in example.leaves]:
+        return other
+    leaves = []
+    with torch.no_grad():
+        for name, old, new in zip(example.names, example.leaves, other.leaves, strict=True):
+            if name in judge.options.overwrites or 0 in old.stride():
+                leaves.append(new)
+            else:
+                leaves.append(old.copy_(new))
+    return other._replace(leaves=leaves)
 
 
 def strides(judge: Judge) -> str:
