@@ -73,29 +73,30 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         command.add_argument(
             "records", nargs="+", type=Path, metavar="RECORDS", help="record files, or folders of them"
         )
-    command = commands.add_parser(
+    prove = commands.add_parser(
         "prove",
         help="train a checkpoint with and without a patch, and compare",
         usage="python -m convergence prove PATH [options of pytest convergence, such as --patch module:function]",
     )
-    command.add_argument("path", metavar="PATH", help="a folder with config.json and safetensors, or a GGUF file")
+    prove.add_argument("path", metavar="PATH", help="a folder with config.json and safetensors, or a GGUF file")
     commands.add_parser(
         "consistency",
         help="compare the log-probabilities of trainer and rollout, with and without a patch",
         usage="python -m convergence consistency [PATH] [options of pytest convergence, such as --models qwen3]",
         epilog="PATH comes first: a folder with config.json and safetensors, or a GGUF file. Without it, mini models.",
     )
-    command = commands.add_parser(
+    peers = commands.add_parser(
         "peers",
         help="judge the kernels of other packages; python -m tools.peers makes a page of the records",
         usage="python -m convergence peers DIR [options of pytest convergence, such as --models llama]",
     )
-    command.add_argument("records", type=Path, metavar="DIR", help="where a record of every case is added")
+    peers.add_argument("records", type=Path, metavar="DIR", help="where a record of every case is added")
     sides = commands.add_parser("differences", help="compare two commits or environments, op by op")
     differences.add_options(sides)
     single = commands.add_parser("op", help="judge a single op against its reference", description=op.EXAMPLE)
     op.add_options(single)
-    for command, error_of in ((single, op.error_of), (sides, differences.error_of)):
+    errors = ((single, op.error_of), (sides, differences.error_of), (prove, op.error_of), (peers, op.error_of))
+    for command, error_of in errors:
         command.error = functools.partial(error_of, command)  # type: ignore[method-assign]
     return parser, {"op": single, "differences": sides}
 

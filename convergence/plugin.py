@@ -150,6 +150,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--patch-timeout takes a number of seconds above 0")
     # In one run, all patches share truth, baseline and replicas.
     patches = _names(config, "--patch")
+    if config.getoption("--patch") is not None and not patches:
+        raise pytest.UsageError("--patch names no patch; it takes package.module:function, or several with commas")
     if not patches and not ours.INSTALLED:
         raise pytest.UsageError("liger_kernels is not installed here: name the patch to judge, --patch module:function")
     # What is on the disk is read before a patch is imported, which may write there. A worker is told.

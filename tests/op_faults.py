@@ -74,6 +74,14 @@ class OddColumns(Honest):
         return y
 
 
+class WrongWithoutDeterministicAlgorithms(Honest):
+    """Training runs take this path."""
+
+    @classmethod
+    def value(cls, x, weight):
+        return super().value(x, weight) + (not torch.are_deterministic_algorithms_enabled())
+
+
 class Raises(Honest):
     @classmethod
     def value(cls, x, weight):
@@ -287,6 +295,112 @@ def handed_on(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
 
+def residual_inputs(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The residual is overwritten, so it requires no gradient."""
+    x, weight, residual = torch.randn(rows, columns), torch.randn(columns), torch.randn(rows, columns)
+    x, weight, residual = (t.to(device, dtype) for t in (x, weight, residual))
+    return x.requires_grad_(), weight.requires_grad_(), residual
+
+
+def add_to(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """The sum lies in ``residual``."""
+    return residual.add_(x) * weight
+
+
+def store_sum(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """The stored sum has no graph."""
+    y = residual + x
+    residual.detach().copy_(y.detach())
+    return y * weight
+
+
+def store_123(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    y = (residual + x) * weight
+    residual.detach().fill_(123.0)
+    return y
+
+
+def in_place_inputs(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    return torch.randn(rows, columns).to(device, dtype), torch.randn(columns).to(device, dtype).requires_grad_()
+
+
+def scale_in_place(x: torch.Tensor, weight: torch.Tensor) -> None:
+    x.mul_(weight)
+
+
+def zero_in_place(x: torch.Tensor, weight: torch.Tensor) -> None:
+    x.mul_(weight * 0)
+
+
+class ScaleInPlace(torch.autograd.Function):
+    """``scale_in_place`` as one function."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x.clone(), weight)
+        ctx.mark_dirty(x)
+        return x.copy_(x.float() * weight.float())
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        grad_weight = (dy.float() * x.float()).sum(0).to(weight.dtype)
+        return (dy.float() * weight.float()).to(x.dtype), grad_weight
+
+
+class WrongGradientInPlace(ScaleInPlace):
+    @staticmethod
+    def backward(ctx, dy):
+        grad_x, grad_weight = ScaleInPlace.backward(ctx, dy)
+        return grad_x, grad_weight * 1.5
+
+
+def in_place(function: type[ScaleInPlace]) -> Callable[..., None]:
+    def call(x: torch.Tensor, weight: torch.Tensor) -> None:
+        function.apply(x, weight)
+
+    return call
+
+
+def wrong_without_grad(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Evaluation takes this path."""
+    return plain(x, weight) * (1.0 if torch.is_grad_enabled() else 1.5)
+
+
+def both_plain(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = plain(x, weight)
+    return y, 2 * y
+
+
+class Both(Honest):
+    """Two results. A result that nobody uses has no gradient."""
+
+    @classmethod
+    def forward(cls, ctx, x, weight):
+        ctx.set_materialize_grads(False)
+        y = super().forward(ctx, x, weight)
+        return y, 2 * y
+
+    @classmethod
+    def backward(cls, ctx, *upstream):
+        if all(d is None for d in upstream):
+            return None, None
+        da, db = (0 if d is None else d for d in upstream)
+        return super().backward(ctx, da + 2 * db)
+
+
+class OnlyBothResults(Both):
+    @classmethod
+    def backward(cls, ctx, *upstream):
+        return (None, None) if any(d is None for d in upstream) else super().backward(ctx, *upstream)
+
+
+def stale_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Keeps the weight in float32. After a step of the optimizer, the kept weight is the old one."""
+    wide = weight.__dict__.setdefault("wide", weight.float())
+    return plain(x.float(), wide).to(torch.result_type(x, weight))
+
+
 def detached(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return plain(x, weight).detach()
 
@@ -339,11 +453,19 @@ def _of(check: str, *functions: type[Honest]) -> dict[str, OpFault]:
 
 
 FAULTS: dict[str, OpFault] = {
-    **_of("accuracy", LastRowsGradient, TooLargeInBfloat16, OddColumns, Raises),
+    **_of("accuracy", LastRowsGradient, TooLargeInBfloat16, OddColumns, Raises, WrongWithoutDeterministicAlgorithms),
+    "stores 123": OpFault("accuracy", store_123, store_sum, residual_inputs, {"overwrites": "residual"}),
+    "zeros": OpFault("accuracy", zero_in_place, scale_in_place, in_place_inputs, {"overwrites": "x"}),
+    "a gradient of what it wrote": OpFault(
+        "accuracy", in_place(WrongGradientInPlace), scale_in_place, in_place_inputs, {"overwrites": "x"}
+    ),
+    "a stale weight": OpFault("accuracy", stale_weight),
     **_of("strides", ReadsRowsInPlace, ReadsGradientInPlace, WantsDense),
     **_of("no rows", NeedsARow),
     **_of("rows of zeros", DividesByARow),
     **_of("frozen inputs", OnlyBothGradients),
+    "only both results": OpFault("frozen inputs", OnlyBothResults.apply, both_plain),
+    "wrong without grad": OpFault("frozen inputs", wrong_without_grad),
     **_of("autocast", RoundsUnderAutocast),
     "a lock": OpFault("compile", locked),
     **_of("retained graph", BackwardOverSaved, OneWorkspace),

@@ -17,7 +17,21 @@ import convergence
 from convergence.__main__ import main
 from convergence.op.check import LEFT_OUT, NOT_JUDGED, PASSED, judge_op
 from convergence.op.checks import CHECKS
-from tests.op_faults import FAULTS, Honest, inputs, plain
+from tests.op_faults import (
+    FAULTS,
+    Both,
+    Honest,
+    ScaleInPlace,
+    add_to,
+    both_plain,
+    in_place,
+    in_place_inputs,
+    inputs,
+    plain,
+    residual_inputs,
+    scale_in_place,
+    store_sum,
+)
 
 # Small and few: an honest op is tried on many sizes below.
 FEW: dict[str, Any] = {"examples": 2, "rows": (1, 9), "columns": (1, 33)}
@@ -43,6 +57,12 @@ def test_an_honest_op_passes_all_checks() -> None:
     verdicts = {check: verdict for check, (verdict, _) in report.rows.items()}
     expected = dict.fromkeys(CHECKS, PASSED) | {"launches": NOT_JUDGED, "compile": LEFT_OUT}
     assert verdicts == expected, str(report)
+
+
+def test_an_honest_op_of_two_results_passes_all_checks() -> None:
+    report = judge_op(Both.apply, both_plain, inputs, without=SLOW, **FEW)
+    assert report.failed() == [], str(report)
+    assert "each result alone" in report.rows["frozen inputs"][1]
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -86,6 +106,30 @@ def test_what_is_said_is_allowed() -> None:
     assert judge_op(FAULTS["OverInput"].op, plain, inputs, overwrites="x", **few).failed() == []
 
 
+@pytest.mark.parametrize(
+    ("op", "reference", "made", "named"),
+    [
+        (in_place(ScaleInPlace), scale_in_place, in_place_inputs, "x"),
+        (add_to, add_to, residual_inputs, "residual"),
+        (store_sum, store_sum, residual_inputs, "residual"),
+    ],
+    ids=["x", "residual", "no graph"],
+)
+def test_an_op_that_overwrites_as_the_reference_does_is_equal(op: Any, reference: Any, made: Any, named: str) -> None:
+    report = judge_op(op, reference, made, overwrites=named, without=SLOW, **FEW)
+    assert report.failed() == [], str(report)
+    assert report.rows["strides"][0] == PASSED, str(report)
+
+
+def test_a_call_in_which_nothing_is_compared_is_an_error() -> None:
+    def nothing(x: torch.Tensor, weight: torch.Tensor) -> None:
+        pass
+
+    for overwrites in ((), "x"):
+        with pytest.raises(ValueError, match=r"the reference returns no tensor.*nothing can be compared.*overwrites="):
+            judge_op(nothing, nothing, in_place_inputs, overwrites=overwrites, without={"accuracy"}, **FEW)
+
+
 def other(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return plain(x, weight)
 
@@ -96,6 +140,9 @@ def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def rounds_to_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.zeros(x.shape).copy_(plain(x, weight).detach())
+
+
+ONE = torch.ones(2)
 
 
 def giving(value: Any) -> Any:
@@ -116,6 +163,7 @@ def giving(value: Any) -> Any:
         ((plain, plain, giving({1: torch.ones(2)})), {}, "a dict with the key 1"),
         ((plain, plain, giving(([torch.ones(2)], 1))), {}, "returned a list for x; allowed are tensors and plain"),
         ((plain, plain, giving((torch.ones(2), torch.ones(2)))), {"dtypes": "bfloat16"}, "at least one has to be of"),
+        ((plain, plain, giving((ONE, ONE))), {}, "returned the same tensor for x and weight; .* such as a clone"),
         ((plain, plain, lambda rows: 1), {}, r"raised TypeError.*it is called as inputs\(rows, columns, dtype"),
         ((plain, plain, giving((torch.ones(2),))), {}, "the reference, called with .* raised TypeError"),
         (
@@ -132,6 +180,12 @@ def giving(value: Any) -> Any:
         ((plain, plain), {"rows": (3, 2)}, r"rows is \(3, 2\); it takes the least and the most"),
         ((plain, plain), {"columns": 4}, "columns is 4"),
         ((plain, plain), {"examples": -1}, "examples is -1"),
+        ((plain, plain), {"seed": 2**64 - 1}, "seed is 18446744073709551615; it takes a whole number from 0 to 92233"),
+        ((plain, plain), {"seed": 2**64}, "seed is 18446744073709551616; it takes a whole number from 0 to 92233"),
+        ((plain, plain), {"without": 5}, "without is 5; it takes a name, or a list of names"),
+        ((plain, plain), {"without": [5]}, r"without is \[5\]; it takes a name, or a list of names"),
+        ((plain, plain), {"overwrites": 5}, "overwrites is 5; it takes a name, or a list of names"),
+        ((plain, plain), {"dtypes": None}, "dtypes is None; allowed are float32, bfloat16, float16, or a list"),
         ((plain, plain), {"device": "tpu"}, "device is 'tpu'; allowed are cpu and cuda"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else None,
@@ -192,6 +246,14 @@ def test_the_command(
         found = error.code
     said = capsys.readouterr()
     assert (found, shown in said.out + said.err) == (status, True), said
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_a_cpu_runs_the_interpreter(device: str, package: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    with pytest.raises(SystemExit, match="4"):
+        main(["op", "my_pkg:absent", *FAST, "--device", device])
+    assert os.environ["TRITON_INTERPRET"] == "1"
 
 
 def test_asking_for_the_package_costs_nothing() -> None:

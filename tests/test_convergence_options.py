@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from convergence.__main__ import main
 from convergence.models.models import MODELS, select
 from tests.suite import assert_refused, collect
 
@@ -26,6 +27,8 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
         (("--profile", "soft"), ("'soft'", "plain", "hard")),
         (("--setups", "fsdp3"), ("unknown set-up 'fsdp3'; allowed are",)),
         (("--scope", "module"), ("'module'", "instance", "class")),
+        (("--patch", ""), ("--patch names no patch; it takes package.module:function",)),
+        (("--patch", " ,"), ("--patch names no patch; it takes package.module:function",)),
         (("--patch", "convergence.patches"), ("package.module:function",)),
         (("--patch", "no.such.module:patch"), ("cannot be imported", "No module named 'no'")),
         (("--patch", "tests.no_such:patch"), ("cannot be imported", "No module named 'tests.no_such'")),
@@ -41,6 +44,14 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machin
 )
 def test_a_usage_error(options, shown, capfd):
     assert_refused(capfd, shown, *options)
+
+
+@pytest.mark.parametrize(("command", "needs"), [("prove", "PATH"), ("peers", "DIR")])
+def test_a_command_without_its_argument_is_a_usage_error(command, needs, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command])
+    assert ended.value.code == 4
+    assert f"the following arguments are required: {needs}" in capsys.readouterr().err
 
 
 def test_the_default_is_every_core_model_in_both_dtypes_with_both_losses(capfd):

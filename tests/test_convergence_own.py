@@ -10,6 +10,7 @@ import torch
 
 from convergence.arms.quantities import OUTPUT, OUTPUT_GRADIENT, STATISTICS, Quantity
 from convergence.models import own
+from convergence.models.own import Model
 from convergence.models.rows import find
 from convergence.report.records import Record, load_folder
 from tests.suite import assert_refused, suite
@@ -101,6 +102,20 @@ def test_the_same_weights_and_inputs_every_time() -> None:
 )
 def test_what_no_proof_can_be_made_of(source: str, shown: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert_refused(capfd, [shown, f"{HERE}:{source}"], "--models-from", f"{HERE}:{source}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ((7, str, str, str), "the name of a Model is a int, 7; it takes text"),
+        (("mixer", 7, str, str), "build of the Model 'mixer' is a int; it takes a function"),
+        (("mixer", str, None, str), "batches of the Model 'mixer' is a NoneType; it takes a function"),
+    ],
+    ids=["name", "build", "batches"],
+)
+def test_what_no_model_is_made_of(arguments: Any, shown: str) -> None:
+    with pytest.raises(TypeError, match=shown):
+        Model(*arguments)
 
 
 @pytest.mark.parametrize(

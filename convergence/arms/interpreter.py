@@ -26,6 +26,7 @@ def prepare() -> None:
     if isinstance(tl.sum, interpreter.InterpretedFunction):
         _leave_amx_out()
         _repair_bfloat16()
+        _compute_in_bfloat16()
         _repair_integers()
         define_libdevice()
         from convergence.arms import hurried  # it takes Triton's own functions as they are now
@@ -59,6 +60,51 @@ def _repair_bfloat16() -> None:
         return convert(data, source, target, rounding)
 
     interpreter._convert_float = convert_float
+
+
+def _rounded(values: Any) -> Any:
+    """The bits of ``values`` in bfloat16, as the interpreter stores them."""
+    return torch.from_numpy(np.asarray(values, dtype=np.float32)).to(torch.bfloat16).view(torch.uint16).numpy()
+
+
+def _widened(handle: Any) -> Any:
+    """The values of a handle: those of bfloat16 in float32."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle.data
+    return torch.from_numpy(np.array(handle.data)).view(torch.bfloat16).to(torch.float32).numpy()
+
+
+def _compute_in_bfloat16() -> None:
+    """Let a kernel compute in bfloat16, as in ``tl.load(x) * 2``.
+
+    Triton (3.7.1) has no constants of bfloat16. It adds and multiplies the bits of such numbers as integers, and takes
+    integers for bits. Values are float32 here, and every result is rounded once, as on a device.
+    """
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    if not hasattr(builder, "get_bf16"):
+        builder.get_bf16 = lambda self, value: handle(_rounded([value]), tl.bfloat16)
+    one = handle(_rounded([1.0]), tl.bfloat16)
+    if interpreter.interpreter_builder.binary_op(one, one, np.add).data[0] == _rounded([2.0])[0]:
+        return
+    binary_op, fma, cast = builder.binary_op, builder.create_fma, builder.cast_impl
+
+    def compute(self: Any, lhs: Any, rhs: Any, op: Callable[..., Any]) -> Any:
+        if lhs.dtype.scalar != tl.bfloat16:
+            return binary_op(self, lhs, rhs, op)
+        found = op(_widened(lhs), _widened(rhs))
+        return handle(found if found.dtype == np.bool_ else _rounded(found), tl.bfloat16)
+
+    def multiply_and_add(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if z.dtype.scalar != tl.bfloat16:
+            return fma(self, x, y, z)
+        return handle(_rounded(_widened(x) * _widened(y) + _widened(z)), tl.bfloat16)
+
+    def converted(self: Any, source: Any, target: Any) -> Any:
+        if target.scalar != tl.bfloat16 or source.dtype.scalar in (tl.bfloat16, tl.float32):
+            return cast(self, source, target)
+        return handle(_rounded(source.data), tl.bfloat16)
+
+    builder.binary_op, builder.create_fma, builder.cast_impl = compute, multiply_and_add, converted
 
 
 def _repair_integers() -> None:

@@ -44,6 +44,15 @@ class Model:
     batches: Callable[[], Sequence[Any]]
     loss: Callable[[nn.Module, Any], torch.Tensor]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"the name of a Model is a {type(self.name).__name__}, {self.name!r}; it takes text")
+        for what in ("build", "batches", "loss"):
+            if not callable(function := getattr(self, what)):
+                raise TypeError(
+                    f"{what} of the Model {self.name!r} is a {type(function).__name__}; it takes a function"
+                )
+
 
 @dataclass(frozen=True)
 class Own(Row):

@@ -49,7 +49,9 @@ class How(NamedTuple):
         check: the check that a wrong number belongs to.
         terms: the number of terms in the sum of one element of a result.
         views: whether a result may be a view of an input.
-        overwrites: the names of the inputs that the op may overwrite.
+        overwrites: the names of the inputs that the op may overwrite. Where the reference overwrites one, its new value
+            counts as a result.
+        only: the number of the one result that gets a gradient; None for all.
         replicas: before a number counts as wrong, PyTorch's error is measured this often again. The inputs of each
             measurement are moved by units in the last place.
         inside: makes the context for calls of op and reference.
@@ -60,6 +62,7 @@ class How(NamedTuple):
     terms: int = 1
     views: bool = False
     overwrites: Collection[str] = ()
+    only: int | None = None
     replicas: int = 0
     inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     see: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
@@ -108,9 +111,10 @@ def run(
 ) -> Ran:
     """``op(*leaves)`` in the context ``inside()``, and its gradients. The backward runs outside the context, as
     autocast requires."""
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]  # an input that the op overwrites may require one later
     with inside():
         results = results_of(op(*leaves))
-    return Ran(results, gradients_of(results, leaves, upstream))
+    return Ran(results, gradients_of(results, wanted, upstream))
 
 
 def check_call(
@@ -135,6 +139,7 @@ def check_call(
     Raises:
         OpFailure: an AssertionError that says which check failed and by how much.
         NoTruth: the reference raised, or its float64 result is not finite.
+        ValueError: the reference returns no tensor and overwrites no input that the op may overwrite.
     """
     names = names or [str(i) for i in range(len(leaves))]
     return _Comparison(op, reference, list(leaves), how or How(terms=terms), name, list(names)).judge()
@@ -171,21 +176,51 @@ class _Comparison:
     def __init__(
         self, op: Op, reference: Op, leaves: list[torch.Tensor], how: How, name: str, names: list[str]
     ) -> None:
-        self.op, self.reference, self.leaves, self.how, self.name, self.names = op, reference, leaves, how, name, names
+        self.leaves, self.how, self.name, self.names = leaves, how, name, names
+        self.before = fresh(leaves) if how.overwrites else leaves  # the values that the op is given
+        self.wanted = [one for one, leaf in zip(names, leaves, strict=True) if leaf.requires_grad]
+        given = fresh(leaves)
+        versions = [leaf._version for leaf in given]
         with torch.no_grad(), how.inside(), _reference_raised(name):
-            shapes = results_of(reference(*fresh(leaves)))
+            shapes = results_of(reference(*given))
+        # A kernel writes without a new version, and zeros times two are the same zeros.
+        self.written = [
+            i
+            for i, (one, leaf, old) in enumerate(zip(given, leaves, versions, strict=True))
+            if names[i] in how.overwrites and (one._version != old or not same(one, leaf))
+        ]
+        shapes += [given[i] for i in self.written]
+        self.op, self.reference = self._with_written(op), self._with_written(reference)
         # Drawn on the CPU, so that every device gets the same numbers.
         drawn = [
             how.see(torch.randn(y.shape).to(y)) if y is not None and y.is_floating_point() else None for y in shapes
         ]
         self.upstream: MaybeTensors = drawn
 
+    def _with_written(self, function: Op) -> Op:
+        """``function``, which also returns the inputs that the reference overwrites. Where one result alone gets a
+        gradient, the others have no graph."""
+
+        def call(*leaves: torch.Tensor) -> MaybeTensors:
+            results = results_of(function(*leaves))
+            # What is written into a leaf has no graph.
+            results += [leaves[i].detach() if leaves[i].is_leaf else leaves[i] for i in self.written]
+            only = self.how.only
+            return [y.detach() if y is not None and only not in (None, i) else y for i, y in enumerate(results)]
+
+        return call
+
     def judge(self) -> Ran:
-        truth = self._truth(self.leaves)
+        truth = self._truth(self.before)
         if not all(bool(torch.isfinite(t).all()) for t in (*truth.results, *truth.gradients) if t is not None):
             raise NoTruth(f"{self.name}: the truth itself is not finite")
-        torchs = self._torchs(self.leaves)
+        torchs = self._torchs(self.before)
         ours = self._watched(torchs)
+        if all(y is None for y in torchs.results):
+            raise ValueError(
+                f"{self.name}: the reference returns no tensor, and overwrites no input that the op may overwrite, so "
+                "nothing can be compared. Return a tensor, or name the inputs: --overwrites x, or overwrites="
+            )
         self._check_written(ours, truth)
         self._check_numbers(ours, torchs, truth)
         return ours
@@ -208,12 +243,14 @@ class _Comparison:
 
     def _named(self, ran: Ran) -> Iterator[tuple[str, torch.Tensor | None, bool]]:
         """Every tensor of a call: its name in messages, the tensor, and whether it is a gradient."""
-        yield from ((f"result {i}", y, False) for i, y in enumerate(ran.results))
-        yield from ((f"gradient {name}", g, True) for name, g in zip(self._wanted(), ran.gradients, strict=True))
+        yield from ((what, y, False) for what, y in zip(self._results(ran.results), ran.results, strict=True))
+        yield from ((f"gradient {name}", g, True) for name, g in zip(self.wanted, ran.gradients, strict=True))
 
-    def _wanted(self) -> list[str]:
-        """The names of the inputs that require a gradient."""
-        return [name for name, leaf in zip(self.names, self.leaves, strict=True) if leaf.requires_grad]
+    def _results(self, results: MaybeTensors) -> list[str]:
+        """The names of results in messages."""
+        returned = len(results) - len(self.written)
+        written = (f"the overwritten input {self.names[i]}" for i in self.written)
+        return [*(f"result {i}" for i in range(returned)), *written]
 
     def _watched(self, torchs: Ran) -> Ran:
         """Run the op and return its results and gradients. They must match ``torchs`` in form, and the op must not
@@ -224,17 +261,19 @@ class _Comparison:
         held += [(f"the gradient of result {i}", g) for i, g in enumerate(upstream) if g is not None]
         before = [t.detach().clone() for _, t in held]
         with raising(self.how.check, f"{self.name} raised"):
+            wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
             with self.how.inside():
                 results = results_of(self.op(*self.leaves))
             before += [y.detach().clone() for y in results if y is not None]
-            held += [(f"result {i}, by the backward,", y) for i, y in enumerate(results) if y is not None]
+            names = self._results(results)
+            held += [(f"{what}, by the backward,", y) for what, y in zip(names, results, strict=True) if y is not None]
             self._check_results(results, torchs.results, "result")
-            gradients = gradients_of(results, self.leaves, upstream)
+            gradients = gradients_of(results, wanted, upstream)
         self._check_results(gradients, torchs.gradients, "gradient")
         for (what, t), old in zip(held, before, strict=True):
             if not same(t, old):
                 raise self._fail(CLOBBERING, f"{what} of shape {tuple(t.shape)} was overwritten")
-        for i, result in enumerate(results):
+        for i, result in enumerate(results[: len(results) - len(self.written)]):
             for name, leaf in zip(self.names, self.leaves, strict=True):
                 if not self.how.views and result is not None and shared(result, leaf):
                     raise self._fail(ALIASING, f"result {i} is a view of the input {name}")
@@ -246,19 +285,20 @@ class _Comparison:
         # A failure that only strides or missing rows cause belongs to that check.
         check = RESULTS if self.how.check == ACCURACY else self.how.check
         if len(ours) != len(torchs):
-            raise self._fail(check, f"{len(ours)} {kind}s instead of {len(torchs)}")
-        names = [*range(len(ours))] if kind == "result" else self._wanted()
+            counts = [len(many) - len(self.written) * (kind == "result") for many in (ours, torchs)]
+            raise self._fail(check, f"{counts[0]} {kind}s instead of {counts[1]}")
+        names = self._results(ours) if kind == "result" else [f"gradient {name}" for name in self.wanted]
         for name, our, its in zip(names, ours, torchs, strict=True):
             if our is None or its is None:
                 # No gradient counts as a gradient of zeros.
                 if our is not its and not (kind == "gradient" and _is_zero(our) and _is_zero(its)):
-                    raise self._fail(check, f"{kind} {name} is {_kind(our)} instead of {_kind(its)}")
+                    raise self._fail(check, f"{name} is {_kind(our)} instead of {_kind(its)}")
             elif our.dtype != its.dtype:
-                raise self._fail(check, f"{kind} {name} is {our.dtype} instead of {its.dtype}")
+                raise self._fail(check, f"{name} is {our.dtype} instead of {its.dtype}")
             elif our.shape != its.shape:
-                raise self._fail(check, f"{kind} {name} has shape {tuple(our.shape)} instead of {tuple(its.shape)}")
+                raise self._fail(check, f"{name} has shape {tuple(our.shape)} instead of {tuple(its.shape)}")
             elif its.requires_grad and not our.requires_grad:
-                raise self._fail(check, f"{kind} {name} has no gradient, and the reference's has one")
+                raise self._fail(check, f"{name} has no gradient, and the reference's has one")
 
     def _check_written(self, ours: Ran, truth: Ran) -> None:
         """Fail if an element is NaN or infinite only because uninitialised memory was. If the element is finite when
@@ -268,7 +308,7 @@ class _Comparison:
                 continue
             found: dict[str, torch.Tensor | None] = {}
             with zeroed(), contextlib.suppress(Exception):  # an error here shows nothing
-                leaves = fresh(self.leaves) if self.how.overwrites else self.leaves  # with the same strides
+                leaves = fresh(self.before) if self.how.overwrites else self.leaves  # with the same strides
                 found = {name: t for name, t, _ in self._named(run(self.op, leaves, self.upstream))}
             if (t := found.get(what)) is not None and bool(torch.isfinite(t).all()):
                 bad = ~torch.isfinite(our)
@@ -312,7 +352,7 @@ class _Comparison:
         inputs."""
         upstream = self.upstream
         for _ in range(self.how.replicas):
-            leaves = [_moved(leaf) for leaf in self.leaves]
+            leaves = [_moved(leaf) for leaf in self.before]
             self.upstream = [g if g is None else _moved(g) for g in upstream]
             its, true = ([*self._named(ran)][i][1] for ran in (self._torchs(leaves), self._truth(leaves)))
             self.upstream = upstream

@@ -17,6 +17,8 @@ from convergence.op.subject import DTYPES, Inputs, Subject, check_signatures, ch
 from convergence.tables import visible
 
 PASSED, FAILED, NOT_JUDGED, LEFT_OUT = "passed", "failed", "not judged", "left out"
+# torch takes seeds of 64 bits, and a drawn call adds up to 32 bits to the given one.
+MOST_SEED = 2**63 - 1
 # Where one of these failed, the checks that follow would fail for the same reason.
 _FIRST = (ACCURACY, RESULTS, MEMORY, ALIASING, CLOBBERING)
 
@@ -90,7 +92,8 @@ def check_op(
         columns: the same of columns.
         sums: whether an element of a result is a sum over the columns, as in a matmul.
         views: whether a result may be a view of an input.
-        overwrites: the names of the inputs that the op may overwrite.
+        overwrites: the names of the inputs that the op may overwrite. Where the reference overwrites one, its new value
+            counts as a result.
         launches: how many kernels a forward launches. On a GPU torch's own count, too; on a CPU those of Triton do.
         without: names of checks to leave out.
         examples: how many sizes are drawn, in addition to a few fixed ones.
@@ -164,12 +167,14 @@ def _checked(
     check_signatures(op, reference)
     if inputs is not None and not callable(inputs):
         raise TypeError(f"inputs is a {type(inputs).__name__}; it takes a function of rows, columns, dtype and device")
-    left_out = {without} if isinstance(without, str) else {*without}
+    left_out, overwritten = _texts("without", without), _texts("overwrites", overwrites)
     for one in left_out - {*CHECKS}:
         raise ValueError(f"without: {one!r} is unknown; the checks are {', '.join(CHECKS)}")
     for what, number in (("examples", examples), ("seed", seed), ("launches", launches or 0)):
         if not isinstance(number, int) or number < 0:
             raise ValueError(f"{what} is {number!r}; it takes a whole number from 0 on")
+    if seed > MOST_SEED:
+        raise ValueError(f"seed is {seed}; it takes a whole number from 0 to {MOST_SEED}")
     if importlib.util.find_spec("hypothesis") is None:
         raise ValueError('hypothesis draws the shapes, and is not installed here: pip install "liger-kernels[proof]"')
     where = checked_device(device)
@@ -180,7 +185,7 @@ def _checked(
     subject = Subject(op, reference, inputs or inputs_by_name(reference), own, where, label)
     options = Options(
         checked_dtypes(dtypes), _range("rows", rows), _range("columns", columns), sums, views,
-        {overwrites} if isinstance(overwrites, str) else {*overwrites}, launches, examples, seed,
+        overwritten, launches, examples, seed,
     )  # fmt: skip
     judge = Judge(subject, options)
     with torch.random.fork_rng([where] if where.type == "cuda" else []):
@@ -190,6 +195,13 @@ def _checked(
     for one in {*options.overwrites} - {*names}:
         raise ValueError(f"overwrites: there is no input {one!r}; the tensors are {', '.join(names)}")
     return judge, left_out
+
+
+def _texts(what: str, given: Any) -> set[str]:
+    many = [given] if isinstance(given, str) or not isinstance(given, Iterable) else [*given]
+    if not all(isinstance(one, str) for one in many):
+        raise TypeError(f"{what} is {given!r}; it takes a name, or a list of names")
+    return {*many}
 
 
 def _range(what: str, given: Any) -> tuple[int, int]:

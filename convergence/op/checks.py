@@ -82,9 +82,10 @@ class Judge:
         return self.subject.example(size, self.options.seed if seed is None else seed)
 
     def compare(
-        self, example: Example, size: Size, check: str, what: str = "", op: Op | None = None, **how: Any
-    ) -> Ran:
-        """Compare one call; uninitialised memory is NaN. See :func:`check_call`."""
+        self, example: Example, size: Size, check: str, what: str = "", op: Op | None = None,
+        under: Callable[[], contextlib.AbstractContextManager[None]] = poisoned, **how: Any,
+    ) -> Ran:  # fmt: skip
+        """Compare one call in the context ``under()``; uninitialised memory is NaN. See :func:`check_call`."""
         self.calls += 1
         options = self.options
         asked = How(
@@ -93,7 +94,7 @@ class Judge:
         )  # fmt: skip
         name = f"{self.subject.name}({size}{', ' if what else ''}{what})"
         functions = example.bind(op or self.subject.op), example.bind(self.subject.reference)
-        with poisoned():
+        with under():
             return check_call(*functions, example.leaves, name, how=asked, names=example.names)
 
     def rows_of(self, size: Size) -> list[int | None]:
@@ -125,6 +126,12 @@ def accuracy(judge: Judge) -> str:
         for rows, columns in dict.fromkeys(judge.size(*size)[:2] for size in SIZES):
             size = Size(rows, columns, dtype)
             judge.compare(judge.example(size), size, ACCURACY)
+        # Memory is poisoned under deterministic algorithms only, and most users run without them.
+        size, free = judge.size(6, 20, dtype), functools.partial(deterministic, False)
+        example = judge.example(size)
+        judge.compare(example, size, ACCURACY, "without deterministic algorithms", under=free)
+    # In the last dtype, usually one of 16 bits: a cached copy in float32 of a float32 tensor is the tensor itself.
+    judge.compare(_changed(judge, example, size), size, ACCURACY, "the inputs of an earlier call, changed in place")
 
     # The examples are the same every time. A failing example is not shrunk, because that takes minutes in the
     # interpreter.
@@ -147,6 +154,22 @@ def accuracy(judge: Judge) -> str:
     return f"{judge.calls - before} calls: {', '.join(str(d).removeprefix('torch.') for d in options.dtypes)}"
 
 
+def _changed(judge: Judge, example: Example, size: Size) -> Example:
+    """The tensors of ``example`` with other values, as after an optimizer's step. A tensor that cannot be changed in
+    place is another one."""
+    other = judge.example(size, judge.options.seed + 1)
+    if [t.shape for t in other.leaves] != [t.shape for t in example.leaves]:
+        return other
+    leaves = []
+    with torch.no_grad():
+        for name, old, new in zip(example.names, example.leaves, other.leaves, strict=True):
+            if name in judge.options.overwrites or 0 in old.stride():
+                leaves.append(new)
+            else:
+                leaves.append(old.copy_(new))
+    return other._replace(leaves=leaves)
+
+
 def strides(judge: Judge) -> str:
     """All tensors in one layout, and each tensor alone in it while the others are dense."""
     size = judge.size(6, 20)
@@ -156,6 +179,8 @@ def strides(judge: Judge) -> str:
         alone = [{i} for i in range(count)] if count > 1 and layout in ("rows apart", "transposed") else []
         for chosen in ({*range(count)}, *alone):
             example = judge.example(size)
+            if layout == "expanded":  # nobody can write to rows that share their memory
+                chosen = {i for i in chosen if example.names[i] not in judge.options.overwrites}
             where = {i: placed(t, layout, i) for i, t in enumerate(example.leaves) if i in chosen}
             before = {i: place.buffer.clone() for i, place in where.items()}
             leaves = [where[i].view if i in where else t for i, t in enumerate(example.leaves)]
@@ -207,6 +232,9 @@ def _zero_ends(t: torch.Tensor, dim: int) -> torch.Tensor:
 def frozen_inputs(judge: Judge) -> str:
     size = judge.size(6, 20)
     needing = [i for i, t in enumerate(judge.example(size).leaves) if t.requires_grad]
+    example = judge.example(size)
+    frozen = example._replace(leaves=[t.detach() for t in example.leaves])
+    judge.compare(frozen, size, "frozen inputs", "torch.no_grad", inside=torch.no_grad)
     if not needing:
         raise NotJudged("no input requires a gradient")
     for chosen in (*([i] for i in needing if len(needing) > 1), []):
@@ -216,7 +244,15 @@ def frozen_inputs(judge: Judge) -> str:
         found = judge.compare(example._replace(leaves=leaves), size, "frozen inputs", what)
         if not chosen and any(y is not None and y.requires_grad for y in found.results):
             raise OpFailure("frozen inputs", f"{judge.subject.name}: a result has a graph, and no input needs one")
-    return "each input alone, and none"
+    results = found.results
+    if len(results) > 1:  # these had no graph
+        results = judge.compare(judge.example(size), size, "frozen inputs").results
+    differentiable = [i for i, y in enumerate(results) if y is not None and y.requires_grad]
+    several = len(differentiable) > 1
+    for only in differentiable if several else ():
+        what = f"only result {only} has a gradient"
+        judge.compare(judge.example(size), size, "frozen inputs", what, only=only)
+    return f"each input alone, none, {'each result alone, ' if several else ''}and torch.no_grad"
 
 
 def retained_graph(judge: Judge) -> str:
@@ -377,7 +413,9 @@ CHECKS: dict[str, Check] = {
     "strides": Check("inputs and incoming gradients of any strides, in gaps of NaN", strides),
     "no rows": Check("inputs without rows", no_rows),
     "rows of zeros": Check("rows that are all zero", rows_of_zeros),
-    "frozen inputs": Check("only one input, or none, requires a gradient", frozen_inputs),
+    "frozen inputs": Check(
+        "only one input, or none, requires a gradient; only one result has one; torch.no_grad", frozen_inputs
+    ),
     "autocast": Check("the reference's dtypes and accuracy under torch.autocast", autocast),
     "compile": Check("torch.compile captures it in one graph, which computes the same", compiled),
     "retained graph": Check("a second backward pass, and one after another call, gives the same bits", retained_graph),

@@ -49,7 +49,7 @@ def judge(options: argparse.Namespace) -> int:
     import torch
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cpu":  # as Triton decides at its import
+    if device.partition(":")[0] == "cpu":  # as Triton decides at its import
         os.environ["TRITON_INTERPRET"] = "1"
     from convergence.named import load
     from convergence.op.check import judge_op

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +149,12 @@ def _example(given: Any, size: Size, reference: Op, where: str) -> Example:
     if floating and size.dtype not in floating:
         has = ", ".join(sorted(str(dtype) for dtype in floating))
         raise ValueError(f"{where} returned tensors of {has}; at least one has to be of the dtype that it is given")
+    for (name, one), (again, other) in itertools.combinations(tensors, 2):
+        if one is other:
+            raise ValueError(
+                f"{where} returned the same tensor for {name} and {again}; every input has a gradient of its own. "
+                "Return another tensor for one of them, such as a clone"
+            )
     # An input's earlier graph must not get gradients.
     leaves = [t if t.is_leaf else t.detach().requires_grad_(t.requires_grad) for _, t in tensors]
     return Example(leaves, [name for name, _ in tensors], arguments, keywords)
@@ -219,8 +226,11 @@ def checked_dtypes(dtypes: Any) -> tuple[torch.dtype, ...]:
     """The dtypes in ``dtypes``: text, a dtype of torch, or several of them.
 
     Raises:
+        TypeError: ``dtypes`` is neither text nor dtypes.
         ValueError: a dtype is unknown, or there is none.
     """
+    if not isinstance(dtypes, (str, torch.dtype, Iterable)):
+        raise TypeError(f"dtypes is {dtypes!r}; allowed are {', '.join(DTYPES)}, or a list of them")
     given = [dtypes] if isinstance(dtypes, (str, torch.dtype)) else list(dtypes)
     names = [part.strip() for one in given for part in str(one).removeprefix("torch.").split(",")]
     for name in names:
