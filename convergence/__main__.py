@@ -95,9 +95,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     differences.add_options(sides)
     single = commands.add_parser("op", help="judge a single op against its reference", description=op.EXAMPLE)
     op.add_options(single)
-    errors = ((single, op.error_of), (sides, differences.error_of), (prove, op.error_of), (peers, op.error_of))
-    for command, error_of in errors:
-        command.error = functools.partial(error_of, command)  # type: ignore[method-assign]
+    for command in (single, sides, prove, peers):
+        command.error = functools.partial(op.error_of, command)  # type: ignore[method-assign]
     return parser, {"op": single, "differences": sides}
 
 

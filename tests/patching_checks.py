@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 
 import liger_kernels
 from convergence.judge.tolerance import three_way
+from liger_kernels.patching.logits import gathered
 
 VOCAB = 67
 # Kernels run on the GPU, or in the interpreter; on a CPU beside a GPU only references do.
@@ -95,6 +97,17 @@ def batch(seed: int = 0, rows: int = 2, length: int = 9, device: torch.device = 
     labels = ids.clone()
     labels[0, 3] = labels[-1, -2:] = -100
     return {"input_ids": ids.to(device), "labels": labels.to(device)}
+
+
+@contextlib.contextmanager
+def gathering() -> Iterator[None]:
+    """Inside, forwards without labels return lazy logits. The trainers' tests have it on for their whole process."""
+    before = gathered._Switch.on
+    gathered.install()
+    try:
+        yield
+    finally:
+        gathered._Switch.on = before
 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -14,16 +14,13 @@ from torch.utils.checkpoint import checkpoint
 import liger_kernels
 from convergence.judge.tolerance import three_way
 from liger_kernels.ops import cross_entropy
-from liger_kernels.patching.logits import gathered
-from tests.patching_checks import DEVICE, VOCAB, batch, gradients, tiny, with_loss
+from tests.patching_checks import DEVICE, VOCAB, batch, gathering, gradients, tiny, with_loss
 
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    before = gathered._Switch.on
-    gathered.install()
-    yield
-    gathered._Switch.on = before
+    with gathering():
+        yield
 
 
 class Square(torch.autograd.Function):

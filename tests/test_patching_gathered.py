@@ -14,17 +14,15 @@ import liger_kernels
 from convergence.judge.tolerance import three_way
 from liger_kernels.patching.logits import gathered
 from liger_kernels.patching.logits.lazy import LazyTensor
-from tests.patching_checks import DEVICE, batch, fallbacks, tiny
+from tests.patching_checks import DEVICE, batch, fallbacks, gathering, tiny
 
 READ = "outputs.logits was read"
 
 
 @pytest.fixture(autouse=True)
 def _installed() -> Iterator[None]:
-    before = gathered._Switch.on  # the trainers' tests have it installed for their whole process
-    gathered.install()
-    yield
-    gathered._Switch.on = before
+    with gathering():
+        yield
 
 
 def by_log_softmax(logits: Any, ids: Any) -> Any:

@@ -54,9 +54,9 @@ def _repair_bfloat16() -> None:
 
     def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
         if (source, target) == (tl.float32, tl.bfloat16) and rounding != interpreter._ir.ROUNDING_MODE.RTZ:
-            return torch.from_numpy(np.array(data)).to(torch.bfloat16).view(torch.uint16).numpy()
+            return _rounded(data)
         if (source, target) == (tl.bfloat16, tl.float32):
-            return torch.from_numpy(np.array(data)).view(torch.bfloat16).to(torch.float32).numpy()
+            return _widened(data)
         return convert(data, source, target, rounding)
 
     interpreter._convert_float = convert_float
@@ -64,14 +64,17 @@ def _repair_bfloat16() -> None:
 
 def _rounded(values: Any) -> Any:
     """The bits of ``values`` in bfloat16, as the interpreter stores them."""
-    return torch.from_numpy(np.asarray(values, dtype=np.float32)).to(torch.bfloat16).view(torch.uint16).numpy()
+    return torch.from_numpy(np.array(values, dtype=np.float32)).to(torch.bfloat16).view(torch.uint16).numpy()
 
 
-def _widened(handle: Any) -> Any:
+def _widened(bits: Any) -> Any:
+    """The values in float32 of what :func:`_rounded` returns."""
+    return torch.from_numpy(np.array(bits)).view(torch.bfloat16).to(torch.float32).numpy()
+
+
+def _values(handle: Any) -> Any:
     """The values of a handle: those of bfloat16 in float32."""
-    if handle.dtype.scalar != tl.bfloat16:
-        return handle.data
-    return torch.from_numpy(np.array(handle.data)).view(torch.bfloat16).to(torch.float32).numpy()
+    return _widened(handle.data) if handle.dtype.scalar == tl.bfloat16 else handle.data
 
 
 def _compute_in_bfloat16() -> None:
@@ -91,13 +94,13 @@ def _compute_in_bfloat16() -> None:
     def compute(self: Any, lhs: Any, rhs: Any, op: Callable[..., Any]) -> Any:
         if lhs.dtype.scalar != tl.bfloat16:
             return binary_op(self, lhs, rhs, op)
-        found = op(_widened(lhs), _widened(rhs))
+        found = op(_values(lhs), _values(rhs))
         return handle(found if found.dtype == np.bool_ else _rounded(found), tl.bfloat16)
 
     def multiply_and_add(self: Any, x: Any, y: Any, z: Any) -> Any:
         if z.dtype.scalar != tl.bfloat16:
             return fma(self, x, y, z)
-        return handle(_rounded(_widened(x) * _widened(y) + _widened(z)), tl.bfloat16)
+        return handle(_rounded(_values(x) * _values(y) + _values(z)), tl.bfloat16)
 
     def converted(self: Any, source: Any, target: Any) -> Any:
         if target.scalar != tl.bfloat16 or source.dtype.scalar in (tl.bfloat16, tl.float32):

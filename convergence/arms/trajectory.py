@@ -42,7 +42,8 @@ class Run:
             is on the training device. The template is copied and never changed.
         steps: the steps of the profile.
         evaluation: the batch that is evaluated after SGD.
-        dtype: the dtype of the parameters; float64 for the truth. Buffers stay float32, as after ``from_pretrained``.
+        dtype: the dtype of the parameters; float64 for the truth. Buffers stay float32, as after ``from_pretrained``,
+            unless the task casts them.
         device: the device of the training.
         task: how an arm runs the model.
         patch: the patch, applied before anything runs; None for truth and baseline.
@@ -201,9 +202,10 @@ def build(run: Run) -> Any:
         if run.nudge is not None:
             weight = nudged(weight, rounded, generator)
         parameter.data = weight.to(run.dtype)
-    for buffer in model.buffers():
-        if run.task.casts_buffers and buffer.is_floating_point():
-            buffer.data = buffer.to(run.dtype)
+    if run.task.casts_buffers:
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.to(run.dtype)
     return model.to(run.device)
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
-from typing import NoReturn
 
-from convergence import files, tables
+from convergence import files
 
-DONE, USAGE = 0, 4
+DONE = 0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,12 +26,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", default="", help="a comma-separated list (default: all that the models have)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="where the page goes (default: the output)")
-
-
-def error_of(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """An option makes no sense: exit code 4, as of every command that trains."""
-    parser.print_usage(sys.stderr)
-    parser.exit(USAGE, f"{parser.prog}: error: {tables.visible(message)}\n")
 
 
 def write(options: argparse.Namespace) -> int:
