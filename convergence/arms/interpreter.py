@@ -80,22 +80,22 @@ def _values(handle: Any) -> Any:
 def _compute_in_bfloat16() -> None:
     """Let a kernel compute in bfloat16, as in ``tl.load(x) * 2``.
 
-    Triton (3.7.1) has no constants of bfloat16. It adds and multiplies the bits of such numbers as integers, and takes
-    integers for bits. Values are float32 here, and every result is rounded once, as on a device.
+    Triton's interpreter takes integers for the bits of such numbers, and negates the bits (up to 3.9). That of 3.7 also
+    adds and multiplies the bits as integers, and has no constants of bfloat16. Values are float32 here, and every
+    result is rounded once, as on a device.
     """
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
-    if not hasattr(builder, "get_bf16"):
-        builder.get_bf16 = lambda self, value: handle(_rounded([value]), tl.bfloat16)
-    one = handle(_rounded([1.0]), tl.bfloat16)
-    if interpreter.interpreter_builder.binary_op(one, one, np.add).data[0] == _rounded([2.0])[0]:
-        return
-    binary_op, fma, cast = builder.binary_op, builder.create_fma, builder.cast_impl
+    fma, cast = builder.create_fma, builder.cast_impl
 
-    def compute(self: Any, lhs: Any, rhs: Any, op: Callable[..., Any]) -> Any:
-        if lhs.dtype.scalar != tl.bfloat16:
-            return binary_op(self, lhs, rhs, op)
-        found = op(_values(lhs), _values(rhs))
-        return handle(found if found.dtype == np.bool_ else _rounded(found), tl.bfloat16)
+    def on_values(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *given: Any) -> Any:
+            *handles, op = given
+            if handles[-1].dtype.scalar != tl.bfloat16:
+                return compute(self, *given)
+            found = op(*map(_values, handles))
+            return handle(found, tl.int1) if found.dtype == np.bool_ else handle(_rounded(found), tl.bfloat16)
+
+        return call
 
     def multiply_and_add(self: Any, x: Any, y: Any, z: Any) -> Any:
         if z.dtype.scalar != tl.bfloat16:
@@ -107,7 +107,10 @@ def _compute_in_bfloat16() -> None:
             return cast(self, source, target)
         return handle(_rounded(source.data), tl.bfloat16)
 
-    builder.binary_op, builder.create_fma, builder.cast_impl = compute, multiply_and_add, converted
+    builder.get_bf16 = lambda self, value: handle(_rounded([value]), tl.bfloat16)
+    for name in ("unary_op", "binary_op", "ternary_op"):
+        setattr(builder, name, on_values(getattr(builder, name)))
+    builder.create_fma, builder.cast_impl = multiply_and_add, converted
 
 
 def _repair_integers() -> None:
