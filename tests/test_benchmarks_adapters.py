@@ -191,21 +191,20 @@ def test_a_length_that_does_not_fit_does_not_end_the_others(bench: Bench, monkey
 
 @pytest.fixture
 def unsloths_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A package that loads a model through the name that unsloth does; the options of its loader."""
+    """A package that reads a model out of a folder, as unsloth does; the options of its loader."""
     import peft
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    modules: list[Any] = [types.ModuleType(f"unsloth{rest}") for rest in ("", ".models", ".models.llama")]
-    package, inner, llama = modules
+    package: Any = types.ModuleType("unsloth")
     calls: list[dict[str, Any]] = []
 
     class FastLanguageModel:
         @staticmethod
-        def from_pretrained(model_name: str, dtype: torch.dtype, max_seq_length: int, **options: Any) -> Any:
+        def from_pretrained(model_name: str, dtype: torch.dtype, **options: Any) -> Any:
             calls.append(options)
-            config = AutoConfig.from_pretrained(model_name)
-            auto = llama.AutoModelForCausalLM
-            return auto.from_pretrained(model_name, config=config, max_position_embeddings=max_seq_length), None
+            model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype)
+            model.for_training = model.train
+            return model, None
 
         @staticmethod
         def get_peft_model(model: Any, use_gradient_checkpointing: Any, **options: Any) -> Any:
@@ -214,29 +213,25 @@ def unsloths_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
                 model, peft.LoraConfig(**{key: options[key] for key in options.keys() - {*ours}})
             )
 
-        @staticmethod
-        def for_training(model: Any) -> Any:
-            return model
-
-    llama.AutoModelForCausalLM = AutoModelForCausalLM
-    package.FastLanguageModel, package.models, inner.llama = FastLanguageModel, inner, llama
-    for module in modules:
-        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    package.FastLanguageModel = FastLanguageModel
+    package.__spec__ = importlib.machinery.ModuleSpec("unsloth", None)
+    monkeypatch.setitem(sys.modules, "unsloth", package)
     return calls
 
 
-def test_unsloths_loader_gets_the_same_weights_and_checkpoints_twice(
-    bench: Bench, unsloths_calls: list[dict[str, Any]]
+@pytest.mark.parametrize("trained", ["lora", "full"])
+def test_unsloths_loader_reads_the_same_weights_and_checkpoints_twice(
+    trained: str, bench: Bench, unsloths_calls: list[dict[str, Any]]
 ) -> None:
-    rows = bench("--arms eager,unsloth")["rows"]
+    rows = bench(f"--trained {trained} --arms eager,unsloth")["rows"]
     assert [(row["arm"], row["checkpointing"]) for row in rows] == [
         *(("eager", "hf"), ("unsloth", "hf"), ("unsloth", "own"))
     ]
     assert [row["note"] for row in rows] == [""] * 3
-    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], abs=1e-6)
+    for measured in ("loss", "gradient_norm"):  # of adapters, or of every weight
+        assert rows[1][measured] == pytest.approx(rows[0][measured], abs=1e-6)
     assert [call["use_gradient_checkpointing"] for call in unsloths_calls] == [True, "unsloth"]
-    assert {call["load_in_4bit"] for call in unsloths_calls} == {False}
+    assert {(call["load_in_4bit"], call["full_finetuning"]) for call in unsloths_calls} == {(False, trained == "full")}
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ ARMS = {
     },
     "liger": AdapterArm(liger, ("liger_kernel",), ("liger-kernel",)),
     "axolotl": AdapterArm(axolotl, ("axolotl",), ("axolotl",), trains=()),
-    "unsloth": AdapterArm(unsloth, ("unsloth",), ("unsloth", "unsloth_zoo"), own=True, trains=()),
+    "unsloth": AdapterArm(unsloth, ("unsloth",), ("unsloth", "unsloth_zoo"), own=True, trains=("full",)),
     TRUTH: AdapterArm(truth),
 }
 OWN = ("eager", "ours", "ours-small", *models.OPTIONS)  # a failure of the others does not change the exit code
