@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,16 +117,65 @@ def layer_too_large_in_evaluation(model: Any) -> None:
     _scale_in_evaluation(model.get_decoder().layers[0])
 
 
-def rope_one_off_in_decoding(model: Any) -> None:
-    """A token that is decoded with a cache is rotated as if it stood one position further on."""
+def _hook_decoding(model: Any, change: Callable[[dict[str, Any], int], None]) -> None:
+    """``change`` gets the arguments of a forward of the decoder, and how many tokens its cache has, if it has any."""
 
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        cache, ids = kwargs.get("past_key_values"), kwargs["input_ids"]
-        if cache is not None and (seen := cache.get_seq_length()):
-            kwargs["position_ids"] = (seen + 1 + torch.arange(ids.shape[1], device=ids.device)).expand_as(ids)
+        if (cache := kwargs.get("past_key_values")) is not None and (seen := cache.get_seq_length()):
+            change(kwargs, seen)
         return args, kwargs
 
     model.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def rope_one_off_in_decoding(model: Any) -> None:
+    """A token that is decoded with a cache is rotated as if it stood one position further on."""
+
+    def change(kwargs: dict[str, Any], seen: int) -> None:
+        ids = kwargs["input_ids"]
+        kwargs["position_ids"] = (seen + 1 + torch.arange(ids.shape[1], device=ids.device)).expand_as(ids)
+
+    _hook_decoding(model, change)
+
+
+def rope_of_the_first_row_in_decoding(model: Any) -> None:
+    """A token that is decoded with a cache is rotated by the angle of the first row, in every row."""
+
+    def change(kwargs: dict[str, Any], seen: int) -> None:
+        kwargs["position_ids"] = kwargs["position_ids"][:1].expand(len(kwargs["input_ids"]), -1)
+
+    _hook_decoding(model, change)
+
+
+def padding_seen_in_decoding(model: Any) -> None:
+    """A token that is decoded with a cache sees the padding before a prompt, too."""
+
+    def change(kwargs: dict[str, Any], seen: int) -> None:
+        kwargs["attention_mask"] = torch.ones_like(kwargs["attention_mask"])
+
+    _hook_decoding(model, change)
+
+
+def gradient_too_large_in_evaluation(model: Any) -> None:
+    """What arrives at the last norm in a backward pass is 5% too large, of a model in evaluation mode only."""
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad and not module.training:
+            output.register_hook(lambda grad: grad * 1.05)
+
+    model.get_decoder().norm.register_forward_hook(hook)
+
+
+def norm_keeps_its_state_in_the_module(model: Any) -> None:
+    """The last norm's backward takes the size of each row from the latest forward, whichever that was."""
+    latest: dict[str, torch.Tensor] = {}
+
+    def hook(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        if output.requires_grad:
+            latest["size"] = size = args[0].detach().norm(dim=-1, keepdim=True)
+            output.register_hook(lambda grad: grad * (size / latest["size"]).to(grad.dtype))
+
+    model.get_decoder().norm.register_forward_hook(hook)
 
 
 def head_too_large_in_training(model: Any) -> None:

@@ -20,6 +20,10 @@ IN_HOOKS = {
     "last_norm_too_large_in_evaluation": "gain",
     "layer_too_large_in_evaluation": "gain",
     "last_norm_too_large_in_decoding": "gain",
+    "rope_of_the_first_row_in_decoding": "row error ratio",
+    "padding_seen_in_decoding": "row error ratio",
+    "gradient_too_large_in_evaluation": "gain",
+    "norm_keeps_its_state_in_the_module": "error ratio",
     "last_rows_without_gradient": "row error ratio",
 }
 

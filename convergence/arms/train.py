@@ -149,6 +149,8 @@ def _set_weights(model: Any, weights: Weights) -> None:
 def _accumulate(task: Task, model: Any, step: Step, result: Trajectory, phase: str) -> None:
     """Forward and backward of every micro batch of ``step``; record losses, gradients and, at first, the head's."""
     model.zero_grad(set_to_none=True)
+    if step.evaluates:
+        model.eval()
     with _frozen(model, step.frozen):
         for i, batch in enumerate(step.batches):
             at = Moment(phase, step.name, i + 1 if len(step.batches) > 1 else None)
@@ -158,6 +160,8 @@ def _accumulate(task: Task, model: Any, step: Step, result: Trajectory, phase: s
                 result.alive += [Remark(at, what) for what in lifetimes.left()]
         gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
         result.record_gradients(gradients, Moment(phase, step.name))
+    if step.evaluates:
+        model.train()
 
 
 @contextlib.contextmanager

@@ -54,6 +54,8 @@ class Step:
         reads_logits: whether the caller reads ``outputs.logits`` before the backward pass.
         trains: whether the optimizers take this step too, or only the observation at the initial weights does.
         whole: whether our fused head takes the rows as it would on its own, all at once, and not in several chunks.
+        between: what goes through the model after the forward of each batch and before its backward, and is dropped.
+        evaluates: whether the model is in evaluation mode, as where somebody wants gradients without training.
     """
 
     name: str
@@ -65,9 +67,12 @@ class Step:
     reads_logits: bool = False
     trains: bool = False
     whole: bool = False
+    between: Batch | None = None
+    evaluates: bool = False
 
     def to(self, device: torch.device) -> Step:
-        return replace(self, batches=[batch.to(device) for batch in self.batches])
+        between = self.between and self.between.to(device)
+        return replace(self, batches=[batch.to(device) for batch in self.batches], between=between)
 
     def labelled(self, batch: Batch) -> dict[str, Any]:
         """What a model takes that computes the loss of ``batch`` itself."""
@@ -172,10 +177,10 @@ def steps(profile: str, seed: int, dtype: torch.dtype) -> list[Step]:
         Step("masked", [sample.masked(3, 21)], trains=True),
         Step("packed", [sample.packed(3, 21)], trains=True, whole=True),
         Step("accumulated", [sample.masked(3, 19), sample.batch(1, 13)], num_items=True, trains=True),
-        Step("accumulated mean", [sample.batch(2, 17), sample.masked(2, 11)]),
+        Step("accumulated mean", [sample.batch(2, 17), sample.masked(2, 11)], evaluates=True),
         Step("scaled", [sample.batch(3, 21)], scale=0.25, trains=True, whole=True),
         Step("label smoothing", [sample.masked(3, 21)], label_smoothing=0.1),
-        Step("logits read", [sample.masked(3, 21)], reads_logits=True),
+        Step("logits read", [sample.masked(3, 21)], reads_logits=True, between=_Sampler(seed + 3).batch(3, 21)),
         Step("frozen head", [sample.packed(3, 21)], frozen="head"),
         Step("frozen body", [sample.masked(3, 21)], frozen="body"),
         *(

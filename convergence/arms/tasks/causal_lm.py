@@ -74,6 +74,8 @@ class CausalLM(Task):
                 lifetimes.watch("the logits", logits)
                 before = logits.detach().clone()
                 result.record(TRAINING_LOGITS, at, logits)
+            if step.between is not None:
+                model(**step.labelled(step.between))
             (loss * step.scale).backward()
             if before is not None and bool(differ(logits.detach(), before)):
                 result.complaints.append(Remark(at, "the logits that the caller holds changed during backward"))
@@ -102,7 +104,7 @@ class CausalLM(Task):
         ids = batch.input_ids.to(device)[:, : PROMPT_TOKENS + GENERATED_TOKENS]
         model.eval()
         with torch.no_grad():
-            steps = decoded(model, ids, PROMPT_TOKENS)
+            steps = decoded(model, ids, PROMPT_TOKENS, left_padding(ids))
             next(steps)
             for number in range(1, GENERATED_TOKENS + 1):
                 at = Moment(INITIAL, DECODING, number)
@@ -115,12 +117,12 @@ class CausalLM(Task):
         model.train()
 
     def generate(self, model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:
-        ids = batch.input_ids.to(device)
+        ids = batch.input_ids.to(device)[:, :PROMPT_TOKENS]
         model.eval()
         with torch.no_grad():
             generated = model.generate(
-                input_ids=ids[:, :PROMPT_TOKENS],
-                attention_mask=torch.ones_like(ids[:, :PROMPT_TOKENS]),
+                input_ids=ids,
+                attention_mask=left_padding(ids),
                 max_new_tokens=GENERATED_TOKENS,
                 do_sample=False,
                 output_scores=True,
@@ -138,14 +140,25 @@ class CausalLM(Task):
         return set(model.get_output_embeddings().modules())
 
 
-def decoded(model: Any, ids: torch.Tensor, prompt: int) -> Iterator[torch.Tensor]:
+def left_padding(ids: torch.Tensor) -> torch.Tensor:
+    """The attention mask of ``ids`` [batch, length] where each row begins with one token more of padding than the row
+    before it, the first with none: prompts of different lengths, whose next tokens have different positions."""
+    places = torch.arange(ids.shape[1], device=ids.device)
+    return (places >= torch.arange(len(ids), device=ids.device).unsqueeze(1)).long()
+
+
+def decoded(model: Any, ids: torch.Tensor, prompt: int, mask: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
     """The logits [batch, prompt, vocab] of the first ``prompt`` tokens of ``ids`` [batch, length], then the logits
     [batch, 1, vocab] of each later token, which goes through ``model`` alone with the cache of all before it. Each
-    forward runs when its logits are asked for."""
-    outputs = model(input_ids=ids[:, :prompt], past_key_values=_empty_cache(model, ids), use_cache=True)
-    yield outputs.logits
-    for token in ids[:, prompt:].unsqueeze(-1).unbind(1):
-        outputs = model(input_ids=token, past_key_values=outputs.past_key_values, use_cache=True)
+    forward runs when its logits are asked for. A ``mask`` [batch, length] says which tokens are no padding."""
+    cache, begin = _empty_cache(model, ids), 0
+    for end in range(prompt, ids.shape[1] + 1):
+        given = {}
+        if mask is not None:
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, begin:end]
+            given = {"attention_mask": mask[:, :end], "position_ids": positions}
+        outputs = model(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, **given)
+        cache, begin = outputs.past_key_values, end
         yield outputs.logits
 
 
