@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convergence.op.call import check_call, run
-from liger_kernels.ops import GluFormula, experts, experts_ref, launches, reset_launches
+from liger_kernels.ops import GluFormula, _grouped, experts, experts_ref, launches, reset_launches
 from liger_kernels.ops.runtime.dispatch import launch
+from liger_kernels.ops.runtime.tiling import tiled
 from tests.ops_checks import DTYPES, EXAMPLES, randn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -144,6 +146,36 @@ def test_a_choice_that_is_no_expert_counts_as_nothing(device, none) -> None:
     assert y[0].abs().max() == dhidden[0].abs().max() == dweights[ids == none].abs().max() == 0
     alone = calls(ids[1:2, :1])[0](hidden[1:2], weights[1:2, :1], *parameters)
     torch.testing.assert_close(y[1:2], alone)
+
+
+def grouped_with_gaps(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """torch's grouped product: each row of the result begins at a multiple of 16 bytes."""
+    bounds = [slice(*ends) for ends in itertools.pairwise([0, *offs.tolist()])]
+    if b.dim() == 2:
+        return torch.stack([a[:, rows] @ b[rows] for rows in bounds])
+    product = torch.cat([a[rows] @ matrix for rows, matrix in zip(bounds, b, strict=True)])
+    product = torch.cat([product, product.new_full((len(a) - len(product), product.shape[1]), torch.nan)])
+    return torch.nn.functional.pad(product, (0, -product.shape[1] % (16 // a.element_size())))[:, : product.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_whose_rows_have_gaps(dtype, device, monkeypatch) -> None:
+    hidden, inner, ids = 18, 14, routed()
+    monkeypatch.setattr(_grouped, "_grouped_mm", grouped_with_gaps)
+    shapes = (
+        (9, hidden),
+        (EXPERTS, 2 * inner, hidden),
+        (EXPERTS, hidden, inner),
+        (EXPERTS, 2 * inner),
+        (EXPERTS, hidden),
+    )
+    x, *parameters = (randn(*shape, dtype=dtype, device=device, scale=0.3) for shape in shapes)
+    weights = torch.rand(9, 2).to(device, dtype).requires_grad_()
+    both = [partial(op, ids=ids) for op in (experts, experts_ref)]
+    names = "hidden", "weights", "gate_up", "down", "gate_up_bias", "down_bias"
+    calls = [lambda *given, op=op: op(**dict(zip(names, given, strict=True))) for op in both]
+    with tiled(grouped=lambda choose, a, b: True):
+        check_call(*calls, [x, weights, *parameters], terms=hidden)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -44,12 +44,13 @@ def _is_one_kernel(rows: torch.Tensor) -> bool:
 def grouped_product(
     rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, invariant: bool = False
 ) -> torch.Tensor:
-    """``rows`` [rows, in] times ``matrices`` [groups, in, out]: [rows, out]. ``invariant``: the bits of a row do not
-    depend on the other rows. torch's product then takes a block of rows of whatever groups: which kernel it runs
+    """``rows`` [rows, in] times ``matrices`` [groups, in, out]: [rows, out], without gaps, as kernels read it. In
+    torch's product each row begins at a multiple of 16 bytes. ``invariant``: the bits of a row do not depend on the
+    other rows. torch's product then takes a block of rows of whatever groups: which kernel it runs
     depends on the shapes, and not on where groups end, which the host does not know."""
     is_native = _is_native(rows, matrices)
     if is_native and not invariant:
-        return _grouped_mm(rows, matrices, offs=ends)
+        return _grouped_mm(rows, matrices, offs=ends).contiguous()
     if is_native and _is_one_kernel(rows):
         size, out = rows_of_block(), rows.new_empty(len(rows), matrices.shape[2])
         for start in range(0, len(rows), size):
