@@ -128,17 +128,21 @@ def in_dtype(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def backward_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """``once_differentiable``, at no cost to the host where it has nothing to guard: without ``create_graph``, autograd
-    runs a backward with gradients off. The gradients come :func:`as_values`; how those of a program of
-    ``torch.compile`` lie in memory is Inductor's."""
+    runs a backward with gradients off. With it, torch refuses a second derivative only where a gradient that comes in
+    has one; here every one is refused, for the result depends on the inputs, too. The gradients come
+    :func:`as_values`; how those of a program of ``torch.compile`` lie in memory is Inductor's."""
     guarded = once_differentiable(backward)
 
     @functools.wraps(backward)
     def either(ctx: Any, *grads: Any) -> Any:
+        again = torch.is_grad_enabled()
         if not is_dynamo_compiling():
             for grad in grads:
                 if grad is not None and grad.is_neg():
                     grads = as_values(*grads)
-        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+            if again:
+                grads = tuple(None if grad is None else grad.detach().requires_grad_() for grad in grads)
+        return guarded(ctx, *grads) if again else backward(ctx, *grads)
 
     return either
 
