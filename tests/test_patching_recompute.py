@@ -288,3 +288,47 @@ def test_a_result_of_zero_tokens() -> None:
     assert y.shape == x.shape
     y.sum().backward()
     assert x.grad.shape == x.shape
+
+
+def evaluates(model: Any) -> None:
+    model.eval()
+
+
+def disables(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+    model.requires_grad_(True)
+
+
+def rescales(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 3.0)
+
+
+def deletes(model: Any) -> None:
+    model.delete_adapter("default")
+
+
+def freezes(model: Any) -> None:
+    model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [evaluates, disables, rescales, deletes, freezes])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_a_change_between_forward_and_backward_changes_no_gradient(family: str, change: Any) -> None:
+    """As where autograd keeps everything: the backward is that of the forward."""
+    found = []
+    with tiled(recomputed_mlp=lambda *_: 18):  # all tokens: dropout draws the same masks as without
+        for recompute in ("mlp", None):
+            model = with_adapters(tiny(family, num_hidden_layers=1), dropout=0.5)
+            liger_kernels.patch(model, recompute=recompute)
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            torch.manual_seed(1)
+            loss = model(**batch()).loss
+            change(model)
+            loss.backward()
+            found.append([p.grad for p in parameters])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs)

@@ -5,6 +5,7 @@ other MLP whose kernel runs on its modules. Here forward and backward call the m
 another. Both ways save before they compute, so the recomputation of a checkpointed layer stops before the MLP.
 
 Tokens of an MLP do not depend on each other. A module that draws random numbers draws the same ones in both directions.
+The backward calls copies of the modules as they were in the forward: mode and adapters may be others by then.
 A hook on a module or on a parameter's gradient would run once per tile. An MLP with such hooks saves what it always
 saves, and the report counts the reason.
 """
@@ -12,6 +13,7 @@ saves, and the report counts the reason.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -29,7 +31,7 @@ from liger_kernels.patching.recipes import probe
 from liger_kernels.patching.report import REPORT
 
 Recompute = Annotated[str, one_of(("mlp",))]
-Run = Callable[[Tensor, bool], Tensor]  # of x, and whether to leave the result's last product out
+Run = Callable[[nn.Module, Tensor, bool], Tensor]  # of an MLP, x, and whether to leave the last product out
 
 
 def recomputes(mlp: Any) -> bool:
@@ -41,18 +43,18 @@ def recomputes(mlp: Any) -> bool:
 
 
 def in_tiles(mlp: nn.Module, run: Run, x: Tensor) -> Tensor:
-    """``run(x, False)``, one tile after another; only ``x`` is saved. If a hook would notice the tiles, everything runs
-    at once."""
+    """``run(mlp, x, False)``, one tile after another; only ``x`` is saved. If a hook would notice the tiles, everything
+    runs at once."""
     parameters = list(mlp.parameters())
     reason = _obstacle(mlp, parameters)
     if reason is not None:
         fallbacks = mlp.__dict__[REPORT].fallbacks
         fallbacks[f"recompute='mlp' kept what an MLP saves: {reason}"] += 1
-        return run(x, False)
+        return run(mlp, x, False)
     trained = [p for p in parameters if p.requires_grad]
     state, first = _Surroundings(x.device), saves_first()
-    y: Tensor = _TiledFunction.apply(run, x, state, first, *trained)
-    return Computed.apply(partial(_forward, run, x), y) if first else y
+    y: Tensor = _TiledFunction.apply(run, mlp, x, state, first, *trained)
+    return Computed.apply(partial(_forward, run, mlp, x), y) if first else y
 
 
 def _obstacle(mlp: nn.Module, parameters: Sequence[Tensor]) -> str | None:
@@ -67,6 +69,16 @@ def _obstacle(mlp: nn.Module, parameters: Sequence[Tensor]) -> str | None:
     if any(p._backward_hooks for p in parameters):
         return "the gradient of a parameter has hooks"
     return None
+
+
+def _as_it_is(module: nn.Module) -> nn.Module:
+    """A shallow copy of ``module`` and of what is inside, with the same parameters and buffers."""
+    clone: nn.Module = object.__new__(type(module))
+    state = clone.__dict__
+    for name, value in module.__dict__.items():
+        state[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    state["_modules"].update({name: _as_it_is(child) for name, child in module._modules.items() if child is not None})
+    return clone
 
 
 class _Surroundings:
@@ -99,20 +111,28 @@ class _TiledFunction(torch.autograd.Function):
     once."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, x: Tensor, state: _Surroundings, first: bool, *trained: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, run: Run, mlp: nn.Module, x: Tensor, state: _Surroundings, first: bool, *trained: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x)
         keep(ctx, trained)
-        ctx.run, ctx.state = run, state
+        if any(ctx.needs_input_grad):
+            ctx.run, ctx.state = partial(run, _as_it_is(mlp)), state
         if not first:
-            return _forward(run, x)
+            return _forward(run, mlp, x)
         return anchor(x.shape, autocast_dtype(x.device) or x.dtype, x.device)
 
     @staticmethod
     @backward_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        wanted: Any = [t for t, needed in zip(kept(ctx), ctx.needs_input_grad[4:], strict=True) if needed]
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[1] else None
+        trained: Any = kept(ctx)
+        # autograd adds no gradient to what has been frozen since the forward
+        needed = [need and t.requires_grad for t, need in zip(trained, ctx.needs_input_grad[5:], strict=True)]
+        wanted = [t for t, need in zip(trained, needed, strict=True) if need]
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if ctx.needs_input_grad[2] else None
+        if dx is None and not wanted:
+            return (None,) * len(ctx.needs_input_grad)
         sums: list[Tensor | None] = [None] * len(wanted)
         with torch.enable_grad(), ctx.state.restored():
             tiles = zip(_tiles(x), _tiles(dy), _tiles(x if dx is None else dx), strict=True)
@@ -128,11 +148,11 @@ class _TiledFunction(torch.autograd.Function):
                         total = sums[i]
                         sums[i] = gradient.float() if total is None else total.add_(gradient)
         found = iter([s if s is None else in_dtype(s, t.dtype) for s, t in zip(sums, wanted, strict=True)])
-        return None, dx, None, None, *[next(found) if needed else None for needed in ctx.needs_input_grad[4:]]
+        return None, None, dx, None, None, *[next(found) if need else None for need in needed]
 
 
-def _forward(run: Run, x: Tensor) -> Tensor:
-    results = [run(of_x, False) for of_x in _tiles(x)]
+def _forward(run: Run, mlp: nn.Module, x: Tensor) -> Tensor:
+    results = [run(mlp, of_x, False) for of_x in _tiles(x)]
     return results[0].view(x.shape) if len(results) == 1 else torch.cat(results, dim=-2).view(x.shape)
 
 

@@ -116,12 +116,12 @@ class GluRecipe(Recipe):
             if recipe.up is not None and (parts := _projections(self, recipe, x, again)) is not None:
                 gate, up, down = parts
                 return gated_mlp_of_checked(x, gate, up, down, recipe.activation, again)
-            return in_tiles(self, partial(_run, self, recipe), x) if again else _run(self, recipe, x)
+            return in_tiles(self, partial(_run, recipe), x) if again else _run(recipe, self, x)
 
         return {"forward": forward}
 
 
-def _run(mlp: Any, recipe: GluRecipe, x: torch.Tensor, backward_only: bool = False) -> torch.Tensor:
+def _run(recipe: GluRecipe, mlp: Any, x: torch.Tensor, backward_only: bool = False) -> torch.Tensor:
     """The MLP of ``x`` by its modules. With ``backward_only``, its last product need not be computed."""
     activate, fused, fused_linear, of_owned = _UNITS[recipe.activation]
     gate = getattr(mlp, recipe.gate)(x)
