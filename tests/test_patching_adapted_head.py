@@ -216,3 +216,39 @@ def test_a_compiled_model_computes_its_logits() -> None:
     expected = loss_of_no_gradient(copy.deepcopy(model))
     liger_kernels.patch(model)
     torch.testing.assert_close({"loss": torch.compile(model, backend="aot_eager")(**batch()).loss.detach()}, expected)
+
+
+class Scaled(nn.Module):
+    """A head whose weight is another one for the call."""
+
+    def __init__(self, head: nn.Linear):
+        super().__init__()
+        self.head, self.scale = head, nn.Parameter(torch.full((head.out_features, 1), 1.3, device=head.weight.device))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.func.functional_call(self.head, {"weight": self.head.weight * self.scale}, (x,))
+
+
+def scaled(model: Any) -> Any:
+    model.lm_head = Scaled(model.lm_head)
+    return model
+
+
+def of_a_parameter(model: Any) -> Any:
+    if "target_parameters" not in peft.LoraConfig.__dataclass_fields__:
+        pytest.skip(f"peft {peft.__version__} has no LoraConfig(target_parameters=...)")
+    return adapted(model, target_modules=[], target_parameters=["lm_head.weight"])
+
+
+@pytest.mark.parametrize("wrapped", [scaled, of_a_parameter])
+def test_a_weight_that_is_there_for_a_call_is_the_one_of_the_loss(wrapped: Callable[[Any], Any]) -> None:
+    """Both wrap a head that was patched before."""
+
+    candidate = tiny("llama", tie_word_embeddings=False)
+    own = wrapped(copy.deepcopy(candidate))
+    truth = copy.deepcopy(own).double()
+    liger_kernels.patch(candidate)
+    ours = wrapped(candidate)
+    assert fallbacks(candidate) == {}
+    compare(own, train(ours), train(own), train(truth))
+    assert fallbacks(candidate) == {"what is around the head gives it another weight for its call": 1}

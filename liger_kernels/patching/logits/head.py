@@ -91,6 +91,8 @@ class HeadRecipe(Recipe):
             deferred = Product(hidden, self, outer, state, memory, invariant)
             split = split_head(self, outer) if fused and has_plan(self) else None
             reason = why_logits(self, outer, split, hidden) if fused else None
+            if reason is None and fused and outer is self and _is_lent_a_weight(self, state.outer):
+                reason = "what is around the head gives it another weight for its call"
             if fused and reason is None:
                 deferred.split = None if isinstance(split, str) else split
                 if runs_inside_hook(self):  # a device map: accelerate brings the hidden states there
@@ -210,6 +212,12 @@ def _entrance(outer: nn.Module, head: Any) -> nn.Module:
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def _is_lent_a_weight(head: Any, outer: nn.Module) -> bool:
+    """Whether ``outer``, around ``head``, may have put a weight into it that is there for this call only, as PEFT does
+    for ``target_parameters``: in a parametrisation, or a tensor that is no parameter."""
+    return outer is not head and not isinstance(head._parameters.get("weight"), nn.Parameter)
 
 
 def obstacle(head: Any, outer: nn.Module, split: SplitHead | str | None = None) -> str | None:
