@@ -1,8 +1,9 @@
 """Which source a stage runs, as a digest: what does not run in it may change, and its result is still of today.
 
-A stage runs the product, the files that its arguments name, and what these import of this project, at any depth. A file
-that a text names counts as imported: tests start programs by their path, and patches by ``module:function``. The files
-of a folder that a text names count, too, without what they import: a test reads them, or copies them.
+A stage runs the product, what its arguments name, by path or as ``module:function``, and what these import of this
+project, at any depth. pytest without a path runs the configured tests. A file that a text names counts as imported:
+tests start programs by their path, and patches by ``module:function``. The files of a folder that a text names count,
+too, without what they import: a test reads them, or copies them.
 """
 
 from __future__ import annotations
@@ -12,15 +13,23 @@ import fnmatch
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from convergence.files import Unusable
 from matrix.records import CellRecord
 from matrix.repository import config
 from matrix.repository.config import PYTEST, Stage
 
-SUFFIXES = (".py", ".toml", ".ini", ".txt", ".jinja", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp")
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+SUFFIXES = (
+    *(".py", ".pyx", ".pxd", ".sh", ".toml", ".ini", ".cfg", ".txt", ".json", ".yaml", ".yml", ".jinja"),
+    *(".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".inl", ".hip", ".metal"),
+)
+# What decides how any stage runs, next to the configuration: how the package is built, and how pytest is called.
+_SETTINGS = ("setup.py", "setup.cfg", "pytest.ini", "tox.ini")
+_TESTS = ("test_*.py", "*_test.py")  # what pytest collects of a folder
+_MODULE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 _PATH = re.compile(r"[\w./-]{1,200}")
 
 
@@ -37,7 +46,7 @@ class Code:
         arguments = stage.on_gpu if stage.on_gpu and on_gpu else stage.arguments
         program = () if stage.program == PYTEST else (stage.program,)
         digest = hashlib.sha256("\0".join((*program, *arguments)).encode())
-        for path in sorted(self.files(arguments)):
+        for path in sorted(self.files(arguments, stage.program == PYTEST)):
             digest.update(f"\0{path.relative_to(self._root).as_posix()}\0{self._digest(path)}".encode())
         return digest.hexdigest()[:16]
 
@@ -58,11 +67,12 @@ class Code:
         new = [name for name in stages if name not in ran] if record.complete and record.code != whole else []
         return other + new
 
-    def files(self, arguments: Sequence[str]) -> set[Path]:
-        """Every file that pytest reads where it is given these arguments, and what decides how any stage runs."""
-        every = (*config.here().product, config.FILE)
-        found = {path for name in every for path in _below(self._root / name)}
-        open_ends = [path for path in self._named(arguments) if path not in found]
+    def files(self, arguments: Sequence[str], collects: bool = True) -> set[Path]:
+        """Every file that a program reads where it is given these arguments, and what decides how any stage runs.
+        ``collects``: the program is pytest."""
+        every = [self._root / name for name in (*config.here().product, config.FILE, *_SETTINGS)]
+        found = {path for top in every for path in _below(top)}
+        open_ends = [path for path in self._named(arguments, collects) if path not in found]
         open_ends += [path for test in open_ends for path in self._conftests(test) if path not in found]
         all_read: set[Path] = set()
         while open_ends:
@@ -74,16 +84,21 @@ class Code:
                 all_read |= read
         return found | all_read
 
-    def _named(self, arguments: Sequence[str]) -> Iterator[Path]:
-        """The test files that pytest collects."""
+    def _named(self, arguments: Sequence[str], collects: bool) -> Iterator[Path]:
+        """What the arguments name: modules, files, and of folders the test files that pytest collects."""
         words, tops, ignored = iter(arguments), [], []
         for word in words:
+            text = word.rpartition("=")[2]
             if word in ("--ignore", "--ignore-glob"):
-                ignored.append(str(self._root / next(words)))
-            elif (path := self._root / word.partition("::")[0]).exists():
+                ignored.append(str(self._root / next(words, "")))
+            elif text and (path := self._root / text.partition("::")[0]).exists():
                 tops.append(path)
+            else:
+                yield from self._modules(text.partition(":")[0])
+        if collects and not tops and "--pyargs" not in arguments:
+            tops = [self._root / name for name in config.here().tests]
         for top in tops:
-            for path in (path for path in _below(top) if top.is_file() or path.match("test_*.py")):
+            for path in (path for path in _below(top) if top.is_file() or any(map(path.match, _TESTS))):
                 if not any(fnmatch.fnmatch(str(path), pattern) for pattern in ignored):
                     yield path
 
@@ -96,7 +111,7 @@ class Code:
         if path not in self._needed:
             names = set(_names(path, self._root)) if path.suffix == ".py" else set()
             named = {folder / name for name in names for folder in (self._root, path.parent)}
-            followed = {file for place in named for file in _below(place) if file == place}
+            followed = {place for place in named if place.suffix in SUFFIXES and place.is_file()}
             folders = {self._root / name for name in names if (self._root / name).is_dir()}
             read = {file for folder in folders for file in _below(folder) if file.suffix == ".py"}
             self._needed[path] = followed | {file for name in names for file in self._modules(name)}, read
@@ -124,15 +139,26 @@ def _without_matrix(path: Path) -> bytes:
 
 
 def _names(path: Path, root: Path) -> Iterator[str]:
-    """What may be a module or a path: what is imported, and every text."""
+    """What may be a module or a path: what is imported, and every text. pytest imports from the folder of a test, and
+    of each conftest.py, too.
+
+    Raises:
+        Unusable: it is not Python, or not that of this version.
+    """
     package = path.relative_to(root).parent.parts
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    folders = [package[:i] for i in range(len(package) + 1)]
+    try:
+        parsed = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte, up to Python 3.11
+        version = ".".join(map(str, sys.version_info[:2]))
+        raise Unusable(f"{path}: is no Python {version}, so nothing tells what it runs: {error}") from error
+    for node in ast.walk(parsed):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (".".join([*above, alias.name]) for alias in node.names for above in folders)
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            for above in [package[: len(package) - node.level + 1]] if node.level else folders:
+                base = [*above, *([node.module] if node.module else [])]
+                yield from (".".join([*base, alias.name]) for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value.partition(":")[0]
             if _PATH.fullmatch(text) and not text.startswith((".", "/")):
@@ -140,6 +166,7 @@ def _names(path: Path, root: Path) -> Iterator[str]:
 
 
 def _below(top: Path) -> Iterator[Path]:
-    """The source in a folder, or a file of it."""
-    found = top.rglob("*") if top.is_dir() else [top]
-    return (path for path in found if path.suffix in SUFFIXES and path.is_file())
+    """The source in a folder. A file that is named itself is whatever it is called."""
+    if top.is_file():
+        return iter([top])
+    return (path for path in top.rglob("*") if path.suffix in SUFFIXES and path.is_file())

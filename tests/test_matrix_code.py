@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from convergence.files import Unusable
 from matrix import baseline, records
 from matrix.code import Code
 from matrix.records import CellRecord, StageResult
@@ -20,6 +21,9 @@ STAGES = config.here().stages
 STAGE = Stage("s", "", ("tests", "--ignore-glob", "tests/test_[!o]*", "--ignore", "tests/test_out.py"), ("tests",))
 FILES = {
     "liger_kernels/ops/rope.py": "",
+    "liger_kernels/tuned.json": "{}",
+    "setup.py": "",
+    "pytest.ini": "",
     "convergence/report.html.jinja": "",
     "conftest.py": "",
     "matrix/runner.py": "import matrix.repository.config",
@@ -28,8 +32,11 @@ FILES = {
     "tests/conftest.py": "from tests.of_all import x",
     "tests/of_all.py": "",
     "tests/test_ops_one.py": (
-        "from tests import helper, mutants\nfrom tools.deep import x\nRUNS = ('ranks.py', 'tests/other_ranks.py')"
+        "from tests import helper, mutants\nfrom tools.deep import x\nRUNS = ('ranks.py', 'tests/other_ranks.py')\n"
+        "import beside"
     ),
+    "tests/beside.py": "",
+    "tests/last_test.py": "",
     "tests/test_out.py": "",
     "tests/test_patching.py": "",
     "tests/helper.py": "def f():\n    from . import inner\nPATCH = 'tests.patches:patch'\nREADS = 'examples'",
@@ -54,6 +61,7 @@ RUNS = {
     *("tests/__init__.py", "tests/conftest.py", "tests/of_all.py", "tests/test_ops_one.py", "tests/helper.py"),
     *("tests/inner.py", "tests/patches.py", "tests/ranks.py", "tests/of_ranks.py", "tests/other_ranks.py"),
     *("tests/mutants/__init__.py", "tests/mutants/rope.py", "tools/__init__.py", "tools/deep.py", "examples/loop.py"),
+    *("tests/beside.py", "tests/last_test.py", "liger_kernels/tuned.json", "setup.py", "pytest.ini"),
 }
 
 
@@ -87,6 +95,31 @@ def test_a_new_file_decides_it_where_it_is_collected(root: Path) -> None:
     assert Code(root).digest(STAGE, on_gpu=False) == before
     (root / "tests" / "test_ops_new.py").write_text("")
     assert Code(root).digest(STAGE, on_gpu=False) != before
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "changed"),
+    [
+        ("bash", ("docs/page.md",), "docs/page.md"),
+        ("python", ("-m", "benchmarks.cases"), "benchmarks/cases.py"),
+        ("python", ("-m", "convergence", "op", "x:f", "--reference", "tests.unused:f"), "tests/unused.py"),
+        ("pytest", ("--patch=tests.unused:f", "tests/test_out.py"), "tests/unused.py"),
+        ("pytest", ("-q",), "tests/test_out.py"),
+    ],
+)
+def test_what_the_arguments_name_decides_it(program: str, arguments: tuple[str, ...], changed: str, root: Path) -> None:
+    """A script, a module, a function; and pytest without a path runs every test of the configuration."""
+    stage = Stage("s", "", arguments, program=program)
+    before = Code(root).digest(stage, on_gpu=False)
+    with (root / changed).open("a") as file:
+        file.write("\n# A comment.\n")
+    assert Code(root).digest(stage, on_gpu=False) != before
+
+
+def test_a_test_that_is_not_python_is_named(root: Path) -> None:
+    (root / "tests" / "test_ops_one.py").write_text("def")
+    with pytest.raises(Unusable, match=r"test_ops_one\.py: is no Python 3"):
+        Code(root).digest(STAGE, on_gpu=False)
 
 
 def test_no_cell_of_versions_runs_the_pages_and_the_project_runs_every_test() -> None:

@@ -94,6 +94,7 @@ def test_no_configuration_is_an_error_of_the_command(
         ("of_machine = true }\ntri", 'of_machine = "yes" }\ntri', "['of_machine'] is 'yes' (str); allowed is true or"),
         ("of_machine = true }\ntri", "machine = true }\ntri", "axes.torch has the unknown key 'machine'; allowed are"),
         ('"pytest kernels/tests.py"', '""', "tool.matrix.stages.tests.command is empty; allowed is a command"),
+        ('"pytest kernels/tests.py"', '"pytest -q"', "stages.tests: pytest is given no path, and"),
         ('"pytest kernels/tests.py"', '"pytest \'x"', "which no shell could split"),
         (
             '"pytest kernels/tests.py"',

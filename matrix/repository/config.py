@@ -253,6 +253,12 @@ def load(root: Path) -> Config:
         comparisons(axis.versions, f"{where}.axes.{name}.versions")
         _known([axis.follows] if axis.follows else [], axes, "axis", f"{where}.axes.{name}.follows")
     stages = {name: _stage(name, table, f"{where}.stages.{name}") for name, table in top.stages.items()}
+    for name, stage in stages.items():
+        places = [word for word in stage.arguments if word and (root / word.partition("::")[0]).exists()]
+        if stage.program == PYTEST and not (top.tests or places or "--pyargs" in stage.arguments):
+            raise Unusable(
+                f"{where}.stages.{name}: pytest is given no path, and {where}.tests is empty; name its tests"
+            )
     kinds: dict[str, KindTable] = {
         name: _table(table, KindTable, f"{where}.kinds.{name}") for name, table in top.kinds.items()
     }
